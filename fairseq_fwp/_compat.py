@@ -1,0 +1,205 @@
+"""What fairseq 0.12 needs on today's Python, numpy and torch. Each mend is conditional, and tested.
+
+A mend replaces one attribute of one fairseq module, never a file. `apply()` runs them all once.
+"""
+
+import argparse
+import functools
+import importlib.util
+import logging
+import operator
+import os
+import pickle
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Warnings of fairseq's own imports and calls that a user of this plugin can do nothing about.
+KNOWN_WARNINGS = (
+    (r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental", UserWarning),
+    (r"In 'config': Usage of deprecated keyword in package header", UserWarning),
+    (r"\s*'config' is validated against ConfigStore schema with the same name", UserWarning),
+    (r"\s*The strict flag in the compose API is deprecated", UserWarning),
+    (r"\s*The version_base parameter is not specified", UserWarning),
+    (r"`torch\.cuda\.amp\.(custom_fwd|custom_bwd|autocast|GradScaler)\(.*\)` is deprecated", FutureWarning),
+    (r"'pin_memory' argument is set as true but no accelerator is found", UserWarning),
+)
+
+
+def apply() -> None:
+    """Runs every mend; a second call changes nothing."""
+    silence_known_warnings()
+    for mend in (
+        restore_numpy_compat,
+        allow_checkpoint_types,
+        keep_last_batch,
+        forget_tpu,
+        pass_over_missing_biases,
+        explain_damaged_checkpoints,
+        explain_missing_dictionary,
+        refuse_unscored_tokens,
+    ):
+        mend()
+
+
+def silence_known_warnings() -> None:
+    """Hides the warnings above by their exact text, and nothing else."""
+    for message, category in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+
+
+def restore_numpy_compat() -> None:
+    """numpy 2 has no `np.compat`; fairseq's `--sample-break-mode eos` reads `np.compat.long`."""
+    if not hasattr(np, "compat"):
+        np.compat = argparse.Namespace(long=int)  # type: ignore[attr-defined]
+
+
+def allow_checkpoint_types() -> None:
+    """torch >= 2.6 unpickles tensors only; fairseq's checkpoints and object broadcasts hold these types too."""
+    if not hasattr(torch.serialization, "add_safe_globals"):
+        return
+    from fairseq.distributed import utils as distributed_utils
+    from omegaconf import DictConfig, ListConfig, base, nodes
+
+    torch.serialization.add_safe_globals(
+        [argparse.Namespace, DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, defaultdict]
+        + [distributed_utils._TensorPlaceholder]
+        + [nodes.AnyNode, nodes.BooleanNode, nodes.FloatNode, nodes.IntegerNode, nodes.StringNode]
+        + [Any, dict, list, int]  # type: ignore[list-item]
+    )
+
+
+def keep_last_batch() -> None:
+    """fairseq drops a last batch whose size is no multiple of --required-batch-size-multiple (8 by default)."""
+    from fairseq.data import data_utils
+
+    def mend(batch_by_size: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_all(indices: Any, *args: Any, **kwargs: Any) -> Any:
+            indices = np.fromiter(indices, dtype=np.int64) if not isinstance(indices, np.ndarray) else indices
+            batches = batch_by_size(indices, *args, **kwargs)
+            # Fixed shapes part the data otherwise; elsewhere batches are consecutive and only the last can be missing.
+            kept = sum(len(batch) for batch in batches)
+            if kept < len(indices) and kwargs.get("fixed_shapes") is None:
+                batches = [*batches, indices[kept:]]
+            return batches
+
+        return batch_all
+
+    _replace(data_utils, "batch_by_size", mend)
+
+
+def forget_tpu() -> None:
+    """fairseq takes --bf16 for a TPU run and looks for torch_xla, also where there is none."""
+    from fairseq.distributed import utils as distributed_utils
+
+    def mend(call_main: Callable[..., Any]) -> Callable[..., Any]:
+        def call_without_tpu(cfg: Any, main: Any, **kwargs: Any) -> Any:
+            if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
+                cfg.common.tpu = False
+            return call_main(cfg, main, **kwargs)
+
+        return call_without_tpu
+
+    _replace(distributed_utils, "call_main", mend)
+
+
+def pass_over_missing_biases() -> None:
+    """fairseq logs every pair of layers without a bias as sharing one parameter."""
+    from fairseq import trainer
+
+    def mend(catalog: Callable[..., Any]) -> Callable[..., Any]:
+        def catalog_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
+            groups = catalog(module, *args, **kwargs)
+            if groups is None:  # an inner call of its recursion
+                return None
+            return [paths for paths in groups if operator.attrgetter(paths[0])(module) is not None]
+
+        return catalog_parameters
+
+    _replace(trainer, "_catalog_shared_params", mend)
+
+
+def explain_damaged_checkpoints() -> None:
+    """A file that is no checkpoint, or cut short, is named with its size instead of an error of the zip reader."""
+    from fairseq import checkpoint_utils
+
+    def mend(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_or_explain(path: str, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(path, *args, **kwargs)
+            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                if isinstance(error, pickle.UnpicklingError) and "Weights only" in str(error):
+                    raise
+                size = os.path.getsize(path) if os.path.exists(path) else 0
+                raise RuntimeError(
+                    f"{path} ({size:,} bytes) is not a complete checkpoint: it was cut short or is another kind of "
+                    "file; copy it again, or use another checkpoint of the same folder"
+                ) from error
+
+        return load_or_explain
+
+    _replace(checkpoint_utils, "load_checkpoint_to_cpu", mend)
+
+
+def explain_missing_dictionary() -> None:
+    """A data folder without dict.txt is named, with the command that makes one."""
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    def mend(setup_dictionary: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_or_explain(cls: type, args: Any, **kwargs: Any) -> Any:
+            first = (args.data or "").split(os.pathsep)[0]
+            if first and not os.path.exists(os.path.join(first, "dict.txt")):
+                raise FileNotFoundError(
+                    f"no dict.txt in the data folder {first!r}: pass a folder that fairseq-preprocess --only-source "
+                    "has written"
+                )
+            return setup_dictionary(args, **kwargs)
+
+        return classmethod(setup_or_explain)  # type: ignore[return-value]
+
+    _replace(LanguageModelingTask, "setup_dictionary", mend)
+
+
+def refuse_unscored_tokens() -> None:
+    """fairseq-eval-lm leaves out blocks longer than the model takes and reports the perplexity of the rest."""
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    def mend(eval_lm_dataloader: Callable[..., Any]) -> Callable[..., Any]:
+        def check_lengths(
+            self: Any, dataset: Any, *args: Any, max_positions: Any = None, context_window: int = 0, **kwargs: Any
+        ) -> Any:
+            longest = int(max(dataset.sizes, default=0)) + context_window
+            limit = min(max_positions) if isinstance(max_positions, Iterable) else max_positions
+            if longest == 0:
+                raise ValueError("nothing to evaluate: the data set is empty")
+            if limit is not None and longest > limit:
+                raise ValueError(
+                    f"text of {longest} tokens in one piece is longer than the {limit} that the model was trained on: "
+                    f"pass --tokens-per-sample {limit} with --sample-break-mode none, or allow more with "
+                    f"--model-overrides \"{{'max_target_positions': {longest}}}\""
+                )
+            return eval_lm_dataloader(
+                self, dataset, *args, max_positions=max_positions, context_window=context_window, **kwargs
+            )
+
+        return check_lengths
+
+    _replace(LanguageModelingTask, "eval_lm_dataloader", mend)
+
+
+def _replace(owner: Any, name: str, mend: Callable[[Callable[..., Any]], Any]) -> None:
+    """Replaces owner.name by mend(owner.name), once."""
+    original = getattr(owner, name)
+    if getattr(original, "mended_by", None) == __name__:
+        return
+    replacement = mend(original)
+    function = getattr(replacement, "__func__", replacement)
+    functools.update_wrapper(function, original)
+    function.mended_by = __name__
+    setattr(owner, name, replacement)

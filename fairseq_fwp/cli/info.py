@@ -1,0 +1,125 @@
+"""`fwp-info`: versions, devices, kernels, and the tables of rules, maps and architectures."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import platform
+import sys
+from typing import Any
+
+import torch
+import yaml
+
+from fairseq_fwp import ops
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.ops import jit
+
+PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the report, or with --hydra the YAML of an architecture. Exit status 2 for an unknown architecture."""
+    parser = argparse.ArgumentParser(prog="fwp-info", description=__doc__)
+    parser.add_argument("--build", action="store_true", help="build the kernels that can be built here first")
+    parser.add_argument(
+        "--hydra",
+        metavar="ARCH",
+        choices=sorted(PRESETS),
+        help="print a configuration for fairseq-hydra-train with this architecture, and nothing else",
+    )
+    args = parser.parse_args(argv)
+    print(hydra_yaml(args.hydra) if args.hydra else report(args.build))
+    return 0
+
+
+def report(build: bool) -> str:
+    """Versions, devices, kernels and tables as text."""
+    sections = {
+        "versions": versions(),
+        "devices": devices(),
+        "kernels": kernels(build),
+        "update rules (--decoder-update-rule)": [
+            f"{name:10} {_first_line(rule.operator)}" for name, rule in UPDATE_RULES.items()
+        ],
+        "feature maps (--decoder-feature-map)": [
+            f"{name:10} {_first_line(feature_map)}" for name, feature_map in FEATURE_MAPS.items()
+        ],
+        "architectures (--arch)": [f"{name:28} {_settings(preset)}" for name, preset in PRESETS.items()],
+    }
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+
+
+def versions() -> list[str]:
+    """One line for Python and for each installed package that matters."""
+    lines = [f"{'python':14} {platform.python_version()}"]
+    for name in PACKAGES:
+        try:
+            lines.append(f"{name:14} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return lines
+
+
+def devices() -> list[str]:
+    """The CPU with torch's threads, and each GPU."""
+    lines = [f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"]
+    for index in range(torch.cuda.device_count()):
+        lines.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}")
+    return lines
+
+
+def kernels(build: bool) -> list[str]:
+    """For each device, whether its kernels are built; if not, why, and what to do."""
+    if build:
+        for device in jit.DEVICES:
+            jit.load_kernels(device)
+    return [
+        f"{device}: {'built, ' + str(status.path) if status.built else 'not built: ' + status.reason}"
+        + (f"; {status.cure}" if status.cure else "")
+        for device, status in ops.kernel_status().items()
+    ]
+
+
+def hydra_yaml(arch: str) -> str:
+    """A configuration for fairseq-hydra-train, which knows no architectures: the preset's values written out."""
+    defaults: dict[str, Any] = {
+        option.name: option.default
+        for option in dataclasses.fields(FwpLanguageModelConfig)
+        if not option.name.startswith("_") and not str(option.default).startswith("${")
+    }
+    model = {"_name": "fwp_lm", **{key: _plain(value) for key, value in {**defaults, **PRESETS[arch]}.items()}}
+    header = (
+        f"# {arch} for fairseq-hydra-train, written by: fwp-info --hydra {arch}\n"
+        "# @package _global_\n"
+        "# Values of ??? and anything else are set on the command line: task.data=FOLDER dataset.batch_size=96 ...\n"
+    )
+    config = {
+        "common": {"user_dir": "???"},
+        "task": {"_name": "language_modeling", "data": "???", "tokens_per_sample": 256, "sample_break_mode": "none"},
+        "dataset": {"batch_size": "???"},
+        "optimization": {"lr": [0.00025], "max_update": "???"},
+        "model": model,
+        "criterion": {"_name": "cross_entropy"},
+        "optimizer": {"_name": "adam"},
+        "lr_scheduler": {"_name": "fixed"},
+    }
+    return header + yaml.safe_dump(config, sort_keys=False).rstrip()
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _settings(preset: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in preset.items())
+
+
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

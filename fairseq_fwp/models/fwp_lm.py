@@ -1,0 +1,244 @@
+"""The language model `fwp_lm`: a decoder-only Transformer whose attention is a fast weight programmer or softmax."""
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from omegaconf import II
+from torch import Tensor, nn
+
+from fairseq import utils
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel, register_model
+from fairseq.modules import FairseqDropout, LayerNorm
+from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
+from fairseq_fwp.modules.decoder_layer import DecoderLayer
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
+from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+logger = logging.getLogger(__name__)
+
+# The paper does not say how it initialises; these are the values of its public code.
+WEIGHT_STD = 0.02
+LAYER_NORM_STD = 0.02
+
+# Nothing but the user's patience bounds the length of what a recurrent model generates.
+MAX_GENERATED_POSITIONS = 10**6
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class FwpLanguageModelConfig(FairseqDataclass):
+    """Defaults: Schlag et al. 2021, *small*, with the delta rule and without any normalisation; see presets.py."""
+
+    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = _field(  # type: ignore[valid-type]
+        "relu", "activation function between the feed-forward projections"
+    )
+    dropout: float = _field(0.1, "dropout probability of embeddings and blocks")
+    attention_dropout: float = _field(0.0, "dropout probability of softmax attention weights")
+    activation_dropout: float = _field(0.0, "dropout probability after the feed-forward activation")
+    decoder_embed_dim: int = _field(128, "embedding dimension, of the heads together too")
+    decoder_ffn_embed_dim: int = _field(2048, "feed-forward dimension")
+    decoder_layers: int = _field(16, "number of layers")
+    decoder_attention_heads: int = _field(8, "number of heads")
+    decoder_normalize_before: bool = _field(False, "layer normalisation before each block (pre-norm)")
+    decoder_update_rule: ChoiceEnum(["softmax", *UPDATE_RULES]) = _field(  # type: ignore[valid-type]
+        "delta", "how a token writes into the fast weights; softmax: attention over all past tokens"
+    )
+    decoder_feature_map: ChoiceEnum(list(FEATURE_MAPS)) = _field(  # type: ignore[valid-type]
+        "elu", "map of keys and queries (not used by softmax)"
+    )
+    dpfp_nu: int = _field(1, "capacity of the dpfp map: 2 * head dimension * nu features")
+    sum_normalization: bool = _field(False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)")
+    attention_normalization: bool = _field(False, "divide the read-out by z . q (Schlag 2021, Eqs. 26 and 28)")
+    fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = _field(  # type: ignore[valid-type]
+        "auto", "C++/CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
+    )
+    adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+        None, "comma-separated ranks that part the vocabulary for adaptive_loss; those beyond it are dropped"
+    )
+    no_token_positional_embeddings: bool = _field(False, "no absolute positions")
+    no_scale_embedding: bool = _field(False, "do not scale embeddings by the root of their dimension")
+    add_bos_token: bool = II("task.add_bos_token")
+    tokens_per_sample: int = II("task.tokens_per_sample")
+    max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
+
+
+class DecoderState(NamedTuple):
+    """What the decoder remembers: a state per layer, and the number of tokens (B,) seen without padding."""
+
+    layers: tuple[Any, ...]
+    positions: Tensor
+
+    def detach(self) -> "DecoderState":
+        """The same values, cut from the graph."""
+        return DecoderState(tuple(layer.detach() for layer in self.layers), self.positions)
+
+    def reorder(self, new_order: Tensor) -> "DecoderState":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        layers = tuple(layer.reorder(new_order) for layer in self.layers)
+        return DecoderState(layers, self.positions.index_select(0, new_order))
+
+
+@register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
+class FwpLanguageModel(FairseqLanguageModel):
+    """A language model over fast weights; works with fairseq's own tasks, criteria and commands."""
+
+    @classmethod
+    def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
+        """Raises ValueError where the configuration cannot be built, naming the flag to change."""
+        return cls(FwpDecoder(cfg, task.target_dictionary))
+
+    def max_decoder_positions(self) -> int:
+        """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
+        return MAX_GENERATED_POSITIONS
+
+
+class FwpDecoder(FairseqIncrementalDecoder):
+    """Embeddings, layers and tied output. No tensor grows faster than linearly with the sequence."""
+
+    def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
+        super().__init__(dictionary)
+        self.padding_idx = dictionary.pad()
+        self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
+        self.embed_tokens = nn.Embedding(len(dictionary), cfg.decoder_embed_dim, self.padding_idx)
+        self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
+        self.embed_positions = (
+            None
+            if cfg.no_token_positional_embeddings
+            else SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
+        )
+        self.dropout = FairseqDropout(cfg.dropout, module_name=type(self).__name__)
+        self.layers = nn.ModuleList(build_layer(cfg) for _ in range(cfg.decoder_layers))
+        self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if cfg.decoder_normalize_before else None
+        self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens)
+        self.output_bias = None if self.adaptive_softmax else nn.Parameter(torch.zeros(len(dictionary)))
+        self.apply(initialize)
+        with torch.no_grad():
+            self.embed_tokens.weight[self.padding_idx].zero_()
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: None = None,
+        incremental_state: dict[str, Any] | None = None,
+        features_only: bool = False,
+        state: DecoderState | None = None,
+        src_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """prev_output_tokens (B, L) -> logits (B, L, V), or features (B, L, D) before an adaptive softmax.
+
+        state: what was read before these tokens, None = nothing. With an incremental_state, the state is kept
+        there, prev_output_tokens is the whole prefix as fairseq passes it, and its tokens not yet read are read.
+        The second value holds the new "state" (and "attn", which fairseq looks for).
+        """
+        if incremental_state is not None:
+            state, read = self.get_incremental_state(incremental_state, "state") or (None, 0)
+            read_now, prev_output_tokens = prev_output_tokens.shape[1], prev_output_tokens[:, read:]
+        x, state = self.extract_features(prev_output_tokens, state)
+        if incremental_state is not None:
+            self.set_incremental_state(incremental_state, "state", (state, read_now))
+        return x if features_only else self.output_layer(x), {"attn": [None], "state": state}
+
+    def extract_features(
+        self, tokens: Tensor, state: DecoderState | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state."""
+        padding = tokens.eq(self.padding_idx)
+        seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
+        counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
+        x = self.embed_scale * self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions((counts - 1).clamp(min=0)).to(x.dtype)
+        x = self.dropout(x)
+        mask = padding if padding.any() else None
+        layer_states = []
+        for index, layer in enumerate(self.layers):
+            x, layer_state = layer(x, state.layers[index] if state else None, mask)
+            layer_states.append(layer_state)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        return x, DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Logits over the vocabulary; an adaptive softmax takes the features as they are."""
+        if self.adaptive_softmax is not None:
+            return features
+        return F.linear(features, self.embed_tokens.weight, self.output_bias)
+
+    def max_positions(self) -> int:
+        """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
+        return self.max_target_positions
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+        """Keeps the rows new_order of the decoding state, as beam search selects them."""
+        kept = self.get_incremental_state(incremental_state, "state")
+        if kept is not None:
+            state, read = kept
+            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
+
+
+def build_layer(cfg: FwpLanguageModelConfig) -> DecoderLayer:
+    """One decoder layer of the configuration."""
+    return DecoderLayer(
+        build_attention(cfg),
+        cfg.decoder_embed_dim,
+        cfg.decoder_ffn_embed_dim,
+        utils.get_activation_fn(str(cfg.activation_fn)),
+        dropout=cfg.dropout,
+        activation_dropout=cfg.activation_dropout,
+        normalize_before=cfg.decoder_normalize_before,
+    )
+
+
+def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
+    """The attention of the configuration: softmax, or feature map x update rule x normalisations."""
+    if cfg.decoder_update_rule == "softmax":
+        return SoftmaxAttention(cfg.decoder_embed_dim, cfg.decoder_attention_heads, cfg.attention_dropout)
+    head_dim = cfg.decoder_embed_dim // max(cfg.decoder_attention_heads, 1)
+    arguments = {"nu": cfg.dpfp_nu} if cfg.decoder_feature_map == "dpfp" else {}
+    return FastWeightAttention(
+        cfg.decoder_embed_dim,
+        cfg.decoder_attention_heads,
+        FEATURE_MAPS[str(cfg.decoder_feature_map)](head_dim, **arguments),
+        str(cfg.decoder_update_rule),
+        sum_normalization=cfg.sum_normalization,
+        attention_normalization=cfg.attention_normalization,
+        backend=str(cfg.fwp_backend),
+    )
+
+
+def build_adaptive_softmax(
+    cfg: FwpLanguageModelConfig, embed_tokens: nn.Embedding
+) -> TiedAdaptiveSoftmax | None:
+    """The adaptive softmax if cutoffs are given, without those that the vocabulary does not reach."""
+    if cfg.adaptive_softmax_cutoff is None:
+        return None
+    cutoffs = utils.eval_str_list(cfg.adaptive_softmax_cutoff, type=int)
+    kept = [cutoff for cutoff in cutoffs if cutoff < embed_tokens.num_embeddings]
+    if len(kept) < len(cutoffs):
+        logger.info(
+            "adaptive softmax: dropped cutoffs %s, beyond the vocabulary of %d words",
+            ",".join(str(cutoff) for cutoff in cutoffs if cutoff not in kept),
+            embed_tokens.num_embeddings,
+        )
+    return TiedAdaptiveSoftmax(embed_tokens, kept)
+
+
+def initialize(module: nn.Module) -> None:
+    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=WEIGHT_STD)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
+    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,84 @@
+"""Adaptive softmax over tied word embeddings, with biases, as Transformer-XL and Schlag et al. 2021 use it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class TiedAdaptiveSoftmax(nn.Module):
+    """A softmax in clusters of falling word frequency (Grave et al. 2017, arXiv 1609.04309).
+
+    The head holds the words up to the first cutoff and one entry for each further cluster; a word of cluster c has
+    probability head(c) * tail_c(word). All words share the input embedding's weight (V, D), each has a bias. The
+    interface is that of fairseq's AdaptiveSoftmax, which has no biases and so misses the published parameter counts;
+    fairseq's criterion `adaptive_loss` and its scorers work with both.
+
+    embedding: (V, D), tied; cutoffs: ascending ranks below V, may be empty, which gives a plain softmax.
+    """
+
+    def __init__(self, embedding: nn.Embedding, cutoffs: list[int]) -> None:
+        super().__init__()
+        vocab_size, embed_dim = embedding.weight.shape
+        bounds = [0, *cutoffs, vocab_size]
+        if any(low >= high for low, high in zip(bounds, bounds[1:], strict=False)):
+            raise ValueError(
+                f"adaptive softmax cutoffs must rise from 1 to less than the vocabulary's {vocab_size} words, "
+                f"got {','.join(map(str, cutoffs))}"
+            )
+        self.bounds = bounds
+        self.weight = embedding.weight
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        if cutoffs:
+            self.clusters = nn.Linear(embed_dim, len(cutoffs))
+        else:
+            self.clusters = None
+
+    def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """features (B, L, D), target (B, L) or (B L) -> per cluster the logits of the tokens in it and their targets.
+
+        The first entry is the head, for all B L tokens. A cluster without tokens is None in both lists.
+        """
+        features, target = features.flatten(0, -2), target.flatten()
+        head_target = target.clone()
+        logits: list[Tensor | None] = [self._head(features)]
+        targets: list[Tensor | None] = [head_target]
+        for index, rows in self._rows_of_clusters(target):
+            head_target[rows] = self.bounds[1] + index
+            logits.append(self._tail(index, features[rows]) if len(rows) else None)
+            targets.append(target[rows] - self.bounds[index + 1] if len(rows) else None)
+        return logits, targets
+
+    def get_log_prob(self, features: Tensor, target: Tensor | None) -> Tensor:
+        """features (B, L, D) -> log-probabilities (B, L, V).
+
+        With a target (B, L), words of the clusters are filled in only for tokens whose target is in that cluster.
+        """
+        flat = features.flatten(0, -2)
+        head = F.log_softmax(self._head(flat), dim=-1)
+        if self.clusters is None:
+            return head.unflatten(0, features.shape[:-1])
+        log_probs = head.new_zeros(len(flat), self.bounds[-1])
+        log_probs[:, : self.bounds[1]] = head[:, : self.bounds[1]]
+        for index, rows in self._rows_of_clusters(None if target is None else target.flatten(), len(flat)):
+            tail = F.log_softmax(self._tail(index, flat[rows]), dim=-1)
+            prior = head[rows, self.bounds[1] + index].unsqueeze(1)
+            log_probs[rows, self.bounds[index + 1] : self.bounds[index + 2]] = tail + prior
+        return log_probs.unflatten(0, features.shape[:-1])
+
+    def _head(self, flat: Tensor) -> Tensor:
+        words = F.linear(flat, self.weight[: self.bounds[1]], self.bias[: self.bounds[1]])
+        return words if self.clusters is None else torch.cat([words, self.clusters(flat)], dim=-1)
+
+    def _tail(self, index: int, flat: Tensor) -> Tensor:
+        words = slice(self.bounds[index + 1], self.bounds[index + 2])
+        return F.linear(flat, self.weight[words], self.bias[words])
+
+    def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
+        """For each tail cluster, the rows whose target lies in it; all `count` rows without a target."""
+        if target is None:
+            rows = torch.arange(count, device=self.weight.device)
+            return [(index, rows) for index in range(len(self.bounds) - 2)]
+        return [
+            (index, ((target >= low) & (target < high)).nonzero().squeeze(1))
+            for index, (low, high) in enumerate(zip(self.bounds[1:], self.bounds[2:], strict=False))
+        ]

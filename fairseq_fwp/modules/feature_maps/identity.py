@@ -1,0 +1,19 @@
+"""No feature map: keys and queries as projected."""
+
+from torch import Tensor, nn
+
+
+class Identity(nn.Module):
+    """phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022.
+
+    Maps (..., head_dim) to itself. Its features have either sign, so no normalisation by a sum applies to it.
+    """
+
+    positive = False
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.feature_dim = head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x

@@ -1,0 +1,86 @@
+"""Causal softmax attention with the interface of the fast weight layer: the baseline.
+
+Shapes: B batch, L tokens, S tokens seen so far, H heads, D embed_dim, d = D / H.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fairseq_fwp.modules.fast_weight_attention import check_heads
+
+
+class KeyValueCache(NamedTuple):
+    """All keys and values so far, (B, H, S, d), and which of them are padding, (B, S), None = none."""
+
+    keys: Tensor
+    values: Tensor
+    padding: Tensor | None = None
+
+    def detach(self) -> "KeyValueCache":
+        """The same values, cut from the graph."""
+        return KeyValueCache(self.keys.detach(), self.values.detach(), self.padding)
+
+    def reorder(self, new_order: Tensor) -> "KeyValueCache":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        return KeyValueCache(*(part if part is None else part.index_select(0, new_order) for part in self))
+
+
+class SoftmaxAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over the past (Vaswani et al. 2017), projections without bias.
+
+    embed_dim: D; num_heads: H; dropout: of the attention weights.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+
+    def forward(
+        self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, KeyValueCache]:
+        """x (B, L, D) -> y (B, L, D) and the cache; key_padding_mask (B, L): True at tokens nobody attends to."""
+        q, k, v = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        past = 0 if state is None else state.keys.shape[2]
+        cache = _extend(state, k, v, key_padding_mask)
+        mask = _attention_mask(x.shape[1], past, cache.padding, x.device)
+        y = F.scaled_dot_product_attention(
+            q,
+            cache.keys,
+            cache.values,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and past == 0,
+        )
+        return self.out_proj(y.transpose(1, 2).flatten(2)), cache
+
+
+def _extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
+    if state is None:
+        return KeyValueCache(k, v, padding)
+    if state.padding is not None or padding is not None:
+        old, new = (
+            part if part is not None else torch.zeros(len(k), length, dtype=torch.bool, device=k.device)
+            for part, length in ((state.padding, state.keys.shape[2]), (padding, k.shape[2]))
+        )
+        padding = torch.cat([old, new], dim=1)
+    return KeyValueCache(torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2), padding)
+
+
+def _attention_mask(length: int, past: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
+    """True where a query (one of `length`) may see a key (one of past + length); None where no mask is needed."""
+    if padding is None and (past == 0 or length == 1):
+        return None
+    query = torch.arange(past, past + length, device=device)[:, None]
+    key = torch.arange(past + length, device=device)[None, :]
+    mask = key <= query
+    if padding is None:
+        return mask
+    # A padded query sees itself: a row with nothing to see is not a number.
+    return (mask & (~padding[:, None, :] | (key == query))).unsqueeze(1)

@@ -1,0 +1,187 @@
+"""Laws of the language model, for every architecture."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+ARCHS = [arch for arch in PRESETS if not arch.endswith("_medium")]
+
+
+def random_tokens(*shape, vocabulary=50):
+    return torch.randint(4, vocabulary, shape)
+
+
+def log_probs(model, tokens, **kwargs):
+    return model.get_normalized_probs(model(tokens, **kwargs), log_probs=True)
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request):
+    return request.param
+
+
+@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+@pytest.mark.parametrize("positions", [True, False])
+def test_incremental_equals_teacher_forced(build_model, arch, cutoffs, positions):
+    model = build_model(arch, adaptive_softmax_cutoff=cutoffs, no_token_positional_embeddings=not positions)
+    tokens = random_tokens(3, 7)
+    whole = log_probs(model, tokens)
+    state = {}
+    steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(tokens.shape[1])]
+    assert all(step.shape[1] == 1 for step in steps)
+    torch.testing.assert_close(torch.cat(steps, 1), whole)
+
+
+def test_a_prompt_is_read_in_one_pass(build_model, arch):
+    model, tokens, state = build_model(arch), random_tokens(2, 8), {}
+    pieces = [log_probs(model, tokens[:, :end], incremental_state=state) for end in (5, 6, 8)]
+    assert [piece.shape[1] for piece in pieces] == [5, 1, 2]
+    torch.testing.assert_close(torch.cat(pieces, 1), log_probs(model, tokens))
+
+
+def test_the_state_is_a_value_that_can_be_passed_on(build_model, arch):
+    model, tokens = build_model(arch), random_tokens(2, 8)
+    _, extra = model(tokens[:, :5])
+    torch.testing.assert_close(
+        log_probs(model, tokens[:, 5:], state=extra["state"].detach()), log_probs(model, tokens)[:, 5:]
+    )
+
+
+def test_reordered_beams_go_on_from_their_own_past(build_model, arch):
+    model, tokens, state = build_model(arch), random_tokens(3, 6), {}
+    log_probs(model, tokens[:, :5], incremental_state=state)
+    order = torch.tensor([2, 2, 0])
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    step = log_probs(model, tokens[order], incremental_state=state)
+    torch.testing.assert_close(step, log_probs(model, tokens[order])[:, -1:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_score(build_model, arch, side):
+    model, tokens = build_model(arch), random_tokens(2, 6)
+    pad = tokens.new_full((2, 3), model.decoder.padding_idx)
+    padded = torch.cat([pad, tokens] if side == "left" else [tokens, pad], 1)
+    scores = log_probs(model, padded)
+    torch.testing.assert_close(scores[:, 3:] if side == "left" else scores[:, :6], log_probs(model, tokens))
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_beam_search_scores_equal_rescoring(build_model, arch, beam):
+    """What the generator adds up step by step is what one full forward gives the same tokens."""
+    model = build_model(arch)
+    dictionary: Dictionary = model.decoder.dictionary
+    prompts = random_tokens(2, 3)
+    prompts[1, 2] = dictionary.pad()  # a shorter prompt in the same batch
+    generator = SequenceGenerator(
+        [model], dictionary, beam_size=beam, max_len_b=9, normalize_scores=False, eos=dictionary.eos()
+    )
+    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.tensor([3, 2])}}
+    for prompt, hypotheses in zip(prompts, generator.generate([model], sample, prefix_tokens=prompts), strict=True):
+        prompt = prompt[prompt.ne(dictionary.pad())].tolist()
+        for hypothesis in hypotheses:
+            tokens = hypothesis["tokens"]
+            assert tokens[: len(prompt)].tolist() == prompt
+            inputs = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens[:-1]]).unsqueeze(0)
+            rescored = log_probs(model, inputs)[0].gather(1, tokens.unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(hypothesis["positional_scores"].double(), rescored, rtol=1e-5, atol=1e-5)
+
+
+def test_decoding_memory_is_constant_for_every_rule(build_model):
+    for rule in UPDATE_RULES:
+        model, tokens, state, sizes = build_model(f"{rule}_lm_wt103"), random_tokens(2, 12), {}, []
+        for t in range(12):
+            model(tokens[:, : t + 1], incremental_state=state)
+            (kept, _read), = state.values()
+            sizes.append(sum(part.numel() for layer in kept.layers for part in layer if part is not None))
+        assert len(set(sizes)) == 1
+    model, state = build_model("softmax_lm_wt103"), {}
+    model(tokens, incremental_state=state)
+    (kept, _read), = state.values()
+    assert kept.layers[0].keys.shape[2] == 12
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operator returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("arch", ["delta_lm_wt103", "sum_lm_wt103"])
+def test_no_tensor_grows_faster_than_the_sequence(build_model, arch):
+    model = build_model(arch, fwp_backend="auto", max_target_positions=8192)
+    largest = {}
+    for length in (1024, 4096):
+        with LargestTensor() as mode, torch.no_grad():
+            model(random_tokens(1, length))
+        largest[length] = mode.largest
+    assert largest[4096] <= 4 * largest[1024] < 1024**2
+
+
+def test_softmax_model_is_fairseqs_transformer_lm(build_model):
+    """The baseline with fairseq's weights gives fairseq's logits."""
+    ours = build_model("softmax_lm_wt103", adaptive_softmax_cutoff=None)
+    dictionary = ours.decoder.dictionary
+    flags = {
+        "decoder_layers": 2, "decoder_embed_dim": 16, "decoder_output_dim": 16, "decoder_input_dim": 16,
+        "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4, "share_decoder_input_output_embed": True,
+        "tokens_per_sample": 32, "max_target_positions": 32, "add_bos_token": False, "tpu": False,
+    }  # fmt: skip
+    config = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), flags)
+    task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    theirs = TransformerLanguageModel.build_model(config, task).double().eval()
+    with torch.no_grad():
+        theirs.decoder.embed_tokens.weight.copy_(ours.decoder.embed_tokens.weight)
+        ours.decoder.output_bias.zero_()
+        for mine, other in zip(ours.decoder.layers, theirs.decoder.layers, strict=True):
+            attention = other.self_attn
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            for part, projection in zip(mine.self_attn.in_proj.weight.chunk(3), projections, strict=True):
+                projection.weight.copy_(part)
+                projection.bias.zero_()
+            attention.out_proj.weight.copy_(mine.self_attn.out_proj.weight)
+            attention.out_proj.bias.zero_()
+            for name in ("self_attn_layer_norm", "final_layer_norm", "fc1", "fc2"):
+                getattr(other, name).load_state_dict(getattr(mine, name).state_dict())
+    tokens = random_tokens(3, 9)
+    # fairseq's sinusoidal table is float32 arithmetic of another order than a float64 model
+    torch.testing.assert_close(log_probs(ours, tokens), log_probs(theirs, tokens), rtol=1e-6, atol=1e-6)
+
+
+def test_cutoffs_beyond_the_vocabulary_are_dropped_with_one_line(build_model, caplog):
+    with caplog.at_level("INFO"):
+        model = build_model("delta_lm_wt103", vocabulary=25_000)
+    assert model.decoder.adaptive_softmax.bounds == [0, 20_000, 25_000]
+    lines = [record.message for record in caplog.records if "dropped" in record.message]
+    assert lines == ["adaptive softmax: dropped cutoffs 40000,200000, beyond the vocabulary of 25000 words"]
+
+
+def test_it_learns_what_needs_its_memory(build_model):
+    """The last target is the first token, one of eight: without a memory the loss cannot fall below log 8."""
+    model = build_model("delta_lm_wt103", decoder_embed_dim=32, dropout=0.0).float().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        tokens = torch.cat([torch.randint(4, 12, (16, 1)), torch.randint(12, 20, (16, 5))], 1)
+        loss = torch.nn.functional.nll_loss(log_probs(model, tokens)[:, -1], tokens[:, 0])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5 < torch.tensor(8.0).log()

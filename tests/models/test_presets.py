@@ -1,0 +1,60 @@
+"""Every architecture builds, has the published number of parameters, and yields to the command line."""
+
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.models import ARCH_MODEL_REGISTRY
+
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+from fairseq_fwp.models.presets import PRESETS
+
+from .conftest import configure, make_dictionary
+
+WIKITEXT103_WORDS = 267_735
+
+
+@pytest.fixture(scope="module")
+def wikitext103():
+    return Namespace(target_dictionary=make_dictionary(WIKITEXT103_WORDS))
+
+
+def count_parameters(arch, task):
+    with torch.device("meta"):
+        model = FwpLanguageModel.build_model(configure(arch), task)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("arch", PRESETS)
+def test_published_number_of_parameters(arch, wikitext103):
+    """Table 2: 40 M and 90 M; Table 4: 89.8 M with the sum rule, 89.9 M with the delta rule."""
+    medium = arch.endswith("_medium")
+    dim, ffn = (256 if medium else 128), 2048
+    layer = 4 * dim * dim + 2 * dim * ffn + ffn + dim + 2 * 2 * dim
+    output = WIKITEXT103_WORDS * (dim + 1) + 3 * (dim + 1)
+    gates = 16 * 8 * dim if "delta" in arch else 0
+    count = count_parameters(arch, wikitext103)
+    assert count == output + 16 * layer + gates
+    if medium:
+        assert round(count / 1e6, 1) == (89.9 if "delta" in arch else 89.8)
+    else:
+        assert round(count / 1e7) == 4
+
+
+def test_delta_has_exactly_the_published_gates_more_than_sum(wikitext103):
+    for size, extra in (("", 16_384), ("_medium", 32_768)):
+        delta, plain = (count_parameters(f"{rule}_lm_wt103{size}", wikitext103) for rule in ("delta", "sum"))
+        assert delta - plain == extra
+
+
+@pytest.mark.parametrize("arch", PRESETS)
+def test_names_follow_the_grammar_and_belong_to_the_model(arch):
+    assert re.fullmatch(r"(softmax|(sum|delta)(_dpfp)?)_lm_wt103(_medium)?", arch)
+    assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
+
+
+def test_flags_win_over_presets():
+    config = configure("delta_lm_wt103", decoder_embed_dim=64, decoder_layers=3)
+    assert (config.decoder_embed_dim, config.decoder_layers, config.sum_normalization) == (64, 3, True)
+    assert configure("fwp_lm").sum_normalization is False

@@ -1,0 +1,53 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
+
+VOCABULARY, DIM = 30, 5
+
+
+@pytest.fixture(params=[[], [10], [4, 9, 29]], ids=str)
+def softmax(request):
+    module = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), request.param).double()
+    nn.init.normal_(module.bias)
+    return module
+
+
+def test_probabilities_sum_to_one(softmax):
+    log_probs = softmax.get_log_prob(torch.randn(2, 3, DIM, dtype=torch.float64), None)
+    assert log_probs.shape == (2, 3, VOCABULARY)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_clusters_are_a_product_of_two_softmaxes():
+    softmax = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [10, 20]).double()
+    x = torch.randn(1, 1, DIM, dtype=torch.float64)
+    words = (x @ softmax.weight.T + softmax.bias)[0, 0]
+    head = torch.cat([words[:10], softmax.clusters(x)[0, 0]]).log_softmax(0)
+    expected = torch.cat([head[:10], words[10:20].log_softmax(0) + head[10], words[20:].log_softmax(0) + head[11]])
+    torch.testing.assert_close(softmax.get_log_prob(x, None)[0, 0], expected)
+
+
+def test_loss_by_clusters_equals_the_log_probability(softmax):
+    features = torch.randn(4, 6, DIM, dtype=torch.float64)
+    target = torch.randint(VOCABULARY, (4, 6))
+    logits, targets = softmax(features, target)
+    loss = sum(F.cross_entropy(x, y, reduction="sum") for x, y in zip(logits, targets, strict=True) if y is not None)
+    for given in (None, target):
+        scores = softmax.get_log_prob(features, given).gather(-1, target.unsqueeze(-1))
+        torch.testing.assert_close(-scores.sum(), loss)
+
+
+def test_a_cluster_without_tokens_is_left_out():
+    softmax = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [10, 20])
+    logits, targets = softmax(torch.randn(1, 2, DIM), torch.tensor([[3, 25]]))
+    assert logits[1] is None and targets[1] is None and logits[2].shape == (1, 10)
+    assert targets[0].tolist() == [3, 11] and targets[2].tolist() == [5]
+
+
+@pytest.mark.parametrize("cutoffs", [[0], [10, 10], [20, 10], [30]])
+def test_cutoffs_that_do_not_part_the_vocabulary_are_refused(cutoffs):
+    with pytest.raises(ValueError, match="must rise from 1 to less than the vocabulary's 30 words"):
+        TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), cutoffs)
