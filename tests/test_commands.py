@@ -195,7 +195,7 @@ REFUSALS = {
     "unknown rule": (["--decoder-update-rule", "hebb"], r"invalid choice: 'hebb' \(choose from"),
     "unknown map": (["--decoder-feature-map", "cosine"], r"invalid choice: 'cosine' \(choose from"),
     "heads": (["--decoder-attention-heads", "5"], r"dimension 32 is not divisible by 5 attention heads: change"),
-    "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"nu must be between 1 and 2 \* head_dim - 1 = 7, got 8"),
+    "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"nu must be between 1 and 2 \* head_dim - 1 = 7, got"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ Beside the picture lie its numbers, curves.csv, and the best validation perplexi
 import argparse
 import csv
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -87,6 +88,8 @@ def write_markdown(runs: Sequence[Run], path: Path) -> None:
 
 
 def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
+    # fairseq turns on the debugging messages of everything; of matplotlib's there are hundreds.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         import matplotlib
     except ImportError as error:
@@ -105,10 +108,10 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
         axes.plot([where[u] for u in run.valid], [*run.valid.values()], label=label, **style)
     # Perplexities fall from thousands to tens; the log scale keeps the end, where the runs differ, readable.
     axes.set_yscale("log")
-    lowest = min(min(run.valid.values()) for run in runs)
-    highest = max(max(run.valid.values()) for run in runs)
+    drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
+    lowest, highest = min(drawn), max(drawn)
     axes.set_ylim(lowest * 0.95, min(highest, lowest * 8) * 1.05)
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(ticker.NullLocator())
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
-from omegaconf import II
-from torch import Tensor, nn
-
 from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel, register_model
 from fairseq.modules import FairseqDropout, LayerNorm
+from omegaconf import II
+from torch import Tensor, nn
+
 from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
@@ -149,9 +149,7 @@ class FwpDecoder(FairseqIncrementalDecoder):
             self.set_incremental_state(incremental_state, "state", (state, read_now))
         return x if features_only else self.output_layer(x), {"attn": [None], "state": state}
 
-    def extract_features(
-        self, tokens: Tensor, state: DecoderState | None = None
-    ) -> tuple[Tensor, DecoderState]:
+    def extract_features(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
         """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state."""
         padding = tokens.eq(self.padding_idx)
         seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
@@ -217,9 +215,7 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     )
 
 
-def build_adaptive_softmax(
-    cfg: FwpLanguageModelConfig, embed_tokens: nn.Embedding
-) -> TiedAdaptiveSoftmax | None:
+def build_adaptive_softmax(cfg: FwpLanguageModelConfig, embed_tokens: nn.Embedding) -> TiedAdaptiveSoftmax | None:
     """The adaptive softmax if cutoffs are given, without those that the vocabulary does not reach."""
     if cfg.adaptive_softmax_cutoff is None:
         return None

@@ -1,5 +1,7 @@
 """Adaptive softmax over tied word embeddings, with biases, as Transformer-XL and Schlag et al. 2021 use it."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ class TiedAdaptiveSoftmax(nn.Module):
         super().__init__()
         vocab_size, embed_dim = embedding.weight.shape
         bounds = [0, *cutoffs, vocab_size]
-        if any(low >= high for low, high in zip(bounds, bounds[1:], strict=False)):
+        if any(low >= high for low, high in pairwise(bounds)):
             raise ValueError(
                 f"adaptive softmax cutoffs must rise from 1 to less than the vocabulary's {vocab_size} words, "
                 f"got {','.join(map(str, cutoffs))}"
@@ -28,10 +30,7 @@ class TiedAdaptiveSoftmax(nn.Module):
         self.bounds = bounds
         self.weight = embedding.weight
         self.bias = nn.Parameter(torch.zeros(vocab_size))
-        if cutoffs:
-            self.clusters = nn.Linear(embed_dim, len(cutoffs))
-        else:
-            self.clusters = None
+        self.clusters = nn.Linear(embed_dim, len(cutoffs)) if cutoffs else None
 
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """features (B, L, D), target (B, L) or (B L) -> per cluster the logits of the tokens in it and their targets.
@@ -80,5 +79,5 @@ class TiedAdaptiveSoftmax(nn.Module):
             return [(index, rows) for index in range(len(self.bounds) - 2)]
         return [
             (index, ((target >= low) & (target < high)).nonzero().squeeze(1))
-            for index, (low, high) in enumerate(zip(self.bounds[1:], self.bounds[2:], strict=False))
+            for index, (low, high) in enumerate(pairwise(self.bounds[1:]))
         ]

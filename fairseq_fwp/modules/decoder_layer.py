@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
-
 from fairseq.modules import FairseqDropout, LayerNorm
+from torch import Tensor, nn
 
 
 class DecoderLayer(nn.Module):
@@ -37,9 +36,7 @@ class DecoderLayer(nn.Module):
         self.activation_dropout = FairseqDropout(activation_dropout, module_name=type(self).__name__)
         self.normalize_before = normalize_before
 
-    def forward(
-        self, x: Tensor, state: Any = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, state: Any = None, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """x (B, L, embed_dim) -> the same shape, and the attention's new state."""
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
         y, state = self.self_attn(y, state, key_padding_mask)

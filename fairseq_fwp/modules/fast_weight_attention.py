@@ -19,11 +19,14 @@ class FastWeightState(NamedTuple):
 
     def detach(self) -> "FastWeightState":
         """The same values, cut from the graph (truncated back-propagation through time)."""
-        return FastWeightState(*(part if part is None else part.detach() for part in self))
+        return FastWeightState(self.weights.detach(), None if self.normalizer is None else self.normalizer.detach())
 
     def reorder(self, new_order: Tensor) -> "FastWeightState":
         """The rows new_order (B',) of the batch, as beam search selects them."""
-        return FastWeightState(*(part if part is None else part.index_select(0, new_order) for part in self))
+        return FastWeightState(
+            self.weights.index_select(0, new_order),
+            None if self.normalizer is None else self.normalizer.index_select(0, new_order),
+        )
 
 
 class FastWeightAttention(nn.Module):

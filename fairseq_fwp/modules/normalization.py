@@ -12,12 +12,10 @@ ATTENTION_NORMALIZATION_EPSILON = 1e-6
 
 def sum_normalize(features: Tensor) -> Tensor:
     """phi(x) / sum_j phi(x)_j (Eq. 29) of non-negative features (..., D), in their dtype."""
-    return features / features.sum(-1, keepdim=True).clamp(min=SUM_NORMALIZATION_EPSILON)
+    return features * features.sum(-1, keepdim=True).clamp(min=SUM_NORMALIZATION_EPSILON).reciprocal()
 
 
-def attention_normalize(
-    out: Tensor, q: Tensor, k: Tensor, normalizer: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def attention_normalize(out: Tensor, q: Tensor, k: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
     """Divides the read-out by z_t . q_t with z_t = z_0 + k_1 + ... + k_t (Eqs. 26 and 28).
 
     out (B, H, L, Dv); q, k (B, H, L, Dk), non-negative; normalizer z_0 (B, H, Dk) in float32 (float64 for float64

@@ -1,8 +1,7 @@
 """Absolute sinusoidal positions for any integer positions, so that decoding can go on from a count."""
 
-from torch import Tensor, nn
-
 from fairseq.modules import SinusoidalPositionalEmbedding
+from torch import Tensor, nn
 
 
 class SinusoidalPositions(nn.Module):

@@ -25,7 +25,11 @@ class KeyValueCache(NamedTuple):
 
     def reorder(self, new_order: Tensor) -> "KeyValueCache":
         """The rows new_order (B',) of the batch, as beam search selects them."""
-        return KeyValueCache(*(part if part is None else part.index_select(0, new_order) for part in self))
+        return KeyValueCache(
+            self.keys.index_select(0, new_order),
+            self.values.index_select(0, new_order),
+            None if self.padding is None else self.padding.index_select(0, new_order),
+        )
 
 
 class SoftmaxAttention(nn.Module):

@@ -100,12 +100,12 @@ def test_decoding_memory_is_constant_for_every_rule(build_model):
         model, tokens, state, sizes = build_model(f"{rule}_lm_wt103"), random_tokens(2, 12), {}, []
         for t in range(12):
             model(tokens[:, : t + 1], incremental_state=state)
-            (kept, _read), = state.values()
+            ((kept, _read),) = state.values()
             sizes.append(sum(part.numel() for layer in kept.layers for part in layer if part is not None))
         assert len(set(sizes)) == 1
     model, state = build_model("softmax_lm_wt103"), {}
     model(tokens, incremental_state=state)
-    (kept, _read), = state.values()
+    ((kept, _read),) = state.values()
     assert kept.layers[0].keys.shape[2] == 12
 
 
@@ -173,7 +173,7 @@ def test_cutoffs_beyond_the_vocabulary_are_dropped_with_one_line(build_model, ca
 
 def test_it_learns_what_needs_its_memory(build_model):
     """The last target is the first token, one of eight: without a memory the loss cannot fall below log 8."""
-    model = build_model("delta_lm_wt103", decoder_embed_dim=32, dropout=0.0).float().train()
+    model = build_model("delta_lm_wt103", decoder_embed_dim=32, dropout=0.0, fwp_backend="auto").float().train()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, std=0.1)

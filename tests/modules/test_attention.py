@@ -70,7 +70,7 @@ def test_padding_changes_nothing(layer, side):
     padded = torch.cat([junk, x] if side == "left" else [x, junk], dim=1)
     mask = torch.zeros(2, 9, dtype=torch.bool)
     real = slice(3, None) if side == "left" else slice(None, 6)
-    mask[:, :3 if side == "left" else None] = side == "left"
+    mask[:, : 3 if side == "left" else None] = side == "left"
     mask[:, 6:] |= side == "right"
     y, state = layer(padded, key_padding_mask=mask)
     expected, expected_state = layer(x)

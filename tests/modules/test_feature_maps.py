@@ -32,9 +32,7 @@ def test_dpfp_is_equation_37_up_to_the_order_of_features():
     x = torch.randn(5, 4, dtype=torch.float64)
     rectified = torch.cat([x, -x], -1).relu()
     for nu in range(1, 8):
-        expected = [
-            rectified[:, i] * rectified[:, (i + shift) % 8] for shift in range(1, nu + 1) for i in range(8)
-        ]
+        expected = [rectified[:, i] * rectified[:, (i + shift) % 8] for shift in range(1, nu + 1) for i in range(8)]
         features = Dpfp(4, nu)(x)
         torch.testing.assert_close(features.sort(-1).values, torch.stack(expected, -1).sort(-1).values)
 

@@ -1,0 +1,131 @@
+// One block of a fast weight matrix W (rows x columns) and the passes over it that the rules are made of.
+//
+// A block is some vectors of columns wide: columns of W never meet, so blocks are independent. A pass takes T tokens at
+// once: each row is loaded once, written by the T rank-one updates in order, read by the T tokens, and stored once.
+// So the memory traffic of the state, which bounds a token-by-token loop, falls by T while the flops stay the same.
+#pragma once
+
+#include "simd.h"
+
+namespace fwp {
+
+// A matrix with any strides; data may be null.
+template <typename A>
+struct Matrix {
+  A* data;
+  int64_t row_stride, column_stride;
+};
+
+// One vector a token; the elements of a vector are neighbours in memory.
+template <typename A>
+struct Tokens {
+  A* data;
+  int64_t stride;
+  A* operator[](int64_t t) const { return data + t * stride; }
+  Tokens from(int64_t column) const { return {data + column, stride}; }
+  Tokens reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
+};
+
+template <typename A, int NV>
+struct Group {  // NV vectors of neighbouring columns
+  Vector<A> x[NV];
+
+  Group() = default;
+  FWP_INLINE Group(const Group& other) { *this = other; }
+  FWP_INLINE Group& operator=(const Group& other) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = other.x[n];
+    return *this;
+  }
+  FWP_INLINE void load_from(const A* p, int64_t columns) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = load_part(p + n * kLanes<A>, columns - n * kLanes<A>);
+  }
+  FWP_INLINE void store_to(A* p, int64_t columns) const {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) store_part(p + n * kLanes<A>, x[n], columns - n * kLanes<A>);
+  }
+  FWP_INLINE void clear() {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = Vector<A>{};
+  }
+  FWP_INLINE void scale(A factor) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] *= factor;
+  }
+  FWP_INLINE void add(A factor, const Group& other) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += factor * other.x[n];
+  }
+};
+
+// The block in memory. The first pass reads the given state and the last one writes the new state, where their layout
+// allows it; in between the block lives in `work`, which is contiguous and small enough for the first-level cache.
+template <typename A, int NV>
+class StateBlock {
+ public:
+  static constexpr int64_t kWidth = NV * kLanes<A>;
+
+  StateBlock(int64_t rows, int64_t columns, Matrix<const A> initial, Matrix<A> final, A* work)
+      : rows(rows), columns(columns), final_(final), work_(work), source_(work), source_stride_(kWidth) {
+    if (initial.data && initial.column_stride == 1 && columns == kWidth) {
+      source_ = initial.data;
+      source_stride_ = initial.row_stride;
+      return;
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < kWidth; ++j)
+        work[i * kWidth + j] =
+            initial.data && j < columns ? initial.data[i * initial.row_stride + j * initial.column_stride] : A(0);
+  }
+
+  // f(i, w) sees row i and does not change it.
+  template <typename F>
+  FWP_INLINE void read_rows(F f) const {
+    for (int64_t i = 0; i < rows; ++i) {
+      Group<A, NV> w;
+      w.load_from(source_ + i * source_stride_, kWidth);
+      f(i, w);
+    }
+  }
+
+  // f(i, w) sees row i and changes it. `last`: no later pass will.
+  template <typename F>
+  FWP_INLINE void change_rows(bool last, F f) {
+    const bool to_final = last && final_.data && columns == kWidth;
+    A* target = to_final ? final_.data : work_;
+    const int64_t target_stride = to_final ? final_.row_stride : kWidth;
+    for (int64_t i = 0; i < rows; ++i) {
+      Group<A, NV> w;
+      w.load_from(source_ + i * source_stride_, kWidth);
+      f(i, w);
+      w.store_to(target + i * target_stride, kWidth);
+    }
+    source_ = target;
+    source_stride_ = target_stride;
+  }
+
+  // Store the new state where the last pass could not.
+  void finish() const {
+    if (!final_.data || source_ == final_.data) return;
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < columns; ++j) final_.data[i * final_.row_stride + j] = source_[i * source_stride_ + j];
+  }
+
+  const int64_t rows, columns;
+
+ private:
+  Matrix<A> final_;
+  A* work_;
+  const A* source_;
+  int64_t source_stride_;
+};
+
+// Call scan.run<T, last group?>(first token) over all tokens, T at a time.
+template <typename Scan>
+FWP_INLINE void for_token_groups(int64_t length, Scan& scan) {
+  int64_t t = 0;
+  for (; t + kTokens < length; t += kTokens) scan.template run<kTokens, false>(t);
+  switch (length - t) {
+    case 4: return scan.template run<4, true>(t);
+    case 3: return scan.template run<3, true>(t);
+    case 2: return scan.template run<2, true>(t);
+    case 1: return scan.template run<1, true>(t);
+  }
+}
+
+}  // namespace fwp

@@ -1,0 +1,35 @@
+// The sum rule on one block of columns: W_t = W_{t-1} + k_t^T v_t, out_t = q_t W_t.
+// Its three backward passes are this very scan with the roles of its arguments exchanged: see README.md.
+#pragma once
+
+#include "state_block.h"
+
+namespace fwp {
+
+template <typename A, int NV>
+struct SumScan {
+  StateBlock<A, NV>& block;
+  Tokens<const A> q, k, v;
+  Tokens<A> out;
+
+  template <int T, bool kLast>
+  FWP_INLINE void run(int64_t t) {
+    Group<A, NV> value[T], read[T];
+    const A *key[T], *query[T];
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      key[s] = k[t + s];
+      query[s] = q[t + s];
+      value[s].load_from(v[t + s], block.columns);
+      read[s].clear();
+    }
+    block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+      FWP_UNROLL for (int s = 0; s < T; ++s) {
+        w.add(key[s][i], value[s]);
+        read[s].add(query[s][i], w);
+      }
+    });
+    FWP_UNROLL for (int s = 0; s < T; ++s) read[s].store_to(out[t + s], block.columns);
+  }
+};
+
+}  // namespace fwp

@@ -1,0 +1,73 @@
+"""Which implementation runs an update rule: the compiled kernel, or the loop in Python that defines it."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .jit import load_kernels
+
+BACKENDS = ("auto", "kernel", "reference")
+_warned: set[str] = set()
+
+
+def run(
+    backend: str,
+    op: Callable[..., Any],
+    reference: Callable[..., Any],
+    check: Callable[..., None],
+    *arguments: Tensor | None,
+) -> Any:
+    """Run a rule: the operator, which prefers a compiled kernel, or its reference. ``check`` knows the arguments."""
+    if backend == "auto" and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        # The decoding step. The Python half of autograd and the checks cost several times what the kernel does, so
+        # without gradients the kernel is called directly, and looks at the arguments itself.
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*arguments)
+        except RuntimeError:
+            check(*arguments)
+            raise
+    check(*arguments)
+    if backend == "reference":
+        return reference(*arguments)
+    if backend == "kernel":
+        _require_kernel(arguments[0].device.type)  # type: ignore[union-attr]
+    elif backend != "auto":
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return op(*arguments)
+
+
+@torch.compiler.assume_constant_result
+def _require_kernel(device_type: str) -> None:
+    status = load_kernels(device_type)
+    if not status.built:
+        raise RuntimeError(f"no compiled kernel for {device_type}: {status.reason}; {status.cure}")
+
+
+def kernel_ready(device_type: str) -> bool:
+    """Build or load the kernels of a device at first use; where that fails, warn once and return False.
+
+    Only the Python bodies of the operators ask. Once a library is loaded the dispatcher prefers its kernels, and
+    those bodies are not reached any more.
+    """
+    status = load_kernels(device_type)
+    if not status.built and device_type not in _warned:
+        _warned.add(device_type)
+        warnings.warn(
+            f"fairseq_fwp runs its update rules on {device_type} as slow loops in Python: {status.reason}; {status.cure}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return status.built
+
+
+def refuse_double_backward(op: Any) -> None:
+    """Make differentiating a backward operator an error: it has no derivative, and silence would be a wrong one."""
+
+    def raise_error(ctx: Any, *grads: Tensor | None) -> None:
+        raise RuntimeError(f"{op._qualname} cannot be differentiated: for second derivatives use backend='reference'")
+
+    op.register_autograd(raise_error)

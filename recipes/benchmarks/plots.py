@@ -1,0 +1,144 @@
+"""One picture of each part from the CSV files in results/: `python plots.py operators|training|long`."""
+
+import csv
+import sys
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from report import RESULTS
+
+COLOURS = plt.get_cmap("tab10").colors
+PARITY = {"color": "black", "linewidth": 0.8}
+SDPA_STEP = "decoding step, delta vs SDPA with a cache of "
+PYTORCH_STEP = "decoding step, delta vs best PyTorch step"
+
+
+def read(name):
+    with open(RESULTS / f"{name}.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def measured_goals(name):
+    return [row for row in read(f"{name}_goals") if row["met"] != "not measured"]
+
+
+def bars(axes, rows, labels):
+    """Horizontal bars of the median ratios on a logarithmic axis, with a mark where each goal lies."""
+    kinds = list(dict.fromkeys(row["ratio"] for row in rows))
+    for y, row in enumerate(rows):
+        value = float(row["median of rounds"])
+        bound = row["must reach"].strip("<>= ")
+        axes.barh(y, value - 1, left=1, color=COLOURS[kinds.index(row["ratio"])])
+        if bound != "-":
+            axes.plot([float(bound)] * 2, [y - 0.4, y + 0.4], color="black", linewidth=2)
+        label = axes.text(max(value, 1) * 1.05, y, f"{value:.3g}x", va="center", fontsize=8, zorder=3)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.axvline(1, **PARITY)
+    axes.margins(x=0.15)
+
+
+def draw_operators():
+    rows = measured_goals("operators")
+    speed = [row for row in rows if " vs " in row["ratio"] and "step" not in row["ratio"]]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.5), width_ratios=(3, 2), layout="constrained")
+    bars(left, speed, [f"{row['ratio'].replace(', forward + backward', '')} ({row['where']})" for row in speed])
+    left.set_title(
+        "How many times faster than the peer, one thread\n(forward + backward unless it says forward; | = goal)"
+    )
+    for index, where in enumerate(dict.fromkeys(row["where"] for row in rows if row["ratio"] == PYTORCH_STEP)):
+        steps = [row for row in rows if row["where"] == where]
+        caches = [row for row in steps if row["ratio"].startswith(SDPA_STEP)]
+        contexts = [int(row["ratio"].removeprefix(SDPA_STEP)) for row in caches]
+        colour, batch = COLOURS[index], where.split(",")[0]
+        right.plot(
+            contexts,
+            [float(row["median of rounds"]) for row in caches],
+            "o-",
+            color=colour,
+            label=f"softmax attention with a cache, {batch}",
+        )
+        loop = next(float(row["median of rounds"]) for row in steps if row["ratio"] == PYTORCH_STEP)
+        right.axhline(loop, color=colour, linestyle=":", label=f"delta rule in PyTorch, {batch}")
+    right.axhline(1, **PARITY, label="our delta step, at any context")
+    right.set(xscale="log", yscale="log", xlabel="context (tokens)", title="Time of a decoding step, in times of ours")
+    right.set_xticks(contexts, [str(context) for context in contexts])
+    right.minorticks_off()
+    right.legend(fontsize=8)
+    return figure
+
+
+def draw_training():
+    rows = measured_goals("training")
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    bars(axes, rows, [f"{row['ratio'].removeprefix('words per second, ')}, {row['where']}" for row in rows])
+    axes.set_title("Words per second of fairseq-train, as a ratio (| = goal)")
+    return figure
+
+
+def smallest(rows, what, model, field):
+    """{tokens: smallest value of the repetitions}"""
+    found = {}
+    for row in rows:
+        if (row["what"], row["model"]) == (what, model) and not row["stopped"]:
+            tokens, value = int(row["tokens"]), float(row[field])
+            found[tokens] = min(value, found.get(tokens, value))
+    return found
+
+
+def draw_long():
+    """Times as ratios to ours at the shortest length; memory as it is."""
+    rows = read("long")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    panels = [
+        ("step", "seconds", "Training step: time per token\n(1 = ours at the shortest)", "tokens in the sequence"),
+        ("step", "bytes", "Training step: peak memory (MB)", "tokens in the sequence"),
+        ("decode", "seconds", "Decoding: time per token\n(1 = ours at the shortest)", "context (tokens)"),
+        ("decode", "bytes", "Decoding: memory of the context (MB)", "context (tokens)"),
+    ]
+    for ax, (what, field, title, label) in zip(axes, panels, strict=True):
+        unit = None
+        for model in models:
+            figures = smallest(rows, what, model, field)
+            if field == "bytes":
+                figures = {tokens: value / 2**20 for tokens, value in figures.items()}
+            elif what == "step":
+                figures = {tokens: value / tokens for tokens, value in figures.items()}
+            if field == "seconds":
+                unit = unit or figures[min(figures)]
+                figures = {tokens: value / unit for tokens, value in figures.items()}
+            ax.plot(list(figures), list(figures.values()), "o-", label=model)
+            for point in figures.items():
+                ax.annotate(
+                    f"{point[1]:,.0f}" if point[1] >= 100 else f"{point[1]:.3g}",
+                    point,
+                    xytext=(0, 6),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                )
+        ticks = sorted({int(row["tokens"]) for row in rows if row["what"] == what})
+        ticks = sorted({int(row["tokens"]) for row in rows if row["what"] == what})
+        ax.set(xscale="log", xlabel=label, title=title)
+        if field == "bytes":
+            ax.set_yscale("log")
+        ax.set_xticks(ticks, [str(tokens) for tokens in ticks])
+        ax.minorticks_off()
+        ax.margins(x=0.2, y=0.15)
+        if field == "seconds":
+            ax.set_ylim(bottom=0)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+DRAW = {"operators": draw_operators, "training": draw_training, "long": draw_long}
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:]:
+        DRAW[part]().savefig(RESULTS / f"{part}.png", dpi=120)

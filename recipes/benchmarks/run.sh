@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [operators|training|long|all]`.
+# Tests the operators first, and measures nothing when they fail. Results: recipes/benchmarks/results/ and RESULTS.md.
+# A quiet machine, please: operators take about 5 minutes, training 10, long 15; the first time fast-transformers is
+# built, 5 more.
+set -euo pipefail
+
+part=${1:-all}
+case $part in
+  operators | training | long) parts=("$part") ;;
+  all) parts=(operators training long) ;;
+  *) echo "run.sh: there is no part '$part': it is operators, training, long or all." >&2; exit 1 ;;
+esac
+
+LOAD_BEFORE=$(cut -d ' ' -f 1 /proc/loadavg)
+export LOAD_BEFORE
+. "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots dev
+here=$root/recipes/benchmarks
+
+# PATH without nvcc: a folder that holds it gives way to links to all else in it.
+path_without_nvcc() {
+  local folder folders clean="" links
+  IFS=: read -ra folders <<<"$PATH"
+  for folder in "${folders[@]}"; do
+    if [ -e "$folder/nvcc" ]; then
+      links=$(mktemp -d "$1/XXXXXX")
+      find "$folder" -mindepth 1 -maxdepth 1 ! -name nvcc -exec ln -s -t "$links" {} +
+      folder=$links
+    fi
+    clean+=${clean:+:}$folder
+  done
+  echo "$clean"
+}
+
+# fast-transformers builds with nvcc in sight only where PyTorch has CUDA too, and only on top of the PyTorch that is
+# there. Without it the benchmark goes on, and its rows say "not available".
+install_peer() {
+  python -c 'import fast_transformers.causal_product' 2>/dev/null && return
+  echo "run.sh: building pytorch-fast-transformers, which takes some minutes" >&2
+  local scratch
+  scratch=$(mktemp -d)
+  python -c 'import torch; print("torch==" + torch.__version__)' >"$scratch/constraints.txt"
+  PATH=$(path_without_nvcc "$scratch") python -m pip install --quiet --no-deps --no-build-isolation \
+    --constraint "$scratch/constraints.txt" pytorch-fast-transformers==0.4.0 ||
+    echo "run.sh: pytorch-fast-transformers cannot be built here; its rows will say 'not available'" >&2
+  rm -rf "$scratch"
+}
+
+run python -m pytest "$root/tests/ops" -q ||
+  { echo "run.sh: the tests of the operators failed, so nothing is measured." >&2; exit 1; }
+
+for part in "${parts[@]}"; do
+  [ "$part" != operators ] || install_peer
+  run python "$here/$part.py"
+  run python "$here/plots.py" "$part"
+done

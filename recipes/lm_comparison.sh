@@ -1,0 +1,137 @@
+# Compares language models that differ in their attention only, on one text; sourced by quickstart/ and peps/run.sh.
+# The run.sh sets: here (its folder), root, data (empty: own_text), out, merges (BPE), models (names of conf/NAME.yaml),
+# protocols ("SPLIT" or "SPLIT CONTEXT": the perplexities to compute), prompt, per_word (--per-word or empty, for the
+# table), and the functions own_text OUT, which writes train.txt, valid.txt and test.txt, and show_sample, a filter.
+# shellcheck shell=bash disable=SC2154
+
+tools=$root/recipes
+tokens=256                # per sample, in training and in evaluation
+export TQDM_MININTERVAL=5 # seconds; a log file would get thousands of progress bars
+
+die() { echo "run.sh: $*" >&2; exit 1; }
+
+usage() {
+  echo "usage: run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']"
+  echo "              [flags for fairseq-train]"
+}
+
+read_arguments() {
+  stage=all
+  case ${1:-} in
+    prepare | train | eval | sample | all) stage=$1; shift ;;
+    -h | --help) usage; exit ;;
+    [!-]*) die "there is no stage $1: it is prepare, train, eval, sample or all." ;;
+  esac
+  extra=()
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --data | --out | --models)
+        [ -n "${2:-}" ] || die "$1 needs a value: a folder, or for --models names out of '$models'."
+        printf -v "${1#--}" %s "$2"
+        shift 2 ;;
+      *) extra+=("$1"); shift ;;
+    esac
+  done
+}
+
+# What lies there was made from what this file says; anything else needs a folder of its own.
+check_same() { # check_same FILE TEXT
+  [ "$(cat "$1")" = "$2" ] || die "$(dirname "$1") was made with other settings (see $1): give another --out."
+}
+
+run_to() { # run_to LOG COMMAND...: as run, but what the command says goes to LOG
+  printf '+%s\n' "$(printf ' %q' "${@:2}")" >&2
+  "${@:2}" >"$1" 2>&1
+}
+
+prepare() {
+  local work=$out/data.unfinished split source="$merges merges; ${data:-own text}"
+  if [ -d "$out/data" ]; then
+    check_same "$out/data/source.txt" "$source"
+    return
+  fi
+  rm -rf "$work"
+  mkdir -p "$work/text" "$work/bpe"
+  if [ -n "$data" ]; then run python "$tools/lm_text.py" "$data" "$work/text"; else own_text "$work/text"; fi
+  # The merges come from the training text alone.
+  run subword-nmt learn-bpe -s "$merges" -i "$work/text/train.txt" -o "$work/bpe/codes"
+  for split in train valid test; do
+    run subword-nmt apply-bpe -c "$work/bpe/codes" -i "$work/text/$split.txt" -o "$work/bpe/$split.txt"
+  done
+  run_to "$work/preprocess.log" fairseq-preprocess --only-source --trainpref "$work/bpe/train.txt" \
+    --validpref "$work/bpe/valid.txt" --testpref "$work/bpe/test.txt" --destdir "$work/bin" --workers 2 ||
+    die "fairseq-preprocess failed: see $work/preprocess.log."
+  echo "$source" >"$work/source.txt"
+  mv "$work" "$out/data" # only now does it count
+}
+
+train() { # train NAME
+  local flags settings
+  flags=$(python "$tools/flags.py" "$here/conf/$1.yaml")
+  mapfile -t flags <<<"$flags"
+  settings=$(printf '%q ' "${flags[@]}" "${extra[@]}")
+  # fairseq goes on from a checkpoint_last.pt.
+  [ ! -e "$out/$1/checkpoint_last.pt" ] || check_same "$out/$1/settings.txt" "$settings"
+  [ ! -e "$out/$1/trained" ] || return 0
+  mkdir -p "$out/$1"
+  echo "$settings" >"$out/$1/settings.txt"
+  run fairseq-train "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling "${flags[@]}" \
+    --tokens-per-sample "$tokens" --sample-break-mode none --required-batch-size-multiple 1 \
+    --save-dir "$out/$1" --no-epoch-checkpoints --keep-interval-updates 1 --log-format json "${extra[@]}" 2>&1 |
+    tee -a "$out/$1/train.log" | python "$tools/lm_progress.py" "$1"
+  touch "$out/$1/trained"
+}
+
+evaluate() { # evaluate NAME SPLIT [CONTEXT]
+  local log="$out/$1/$2${3:+ with context $3}.ppl.log"
+  [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
+  [ ! -e "$log" ] || return 0
+  run_to "$log.unfinished" fairseq-eval-lm "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling \
+    --path "$out/$1/checkpoint_best.pt" --gen-subset "$2" --tokens-per-sample "$tokens" ${3:+--context-window "$3"} \
+    --sample-break-mode none --batch-size 16 --log-format simple ||
+    { tail -n 5 "$log.unfinished" >&2; die "the evaluation of $1 failed: see $log.unfinished."; }
+  run python "$tools/lm_results.py" check "$log.unfinished" "$out/data/bpe/$2.txt"
+  mv "$log.unfinished" "$log"
+}
+
+report() {
+  local name logs=()
+  for name in $models; do logs+=("$name=$out/$name/train.log"); done
+  run fwp-plot "${logs[@]}" --out "$out/curves.png"
+  # shellcheck disable=SC2086
+  run python "$tools/lm_results.py" table $per_word "$out" $models >"$out/table.unfinished"
+  mv "$out/table.unfinished" "$out/table.md"
+  cat "$out/table.md"
+  echo "The same is in $out/table.md, the curves of validation in $out/curves.png."
+}
+
+sample() { # from the first model
+  local name=${models%% *}
+  [ -e "$out/$name/trained" ] || die "$name is not trained: run the stage train first."
+  # A text of one's own is continued from the first words of its test set.
+  [ -z "$data" ] || prompt=$(head -n 1 "$out/data/text/test.txt" | cut -d ' ' -f 1-4)
+  echo "$prompt" | run_to "$out/sample.log" fairseq-interactive "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling \
+    --path "$out/$name/checkpoint_best.pt" --bpe subword_nmt --bpe-codes "$out/data/bpe/codes" \
+    --sampling --sampling-topp 0.9 --temperature 0.7 --beam 3 --nbest 3 --max-len-b 200 --seed 1 ||
+    die "sampling failed: see $out/sample.log."
+  grep '^D-' "$out/sample.log" | cut -f 3 | show_sample >"$out/sample.txt"
+  echo "Three texts that $name wrote after \"$prompt\" (also in $out/sample.txt):"
+  cat "$out/sample.txt"
+}
+
+compare() {
+  local name protocol
+  # `train` prepares the data too, if that has not been done; `eval` and `sample` do not train.
+  case $stage in prepare | train | all) prepare ;; esac
+  [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
+  case $stage in train | all) for name in $models; do train "$name"; done ;; esac
+  case $stage in
+    eval | all)
+      for name in $models; do
+        # shellcheck disable=SC2086
+        for protocol in "${protocols[@]}"; do evaluate "$name" $protocol; done
+      done
+      report ;;
+  esac
+  case $stage in sample | all) sample ;; esac
+}

@@ -1,0 +1,78 @@
+"""Check what fairseq-eval-lm scored, and make one table of a comparison of language models.
+
+    python recipes/lm_results.py check LOG TOKENISED_TEXT    # fails unless every token of the text was scored
+    python recipes/lm_results.py table [--per-word] OUT NAME...    # the runs OUT/NAME -> Markdown
+
+Perplexity per word spreads the loss of all tokens over words and line ends, and so can be compared between
+vocabularies; perplexity per token cannot.
+"""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+
+def count(text: Path) -> int:
+    """The words or tokens of a text with one end of line each, as fairseq counts them."""
+    with text.open(encoding="utf-8") as file:
+        return sum(len(line.split()) + 1 for line in file)
+
+
+def read_log(log: Path) -> tuple[int, int, float]:
+    """The parameters, the tokens scored and their mean loss in bits."""
+    text = log.read_text(encoding="utf-8")
+    patterns = r"num\. model params: ([\d,]+)", r"Evaluated ([\d,]+) tokens", r"Loss \(base 2\): ([\d.]+)"
+    found = [re.search(pattern, text) for pattern in patterns]
+    if not all(found):
+        raise ValueError(f"{log} holds no result of fairseq-eval-lm: delete it and evaluate again.")
+    parameters, tokens, loss = (match[1].replace(",", "") for match in found)
+    return int(parameters), int(tokens), float(loss)
+
+
+def check(log: Path, text: Path) -> None:
+    _, scored, _ = read_log(log)
+    if scored != count(text):
+        raise ValueError(f"{log}: {scored:,} tokens were scored, but {text} has {count(text):,}: nothing is reported.")
+
+
+def table(out: Path, names: list[str], with_words: bool = False) -> list[str]:
+    """The lines of a table: a row for each run, with all its OUT/NAME/*.ppl.log and what OUT/curves.csv says of it."""
+    with (out / "curves.csv").open(encoding="utf-8") as file:
+        trained = {row["run"]: row for row in csv.DictReader(file)}  # the last row of each run
+    protocols = [log.name.removesuffix(".ppl.log") for log in (out / names[0]).glob("*.ppl.log")]
+    protocols.sort(key=lambda protocol: (protocol.startswith("test"), protocol))
+    words_heads = [f"{protocol}, per word" for protocol in protocols if with_words]
+    heads = ["model", "parameters", *(f"{protocol} ppl" for protocol in protocols), *words_heads, "updates", "hours"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    for name in names:
+        per_token, per_word = [], []
+        for protocol in protocols:
+            parameters, tokens, loss = read_log(out / name / f"{protocol}.ppl.log")
+            per_token.append(f"{2**loss:.2f}")
+            if with_words:
+                words = count(out / "data" / "text" / f"{protocol.split()[0]}.txt")
+                per_word.append(f"{2 ** (loss * tokens / words):.1f}")
+        run = trained[name]
+        cells = [name, f"{parameters:,}", *per_token, *per_word, f"{int(run['update']):,}", run["hours"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["check", log, text]:
+            check(Path(log), Path(text))
+        case ["table", "--per-word", out, *names] if names:
+            print("\n".join(table(Path(out), names, with_words=True)))
+        case ["table", out, *names] if names:
+            print("\n".join(table(Path(out), names)))
+        case _:
+            sys.exit("usage: python recipes/lm_results.py check LOG TEXT | table [--per-word] OUT NAME...")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"lm_results.py: {error}")

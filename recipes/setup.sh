@@ -1,0 +1,172 @@
+#!/usr/bin/env bash
+# Makes everything run: `bash recipes/setup.sh [plots] [dev] [peers]`. Once it is done, another run takes a moment.
+# It uses the virtual (or conda) environment that is active, else .venv, which it makes in the checkout; a PyTorch
+# that is there already stays. TORCH_SPEC='torch==2.12.0' chooses another PyTorch than the tested one.
+set -euo pipefail
+
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+tested_torch=2.13.0
+
+say() { echo "setup: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+# conda's base environment is on all the time, so nobody has chosen it.
+if [ -n "${VIRTUAL_ENV:-}" ]; then
+  env=$VIRTUAL_ENV lock=$env/.fairseq_fwp.lock
+elif [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then
+  env=$CONDA_PREFIX lock=$env/.fairseq_fwp.lock
+else
+  env=$root/.venv lock=$root/.venv.lock
+fi
+python=$env/bin/python
+state=$env/.fairseq_fwp # a stamp for every extra that is set up, the constraints, and pip's words
+log=$state/pip.log
+
+# The stamps hold what they were made from: a change of any of it sets up again.
+key() { { echo "$root" && "$python" -VV && cat "$root/setup.py" "$root/recipes/setup.sh"; } | cksum; }
+
+is_stamped() { [ -s "$state/$1.done" ] && [ "$(cat "$state/$1.done")" = "$(key)" ]; }
+
+is_done() {
+  local extra
+  [ -x "$python" ] || return
+  for extra in base "$@"; do is_stamped "$extra" || return; done
+  # -I: what lies in the current folder or on PYTHONPATH is not what is installed.
+  "$python" -I -c 'from importlib.util import find_spec
+raise SystemExit(not all(map(find_spec, ["torch", "fairseq", "fairseq_fwp", "ninja", "sacrebleu"])))'
+}
+
+# bin/activate is written last and names its folder: it gives away a .venv that is half-made or was moved.
+needs_venv() {
+  # shellcheck disable=SC1091
+  [ "$env" = "$root/.venv" ] &&
+    ! ("$python" -c '' && . "$env/bin/activate" && [ "$VIRTUAL_ENV" -ef "$env" ]) 2>/dev/null
+}
+
+check_python() {
+  local base=$python version
+  ! needs_venv || base=python3
+  version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+    die "$base does not run: install Python 3.10 to 3.13, or activate an environment that has one."
+  case $version in
+    3.1[0-3]) ;;
+    *) die "$base is Python $version, but 3.10 to 3.13 is needed: activate a virtual environment of such a Python." ;;
+  esac
+  [ "$base" = "$python" ] || "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "Python's venv module is missing: install it (on Debian and Ubuntu: apt install python$version-venv)."
+  "$base" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null ||
+    die "Python's C headers are missing: install them (on Debian and Ubuntu: apt install python$version-dev)."
+}
+
+check_room() { # check_room FOLDER GB
+  local free
+  free=$(df -Pk "$1" | awk 'NR == 2 { print int($4 / 1048576) }')
+  [ "$free" -ge "$2" ] || die "the disk of $1 has $free GB free, but $2 GB are needed: make room there."
+}
+
+has_torch() { [ -x "$python" ] && "$python" -I -c 'import torch' 2>/dev/null; }
+
+check_machine() {
+  local extra folder=${lock%/*}
+  for extra; do
+    case $extra in plots | dev | peers) ;; *) die "there is no extra '$extra': it is plots, dev or peers." ;; esac
+  done
+  check_python
+  [ -w "$folder" ] || die "$folder cannot be written: work in a copy, or activate an environment of your own."
+  command -v "${CXX:-g++}" >/dev/null ||
+    die "the C++ compiler ${CXX:-g++} is missing: install it (on Debian and Ubuntu: apt install g++)."
+  if has_torch; then
+    "$python" -I -c 'import torch; raise SystemExit(torch.__version__ < (2, 4))' ||
+      die "the PyTorch in $env is too old, 2.4 is needed: upgrade it, or activate another environment."
+    check_room "$folder" 1
+  else
+    check_room "$folder" 3
+  fi
+  check_room "${TMPDIR:-/tmp}" 1
+}
+
+make_venv() {
+  if needs_venv; then
+    say "making .venv"
+    python3 -m venv --clear "$env"
+  fi
+  "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 ||
+    die "the environment $env has no pip: install pip there."
+  mkdir -p "$state"
+}
+
+try_pip() {
+  "$python" -m pip install --quiet "$@" >"$log" 2>&1 && return
+  ! grep -qF 'Retrying (Retry(total=0' "$log" ||
+    die "the package index does not answer: check the network and pip's settings, then run this again."
+  return 1
+}
+
+reason() { grep -iE '^ *error: ' "$log" | grep -vm 1 subprocess-exited | sed 's/^ *//' || echo "no reason given"; }
+
+pip_install() { # pip_install WHAT PIP'S ARGUMENTS...
+  say "installing $1"
+  try_pip "${@:2}" || die "pip could not install $1 ($(reason)): its full words are in $log."
+}
+
+install_torch() {
+  local spec=${TORCH_SPEC:-}
+  ! has_torch || return 0
+  if [ -z "$spec" ] && ! command -v nvidia-smi >/dev/null && [ ! -e /proc/driver/nvidia ]; then
+    say "installing PyTorch, the CPU build"
+    ! try_pip "torch==$tested_torch+cpu" numpy || return 0
+    say "pip is offered no CPU build; the ordinary one brings several GB of CUDA packages on Linux"
+  fi
+  check_room "$env" 12
+  pip_install PyTorch "${spec:-torch==$tested_torch}" numpy
+}
+
+install() {
+  local extras=$1 torch
+  install_torch
+  # Nothing that follows may replace it. pip knows it by this version; torch.__version__ can have a +cu130 more.
+  torch=$("$python" -I -c 'import torch; from importlib.metadata import version as v; print(v("torch"))') ||
+    die "the PyTorch in $env cannot be imported: install another, or activate another environment."
+  echo "torch==$torch" >"$state/constraints.txt"
+  set -- --constraint "$state/constraints.txt"
+  pip_install "the build tools" "$@" setuptools wheel cython numpy ninja
+  say "fairseq may have to be built, which takes some minutes"
+  if "$python" -c 'import sys; raise SystemExit(sys.version_info >= (3, 11))'; then
+    # Later versions of pip refuse the metadata of a package that fairseq 0.12.2 needs.
+    pip_install "an older pip" 'pip<24.1'
+    # Its archive lacks the sources of an extension that it builds where it sees torch: an isolated build sees none.
+    pip_install fairseq "$@" fairseq==0.12.2
+  else
+    # An isolated build would fetch a second torch.
+    pip_install fairseq "$@" --no-build-isolation fairseq-fixed==0.12.3.1
+  fi
+  pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
+}
+
+take_lock='
+import fcntl
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("setup: waiting for another set-up of this environment", flush=True)
+    fcntl.flock(9, fcntl.LOCK_EX)
+'
+
+main() {
+  local extras=("$@") extra
+  if is_done "$@"; then return; fi
+  check_machine "$@"
+  # Of two runs at once the second waits, and then finds the work done.
+  exec 9>"$lock"
+  { "$python" -c "$take_lock" 2>/dev/null || python3 -c "$take_lock"; } >&2
+  if is_done "$@"; then return; fi
+
+  make_venv
+  for extra in plots dev peers; do ! is_stamped "$extra" || extras+=("$extra"); done
+  rm -f "$state"/*.done # until the end nothing counts as done
+  install "$(IFS=, && echo "${extras[*]}")"
+  for extra in base "${extras[@]}"; do key >"$state/$extra.done"; done
+  say "done; to use it by hand: source '$env/bin/activate'"
+}
+
+main "$@"

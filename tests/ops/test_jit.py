@@ -1,0 +1,279 @@
+"""Faults of building and caching. A stand-in for the compiler copies the library that is built already, so that a
+build costs nothing; one real build, in a folder whose name has spaces, is marked slow."""
+
+import os
+import signal
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from isolated import PACKAGE, run_isolated, start_isolated
+
+from fairseq_fwp import ops
+from fairseq_fwp.ops import jit
+
+USE = """
+import logging, warnings
+logging.basicConfig(level=logging.INFO)
+warnings.simplefilter("always")
+import torch
+from fairseq_fwp import ops
+q = torch.ones(1, 1, 2, 3)
+for _ in range(2):
+    out, state = ops.sum_rule(q, q, q)
+    assert out[0, 0].tolist() == [[3.0] * 3, [6.0] * 3], out
+    ops.delta_rule(q, q, q, q[..., 0])
+print(ops.kernel_status()["cpu"].built)
+"""
+CPU_KERNELS_ARE_GONE = "\nassert not ops.kernel_status()['cpu'].built, ops.kernel_status()"
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    """CXX for a stand-in that notes each call in calls.txt and takes as long as $COMPILER_SECONDS says."""
+    status = jit.load_kernels("cpu")
+    assert status.built, status
+    script = tmp_path / "compiler"
+    script.write_text(
+        f"""#!/bin/sh
+        [ "$1" = --version ] && exit
+        echo "$@" >> '{tmp_path}/calls.txt'
+        sleep ${{COMPILER_SECONDS:-0}}
+        for last; do :; done
+        cp '{status.path}' "$last"
+        """
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def cache(tmp_path):
+    return {"FWP_CACHE_DIR": str(tmp_path / "a cache")}
+
+
+def library(tmp_path):
+    return library_folder(tmp_path) / "kernels.so"
+
+
+def library_folder(tmp_path):
+    (found,) = (tmp_path / "a cache").iterdir()
+    return found
+
+
+def calls(tmp_path):
+    """Builds begun: two calls of the compiler each, to compile and to link."""
+    path = tmp_path / "calls.txt"
+    return len([line for line in path.read_text().splitlines() if " -c " in line]) if path.exists() else 0
+
+
+def test_built_once_then_loaded_without_compiler_or_ninja(tmp_path, compiler):
+    first = run_isolated(USE, CXX=compiler, **cache(tmp_path))
+    assert first.stdout == "True\n" and "building the cpu kernels" in first.stderr and calls(tmp_path) == 1
+    Path(compiler).unlink()
+    again = run_isolated(USE, CXX=compiler, PATH=str(tmp_path), **cache(tmp_path))
+    assert again.stdout == "True\n" and "building" not in again.stderr and calls(tmp_path) == 1
+    assert not [x for x in library(tmp_path).parent.iterdir() if x.name not in ("kernels.so", "lock")]
+
+
+def test_importing_and_asking_builds_nothing(tmp_path, compiler):
+    script = "from fairseq_fwp import ops; status = ops.kernel_status()['cpu']; print(status.built, status.reason)"
+    assert run_isolated(script, CXX=compiler, **cache(tmp_path)).stdout == "False not built yet\n"
+    assert calls(tmp_path) == 0 and not (tmp_path / "a cache").exists()
+
+
+def test_processes_that_build_at_once_build_once(tmp_path, compiler):
+    processes = [start_isolated(USE, CXX=compiler, COMPILER_SECONDS="2", **cache(tmp_path)) for _ in range(3)]
+    for process in processes:
+        out, error = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, "True\n"), error
+    assert calls(tmp_path) == 1
+
+
+def test_a_killed_build_leaves_nothing_to_wait_for(tmp_path, compiler):
+    process = start_isolated(USE, CXX=compiler, COMPILER_SECONDS="30", **cache(tmp_path))
+    deadline = time.monotonic() + 60
+    while not calls(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    folder = library_folder(tmp_path)
+    assert list(folder.glob("build-*")) and not (folder / "kernels.so").exists()
+    start = time.monotonic()
+    assert run_isolated(USE, CXX=compiler, **cache(tmp_path)).stdout == "True\n"
+    assert time.monotonic() - start < 25
+    assert not list(folder.glob("build-*"))
+
+
+class Builder:
+    """Loads or builds in this process, which has the kernels already: libraries are noted instead of loaded again."""
+
+    def __init__(self, monkeypatch, tmp_path, compiler):
+        self.loaded = []
+        monkeypatch.setattr(torch.ops, "load_library", self.loaded.append)
+        monkeypatch.setenv("CXX", compiler)
+        monkeypatch.setenv("FWP_CACHE_DIR", str(tmp_path / "a cache"))
+        (tmp_path / "temporary").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    def __call__(self):
+        self.loaded.clear()
+        return jit._load_or_build("cpu")
+
+
+@pytest.fixture
+def builder(monkeypatch, tmp_path, compiler):
+    return Builder(monkeypatch, tmp_path, compiler)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
+def test_a_damaged_library_is_built_again(tmp_path, builder, damage):
+    assert builder().built and calls(tmp_path) == 1
+    path = library(tmp_path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    broken = {"truncated": whole[:middle], "changed": whole[:middle] + b"?" + whole[middle + 1 :], "empty": b""}
+    assert broken[damage] != whole
+    path.write_bytes(broken[damage])
+    assert builder().built and calls(tmp_path) == 2
+    assert builder.loaded == [str(path)] and path.read_bytes() == whole
+    assert builder().built and calls(tmp_path) == 2
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, builder):
+    """A file stands where the folder should be (root may write anywhere else): the temporary folder takes over."""
+    (tmp_path / "a cache").write_text("")
+    status = builder()
+    private = tmp_path / "temporary" / f"fairseq_fwp_{os.getuid()}"
+    assert status.built and Path(status.path).is_relative_to(private) and builder.loaded == [status.path]
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    private.chmod(0o777)  # others could have put a library there
+    status = builder()
+    assert not status.built and "set FWP_CACHE_DIR" in status.cure and not builder.loaded
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes into read-only folders")
+def test_a_read_only_cache(tmp_path, builder):
+    (tmp_path / "a cache").mkdir(mode=0o500)
+    assert Path(builder().path).is_relative_to(tmp_path / "temporary")
+
+
+def test_a_read_only_cache_that_holds_the_library(tmp_path, builder):
+    path = Path(builder().path)
+    (path.parent / "lock").unlink()
+    path.parent.chmod(0o500)
+    try:
+        assert builder() == jit.KernelStatus(True, str(path)) and builder.loaded == [str(path)]
+        assert not (path.parent / "lock").exists() and calls(tmp_path) == 1
+    finally:
+        path.parent.chmod(0o700)
+
+
+def test_another_compiler_builds_another_library(tmp_path, builder, monkeypatch, compiler):
+    first = builder()
+    monkeypatch.setenv("CXX", compiler + " -O1")
+    second = builder()
+    assert first.built and second.built and first.path != second.path and calls(tmp_path) == 2
+
+
+def test_a_compiler_that_fails(tmp_path, builder, compiler):
+    Path(compiler).write_text("#!/bin/sh\necho 'x.cpp:1: error: no such thing' >&2; exit 1\n")
+    status = builder()
+    assert not status.built and status.reason == f"{compiler} failed: x.cpp:1: error: no such thing" and status.cure
+    assert not list(library_folder(tmp_path).glob("build-*"))
+
+
+def test_a_library_that_does_not_load(monkeypatch, builder):
+    def fail(path):
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(torch.ops, "load_library", fail)
+    status = builder()
+    assert not status.built and "cannot be loaded: undefined symbol" in status.reason and status.cure
+
+
+REQUIRED = USE + CPU_KERNELS_ARE_GONE + """
+try:
+    ops.sum_rule(q, q, q, backend="kernel")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_no_compiler(tmp_path):
+    found = run_isolated(REQUIRED, CXX="no-such-compiler", **cache(tmp_path))
+    sentence = "there is no C++ compiler (no-such-compiler is not on PATH); install g++ 10 or later, or set CXX"
+    assert found.stdout == f"False\nno compiled kernel for cpu: {sentence}\n"
+    assert found.stderr.count("RuntimeWarning") == 1 and sentence in found.stderr
+
+
+def test_no_compiler_on_path(tmp_path):
+    environment = {"PATH": str(tmp_path), "CXX": ""}
+    found = run_isolated(REQUIRED, **environment, **cache(tmp_path))
+    assert "c++ is not on PATH" in found.stdout and found.stderr.count("RuntimeWarning") == 1
+
+
+def test_the_loop_in_python_is_the_operator_without_a_compiler(tmp_path):
+    """Gradients, checks of the operator and compilation work before a compiler is found."""
+    script = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from fairseq_fwp import ops
+def draw(*size):
+    return torch.rand(*size, dtype=torch.float64, requires_grad=True)
+q, k, v, beta, state = draw(2, 2, 4, 3), draw(2, 2, 4, 3), draw(2, 2, 4, 5), draw(2, 2, 4), draw(2, 2, 3, 5)
+for op, reference, given in (
+    (torch.ops.fwp.sum_rule.default, ops.sum_rule_reference, (q, k, v, state)),
+    (torch.ops.fwp.delta_rule.default, ops.delta_rule_reference, (q, k, v, beta, state)),
+):
+    assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given)
+    assert torch.autograd.gradcheck(lambda *x: op(*x, None)[:2], given[:-1])
+    torch.library.opcheck(op, given)
+    torch.library.opcheck(op, (*given[:-1], None))
+    empty = tuple(x[:, :, :0] for x in given[:-1])
+    assert torch.equal(op(*empty, state)[1], state)
+    (gradient,) = torch.autograd.grad(op(*empty, state)[1].sum(), state)
+    assert torch.equal(gradient, torch.ones_like(state))
+    compiled = torch.compile(lambda *x: op(*x)[0], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*given), reference(*given)[0])
+""" + CPU_KERNELS_ARE_GONE
+    run_isolated(script, CXX="no-such-compiler", **cache(tmp_path))
+
+
+def test_key_follows_what_the_machine_code_depends_on(tmp_path, monkeypatch):
+    from fairseq_fwp.ops import compiler
+
+    for name in ("a.h", "b.cpp"):
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(compiler, "_source_folder", lambda: tmp_path)
+    keys = [compiler.build_key("cpu")]
+    assert compiler.build_key("cpu") == keys[0]
+    keys.append(compiler.build_key("cuda"))
+    (tmp_path / "a.h").write_text("2")
+    keys.append(compiler.build_key("cpu"))
+    monkeypatch.setattr(compiler, "_cpu_features", lambda: "sse2")
+    keys.append(compiler.build_key("cpu"))
+    monkeypatch.setenv("CXX", "another")
+    keys.append(compiler.build_key("cpu"))
+    monkeypatch.setattr(torch, "__version__", "0")
+    keys.append(compiler.build_key("cpu"))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.slow
+def test_a_real_build_in_a_path_with_spaces(tmp_path):
+    checkout = tmp_path / "a check out"
+    checkout.mkdir()
+    (checkout / "fairseq_fwp").symlink_to(PACKAGE)
+    (checkout / "cuda_ext").symlink_to(PACKAGE.parent / "cuda_ext")
+    script = f"package.__path__ = [{str(checkout / 'fairseq_fwp')!r}]\n" + USE
+    assert run_isolated(script, **cache(tmp_path)).stdout == "True\n"
+
+
+def test_status_of_every_device():
+    status = ops.kernel_status()
+    assert set(status) == {"cpu", "cuda"}
+    assert all(bool(x.path) == x.built and bool(x.reason and x.cure) != x.built for x in status.values())

@@ -1,0 +1,43 @@
+"""Memory of the backward pass: of the order of the tokens, never a state a token."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from isolated import run_isolated
+from rule_cases import RULES
+
+MEASURE = """
+import json, torch
+from fairseq_fwp import ops
+torch.manual_seed(0)
+
+def tensors(length, gates):
+    q, k, v = (torch.rand(1, 8, length, 64) / 32 for _ in range(3))
+    return [x.requires_grad_() for x in (q, k, v, *(torch.rand(1, 8, length) for _ in range(gates)))]
+
+def high_water_mark(field):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+
+function, gates = getattr(ops, RULE + "_rule"), GATES
+function(*tensors(16, gates), backend="kernel")[0].sum().backward()
+given = tensors(8192, gates)
+cotangent = torch.randn(1, 8, 8192, 64)
+open("/proc/self/clear_refs", "w").write("5")  # peak = now
+before = high_water_mark("VmRSS")
+out, state = function(*given, backend="kernel")
+gradients = torch.autograd.grad(out, given, cotangent)
+extra = high_water_mark("VmHWM") - before
+print(json.dumps(extra / (4 * out.numel() * out.element_size())))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
+@pytest.mark.parametrize("rule", RULES)
+def test_extra_memory_at_8192_tokens(rule):
+    """In sizes of q + k + v + out; a state a token would be 16 of them, and two are what a good kernel needs."""
+    script = MEASURE.replace("RULE", repr(rule)).replace("GATES", str(len(RULES[rule].gates)))
+    extra = json.loads(run_isolated(script).stdout)
+    print(f"{rule}: {extra:.2f}", file=sys.stderr)
+    assert 0.9 < extra < 2  # at least the output and three gradients

@@ -1,0 +1,289 @@
+"""Laws that every update rule keeps, whichever implementation runs it."""
+
+import functools
+
+import pytest
+import torch
+from rule_cases import BACKENDS, LAYOUTS, RULES, cotangents, relative_error, results, sample_inputs
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+# Sizes below, at and beyond one vector and one block of columns, and lengths that leave every remainder modulo four.
+SHAPES = [
+    (2, 3, 0, 5, 7),
+    (2, 3, 1, 5, 7),
+    (1, 2, 2, 16, 32),
+    (2, 2, 63, 17, 33),
+    (1, 1, 64, 64, 64),
+    (2, 1, 257, 9, 35),
+    (1, 3, 66, 40, 3),
+]
+
+
+def with_backend(rule, backend):
+    return functools.partial(RULES[rule].function, backend=backend)
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("state", [True, False])
+def test_gradcheck(rule, backend, state):
+    inputs = sample_inputs(rule, (2, 2, 6, 3, 5), state=state)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
+
+    def function(*tensors):
+        return with_backend(rule, backend)(**dict(zip(leaves, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+
+
+@every_rule
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_kernel_equals_reference(rule, shape, state, dtype):
+    inputs = sample_inputs(rule, shape, dtype, state=state or shape[2] == 0)
+    gradients = cotangents(inputs)
+    expected = results(RULES[rule].reference, inputs, gradients)
+    found = results(with_backend(rule, "kernel"), inputs, gradients)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    for name, truth in expected.items():
+        assert found[name].shape == truth.shape and found[name].dtype == truth.dtype, name
+        assert relative_error(found[name], truth.double()) <= tolerance, name
+
+
+@every_rule
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 3, 21, 16, 16), (1, 2, 9, 7, 37)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_layout_changes_nothing(rule, layout, shape, dtype):
+    inputs = sample_inputs(rule, shape, dtype, layout=layout)
+    # The cotangents come in any layout as well: the gradient of sum() is expanded from one number.
+    gradients = tuple(x.mT.contiguous().mT for x in cotangents(inputs))
+    packed = {name: x.contiguous() for name, x in inputs.items()}
+    function = with_backend(rule, "kernel")
+    found = results(function, inputs, gradients)
+    for name, x in results(function, packed, gradients).items():
+        assert torch.equal(found[name], x), name
+    ones = (torch.ones(()).to(dtype).expand(inputs["v"].shape), torch.ones_like(gradients[1]))
+    for name, x in results(function, inputs, (ones[0].contiguous(), ones[1])).items():
+        assert torch.equal(results(function, inputs, ones)[name], x), name
+
+
+@every_rule
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+def test_gradient_of_one_output_alone(rule, state):
+    """No gradient reaches the other output then, and autograd passes none."""
+    inputs = {
+        name: None if x is None else x.requires_grad_()
+        for name, x in sample_inputs(rule, (2, 2, 7, 5, 6), state=state).items()
+    }
+    leaves = [x for x in inputs.values() if x is not None]
+    for index in (0, 1):
+        weight = cotangents(inputs)[index]
+        expected, found = (
+            torch.autograd.grad(with_backend(rule, b)(**inputs)[index], leaves, weight, allow_unused=True)
+            for b in BACKENDS
+        )
+        for name, x, truth in zip(inputs, found, expected, strict=False):
+            torch.testing.assert_close(x, torch.zeros_like(x) if truth is None else truth, msg=name)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernel_is_as_accurate_as_the_reference(rule, dtype):
+    """Error against float64, on the same rounded inputs, at most twice that of the reference in the same precision."""
+    check_accuracy(rule, (1, 4, 300, 24, 40), dtype)
+
+
+def check_accuracy(rule, shape, dtype):
+    inputs = sample_inputs(rule, shape, dtype)
+    gradients = cotangents(inputs)
+    exact = {name: x.double() for name, x in inputs.items()}
+    truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
+    expected = results(RULES[rule].reference, inputs, gradients)
+    found = results(with_backend(rule, "kernel"), inputs, gradients)
+    for name, x in truth.items():
+        assert found[name].dtype == expected[name].dtype, name
+        assert relative_error(found[name], x) <= 2 * relative_error(expected[name], x), name
+
+
+@every_rule
+def test_no_drift_over_4096_tokens(rule):
+    check_accuracy(rule, (1, 1, 4096, 16, 16), torch.float32)
+
+
+@pytest.mark.slow
+@every_rule
+def test_no_drift_over_32768_tokens(rule):
+    check_accuracy(rule, (1, 1, 32768, 16, 16), torch.float32)
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("cut", [1, 13, 16, 29])
+def test_halves_with_the_carried_state_equal_the_whole(rule, backend, cut):
+    inputs = sample_inputs(rule, (2, 2, 30, 6, 20))
+    gradients = cotangents(inputs)
+    function = with_backend(rule, backend)
+
+    def halves(state, **tokens):
+        first, carried = function(**{name: x[:, :, :cut] for name, x in tokens.items()}, state=state)
+        second, final = function(**{name: x[:, :, cut:] for name, x in tokens.items()}, state=carried)
+        return torch.cat([first, second], 2), final
+
+    found = results(halves, inputs, gradients)
+    for name, x in results(function, inputs, gradients).items():
+        torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("cut", [1, 6, 7, 8, 9])
+def test_causality_is_bit_exact(rule, backend, cut):
+    function = with_backend(rule, backend)
+    inputs = sample_inputs(rule, (1, 2, 19, 16, 33), torch.float32)
+    other = sample_inputs(rule, (1, 2, 19, 16, 33), torch.float32, seed=7)
+    state = inputs.pop("state")
+    changed = {name: torch.cat([x[:, :, :cut], other[name][:, :, cut:]], 2) for name, x in inputs.items()}
+    prefix = {name: x[:, :, :cut] for name, x in inputs.items()}
+    out = function(**inputs, state=state)[0]
+    assert torch.equal(function(**changed, state=state)[0][:, :, :cut], out[:, :, :cut])
+    assert torch.equal(function(**prefix, state=state)[0], out[:, :, :cut])
+    assert not torch.equal(function(**changed, state=state)[0][:, :, cut], out[:, :, cut])
+    # Backwards: what is not read before the cut gets no gradient at all.
+    gradient = torch.zeros_like(out)
+    gradient[:, :, :cut] = 1
+    found = results(function, {**inputs, "state": state}, (gradient, torch.zeros_like(state)))
+    for name in inputs:
+        assert not found[f"d_{name}"][:, :, cut:].any(), name
+
+
+@every_backend
+def test_read_after_write(backend):
+    """By hand: k_1 = (1, 0) writes (2, 4); k_2 = (1, 1) writes (1, 3), of which the delta rule corrects half."""
+    q = torch.tensor([[[[1.0, 0.0], [2.0, 1.0]]]])
+    k = torch.tensor([[[[1.0, 0.0], [1.0, 1.0]]]])
+    v = torch.tensor([[[[2.0, 4.0], [1.0, 3.0]]]])
+    beta = torch.tensor([[[1.0, 0.5]]])
+    # Sum: W_1 = [[2, 4], [0, 0]], W_2 = [[3, 7], [1, 3]].
+    out, state = RULES["sum"].function(q, k, v, backend=backend)
+    assert out.tolist() == [[[[2, 4], [7, 17]]]] and state.tolist() == [[[[3, 7], [1, 3]]]]
+    # Delta: W_1 the same; k_2 W_1 = (2, 4), so k_2 writes 0.5 ((1, 3) - (2, 4)) = (-0.5, -0.5).
+    out, state = RULES["delta"].function(q, k, v, beta, backend=backend)
+    assert out.tolist() == [[[[2, 4], [2.5, 6.5]]]] and state.tolist() == [[[[1.5, 3.5], [-0.5, -0.5]]]]
+
+
+@every_rule
+@every_backend
+def test_nothing_given_is_changed(rule, backend):
+    inputs = sample_inputs(rule, (2, 2, 11, 16, 16), torch.float32)
+    gradients = cotangents(inputs)
+    before = {name: x.clone() for name, x in inputs.items()}
+    of_before = tuple(x.clone() for x in gradients)
+    results(with_backend(rule, backend), inputs, gradients)
+    for name, x in inputs.items():
+        assert torch.equal(x, before[name]), name
+    assert all(torch.equal(x, y) for x, y in zip(gradients, of_before, strict=True))
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("length", [0, 1])
+def test_the_returned_state_is_new(rule, backend, length):
+    inputs = sample_inputs(rule, (1, 2, length, 16, 16), torch.float32)
+    state = inputs["state"].clone()
+    with torch.no_grad():
+        RULES[rule].function(**inputs, backend=backend)[1].add_(1)
+    assert torch.equal(inputs["state"], state)
+
+
+@every_rule
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_nan_stays_in_its_sequence_and_head(rule, where):
+    inputs = sample_inputs(rule, (2, 3, 9, 16, 16), torch.float32)
+    gradients = cotangents(inputs)
+    function = with_backend(rule, "kernel")
+    clean = results(function, inputs, gradients)
+    inputs[where][1, 1, 4] = float("nan")
+    spoilt = results(function, inputs, gradients)
+    healthy = torch.ones(2, 3, dtype=torch.bool)
+    healthy[1, 1] = False
+    for name, x in clean.items():
+        assert torch.equal(spoilt[name][healthy], x[healthy]), name
+    assert spoilt["out"][1, 1, 4:].isnan().all() and not spoilt["out"][1, 1, :4].isnan().any()
+
+
+@every_rule
+def test_number_of_threads_changes_nothing(rule):
+    """One sequence of one head is split by columns of the value."""
+    inputs = sample_inputs(rule, (1, 1, 70, 64, 64), torch.float32)
+    gradients = cotangents(inputs)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(results(with_backend(rule, "kernel"), inputs, gradients))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for name, x in found[0].items():
+            torch.testing.assert_close(other[name], x, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@every_rule
+@pytest.mark.parametrize("layout", ["contiguous", "tokens_first", "expanded"])
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+def test_opcheck(rule, layout, state):
+    inputs = sample_inputs(rule, (2, 2, 5, 3, 4), torch.float32, layout=layout, state=state)
+    arguments = tuple(None if x is None else x.detach().requires_grad_() for x in inputs.values())
+    torch.library.opcheck(getattr(torch.ops.fwp, RULES[rule].operator).default, arguments)
+
+
+@every_rule
+@pytest.mark.parametrize("backend", ["auto", "kernel"])
+def test_compiles_into_one_graph(rule, backend):
+    inputs = sample_inputs(rule, (2, 2, 10, 16, 8), torch.float32)
+    gradients = cotangents(inputs)
+    function = with_backend(rule, backend)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = results(compiled, inputs, gradients)
+    for name, x in results(function, inputs, gradients).items():
+        assert torch.equal(found[name], x), name
+
+
+@every_rule
+def test_second_derivatives(rule):
+    """The kernel refuses them; the reference gives them."""
+    inputs = {name: x.requires_grad_() for name, x in sample_inputs(rule, (1, 1, 3, 2, 2)).items()}
+    leaves = tuple(inputs.values())
+    assert torch.autograd.gradgradcheck(RULES[rule].reference, leaves)
+    out, _ = RULES[rule].function(**inputs, backend="kernel")
+    (gradient,) = torch.autograd.grad((out**2).sum(), inputs["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated.*backend='reference'"):
+        gradient.sum().backward()
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_and_autocast(rule, backend, dtype):
+    inputs = sample_inputs(rule, (1, 2, 6, 4, 4), dtype)
+    function = with_backend(rule, backend)
+    out, state = function(**inputs)
+    assert out.dtype == dtype
+    assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = function(**inputs)
+    assert torch.equal(under_autocast[0], out) and torch.equal(under_autocast[1], state)
+
+
+@every_rule
+def test_backends_without_gradients_agree(rule):
+    """Without gradients the kernel is called past autograd: the decoding step."""
+    inputs = sample_inputs(rule, (3, 2, 1, 16, 32), torch.float32)
+    with torch.no_grad():
+        expected, found, direct = (RULES[rule].function(**inputs, backend=b) for b in ("reference", "kernel", "auto"))
+    for x, y, z in zip(expected, found, direct, strict=True):
+        torch.testing.assert_close(y, x)
+        assert torch.equal(y, z)

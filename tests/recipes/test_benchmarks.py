@@ -1,0 +1,140 @@
+"""The benchmarks: peers that compute the right thing, honest rows, and no numbers after a failed test."""
+
+import importlib
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_fwp import ops
+
+BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a file of recipes/benchmarks, and undoes what importing it does to the environment."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    known = set(sys.modules)
+    threads = torch.get_num_threads()
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+def example(L, Dk=6, Dv=5):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, beta = (torch.randn(2, 3, L, d, generator=generator, dtype=torch.float64) for d in (Dk, Dk, Dv, 1))
+    return [x.requires_grad_() for x in (q.softmax(-1), k.softmax(-1), v, beta.squeeze(-1).sigmoid())]
+
+
+@pytest.mark.parametrize("inverse", ["solve", "doubling"])
+@pytest.mark.parametrize("L, chunk", [(1, 16), (40, 64), (50, 16), (64, 32)])
+def test_chunkwise_peer_equals_the_reference(load, L, chunk, inverse):
+    check_peer(partial(load("peers").delta_chunkwise, chunk=chunk, inverse=inverse), L)
+
+
+def test_loop_peer_equals_the_reference(load):
+    check_peer(load("peers").delta_loop, 20)
+
+
+def check_peer(peer, L):
+    tensors = example(L)
+    expected, actual = ops.delta_rule(*tensors, backend="reference")[0], peer(*tensors)
+    torch.testing.assert_close(actual, expected)
+    gradients = (torch.autograd.grad(out.square().sum(), tensors) for out in (actual, expected))
+    torch.testing.assert_close(*gradients)
+
+
+def test_step_peers_equal_the_reference(load):
+    q, k, v, beta = (x.detach() for x in example(1))
+    state = torch.randn(2, 3, 6, 5, dtype=torch.float64)
+    expected = ops.delta_rule(q, k, v, beta, state, backend="reference")
+    for step in load("peers").STEPS.values():
+        torch.testing.assert_close(step(q, k, v, beta, state.clone()), expected)
+
+
+def test_a_goal_needs_both_the_median_and_the_minima(load):
+    report = load("report")
+    goal = report.Goal("speed", "small", 5)
+    assert report.goal_row(goal, (6.0, 5.5))[5] == "yes"
+    assert report.goal_row(goal, (6.0, 4.9))[5] == "**no**"
+    assert report.goal_row(goal._replace(at_most=True), (6.0, 4.9))[5] == "**no**"
+    assert report.goal_row(goal, "not installed")[3:] == ["not available"] * 2 + ["not measured", "not installed"]
+
+
+def test_contenders_take_turns(load):
+    report, calls = load("report"), []
+    contenders = {name: report.Contender(partial(calls.append, name)) for name in "ab"}
+    contenders["missing"] = report.Contender(None)
+    times = report.interleave(contenders, 3, "test", at_least=0)
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
+    assert "".join(calls) == "aabb" + "aabb" * 3
+    assert report.fastest(times, ["missing"]) is None
+
+
+def test_a_peer_that_is_missing_has_its_rows(load):
+    operators = load("operators")
+    found = operators.forms() | {"sum, fast-transformers": ("no compiler", "", None)}
+    times = {name: [1.0, 2.0] for name in found if not isinstance(found[name][0], str)}
+    times |= {f"{name}, 2 threads": [0.5, 1.0] for name in ("sum", "delta")}
+    rows = operators.shape_rows("1k", dict.fromkeys(operators.PASSES, times), found)
+    assert [row[0] for row in rows if row[-1] == "no compiler"] == [
+        "sum vs fast-transformers, forward",
+        "sum vs fast-transformers, forward + backward",
+    ]
+    assert next(row for row in rows if row[0].startswith("two threads over one, delta"))[3:6] == ["2.00", "2.00", "yes"]
+
+
+def test_speed_comes_from_the_updates_after_the_warm_up(load):
+    training = load("training")
+    log = "\n".join(f'x | INFO | train_inner | {{"epoch": 1, "wps": "{100 * i}"}}' for i in range(training.UPDATES))
+    assert training.words_per_second(log) == 100 * (training.WARM_UP + training.UPDATES - 1) / 2
+    with pytest.raises(SystemExit, match="nothing is reported"):
+        training.words_per_second(log[: len(log) // 2])
+
+
+def test_what_was_stopped_says_where_and_why(load):
+    long = load("long")
+    results = {("step", "a", 1): [{"stopped": "needs more than 9 GB"}], ("step", "b", 1): [{"seconds": 1, "bytes": 1}]}
+    row = long.compare(results, load("report").Goal("a", "b"), *results, "seconds")
+    assert row[5:] == ["not measured", "a at 1: needs more than 9 GB"]
+
+
+def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
+    report = load("report")
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    (tmp_path / "RESULTS.md").write_text((BENCHMARKS / "RESULTS.md").read_text())
+    goals = [report.goal_row(report.Goal("speed", "small", 5), (6.0, 5.5))]
+    for speed in ("first", "second"):
+        report.publish("training", ["speed"], [[speed]], goals, speed)
+    ledger = (tmp_path / "RESULTS.md").read_text()
+    assert ledger.count("1 of 1 goals met") == 1 and "second" in ledger and "first" not in ledger
+    assert all(f"<!-- {part}: end -->" in ledger for part in ("operators", "training", "long"))
+
+
+def test_nothing_is_measured_after_a_failed_test(tmp_path):
+    recipe = tmp_path / "recipes" / "benchmarks"
+    recipe.mkdir(parents=True)
+    (recipe / "run.sh").write_text((BENCHMARKS / "run.sh").read_text())
+    (recipe.parent / "env.sh").write_text(f'root={tmp_path}\nrun() {{ "$@"; }}\n')
+    (recipe / "training.py").write_text("print('measured')")
+    (tmp_path / "tests" / "ops").mkdir(parents=True)
+    (tmp_path / "tests" / "ops" / "test_wrong.py").write_text("def test_wrong():\n    assert False\n")
+    answer = subprocess.run(["bash", recipe / "run.sh", "training"], cwd=tmp_path, capture_output=True, text=True)
+    assert answer.returncode == 1
+    assert answer.stderr.endswith("the tests of the operators failed, so nothing is measured.\n")
+    assert "measured" not in answer.stdout
+
+
+def test_an_unknown_part_is_refused():
+    answer = subprocess.run(["bash", BENCHMARKS / "run.sh", "operator"], capture_output=True, text=True)
+    assert answer.returncode == 1
+    assert answer.stderr == "run.sh: there is no part 'operator': it is operators, training, long or all.\n"

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Everything CI checks, after setting it up: `bash tests/run.sh [pytest's arguments]`.
+# `bash tests/run.sh lint` checks only the form; that is also the pre-commit hook.
+set -euo pipefail
+. "$(dirname -- "${BASH_SOURCE[0]}")/../recipes/env.sh" dev plots
+cd "$root"
+
+lint() {
+  local failed=0 # every check speaks, also after another has failed
+  run ruff check --quiet --output-format concise || failed=1
+  run ruff format --check --quiet || failed=1
+  run shellcheck --severity=warning .ci/run recipes/*.sh recipes/*/*.sh tests/*.sh || failed=1
+  run mypy || failed=1
+  return $failed
+}
+
+lint
+[ "${1:-}" = lint ] || run python -m pytest "$@"

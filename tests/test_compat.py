@@ -1,0 +1,100 @@
+"""Every mend of fairseq: what breaks without it works with it, and a second call changes nothing."""
+
+import argparse
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from fairseq import checkpoint_utils, trainer
+from fairseq.data import data_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import OmegaConf
+
+from fairseq_fwp import _compat
+
+MENDED = [
+    (data_utils, "batch_by_size"),
+    (distributed_utils, "call_main"),
+    (trainer, "_catalog_shared_params"),
+    (checkpoint_utils, "load_checkpoint_to_cpu"),
+    (LanguageModelingTask, "setup_dictionary"),
+    (LanguageModelingTask, "eval_lm_dataloader"),
+]
+
+
+def test_a_second_call_changes_nothing():
+    before = [getattr(owner, name) for owner, name in MENDED]
+    assert all(function.mended_by == _compat.__name__ for function in before)
+    _compat.apply()
+    assert [getattr(owner, name) for owner, name in MENDED] == before
+
+
+def test_numpy_compat():
+    assert np.compat.long is int
+
+
+@pytest.mark.parametrize(
+    "value", [argparse.Namespace(arch="x"), OmegaConf.create({"a": {"b": [1, 0.5, "c", True, None]}})], ids=type
+)
+def test_checkpoint_types_load(value):
+    file = io.BytesIO()
+    torch.save({"value": value}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["value"] == value
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+@pytest.mark.parametrize("count", [0, 1, 7, 16, 60])
+def test_every_index_is_in_one_batch(multiple, count):
+    sizes = np.random.randint(1, 9, count)
+    for arguments in ({"max_sentences": 8}, {"max_tokens": 50}):
+        batches = data_utils.batch_by_size(
+            np.arange(count), lambda index: sizes[index], required_batch_size_multiple=multiple, **arguments
+        )
+        assert [index for batch in batches for index in batch] == list(range(count))
+
+
+@pytest.mark.parametrize("bf16, expected", [(True, False), (False, True)])
+def test_bf16_is_not_taken_for_a_tpu(monkeypatch, bf16, expected):
+    config = OmegaConf.create(
+        {
+            "common": {"tpu": True, "bf16": bf16},
+            "distributed_training": {
+                "distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "legacy_ddp",
+            },
+        }
+    )  # fmt: skip
+    seen = []
+    monkeypatch.setattr(distributed_utils, "infer_init_method", lambda *_: None)
+    distributed_utils.call_main(config, lambda cfg: seen.append(cfg.common.tpu))
+    assert seen == [expected]
+
+
+def test_layers_without_bias_share_nothing():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    assert trainer._catalog_shared_params(model) == []
+    model[1].weight = model[0].weight
+    assert trainer._catalog_shared_params(model) == [["0.weight", "1.weight"]]
+
+
+def test_only_known_warnings_are_silenced():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _compat.silence_known_warnings()
+        warnings.warn("hydra.experimental.compose() is no longer experimental. Use hydra.compose()", stacklevel=1)
+        warnings.warn("\nThe strict flag in the compose API is deprecated.\nSee https://hydra.cc", stacklevel=1)
+        assert not caught
+        warnings.warn("something about hydra.experimental", stacklevel=1)
+        warnings.warn("The strict flag in the compose API is deprecated", FutureWarning, stacklevel=1)
+        assert len(caught) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut short"])
+def test_a_damaged_checkpoint_is_named_with_its_size(tmp_path, content):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(content)
+    with pytest.raises(RuntimeError, match=rf"checkpoint.pt \({len(content)} bytes\) is not a complete checkpoint"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))

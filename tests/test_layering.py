@@ -1,0 +1,152 @@
+"""Which room may import which: DESIGN's table, held against every import statement of the checkout."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
+PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "sacrebleu", "tqdm", "yaml"}
+ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "tasks", "criterions")}
+
+# What each room of the package may import besides itself and the standard library. Imports never point backwards.
+ROOMS = {
+    "__init__": {"fairseq_fwp"},
+    "_compat": CONFIG,
+    "ops": {"torch"},
+    "modules": {"torch", "fairseq.modules", "fairseq_fwp.ops"},
+    "models": CONFIG | {"fairseq_fwp.modules"},
+    # They know a model by its methods alone.
+    "tasks": CONFIG,
+    "criterions": CONFIG,
+    "convert": PEOPLE | ABOVE,
+    "cli": PEOPLE | {"fairseq_fwp"},
+}
+
+# Recipes are numbers and shell: their scripts call the commands. Benchmarks time what lies below them.
+RECIPES = {"fairseq_fwp.cli"}
+BENCHMARKS = {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.models"}
+
+
+def imports(file: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that a file imports; `from a import b` imports a.b."""
+    package = file.relative_to(root).parent.parts
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{name.name}") for name in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def lies_in(name: str, packages: set[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def faults(root: Path) -> list[str]:
+    """Every import under root that the tables above forbid."""
+    found = []
+
+    def check(file: Path, forbidden) -> None:
+        for line, name in imports(file, root):
+            if name.split(".")[0] not in sys.stdlib_module_names and forbidden(name):
+                found.append(f"{file.relative_to(root)}:{line} imports {name}")
+
+    for file in sorted(root.glob("fairseq_fwp/**/*.py")):
+        room = file.relative_to(root).parts[1].removesuffix(".py")
+        if room not in ROOMS:
+            found.append(f"{file.relative_to(root)} lies in no room of the table")
+            continue
+        allowed = ROOMS[room] | {f"fairseq_fwp.{room}"}
+        check(file, lambda name, allowed=allowed: not lies_in(name, allowed))
+    for file in sorted(root.glob("recipes/**/*.py")):
+        allowed = BENCHMARKS if "benchmarks" in file.parts else RECIPES
+        check(file, lambda name, allowed=allowed: lies_in(name, {"fairseq_fwp"}) and not lies_in(name, allowed))
+    check(root / "setup.py", lambda name: not lies_in(name, {"setuptools"}))
+    return found
+
+
+def test_every_import_keeps_to_its_room():
+    assert faults(ROOT) == []
+
+
+def test_rooms_are_there():
+    rooms = {path.relative_to(ROOT).parts[1].removesuffix(".py") for path in ROOT.glob("fairseq_fwp/**/*.py")}
+    assert {"__init__", "_compat", "ops", "modules", "models"} <= rooms
+
+
+def test_package_mends_fairseq_before_anything_else():
+    ours = [name for _, name in imports(ROOT / "fairseq_fwp/__init__.py", ROOT) if name.startswith("fairseq")]
+    assert ours[0] == "fairseq_fwp._compat"
+
+
+def test_kernels_are_free_of_torch():
+    """Headers hold the kernels, which the tests also build alone; only the bindings (.cpp, .cu) see ATen."""
+    pattern = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/', re.MULTILINE)
+    headers = [*ROOT.glob("cuda_ext/*.h"), *ROOT.glob("cuda_ext/*.cuh")]
+    assert headers
+    assert [path.name for path in headers if pattern.search(path.read_text(encoding="utf-8"))] == []
+
+
+def tree(root: Path, path: str, source: str) -> Path:
+    """A made-up checkout of two files."""
+    for name, text in {"setup.py": "import setuptools", path: source}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "named"),
+    [
+        ("fairseq_fwp/ops/sum.py", "import fairseq", "fairseq"),
+        ("fairseq_fwp/ops/sum.py", "from ..modules import FEATURE_MAPS", "fairseq_fwp.modules.FEATURE_MAPS"),
+        ("fairseq_fwp/ops/__init__.py", "from .. import modules", "fairseq_fwp.modules"),
+        ("fairseq_fwp/ops/sum.py", "from fairseq_fwp import modules as m", "fairseq_fwp.modules"),
+        ("fairseq_fwp/ops/sum.py", "def f():\n    import numpy.linalg", "numpy.linalg"),
+        ("fairseq_fwp/ops/sum.py", "import importlib\nimportlib.import_module('fairseq.utils')", "fairseq.utils"),
+        ("fairseq_fwp/modules/feature_maps/elu.py", "from ...models import x", "fairseq_fwp.models.x"),
+        ("fairseq_fwp/modules/layer.py", "from fairseq import utils", "fairseq.utils"),
+        ("fairseq_fwp/modules/layer.py", "from fairseq.modules_of_mine import x", "fairseq.modules_of_mine.x"),
+        ("fairseq_fwp/models/lm.py", "from fairseq_fwp.ops import sum_rule", "fairseq_fwp.ops.sum_rule"),
+        ("fairseq_fwp/tasks/lm.py", "from fairseq_fwp.models import lm", "fairseq_fwp.models.lm"),
+        ("fairseq_fwp/criterions/loss.py", "import fairseq_fwp.tasks.lm", "fairseq_fwp.tasks.lm"),
+        ("fairseq_fwp/convert/opt.py", "from fairseq_fwp.cli import main", "fairseq_fwp.cli.main"),
+        ("fairseq_fwp/cli/info.py", "import pandas", "pandas"),
+        ("fairseq_fwp/utils.py", "", "no room"),
+        ("recipes/peps/text.py", "from fairseq_fwp import ops", "fairseq_fwp.ops"),
+        ("recipes/benchmarks/time.py", "import fairseq_fwp.tasks", "fairseq_fwp.tasks"),
+        ("setup.py", "import torch", "torch"),
+    ],
+)
+def test_checker_finds(tmp_path, path, source, named):
+    (fault,) = faults(tree(tmp_path, path, source))
+    assert fault.startswith(path) and fault.endswith((f"imports {named}", "no room of the table"))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("fairseq_fwp/ops/sum.py", "import math, torch.nn\nfrom . import jit\nfrom .jit import load_kernels"),
+        (
+            "fairseq_fwp/modules/feature_maps/elu.py",
+            "from ...ops import sum_rule\nfrom fairseq.modules import LayerNorm",
+        ),
+        ("fairseq_fwp/models/lm.py", "from ..modules import x\nfrom fairseq import utils\nfrom omegaconf import II"),
+        ("fairseq_fwp/cli/info.py", "import fairseq_fwp\nfrom fairseq_fwp.convert import opt"),
+        ("recipes/benchmarks/time.py", "from fairseq_fwp import ops\nimport pandas"),
+        ("recipes/peps/text.py", "import yaml\nfrom fairseq_fwp.cli import plot"),
+    ],
+)
+def test_checker_lets_pass(tmp_path, path, source):
+    assert faults(tree(tmp_path, path, source)) == []
