@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <new>
 #include <optional>
@@ -79,14 +80,21 @@ struct Sizes {
   std::array<int64_t, 3> rates() const { return {B, H, L}; }
 };
 
+// Half of a first-level cache of 32 KiB: the other half is for the tokens.
+constexpr int64_t kBlockBytes = 1 << 14;
+
 // Call f(head, first column, number of columns, vectors a row, scratch) for blocks that cover `columns` of every head.
-// Blocks are two vectors wide, or one where that is what it takes to give every thread a block.
-template <typename A, typename F>
+// Blocks are `widest` vectors wide, or less where that is what it takes to stay in the cache or to give every thread a
+// block.
+template <typename A, int widest, typename F>
 void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
   const int64_t heads = size.B * size.H, lanes = fwp::kLanes<A>;
-  const auto blocks_of = [&](int64_t width) { return (columns + width - 1) / width; };
-  const bool wide = columns > lanes && (heads > 1 || heads * blocks_of(2 * lanes) >= at::get_num_threads());
-  const int64_t width = wide ? 2 * lanes : lanes, blocks = blocks_of(width);
+  const auto blocks_of = [&](int64_t vectors) { return (columns + vectors * lanes - 1) / (vectors * lanes); };
+  int64_t vectors = widest;
+  while (vectors > 1 && (columns <= vectors / 2 * lanes || rows * vectors * lanes * int64_t(sizeof(A)) > kBlockBytes ||
+                         heads * blocks_of(vectors) < at::get_num_threads()))
+    vectors /= 2;
+  const int64_t width = vectors * lanes, blocks = blocks_of(vectors);
   // A thread costs some microseconds to wake: as much as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
   at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
@@ -96,12 +104,22 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
         static_cast<A*>(::operator new(std::max<int64_t>(1, rows * width) * sizeof(A), alignment)), release);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
-      if (wide)
-        f(head, column, n, std::integral_constant<int, 2>{}, work.get());
-      else
-        f(head, column, n, std::integral_constant<int, 1>{}, work.get());
+      if (vectors == 1) f(head, column, n, std::integral_constant<int, 1>{}, work.get());
+      if (vectors == 2) f(head, column, n, std::integral_constant<int, 2>{}, work.get());
+      if constexpr (widest == 4)
+        if (vectors == 4) f(head, column, n, std::integral_constant<int, 4>{}, work.get());
     }
   });
+}
+
+// Two vectors a row are what the registers hold for a group of tokens. A single token has room for four, and reads the
+// state, which is all its cost, in longer pieces.
+template <typename A, typename F>
+void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
+  if (size.L == 1)
+    for_blocks<A, 4>(size, rows, columns, f);
+  else
+    for_blocks<A, 2>(size, rows, columns, f);
 }
 
 // out_t = q_t W_t with W_t = W_{t-1} + k_t^T v_t for tensors of any roles; `initial` is W_0, or its transpose, or
@@ -118,7 +136,10 @@ void scan(const Sizes& size, const Tensor& q, const Tensor& k, const Tensor& v, 
     fwp::SumScan<A, NV> scan{block, ordered(tokens<const A>(q, head)), ordered(tokens<const A>(k, head)),
                              ordered(tokens<const A>(v, head).from(column)),
                              ordered(tokens<A>(out, head).from(column))};
-    fwp::for_token_groups(length, scan);
+    if constexpr (NV == 4)
+      scan.template run<1, true>(0);
+    else
+      fwp::for_token_groups(length, scan);
     block.finish();
   });
 }
@@ -189,8 +210,13 @@ std::tuple<Tensor, Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, 
     fwp::DeltaForward<A, NV> scan{block, size.L, tokens<const A>(q_, h), tokens<const A>(k_, h),
                                   tokens<const A>(v_, h).from(j), rates<const A>(beta_, h), tokens<A>(out, h).from(j),
                                   tokens<A>(error, h).from(j), {}};
-    if (size.L > 0) scan.start();
-    fwp::for_token_groups(size.L, scan);
+    if constexpr (NV == 4) {
+      scan.template start<1>();
+      scan.template run<1, true>(0);
+    } else {
+      if (size.L > 0) scan.template start<fwp::kTokens>();
+      fwp::for_token_groups(size.L, scan);
+    }
     block.finish();
   });)
   return {out.to(q.scalar_type()), final, error};
@@ -218,7 +244,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(
   const Tensor d_beta = at::zeros({parts, size.B, size.H, size.L}, e_.options());
   const int64_t L = size.L;
   FWP_DISPATCH(type, {
-    for_blocks<A>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+    for_blocks<A, 2>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
       StateBlock<A, NV> block(size.Dk, n, matrix<const A>(d_final, h, j), matrix<A>(d_initial, h, j), work);
       fwp::DeltaBackwardValues<A, NV> scan{
@@ -231,7 +257,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(
       if (d_initial.defined() && L > 0) scan.finish();
       block.finish();
     });
-    for_blocks<A>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+    for_blocks<A, 2>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
       StateBlock<A, NV> weights(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work);
       fwp::DeltaBackwardQueries<A, NV> forwards{

@@ -1,6 +1,6 @@
 // The delta rule on one block of columns: W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1}), out_t = q_t W_t.
-// README.md derives the backward pass. Nothing is rewound and no state is kept: the errors e_t = v_t - k_t W_{t-1} of the
-// forward pass rebuild W_t forwards, where the gradients of queries and keys need it.
+// README.md derives the backward pass. Nothing is rewound and no state is kept: the errors e_t = v_t - k_t W_{t-1} of
+// the forward pass rebuild W_t forwards, where the gradients of queries and keys need it.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ struct Rates {  // one number a token
   Rates reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
 };
 
-// k_s k_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed by
-// a variable lives in memory.)
+// k_s k_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
+// by a variable lives in memory.)
 template <int T, typename A>
 struct Gram {
   A product[T][T];
@@ -42,10 +42,11 @@ struct Gram {
   }
 };
 
-// beta_s (x_s - sum over m < s of (k_s k_m) x_m): turn what the keys of a group find before any of them has written into
-// what they write one after the other. `before` receives the bracket.
+// beta_s (x_s - sum over m < s of (k_s k_m) x_m): turn what the keys of a group find before any of them has written
+// into what they write one after the other. `before` receives the bracket.
 template <int T, typename A, int NV>
-FWP_INLINE void solve_group(const Gram<T, A>& gram, const A (&rate)[T], Group<A, NV> (&x)[T], Group<A, NV> (&before)[T]) {
+FWP_INLINE void solve_group(const Gram<T, A>& gram, const A (&rate)[T], Group<A, NV> (&x)[T],
+                            Group<A, NV> (&before)[T]) {
   FWP_UNROLL for (int s = 0; s < T; ++s) {
     FWP_UNROLL for (int m = 0; m < T; ++m)
       if (m < s) x[s].add(-gram.product[s][m], x[m]);
@@ -67,11 +68,19 @@ struct DeltaForward {
   // Pointers past the end repeat the last key: what it finds is not used.
   FWP_INLINE const A* key_at(int64_t t) const { return k[std::min(t, length - 1)]; }
 
-  void start() {
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) found[s].clear();
+  // What the first T keys find.
+  template <int T>
+  FWP_INLINE void start() {
+    const A* key[T];
+    Group<A, NV> first[T];
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      key[s] = key_at(s);
+      first[s].clear();
+    }
     block.read_rows([&](int64_t i, const Group<A, NV>& w) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < kTokens; ++s) found[s].add(key_at(s)[i], w);
+      FWP_UNROLL for (int s = 0; s < T; ++s) first[s].add(key[s][i], w);
     });
+    FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = first[s];
   }
 
   template <int T, bool kLast>

@@ -67,10 +67,11 @@ class StateBlock {
       source_stride_ = initial.row_stride;
       return;
     }
+    std::memset(work, 0, rows * kWidth * sizeof(A));
+    if (!initial.data) return;
     for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < kWidth; ++j)
-        work[i * kWidth + j] =
-            initial.data && j < columns ? initial.data[i * initial.row_stride + j * initial.column_stride] : A(0);
+      for (int64_t j = 0; j < columns; ++j)
+        work[i * kWidth + j] = initial.data[i * initial.row_stride + j * initial.column_stride];
   }
 
   // f(i, w) sees row i and does not change it.

@@ -44,6 +44,7 @@ def apply() -> None:
         explain_damaged_checkpoints,
         explain_missing_dictionary,
         refuse_unscored_tokens,
+        refuse_wide_context,
     ):
         mend()
 
@@ -133,8 +134,8 @@ def explain_damaged_checkpoints() -> None:
         def load_or_explain(path: str, *args: Any, **kwargs: Any) -> Any:
             try:
                 return load(path, *args, **kwargs)
-            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                if "Unsupported global" in str(error):  # whole, but holds a type that torch does not trust
+            except (RuntimeError, EOFError, IsADirectoryError, pickle.UnpicklingError) as error:
+                if "unsupported global" in str(error).lower():  # whole, but holds a type that torch does not trust
                     raise
                 size = os.path.getsize(path) if os.path.exists(path) else 0
                 raise RuntimeError(
@@ -149,11 +150,12 @@ def explain_damaged_checkpoints() -> None:
 
 def explain_missing_dictionary() -> None:
     """A data folder without dict.txt is named, with the command that makes one."""
+    from fairseq import utils
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
     def mend(setup_dictionary: Callable[..., Any]) -> Callable[..., Any]:
         def setup_or_explain(cls: type, args: Any, **kwargs: Any) -> Any:
-            first = (args.data or "").split(os.pathsep)[0]
+            first = utils.split_paths(args.data or "")[0]
             if first and not os.path.exists(os.path.join(first, "dict.txt")):
                 raise FileNotFoundError(
                     f"no dict.txt in the data folder {first!r}: pass a folder that fairseq-preprocess --only-source "
@@ -191,6 +193,23 @@ def refuse_unscored_tokens() -> None:
         return check_lengths
 
     _replace(LanguageModelingTask, "eval_lm_dataloader", mend)
+
+
+def refuse_wide_context() -> None:
+    """fairseq-eval-lm takes --context-window off --tokens-per-sample and fails on what is not positive."""
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    def mend(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
+        def check_room(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.args.tokens_per_sample < 1:
+                raise ValueError(
+                    "no tokens are left to score in a block: --context-window must be smaller than --tokens-per-sample"
+                )
+            return load_dataset(self, *args, **kwargs)
+
+        return check_room
+
+    _replace(LanguageModelingTask, "load_dataset", mend)
 
 
 def _replace(owner: Any, name: str, mend: Callable[[Callable[..., Any]], Any]) -> None:

@@ -29,9 +29,14 @@ read_arguments() {
         [ -n "${2:-}" ] || die "$1 needs a value: a folder, or for --models names out of '$models'."
         printf -v "${1#--}" %s "$2"
         shift 2 ;;
+      --data=* | --out=* | --models=*) die "write ${1%%=*} and its value as two words." ;;
+      --save-dir | --tokens-per-sample) die "$1 is set by the recipe (--out, and $tokens for all models): leave it out." ;;
       *) extra+=("$1"); shift ;;
     esac
   done
+  # A name like -x would be taken for an option by what it is passed to.
+  [[ $out = /* ]] || out=$PWD/$out
+  [[ -z $data || $data = /* ]] || data=$PWD/$data
 }
 
 # What lies there was made from what this file says; anything else needs a folder of its own.
@@ -46,6 +51,7 @@ run_to() { # run_to LOG COMMAND...: as run, but what the command says goes to LO
 
 prepare() {
   local work=$out/data.unfinished split source="$merges merges; ${data:-own text}"
+  [ ! -d "$data" ] || source+=" $(find "$data" -maxdepth 1 -name '*.txt*' -exec cksum {} + | sort | cksum)"
   if [ -d "$out/data" ]; then
     check_same "$out/data/source.txt" "$source"
     return
@@ -109,8 +115,8 @@ sample() { # from the first model
   local name=${models%% *}
   [ -e "$out/$name/trained" ] || die "$name is not trained: run the stage train first."
   # A text of one's own is continued from the first words of its test set.
-  [ -z "$data" ] || prompt=$(head -n 1 "$out/data/text/test.txt" | cut -d ' ' -f 1-4)
-  echo "$prompt" | run_to "$out/sample.log" fairseq-interactive "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling \
+  [ -z "$data" ] || prompt=$(grep -m 1 '[^[:space:]]' "$out/data/text/test.txt" | awk '{ print $1, $2, $3, $4 }')
+  printf '%s\n' "$prompt" | run_to "$out/sample.log" fairseq-interactive "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling \
     --path "$out/$name/checkpoint_best.pt" --bpe subword_nmt --bpe-codes "$out/data/bpe/codes" \
     --sampling --sampling-topp 0.9 --temperature 0.7 --beam 3 --nbest 3 --max-len-b 200 --seed 1 ||
     die "sampling failed: see $out/sample.log."

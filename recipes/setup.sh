@@ -141,6 +141,8 @@ install() {
     pip_install fairseq "$@" --no-build-isolation fairseq-fixed==0.12.3.1
   fi
   pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
+  # `--user-dir fairseq_fwp` in any folder: fairseq looks for the name beside itself, where an editable package is not.
+  ln -sfn "$root/fairseq_fwp" "$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fairseq_fwp"
 }
 
 take_lock='

@@ -102,6 +102,11 @@ def test_every_token_is_scored(data, trained, arguments):
     assert 2 < float(re.search(r"Perplexity: ([\d.]+)", log)[1]) < 60
 
 
+def test_the_installed_plugin_is_found_by_name_from_any_folder(data, trained, tmp_path):
+    arguments = ["--path", trained[0], "--gen-subset", "test", "--tokens-per-sample", 32, "--cpu"]
+    assert "Perplexity" in run("fairseq-eval-lm", data, *arguments, user_dir="fairseq_fwp", cwd=tmp_path)
+
+
 def test_validation_agrees_with_eval_lm_and_leaves_out_no_batch(data, trained):
     score = run(
         "fairseq-eval-lm", data, "--path", trained[0], "--gen-subset", "test", "--tokens-per-sample", 32, "--cpu"
@@ -129,6 +134,18 @@ def test_generation(data, trained):
 def test_other_architectures_with_cross_entropy_and_line_breaks(data, tmp_path, arch):
     log = train(data, tmp_path, "--sample-break-mode", "eos", "--sum-normalization", arch=arch, updates=2)
     assert len(losses(log)) == 2 and "arning" not in log
+
+
+def test_a_model_of_flags_alone_with_a_parted_vocabulary(data, tmp_path):
+    """Training's validation loss, by clusters, is the loss that evaluation finds in the full distribution."""
+    flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-normalize-before", "--no-epoch-checkpoints"]
+    log = train(data, tmp_path, *ADAPTIVE, *flags, arch="fwp_lm", updates=4)
+    score = run(
+        "fairseq-eval-lm", data, "--path", tmp_path / "checkpoint_last.pt", "--gen-subset", "valid",
+        "--tokens-per-sample", 32, "--cpu",
+    )  # fmt: skip
+    expected = float(re.search(r"Loss \(base 2\): ([\d.]+)", score)[1])
+    assert float(re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", log)[-1]) == pytest.approx(expected, abs=2e-3)
 
 
 def test_bfloat16(data, tmp_path):
@@ -233,6 +250,12 @@ def test_text_longer_than_the_model_is_refused(data, trained):
     longer = ["--model-overrides", "{'max_target_positions': 1024}"]
     log = run("fairseq-eval-lm", data, "--path", trained[0], "--cpu", "--gen-subset", "test", *longer)
     assert f"Evaluated {count_tokens(data, 'test')} tokens" in log.replace(",", "")
+
+
+def test_a_context_as_wide_as_the_block_is_refused(data, trained):
+    arguments = ["--path", trained[0], "--cpu", "--tokens-per-sample", 32, "--context-window", 32]
+    log = run("fairseq-eval-lm", data, *arguments, status=1)
+    assert "--context-window must be smaller than --tokens-per-sample" in log.splitlines()[-1]
 
 
 def test_the_kernel_backend_without_a_compiler(data, tmp_path):

@@ -142,8 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         runs = []
         for name in args.logs:
-            label, equals, log = name.rpartition("=")
-            runs.append(read_log(label if equals else Path(log).absolute().parent.name, Path(log)))
+            # A file that is there may have a = in its path.
+            label, log = name.split("=", 1) if "=" in name and not Path(name).exists() else ("", name)
+            runs.append(read_log(label or Path(log).absolute().parent.name, Path(log)))
         if args.out.suffix != ".png" or not args.out.absolute().parent.is_dir():
             raise ValueError(f"--out must be a .png file in a folder that exists, but is {args.out}.")
         # Everything is drawn under another name first, so that what is there is whole.

@@ -64,7 +64,7 @@ class FwpLanguageModelConfig(FairseqDataclass):
         "auto", "C++/CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
     )
     adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
-        None, "comma-separated ranks that part the vocabulary for adaptive_loss; those beyond it are dropped"
+        None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
     )
     no_token_positional_embeddings: bool = _field(False, "no absolute positions")
     no_scale_embedding: bool = _field(False, "do not scale embeddings by the root of their dimension")
@@ -120,8 +120,8 @@ class FwpDecoder(FairseqIncrementalDecoder):
         self.dropout = FairseqDropout(cfg.dropout, module_name=type(self).__name__)
         self.layers = nn.ModuleList(build_layer(cfg) for _ in range(cfg.decoder_layers))
         self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if cfg.decoder_normalize_before else None
+        # Also without cutoffs, so that the criterion adaptive_loss always works.
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens)
-        self.output_bias = None if self.adaptive_softmax else nn.Parameter(torch.zeros(len(dictionary)))
         self.apply(initialize)
         with torch.no_grad():
             self.embed_tokens.weight[self.padding_idx].zero_()
@@ -135,11 +135,11 @@ class FwpDecoder(FairseqIncrementalDecoder):
         state: DecoderState | None = None,
         src_lengths: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """prev_output_tokens (B, L) -> logits (B, L, V), or features (B, L, D) before an adaptive softmax.
+        """prev_output_tokens (B, L) -> features (B, L, D) for the adaptive softmax, and the new "state".
 
         state: what was read before these tokens, None = nothing. With an incremental_state, the state is kept
-        there, prev_output_tokens is the whole prefix as fairseq passes it, and its tokens not yet read are read.
-        The second value holds the new "state" (and "attn", which fairseq looks for).
+        there, prev_output_tokens is the whole prefix as fairseq passes it, its tokens not yet read are read, and the
+        first value is their log-probabilities (B, L, V). ("attn" in the second value is what fairseq looks for.)
         """
         if incremental_state is not None:
             state, read = self.get_incremental_state(incremental_state, "state") or (None, 0)
@@ -147,7 +147,23 @@ class FwpDecoder(FairseqIncrementalDecoder):
         x, state = self.extract_features(prev_output_tokens, state)
         if incremental_state is not None:
             self.set_incremental_state(incremental_state, "state", (state, read_now))
-        return x if features_only else self.output_layer(x), {"attn": [None], "state": state}
+        scored = incremental_state is not None and not features_only
+        if scored:
+            # fairseq's generator divides the first value by --temperature: of features that would miss the biases.
+            x = self.adaptive_softmax.get_log_prob(x, None)
+        elif not features_only:
+            x = self.output_layer(x)
+        return x, {"attn": [None], "state": state, "scored": scored}
+
+    def get_normalized_probs(
+        self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
+    ) -> Tensor:
+        """(Log-)probabilities (B, L, V) of what `forward` returned; with a sample, exact for its targets only."""
+        first, extra = net_output
+        if not (extra or {}).get("scored"):
+            return super().get_normalized_probs(net_output, log_probs, sample)
+        scores = F.log_softmax(first, dim=-1)
+        return scores if log_probs else scores.exp()
 
     def extract_features(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
         """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state."""
@@ -168,10 +184,11 @@ class FwpDecoder(FairseqIncrementalDecoder):
         return x, DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Logits over the vocabulary; an adaptive softmax takes the features as they are."""
-        if self.adaptive_softmax is not None:
-            return features
-        return F.linear(features, self.embed_tokens.weight, self.output_bias)
+        """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
+
+        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
+        """
+        return features.float() if features.dtype.itemsize < 4 else features
 
     def max_positions(self) -> int:
         """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
@@ -215,11 +232,13 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     )
 
 
-def build_adaptive_softmax(cfg: FwpLanguageModelConfig, embed_tokens: nn.Embedding) -> TiedAdaptiveSoftmax | None:
-    """The adaptive softmax if cutoffs are given, without those that the vocabulary does not reach."""
-    if cfg.adaptive_softmax_cutoff is None:
-        return None
-    cutoffs = utils.eval_str_list(cfg.adaptive_softmax_cutoff, type=int)
+def build_adaptive_softmax(cfg: FwpLanguageModelConfig, embed_tokens: nn.Embedding) -> TiedAdaptiveSoftmax:
+    """The adaptive softmax over the cutoffs given, without those that the vocabulary does not reach."""
+    text = cfg.adaptive_softmax_cutoff or ""
+    try:
+        cutoffs = [int(cutoff) for cutoff in text.split(",") if cutoff.strip()]
+    except ValueError:
+        raise ValueError(f"--adaptive-softmax-cutoff takes whole numbers like 20000,40000, got {text!r}") from None
     kept = [cutoff for cutoff in cutoffs if cutoff < embed_tokens.num_embeddings]
     if len(kept) < len(cutoffs):
         logger.info(
@@ -234,7 +253,8 @@ def initialize(module: nn.Module) -> None:
     """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=WEIGHT_STD)
-    elif isinstance(module, nn.LayerNorm):
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
-    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
         nn.init.zeros_(module.bias)

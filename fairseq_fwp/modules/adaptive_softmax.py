@@ -15,17 +15,21 @@ class TiedAdaptiveSoftmax(nn.Module):
     interface is that of fairseq's AdaptiveSoftmax, which has no biases and so misses the published parameter counts;
     fairseq's criterion `adaptive_loss` and its scorers work with both.
 
-    embedding: (V, D), tied; cutoffs: ascending ranks below V, may be empty, which gives a plain softmax.
+    embedding: (V, D), tied; cutoffs: ascending ranks below V, may be empty, which gives a plain softmax. Logits and
+    log-probabilities are float32 (float64 for float64 weights): sums of losses overflow in fp16.
     """
 
     def __init__(self, embedding: nn.Embedding, cutoffs: list[int]) -> None:
         super().__init__()
         vocab_size, embed_dim = embedding.weight.shape
         bounds = [0, *cutoffs, vocab_size]
-        if any(low >= high for low, high in pairwise(bounds)):
+        # fairseq's adaptive_loss ignores the index of padding in every cluster, where it would be a word (in the head,
+        # a cluster): tail targets start beyond it, after columns of probability zero.
+        self.tail_offset = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
+        if any(low >= high for low, high in pairwise(bounds)) or bounds[1] < self.tail_offset:
             raise ValueError(
-                f"adaptive softmax cutoffs must rise from 1 to less than the vocabulary's {vocab_size} words, "
-                f"got {','.join(map(str, cutoffs))}"
+                f"adaptive softmax cutoffs must rise from {max(self.tail_offset, 1)} to less than the vocabulary's "
+                f"{vocab_size} words, got {','.join(map(str, cutoffs))}: change --adaptive-softmax-cutoff"
             )
         self.bounds = bounds
         self.weight = embedding.weight
@@ -35,7 +39,8 @@ class TiedAdaptiveSoftmax(nn.Module):
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """features (B, L, D), target (B, L) or (B L) -> per cluster the logits of the tokens in it and their targets.
 
-        The first entry is the head, for all B L tokens. A cluster without tokens is None in both lists.
+        The first entry is the head, for all B L tokens. A cluster without tokens is None in both lists; the others'
+        logits begin with `tail_offset` columns of minus infinity.
         """
         features, target = features.flatten(0, -2), target.flatten()
         head_target = target.clone()
@@ -43,8 +48,12 @@ class TiedAdaptiveSoftmax(nn.Module):
         targets: list[Tensor | None] = [head_target]
         for index, rows in self._rows_of_clusters(target):
             head_target[rows] = self.bounds[1] + index
-            logits.append(self._tail(index, features[rows]) if len(rows) else None)
-            targets.append(target[rows] - self.bounds[index + 1] if len(rows) else None)
+            if len(rows) == 0:
+                logits.append(None)
+                targets.append(None)
+                continue
+            logits.append(F.pad(self._tail(index, features[rows]), (self.tail_offset, 0), value=-torch.inf))
+            targets.append(target[rows] - self.bounds[index + 1] + self.tail_offset)
         return logits, targets
 
     def get_log_prob(self, features: Tensor, target: Tensor | None) -> Tensor:
@@ -65,12 +74,13 @@ class TiedAdaptiveSoftmax(nn.Module):
         return log_probs.unflatten(0, features.shape[:-1])
 
     def _head(self, flat: Tensor) -> Tensor:
+        flat = flat.to(self.weight.dtype)
         words = F.linear(flat, self.weight[: self.bounds[1]], self.bias[: self.bounds[1]])
-        return words if self.clusters is None else torch.cat([words, self.clusters(flat)], dim=-1)
+        return _wide(words if self.clusters is None else torch.cat([words, self.clusters(flat)], dim=-1))
 
     def _tail(self, index: int, flat: Tensor) -> Tensor:
         words = slice(self.bounds[index + 1], self.bounds[index + 2])
-        return F.linear(flat, self.weight[words], self.bias[words])
+        return _wide(F.linear(flat.to(self.weight.dtype), self.weight[words], self.bias[words]))
 
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
         """For each tail cluster, the rows whose target lies in it; all `count` rows without a target."""
@@ -81,3 +91,7 @@ class TiedAdaptiveSoftmax(nn.Module):
             (index, ((target >= low) & (target < high)).nonzero().squeeze(1))
             for index, (low, high) in enumerate(pairwise(self.bounds[1:]))
         ]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x

@@ -60,7 +60,7 @@ class FastWeightAttention(nn.Module):
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
-                "divide by sums of features: choose another feature map or switch the normalisation off"
+                "divide by sums of features: choose another feature map, or --arch fwp_lm, which has neither"
             )
         self.rule = UPDATE_RULES[update_rule]
         self.num_heads = num_heads

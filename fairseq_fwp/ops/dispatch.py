@@ -57,7 +57,8 @@ def kernel_ready(device_type: str) -> bool:
     if not status.built and device_type not in _warned:
         _warned.add(device_type)
         warnings.warn(
-            f"fairseq_fwp runs its update rules on {device_type} as slow loops in Python: {status.reason}; {status.cure}",
+            f"fairseq_fwp runs its update rules on {device_type} as slow loops in Python: "
+            f"{status.reason}; {status.cure}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,17 +1,24 @@
 """Laws of the language model, for every architecture."""
 
+import copy
 from argparse import Namespace
 
 import pytest
 import torch
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel, initialize
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+from .conftest import SMALL, configure, make_dictionary
 
 ARCHS = [arch for arch in PRESETS if not arch.endswith("_medium")]
 
@@ -133,21 +140,24 @@ def test_no_tensor_grows_faster_than_the_sequence(build_model, arch):
     assert largest[4096] <= 4 * largest[1024] < 1024**2
 
 
-def test_softmax_model_is_fairseqs_transformer_lm(build_model):
-    """The baseline with fairseq's weights gives fairseq's logits."""
-    ours = build_model("softmax_lm_wt103", adaptive_softmax_cutoff=None)
+@pytest.mark.parametrize("normalize_before", [False, True])
+def test_softmax_model_is_fairseqs_transformer_lm(build_model, normalize_before):
+    """The baseline with fairseq's weights gives fairseq's logits: embedding, positions, layers, norms, output."""
+    shared = {"decoder_normalize_before": normalize_before, "activation_fn": "gelu"}
+    ours = build_model("softmax_lm_wt103", **shared)
     dictionary = ours.decoder.dictionary
     flags = {
-        "decoder_layers": 2, "decoder_embed_dim": 16, "decoder_output_dim": 16, "decoder_input_dim": 16,
-        "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4, "share_decoder_input_output_embed": True,
-        "tokens_per_sample": 32, "max_target_positions": 32, "add_bos_token": False, "tpu": False,
+        **SMALL, **shared, "decoder_output_dim": 16, "decoder_input_dim": 16, "share_decoder_input_output_embed": True,
+        "tokens_per_sample": 64, "max_target_positions": 64, "add_bos_token": False, "tpu": False,
     }  # fmt: skip
     config = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), flags)
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     theirs = TransformerLanguageModel.build_model(config, task).double().eval()
     with torch.no_grad():
         theirs.decoder.embed_tokens.weight.copy_(ours.decoder.embed_tokens.weight)
-        ours.decoder.output_bias.zero_()
+        ours.decoder.adaptive_softmax.bias.zero_()
+        if normalize_before:
+            theirs.decoder.layer_norm.load_state_dict(ours.decoder.layer_norm.state_dict())
         for mine, other in zip(ours.decoder.layers, theirs.decoder.layers, strict=True):
             attention = other.self_attn
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -158,9 +168,128 @@ def test_softmax_model_is_fairseqs_transformer_lm(build_model):
             attention.out_proj.bias.zero_()
             for name in ("self_attn_layer_norm", "final_layer_norm", "fc1", "fc2"):
                 getattr(other, name).load_state_dict(getattr(mine, name).state_dict())
-    tokens = random_tokens(3, 9)
+    tokens = random_tokens(3, 50)
     # fairseq's sinusoidal table is float32 arithmetic of another order than a float64 model
-    torch.testing.assert_close(log_probs(ours, tokens), log_probs(theirs, tokens), rtol=1e-6, atol=1e-6)
+    expected = theirs(tokens)[0].log_softmax(-1)
+    torch.testing.assert_close(log_probs(ours, tokens), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_positions_go_on_beyond_the_table(build_model):
+    """The table starts with 1,024 rows; decoding passes it as one forward does."""
+    model = build_model("sum_lm_wt103", decoder_layers=1, max_target_positions=2000)
+    tokens, state = random_tokens(1, 1030), {}
+    log_probs(model, tokens[:, :1020], incremental_state=state)
+    steps = [log_probs(model, tokens[:, :t], incremental_state=state) for t in range(1021, 1031)]
+    expected = log_probs(copy.deepcopy(model), tokens)[:, -10:]
+    torch.testing.assert_close(torch.cat(steps, 1), expected)
+    rotated = model.decoder.embed_positions(torch.tensor([[1500, 3]]))
+    assert not torch.allclose(rotated[0, 0], rotated[0, 1])
+
+
+@pytest.mark.parametrize("normalize_before", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_model(build_model, arch, normalize_before, dtype):
+    """Scores near those of float32, the state in float32, and a loss that a large batch does not overflow."""
+    model = build_model(arch, decoder_normalize_before=normalize_before).float()
+    model.apply(initialize)
+    tokens = random_tokens(2, 12)
+    expected = log_probs(model, tokens)
+    half = copy.deepcopy(model).to(dtype)
+    features, extra = half(tokens)
+    assert features.dtype == torch.float32 and log_probs(half, tokens).dtype == torch.float32
+    torch.testing.assert_close(log_probs(half, tokens), expected, rtol=0, atol=0.05)
+    if arch != "softmax_lm_wt103":
+        assert all(part is None or part.dtype == torch.float32 for part in extra["state"].layers[0])
+    logits, targets = half.decoder.adaptive_softmax(features.repeat(900, 1, 1), tokens.repeat(900, 1))
+    loss = features.new(1).zero_() + torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="sum")
+    assert loss.isfinite() and loss > 65504  # the largest number of float16
+
+
+@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+def test_adaptive_loss_and_cross_entropy_agree(build_model, cutoffs):
+    """fairseq's criteria, on targets that include every word: neither leaves one out."""
+    model = build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
+    task = Namespace(target_dictionary=model.decoder.dictionary)
+    target = torch.arange(4, 50).unsqueeze(0)
+    sample = {
+        "net_input": {"src_tokens": target.flip(1), "src_lengths": torch.tensor([46])},
+        "target": target, "ntokens": 46, "nsentences": 1,
+    }  # fmt: skip
+    losses = [
+        criterion(model, sample)[0].item()
+        for criterion in (AdaptiveLoss(task, sentence_avg=False), CrossEntropyCriterion(task, sentence_avg=False))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+def test_temperature_divides_the_scores_of_words(build_model, cutoffs):
+    model = build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
+    tokens = random_tokens(2, 5)
+    scores, extra = model(tokens, incremental_state={})
+    tempered = model.get_normalized_probs((scores / 0.5, extra), log_probs=True)
+    torch.testing.assert_close(tempered, (log_probs(model, tokens) / 0.5).log_softmax(-1))
+
+
+def test_initialisation_is_the_documented_one(build_model):
+    model = build_model("delta_lm_wt103", vocabulary=2000, decoder_embed_dim=64).float()
+    torch.nn.init.uniform_(model.decoder.layers[0].fc1.bias)
+    model.apply(initialize)
+    assert model.decoder.embed_tokens.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for layer in model.decoder.layers:
+        for linear in (layer.fc1, layer.fc2, layer.self_attn.in_proj, layer.self_attn.out_proj):
+            assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert layer.fc1.bias.abs().max() == 0
+        assert layer.final_layer_norm.weight.mean().item() == pytest.approx(1, abs=0.02)
+        assert 0.01 < layer.final_layer_norm.weight.std().item() < 0.03
+
+
+def test_a_new_model_is_initialised():
+    task = Namespace(target_dictionary=make_dictionary(500))
+    model = FwpLanguageModel.build_model(configure("delta_lm_wt103", **SMALL), task)
+    assert model.decoder.embed_tokens.weight[2:].std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.decoder.embed_tokens.weight[model.decoder.padding_idx].abs().max() == 0
+    assert model.decoder.layers[1].fc1.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize("flag", ["dropout", "activation_dropout", "attention_dropout"])
+def test_each_dropout_acts_in_training_alone(build_model, flag):
+    off = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0}
+    model = build_model("softmax_lm_wt103", **{**off, flag: 0.5})
+    tokens = random_tokens(2, 9)
+    expected = log_probs(build_model("softmax_lm_wt103", **off), tokens)
+    assert torch.equal(log_probs(model, tokens), log_probs(model, tokens))
+    assert expected.shape == log_probs(model, tokens).shape
+    model.train()
+    assert not torch.allclose(log_probs(model, tokens), log_probs(model, tokens))
+
+
+def test_dropout_is_where_the_paper_has_it(build_model):
+    """After the embedding, and after each of the two blocks of every layer."""
+    model = build_model("delta_lm_wt103", dropout=0.25, activation_dropout=0.125)
+    calls = []
+    for module in model.modules():
+        if isinstance(module, FairseqDropout):
+            module.register_forward_hook(lambda module, *_: calls.append(module.p))
+    model(random_tokens(1, 3))
+    assert calls == [0.25] + [0.25, 0.125, 0.25] * 2
+
+
+def test_the_capacity_of_dpfp_reaches_the_map(build_model):
+    model = build_model("delta_lm_wt103", decoder_feature_map="dpfp", dpfp_nu=3)
+    assert model.decoder.layers[0].self_attn.feature_map.feature_dim == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("cutoffs, kept", [("", []), ("20, 30", [20, 30]), ("20,50", [20]), ("20,51", [20])])
+def test_cutoffs(build_model, cutoffs, kept):
+    model = build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
+    assert model.decoder.adaptive_softmax.bounds == [0, *kept, 50]
+
+
+@pytest.mark.parametrize("cutoffs", ["abc", "10;20", "5.5", "10,,x"])
+def test_cutoffs_that_are_no_numbers_are_refused(build_model, cutoffs):
+    with pytest.raises(ValueError, match="takes whole numbers like 20000,40000, got"):
+        build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
 
 
 def test_cutoffs_beyond_the_vocabulary_are_dropped_with_one_line(build_model, caplog):

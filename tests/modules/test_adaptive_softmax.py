@@ -43,7 +43,7 @@ def test_loss_by_clusters_equals_the_log_probability(softmax):
 def test_a_cluster_without_tokens_is_left_out():
     softmax = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [10, 20])
     logits, targets = softmax(torch.randn(1, 2, DIM), torch.tensor([[3, 25]]))
-    assert logits[1] is None and targets[1] is None and logits[2].shape == (1, 10)
+    assert logits[1] is None and targets[1] is None and logits[2].shape == (1, 10)  # no padding index: no offset
     assert targets[0].tolist() == [3, 11] and targets[2].tolist() == [5]
 
 
@@ -51,3 +51,13 @@ def test_a_cluster_without_tokens_is_left_out():
 def test_cutoffs_that_do_not_part_the_vocabulary_are_refused(cutoffs):
     with pytest.raises(ValueError, match="must rise from 1 to less than the vocabulary's 30 words"):
         TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), cutoffs)
+
+
+def test_the_index_of_padding_is_no_word_of_a_tail_nor_a_cluster():
+    embedding = nn.Embedding(VOCABULARY, DIM, padding_idx=1)
+    softmax = TiedAdaptiveSoftmax(embedding, [10, 20])
+    logits, targets = softmax(torch.randn(1, 3, DIM), torch.tensor([[3, 20, 21]]))
+    assert targets[2].tolist() == [2, 3] and logits[2].shape == (2, 12)
+    assert (logits[2][:, :2] == -torch.inf).all() and logits[2][:, 2:].isfinite().all()
+    with pytest.raises(ValueError, match="must rise from 2 to"):
+        TiedAdaptiveSoftmax(embedding, [1])

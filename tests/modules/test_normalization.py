@@ -18,6 +18,25 @@ def test_zero_features_stay_zero_with_a_finite_gradient():
     assert features.grad.isfinite().all()
 
 
+def test_the_bounds_are_the_documented_ones():
+    """A sum above 1e-6 divides exactly, a smaller one counts as 1e-6; the same for z . q."""
+    features = torch.tensor([[1e-4, 3e-4], [1e-7, 1e-7]], dtype=torch.float64)
+    expected = torch.tensor([[0.25, 0.75], [0.1, 0.1]], dtype=torch.float64)
+    torch.testing.assert_close(sum_normalize(features), expected)
+    q = torch.ones(1, 1, 2, 1, dtype=torch.float64)
+    k = torch.tensor([1e-7, 1e-4], dtype=torch.float64).reshape(1, 1, 2, 1)
+    out, _ = attention_normalize(torch.ones(1, 1, 2, 1, dtype=torch.float64), q, k, None)
+    torch.testing.assert_close(out.flatten(), torch.tensor([1e6, 1 / 1.001e-4], dtype=torch.float64))
+
+
+def test_half_precision_sums_in_float32():
+    q, k = torch.rand(2, 1, 2, 4000, 8).to(torch.bfloat16).unbind(0)
+    read = torch.randn(1, 2, 4000, 3).to(torch.bfloat16)
+    out, normalizer = attention_normalize(read, q, k, None)
+    assert out.dtype == torch.bfloat16 and normalizer.dtype == torch.float32
+    torch.testing.assert_close(normalizer.double(), k.double().sum(2), rtol=1e-5, atol=0)
+
+
 def test_attention_normalization_is_the_weighted_average_of_values():
     """With the sum rule, Eq. 13: weights k_j . q_i over their sum."""
     q, k = torch.rand(2, 2, 3, 5, 4, dtype=torch.float64).unbind(0)

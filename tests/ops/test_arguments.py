@@ -39,7 +39,7 @@ def test_message(rule, backend, gradients, case):
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_integers_are_refused(rule, gradients):
     inputs = {name: x.long() for name, x in sample_inputs(rule, SHAPE, torch.float32).items()}
-    with torch.set_grad_enabled(gradients), pytest.raises(TypeError, match="q must be float32, .*got torch.int64"):
+    with torch.set_grad_enabled(gradients), pytest.raises(TypeError, match=r"q must be float32, .*got torch\.int64"):
         RULES[rule].function(**inputs)
 
 
@@ -53,7 +53,7 @@ def test_unknown_backend(rule, gradients):
 @pytest.mark.parametrize("rule", RULES)
 def test_kernel_for_a_device_without_one(rule):
     inputs = {name: x.to("meta") for name, x in sample_inputs(rule, SHAPE, torch.float32).items()}
-    with pytest.raises(RuntimeError, match="^no compiled kernel for meta: .*; use the CPU$"):
+    with pytest.raises(RuntimeError, match=r"^no compiled kernel for meta: .*; use the CPU$"):
         RULES[rule].function(**inputs, backend="kernel")
     out, state = RULES[rule].function(**inputs)
     assert out.shape == (2, 3, 4, 6) and state.shape == (2, 3, 5, 6)

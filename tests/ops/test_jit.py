@@ -194,12 +194,16 @@ def test_a_library_that_does_not_load(monkeypatch, builder):
     assert not status.built and "cannot be loaded: undefined symbol" in status.reason and status.cure
 
 
-REQUIRED = USE + CPU_KERNELS_ARE_GONE + """
+REQUIRED = (
+    USE
+    + CPU_KERNELS_ARE_GONE
+    + """
 try:
     ops.sum_rule(q, q, q, backend="kernel")
 except RuntimeError as error:
     print(error)
 """
+)
 
 
 def test_no_compiler(tmp_path):
@@ -217,7 +221,8 @@ def test_no_compiler_on_path(tmp_path):
 
 def test_the_loop_in_python_is_the_operator_without_a_compiler(tmp_path):
     """Gradients, checks of the operator and compilation work before a compiler is found."""
-    script = """
+    script = (
+        """
 import warnings
 warnings.simplefilter("ignore")
 import torch
@@ -239,7 +244,9 @@ for op, reference, given in (
     assert torch.equal(gradient, torch.ones_like(state))
     compiled = torch.compile(lambda *x: op(*x)[0], backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*given), reference(*given)[0])
-""" + CPU_KERNELS_ARE_GONE
+"""
+        + CPU_KERNELS_ARE_GONE
+    )
     run_isolated(script, CXX="no-such-compiler", **cache(tmp_path))
 
 
