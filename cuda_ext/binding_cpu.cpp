@@ -84,6 +84,7 @@ struct Sizes {
 constexpr int64_t kBlockBytes = 1 << 14;
 
 // Call f(head, first column, number of columns, vectors a row, scratch) for blocks that cover `columns` of every head.
+// The scratch holds a block and kTokens columns of it.
 // Blocks are `widest` vectors wide, or less where that is what it takes to stay in the cache or to give every thread a
 // block.
 template <typename A, int widest, typename F>
@@ -99,9 +100,10 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
   at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
     const std::align_val_t alignment{fwp::kVectorBytes};
+    const int64_t scratch = rows * (width + fwp::kTokens);
     const auto release = [&](A* p) { ::operator delete(p, alignment); };
     const std::unique_ptr<A, decltype(release)> work(
-        static_cast<A*>(::operator new(std::max<int64_t>(1, rows * width) * sizeof(A), alignment)), release);
+        static_cast<A*>(::operator new(std::max<int64_t>(1, scratch) * sizeof(A), alignment)), release);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
       if (vectors == 1) f(head, column, n, std::integral_constant<int, 1>{}, work.get());
@@ -262,7 +264,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(
       StateBlock<A, NV> weights(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work);
       fwp::DeltaBackwardQueries<A, NV> forwards{
           weights, tokens<const A>(k_, h).from(j), tokens<const A>(d_out, h), tokens<const A>(e_, h),
-          tokens<const A>(d_v, h), rates<const A>(beta_, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j)};
+          tokens<const A>(d_v, h), rates<const A>(beta_, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
+          work + size.Dv * weights.kWidth};
       fwp::for_token_groups(L, forwards);
       StateBlock<A, NV> gradient(size.Dv, n, matrix<const A>(d_final, h, j, true), {nullptr, 0, 0}, work);
       fwp::DeltaBackwardKeys<A, NV> backwards{

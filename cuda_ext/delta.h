@@ -17,13 +17,13 @@ struct Rates {  // one number a token
   Rates reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
 };
 
-// k_s k_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
+// x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
 // by a variable lives in memory.)
 template <int T, typename A>
 struct Gram {
   A product[T][T];
 
-  FWP_INLINE Gram(const A* const (&key)[T], int64_t rows) {
+  FWP_INLINE Gram(const A* const (&x)[T], const A* const (&y)[T], int64_t rows) {
     Vector<A> sum[T][T];
     FWP_UNROLL for (int s = 0; s < T; ++s)
       FWP_UNROLL for (int m = 0; m < T; ++m) sum[s][m] = Vector<A>{};
@@ -31,11 +31,11 @@ struct Gram {
     for (; i + kLanes<A> <= rows; i += kLanes<A>)
       FWP_UNROLL for (int s = 0; s < T; ++s)
         FWP_UNROLL for (int m = 0; m < T; ++m)
-          if (m < s) sum[s][m] += load(key[s] + i) * load(key[m] + i);
+          if (m < s) sum[s][m] += load(x[s] + i) * load(y[m] + i);
     if (i < rows)
       FWP_UNROLL for (int s = 0; s < T; ++s)
         FWP_UNROLL for (int m = 0; m < T; ++m)
-          if (m < s) sum[s][m] += load_part(key[s] + i, rows - i) * load_part(key[m] + i, rows - i);
+          if (m < s) sum[s][m] += load_part(x[s] + i, rows - i) * load_part(y[m] + i, rows - i);
     FWP_UNROLL for (int s = 0; s < T; ++s)
       FWP_UNROLL for (int m = 0; m < T; ++m)
         if (m < s) product[s][m] = sum_lanes<A>(sum[s][m]);
@@ -100,7 +100,7 @@ struct DeltaForward {
       next_key[s] = key_at(t + T + s);
       next[s].clear();
     }
-    solve_group(Gram<T, A>(key, block.rows), rate, write, before);
+    solve_group(Gram<T, A>(key, key, block.rows), rate, write, before);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
     block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
@@ -149,7 +149,7 @@ struct DeltaBackwardValues {
       earlier_key[s] = late_key[s];
       earlier[s] = late[s];
     }
-    const Gram<T, A> gram(key, block.rows);
+    const Gram<T, A> gram(key, key, block.rows);
     block.change_rows(false, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.add(-earlier_key[s][i], earlier[s]);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
@@ -180,30 +180,36 @@ struct DeltaBackwardValues {
 };
 
 // Forwards over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the first half of d_k_t, -d_v_t W_{t-1}^T.
+// W is rebuilt from the errors by the very operations of the forward pass, in their order, and so to the last bit. That
+// is needed: rounding errors that differ from those of the forward pass are not corrected here, as they are there, and
+// after thousands of tokens their sum would be larger than all others.
 template <typename A, int NV>
 struct DeltaBackwardQueries {
   StateBlock<A, NV>& block;
   Tokens<const A> k, d_out, error, d_v;
   Rates<const A> beta;
   Tokens<A> d_q, d_k;
+  A* scratch;  // kTokens x rows
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
     Group<A, NV> key[T], d_query[T], d_key[T];
-    const A *e[T], *d_read[T], *d_value[T];
+    const A *write[T], *d_read[T], *d_value[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s].load_from(k[t + s], block.columns);
-      key[s].scale(beta[t + s]);
-      e[s] = error[t + s];
+      write[s] = scratch + s * block.rows;
       d_read[s] = d_out[t + s];
       d_value[s] = d_v[t + s];
       d_query[s].clear();
       d_key[s].clear();
+      const A* e = error[t + s];
+      const A rate = beta[t + s];
+      for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];
     }
     block.change_rows(kLast, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         d_key[s].add(-d_value[s][j], w);
-        w.add(e[s][j], key[s]);
+        w.add(write[s][j], key[s]);
         d_query[s].add(d_read[s][j], w);
       }
     });
@@ -215,6 +221,8 @@ struct DeltaBackwardQueries {
 };
 
 // In reverse over a block of key columns of G^T: the second half of d_k_t, beta_t e_t G_t^T. Sequences arrive reversed.
+// G is rebuilt to the last bit as well. So the d_v of a group reach it after all reads of the group, as they do in
+// DeltaBackwardValues, and their part in the reads is made up for afterwards.
 template <typename A, int NV>
 struct DeltaBackwardKeys {
   StateBlock<A, NV>& block;
@@ -234,14 +242,17 @@ struct DeltaBackwardKeys {
       d_value[s] = d_v[t + s];
       d_key[s].clear();
     }
+    const Gram<T, A> gram(e, d_value, block.rows);
     block.change_rows(kLast, [&](int64_t j, Group<A, NV>& g) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         g.add(d_read[s][j], query[s]);
         d_key[s].add(e[s][j], g);
-        g.add(-d_value[s][j], key[s]);
       }
+      FWP_UNROLL for (int s = 0; s < T; ++s) g.add(-d_value[s][j], key[s]);
     });
     FWP_UNROLL for (int s = 0; s < T; ++s) {
+      FWP_UNROLL for (int m = 0; m < T; ++m)
+        if (m < s) d_key[s].add(-gram.product[s][m], key[m]);
       Group<A, NV> d_first;
       d_first.load_from(d_k[t + s], block.columns);
       d_first.add(beta[t + s], d_key[s]);

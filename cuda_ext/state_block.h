@@ -121,12 +121,13 @@ template <typename Scan>
 FWP_INLINE void for_token_groups(int64_t length, Scan& scan) {
   int64_t t = 0;
   for (; t + kTokens < length; t += kTokens) scan.template run<kTokens, false>(t);
-  switch (length - t) {
-    case 4: return scan.template run<4, true>(t);
-    case 3: return scan.template run<3, true>(t);
-    case 2: return scan.template run<2, true>(t);
-    case 1: return scan.template run<1, true>(t);
+  static_assert(kTokens == 4 || kTokens == 2);
+  if constexpr (kTokens == 4) {
+    if (length - t == 4) scan.template run<4, true>(t);
+    if (length - t == 3) scan.template run<3, true>(t);
   }
+  if (length - t == 2) scan.template run<2, true>(t);
+  if (length - t == 1) scan.template run<1, true>(t);
 }
 
 }  // namespace fwp

@@ -39,9 +39,14 @@ def sample_inputs(
     *,
     state: bool = True,
     layout: str = "contiguous",
+    forgetful: bool = False,
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """Arguments of a rule by name. Keys are normalised as a layer does (their sum is one), rates are in (0, 1)."""
+    """Arguments of a rule by name. Keys are normalised as a layer does (their sum is one), rates are in (0, 1).
+
+    ``forgetful``: keys of length one in all directions, under which the delta rule forgets within some Dk tokens, and
+    with them the rounding errors that the loop has made.
+    """
     batch, heads, length, key_size, value_size = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -59,6 +64,9 @@ def sample_inputs(
     inputs: dict[str, Tensor | None] = {}
     inputs["q"] = draw(batch, heads, length, key_size)
     inputs["k"] = draw(batch, heads, length, key_size, kind=torch.rand) / (key_size / 2 or 1)
+    if forgetful:
+        directions = torch.randn(inputs["k"].shape, generator=generator, dtype=torch.float64)
+        inputs["k"] = torch.nn.functional.normalize(directions, dim=-1).to(dtype)
     inputs["v"] = draw(batch, heads, length, value_size)
     for gate in RULES[rule].gates:
         inputs[gate] = draw(batch, heads, length, kind=torch.rand)

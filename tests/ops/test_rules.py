@@ -96,8 +96,8 @@ def test_kernel_is_as_accurate_as_the_reference(rule, dtype):
     check_accuracy(rule, (1, 4, 300, 24, 40), dtype)
 
 
-def check_accuracy(rule, shape, dtype):
-    inputs = sample_inputs(rule, shape, dtype)
+def check_accuracy(rule, shape, dtype, forgetful=False):
+    inputs = sample_inputs(rule, shape, dtype, forgetful=forgetful)
     gradients = cotangents(inputs)
     exact = {name: x.double() for name, x in inputs.items()}
     truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
@@ -109,14 +109,16 @@ def check_accuracy(rule, shape, dtype):
 
 
 @every_rule
-def test_no_drift_over_4096_tokens(rule):
-    check_accuracy(rule, (1, 1, 4096, 16, 16), torch.float32)
+@pytest.mark.parametrize("forgetful", [False, True], ids=["", "forgetful"])
+def test_no_drift_over_4096_tokens(rule, forgetful):
+    check_accuracy(rule, (1, 1, 4096, 16, 16), torch.float32, forgetful)
 
 
 @pytest.mark.slow
 @every_rule
-def test_no_drift_over_32768_tokens(rule):
-    check_accuracy(rule, (1, 1, 32768, 16, 16), torch.float32)
+@pytest.mark.parametrize("forgetful", [False, True], ids=["", "forgetful"])
+def test_no_drift_over_32768_tokens(rule, forgetful):
+    check_accuracy(rule, (1, 1, 32768, 16, 16), torch.float32, forgetful)
 
 
 @every_rule
