@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-logger = logging.getLogger(__name__)
-
 # Warnings of fairseq's own imports and calls that a user of this plugin can do nothing about.
 KNOWN_WARNINGS = (
     (r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental", UserWarning),
@@ -50,7 +48,8 @@ def apply() -> None:
 
 
 def silence_known_warnings() -> None:
-    """Hides the warnings above by their exact text, and nothing else."""
+    """Hides the warnings above by their exact text, and the advice of a speech task to install tensorboardX."""
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     for message, category in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
 

@@ -38,7 +38,7 @@ SHAPES = {
     "8k": (1, 8, 8192, 64, 64),
 }
 LM_SHAPES = ("small", "medium", "1k")
-ROUNDS = 7
+ROUNDS = 5
 CHUNKS = (16, 32, 64)
 BACKEND = "kernel"
 STEP_BATCHES = (1, 32)
