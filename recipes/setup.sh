@@ -121,6 +121,14 @@ install_torch() {
   pip_install PyTorch "${spec:-torch==$tested_torch}" numpy
 }
 
+# `--user-dir fairseq_fwp` in any folder: fairseq looks for the name beside itself, where an editable package is not.
+link_plugin() {
+  local site
+  site=$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # Nothing outside this environment is touched.
+  case $site in "$env"/*) ln -sfn "$root/fairseq_fwp" "$site/fairseq_fwp" ;; esac
+}
+
 install() {
   local extras=$1 torch
   install_torch
@@ -141,8 +149,7 @@ install() {
     pip_install fairseq "$@" --no-build-isolation fairseq-fixed==0.12.3.1
   fi
   pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
-  # `--user-dir fairseq_fwp` in any folder: fairseq looks for the name beside itself, where an editable package is not.
-  ln -sfn "$root/fairseq_fwp" "$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fairseq_fwp"
+  link_plugin
 }
 
 take_lock='

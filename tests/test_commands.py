@@ -160,7 +160,7 @@ def test_hydra_with_the_yaml_of_a_preset(data, tmp_path):
     ).stdout
     (tmp_path / "delta.yaml").write_text(yaml)
     overrides = {
-        "task.data": data, "common.user_dir": PLUGIN, "task.tokens_per_sample": 32, "dataset.batch_size": 4,
+        "task.data": data, "task.tokens_per_sample": 32, "dataset.batch_size": 4,
         "model.decoder_layers": 2, "optimization.max_update": 2, "common.cpu": "true", "hydra.job.chdir": "false",
         "checkpoint.save_dir": tmp_path / "checkpoints", "hydra.run.dir": tmp_path / "logs",
     }  # fmt: skip

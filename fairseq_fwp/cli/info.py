@@ -5,15 +5,18 @@ import dataclasses
 import importlib.metadata
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+import fairseq_fwp
 from fairseq_fwp import ops
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops import jit
 
@@ -42,12 +45,16 @@ def report(build: bool) -> str:
         "devices": devices(),
         "kernels": kernels(build),
         "update rules (--decoder-update-rule)": [
-            f"{name:10} {_first_line(rule.operator)}" for name, rule in UPDATE_RULES.items()
+            *(f"{name:10} {_first_line(rule.operator)}" for name, rule in UPDATE_RULES.items()),
+            f"{'softmax':10} {_first_line(SoftmaxAttention)}",
         ],
         "feature maps (--decoder-feature-map)": [
             f"{name:10} {_first_line(feature_map)}" for name, feature_map in FEATURE_MAPS.items()
         ],
-        "architectures (--arch)": [f"{name:28} {_settings(preset)}" for name, preset in PRESETS.items()],
+        "architectures (--arch)": [
+            f"{'fwp_lm':28} the model without a preset",
+            *(f"{name:28} {_settings(preset)}" for name, preset in PRESETS.items()),
+        ],
     }
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
@@ -94,15 +101,17 @@ def hydra_yaml(arch: str) -> str:
     header = (
         f"# {arch} for fairseq-hydra-train, written by: fwp-info --hydra {arch}\n"
         "# @package _global_\n"
-        "# Values of ??? and anything else are set on the command line: task.data=FOLDER dataset.batch_size=96 ...\n"
+        "# The model is the architecture's; the rest is a start. To be set on the command line, with absolute paths:\n"
+        "# task.data=FOLDER dataset.batch_size=96 optimization.max_update=500000\n"
     )
     config = {
-        "common": {"user_dir": "???"},
+        "common": {"user_dir": str(Path(fairseq_fwp.__file__).parent)},
         "task": {"_name": "language_modeling", "data": "???", "tokens_per_sample": 256, "sample_break_mode": "none"},
         "dataset": {"batch_size": "???"},
         "optimization": {"lr": [0.00025], "max_update": "???"},
         "model": model,
-        "criterion": {"_name": "cross_entropy"},
+        "distributed_training": {"ddp_backend": "legacy_ddp"},  # adaptive_loss takes no other
+        "criterion": {"_name": "adaptive_loss"},
         "optimizer": {"_name": "adam"},
         "lr_scheduler": {"_name": "fixed"},
     }
