@@ -18,6 +18,7 @@ from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -188,7 +189,7 @@ class FwpDecoder(FairseqIncrementalDecoder):
 
         fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
         """
-        return features.float() if features.dtype.itemsize < 4 else features
+        return at_least_float32(features)
 
     def max_positions(self) -> int:
         """Longest sequence in training and scoring: --tokens-per-sample of the training run."""

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.precision import at_least_float32
+
 
 class TiedAdaptiveSoftmax(nn.Module):
     """A softmax in clusters of falling word frequency (Grave et al. 2017, arXiv 1609.04309).
@@ -76,11 +78,11 @@ class TiedAdaptiveSoftmax(nn.Module):
     def _head(self, flat: Tensor) -> Tensor:
         flat = flat.to(self.weight.dtype)
         words = F.linear(flat, self.weight[: self.bounds[1]], self.bias[: self.bounds[1]])
-        return _wide(words if self.clusters is None else torch.cat([words, self.clusters(flat)], dim=-1))
+        return at_least_float32(words if self.clusters is None else torch.cat([words, self.clusters(flat)], dim=-1))
 
     def _tail(self, index: int, flat: Tensor) -> Tensor:
         words = slice(self.bounds[index + 1], self.bounds[index + 2])
-        return _wide(F.linear(flat.to(self.weight.dtype), self.weight[words], self.bias[words]))
+        return at_least_float32(F.linear(flat.to(self.weight.dtype), self.weight[words], self.bias[words]))
 
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
         """For each tail cluster, the rows whose target lies in it; all `count` rows without a target."""
@@ -91,7 +93,3 @@ class TiedAdaptiveSoftmax(nn.Module):
             (index, ((target >= low) & (target < high)).nonzero().squeeze(1))
             for index, (low, high) in enumerate(pairwise(self.bounds[1:]))
         ]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.precision import at_least_float32
+
 
 class Dpfp(nn.Module):
     """phi_(i nu)(x) = r([x; -x])_i r([x; -x])_(i - nu) with r(a) = max(a, 0), for shifts 1 to nu.
@@ -26,6 +28,6 @@ class Dpfp(nn.Module):
         self.feature_dim = 2 * head_dim * nu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float() if x.dtype.itemsize < 4 else x
+        x = at_least_float32(x)
         x = torch.cat([x, -x], dim=-1).relu()
         return torch.cat([x * x.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)

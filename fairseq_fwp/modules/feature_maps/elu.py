@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.precision import at_least_float32
+
 
 class EluPlusOne(nn.Module):
     """phi(x) = ELU(x) + 1, that is x + 1 for x > 0 and exp(x) otherwise.
@@ -20,7 +22,7 @@ class EluPlusOne(nn.Module):
         self.feature_dim = head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return _EluPlusOne.apply(x.float() if x.dtype.itemsize < 4 else x)
+        return _EluPlusOne.apply(at_least_float32(x))
 
 
 class _EluPlusOne(torch.autograd.Function):
