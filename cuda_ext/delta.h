@@ -9,14 +9,6 @@
 
 namespace fwp {
 
-template <typename A>
-struct Rates {  // one number a token
-  A* data;
-  int64_t stride;
-  A& operator[](int64_t t) const { return data[t * stride]; }
-  Rates reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
-};
-
 // x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
 // by a variable lives in memory.)
 template <int T, typename A>

@@ -26,6 +26,14 @@ struct Tokens {
   Tokens reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
 };
 
+template <typename A>
+struct Rates {  // one number a token
+  A* data;
+  int64_t stride;
+  A& operator[](int64_t t) const { return data[t * stride]; }
+  Rates reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
+};
+
 template <typename A, int NV>
 struct Group {  // NV vectors of neighbouring columns
   Vector<A> x[NV];

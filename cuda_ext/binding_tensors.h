@@ -1,0 +1,131 @@
+// What the CPU bindings share: tensors as the kernels see them, and the blocks of columns that threads work on.
+// Shapes: q, k (B, H, L, Dk), v, out, error (B, H, L, Dv), beta (B, H, L), states (B, H, Dk, Dv).
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <new>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+
+#include "state_block.h"
+
+namespace fwp::cpu {
+
+using at::Tensor;
+
+inline at::ScalarType state_type(const Tensor& q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// In the dtype that the kernels compute in, the elements of a vector side by side. Most often the tensor itself.
+inline Tensor prepare(const Tensor& x, at::ScalarType type) {
+  const Tensor same = x.scalar_type() == type ? x : x.to(type);
+  return same.stride(-1) == 1 || same.size(-1) == 1 ? same : same.contiguous();
+}
+
+template <typename A>
+Tokens<A> tokens(const Tensor& x, int64_t head) {
+  const int64_t heads = x.size(1);
+  A* data = x.mutable_data_ptr<std::remove_const_t<A>>();
+  return {data + head / heads * x.stride(0) + head % heads * x.stride(1), x.stride(2)};
+}
+
+template <typename A>
+Rates<A> rates(const Tensor& x, int64_t head) {
+  const auto t = tokens<A>(x, head);
+  return {t.data, t.stride};
+}
+
+// The columns from `column` on of a state, or of its transpose; null where there is no state.
+template <typename A>
+Matrix<A> matrix(const Tensor& x, int64_t head, int64_t column, bool transposed = false) {
+  if (!x.defined()) return {nullptr, 0, 0};
+  const auto rows = tokens<A>(x, head);
+  if (transposed) return {rows.data + column * rows.stride, x.stride(3), rows.stride};
+  return {rows.data + column * x.stride(3), rows.stride, x.stride(3)};
+}
+
+// An operator cannot return an undefined tensor: (0,) stands for it.
+inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
+
+inline void check(const char* name, const Tensor& x, at::IntArrayRef sizes, at::ScalarType type) {
+  TORCH_CHECK(x.sizes() == sizes && x.scalar_type() == type && x.is_cpu(), name, " must be a ", type, " CPU tensor of ",
+              sizes, ", got ", x.scalar_type(), " on ", x.device(), " of ", x.sizes());
+}
+
+inline void check(const char* name, const std::optional<Tensor>& x, at::IntArrayRef sizes, at::ScalarType type) {
+  if (x) check(name, *x, sizes, type);
+}
+
+struct Sizes {
+  int64_t B, H, L, Dk, Dv;
+  Sizes(const Tensor& q, const Tensor& values) {
+    TORCH_CHECK(q.dim() == 4 && values.dim() == 4, "q and v must have 4 dimensions, got ", q.dim(), ", ", values.dim());
+    B = q.size(0), H = q.size(1), L = q.size(2), Dk = q.size(3), Dv = values.size(3);
+  }
+  std::array<int64_t, 4> keys() const { return {B, H, L, Dk}; }
+  std::array<int64_t, 4> values() const { return {B, H, L, Dv}; }
+  std::array<int64_t, 4> state() const { return {B, H, Dk, Dv}; }
+  std::array<int64_t, 3> rates() const { return {B, H, L}; }
+};
+
+// Half of a first-level cache of 32 KiB: the other half is for the tokens.
+constexpr int64_t kBlockBytes = 1 << 14;
+
+// Call f(head, first column, number of columns, vectors a row, scratch) for blocks that cover `columns` of every head.
+// The scratch holds a block and kTokens columns of it.
+// Blocks are `widest` vectors wide, or less where that is what it takes to stay in the cache or to give every thread a
+// block.
+template <typename A, int widest, typename F>
+void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
+  const int64_t heads = size.B * size.H, lanes = kLanes<A>;
+  const auto blocks_of = [&](int64_t vectors) { return (columns + vectors * lanes - 1) / (vectors * lanes); };
+  int64_t vectors = widest;
+  while (vectors > 1 && (columns <= vectors / 2 * lanes || rows * vectors * lanes * int64_t(sizeof(A)) > kBlockBytes ||
+                         heads * blocks_of(vectors) < at::get_num_threads()))
+    vectors /= 2;
+  const int64_t width = vectors * lanes, blocks = blocks_of(vectors);
+  // A thread costs some microseconds to wake: as much as 2^18 updates of a state element, a few of them in a vector.
+  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
+  at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
+    const std::align_val_t alignment{kVectorBytes};
+    const int64_t scratch = rows * (width + kTokens);
+    const auto release = [&](A* p) { ::operator delete(p, alignment); };
+    const std::unique_ptr<A, decltype(release)> work(
+        static_cast<A*>(::operator new(std::max<int64_t>(1, scratch) * sizeof(A), alignment)), release);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
+      if (vectors == 1) f(head, column, n, std::integral_constant<int, 1>{}, work.get());
+      if (vectors == 2) f(head, column, n, std::integral_constant<int, 2>{}, work.get());
+      if constexpr (widest == 4)
+        if (vectors == 4) f(head, column, n, std::integral_constant<int, 4>{}, work.get());
+    }
+  });
+}
+
+// Two vectors a row are what the registers hold for a group of tokens. A single token has room for four, and reads the
+// state, which is all its cost, in longer pieces.
+template <typename A, typename F>
+void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
+  if (size.L == 1)
+    for_blocks<A, 4>(size, rows, columns, f);
+  else
+    for_blocks<A, 2>(size, rows, columns, f);
+}
+
+#define FWP_DISPATCH(type, ...)     \
+  if (type == at::kDouble) {        \
+    using A = double;               \
+    __VA_ARGS__                     \
+  } else {                          \
+    using A = float;                \
+    __VA_ARGS__                     \
+  }
+
+}  // namespace fwp::cpu
