@@ -5,6 +5,7 @@ autograd, and the public function. Kernels in ``cuda_ext/`` replace the loop onc
 """
 
 from .delta import delta_rule, delta_rule_reference
+from .fwm import fwm_rule, fwm_rule_reference
 from .jit import KernelStatus, kernel_status
 from .sum import sum_rule, sum_rule_reference
 
@@ -12,6 +13,8 @@ __all__ = [
     "KernelStatus",
     "delta_rule",
     "delta_rule_reference",
+    "fwm_rule",
+    "fwm_rule_reference",
     "kernel_status",
     "sum_rule",
     "sum_rule_reference",
