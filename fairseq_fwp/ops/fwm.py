@@ -68,19 +68,17 @@ def fwm_rule_reference(
     return _loop(q, k, v, beta, state)[:2]
 
 
-def _loop(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Out, new state and, for the backward pass, each token's error v_t - k_t W_{t-1} (B, H, L, Dv) and squared norm
-    (B, H, L; 1 where nothing was rescaled), and the state after every CHUNK tokens (B, H, L // CHUNK, Dk, Dv)."""
-    dtype, length = state_dtype(q.dtype), q.shape[2]
-    weights = q.new_zeros((*q.shape[:2], q.shape[3], v.shape[3]), dtype=dtype) if state is None else state.clone()
+def _loop(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Out, new state and, for the backward pass, each token's error v_t - k_t W_{t-1} and squared norm ||Z_t||^2, which
+    is 1 where nothing was rescaled."""
+    dtype = state_dtype(q.dtype)
+    weights = _first_state(q, v, state)
     writes = (k != 0).any(-1) & (beta != 0)
-    reads, errors, squares, kept = [], [], [], []
+    reads, errors, squares = [], [], []
     # unbind, because the backward of indexing one token at a time is quadratic in L.
     columns, rows = (x.to(dtype).unsqueeze(-1) for x in (q, k)), v.to(dtype).unsqueeze(-2)
     tokens = (*columns, rows, beta.to(dtype)[..., None, None], writes[..., None, None])
-    for t, (q_t, k_t, v_t, beta_t, writes_t) in enumerate(zip(*(x.unbind(2) for x in tokens), strict=True), 1):
+    for q_t, k_t, v_t, beta_t, writes_t in zip(*(x.unbind(2) for x in tokens), strict=True):
         error = v_t - (k_t * weights).sum(-2, keepdim=True)
         # The sum of magnitudes is zero for zeros alone, where that of squares may underflow.
         filled = weights.detach().abs().sum((-2, -1), keepdim=True) != 0
@@ -92,12 +90,15 @@ def _loop(
         reads.append((q_t * weights).sum(-2))
         errors.append(error.squeeze(-2))
         squares.append(square[..., 0, 0])
-        if t % CHUNK == 0:
-            kept.append(weights)
-    states = torch.stack(kept, 2) if kept else weights.new_empty((*q.shape[:2], 0, *weights.shape[2:]))
-    if not length:
-        return v.clone(), weights, v.to(dtype, copy=True), beta.to(dtype, copy=True), states
-    return torch.stack(reads, 2).to(v.dtype), weights, torch.stack(errors, 2), torch.stack(squares, 2), states
+    if not reads:
+        return v.clone(), weights, v.to(dtype), beta.to(dtype)
+    return torch.stack(reads, 2).to(v.dtype), weights, torch.stack(errors, 2), torch.stack(squares, 2)
+
+
+def _first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
+    if state is not None:
+        return state.clone(memory_format=torch.contiguous_format)
+    return q.new_zeros((*q.shape[:2], q.shape[3], v.shape[3]), dtype=state_dtype(q.dtype))
 
 
 @torch.library.custom_op(
@@ -108,8 +109,18 @@ def _loop(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What _loop returns, and the state before each chunk (B, H, ceil(L / CHUNK), Dk, Dv)."""
     _check(q, k, v, beta, state)
-    return _loop(q, k, v, beta, state)
+    out, weights, error, square, kept = _allocate(q, v, beta, _first_state(q, v, state))
+    # A chunk at a time, for the loop's lists put small tensors among large ones: over long sequences the heap would
+    # fall to pieces, and take more memory than a state a token.
+    for i, start in enumerate(range(0, q.shape[2], CHUNK)):
+        chunk = slice(start, start + CHUNK)
+        kept[:, :, i] = weights
+        out[:, :, chunk], weights, error[:, :, chunk], square[:, :, chunk] = _loop(
+            q[:, :, chunk], k[:, :, chunk], v[:, :, chunk], beta[:, :, chunk], weights
+        )
+    return out, weights, error, square, kept
 
 
 @_forward.register_fake
@@ -117,29 +128,27 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(q, k, v, beta, state)
-    dtype = state_dtype(q.dtype)
-    new_state = q.new_empty((*q.shape[:2], q.shape[3], v.shape[3]), dtype=dtype)
-    kept = q.new_empty((*q.shape[:2], q.shape[2] // CHUNK, q.shape[3], v.shape[3]), dtype=dtype)
-    return (
-        v.new_empty(v.shape),
-        new_state,
-        v.new_empty(v.shape, dtype=dtype),
-        beta.new_empty(beta.shape, dtype=dtype),
-        kept,
-    )
+    return _allocate(q, v, beta, _first_state(q, v, state))
+
+
+def _allocate(q: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The operator's results: the given state, and uninitialised memory for the others."""
+    chunks = (q.shape[2] + CHUNK - 1) // CHUNK
+    error, square = (x.new_empty(x.shape, dtype=state.dtype) for x in (v, beta))
+    kept = state.new_empty((*state.shape[:2], chunks, *state.shape[2:]))
+    return v.new_empty(v.shape), state, error, square, kept
 
 
 @torch.library.custom_op(
     "fwp::fwm_rule_backward",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor beta, Tensor? state, Tensor error, Tensor square, Tensor kept,"
-    " Tensor? grad_out, Tensor? grad_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor beta, Tensor error, Tensor square, Tensor kept, Tensor? grad_out,"
+    " Tensor? grad_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     q: Tensor,
     k: Tensor,
     beta: Tensor,
-    state: Tensor | None,
     error: Tensor,
     square: Tensor,
     kept: Tensor,
@@ -154,45 +163,47 @@ def _backward(
     It is written out, for autograd does not record inside an operator; and it does not rewind, for the rule forgets:
     the states of a chunk are rebuilt from the one kept before it, from the last chunk to the first.
     """
-    dtype, length = error.dtype, q.shape[2]
-    grad_q, grad_k, grad_v, grad_beta = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, error, beta))
-    initial = error.new_zeros((*q.shape[:2], q.shape[3], error.shape[3])) if state is None else state
-    g = torch.zeros_like(initial) if grad_state is None else grad_state.clone()
-    states = initial.new_empty((min(length, CHUNK) + 1, *initial.shape))
-    for start in reversed(range(0, length, CHUNK)):
+    grad_q, grad_k, grad_v, grad_beta, g = _allocate_gradients(q, k, beta, error, kept)
+    g.copy_(torch.zeros_like(g) if grad_state is None else grad_state)
+    for i, start in reversed([*enumerate(range(0, q.shape[2], CHUNK))]):
         chunk = slice(start, start + CHUNK)
-        rate, errors = beta[:, :, chunk, None, None].to(dtype), error[:, :, chunk, None]
-        squares = square[:, :, chunk, None, None]
-        tokens = (
-            q[:, :, chunk, :, None].to(dtype),
-            torch.zeros_like(errors) if grad_out is None else grad_out[:, :, chunk, None].to(dtype),
-            k[:, :, chunk, :, None].to(dtype),
-            rate,
-            rate * errors,
-            squares.sqrt(),
-            squares > 1,
+        d_out = torch.zeros_like(error[:, :, chunk]) if grad_out is None else grad_out[:, :, chunk]
+        tokens = (x[:, :, chunk].to(g.dtype) for x in (q, k, beta, error, square))
+        grad_q[:, :, chunk], grad_k[:, :, chunk], grad_v[:, :, chunk], grad_beta[:, :, chunk] = _chunk_backward(
+            g, kept[:, :, i], d_out.to(g.dtype), *tokens
         )
-        per_token = [*zip(*(x.unbind(2) for x in tokens), strict=True)]
-        states[0] = kept[:, :, start // CHUNK - 1] if start else initial
-        for t, (_, _, k_t, _, write, norm, _) in enumerate(per_token):
-            torch.addcmul(states[t], k_t, write, out=states[t + 1]).div_(norm)
-        d_q, d_k, d_write = [], [], []
-        for t, (q_t, d_out, k_t, rate_t, write, norm, rescaled) in reversed([*enumerate(per_token)]):
-            g.addcmul_(q_t, d_out)
-            d_q.append((states[t + 1] * d_out).sum(-1))
-            along = torch.where(rescaled, (g * states[t + 1]).sum((-2, -1), keepdim=True), 0.0)
-            g.addcmul_(states[t + 1], along, value=-1).div_(norm)
-            d_write.append((k_t * g).sum(-2, keepdim=True))
-            d_value = rate_t * d_write[-1]
-            d_k.append(torch.addcmul(g * write, states[t], d_value, value=-1).sum(-1))
-            g.addcmul_(k_t, d_value, value=-1)
-        d_writes = torch.stack(d_write[::-1], 2)
-        grad_q[:, :, chunk], grad_k[:, :, chunk] = torch.stack(d_q[::-1], 2), torch.stack(d_k[::-1], 2)
-        grad_v[:, :, chunk] = (rate * d_writes).squeeze(-2)
-        grad_beta[:, :, chunk] = (d_writes * errors).sum((-2, -1))
-    # An operator cannot return None: (0,) stands for the gradient of no state.
-    grad_initial = g if state is not None else g.new_empty(0)
-    return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), grad_beta.to(q.dtype), grad_initial
+    return grad_q, grad_k, grad_v, grad_beta, g
+
+
+def _chunk_backward(
+    g: Tensor, state: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, beta: Tensor, error: Tensor, square: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and beta over one chunk, whose first state is given.
+
+    g comes as the gradient of the chunk's last state, and is turned in place into that of its first.
+    """
+    rate, errors, squares = beta[..., None, None], error.unsqueeze(-2), square[..., None, None]
+    columns, rows = (x.unsqueeze(-1) for x in (q, k)), grad_out.unsqueeze(-2)
+    tokens = (*columns, rows, rate, rate * errors, squares.sqrt(), squares > 1)
+    per_token = [*zip(*(x.unbind(2) for x in tokens), strict=True)]
+    states = state.new_empty((len(per_token) + 1, *state.shape))
+    states[0] = state
+    for t, (_, k_t, _, _, write, norm, _) in enumerate(per_token):
+        torch.addcmul(states[t], k_t, write, out=states[t + 1]).div_(norm)
+    grad_q, grad_k, grad_writes = [], [], []
+    for t, (q_t, k_t, d_out, rate_t, write, norm, rescaled) in reversed([*enumerate(per_token)]):
+        g.addcmul_(q_t, d_out)
+        grad_q.append((states[t + 1] * d_out).sum(-1))
+        along = torch.where(rescaled, (g * states[t + 1]).sum((-2, -1), keepdim=True), 0.0)
+        g.addcmul_(states[t + 1], along, value=-1).div_(norm)
+        d_write = (k_t * g).sum(-2, keepdim=True)
+        d_value = rate_t * d_write
+        grad_k.append(torch.addcmul(g * write, states[t], d_value, value=-1).sum(-1))
+        grad_writes.append(d_write)
+        g.addcmul_(k_t, d_value, value=-1)
+    d_writes = torch.stack(grad_writes[::-1], 2)
+    grad_v, grad_beta = (rate * d_writes).squeeze(-2), (errors * d_writes).sum((-2, -1))
+    return torch.stack(grad_q[::-1], 2), torch.stack(grad_k[::-1], 2), grad_v, grad_beta
 
 
 @_backward.register_fake
@@ -200,31 +211,36 @@ def _(
     q: Tensor,
     k: Tensor,
     beta: Tensor,
-    state: Tensor | None,
     error: Tensor,
     square: Tensor,
     kept: Tensor,
     grad_out: Tensor | None,
     grad_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_initial = error.new_empty(0 if state is None else state.shape)
-    grad_v = q.new_empty(error.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), grad_v, beta.new_empty(beta.shape), grad_initial
+    return _allocate_gradients(q, k, beta, error, kept)
+
+
+def _allocate_gradients(
+    q: Tensor, k: Tensor, beta: Tensor, error: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised memory for the gradients of q, k, v, beta and the initial state."""
+    of_q, of_k, of_v, of_beta = (x.new_empty(x.shape, dtype=q.dtype) for x in (q, k, error, beta))
+    return of_q, of_k, of_v, of_beta, kept.new_empty((*kept.shape[:2], *kept.shape[3:]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, _, beta, state = inputs
+    ctx.has_state = state is not None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(q, k, beta, state, *output[2:])
+    ctx.save_for_backward(q, k, beta, *output[2:])
 
 
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, *_: None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    state = ctx.saved_tensors[3]
     *grads, grad_initial = _backward(*ctx.saved_tensors, grad_out, grad_state)
-    return *grads, None if state is None else grad_initial
+    return *grads, grad_initial if ctx.has_state else None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
