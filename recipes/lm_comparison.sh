@@ -72,24 +72,32 @@ prepare() {
 }
 
 train() { # train NAME
-  local flags settings
+  local flags settings where
   flags=$(python "$tools/flags.py" "$here/conf/$1.yaml")
   mapfile -t flags <<<"$flags"
   settings=$(printf '%q ' "${flags[@]}" "${extra[@]}")
   # fairseq goes on from a checkpoint_last.pt.
-  [ ! -e "$out/$1/checkpoint_last.pt" ] || check_same "$out/$1/settings.txt" "$settings"
-  [ ! -e "$out/$1/trained" ] || return 0
+  [ ! -e "$out/$1/checkpoint_last.pt" ] && [ ! -e "$out/$1/diverged" ] ||
+    check_same "$out/$1/settings.txt" "$settings"
+  [ ! -e "$out/$1/trained" ] && [ ! -e "$out/$1/diverged" ] || return 0
   mkdir -p "$out/$1"
   echo "$settings" >"$out/$1/settings.txt"
-  run fairseq-train "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling "${flags[@]}" \
+  if run fairseq-train "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling "${flags[@]}" \
     --tokens-per-sample "$tokens" --sample-break-mode none --required-batch-size-multiple 1 \
     --save-dir "$out/$1" --no-epoch-checkpoints --keep-interval-updates 1 --log-format json "${extra[@]}" 2>&1 |
-    tee -a "$out/$1/train.log" | python "$tools/lm_progress.py" "$1"
-  touch "$out/$1/trained"
+    tee -a "$out/$1/train.log" | python "$tools/lm_progress.py" "$1"; then
+    touch "$out/$1/trained"
+  elif where=$(python "$tools/lm_results.py" diverged "$out/$1/train.log"); then
+    echo "$where" >"$out/$1/diverged" # a result: the other models go on
+    echo "$1 diverged: $where."
+  else
+    die "the training of $1 failed: see $out/$1/train.log."
+  fi
 }
 
 evaluate() { # evaluate NAME SPLIT [CONTEXT]
   local log="$out/$1/$2${3:+ with context $3}.ppl.log"
+  [ ! -e "$out/$1/diverged" ] || return 0
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
   [ ! -e "$log" ] || return 0
   run_to "$log.unfinished" fairseq-eval-lm "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling \
@@ -101,11 +109,18 @@ evaluate() { # evaluate NAME SPLIT [CONTEXT]
 }
 
 report() {
-  local name logs=()
-  for name in $models; do logs+=("$name=$out/$name/train.log"); done
+  local name trained=() logs=()
+  for name in $models; do
+    if [ -e "$out/$name/diverged" ]; then
+      echo "$name is not in the table, it diverged: $(cat "$out/$name/diverged")."
+    else
+      trained+=("$name") logs+=("$name=$out/$name/train.log")
+    fi
+  done
+  [ ${#trained[@]} -gt 0 ] || return 0
   run fwp-plot "${logs[@]}" --out "$out/curves.png"
   # shellcheck disable=SC2086
-  run python "$tools/lm_results.py" table $per_word "$out" $models >"$out/table.unfinished"
+  run python "$tools/lm_results.py" table $per_word "$out" "${trained[@]}" >"$out/table.unfinished"
   mv "$out/table.unfinished" "$out/table.md"
   cat "$out/table.md"
   echo "The same is in $out/table.md, the curves of validation in $out/curves.png."

@@ -2,15 +2,22 @@
 
     python recipes/lm_results.py check LOG TOKENISED_TEXT    # fails unless every token of the text was scored
     python recipes/lm_results.py table [--per-word] OUT NAME...    # the runs OUT/NAME -> Markdown
+    python recipes/lm_results.py diverged TRAIN_LOG    # says where; fails unless a gradient that is not finite ended it
 
 Perplexity per word spreads the loss of all tokens over words and line ends, and so can be compared between
 vocabularies; perplexity per token cannot.
 """
 
 import csv
+import json
+import math
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
+
+# fairseq's words for a gradient that is NaN or infinite (with --fp16: that stays so at every scale of the loss).
+NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale reached)", re.MULTILINE)
 
 
 def count(text: Path) -> int:
@@ -28,6 +35,45 @@ def read_log(log: Path) -> tuple[int, int, float]:
         raise ValueError(f"{log} holds no result of fairseq-eval-lm: delete it and evaluate again.")
     parameters, tokens, loss = (match[1].replace(",", "") for match in found)
     return int(parameters), int(tokens), float(loss)
+
+
+class Training(NamedTuple):
+    """What a log of fairseq-train says: validations are (update, perplexity), of a resumed run those that counted."""
+
+    parameters: int
+    updates: int
+    hours: float
+    validations: list[tuple[int, float]]
+    not_finite: bool  # the last start ended at a gradient that is NaN or infinite
+
+
+def read_training(log: Path) -> Training:
+    """Reads what `fairseq-train --log-format json` printed, each start after a line `+ fairseq-train ...`."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    parameters = re.search(r"num\. shared model params: ([\d,]+)", text)
+    if not parameters:
+        raise ValueError(f"{log} is no log of fairseq-train that came as far as its model.")
+    updates, seconds, validations = 0, 0.0, []
+    for found in re.finditer(r"\| (\{\".*\})$", text, re.MULTILINE):
+        entry = json.loads(found[1])
+        seconds = float(entry.get("wall", seconds))
+        if "num_updates" in entry:
+            updates = int(entry["num_updates"])
+        if "valid_ppl" in entry:
+            updates = int(entry["valid_num_updates"])
+            validations = [known for known in validations if known[0] < updates]
+            validations.append((updates, float(entry["valid_ppl"])))
+    not_finite = NOT_FINITE.search(text.rpartition("\n+ fairseq-train ")[2]) is not None
+    return Training(int(parameters[1].replace(",", "")), updates, seconds / 3600, validations, not_finite)
+
+
+def diverged(log: Path) -> str:
+    training = read_training(log)
+    if not training.not_finite:
+        raise ValueError(f"{log} does not end at a gradient that is not finite.")
+    finite = [(update, ppl) for update, ppl in training.validations if math.isfinite(ppl)]
+    before = "last finite validation perplexity {1:.2f} at {0:,}".format(*finite[-1]) if finite else "no validation yet"
+    return f"gradient not finite after update {training.updates:,}, {before}"
 
 
 def check(log: Path, text: Path) -> None:
@@ -63,12 +109,14 @@ def main(arguments: list[str]) -> None:
     match arguments:
         case ["check", log, text]:
             check(Path(log), Path(text))
+        case ["diverged", log]:
+            print(diverged(Path(log)))
         case ["table", "--per-word", out, *names] if names:
             print("\n".join(table(Path(out), names, with_words=True)))
         case ["table", out, *names] if names:
             print("\n".join(table(Path(out), names)))
         case _:
-            sys.exit("usage: python recipes/lm_results.py check LOG TEXT | table [--per-word] OUT NAME...")
+            sys.exit("usage: lm_results.py check LOG TEXT | table [--per-word] OUT NAME... | diverged TRAIN_LOG")
 
 
 if __name__ == "__main__":

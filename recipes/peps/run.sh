@@ -7,7 +7,8 @@
 #
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
 # --out FOLDER    where everything goes (runs/peps)
-# --models ...    which of conf/*.yaml (delta sum softmax)
+# --models ...    which of conf/*.yaml (delta sum softmax), or rows of the grid, conf/grid/*.yaml, as grid/NAME; "grid" is
+#                 all of them: every rule, map and normalisation of the papers' tables, about three minutes each
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -26,6 +27,19 @@ per_word=--per-word
 show_sample() { cat; }
 
 read_arguments "$@"
+[ "$models" != grid ] || models=$(python "$tools/lm_grid.py" names "$here/grid.yaml")
+case " $models " in *" grid/"*)
+  protocols=(valid test)
+  report() { # on the whole grid: other processes may have trained rows of it
+    run python "$tools/lm_grid.py" picture "$out" "$here/grid.yaml" "$out/grid/grid.png"
+    run python "$tools/lm_grid.py" table "$out" "$here/grid.yaml" >"$out/grid/table.unfinished"
+    mv "$out/grid/table.unfinished" "$out/grid/table.md"
+    cat "$out/grid/table.md"
+    echo "The same is in $out/grid/table.md, a picture in $out/grid/grid.png."
+  }
+  sample() { :; } # a row's budget writes nothing worth reading
+  ;;
+esac
 [ -d "$data" ] ||
   die "there is no folder $data: make it from the PEPs (https://github.com/python/peps, one paragraph per line, split" \
     "by document into train.txt, valid.txt and test.txt), or give any such folder with --data."

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lm_grid
 import lm_results
 import lm_text
 import pytest
@@ -24,8 +25,8 @@ def text(tmp_path):
     return folder
 
 
-def run(*arguments, cwd=ROOT):
-    """A recipe as run.sh runs it, but in the environment of the tests."""
+def run(*arguments, cwd=ROOT, tools=None):
+    """A recipe as run.sh runs it, but in the environment of the tests; tools: a folder of programs that come first."""
     script = """set -euo pipefail
 root=$PWD here=$PWD/recipes/quickstart data= out=$PWD/runs/none merges=60 models="delta sum" prompt=the per_word=
 protocols=(valid test "test 128")
@@ -34,7 +35,7 @@ show_sample() { cat; }
 . recipes/lm_comparison.sh
 read_arguments "$@"
 compare"""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = ":".join([*([str(tools)] if tools else []), str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", "-c", script, "run.sh", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=os.environ | {"PATH": path}, capture_output=True, text=True)
 
@@ -68,6 +69,73 @@ def test_all_stages(text, tmp_path):
     assert again.returncode == 0 and "fairseq-train" not in again.stderr
     other = run(*arguments, "--lr", "1")
     assert other.returncode == 1 and "another --out" in other.stderr
+
+
+DIVERGED = """\
+| INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
+| INFO | train_inner | {"ppl": "90", "num_updates": "50", "wall": "36"}
+| INFO | valid | {"valid_ppl": "88.25", "valid_num_updates": "60", "wall": "72"}
+| INFO | valid | {"valid_ppl": "nan", "valid_num_updates": "90"}
+Traceback (most recent call last):
+FloatingPointError: gradients are Nan/Inf
+"""
+
+
+def stand_in(tools, log):
+    """A fairseq-train that says `log` and fails for delta, and finishes for every other model."""
+    tools.mkdir(exist_ok=True)
+    (tools / "log").write_text(log)
+    (tools / "fairseq-train").write_text(
+        f'#!/bin/bash\ncase "$*" in *delta_lm*) cat "{tools}/log"; exit 1;; *) echo "| done training";; esac\n'
+    )
+    (tools / "fairseq-train").chmod(0o755)
+
+
+def test_a_model_that_diverges_is_marked_and_the_others_go_on(text, tmp_path):
+    arguments = ["train", "--data", text, "--out", tmp_path / "out"]
+    delta, tools = tmp_path / "out" / "delta", tmp_path / "tools"
+    stand_in(tools, DIVERGED.replace("FloatingPointError", "RuntimeError"))
+    failed = run(*arguments, tools=tools)
+    assert failed.returncode == 1 and "the training of delta failed: see" in failed.stderr
+    assert not (delta / "diverged").exists() and not (tmp_path / "out" / "sum").exists()
+    stand_in(tools, DIVERGED)
+    marked = run(*arguments, tools=tools)
+    assert marked.returncode == 0, marked.stderr
+    where = "gradient not finite after update 90, last finite validation perplexity 88.25 at 60"
+    assert (delta / "diverged").read_text() == f"{where}\n"
+    assert (tmp_path / "out" / "sum" / "trained").exists() and not (delta / "trained").exists()
+    again = run(*arguments, tools=tools)
+    assert again.returncode == 0 and "fairseq-train" not in again.stderr
+    other = run(*arguments, "--lr", "1", tools=tools)
+    assert other.returncode == 1 and "another --out" in other.stderr
+
+
+@pytest.mark.slow
+def test_fairseq_itself_stops_at_a_gradient_that_is_not_finite(text, tmp_path):
+    out = tmp_path / "out"
+    result = run("all", "--data", text, "--out", out, "--models", "delta", "--lr", "1e38", "--warmup-updates", "1")
+    assert "diverged: gradient not finite after update" in result.stdout, result.stdout + result.stderr
+    assert (out / "delta" / "diverged").exists()
+
+
+def test_what_ended_the_last_start_counts(tmp_path):
+    log = tmp_path / "train.log"
+    start = "+ fairseq-train DATA\n"
+    log.write_text(start + DIVERGED)
+    assert lm_results.diverged(log).startswith("gradient not finite")
+    log.write_text(start + DIVERGED + start + "Killed\n")
+    with pytest.raises(ValueError, match="does not end at a gradient"):
+        lm_results.diverged(log)
+    log.write_text("FloatingPointError: gradients are Nan/Inf\n")
+    with pytest.raises(ValueError, match="no log of fairseq-train"):
+        lm_results.diverged(log)
+
+
+def test_training_that_is_done_again_counts_once(tmp_path):
+    log = tmp_path / "train.log"
+    entry = '| INFO | valid | {"valid_ppl": "7.5", "valid_num_updates": "60", "wall": "18"}\n'
+    log.write_text(DIVERGED + entry)
+    assert lm_results.read_training(log) == (1234, 60, 18 / 3600, [(60, 7.5)], True)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +204,79 @@ def test_table_has_the_perplexity_per_token_and_per_word(tmp_path):
     (tmp_path / "curves.csv").write_text("run,update,hours\ndelta,10,0.1\ndelta,20,0.2\n")
     assert lm_results.table(tmp_path, ["delta"])[-1] == "| delta | 1,234 | 4.00 | 20 | 0.2 |"
     assert lm_results.table(tmp_path, ["delta"], with_words=True)[-1] == "| delta | 1,234 | 4.00 | 16.0 | 20 | 0.2 |"
+
+
+GRID = [
+    {
+        "table": "A",
+        "rows": [
+            {"run": "best", "row": "Best", "valid": 10.0, "test": 20.0},
+            {"run": "worse", "row": "Worse", "valid": 9.0, "test": 30.0},
+            {"run": "alike", "row": "Alike", "valid": 8.0, "test": 30.0},
+            {"run": "none", "row": "None", "valid": 8.0, "test": 40.0},
+        ],
+    },
+    {
+        "table": "B",
+        "rows": [{"run": "nan", "row": "Nan", "valid": 1.0}, {"run": "far", "row": "Far", "valid": "diverged"}],
+    },
+    {"table": "C", "rows": [{"run": "best", "row": "Extra"}]},
+]
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """Runs of every kind: finished with 3 bits a token, with 2, with 2, diverged, ended far above its best, none."""
+    for name, last in (("best", 8), ("worse", 8), ("alike", 11.9), ("nan", 8), ("far", 12.1)):
+        folder = tmp_path / "grid" / name
+        for split in ("valid", "test"):
+            eval_log(folder / f"{split}.ppl.log", 6)
+        lines = DIVERGED.splitlines()[:2]
+        for update, ppl in ((60, 8), (90, last)):
+            lines.append(f'| INFO | valid | {{"valid_ppl": "{ppl}", "valid_num_updates": "{update}"}}')
+        (folder / "train.log").write_text("\n".join(lines) + "\n")
+        (folder / ("diverged" if name == "nan" else "trained")).write_text("at update 7\n" if name == "nan" else "")
+    best = tmp_path / "grid" / "best" / "test.ppl.log"
+    best.write_text(best.read_text().replace("2.0000", "3.0000"))
+    return tmp_path
+
+
+def test_grid_has_ranks_beside_the_papers_and_hides_nothing(grid):
+    lines = lm_grid.markdown(lm_grid.read_tables(grid, GRID))
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in lines
+        if line.startswith("|") and "conf/" not in line and "---" not in line
+    ]
+    assert [row[2:8] for row in rows] == [
+        ["4.0", "8.0", "3", "10.0", "20.0", "1"],
+        ["4.0", "4.0", "1", "9.0", "30.0", "2"],
+        ["4.0", "4.0", "1", "8.0", "30.0", "2"],
+        ["not run", "not run", "not run", "8.0", "40.0", "4"],
+        ["diverged", "diverged", "diverged", "1.0", "-", "1"],
+        ["diverged", "diverged", "diverged", "diverged", "-", "diverged"],
+        ["4.0", "8.0", "-", "-", "-", "-"],
+    ]
+    assert rows[0][8:] == ["1,234", "90", "0.010"]
+    assert [line for line in lines if line.startswith("**")] == [
+        "**A**, ranked by test",
+        "**B**, ranked by valid",
+        "**C**",
+    ]
+    assert lines[-2:] == [
+        "- nan diverged: at update 7",
+        "- far diverged: ended at a validation perplexity of 12.1, its best was 8.0",
+    ]
+
+
+def test_grid_is_drawn_before_and_after_its_runs(grid, tmp_path):
+    for out in (tmp_path / "empty", grid):
+        lm_grid.draw(lm_grid.read_tables(out, GRID), tmp_path / "grid.png")
+        assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_two_tables_is_named_once():
+    assert lm_grid.names(GRID) == [f"grid/{name}" for name in ("best", "worse", "alike", "none", "nan", "far")]
 
 
 CODE = '''def read(self, size=-1):
