@@ -3,26 +3,65 @@
 
 #include "binding_tensors.h"
 #include "delta.h"
+#include "delta_short.h"
 
 namespace fwp::cpu {
 
-inline std::tuple<Tensor, Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                                              const std::optional<Tensor>& state) {
+// Call f(head, DeltaShort) for every head, on threads.
+template <typename A, typename F>
+void for_short_heads(const Sizes& size, F f) {
+  // As in for_blocks: a thread costs as much as 2^18 multiply-adds, a few of them in a vector.
+  const int64_t work = size.L * (size.L * (size.Dk + size.Dv) + size.Dk * size.Dv);
+  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work));
+  at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
+    using Line = Group<A, 1>;  // for its alignment
+    const std::unique_ptr<Line[]> scratch(new Line[DeltaShort<A>::scratch_size(size.L, size.Dk, size.Dv) / kLanes<A>]);
+    for (int64_t head = begin; head < end; ++head) {
+      DeltaShort<A> rule(size.L, size.Dk, size.Dv, reinterpret_cast<A*>(scratch.get()));
+      f(head, rule);
+    }
+  });
+}
+
+inline void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& out,
+                        const Tensor& state, const Tensor& error) {
   const Sizes size(q, v);
-  const auto type = state_type(q);
-  check("k", k, size.keys(), q.scalar_type());
-  check("v", v, size.values(), q.scalar_type());
-  check("beta", beta, size.rates(), q.scalar_type());
-  check("state", state, size.state(), type);
-  const Tensor out = at::empty(size.values(), q.options().dtype(type)), error = at::empty(size.values(), out.options());
-  const Tensor final = at::empty(size.state(), out.options()), initial = state.value_or(Tensor());
-  const Tensor q_ = prepare(q, type), k_ = prepare(k, type), v_ = prepare(v, type), beta_ = beta.to(type);
-  FWP_DISPATCH(type, for_blocks<A>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+  FWP_DISPATCH(out.scalar_type(), for_short_heads<A>(size, [&](int64_t h, DeltaShort<A>& rule) {
+    rule.forward(tokens<const A>(q, h), tokens<const A>(k, h), tokens<const A>(v, h), rates<const A>(beta, h),
+                 tokens<A>(out, h), tokens<A>(error, h), tokens<A>(state, h));
+  });)
+}
+
+// The state after the start, again; `state` receives it.
+inline void delta_rebuild_state(const Tensor& k, const Tensor& beta, const Tensor& error, const Tensor& state) {
+  const Sizes size(k, error);
+  FWP_DISPATCH(error.scalar_type(), for_short_heads<A>(size, [&](int64_t h, DeltaShort<A>& rule) {
+    rule.rebuild_state(tokens<const A>(k, h), rates<const A>(beta, h), tokens<const A>(error, h), tokens<A>(state, h));
+  });)
+}
+
+inline void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& error,
+                                 const Tensor& d_out, const Tensor& d_state, const Tensor& d_q, const Tensor& d_k,
+                                 const Tensor& d_v, const Tensor& d_beta) {
+  const Sizes size(q, error);
+  FWP_DISPATCH(error.scalar_type(), for_short_heads<A>(size, [&](int64_t h, DeltaShort<A>& rule) {
+    rule.backward(tokens<const A>(q, h), tokens<const A>(k, h), rates<const A>(beta, h), tokens<const A>(error, h),
+                  tokens<const A>(d_out, h), d_state.defined() ? tokens<const A>(d_state, h) : Tokens<const A>{},
+                  tokens<A>(d_q, h), tokens<A>(d_k, h), tokens<A>(d_v, h), rates<A>(d_beta, h));
+  });)
+}
+
+// `final` may be `initial`.
+inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& initial,
+                       const Tensor& out, const Tensor& final, const Tensor& error) {
+  const Sizes size(q, v);
+  FWP_DISPATCH(out.scalar_type(), for_blocks<A>(size, size.Dk, size.Dv,
+                                                [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
     constexpr int NV = decltype(vectors)::value;
     StateBlock<A, NV> block(size.Dk, n, matrix<const A>(initial, h, j), matrix<A>(final, h, j), work);
-    DeltaForward<A, NV> scan{block, size.L, tokens<const A>(q_, h), tokens<const A>(k_, h),
-                                  tokens<const A>(v_, h).from(j), rates<const A>(beta_, h), tokens<A>(out, h).from(j),
-                                  tokens<A>(error, h).from(j), {}};
+    DeltaForward<A, NV> scan{block, size.L, tokens<const A>(q, h), tokens<const A>(k, h),
+                             tokens<const A>(v, h).from(j), rates<const A>(beta, h), tokens<A>(out, h).from(j),
+                             tokens<A>(error, h).from(j), {}};
     if constexpr (NV == 4) {
       scan.template start<1>();
       scan.template run<1, true>(0);
@@ -32,6 +71,73 @@ inline std::tuple<Tensor, Tensor, Tensor> delta_rule(const Tensor& q, const Tens
     }
     block.finish();
   });)
+}
+
+// The gradient of the initial state is not made where `d_initial` is undefined.
+inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& initial,
+                                const Tensor& error, const Tensor& d_out, const Tensor& d_final, const Tensor& d_q,
+                                const Tensor& d_k, const Tensor& d_v, const Tensor& d_beta, const Tensor& d_initial) {
+  const Sizes size(q, error);
+  const int64_t L = size.L;
+  // Blocks of columns see a part of each value, and so a part of each d_beta.
+  const int64_t parts = std::max<int64_t>(1, (size.Dv + kVectorBytes / 8 - 1) / (kVectorBytes / 8));
+  const Tensor d_beta_parts = at::zeros({parts, size.B, size.H, L}, error.options());
+  FWP_DISPATCH(error.scalar_type(), {
+    for_blocks<A, 2>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+      constexpr int NV = decltype(vectors)::value;
+      StateBlock<A, NV> block(size.Dk, n, matrix<const A>(d_final, h, j), matrix<A>(d_initial, h, j), work);
+      DeltaBackwardValues<A, NV> scan{
+          block, tokens<const A>(q, h).reversed(L), tokens<const A>(k, h).reversed(L),
+          tokens<const A>(d_out, h).from(j).reversed(L), tokens<const A>(error, h).from(j).reversed(L),
+          rates<const A>(beta, h).reversed(L), tokens<A>(d_v, h).from(j).reversed(L),
+          rates<A>(d_beta_parts.select(0, j / block.kWidth), h).reversed(L), {}, {}};
+      scan.start();
+      for_token_groups(L, scan);
+      if (d_initial.defined() && L > 0) scan.finish();
+      block.finish();
+    });
+    for_blocks<A, 2>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+      constexpr int NV = decltype(vectors)::value;
+      StateBlock<A, NV> weights(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work);
+      DeltaBackwardQueries<A, NV> forwards{
+          weights, tokens<const A>(k, h).from(j), tokens<const A>(d_out, h), tokens<const A>(error, h),
+          tokens<const A>(d_v, h), rates<const A>(beta, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
+          work + size.Dv * weights.kWidth};
+      for_token_groups(L, forwards);
+      StateBlock<A, NV> gradient(size.Dv, n, matrix<const A>(d_final, h, j, true), {nullptr, 0, 0}, work);
+      DeltaBackwardKeys<A, NV> backwards{
+          gradient, tokens<const A>(q, h).from(j).reversed(L), tokens<const A>(k, h).from(j).reversed(L),
+          tokens<const A>(d_out, h).reversed(L), tokens<const A>(error, h).reversed(L),
+          tokens<const A>(d_v, h).reversed(L), rates<const A>(beta, h).reversed(L),
+          tokens<A>(d_k, h).from(j).reversed(L)};
+      for_token_groups(L, backwards);
+    });
+  })
+  d_beta.copy_(d_beta_parts.sum(0));
+}
+
+// Tokens of the quadratic form: see short_tokens.
+inline int64_t length_of_start(const Sizes& size, const Tensor& initial) {
+  return initial.defined() ? 0 : std::min(size.L, short_tokens(size.Dk, size.Dv));
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                     const Tensor& beta, const std::optional<Tensor>& state) {
+  const Sizes size(q, v);
+  const auto type = state_type(q);
+  check("k", k, size.keys(), q.scalar_type());
+  check("v", v, size.values(), q.scalar_type());
+  check("beta", beta, size.rates(), q.scalar_type());
+  check("state", state, size.state(), type);
+  const Tensor out = at::empty(size.values(), q.options().dtype(type)), error = at::empty(size.values(), out.options());
+  const Tensor final = at::empty(size.state(), out.options()), initial = state.value_or(Tensor());
+  const Tensor q_ = prepare(q, type), k_ = prepare(k, type), v_ = prepare(v, type), beta_ = beta.to(type);
+  const int64_t L = size.L, start = length_of_start(size, initial);
+  const auto first = [&](const Tensor& x) { return x.narrow(2, 0, start); };
+  const auto rest = [&](const Tensor& x) { return start ? x.narrow(2, start, L - start) : x; };
+  if (start) delta_start(first(q_), first(k_), first(v_), first(beta_), first(out), final, first(error));
+  if (start < L || L == 0)
+    delta_scan(rest(q_), rest(k_), rest(v_), rest(beta_), start ? final : initial, rest(out), final, rest(error));
   return {out.to(q.scalar_type()), final, error};
 }
 
@@ -49,47 +155,26 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(
   const Tensor q_ = prepare(q, type), k_ = prepare(k, type), e_ = prepare(error, type), beta_ = beta.to(type);
   const Tensor d_out = grad_out ? prepare(*grad_out, type) : at::zeros(size.values(), e_.options());
   const Tensor d_q = at::empty(size.keys(), e_.options()), d_k = at::empty(size.keys(), e_.options());
-  const Tensor d_v = at::empty(size.values(), e_.options());
-  const Tensor initial = state.value_or(Tensor()), d_final = grad_state.value_or(Tensor());
+  const Tensor d_v = at::empty(size.values(), e_.options()), d_beta = at::zeros(size.rates(), e_.options());
+  const Tensor initial = state.value_or(Tensor()), d_final = grad_state ? prepare(*grad_state, type) : Tensor();
   const Tensor d_initial = state ? at::empty(size.state(), e_.options()) : Tensor();
-  // Blocks of columns see a part of each value, and so a part of each d_beta.
-  const int64_t parts = std::max<int64_t>(1, (size.Dv + kVectorBytes / 8 - 1) / (kVectorBytes / 8));
-  const Tensor d_beta = at::zeros({parts, size.B, size.H, size.L}, e_.options());
-  const int64_t L = size.L;
-  FWP_DISPATCH(type, {
-    for_blocks<A, 2>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
-      constexpr int NV = decltype(vectors)::value;
-      StateBlock<A, NV> block(size.Dk, n, matrix<const A>(d_final, h, j), matrix<A>(d_initial, h, j), work);
-      DeltaBackwardValues<A, NV> scan{
-          block, tokens<const A>(q_, h).reversed(L), tokens<const A>(k_, h).reversed(L),
-          tokens<const A>(d_out, h).from(j).reversed(L), tokens<const A>(e_, h).from(j).reversed(L),
-          rates<const A>(beta_, h).reversed(L), tokens<A>(d_v, h).from(j).reversed(L),
-          rates<A>(d_beta.select(0, j / block.kWidth), h).reversed(L), {}, {}};
-      scan.start();
-      for_token_groups(L, scan);
-      if (d_initial.defined() && L > 0) scan.finish();
-      block.finish();
-    });
-    for_blocks<A, 2>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
-      constexpr int NV = decltype(vectors)::value;
-      StateBlock<A, NV> weights(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work);
-      DeltaBackwardQueries<A, NV> forwards{
-          weights, tokens<const A>(k_, h).from(j), tokens<const A>(d_out, h), tokens<const A>(e_, h),
-          tokens<const A>(d_v, h), rates<const A>(beta_, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
-          work + size.Dv * weights.kWidth};
-      for_token_groups(L, forwards);
-      StateBlock<A, NV> gradient(size.Dv, n, matrix<const A>(d_final, h, j, true), {nullptr, 0, 0}, work);
-      DeltaBackwardKeys<A, NV> backwards{
-          gradient, tokens<const A>(q_, h).from(j).reversed(L), tokens<const A>(k_, h).from(j).reversed(L),
-          tokens<const A>(d_out, h).reversed(L), tokens<const A>(e_, h).reversed(L),
-          tokens<const A>(d_v, h).reversed(L), rates<const A>(beta_, h).reversed(L),
-          tokens<A>(d_k, h).from(j).reversed(L)};
-      for_token_groups(L, backwards);
-    });
-  })
+  const int64_t L = size.L, start = length_of_start(size, initial);
+  const auto first = [&](const Tensor& x) { return x.narrow(2, 0, start); };
+  const auto rest = [&](const Tensor& x) { return start ? x.narrow(2, start, L - start) : x; };
+  // The state between the start and the rest, and its gradient.
+  Tensor middle = initial, d_middle = d_initial;
+  if (start && start < L) {
+    middle = at::empty(size.state(), e_.options()), d_middle = at::empty(size.state(), e_.options());
+    delta_rebuild_state(first(k_), first(beta_), first(e_), middle);
+  }
+  if (start < L || L == 0)
+    delta_scan_backward(rest(q_), rest(k_), rest(beta_), middle, rest(e_), rest(d_out), d_final, rest(d_q), rest(d_k),
+                        rest(d_v), rest(d_beta), d_middle);
+  if (start)
+    delta_start_backward(first(q_), first(k_), first(beta_), first(e_), first(d_out), start < L ? d_middle : d_final,
+                         first(d_q), first(d_k), first(d_v), first(d_beta));
   const auto given = q.scalar_type();
-  return {d_q.to(given), d_k.to(given), d_v.to(given), d_beta.sum(0).to(given),
-          or_nothing(d_initial, e_)};
+  return {d_q.to(given), d_k.to(given), d_v.to(given), d_beta.to(given), or_nothing(d_initial, e_)};
 }
 
 }  // namespace fwp::cpu

@@ -47,19 +47,30 @@ FWP_INLINE void store(A* p, Vector<A> x) {
   std::memcpy(p, &x, sizeof x);
 }
 
+// Out of line: inlined into every kernel, the rare case took half of the time to compile them.
+template <typename A>
+__attribute__((noinline)) Vector<A> load_fewer(const A* p, int64_t n) {
+  A part[kLanes<A>] = {};
+  for (int64_t i = 0; i < n; ++i) part[i] = p[i];
+  return load(part);
+}
+
+template <typename A>
+__attribute__((noinline)) void store_fewer(A* p, Vector<A> x, int64_t n) {
+  A part[kLanes<A>];
+  store(part, x);
+  for (int64_t i = 0; i < n; ++i) p[i] = part[i];
+}
+
 // The first n numbers at p, zeros after them.
 template <typename A>
 FWP_INLINE Vector<A> load_part(const A* p, int64_t n) {
-  if (n >= kLanes<A>) return load(p);
-  Vector<A> x = {};
-  for (int64_t i = 0; i < n; ++i) x[i] = p[i];
-  return x;
+  return n >= kLanes<A> ? load(p) : load_fewer(p, n);
 }
 
 template <typename A>
 FWP_INLINE void store_part(A* p, Vector<A> x, int64_t n) {
-  if (n >= kLanes<A>) return store(p, x);
-  for (int64_t i = 0; i < n; ++i) p[i] = x[i];
+  return n >= kLanes<A> ? store(p, x) : store_fewer(p, x, n);
 }
 
 // The sum of all lanes, by halves: each step is one addition of narrower vectors.
