@@ -1,5 +1,6 @@
 """Laws of every feature map in the table, and hand-computed vectors."""
 
+import copy
 import math
 
 import pytest
@@ -7,14 +8,38 @@ import torch
 
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.dpfp import Dpfp
+from fairseq_fwp.modules.feature_maps.favor import DRAWS, Favor
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.feature_maps.relu import LearnedRelu
 
 HEAD_DIM = 6
+HALF = [torch.float16, torch.bfloat16]
+# arguments, parameters set by hand, x, phi(x)
 HAND_COMPUTED = {
-    "elu": ({}, [-1.0, 0.0, 2.0], [math.exp(-1.0), 1.0, 3.0]),
-    "identity": ({}, [-1.0, 0.0, 2.0], [-1.0, 0.0, 2.0]),
+    "elu": ({}, {}, [-1.0, 0.0, 2.0], [math.exp(-1.0), 1.0, 3.0]),
+    "identity": ({}, {}, [-1.0, 0.0, 2.0], [-1.0, 0.0, 2.0]),
+    "tanh": ({}, {}, [-1.0, 0.0, 2.0], [-math.tanh(1.0), 0.0, math.tanh(2.0)]),
     # [x; -x] rectified is (1, 0, 3, 0, 2, 0); each element times its neighbour one, then two places before it
-    "dpfp": ({"nu": 2}, [1.0, -2.0, 3.0], [0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 6, 0]),
+    "dpfp": ({"nu": 2}, {}, [1.0, -2.0, 3.0], [0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 6, 0]),
+    # |x|^2 / 2 = 1, R x = (3, 1), 2 m = 4
+    "favor": (
+        {"num_features": 2},
+        {"projection": [[2.0, -1.0], [0.5, -0.5]]},
+        [1.0, -1.0],
+        [math.exp(exponent) / 2 for exponent in (2, 0, -4, -2)],
+    ),
+    "relu": (
+        {"num_features": 3},
+        {"linear.weight": [[1.0, 2.0], [0.5, 3.0], [0.0, 1.0]], "linear.bias": [0.25, 0.5, 2.0]},
+        [2.0, -1.0],
+        [0.25, 0.0, 1.0],
+    ),
 }
+FEATURE_DIM = {"elu": 6, "favor": 6, "dpfp": 12, "relu": 6, "identity": 6, "tanh": 6}
+# The rounding of float32 in the steps between x and phi(x): the exponent of FAVOR+ is a sum of terms up to |x|^2 / 2 =
+# 432, and a feature below the smallest normal number has no full relative accuracy; the terms of the learned map's sum
+# add up to 6 x 12 / sqrt(6) + 1 at most.
+ROUNDING = {"favor": {"rtol": 432 * 2**-22, "atol": 2.0**-126}, "relu": {"rtol": 2e-7, "atol": 31 * 2**-22}}
 
 
 @pytest.fixture(params=FEATURE_MAPS)
@@ -22,9 +47,16 @@ def name(request):
     return request.param
 
 
+def vectors_of_norm(norm, count=64):
+    x = torch.randn(count, HEAD_DIM)
+    return x * norm / x.norm(dim=-1, keepdim=True)
+
+
 def test_hand_computed_vector(name):
-    arguments, x, expected = HAND_COMPUTED[name]
-    features = FEATURE_MAPS[name](len(x), **arguments)(torch.tensor(x))
+    arguments, parameters, x, expected = HAND_COMPUTED[name]
+    feature_map = FEATURE_MAPS[name](len(x), **arguments)
+    feature_map.load_state_dict({k: torch.tensor(p) for k, p in parameters.items()}, strict=False)
+    features = feature_map(torch.tensor(x))
     torch.testing.assert_close(features, torch.tensor(expected, dtype=torch.float32), rtol=1e-6, atol=0)
 
 
@@ -43,26 +75,57 @@ def test_dpfp_pairs_every_neighbour_within_reach():
     assert features.shape == (12,) and features.sum() == 3 - 1  # shifts 1 and 3 pair the two, shift 2 does not
 
 
-@pytest.mark.parametrize("nu", [0, -1, 12])
-def test_dpfp_refuses_nu_out_of_range(nu):
-    with pytest.raises(ValueError, match=r"between 1 and 2 \* head_dim - 1 = 11, got"):
-        Dpfp(HEAD_DIM, nu)
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        *[
+            ("dpfp", {"nu": nu}, rf"between 1 and 2 \* head_dim - 1 = 11, got {nu}: change --dpfp-nu")
+            for nu in (0, -1, 12)
+        ],
+        ("favor", {"num_features": 0}, "at least one random feature vector, got 0: change --favor-features"),
+        ("favor", {"draw": "sobol"}, "'sobol' of FAVOR.: choose --favor-draw from orthogonal, gaussian, authors"),
+        ("relu", {"num_features": -1}, "at least one feature, got -1: change --relu-features"),
+    ],
+)
+def test_refusals_name_the_flag(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FEATURE_MAPS[name](HEAD_DIM, **arguments)
 
 
 def test_shape_sign_and_independence_of_positions(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
     x = torch.randn(2, 3, 4, HEAD_DIM)
     features = feature_map(x)
+    assert feature_map.feature_dim == FEATURE_DIM[name]
     assert features.shape == (2, 3, 4, feature_map.feature_dim)
-    assert not feature_map.positive or (features >= 0).all()
-    assert torch.equal(feature_map(x[1, 2, 3]), features[1, 2, 3])
+    assert feature_map.positive == bool((features >= 0).all())
+    changed = x.clone()
+    changed[:, 1:] = 20 * torch.randn(2, 2, 4, HEAD_DIM)
+    assert torch.equal(feature_map(changed)[:, 0], features[:, 0])
+    # One vector alone may take another matrix product than many together.
+    torch.testing.assert_close(feature_map(x[1, 2, 3]), features[1, 2, 3], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_exact_to_the_rounding_of_its_input(name, dtype):
+def test_every_map_can_be_resampled_and_only_favor_changes(name):
+    feature_map = FEATURE_MAPS[name](HEAD_DIM)
+    assert isinstance(feature_map, FeatureMap)
+    x = torch.randn(3, HEAD_DIM)
+    features = feature_map(x)
+    feature_map.resample()
+    assert torch.equal(feature_map(x), features) == (name != "favor")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("half_model", [False, True])
+def test_half_precision_is_exact_to_the_rounding_of_its_input(name, dtype, half_model):
     x = torch.linspace(-12, 4, 96).reshape(-1, HEAD_DIM).to(dtype)
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
-    torch.testing.assert_close(feature_map(x).double(), feature_map(x.double()), rtol=2e-7, atol=0)
+    if half_model:
+        feature_map.to(dtype)
+    features = feature_map(x)
+    assert features.dtype == (dtype if name == "identity" else torch.float32)
+    exact = copy.deepcopy(feature_map).double()(x.double())
+    torch.testing.assert_close(features.double(), exact, **ROUNDING.get(name, {"rtol": 2e-7, "atol": 0}))
 
 
 def test_elu_keeps_relative_accuracy_where_the_textbook_form_cancels():
@@ -71,7 +134,177 @@ def test_elu_keeps_relative_accuracy_where_the_textbook_form_cancels():
     torch.testing.assert_close(FEATURE_MAPS["elu"](101)(x).double(), exact, rtol=3e-7, atol=0)
 
 
-def test_gradient(name):
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_features_and_gradients_are_finite_up_to_norm_30(name, dtype):
+    for norm in (0.0, 1.0, 5.0, 10.0, 15.0, 30.0):
+        feature_map = FEATURE_MAPS[name](HEAD_DIM).to(dtype)
+        x = vectors_of_norm(norm).to(dtype).requires_grad_()
+        features = feature_map(x)
+        features.sum().backward()
+        assert features.isfinite().all() and x.grad.isfinite().all()
+        assert all(parameter.grad.isfinite().all() for parameter in feature_map.parameters())
+
+
+def test_autocast_changes_nothing(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
+    x = torch.randn(5, HEAD_DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = feature_map(x)
+    assert features.dtype == torch.float32 and torch.equal(features, feature_map(x))
+
+
+def test_gradient(name):
+    feature_map = FEATURE_MAPS[name](HEAD_DIM).double()
     x = torch.randn(3, HEAD_DIM, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(feature_map, x)
+    assert torch.autograd.gradcheck(lambda x, *_: feature_map(x), (x, *feature_map.parameters()))
+
+
+def test_the_learned_map_takes_half_weights_as_they_are():
+    feature_map = LearnedRelu(HEAD_DIM, 4).half()
+    x = torch.randn(5, HEAD_DIM).half()
+    expected = (x.double() @ feature_map.linear.weight.double().T + feature_map.linear.bias.double()).relu()
+    torch.testing.assert_close(feature_map(x).double(), expected, rtol=1e-6, atol=1e-6)
+    feature_map(x).sum().backward()
+    assert feature_map.linear.weight.grad.dtype == torch.float16
+
+
+def favor_estimates(favor, count, norm=0.6, product=1.147, pairs=256):
+    """(count, pairs): at each of count draws, estimates of product = exp(x . y) for pairs of vectors of that norm."""
+    x, across = torch.randn(2, pairs, favor.projection.shape[1], dtype=torch.float64)
+    x = torch.nn.functional.normalize(x, dim=-1)
+    across = torch.nn.functional.normalize(across - (across * x).sum(-1, keepdim=True) * x, dim=-1)
+    cosine = math.log(product) / norm**2
+    y = cosine * x + math.sqrt(1 - cosine**2) * across
+    estimates = []
+    for _ in range(count):
+        favor.resample()
+        phi_x, phi_y = favor(norm * torch.stack([x, y]))
+        estimates.append((phi_x * phi_y).sum(-1))
+    return torch.stack(estimates)
+
+
+def mean_and_deviation(estimates):
+    """Of the mean over all draws; the pairs at one draw are not independent of each other."""
+    means = estimates.mean(-1)
+    return means.mean().item(), means.std().item() / len(means) ** 0.5
+
+
+@pytest.mark.parametrize("draw, num_features", [("orthogonal", 8), ("orthogonal", 41), ("gaussian", 8)])
+def test_favor_is_unbiased(draw, num_features):
+    """Within 4 standard deviations of the mean; 41 rows are two blocks of 16 and an incomplete one."""
+    mean, deviation = mean_and_deviation(favor_estimates(Favor(16, num_features, draw), 2000))
+    assert deviation < 0.002 and abs(mean - 1.147) < 4 * deviation
+
+
+def test_orthogonal_rows_have_a_smaller_variance():
+    orthogonal, gaussian = (
+        favor_estimates(Favor(16, 8, draw), 500).var(0).mean() for draw in ("orthogonal", "gaussian")
+    )
+    assert orthogonal < 0.8 * gaussian
+
+
+def test_the_authors_draw_is_too_small():
+    """On average over directions; along some it is unbiased, along others too small by up to 3 per cent."""
+    mean, deviation = mean_and_deviation(favor_estimates(Favor(16, 8, "authors"), 4000))
+    assert mean + 4 * deviation < 1.147 and mean > 1.1
+
+
+def test_the_draws_rows():
+    """Orthogonal within blocks; rows as long as Gaussian vectors; the authors' draw has orthogonal columns instead."""
+    rows = Favor(8, 20, "orthogonal").double().projection
+    for block in rows.split(8):
+        products = block @ block.T
+        torch.testing.assert_close(products, products.diagonal().diag(), rtol=0, atol=1e-5)
+    assert (rows[:8] @ rows[8:16].T).abs().max() > 0.5  # blocks are independent of each other
+    assert Favor(8, 20, "gaussian").projection.norm(dim=-1).std() > 0.2
+    columns = Favor(20, 8, "authors").double().projection.T
+    for block in columns.split(8):
+        products = block @ block.T
+        torch.testing.assert_close(products, products.diagonal().diag(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("draw", ["orthogonal", "gaussian"])
+def test_elements_of_the_matrix_are_standard_gaussian(draw):
+    """Signs too: without the correction of the QR decomposition, the first elements of the rows are negative."""
+    favor = Favor(4, 6, draw)
+    drawn = []
+    for _ in range(3000):
+        favor.resample()
+        drawn.append(favor.projection)
+    drawn = torch.stack(drawn)
+    assert drawn.mean(0).abs().max() < 4.5 / 3000**0.5
+    assert (drawn.square().mean(0) - 1).abs().max() < 4.5 * (2 / 3000) ** 0.5
+    assert (drawn.norm(dim=-1).square().var(0) / (2 * 4) - 1).abs().max() < 0.35  # chi-squared, not a fixed length
+
+
+def test_resampling_leaves_the_global_generator_alone():
+    favor = Favor(HEAD_DIM)
+    before = torch.get_rng_state()
+    favor.resample()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    first = Favor(HEAD_DIM).projection
+    assert not torch.equal(first, Favor(HEAD_DIM).projection)  # two layers of a model
+    torch.manual_seed(1)
+    assert torch.equal(first, Favor(HEAD_DIM).projection)  # two workers
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_loaded_state_continues_the_sequence(draw):
+    favor = Favor(HEAD_DIM, 4, draw)
+    favor.resample()
+    resumed = Favor(HEAD_DIM, 4, draw)
+    assert not torch.equal(resumed.projection, favor.projection)
+    resumed.load_state_dict(favor.state_dict())
+    assert torch.equal(resumed.projection, favor.projection)
+    assert favor.draws == 2
+    for _ in range(3):
+        previous = favor.projection
+        torch.rand(1)  # other draws from the global generator change nothing
+        favor.resample()
+        resumed.resample()
+        assert not torch.equal(favor.projection, previous)
+        assert torch.equal(favor.projection, resumed.projection)
+    assert resumed.draws == 5
+
+
+def test_resampling_before_backward_keeps_the_gradient():
+    favor = Favor(HEAD_DIM)
+    x = torch.randn(4, HEAD_DIM, requires_grad=True)
+    (expected,) = torch.autograd.grad(favor(x).sum(), x)
+    features = favor(x)
+    favor.resample()
+    (grad,) = torch.autograd.grad(features.sum(), x)
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_random_matrix_stays_in_float32(dtype):
+    favor = Favor(HEAD_DIM)
+    drawn = favor.projection.clone()
+    model = torch.nn.Sequential(favor, torch.nn.Linear(6, 2)).to(dtype)
+    assert model[1].weight.dtype == dtype
+    assert favor.projection.dtype == torch.float32 and torch.equal(favor.projection, drawn)
+    assert favor.seed.dtype == favor.draws.dtype == torch.int64
+    favor.resample()
+    assert favor.projection.dtype == torch.float32 and not torch.equal(favor.projection, drawn)
+    model.double()
+    assert favor.projection.dtype == torch.float64
+    favor.resample()
+    assert favor.projection.dtype == torch.float64
+    assert model.to(dtype)[0].projection.dtype == torch.float32
+
+
+def test_favor_is_bounded_next_to_a_row_of_its_matrix():
+    favor = Favor(64, 64)
+    x = favor.projection.clone().requires_grad_()
+    features = favor(x)
+    features.sum().backward()
+    assert features.isfinite().all() and x.grad.isfinite().all() and features.max() > 1e6
+
+
+def test_favor_underflows_to_zero_with_a_zero_gradient():
+    x = vectors_of_norm(30.0).requires_grad_()
+    features = Favor(HEAD_DIM)(x)
+    features.sum().backward()
+    assert not features.any() and not x.grad.any()

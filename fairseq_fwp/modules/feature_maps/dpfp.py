@@ -1,12 +1,13 @@
 """Deterministic parameter-free projection (DPFP)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
 
 
-class Dpfp(nn.Module):
+class Dpfp(FeatureMap):
     """phi_(i nu)(x) = r([x; -x])_i r([x; -x])_(i - nu) with r(a) = max(a, 0), for shifts 1 to nu.
 
     Schlag et al. 2021, arXiv 2102.11174, Eq. 37, in the order of its Listing 1 (App. C).

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
 
 
-class EluPlusOne(nn.Module):
+class EluPlusOne(FeatureMap):
     """phi(x) = ELU(x) + 1, that is x + 1 for x > 0 and exp(x) otherwise.
 
     Katharopoulos et al. 2020, arXiv 2006.16236, Eq. 7; Schlag et al. 2021, arXiv 2102.11174, Eq. 30.

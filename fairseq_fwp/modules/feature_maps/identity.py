@@ -1,9 +1,11 @@
 """No feature map: keys and queries as projected."""
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 
 
-class Identity(nn.Module):
+class Identity(FeatureMap):
     """phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022.
 
     Maps (..., head_dim) to itself. Its features have either sign, so no normalisation by a sum applies to it.

@@ -1,0 +1,17 @@
+"""What every feature map has in common."""
+
+from torch import nn
+
+
+class FeatureMap(nn.Module):
+    """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
+
+    feature_dim: the size of its output; positive: whether its features are never negative, as every division by a
+    sum of features needs.
+    """
+
+    feature_dim: int
+    positive: bool
+
+    def resample(self) -> None:
+        """Draws the random features anew: for each mini-batch in training, never in evaluation. Here: none to draw."""
