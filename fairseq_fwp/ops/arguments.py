@@ -17,12 +17,24 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_arguments(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, **gates: Tensor) -> None:
+def check_arguments(
+    rule: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    *,
+    per_key: dict[str, Tensor] | None = None,
+    per_value: dict[str, Tensor] | None = None,
+    **gates: Tensor,
+) -> None:
     """Raise ValueError (shape, device) or TypeError (dtype, not a tensor) unless the arguments fit one another.
 
-    ``gates`` are tensors of one number a token and head: (B, H, L).
+    ``gates`` are tensors of one number a token and head: (B, H, L); ``per_key`` have one for each element of a key,
+    (B, H, L, Dk), and ``per_value`` of a value, (B, H, L, Dv).
     """
-    tensors = {"q": q, "k": k, "v": v, **gates}
+    per_key, per_value = per_key or {}, per_value or {}
+    tensors = {"q": q, "k": k, "v": v, **gates, **per_key, **per_value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{rule}: {name} must be a tensor, got {type(tensor).__name__}")
@@ -35,6 +47,10 @@ def check_arguments(rule: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor | 
     _expect_shape(rule, "v", v, (batch, heads, length, v.shape[3]), "shape (B, H, L, Dv)")
     for name, gate in gates.items():
         _expect_shape(rule, name, gate, (batch, heads, length), "shape (B, H, L)")
+    for name, gate in per_key.items():
+        _expect_shape(rule, name, gate, q.shape, "shape (B, H, L, Dk)")
+    for name, gate in per_value.items():
+        _expect_shape(rule, name, gate, v.shape, "shape (B, H, L, Dv)")
     if q.dtype not in DTYPES:
         raise TypeError(f"{rule}: q must be float32, float64, bfloat16 or float16, got {q.dtype}")
     for name, tensor in tensors.items():
