@@ -143,6 +143,7 @@ def test_each_sequence_and_head_decides_alone(backend):
     tensors = tokens(6, batch=2, heads=2)
     state = torch.randn(2, 2, 5, 4, dtype=torch.float64)
     state[0, 0] = 0
+    tensors[2][0, 0] *= 10
     tensors[1][0, 1, :3] = 0
     state[1, 0] *= 0.01
     tensors[2][1, 0] *= 0.01
