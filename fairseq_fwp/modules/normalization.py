@@ -1,29 +1,75 @@
-"""The two normalisations of Schlag et al. 2021, Sec. 4.2, independent of feature map and update rule."""
+"""The two normalisations of Schlag et al. 2021, Sec. 4.2, independent of feature map and update rule.
+
+Shapes: q, k (B, H, L, Dk), mapped and non-negative; z the running normaliser (B, H, L + 1, Dk).
+
+The paper divides without an epsilon. Here every divisor has one, in one of two styles: by default it is a lower bound,
+so that every larger divisor divides exactly as in the paper; with add_epsilon it is added, as public code does.
+"""
 
 import torch
 from torch import Tensor
 
-# The paper divides without an epsilon. DPFP can map a vector to all zeros, so a sum below this bound is replaced by
-# it: a zero vector stays zero (it writes and reads nothing), every larger sum is divided exactly as in the paper.
+# DPFP can map a vector to all zeros: it stays zero (it writes and reads nothing).
 SUM_NORMALIZATION_EPSILON = 1e-6
-# The same for the read-out's divisor z . q (fast-transformers adds 1e-6, the paper's public code 1e-5).
+# For z . q and z . k (fast-transformers adds 1e-6, the paper's public code 1e-5).
 ATTENTION_NORMALIZATION_EPSILON = 1e-6
 
 
-def sum_normalize(features: Tensor) -> Tensor:
+def sum_normalize(features: Tensor, epsilon: float = SUM_NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
     """phi(x) / sum_j phi(x)_j (Eq. 29) of non-negative features (..., D), in their dtype."""
-    return features * features.sum(-1, keepdim=True).clamp(min=SUM_NORMALIZATION_EPSILON).reciprocal()
+    return features * _bound(features.sum(-1, keepdim=True), epsilon, add_epsilon).reciprocal()
 
 
-def attention_normalize(out: Tensor, q: Tensor, k: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention_normalize(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    normalizer: Tensor | None,
+    epsilon: float = ATTENTION_NORMALIZATION_EPSILON,
+    add_epsilon: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Divides the read-out by z_t . q_t with z_t = z_0 + k_1 + ... + k_t (Eqs. 26 and 28).
 
-    out (B, H, L, Dv); q, k (B, H, L, Dk), non-negative; normalizer z_0 (B, H, Dk) in float32 (float64 for float64
-    inputs) or None for zeros. Returns the divided read-out in out's dtype and the new normalizer z_L.
+    out (B, H, L, Dv); normalizer z_0 (B, H, Dk) in float32 (float64 for float64 inputs) or None for zeros.
+    Returns the divided read-out in out's dtype and the new normalizer z_L.
+    """
+    z = running_normalizer(k, normalizer)
+    return (out / read_divisor(q, z, epsilon, add_epsilon).unsqueeze(-1)).to(out.dtype), z[:, :, -1].clone()
+
+
+def running_normalizer(k: Tensor, normalizer: Tensor | None = None) -> Tensor:
+    """z_0 ... z_L with z_t = z_{t-1} + k_t (Eq. 26): (B, H, L + 1, Dk) in float32 (float64 for float64 keys).
+
+    normalizer: z_0 (B, H, Dk), None = zeros. Clone the last one to carry it: a slice keeps all of z in memory.
     """
     wide = torch.promote_types(k.dtype, torch.float32)
     if normalizer is None:
         normalizer = k.new_zeros(k.shape[0], k.shape[1], k.shape[3], dtype=wide)
-    z = normalizer.unsqueeze(2) + k.to(wide).cumsum(2)
-    divisor = (z * q).sum(-1, keepdim=True).clamp(min=ATTENTION_NORMALIZATION_EPSILON)
-    return (out / divisor).to(out.dtype), z[:, :, -1] if z.shape[2] else normalizer
+    return torch.cat([normalizer.unsqueeze(2), k.to(wide)], dim=2).cumsum(2)
+
+
+def read_divisor(
+    q: Tensor, z: Tensor, epsilon: float = ATTENTION_NORMALIZATION_EPSILON, add_epsilon: bool = False
+) -> Tensor:
+    """z_t . q_t (B, H, L), by which Eq. 28 divides the read-out after the write at t; in z's dtype."""
+    return _bound((z[:, :, 1:] * q).sum(-1), epsilon, add_epsilon)
+
+
+def retrieval_divisor(
+    k: Tensor, z: Tensor, epsilon: float = ATTENTION_NORMALIZATION_EPSILON, add_epsilon: bool = False
+) -> Tensor:
+    """c_t = z_{t-1} . k_t (B, H, L), by which Eq. 27 divides the value k_t W_{t-1} retrieved for removal; in z's dtype.
+
+    Where z_{t-1} . k_t = 0 nothing is stored under the key: k_t W_{t-1} = 0 as well, and c_t = 1. That is the paper's
+    rule for the first position, v_bar_1 = 0, in front of which padding may stand, and it holds for a key that shares
+    no feature with any before it.
+
+    W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1} / c_t) is the delta rule with c_t v_t for v_t and beta_t / c_t for
+    beta_t, or with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t, which half precision holds for smaller c_t.
+    """
+    c = (z[:, :, :-1] * k).sum(-1)
+    return torch.where(c > 0, _bound(c, epsilon, add_epsilon), 1)
+
+
+def _bound(divisor: Tensor, epsilon: float, add_epsilon: bool) -> Tensor:
+    return divisor + epsilon if add_epsilon else divisor.clamp(min=epsilon)

@@ -1,6 +1,16 @@
+"""Sum and attention normalisation, the latter against a loop written from Eqs. 26 to 28."""
+
+import pytest
 import torch
 
-from fairseq_fwp.modules.normalization import attention_normalize, sum_normalize
+from fairseq_fwp import ops
+from fairseq_fwp.modules.normalization import (
+    attention_normalize,
+    read_divisor,
+    retrieval_divisor,
+    running_normalizer,
+    sum_normalize,
+)
 
 
 def test_sum_normalized_features_sum_to_one():
@@ -57,3 +67,157 @@ def test_the_normalizer_is_carried():
     torch.testing.assert_close(carried, last)
     _, unchanged = attention_normalize(read[:, :, :0], q[:, :, :0], k[:, :, :0], carried)
     assert torch.equal(unchanged, carried)
+
+
+def equations_24_and_26_to_28(q, k, v, beta, weights, z):
+    """The delta rule with attention normalisation, one head and one token at a time; an empty memory retrieves 0."""
+    outs = []
+    for q_t, k_t, v_t, beta_t in zip(q, k, v, beta, strict=True):
+        retrieved = torch.zeros_like(v_t) if not z.any() else k_t @ weights / (z @ k_t).clamp(min=1e-6)
+        weights = weights + beta_t * torch.outer(k_t, v_t - retrieved)
+        z = z + k_t
+        outs.append(q_t @ weights / (z @ q_t).clamp(min=1e-6))
+    return torch.stack(outs), weights, z
+
+
+def delta_with_attention_normalization(q, k, v, beta, weights=None, z_0=None, half=False):
+    """The same through the operator, as a layer calls it; half: in the form made for half precision."""
+    z = running_normalizer(k, z_0)
+    divisor, c = read_divisor(q, z), retrieval_divisor(k, z)
+    k, v, beta = (k / c.sqrt()[..., None], c.sqrt()[..., None] * v, beta) if half else (k, c[..., None] * v, beta / c)
+    out, weights = ops.delta_rule(q, *(x.to(q.dtype) for x in (k, v, beta)), weights, backend="reference")
+    return out / divisor[..., None], weights, z[:, :, -1]
+
+
+def delta_inputs(length=7, dtype=torch.float64):
+    q, k = torch.rand(2, 2, 3, length, 4, dtype=dtype).unbind(0)
+    return q, k, torch.randn(2, 3, length, 5, dtype=dtype), torch.rand(2, 3, length, dtype=dtype)
+
+
+def by_the_equations(inputs, weights=None, z=None):
+    q = inputs[0]
+    weights = q.new_zeros(2, 3, 4, 5) if weights is None else weights
+    z = q.new_zeros(2, 3, 4) if z is None else z
+    rows = [equations_24_and_26_to_28(*(x[b, h] for x in (*inputs, weights, z))) for b in range(2) for h in range(3)]
+    return tuple(torch.stack(part).unflatten(0, (2, 3)) for part in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("sum_norm", [False, True])
+@pytest.mark.parametrize("case", ["first position", "carried", "padding", "orthogonal keys"])
+def test_the_delta_rule_retrieves_a_normalized_value(case, sum_norm, half):
+    """Eq. 27 through the plain operator: from an empty memory, a carried one, behind padding, with unrelated keys."""
+    q, k, v, beta = delta_inputs()
+    weights = z = None
+    if case == "carried":
+        z = torch.rand(2, 3, 4, dtype=torch.float64)
+        weights = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    elif case == "padding":
+        k[0, :, :3] = 0
+    elif case == "orthogonal keys":
+        k[:, :, :2, :2] = k[:, :, 2:4, 2:] = 0
+    if sum_norm:
+        q, k = sum_normalize(q), sum_normalize(k)
+    expected = by_the_equations((q, k, v, beta), weights, z)
+    results = delta_with_attention_normalization(q, k, v, beta, weights, z, half)
+    for result, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, value, rtol=1e-9, atol=1e-11)
+
+
+def test_retrieval_differs_from_the_plain_delta_rule():
+    inputs = delta_inputs()
+    _, normalized, _ = delta_with_attention_normalization(*inputs)
+    _, plain = ops.delta_rule(*inputs, backend="reference")
+    assert (normalized - plain).abs().max() > 0.1
+
+
+def test_the_retrieval_divisor_by_hand():
+    """One where nothing is stored under the key, the bound where next to nothing is, z . k elsewhere."""
+    k = torch.tensor([[0.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0], [1e-9, 0.0]]).reshape(1, 1, 5, 2)
+    divisor = retrieval_divisor(k, running_normalizer(k))
+    torch.testing.assert_close(divisor.flatten(), torch.tensor([1.0, 1.0, 6.0, 1.0, 1e-6]))
+    carried = retrieval_divisor(k, running_normalizer(k, torch.tensor([0.5, 0.25]).reshape(1, 1, 2)))
+    torch.testing.assert_close(carried.flatten(), torch.tensor([1.0, 1.0, 7.5, 0.25, 1e-6]))
+
+
+def test_epsilon_bounds_or_is_added():
+    k = torch.tensor([0.0, 1.0, 1e-5]).reshape(1, 1, 3, 1)
+    q = torch.tensor([1.0, 2.0, 1e-5]).reshape(1, 1, 3, 1)
+    z = running_normalizer(k)
+    styles = {"bound": {"epsilon": 1e-2}, "added": {"epsilon": 1e-2, "add_epsilon": True}}
+    expected = {
+        "bound": (torch.tensor([1e-2, 2.0, 1e-2]), torch.tensor([1.0, 1.0, 1e-2])),
+        "added": (torch.tensor([1e-2, 2.01, 0.01001]), torch.tensor([1.0, 1.0, 0.01001])),
+    }
+    for style, arguments in styles.items():
+        read, retrieval = expected[style]
+        torch.testing.assert_close(read_divisor(q, z, **arguments).flatten(), read)
+        torch.testing.assert_close(retrieval_divisor(k, z, **arguments).flatten(), retrieval)
+        out, _ = attention_normalize(torch.ones(1, 1, 3, 1), q, k, None, **arguments)
+        torch.testing.assert_close(out.flatten(), 1 / read)
+    features = torch.tensor([0.005, 0.0])
+    torch.testing.assert_close(sum_normalize(features, **styles["bound"]), torch.tensor([0.5, 0.0]))
+    torch.testing.assert_close(sum_normalize(features, **styles["added"]), torch.tensor([1 / 3, 0.0]))
+
+
+def test_divisors_are_carried():
+    q, k, _, _ = delta_inputs(9)
+    z = running_normalizer(k)
+    first = running_normalizer(k[:, :, :4])
+    second = running_normalizer(k[:, :, 4:], first[:, :, -1])
+    torch.testing.assert_close(torch.cat([first, second[:, :, 1:]], 2), z)
+    for divisor, x in ((read_divisor, q), (retrieval_divisor, k)):
+        halves = [divisor(x[:, :, :4], first), divisor(x[:, :, 4:], second)]
+        torch.testing.assert_close(torch.cat(halves, 2), divisor(x, z))
+    carried = running_normalizer(k[:, :, :0], z[:, :, -1])
+    assert torch.equal(carried, z[:, :, -1:])
+    assert retrieval_divisor(k[:, :, :0], carried).shape == read_divisor(q[:, :, :0], carried).shape == (2, 3, 0)
+
+
+def test_the_carried_normalizer_does_not_hold_the_sequence():
+    q, k, _, _ = delta_inputs()
+    _, normalizer = attention_normalize(torch.ones_like(q), q, k, None)
+    assert normalizer.untyped_storage().nbytes() == normalizer.numel() * normalizer.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_divisors_are_float32(dtype):
+    q, k, _, _ = delta_inputs(3000, torch.float32)
+    q, k = q.to(dtype), k.to(dtype)
+    z = running_normalizer(k)
+    exact = running_normalizer(k.double())
+    for divisor, x in ((read_divisor, q), (retrieval_divisor, k)):
+        result = divisor(x, z)
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result.double(), divisor(x.double(), exact), rtol=3e-6, atol=0)
+
+
+def test_the_form_for_half_precision_survives_small_divisors():
+    """Small features, as of long vectors: beta / c is beyond float16, the other form is within its rounding."""
+    q, k, v, beta = delta_inputs()
+    k = k * 1e-3
+    inputs = [x.half() for x in (q, k, v, beta)]
+    _, expected, _ = delta_with_attention_normalization(*(x.double() for x in inputs))
+    _, weights, _ = delta_with_attention_normalization(*inputs, half=True)
+    assert (weights.double() - expected).norm() < 1e-3 * expected.norm()
+    assert not delta_with_attention_normalization(*inputs)[1].isfinite().all()
+
+
+def test_gradients_through_the_whole_normalization():
+    q, k, v, beta = (x[:1, :1].contiguous().requires_grad_() for x in delta_inputs(4))
+    weights, z = torch.randn(1, 1, 4, 5, dtype=torch.float64), torch.rand(1, 1, 4, dtype=torch.float64)
+    state = (weights.requires_grad_(), z.requires_grad_())
+    assert torch.autograd.gradcheck(delta_with_attention_normalization, (q, k, v, beta, *state))
+    assert torch.autograd.gradcheck(delta_with_attention_normalization, (q, k, v, beta))  # from an empty memory
+
+
+def test_gradients_are_finite_where_divisors_vanish():
+    """Behind padding, which a layer masks, and where a query meets no key."""
+    inputs = [x.requires_grad_() for x in delta_inputs()]
+    padding = torch.tensor([True] * 3 + [False] * 4).unsqueeze(-1)
+    unrelated = torch.tensor([False] * 6 + [True]).unsqueeze(-1)
+    q, k = inputs[0].masked_fill(unrelated, 0), inputs[1].masked_fill(padding, 0)
+    out, weights, z = delta_with_attention_normalization(q, k, *inputs[2:])
+    assert not out[:, :, :3].any() and not out[:, :, 6:].any()
+    (out.sum() + weights.sum() + z.sum()).backward()
+    assert all(x.grad.abs().max() < 1e3 for x in inputs)

@@ -73,8 +73,9 @@ class Favor(FeatureMap):
     def resample(self) -> None:
         """Draws R anew, on the CPU: the same matrix whatever device the model is on."""
         generator = torch.Generator().manual_seed(int(self.seed + self.draws) % SEED_RANGE)
+        num_features, head_dim = self.projection.shape
         # A new tensor: a backward pass still to come needs the old one.
-        self.projection = DRAWS[self.draw](*self.projection.shape, generator).to(self.projection)
+        self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
         self.draws += 1
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
