@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .arguments import check_arguments
 from .chunks import allocate_results, backward_by_chunks, first_state, forward_by_chunks, outer
-from .dispatch import refuse_double_backward, run
+from .dispatch import kernel_ready, refuse_double_backward, run
 
 
 def decay_rule(
@@ -82,6 +82,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out, new state and the states after every CHUNK tokens (B, H, L // CHUNK, Dk, Dv)."""
     _check(q, k, v, key_decay, value_decay, state)
+    if kernel_ready(q.device.type):
+        return torch.ops.fwp.decay_rule(q, k, v, key_decay, value_decay, state)
     return forward_by_chunks(decay_rule_reference, (q, k, v, key_decay, value_decay), state)
 
 
@@ -111,6 +113,8 @@ def _backward(
     grad_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, the decays and the initial state: derived in cuda_ext/README.md, under the same names."""
+    if kernel_ready(q.device.type):
+        return torch.ops.fwp.decay_rule_backward(q, k, v, key_decay, value_decay, state, kept, grad_out, grad_state)
     *grads, grad_initial = backward_by_chunks(q, k, v, key_decay, value_decay, state, kept, grad_out, grad_state)
     of_q, of_k, of_v, of_f, of_z = (x.to(q.dtype) for x in grads)
     # An operator cannot return None: (0,) stands for the gradient of no state.

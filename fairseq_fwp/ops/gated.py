@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .arguments import check_arguments
 from .chunks import allocate_results, backward_by_chunks, first_state, forward_by_chunks, outer
-from .dispatch import refuse_double_backward, run
+from .dispatch import kernel_ready, refuse_double_backward, run
 
 
 def gated_rule(
@@ -72,6 +72,8 @@ def gated_rule_reference(
 def _forward(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Out, new state and the states kept for the backward pass, as the decay rule keeps them."""
     _check(q, k, v, gate, state)
+    if kernel_ready(q.device.type):
+        return torch.ops.fwp.gated_rule(q, k, v, gate, state)
     return forward_by_chunks(gated_rule_reference, (q, k, v, gate), state)
 
 
@@ -98,6 +100,8 @@ def _backward(
     grad_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, gate and the initial state: those of the decay rule, through what it is given here."""
+    if kernel_ready(q.device.type):
+        return torch.ops.fwp.gated_rule_backward(q, k, v, gate, state, kept, grad_out, grad_state)
     rate, key = gate.to(kept.dtype).unsqueeze(-1), k.to(kept.dtype)
     grad_q, grad_write, grad_v, grad_rate, _, grad_initial = backward_by_chunks(
         q,

@@ -1,0 +1,287 @@
+// The decay rule on one block of columns: W_t = (f_t^T z_t) * W_{t-1} + k_t^T v_t, out_t = q_t W_t; and the gated rule,
+// which is the same with f_t = g_t, z_t = 1 and the key (1 - g_t) k_t.
+// README.md derives the backward pass. What was forgotten cannot be rewound: the forward pass keeps a state after every
+// kChunk tokens, and the backward pass rebuilds those in between, some rows at a time.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "state_block.h"
+
+namespace fwp {
+
+// Tokens between two states that are kept. fairseq_fwp/ops/chunks.py has the same number.
+constexpr int64_t kChunk = 32;
+
+template <typename A, int NV, bool kGated>
+struct DecayForward {
+  StateBlock<A, NV>& block;
+  Tokens<const A> q, k, v, key_decay, value_decay;
+  Rates<const A> gate;  // instead of both decays, if kGated
+  Tokens<A> out;
+  int64_t first;  // token from which run counts
+
+  // kept: the state after each whole chunk, rows x row_stride.
+  void run_chunks(int64_t length, A* kept, int64_t row_stride) {
+    for (first = 0; first < length; first += kChunk) {
+      for_token_groups(std::min(kChunk, length - first), *this);
+      if (first + kChunk > length) return;
+      block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept + i * row_stride, block.columns); });
+      kept += block.rows * row_stride;
+    }
+  }
+
+  template <int T, bool kLast>
+  FWP_INLINE void run(int64_t from) {
+    const int64_t t = first + from;
+    Group<A, NV> value[T], fade[T], read[T];
+    const A *key[T], *query[T], *rate[T];
+    A share[T];
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      key[s] = k[t + s];
+      query[s] = q[t + s];
+      value[s].load_from(v[t + s], block.columns);
+      read[s].clear();
+      if constexpr (kGated) {
+        share[s] = gate[t + s];
+        value[s].scale(1 - share[s]);
+      } else {
+        rate[s] = key_decay[t + s];
+        fade[s].load_from(value_decay[t + s], block.columns);
+      }
+    }
+    block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+      FWP_UNROLL for (int s = 0; s < T; ++s) {
+        if constexpr (kGated)
+          w.scale(share[s]);
+        else
+          FWP_UNROLL for (int n = 0; n < NV; ++n) w.x[n] *= rate[s][i] * fade[s].x[n];
+        w.add(key[s][i], value[s]);
+        read[s].add(query[s][i], w);
+      }
+    });
+    FWP_UNROLL for (int s = 0; s < T; ++s) read[s].store_to(out[t + s], block.columns);
+  }
+};
+
+// As many numbers as 16 bytes hold: the rows whose sums across lanes are made together.
+template <typename A>
+constexpr int kPiece = 16 / int(sizeof(A));
+template <typename A>
+struct PieceOf {
+  typedef A type __attribute__((vector_size(16)));
+};
+template <typename A>
+using Piece = typename PieceOf<A>::type;
+
+// Of every 16 bytes of a and b the lower or upper half, interleaved in runs of kRun elements.
+template <bool kUpper, int kRun, typename A>
+FWP_INLINE Vector<A> interleave(Vector<A> a, Vector<A> b) {
+  constexpr auto source = [](int lane) {
+    const int run = lane % kPiece<A> / kRun;
+    return run % 2 * kLanes<A> + lane / kPiece<A> * kPiece<A> + run / 2 * kRun + lane % kRun + kUpper * kPiece<A> / 2;
+  };
+#if defined(__clang__)
+  return [&]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
+    return __builtin_shufflevector(a, b, source(lane)...);
+  }(std::make_integer_sequence<int, kLanes<A>>());
+#else
+  using Index = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
+  return [&]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
+    return __builtin_shuffle(a, b, Vector<Index>{source(lane)...});
+  }(std::make_integer_sequence<int, kLanes<A>>());
+#endif
+}
+
+// The sums of kPiece vectors across their lanes.
+template <typename A>
+FWP_INLINE Piece<A> sums_of(const Vector<A> (&x)[kPiece<A>]) {
+  Vector<A> sum;
+  if constexpr (kPiece<A> == 2) {
+    sum = interleave<false, 1, A>(x[0], x[1]) + interleave<true, 1, A>(x[0], x[1]);
+  } else {
+    const Vector<A> low = interleave<false, 1, A>(x[0], x[1]) + interleave<true, 1, A>(x[0], x[1]);
+    const Vector<A> high = interleave<false, 1, A>(x[2], x[3]) + interleave<true, 1, A>(x[2], x[3]);
+    sum = interleave<false, 2, A>(low, high) + interleave<true, 2, A>(low, high);
+  }
+  Piece<A> piece[kVectorBytes / 16];
+  std::memcpy(piece, &sum, sizeof sum);
+  FWP_UNROLL for (int half = kVectorBytes / 32; half > 0; half /= 2)
+    FWP_UNROLL for (int n = 0; n < half; ++n) piece[n] += piece[n + half];
+  return piece[0];
+}
+
+// In reverse over a block of key columns of W^T, with G the gradient of W. Nothing here mixes elements of W or of G, so a
+// few rows go through a whole chunk, forwards and back, before the next ones do.
+template <typename A, int NV, bool kGated>
+struct DecayBackward {
+  static constexpr int64_t kWidth = NV * kLanes<A>;
+  // All rows of G, the states of a few rows in a chunk, and three sums over rows for each token of a chunk.
+  static int64_t scratch(int64_t rows) { return (rows + kChunk * (kPiece<A> + 3)) * kWidth; }
+
+  const int64_t length, rows, columns;
+  Tokens<const A> q, k, key_decay, v, value_decay, d_out;
+  Rates<const A> gate;  // instead of both decays, if kGated
+  Tokens<A> d_q, d_k, d_key_decay, d_v, d_value_decay;
+  Rates<A> d_gate;
+  const bool add;  // whether other columns have been here: to d_v, d_value_decay and d_gate
+  Matrix<const A> initial, d_final;
+  Matrix<A> d_initial;
+  const A* kept;  // transposed, as are these
+  int64_t kept_stride;
+  A* work;
+
+  void run() {
+    for (int64_t j = 0; j < rows; ++j) load_row(d_final, j).store_to(work + j * kWidth, kWidth);
+    for (int64_t c = (length + kChunk - 1) / kChunk; c-- > 0;) {
+      const Matrix<const A> state = c ? Matrix<const A>{kept + (c - 1) * kept_stride, 1, rows} : initial;
+      run_chunk(c * kChunk, std::min(kChunk, length - c * kChunk), state);
+    }
+    if (!d_initial.data) return;
+    for (int64_t j = 0; j < rows; ++j)
+      for (int64_t i = 0; i < columns; ++i)
+        d_initial.data[j * d_initial.row_stride + i * d_initial.column_stride] = work[j * kWidth + i];
+  }
+
+ private:
+  Group<A, NV> load_row(const Matrix<const A>& m, int64_t j) const {
+    A row[kWidth] = {};
+    if (m.data)
+      for (int64_t i = 0; i < columns; ++i) row[i] = m.data[j * m.row_stride + i * m.column_stride];
+    Group<A, NV> x;
+    x.load_from(row, kWidth);
+    return x;
+  }
+
+  // What token t keeps of row j, and its key as it writes it.
+  FWP_INLINE Group<A, NV> load_rate(int64_t t) const {
+    Group<A, NV> x;
+    if constexpr (kGated)
+      FWP_UNROLL for (int n = 0; n < NV; ++n) x.x[n] = gate[t] - Vector<A>{};
+    else
+      x.load_from(key_decay[t], columns);
+    return x;
+  }
+  FWP_INLINE Group<A, NV> load_key(int64_t t) const {
+    Group<A, NV> x;
+    x.load_from(k[t], columns);
+    if constexpr (kGated) x.scale(1 - gate[t]);
+    return x;
+  }
+  FWP_INLINE A value_rate(int64_t t, int64_t j) const {
+    if constexpr (kGated)
+      return 1;
+    else
+      return value_decay[t][j];
+  }
+
+  A* sums() const { return work + (rows + kChunk * kPiece<A>)*kWidth; }
+
+  void run_chunk(int64_t first, int64_t tokens, const Matrix<const A>& state) {
+    std::memset(sums(), 0, tokens * 3 * kWidth * sizeof(A));
+    int64_t j = 0;
+    for (; j + kPiece<A> <= rows; j += kPiece<A>) run_rows<kPiece<A>>(j, first, tokens, state);
+    for (; j < rows; ++j) run_rows<1>(j, first, tokens, state);
+    for (int64_t t = 0; t < tokens; ++t) store_sums(first + t, sums() + t * 3 * kWidth);
+  }
+
+  template <int R>
+  void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state) {
+    A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
+    Group<A, NV> w[R], g[R];
+    FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = load_row(state, j + r);
+    for (int64_t t = 0; t < tokens; ++t) {
+      const A *value = v[first + t] + j, *d_read = d_out[first + t] + j;
+      const Group<A, NV> rate = load_rate(first + t), key = load_key(first + t);
+      Group<A, NV> d_query;
+      A* d_q_sum = sums() + t * 3 * kWidth;
+      d_query.load_from(d_q_sum, kWidth);
+      FWP_UNROLL for (int r = 0; r < R; ++r) {
+        w[r].store_to(states + (t * R + r) * kWidth, kWidth);
+        fade(w[r], rate, value_rate(first + t, j + r));
+        w[r].add(value[r], key);
+        d_query.add(d_read[r], w[r]);
+      }
+      d_query.store_to(d_q_sum, kWidth);
+    }
+    FWP_UNROLL for (int r = 0; r < R; ++r) g[r].load_from(d_rows + r * kWidth, kWidth);
+    for (int64_t t = tokens; t-- > 0;) {
+      const A *value = v[first + t] + j, *d_read = d_out[first + t] + j;
+      const Group<A, NV> rate = load_rate(first + t), key = load_key(first + t);
+      Group<A, NV> query, d_key, d_rate;
+      query.load_from(q[first + t], columns);
+      A* d_k_sum = sums() + (t * 3 + 1) * kWidth;
+      d_key.load_from(d_k_sum, kWidth);
+      d_rate.load_from(d_k_sum + kWidth, kWidth);
+      Vector<A> d_value[R], d_value_rate[R];
+      FWP_UNROLL for (int r = 0; r < R; ++r) {
+        const A value_rate_r = value_rate(first + t, j + r);
+        Group<A, NV> before;
+        before.load_from(states + (t * R + r) * kWidth, kWidth);
+        d_value[r] = d_value_rate[r] = Vector<A>{};
+        g[r].add(d_read[r], query);
+        d_key.add(value[r], g[r]);
+        FWP_UNROLL for (int n = 0; n < NV; ++n) {
+          d_value[r] += key.x[n] * g[r].x[n];
+          const Vector<A> d_fade = g[r].x[n] * before.x[n];
+          if constexpr (kGated) {
+            d_rate.x[n] += d_fade;
+          } else {
+            d_rate.x[n] += value_rate_r * d_fade;
+            d_value_rate[r] += rate.x[n] * d_fade;
+          }
+        }
+        fade(g[r], rate, value_rate_r);
+      }
+      d_key.store_to(d_k_sum, kWidth);
+      d_rate.store_to(d_k_sum + kWidth, kWidth);
+      add_sums(d_value, d_v[first + t] + j);
+      if constexpr (!kGated) add_sums(d_value_rate, d_value_decay[first + t] + j);
+    }
+    FWP_UNROLL for (int r = 0; r < R; ++r) g[r].store_to(d_rows + r * kWidth, kWidth);
+  }
+
+  static FWP_INLINE void fade(Group<A, NV>& x, const Group<A, NV>& rate, A value_rate) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) {
+      if constexpr (kGated)
+        x.x[n] *= rate.x[n];
+      else
+        x.x[n] *= value_rate * rate.x[n];
+    }
+  }
+
+  template <int R>
+  FWP_INLINE void add_sums(const Vector<A> (&x)[R], A* target) const {
+    if constexpr (R == 1) {
+      *target = sum_lanes<A>(x[0]) + (add ? *target : 0);
+    } else {
+      Piece<A> sum = sums_of<A>(x), other;
+      std::memcpy(&other, target, sizeof other);
+      if (add) sum += other;
+      std::memcpy(target, &sum, sizeof sum);
+    }
+  }
+
+  void store_sums(int64_t t, const A* from) const {
+    Group<A, NV> d_query, d_key, d_rate;
+    d_query.load_from(from, kWidth);
+    d_key.load_from(from + kWidth, kWidth);
+    d_rate.load_from(from + 2 * kWidth, kWidth);
+    d_query.store_to(d_q[t], columns);
+    if constexpr (kGated) {
+      Group<A, NV> key;
+      key.load_from(k[t], columns);
+      Vector<A> sum = {};
+      FWP_UNROLL for (int n = 0; n < NV; ++n) sum += d_rate.x[n] - key.x[n] * d_key.x[n];
+      d_gate[t] = sum_lanes<A>(sum) + (add ? d_gate[t] : 0);
+      d_key.scale(1 - gate[t]);
+    } else {
+      d_rate.store_to(d_key_decay[t], columns);
+    }
+    d_key.store_to(d_k[t], columns);
+  }
+};
+
+}  // namespace fwp
