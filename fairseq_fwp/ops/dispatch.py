@@ -21,9 +21,11 @@ def run(
     *arguments: Tensor | None,
 ) -> Any:
     """Run a rule: the operator, which prefers a compiled kernel, or its reference. ``check`` knows the arguments."""
-    if backend == "auto" and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+    if backend in ("auto", "kernel") and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         # The decoding step. The Python half of autograd and the checks cost several times what the kernel does, so
         # without gradients the kernel is called directly, and looks at the arguments itself.
+        if backend == "kernel" and isinstance(arguments[0], Tensor):
+            _require_kernel(arguments[0].device.type)
         try:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*arguments)
