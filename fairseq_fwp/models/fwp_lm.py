@@ -18,6 +18,9 @@ from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.feature_maps.favor import DRAWS
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.normalization import NORMALIZATION_EPSILON
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
@@ -28,6 +31,13 @@ logger = logging.getLogger(__name__)
 # The paper does not say how it initialises; these are the values of its public code.
 WEIGHT_STD = 0.02
 LAYER_NORM_STD = 0.02
+
+# The arguments of a map, and the fields of the configuration they come from.
+MAP_FLAGS = {
+    "dpfp": {"nu": "dpfp_nu"},
+    "favor": {"num_features": "favor_features", "draw": "favor_draw"},
+    "relu": {"num_features": "relu_features"},
+}
 
 # Nothing but the user's patience bounds the length of what a recurrent model generates.
 MAX_GENERATED_POSITIONS = 10**6
@@ -52,19 +62,43 @@ class FwpLanguageModelConfig(FairseqDataclass):
     decoder_layers: int = _field(16, "number of layers")
     decoder_attention_heads: int = _field(8, "number of heads")
     decoder_normalize_before: bool = _field(False, "layer normalisation before each block (pre-norm)")
-    decoder_update_rule: ChoiceEnum(["softmax", *UPDATE_RULES]) = _field(  # type: ignore[valid-type]
+    # Plain strings: `add_args` offers what the tables hold by then, entries from outside this package included.
+    decoder_update_rule: str = _field(
         "delta", "how a token writes into the fast weights; softmax: attention over all past tokens"
     )
-    decoder_feature_map: ChoiceEnum(list(FEATURE_MAPS)) = _field(  # type: ignore[valid-type]
-        "elu", "map of keys and queries (not used by softmax)"
+    decoder_feature_map: str = _field("elu", "map of keys and queries (not used by softmax)")
+    decoder_key_dim: Optional[int] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+        None, "size of a head's keys and queries before the map; none: embedding dimension / heads"
     )
-    dpfp_nu: int = _field(1, "capacity of the dpfp map: 2 * head dimension * nu features")
+    dpfp_nu: int = _field(1, "capacity of the dpfp map: 2 * key dimension * nu features")
+    favor_features: int = _field(8, "random vectors m of the favor map: 2 m features")
+    favor_draw: ChoiceEnum(list(DRAWS)) = _field(  # type: ignore[valid-type]
+        "orthogonal", "how the favor map draws its vectors"
+    )
+    relu_features: Optional[int] = _field(  # noqa: UP045
+        None, "features of the learned relu map; none: key dimension"
+    )
     sum_normalization: bool = _field(False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)")
-    attention_normalization: bool = _field(False, "divide the read-out by z . q (Schlag 2021, Eqs. 26 and 28)")
+    attention_normalization: bool = _field(
+        False, "divide the read-out by z . q, and what the delta rule retrieves by z . k (Schlag 2021, Eqs. 26-28)"
+    )
+    attention_normalization_read_out_only: bool = _field(
+        False, "with --attention-normalization: divide the read-out alone, as the paper's public code does by default"
+    )
+    normalization_epsilon: float = _field(
+        NORMALIZATION_EPSILON, "lower bound of the divisors of both normalisations (the papers have none)"
+    )
+    add_normalization_epsilon: bool = _field(
+        False, "add the epsilon to every divisor, as public code does, in place of bounding it"
+    )
+    scale_read_out: bool = _field(
+        False, "multiply the read-out by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do"
+    )
+    norm_read_out: bool = _field(False, "layer normalisation of each head's read-out")
     fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = _field(  # type: ignore[valid-type]
         "auto", "C++/CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
     )
-    adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+    adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045
         None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
     )
     no_token_positional_embeddings: bool = _field(False, "no absolute positions")
@@ -93,6 +127,16 @@ class DecoderState(NamedTuple):
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
 class FwpLanguageModel(FairseqLanguageModel):
     """A language model over fast weights; works with fairseq's own tasks, criteria and commands."""
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """The flags of the configuration, with the rules and maps that the tables hold now as choices."""
+        for name, choices in (("update_rule", ["softmax", *UPDATE_RULES]), ("feature_map", FEATURE_MAPS)):
+            option = FwpLanguageModelConfig.__dataclass_fields__[f"decoder_{name}"]
+            parser.add_argument(
+                f"--decoder-{name.replace('_', '-')}", choices=list(choices), help=option.metadata["help"]
+            )
+        super().add_args(parser)  # which leaves alone what is there already
 
     @classmethod
     def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
@@ -145,6 +189,10 @@ class FwpDecoder(FairseqIncrementalDecoder):
         if incremental_state is not None:
             state, read = self.get_incremental_state(incremental_state, "state") or (None, 0)
             read_now, prev_output_tokens = prev_output_tokens.shape[1], prev_output_tokens[:, read:]
+        if self.training:
+            for module in self.modules():
+                if isinstance(module, FeatureMap):
+                    module.resample()
         x, state = self.extract_features(prev_output_tokens, state)
         if incremental_state is not None:
             self.set_incremental_state(incremental_state, "state", (state, read_now))
@@ -220,15 +268,23 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     """The attention of the configuration: softmax, or feature map x update rule x normalisations."""
     if cfg.decoder_update_rule == "softmax":
         return SoftmaxAttention(cfg.decoder_embed_dim, cfg.decoder_attention_heads, cfg.attention_dropout)
-    head_dim = cfg.decoder_embed_dim // max(cfg.decoder_attention_heads, 1)
-    arguments = {"nu": cfg.dpfp_nu} if cfg.decoder_feature_map == "dpfp" else {}
+    if cfg.decoder_feature_map not in FEATURE_MAPS:
+        raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
+    key_dim = cfg.decoder_key_dim or cfg.decoder_embed_dim // max(cfg.decoder_attention_heads, 1)
+    arguments = {name: getattr(cfg, flag) for name, flag in MAP_FLAGS.get(cfg.decoder_feature_map, {}).items()}
     return FastWeightAttention(
         cfg.decoder_embed_dim,
         cfg.decoder_attention_heads,
-        FEATURE_MAPS[str(cfg.decoder_feature_map)](head_dim, **arguments),
-        str(cfg.decoder_update_rule),
+        FEATURE_MAPS[cfg.decoder_feature_map](key_dim, **arguments),
+        cfg.decoder_update_rule,
+        key_dim=key_dim,
         sum_normalization=cfg.sum_normalization,
         attention_normalization=cfg.attention_normalization,
+        read_out_only=cfg.attention_normalization_read_out_only,
+        epsilon=cfg.normalization_epsilon,
+        add_epsilon=cfg.add_normalization_epsilon,
+        scale_read_out=cfg.scale_read_out,
+        norm_read_out=cfg.norm_read_out,
         backend=str(cfg.fwp_backend),
     )
 
@@ -251,7 +307,7 @@ def build_adaptive_softmax(cfg: FwpLanguageModelConfig, embed_tokens: nn.Embeddi
 
 
 def initialize(module: nn.Module) -> None:
-    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains."""
+    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; gates and maps as they have it."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=WEIGHT_STD)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -259,3 +315,7 @@ def initialize(module: nn.Module) -> None:
     if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
         nn.init.zeros_(module.bias)
+    if isinstance(module, FastWeightAttention):
+        module.reset_gates()
+    if isinstance(module, FeatureMap):
+        module.reset_parameters()

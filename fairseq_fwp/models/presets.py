@@ -1,7 +1,8 @@
 """Architectures: one entry each, what differs from the model's defaults. A new size is one entry.
 
-Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 and App. F. Its linear Transformer
-(rule sum) normalises the read-out, its Delta Network the mapped keys and queries (Tables 2 and 3).
+Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 and App. F. Its linear Transformers
+(rule sum) normalise the read-out, its Delta Networks the mapped keys and queries (Tables 2, 3 and 5). The rules gated
+and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scratch: see README.md.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,28 @@ MEDIUM = {"decoder_embed_dim": 256}
 
 SUM = {"decoder_update_rule": "sum", "attention_normalization": True}
 DELTA = {"decoder_update_rule": "delta", "sum_normalization": True}
+GATED = {"decoder_update_rule": "gated", "attention_normalization": True}
+DECAY = {"decoder_update_rule": "decay", "decoder_feature_map": "identity"}
 SOFTMAX = {"decoder_update_rule": "softmax"}
+# As many features as elu has would be m = d / 2: Table 2.
+FAVOR = {"decoder_feature_map": "favor"}
+DPFP = {"decoder_feature_map": "dpfp", "dpfp_nu": 1}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    f"{rule}_lm_wt103{suffix}": {**settings, **size, **WT103}
-    for rule, settings in (("sum", SUM), ("delta", DELTA), ("softmax", SOFTMAX))
-    for suffix, size in (("", SMALL), ("_medium", MEDIUM))
+    "sum_lm_wt103": {**SUM, **SMALL, **WT103},
+    "sum_lm_wt103_medium": {**SUM, **MEDIUM, **WT103},
+    "sum_favor_lm_wt103": {**SUM, **FAVOR, "favor_features": 8, **SMALL, **WT103},
+    "sum_favor_lm_wt103_medium": {**SUM, **FAVOR, "favor_features": 16, **MEDIUM, **WT103},
+    "sum_dpfp_lm_wt103": {**SUM, **DPFP, **SMALL, **WT103},
+    "delta_lm_wt103": {**DELTA, **SMALL, **WT103},
+    "delta_lm_wt103_medium": {**DELTA, **MEDIUM, **WT103},
+    "delta_favor_lm_wt103": {**DELTA, **FAVOR, "favor_features": 8, **SMALL, **WT103},
+    "delta_favor_lm_wt103_medium": {**DELTA, **FAVOR, "favor_features": 16, **MEDIUM, **WT103},
+    "delta_dpfp_lm_wt103": {**DELTA, **DPFP, **SMALL, **WT103},
+    "gated_lm_wt103": {**GATED, **SMALL, **WT103},
+    "decay_lm_wt103": {**DECAY, **SMALL, **WT103},
+    "softmax_lm_wt103": {**SOFTMAX, **SMALL, **WT103},
+    "softmax_lm_wt103_medium": {**SOFTMAX, **MEDIUM, **WT103},
 }
 
 

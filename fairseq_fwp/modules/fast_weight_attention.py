@@ -5,10 +5,21 @@ Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of th
 
 from typing import NamedTuple
 
+import torch
+from fairseq.modules import LayerNorm
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.normalization import attention_normalize, sum_normalize
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.normalization import (
+    NORMALIZATION_EPSILON,
+    bound,
+    read_divisor,
+    retrieval_divisor,
+    running_normalizer,
+    sum_normalize,
+)
+from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate
 
 
 class FastWeightState(NamedTuple):
@@ -32,12 +43,18 @@ class FastWeightState(NamedTuple):
 class FastWeightAttention(nn.Module):
     """Feature map x update rule x two normalisations (Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4).
 
-    q, k, v and the rule's gates come from one projection without bias, as in the paper's Eqs. 4 and 21. The output
-    is not scaled: the paper's equations have no factor 1 / sqrt(d) there, its public CUDA layers do.
+    q, k, v and the rule's gates come from one projection without bias, as in the paper's Eqs. 4 and 21; gates that the
+    rule gives a bias have it beside.
 
-    embed_dim: D; num_heads: H; feature_map: a map built for head_dim D / H; update_rule: a key of `UPDATE_RULES`;
-    sum_normalization: divide mapped q and k by their sums (Eq. 29); attention_normalization: divide the read-out by
-    z . q (Eqs. 26, 28); backend: of the operators.
+    embed_dim: D; num_heads: H; feature_map: a map built for key_dim; update_rule: a key of `UPDATE_RULES`;
+    key_dim: size of a head's key before the map, None = D / H (Mao 2022 projects to few: its m);
+    sum_normalization: divide mapped q and k by their sums (Schlag 2021, Eq. 29);
+    attention_normalization: divide the read-out, and what the delta rule retrieves, by z . q and z . k (Eqs. 26-28);
+    read_out_only: of these the read-out alone (Eq. 28), as the paper's public code does by default;
+    epsilon: of both normalisations; add_epsilon: it is added to every divisor, not its lower bound;
+    scale_read_out: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
+    norm_read_out: layer normalisation of each head's read-out (what the public code of the rule fwm does);
+    backend: of the operators.
 
     Raises ValueError for an unknown rule, a head count that does not divide embed_dim, or a normalisation with a map
     whose features may be negative.
@@ -47,10 +64,17 @@ class FastWeightAttention(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        feature_map: nn.Module,
+        feature_map: FeatureMap,
         update_rule: str,
+        *,
+        key_dim: int | None = None,
         sum_normalization: bool = False,
         attention_normalization: bool = False,
+        read_out_only: bool = False,
+        epsilon: float = NORMALIZATION_EPSILON,
+        add_epsilon: bool = False,
+        scale_read_out: bool = False,
+        norm_read_out: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -65,12 +89,34 @@ class FastWeightAttention(nn.Module):
         self.rule = UPDATE_RULES[update_rule]
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
+        self.key_dim = key_dim or self.head_dim
         self.feature_map = feature_map
         self.sum_normalization = sum_normalization
         self.attention_normalization = attention_normalization
+        self.read_out_only = read_out_only
+        self.epsilon, self.add_epsilon = epsilon, add_epsilon
+        self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.backend = backend
-        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim + len(self.rule.gates) * num_heads, bias=False)
+        gate_sizes = {
+            gate.name: num_heads * (gate.size(feature_map.feature_dim, self.head_dim) if gate.size else 1)
+            for gate in self.rule.gates
+        }
+        self.sizes = [2 * num_heads * self.key_dim, embed_dim, *gate_sizes.values()]
+        self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=False)
+        self.gate_biases = nn.ParameterDict(
+            {gate.name: torch.empty(gate_sizes[gate.name]) for gate in self.rule.gates if gate.bias}
+        )
+        self.read_out_norm = LayerNorm(self.head_dim) if norm_read_out else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.reset_gates()
+
+    def reset_gates(self) -> None:
+        """Draws the initial biases of the gates, as the rule has them."""
+        for gate in self.rule.gates:
+            if gate.bias:
+                bias = self.gate_biases[gate.name]
+                with torch.no_grad():
+                    bias.copy_(gate.bias(bias.numel()))
 
     def forward(
         self, x: Tensor, state: FastWeightState | None = None, key_padding_mask: Tensor | None = None
@@ -79,39 +125,85 @@ class FastWeightAttention(nn.Module):
 
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing.
         """
-        q, k, v, gates = self._project(x)
-        if key_padding_mask is not None:
-            k = k.masked_fill(key_padding_mask[:, None, :, None], 0)
+        q, k, v, gates = self._project(x, key_padding_mask)
         weights, normalizer = (None, None) if state is None else state
-        out, weights = self.rule.operator(q, k, v, *gates, weights, backend=self.backend)
+        divisor = None
         if self.attention_normalization:
-            out, normalizer = attention_normalize(out, q, k, normalizer)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), FastWeightState(weights, normalizer)
+            normalize = self._forgetting_normalizer if self.rule.forgets else self._summing_normalizer
+            divisor, normalizer, k, v = normalize(q, k, v, gates, normalizer)
+        out, weights = self.rule.operator(q, k, v, *gates, weights, backend=self.backend)
+        if divisor is not None:
+            out = (out / divisor.unsqueeze(-1)).to(out.dtype)
+        if self.read_out_norm is not None:
+            out = self.read_out_norm(out)
+        if self.scale != 1:
+            out = out * self.scale
+        out = out.transpose(1, 2).flatten(2)
+        return self.out_proj(out.to(x.dtype)), FastWeightState(weights, normalizer)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """q, k (B, H, L, Dk), mapped and normalised; v (B, H, L, Dv); gates, each (B, H, L). All of one dtype."""
-        width = self.num_heads * self.head_dim
-        queries_keys, values, gates = self.in_proj(x).split(
-            [2 * width, width, len(self.rule.gates) * self.num_heads], dim=-1
-        )
+    def _summing_normalizer(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """z_t . q_t (B, H, L) and z_L, z the sum of the keys; k and v so that what k retrieves is normalised too."""
+        z = running_normalizer(k, normalizer)
+        divisor = read_divisor(q, z, self.epsilon, self.add_epsilon)
+        if self.rule.retrieves and not self.read_out_only:
+            # k / r beta (r v - k / r W) = k beta (v - k W / r^2): Eq. 27 with r^2 = z . k
+            root = retrieval_divisor(k, z, self.epsilon, self.add_epsilon).sqrt().unsqueeze(-1)
+            k, v = (k / root).to(k.dtype), (v * root).to(v.dtype)
+        return divisor, z[:, :, -1].clone(), k, v
+
+    def _forgetting_normalizer(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same, z the memory of the rule itself for values of one."""
+        assert self.rule.forgets is not None
+        ones = torch.ones_like(v[..., :1])
+        wide = (at_least_float32(x) for x in (q, k, ones, *self.rule.forgets(*gates)))
+        state = None if normalizer is None else normalizer.unsqueeze(-1)
+        divisor, state = self.rule.operator(*wide, state, backend=self.backend)
+        return bound(divisor.squeeze(-1), self.epsilon, self.add_epsilon), state.squeeze(-1), k, v
+
+    def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """q, k (B, H, L, Dk), mapped and normalised; v (B, H, L, Dv); gates, (B, H, L, size) each. All of one dtype."""
+        queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
+        if values.dtype == torch.float16 and (self.attention_normalization or not self.sum_normalization):
+            # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
+            values = values.float()
         # (B, L, 2, H, d): one call maps queries and keys
-        features = self.feature_map(queries_keys.unflatten(-1, (2, self.num_heads, self.head_dim)))
+        features = self.feature_map(queries_keys.unflatten(-1, (2, self.num_heads, self.key_dim)))
         if self.sum_normalization:
-            features = sum_normalize(features)
+            features = sum_normalize(features, self.epsilon, self.add_epsilon)
         v = values.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         q, k = features.to(v.dtype).permute(2, 0, 3, 1, 4).unbind(0)
-        return q, k, v, self._activate(gates)
+        if key_padding_mask is not None:
+            k = k.masked_fill(key_padding_mask[:, None, :, None], 0)
+        return (
+            q,
+            k,
+            v,
+            [
+                self._open(gate, projected, key_padding_mask).to(v.dtype)
+                for gate, projected in zip(self.rule.gates, gates, strict=True)
+            ],
+        )
 
-    def _activate(self, gates: Tensor) -> list[Tensor]:
-        if not self.rule.gates:
-            return []
-        split = gates.unflatten(-1, (len(self.rule.gates), self.num_heads)).permute(2, 0, 3, 1).unbind(0)
-        return [gate.activation(part) for gate, part in zip(self.rule.gates, split, strict=True)]
+    def _open(self, gate: Gate, projected: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """The gate (B, H, L), or (B, H, L, size) where it has one, from its projection (B, L, H size)."""
+        if gate.bias:
+            projected = projected + self.gate_biases[gate.name]
+        opened = at_least_float32(projected).sigmoid()
+        if key_padding_mask is not None and gate.at_padding is not None:
+            opened = opened.masked_fill(key_padding_mask.unsqueeze(-1), gate.at_padding)
+        if gate.size is None:
+            return opened.transpose(1, 2)
+        return opened.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:
         return (
-            f"num_heads={self.num_heads}, sum_normalization={self.sum_normalization}, "
-            f"attention_normalization={self.attention_normalization}, backend={self.backend!r}"
+            f"num_heads={self.num_heads}, key_dim={self.key_dim}, sum_normalization={self.sum_normalization}, "
+            f"attention_normalization={self.attention_normalization}, read_out_only={self.read_out_only}, "
+            f"backend={self.backend!r}"
         )
 
 

@@ -9,32 +9,14 @@ so that every larger divisor divides exactly as in the paper; with add_epsilon i
 import torch
 from torch import Tensor
 
-# DPFP can map a vector to all zeros: it stays zero (it writes and reads nothing).
-SUM_NORMALIZATION_EPSILON = 1e-6
-# For z . q and z . k (fast-transformers adds 1e-6, the paper's public code 1e-5).
-ATTENTION_NORMALIZATION_EPSILON = 1e-6
+# DPFP can map a vector to all zeros: it stays zero (it writes and reads nothing). fast-transformers adds 1e-6 to z . q,
+# the paper's public code 1e-5.
+NORMALIZATION_EPSILON = 1e-6
 
 
-def sum_normalize(features: Tensor, epsilon: float = SUM_NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
+def sum_normalize(features: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
     """phi(x) / sum_j phi(x)_j (Eq. 29) of non-negative features (..., D), in their dtype."""
-    return features * _bound(features.sum(-1, keepdim=True), epsilon, add_epsilon).reciprocal()
-
-
-def attention_normalize(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    normalizer: Tensor | None,
-    epsilon: float = ATTENTION_NORMALIZATION_EPSILON,
-    add_epsilon: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Divides the read-out by z_t . q_t with z_t = z_0 + k_1 + ... + k_t (Eqs. 26 and 28).
-
-    out (B, H, L, Dv); normalizer z_0 (B, H, Dk) in float32 (float64 for float64 inputs) or None for zeros.
-    Returns the divided read-out in out's dtype and the new normalizer z_L.
-    """
-    z = running_normalizer(k, normalizer)
-    return (out / read_divisor(q, z, epsilon, add_epsilon).unsqueeze(-1)).to(out.dtype), z[:, :, -1].clone()
+    return features * bound(features.sum(-1, keepdim=True), epsilon, add_epsilon).reciprocal()
 
 
 def running_normalizer(k: Tensor, normalizer: Tensor | None = None) -> Tensor:
@@ -48,15 +30,13 @@ def running_normalizer(k: Tensor, normalizer: Tensor | None = None) -> Tensor:
     return torch.cat([normalizer.unsqueeze(2), k.to(wide)], dim=2).cumsum(2)
 
 
-def read_divisor(
-    q: Tensor, z: Tensor, epsilon: float = ATTENTION_NORMALIZATION_EPSILON, add_epsilon: bool = False
-) -> Tensor:
+def read_divisor(q: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
     """z_t . q_t (B, H, L), by which Eq. 28 divides the read-out after the write at t; in z's dtype."""
-    return _bound((z[:, :, 1:] * q).sum(-1), epsilon, add_epsilon)
+    return bound((z[:, :, 1:] * q).sum(-1), epsilon, add_epsilon)
 
 
 def retrieval_divisor(
-    k: Tensor, z: Tensor, epsilon: float = ATTENTION_NORMALIZATION_EPSILON, add_epsilon: bool = False
+    k: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False
 ) -> Tensor:
     """c_t = z_{t-1} . k_t (B, H, L), by which Eq. 27 divides the value k_t W_{t-1} retrieved for removal; in z's dtype.
 
@@ -68,8 +48,9 @@ def retrieval_divisor(
     beta_t, or with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t, which half precision holds for smaller c_t.
     """
     c = (z[:, :, :-1] * k).sum(-1)
-    return torch.where(c > 0, _bound(c, epsilon, add_epsilon), 1)
+    return torch.where(c > 0, bound(c, epsilon, add_epsilon), 1)
 
 
-def _bound(divisor: Tensor, epsilon: float, add_epsilon: bool) -> Tensor:
+def bound(divisor: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
+    """The divisor, at least epsilon, or with epsilon added to it."""
     return divisor + epsilon if add_epsilon else divisor.clamp(min=epsilon)

@@ -53,9 +53,8 @@ def inputs(shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     q, k, v, beta = (torch.randn(B, H, L, d, generator=generator) for d in (Dk, Dk, Dv, 1))
     tensors = {"q": q.softmax(-1), "k": k.softmax(-1), "v": v, "beta": beta.squeeze(-1).sigmoid()}
-    if hasattr(ops, "decay_rule"):
-        decays = (torch.randn(B, H, L, d, generator=generator).add(4).sigmoid() for d in (Dk, Dv))
-        tensors |= dict(zip(("key_decay", "value_decay"), decays, strict=True))
+    decays = (torch.randn(B, H, L, d, generator=generator).add(4).sigmoid() for d in (Dk, Dv))
+    tensors |= dict(zip(("key_decay", "value_decay"), decays, strict=True), gate=tensors["beta"].clone())
     return {name: x.to(dtype).requires_grad_() for name, x in tensors.items()}
 
 
@@ -68,6 +67,8 @@ def forms():
     found = {
         "sum": (first(ops.sum_rule, BACKEND), "q k v", "sum"),
         "delta": (first(ops.delta_rule, BACKEND), "q k v beta", "delta"),
+        "gated": (first(ops.gated_rule, BACKEND), "q k v gate", "gated"),
+        "decay": (first(ops.decay_rule, BACKEND), "q k v key_decay value_decay", "decay"),
         "delta, PyTorch loop": (peers.delta_loop, "q k v beta", "delta"),
         "softmax attention (SDPA)": (peers.softmax_attention, "q k v", None),
     }
@@ -75,10 +76,6 @@ def forms():
         for inverse in ("solve", "doubling"):
             form = partial(peers.delta_chunkwise, chunk=chunk, inverse=inverse)
             found[f"delta, chunkwise PyTorch (C = {chunk}, {inverse})"] = (form, "q k v beta", "delta")
-    if hasattr(ops, "decay_rule"):
-        found["decay"] = (first(ops.decay_rule, BACKEND), "q k v key_decay value_decay", "decay")
-    else:
-        found["decay"] = ("fairseq_fwp.ops has no decay_rule yet", "", None)
     try:
         found["sum, fast-transformers"] = (peers.fast_transformers_sum(), "q k v", "sum")
     except (ImportError, OSError) as error:
@@ -141,6 +138,7 @@ def shape_rows(where, measured, found):
         (chunkwise, "delta", Goal("delta vs best chunkwise PyTorch", where, 2.5 if is_mt else 6)),
         (["delta"], "sum", Goal("cost of delta over sum", where, 1.35, at_most=True)),
         (["decay"], "delta", Goal("cost of decay over delta", where, 2, at_most=True)),
+        (["gated"], "decay", Goal("cost of gated over decay", where, 1, at_most=True)),
     ]
     if not is_mt:
         bound = {"1k": 10, "8k": 45}.get(where)

@@ -1,4 +1,4 @@
-"""One picture of each part from the CSV files in results/: `python plots.py operators|training|long`."""
+"""One picture of each part from the CSV files in results/: `python plots.py operators|rules|training|long`."""
 
 import csv
 import sys
@@ -123,7 +123,6 @@ def draw_long():
                     fontsize=8,
                 )
         ticks = sorted({int(row["tokens"]) for row in rows if row["what"] == what})
-        ticks = sorted({int(row["tokens"]) for row in rows if row["what"] == what})
         ax.set(xscale="log", xlabel=label, title=title)
         if field == "bytes":
             ax.set_yscale("log")
@@ -136,7 +135,37 @@ def draw_long():
     return figure
 
 
-DRAW = {"operators": draw_operators, "training": draw_training, "long": draw_long}
+def draw_rules():
+    """Time per token as a ratio to sum's at the shortest length; memory against a state kept for every token."""
+    rows = read("rules")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    lengths = sorted({int(row["tokens"]) for row in rows})
+    unit = None
+    for rule in dict.fromkeys(row["rule"] for row in rows if row["what"] == "seconds"):
+        for ax, what in zip(axes, ("seconds", "bytes"), strict=True):
+            found = {}
+            for row in rows:
+                if (row["rule"], row["what"]) == (rule, what):
+                    value = float(row["value"]) / (int(row["tokens"]) if what == "seconds" else 2**20)
+                    found[int(row["tokens"])] = min(value, found.get(int(row["tokens"]), value))
+            if what == "seconds":
+                unit = unit or found[min(found)]
+                found = {tokens: value / unit for tokens, value in found.items()}
+            ax.plot(list(found), list(found.values()), "o-", label=rule)
+    every = {int(row["tokens"]): float(row["value"]) / 2**20 for row in rows if row["rule"] == "a state per token"}
+    axes[1].plot(list(every), list(every.values()), "k--", label="keeping a state per token")
+    axes[0].set_title("Forward + backward: time per token\n(1 = sum at the shortest length)")
+    axes[1].set_title("Forward + backward: peak memory beyond the inputs (MB)")
+    for ax in axes:
+        ax.set(xscale="log", yscale="log", xlabel="tokens in the sequence")
+        ax.set_xticks(lengths, [str(length) for length in lengths])
+        ax.minorticks_off()
+        ax.grid(axis="y", alpha=0.3)
+    axes[1].legend(fontsize=8)
+    return figure
+
+
+DRAW = {"operators": draw_operators, "rules": draw_rules, "training": draw_training, "long": draw_long}
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_beam_search_scores_equal_rescoring(build_model, arch, beam):
 
 def test_decoding_memory_is_constant_for_every_rule(build_model):
     for rule in UPDATE_RULES:
-        model, tokens, state, sizes = build_model(f"{rule}_lm_wt103"), random_tokens(2, 12), {}, []
+        model, tokens, state, sizes = build_model("fwp_lm", decoder_update_rule=rule), random_tokens(2, 12), {}, []
         for t in range(12):
             model(tokens[:, : t + 1], incremental_state=state)
             ((kept, _read),) = state.values()

@@ -28,14 +28,17 @@ def count_parameters(arch, task):
 
 @pytest.mark.parametrize("arch", PRESETS)
 def test_published_number_of_parameters(arch, wikitext103):
-    """Table 2: 40 M and 90 M; Table 4: 89.8 M with the sum rule, 89.9 M with the delta rule."""
+    """Schlag et al. 2021, Table 2: 40 M and 90 M; Table 4: 89.8 M with the sum rule, 89.9 M with the delta rule.
+
+    Gates are on top: one a head (delta, gated), or one with a bias for every key and value dimension (decay).
+    """
     medium = arch.endswith("_medium")
     dim, ffn = (256 if medium else 128), 2048
     layer = 4 * dim * dim + 2 * dim * ffn + ffn + dim + 2 * 2 * dim
     output = WIKITEXT103_WORDS * (dim + 1) + 3 * (dim + 1)
-    gates = 16 * 8 * dim if "delta" in arch else 0
+    gates = {"delta": 8 * dim, "gated": 8 * dim, "decay": 2 * (dim + 1) * dim}.get(arch.split("_")[0], 0)
     count = count_parameters(arch, wikitext103)
-    assert count == output + 16 * layer + gates
+    assert count == output + 16 * (layer + gates)
     if medium:
         assert round(count / 1e6, 1) == (89.9 if "delta" in arch else 89.8)
     else:
@@ -50,7 +53,7 @@ def test_delta_has_exactly_the_published_gates_more_than_sum(wikitext103):
 
 @pytest.mark.parametrize("arch", PRESETS)
 def test_names_follow_the_grammar_and_belong_to_the_model(arch):
-    assert re.fullmatch(r"(softmax|(sum|delta)(_dpfp)?)_lm_wt103(_medium)?", arch)
+    assert re.fullmatch(r"(softmax|gated|decay|(sum|delta)(_dpfp|_favor)?)_lm_wt103(_medium)?", arch)
     assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
 
 
@@ -58,3 +61,18 @@ def test_flags_win_over_presets():
     config = configure("delta_lm_wt103", decoder_embed_dim=64, decoder_layers=3)
     assert (config.decoder_embed_dim, config.decoder_layers, config.sum_normalization) == (64, 3, True)
     assert configure("fwp_lm").sum_normalization is False
+
+
+@pytest.mark.parametrize(
+    "arch, features",
+    [
+        ("sum_favor_lm_wt103", 16),  # Tables 2 and 5: m = 8 and 16, and DPFP with nu = 1
+        ("delta_favor_lm_wt103_medium", 32),
+        ("sum_dpfp_lm_wt103", 32),
+        ("delta_dpfp_lm_wt103", 32),
+        ("delta_lm_wt103", 16),
+    ],
+)
+def test_published_number_of_features(arch, features):
+    model = FwpLanguageModel.build_model(configure(arch), Namespace(target_dictionary=make_dictionary(50)))
+    assert model.decoder.layers[0].self_attn.feature_map.feature_dim == features

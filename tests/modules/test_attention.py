@@ -1,44 +1,41 @@
 """Laws of the attention layers, for every rule and map of the tables and for softmax."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, uniform_gate_bias
 
 DIM, HEADS = 12, 3
+NORMALIZATIONS = {
+    "neither": {},
+    "sum": {"sum_normalization": True},
+    "attention": {"attention_normalization": True},
+    "both": {"sum_normalization": True, "attention_normalization": True},
+    "read-out": {"attention_normalization": True, "read_out_only": True},
+}
 KINDS = [
-    (rule, feature_map, sum_norm, attention_norm)
-    for rule, feature_map in itertools.product(UPDATE_RULES, FEATURE_MAPS)
-    for sum_norm, attention_norm in itertools.product((False, True), repeat=2)
-    if FEATURE_MAPS[feature_map].positive or not (sum_norm or attention_norm)
-] + ["softmax"]
+    kind
+    for kind in itertools.product(UPDATE_RULES, FEATURE_MAPS, NORMALIZATIONS)
+    if FEATURE_MAPS[kind[1]].positive or kind[2] == "neither"
+] + [("softmax",)]
 
 
-def build(kind, backend="reference"):
-    if kind == "softmax":
+def build(kind, **options):
+    if kind == ("softmax",):
         return SoftmaxAttention(DIM, HEADS).double().eval()
-    rule, feature_map, sum_norm, attention_norm = kind
-    return (
-        FastWeightAttention(
-            DIM,
-            HEADS,
-            FEATURE_MAPS[feature_map](DIM // HEADS),
-            rule,
-            sum_normalization=sum_norm,
-            attention_normalization=attention_norm,
-            backend=backend,
-        )
-        .double()
-        .eval()
-    )
+    rule, feature_map, normalization = kind
+    options = {"backend": "reference", **NORMALIZATIONS[normalization], **options}
+    key_dim = options.get("key_dim", DIM // HEADS)
+    return FastWeightAttention(DIM, HEADS, FEATURE_MAPS[feature_map](key_dim), rule, **options).double().eval()
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture(params=KINDS, ids="-".join)
 def layer(request):
     return build(request.param)
 
@@ -111,9 +108,10 @@ def test_fast_weights_read_back_what_was_written():
     torch.testing.assert_close(layer(x)[0], expected)
 
 
-def test_delta_has_one_gate_per_head_more_than_sum():
-    count = {rule: sum(p.numel() for p in build((rule, "elu", True, False)).parameters()) for rule in ("sum", "delta")}
-    assert count["delta"] - count["sum"] == DIM * HEADS
+def test_gates_are_all_that_rules_differ_by():
+    count = {rule: sum(p.numel() for p in build((rule, "elu", "sum")).parameters()) for rule in UPDATE_RULES}
+    assert count["delta"] - count["sum"] == count["fwm"] - count["sum"] == count["gated"] - count["sum"] == DIM * HEADS
+    assert count["decay"] - count["sum"] == 2 * (DIM + 1) * DIM  # a weight matrix and a bias for each of two decays
 
 
 def test_refusals():
@@ -121,8 +119,148 @@ def test_refusals():
         FastWeightAttention(12, 5, FEATURE_MAPS["elu"](2), "sum")
     with pytest.raises(ValueError, match="12 is not divisible by 0 attention heads"):
         SoftmaxAttention(12, 0)
-    with pytest.raises(ValueError, match="unknown update rule 'hebb': choose one of sum, delta"):
+    with pytest.raises(ValueError, match="unknown update rule 'hebb': choose one of sum, gated, delta"):
         FastWeightAttention(12, 3, FEATURE_MAPS["elu"](4), "hebb")
     for flag in ("sum_normalization", "attention_normalization"):
         with pytest.raises(ValueError, match="features of either sign"):
             FastWeightAttention(12, 3, FEATURE_MAPS["identity"](4), "sum", **{flag: True})
+
+
+@pytest.mark.parametrize("rule", ["sum", "delta"])
+@pytest.mark.parametrize("normalization", ["attention", "both", "read-out"])
+@pytest.mark.parametrize("carried", [False, True])
+def test_attention_normalization_is_equations_26_to_28(rule, normalization, carried):
+    """The layer against the loop of the paper, from its own projections."""
+    layer = build((rule, "elu", normalization))
+    x = torch.randn(2, 7, DIM, dtype=torch.float64)
+    size = DIM // HEADS
+    state = FastWeightState(torch.randn(2, HEADS, size, size).double(), torch.rand(2, HEADS, size).double() + 0.5)
+    found, last = layer(x, state if carried else None)
+    q, k, v, gates = layer._project(x, None)
+    weights, z = (state.weights, state.normalizer) if carried else (torch.zeros_like(y) for y in state)
+    reads = []
+    for t in range(7):
+        q_t, k_t, v_t = (y[:, :, t] for y in (q, k, v))
+        write = v_t
+        if rule == "delta":
+            retrieved = (k_t.unsqueeze(-2) @ weights).squeeze(-2)
+            if normalization != "read-out" and (carried or t > 0):
+                retrieved = retrieved / (z * k_t).sum(-1, keepdim=True)
+            write = gates[0][:, :, t, None] * (v_t - retrieved)
+        weights = weights + k_t.unsqueeze(-1) * write.unsqueeze(-2)
+        z = z + k_t
+        reads.append((q_t.unsqueeze(-2) @ weights).squeeze(-2) / (z * q_t).sum(-1, keepdim=True))
+    expected = layer.out_proj(torch.stack(reads, 2).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(last.weights, weights)
+    torch.testing.assert_close(last.normalizer, z)
+
+
+def test_the_gated_normaliser_forgets_as_the_memory_does():
+    """Mao 2022, Eq. 5: what is read is an average of the values, whatever the gates."""
+    layer = build(("gated", "elu", "attention"))
+    x = torch.randn(2, 7, DIM, dtype=torch.float64)
+    q, k, v, (gate,) = layer._project(x, None)
+    reads, weights, z = [], torch.zeros(2, HEADS, 4, 4, dtype=torch.float64), torch.zeros(2, HEADS, 4).double()
+    for t in range(7):
+        g = gate[:, :, t, None]
+        weights = g[..., None] * weights + (1 - g[..., None]) * k[:, :, t, :, None] * v[:, :, t, None]
+        z = g * z + (1 - g) * k[:, :, t]
+        reads.append((q[:, :, t, None] @ weights).squeeze(-2) / (q[:, :, t] * z).sum(-1, keepdim=True))
+    expected = layer.out_proj(torch.stack(reads, 2).transpose(1, 2).flatten(2))
+    found, state = layer(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(state.normalizer, z)
+
+
+def test_the_decaying_normaliser_is_what_is_left_of_the_keys():
+    layer = build(("decay", "elu", "attention"))
+    x = torch.randn(1, 3, DIM, dtype=torch.float64)
+    _, k, _, (key_decay, _) = layer._project(x, None)
+    z = (k[:, :, 0] * key_decay[:, :, 1] + k[:, :, 1]) * key_decay[:, :, 2] + k[:, :, 2]
+    torch.testing.assert_close(layer(x)[1].normalizer, z)
+
+
+def test_a_padded_token_leaves_the_memory_alone():
+    """Also what the rules forget: their gates are 1 there."""
+    for kind in KINDS[:-1]:
+        layer = build(kind)
+        x = torch.randn(2, 4, DIM, dtype=torch.float64)
+        _, state = layer(x)
+        _, after = layer(x, state, torch.ones(2, 4, dtype=torch.bool))
+        for ours, theirs in zip(after, state, strict=True):
+            assert ours is theirs is None or torch.equal(ours, theirs), kind
+
+
+def test_options_of_the_public_code():
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    plain, scaled, normed = (
+        build(("delta", "elu", "both"), **options)
+        for options in ({}, {"scale_read_out": True}, {"norm_read_out": True})
+    )
+    for layer in (scaled, normed):
+        layer.load_state_dict(plain.state_dict(), strict=False)
+        layer.out_proj.weight.data.copy_(torch.eye(DIM))
+    plain.out_proj.weight.data.copy_(torch.eye(DIM))
+    out = plain(x)[0]
+    torch.testing.assert_close(scaled(x)[0], out / 2)  # 1 / sqrt(12 / 3)
+    heads = normed(x)[0].unflatten(-1, (HEADS, -1))
+    torch.testing.assert_close(heads.mean(-1), torch.zeros(2, 5, HEADS, dtype=torch.float64))
+    torch.testing.assert_close(torch.nn.functional.layer_norm(out.unflatten(-1, (HEADS, -1)), (4,)), heads)
+
+
+def test_keys_smaller_than_values():
+    """Mao 2022: a state of m x d."""
+    layer = build(("decay", "identity", "neither"), key_dim=2)
+    assert layer(torch.randn(1, 3, DIM, dtype=torch.float64))[1].weights.shape == (1, HEADS, 2, DIM // HEADS)
+
+
+def test_uniform_gate_initialisation():
+    opened = uniform_gate_bias(4000).sigmoid()
+    assert 1 / 4000 <= opened.min() < 0.01 and 0.99 < opened.max() <= 1 - 1 / 4000
+    assert abs(opened.mean() - 0.5) < 0.03 and abs(opened.var() - 1 / 12) < 0.01
+    layer = build(("decay", "identity", "neither"))
+    before = layer.gate_biases["key_decay"].clone()
+    layer.reset_gates()
+    assert not torch.equal(layer.gate_biases["key_decay"], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS[:-1], ids="-".join)
+def test_half_precision_and_autocast(kind, dtype):
+    """A half layer, and a float32 layer under autocast: near float32, with a state in float32."""
+    layer = build(kind, backend="auto").float()
+    x = torch.randn(2, 6, DIM)
+    expected = layer(x)[0]
+    with torch.autocast("cpu", dtype):
+        out, state = layer(x)
+    assert out.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in state)
+    scale = expected.abs().max()
+    torch.testing.assert_close(out.float() / scale, expected / scale, rtol=0, atol=0.1)
+    half, half_state = copy.deepcopy(layer).to(dtype)(x.to(dtype))
+    assert half.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in half_state)
+    torch.testing.assert_close(half.float() / scale, expected / scale, rtol=0, atol=0.1)
+
+
+# Nothing bounds what is read without a normalisation, nor what delta writes for keys without one: it diverges, as the
+# paper says.
+BOUNDED = [kind for kind in KINDS[:-1] if kind[2] != "neither" and (kind[0], kind[2]) != ("delta", "read-out")]
+
+
+@pytest.mark.parametrize("kind", BOUNDED, ids="-".join)
+def test_large_inputs_stay_finite(kind):
+    """|x| up to 30 in float16, values and gradients."""
+    layer = build(kind, backend="auto").float()
+    x = (60 * torch.rand(2, 6, DIM) - 30).requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        out = layer(x)[0]
+    out.float().mean().backward()
+    assert out.isfinite().all() and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_a_layer_compiles_into_one_graph(rule):
+    layer = build((rule, "elu", "attention"), backend="auto").float()
+    x = torch.randn(2, 5, DIM)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x)[0], layer(x)[0])

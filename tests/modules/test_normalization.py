@@ -5,12 +5,17 @@ import torch
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.normalization import (
-    attention_normalize,
     read_divisor,
     retrieval_divisor,
     running_normalizer,
     sum_normalize,
 )
+
+
+def attention_normalize(out, q, k, normalizer, **epsilon):
+    """Eqs. 26 and 28, as the layer composes them."""
+    z = running_normalizer(k, normalizer)
+    return (out / read_divisor(q, z, **epsilon).unsqueeze(-1)).to(out.dtype), z[:, :, -1].clone()
 
 
 def test_sum_normalized_features_sum_to_one():

@@ -5,6 +5,7 @@ Shapes: d head_dim, m num_features, R (m, d) the random feature vectors, one a r
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,9 @@ class Favor(FeatureMap):
     reads nothing (the normalisations' lower bounds keep it zero).
 
     Buffers: projection R, in float32 also in a model of half precision (in float64 in one of float64); seed and
-    draws, the number of draws so far, which alone determine R. The seed comes from torch's default generator at
-    construction; a draw neither reads nor changes that generator. So workers that build the same model from one seed
-    draw the same matrices, and a resumed run continues the sequence.
+    draws, the number of draws so far, which alone determine R, and which stay on the CPU, where R is drawn. The seed
+    comes from torch's default generator at construction; a draw neither reads nor changes that generator. So workers
+    that build the same model from one seed draw the same matrices, and a resumed run continues the sequence.
 
     Raises ValueError if num_features is not positive or the draw is unknown.
     """
@@ -59,8 +60,8 @@ class Favor(FeatureMap):
         self.feature_dim = 2 * num_features
         self.draw = draw
         self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32))
-        self.register_buffer("seed", torch.randint(SEED_RANGE, ()))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seed", torch.randint(SEED_RANGE, (), device="cpu"))
+        self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device="cpu"))
         self.resample()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,8 +80,9 @@ class Favor(FeatureMap):
         self.draws += 1
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        projection = self.projection
+        projection, seed, draws = self.projection, self.seed, self.draws
         super()._apply(fn, recurse)
+        self.seed, self.draws = seed, draws
         if self.projection.dtype.itemsize < 4:
             self.projection = projection.to(self.projection.device, torch.float32)
         return self
@@ -91,7 +93,7 @@ class Favor(FeatureMap):
 
 def gaussian_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
     """Rows independent and of N(0, I): unbiased, Eq. 32 as printed."""
-    return torch.randn(num_features, head_dim, generator=generator, dtype=torch.float64)
+    return torch.randn(num_features, head_dim, generator=generator, device="cpu", dtype=torch.float64)
 
 
 def orthogonal_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
@@ -114,13 +116,14 @@ def _orthogonal_blocks(rows: int, columns: int, generator: torch.Generator, haar
 
     In float64, of which the float32 buffer keeps what all linear algebra libraries agree on.
     """
+    options: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float64}
     blocks = []
     for start in range(0, rows, columns):
-        gaussian = torch.randn(columns, min(columns, rows - start), generator=generator, dtype=torch.float64)
+        gaussian = torch.randn(columns, min(columns, rows - start), **options)
         q, r = torch.linalg.qr(gaussian)
         # The decomposition is unique, and q uniform over the orthogonal matrices, only with a positive diagonal of r.
-        blocks.append((q * torch.ones(()).copysign(r.diagonal()) if haar else q).T)
-    lengths = torch.randn(rows, columns, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+        blocks.append((q * torch.ones_like(r.diagonal()).copysign(r.diagonal()) if haar else q).T)
+    lengths = torch.randn(rows, columns, **options).norm(dim=-1, keepdim=True)
     return torch.cat(blocks) * lengths
 
 

@@ -13,5 +13,8 @@ class FeatureMap(nn.Module):
     feature_dim: int
     positive: bool
 
+    def reset_parameters(self) -> None:
+        """Draws the initial values of what is learned. Here: nothing is."""
+
     def resample(self) -> None:
         """Draws the random features anew: for each mini-batch in training, never in evaluation. Here: none to draw."""

@@ -13,8 +13,7 @@ class LearnedRelu(FeatureMap):
 
     Kasai et al. 2021, arXiv 2103.13076, Sec. 2.2 (T2R); the baseline of Mao 2022, arXiv 2210.04243. One W and b serve
     the queries and keys of all heads of a layer: a map sees one vector at a time, not which head it belongs to. They
-    start as PyTorch's linear layers do, uniform within 1 / sqrt(head_dim), unless the model initialises its linear
-    layers itself: a scale common to W and b cancels in either normalisation.
+    start as PyTorch's linear layers do, uniform within 1 / sqrt(head_dim).
 
     Maps (..., head_dim) of any floating dtype to (..., feature_dim = num_features, default head_dim) in float32
     (float64 stays), >= 0. A vector on the negative side of every row of W maps to zero.
@@ -31,6 +30,10 @@ class LearnedRelu(FeatureMap):
             raise ValueError(f"the relu map needs at least one feature, got {num_features}: change --relu-features")
         self.feature_dim = num_features
         self.linear = nn.Linear(head_dim, num_features)
+
+    def reset_parameters(self) -> None:
+        """Draws W and b anew."""
+        self.linear.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)

@@ -1,0 +1,101 @@
+"""Every update rule at growing length: time per token and peak memory of forward + backward (run.sh does it).
+
+float32, one thread, one sequence, 8 heads of 64 dimensions. A rule whose cost per token grows is no linear one; a rule
+that keeps a state for every token needs 8 * 64 * 64 numbers a token, which is what the memory is held against.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import operators
+import torch
+from report import Contender, Goal, goal_row, interleave, memory, publish, say
+
+from fairseq_fwp import ops
+
+RULES = {
+    "sum": "q k v",
+    "gated": "q k v gate",
+    "delta": "q k v beta",
+    "decay": "q k v key_decay value_decay",
+    "fwm": "q k v beta",
+}
+HEADS, SIZE = 8, 64
+LENGTHS = (256, 1024, 4096, 16384)
+ROUNDS = 5
+
+
+def prepare(rule, length):
+    """The call that is measured: forward and backward of a rule."""
+    shape = (1, HEADS, length, SIZE, SIZE)
+    tensors = operators.inputs(shape)
+    gradient = torch.randn(*shape[:3], SIZE, generator=torch.Generator().manual_seed(2))
+    form = operators.first(getattr(ops, f"{rule}_rule"), "auto")
+    return partial(operators.training_step, form, [tensors[name] for name in RULES[rule].split()], gradient)
+
+
+def print_memory(rule, length):
+    """Peak resident bytes beyond the inputs: out, all gradients, and whatever is kept in between."""
+    prepare(rule, 64)()  # loads the kernel
+    call = prepare(rule, length)
+    before = memory("VmRSS")
+    call()
+    print(memory("VmHWM") - before)
+
+
+def measure_memory(rule, length):
+    # Freed memory goes back at once, so that what is resident is what is in use.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "memory", rule, str(length)]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if answer.returncode:
+        raise SystemExit(f"the memory of {rule} could not be measured: {answer.stderr.strip().splitlines()[-1]}")
+    return int(answer.stdout)
+
+
+def main():
+    for rule, names in RULES.items():
+        say(f"checking {rule} against the float64 reference")
+        form = operators.first(getattr(ops, f"{rule}_rule"), "auto")
+        operators.check(rule, form, names, rule, (1, HEADS, LENGTHS[0], SIZE, SIZE))
+    contenders = {(rule, length): Contender(prepare(rule, length)) for rule in RULES for length in LENGTHS}
+    times = interleave(contenders, ROUNDS, "every rule at every length")
+    shortest, longest = LENGTHS[0], LENGTHS[-1]
+    where, rows = f"{shortest} -> {longest} tokens", []
+    for rule in RULES:
+        short, long = ([t / n for t in times[rule, n]] for n in (shortest, longest))
+        growth = sorted(b / a for a, b in zip(short, long, strict=True))[ROUNDS // 2], min(long) / min(short)
+        rows.append(goal_row(Goal(f"{rule}, growth of time per token", where, 1.5, at_most=True), growth))
+    raw = [
+        ["seconds", rule, length, i, second]
+        for (rule, length), seconds in times.items()
+        for i, second in enumerate(seconds)
+    ]
+    for length in LENGTHS:
+        every = length * HEADS * SIZE * SIZE * 4
+        raw.append(["bytes", "a state per token", length, 0, every])
+        for rule in RULES:
+            say(f"memory of {rule} at {length} tokens, in a process of its own")
+            used = measure_memory(rule, length)
+            raw.append(["bytes", rule, length, 0, used])
+            if length == longest:
+                goal = Goal(
+                    f"{rule}, peak memory over that of a state per token", f"{length} tokens", 0.5, at_most=True
+                )
+                rows.append(goal_row(goal, used / every))
+    publish(
+        "rules",
+        ["what", "rule", "tokens", "round", "value"],
+        raw,
+        rows,
+        f"One thread, one sequence, {HEADS} heads of {SIZE}, float32; memory in a process of its own for every figure.\n",
+    )
+
+
+if __name__ == "__main__":
+    try:
+        print_memory(sys.argv[2], int(sys.argv[3])) if sys.argv[1:2] == ["memory"] else main()
+    except RuntimeError as error:  # above all: no kernel could be built
+        raise SystemExit(f"the rules cannot be measured: {error}") from error

@@ -1,0 +1,97 @@
+"""The examples of CONTRIBUTING.md, executed as they stand there: a plugin outside the package, and an experiment."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
+COMMANDS = [command for kind, text in BLOCKS if kind == "bash" for command in text.replace("\\\n", " ").splitlines()]
+LINE = "the memory is a matrix that every token reads and writes once\n"
+
+
+def environment(**more):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def write_files(folder, kind):
+    """The examples of one language, each to the file that its first line names."""
+    for language, text in BLOCKS:
+        if language == kind:
+            name = re.match(r"# ([\w/.]+)(, continued)?\n", text)[1]
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with the plugin of the examples and a small text, binarised."""
+    folder = tmp_path_factory.mktemp("work")
+    write_files(folder, "python")
+    (folder / "text").mkdir()
+    for split, lines in (("train", 200), ("valid", 30), ("test", 30)):
+        (folder / "text" / f"{split}.txt").write_text(LINE * lines)
+    preprocess = ["fairseq-preprocess", "--only-source", "--destdir", "DATA", "--workers", "1"]
+    for split in ("train", "valid", "test"):
+        preprocess += [f"--{split}pref", f"text/{split}.txt"]
+    subprocess.run(preprocess, cwd=folder, env=environment(), check=True, capture_output=True)
+    return folder
+
+
+def test_the_plugin_examples(work):
+    commands = [command for command in COMMANDS if command.startswith("fairseq-")]
+    assert len(commands) == 4
+    for command in commands:
+        result = subprocess.run(
+            shlex.split(command),
+            cwd=work,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert result.returncode == 0, result.stdout
+        if command.startswith("fairseq-train"):
+            assert re.search(r"num_updates(=|\W+)4\b", result.stdout) and "done training" in result.stdout
+        else:
+            assert "Evaluated 390 tokens" in result.stdout  # 12 words and an end of line, 30 times
+    assert "leaky" in (work / "my_plugin" / "__init__.py").read_text()
+
+
+def test_a_rule_from_outside_is_a_choice_and_others_are_refused(work):
+    command = next(command for command in COMMANDS if command.startswith("fairseq-train"))
+    result = subprocess.run(
+        shlex.split(command.replace("leaky", "leeky")), cwd=work, env=environment(), capture_output=True, text=True
+    )
+    assert result.returncode != 0
+    assert re.search(r"invalid choice: 'leeky' \(choose from .*leaky", result.stderr)
+
+
+def test_the_experiment(work):
+    (command,) = (command for command in COMMANDS if "recipes/peps/run.sh" in command)
+    write_files(work, "yaml")
+    conf = work / "recipes" / "peps" / "conf"
+    assert not (ROOT / conf.relative_to(work) / "delta_without_positions.yaml").exists()
+    shutil.copy(ROOT / "recipes" / "peps" / "conf" / "common.yaml", conf)
+    script = f"""set -euo pipefail
+root={shlex.quote(str(ROOT))} here={shlex.quote(str(conf.parent))} data= out=$PWD/out merges=60 models= protocols=(test)
+run() {{ "$@"; }}
+. "$root/recipes/lm_comparison.sh"
+read_arguments "$@"
+compare"""
+    arguments = shlex.split(command.replace("FOLDER", "text"))[2:]
+    size = ["--decoder-layers", "1", "--warmup-updates", "1", "--cpu"]
+    result = subprocess.run(
+        ["bash", "-c", script, "run.sh", *arguments, *size], cwd=work, env=environment(), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (work / "out" / "delta_without_positions" / "checkpoint_best.pt").exists()
