@@ -90,7 +90,7 @@ def main():
         ["what", "rule", "tokens", "round", "value"],
         raw,
         rows,
-        f"One thread, one sequence, {HEADS} heads of {SIZE}, float32; memory in a process of its own for every figure.\n",
+        f"One thread, one sequence, {HEADS} heads of {SIZE}, float32; each figure of memory in a process of its own.\n",
     )
 
 
