@@ -41,7 +41,7 @@ FWP_INLINE void solve_group(const Gram<T, A>& gram, const A (&rate)[T], Group<A,
                             Group<A, NV> (&before)[T]) {
   FWP_UNROLL for (int s = 0; s < T; ++s) {
     FWP_UNROLL for (int m = 0; m < T; ++m)
-      if (m < s) x[s].add(-gram.product[s][m], x[m]);
+      if (m < s) x[s].subtract(gram.product[s][m], x[m]);
     before[s] = x[s];
     x[s].scale(rate[s]);
   }
@@ -143,7 +143,7 @@ struct DeltaBackwardValues {
     }
     const Gram<T, A> gram(key, key, block.rows);
     block.change_rows(false, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.add(-earlier_key[s][i], earlier[s]);
+      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(earlier_key[s][i], earlier[s]);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         g.add(query[s][i], d_read[s]);
         d_value[s].add(key[s][i], g);
@@ -166,7 +166,7 @@ struct DeltaBackwardValues {
   // The gradient of the initial state, where it is wanted.
   void finish() {
     block.change_rows(true, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.add(-late_key[s][i], late[s]);
+      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(late_key[s][i], late[s]);
     });
   }
 };
@@ -200,7 +200,7 @@ struct DeltaBackwardQueries {
     }
     block.change_rows(kLast, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
-        d_key[s].add(-d_value[s][j], w);
+        d_key[s].subtract(d_value[s][j], w);
         w.add(write[s][j], key[s]);
         d_query[s].add(d_read[s][j], w);
       }
@@ -240,11 +240,11 @@ struct DeltaBackwardKeys {
         g.add(d_read[s][j], query[s]);
         d_key[s].add(e[s][j], g);
       }
-      FWP_UNROLL for (int s = 0; s < T; ++s) g.add(-d_value[s][j], key[s]);
+      FWP_UNROLL for (int s = 0; s < T; ++s) g.subtract(d_value[s][j], key[s]);
     });
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       FWP_UNROLL for (int m = 0; m < T; ++m)
-        if (m < s) d_key[s].add(-gram.product[s][m], key[m]);
+        if (m < s) d_key[s].subtract(gram.product[s][m], key[m]);
       Group<A, NV> d_first;
       d_first.load_from(d_k[t + s], block.columns);
       d_first.add(beta[t + s], d_key[s]);

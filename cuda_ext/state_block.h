@@ -59,6 +59,10 @@ struct Group {  // NV vectors of neighbouring columns
   FWP_INLINE void add(A factor, const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += factor * other.x[n];
   }
+  // add(-factor, other) would negate every factor before it becomes a vector.
+  FWP_INLINE void subtract(A factor, const Group& other) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] -= factor * other.x[n];
+  }
 };
 
 // The block in memory. The first pass reads the given state and the last one writes the new state, where their layout
