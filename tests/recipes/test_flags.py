@@ -1,22 +1,50 @@
 """Every YAML of every recipe is what fairseq's own parser accepts."""
 
+from dataclasses import fields
 from pathlib import Path
 
+import lm_grid
 import pytest
+import yaml
 from fairseq import options
 from flags import read_flags
 
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+
 ROOT = Path(__file__).parents[2]
-CONFS = sorted(path for path in ROOT.glob("recipes/*/conf/*.yaml") if path.name != "common.yaml")
+CONFS = sorted(path for path in ROOT.glob("recipes/*/conf/**/*.yaml") if path.name != "common.yaml")
+GRID = ROOT / "recipes" / "peps" / "conf" / "grid"
+GRID_ROWS = sorted(path for path in CONFS if path.parent == GRID)
 
 
-@pytest.mark.parametrize("conf", CONFS, ids=lambda path: f"{path.parent.parent.name}/{path.stem}")
-def test_conf_is_what_fairseq_accepts(conf):
-    flags = read_flags(conf)
+def parse(flags):
     parser = options.get_training_parser()
     arguments = ["DATA", "--user-dir", str(ROOT / "fairseq_fwp"), "--task", "language_modeling", *flags]
-    parsed = options.parse_args_and_arch(parser, input_args=arguments)
-    assert parsed.arch == flags[flags.index("--arch") + 1]
+    return options.parse_args_and_arch(parser, input_args=arguments)
+
+
+@pytest.mark.parametrize("conf", CONFS, ids=lambda path: str(path.relative_to(ROOT / "recipes").with_suffix("")))
+def test_conf_is_what_fairseq_accepts(conf):
+    flags = read_flags(conf)
+    assert parse(flags).arch == flags[flags.index("--arch") + 1]
+
+
+@pytest.mark.parametrize("conf", GRID_ROWS, ids=lambda path: path.stem)
+def test_row_of_the_grid_adds_to_its_preset_what_the_preset_does_not_say(conf):
+    row = yaml.load(conf.read_text(), Loader=yaml.BaseLoader)
+    arch, include = row.pop("arch"), row.pop("include")
+    assert include == "common.yaml"
+    common = ["--arch", arch, *read_flags(GRID / include)]
+    defaults = {field.name: field.default for field in fields(FwpLanguageModelConfig)}  # of --arch fwp_lm
+    settings, preset = (defaults | vars(parse(flags)) for flags in (read_flags(conf), common))
+    assert {name.replace("-", "_") for name in row} == {name for name in settings if settings[name] != preset[name]}
+
+
+def test_rows_of_the_grid_are_those_of_its_tables_and_all_different():
+    runs = lm_grid.names(lm_grid.read_grid(GRID.parents[1] / "grid.yaml"))
+    assert sorted(runs) == [f"grid/{conf.stem}" for conf in GRID_ROWS]
+    rows = [tuple(sorted(vars(parse(read_flags(conf))).items(), key=str)) for conf in GRID_ROWS]
+    assert all(str(row) != str(other) for i, row in enumerate(rows) for other in rows[:i])
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "peps"])
