@@ -1,4 +1,4 @@
-"""Laws of the quadratic form that starts a sequence without a state: beside those of test_rules, at sizes that take it."""
+"""Laws of the quadratic form of the delta rule, which starts a sequence without a state, at sizes that take it."""
 
 import functools
 
