@@ -4,7 +4,7 @@ A new rule is tested by its line in RULES.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,15 +17,24 @@ class Rule:
     function: Callable[..., tuple[Tensor, Tensor]]
     reference: Callable[..., tuple[Tensor, Tensor]]
     operator: str
-    gates: tuple[str, ...] = ()  # names of the arguments of shape (B, H, L) between v and state
+    gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # arguments between v and state, and their sizes
+    kernel: bool = True  # whether there is a compiled kernel to hold to the reference
 
 
+PER_TOKEN, PER_KEY, PER_VALUE = ("B", "H", "L"), ("B", "H", "L", "Dk"), ("B", "H", "L", "Dv")
+DECAYS = {"key_decay": PER_KEY, "value_decay": PER_VALUE}
 RULES = {
     "sum": Rule(ops.sum_rule, ops.sum_rule_reference, "sum_rule"),
-    "delta": Rule(ops.delta_rule, ops.delta_rule_reference, "delta_rule", ("beta",)),
+    "gated": Rule(ops.gated_rule, ops.gated_rule_reference, "gated_rule", {"gate": PER_TOKEN}),
+    "delta": Rule(ops.delta_rule, ops.delta_rule_reference, "delta_rule", {"beta": PER_TOKEN}),
+    "decay": Rule(ops.decay_rule, ops.decay_rule_reference, "decay_rule", DECAYS),
 }
-BACKENDS = ("reference", "kernel")
+WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
+
+
+def fastest_backend(rule: str) -> str:
+    return "kernel" if RULES[rule].kernel else "auto"
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -68,8 +77,9 @@ def sample_inputs(
         directions = torch.randn(inputs["k"].shape, generator=generator, dtype=torch.float64)
         inputs["k"] = torch.nn.functional.normalize(directions, dim=-1).to(dtype)
     inputs["v"] = draw(batch, heads, length, value_size)
-    for gate in RULES[rule].gates:
-        inputs[gate] = draw(batch, heads, length, kind=torch.rand)
+    sizes = dict(zip(("B", "H", "L", "Dk", "Dv"), shape, strict=True))
+    for gate, names in RULES[rule].gates.items():
+        inputs[gate] = draw(*(sizes[name] for name in names), kind=torch.rand)
     initial = torch.randn(batch, heads, key_size, value_size, generator=generator, dtype=torch.float64)
     inputs["state"] = initial.to(state_dtype(dtype)) if state else None
     return inputs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import RULES, sample_inputs
+from rule_cases import RULES, WITH_KERNEL, sample_inputs
 
 SHAPE = (2, 3, 4, 5, 6)
 WRONG = {
@@ -15,6 +15,12 @@ WRONG = {
     "q none": (None, TypeError, "q must be a tensor, got NoneType"),
     "beta": (torch.zeros(2, 3, 4, 1), ValueError, r"beta must have .*\(2, 3, 4\), got \(2, 3, 4, 1\)"),
     "beta of another dtype": (torch.zeros(2, 3, 4).double(), TypeError, "beta must have .*float32, got .*float64"),
+    "gate": (torch.zeros(2, 3, 5), ValueError, r"gate must have .*\(2, 3, 4\), got \(2, 3, 5\)"),
+    "key_decay": (torch.zeros(2, 3, 4, 6), ValueError, r"key_decay .*\(2, 3, 4, 5\), got \(2, 3, 4, 6\)"),
+    "key_decay of another dtype": (torch.zeros(2, 3, 4, 5).half(), TypeError, "key_decay .*float32, got .*float16"),
+    "value_decay": (torch.zeros(2, 3, 4, 5), ValueError, r"value_decay .*\(2, 3, 4, 6\), got \(2, 3, 4, 5\)"),
+    "value_decay elsewhere": (torch.zeros(2, 3, 4, 6, device="meta"), ValueError, "value_decay .*cpu, got meta"),
+    "value_decay as a number": (0.9, TypeError, "value_decay must be a tensor, got float"),
     "state": (torch.zeros(2, 3, 6, 5), ValueError, r"state must have .*\(2, 3, 5, 6\), got \(2, 3, 6, 5\)"),
     "state of another dtype": (torch.zeros(2, 3, 5, 6).half(), TypeError, "state must have .*float32, got .*float16"),
     "state as a number": (1.0, TypeError, "state must be a tensor or None, got float"),
@@ -26,6 +32,8 @@ WRONG = {
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("case", WRONG)
 def test_message(rule, backend, gradients, case):
+    if backend == "kernel" and not RULES[rule].kernel:
+        pytest.skip(f"the {rule} rule has no kernel, and says so whatever it is given")
     value, error, message = WRONG[case]
     inputs = sample_inputs(rule, SHAPE, torch.float32)
     name = case.split()[0]
@@ -50,7 +58,13 @@ def test_unknown_backend(rule, gradients):
         RULES[rule].function(**sample_inputs(rule, SHAPE, torch.float32), backend="fast")
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", sorted(set(RULES) - set(WITH_KERNEL)))
+def test_a_rule_without_a_kernel(rule):
+    with pytest.raises(RuntimeError, match=f"^{rule}_rule has no compiled kernel: use backend='auto'[^.]*$"):
+        RULES[rule].function(**sample_inputs(rule, SHAPE, torch.float32), backend="kernel")
+
+
+@pytest.mark.parametrize("rule", WITH_KERNEL)
 def test_kernel_for_a_device_without_one(rule):
     inputs = {name: x.to("meta") for name, x in sample_inputs(rule, SHAPE, torch.float32).items()}
     with pytest.raises(RuntimeError, match=r"^no compiled kernel for meta: .*; use the CPU$"):
@@ -59,7 +73,7 @@ def test_kernel_for_a_device_without_one(rule):
     assert out.shape == (2, 3, 4, 6) and state.shape == (2, 3, 5, 6)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WITH_KERNEL)
 def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
     """Called as a bare operator, past the checks in Python."""
     operator = getattr(torch.ops.fwp, RULES[rule].operator).default
