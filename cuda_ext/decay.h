@@ -28,7 +28,8 @@ struct DecayForward {
     for (first = 0; first < length; first += kChunk) {
       for_token_groups(std::min(kChunk, length - first), *this);
       if (first + kChunk > length) return;
-      block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept + i * row_stride, block.columns); });
+      block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept + i * row_stride, block.columns); },
+                      [] {});
       kept += block.rows * row_stride;
     }
   }
@@ -36,14 +37,14 @@ struct DecayForward {
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t from) {
     const int64_t t = first + from;
-    Group<A, NV> value[T], fade[T], read[T];
+    Group<A, NV> value[T], fade[T];
+    RowSums<A, NV, T> read;
     const A *key[T], *query[T], *rate[T];
     A share[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       value[s].load_from(v[t + s], block.columns);
-      read[s].clear();
       if constexpr (kGated) {
         share[s] = gate[t + s];
         value[s].scale(1 - share[s]);
@@ -59,10 +60,10 @@ struct DecayForward {
         else
           FWP_UNROLL for (int n = 0; n < NV; ++n) w.x[n] *= rate[s][i] * fade[s].x[n];
         w.add(key[s][i], value[s]);
-        read[s].add(query[s][i], w);
+        read.part[s].add(query[s][i], w);
       }
-    });
-    FWP_UNROLL for (int s = 0; s < T; ++s) read[s].store_to(out[t + s], block.columns);
+    }, [&]() __attribute__((always_inline)) { read.settle(); });
+    FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
   }
 };
 

@@ -64,45 +64,43 @@ struct DeltaForward {
   template <int T>
   FWP_INLINE void start() {
     const A* key[T];
-    Group<A, NV> first[T];
-    FWP_UNROLL for (int s = 0; s < T; ++s) {
-      key[s] = key_at(s);
-      first[s].clear();
-    }
+    RowSums<A, NV, T> first;
+    FWP_UNROLL for (int s = 0; s < T; ++s) key[s] = key_at(s);
     block.read_rows([&](int64_t i, const Group<A, NV>& w) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < T; ++s) first[s].add(key[s][i], w);
-    });
-    FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = first[s];
+      FWP_UNROLL for (int s = 0; s < T; ++s) first.part[s].add(key[s][i], w);
+    }, [&]() __attribute__((always_inline)) { first.settle(); });
+    FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = first.total[s];
   }
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
-    Group<A, NV> write[T], before[T], read[T], next[kTokens];
+    Group<A, NV> write[T], before[T];
+    RowSums<A, NV, T> read;
+    RowSums<A, NV, kTokens> next;
     const A *key[T], *query[T], *next_key[kTokens];
     A rate[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       rate[s] = beta[t + s];
-      read[s].clear();
       write[s].load_from(v[t + s], block.columns);
       write[s].add(A(-1), found[s]);
     }
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) {
-      next_key[s] = key_at(t + T + s);
-      next[s].clear();
-    }
+    FWP_UNROLL for (int s = 0; s < kTokens; ++s) next_key[s] = key_at(t + T + s);
     solve_group(Gram<T, A>(key, key, block.rows), rate, write, before);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
     block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], write[s]);
-        read[s].add(query[s][i], w);
+        read.part[s].add(query[s][i], w);
       }
-      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) next[s].add(next_key[s][i], w);
+      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) next.part[s].add(next_key[s][i], w);
+    }, [&]() __attribute__((always_inline)) {
+      read.settle();
+      if constexpr (!kLast) next.settle();
     });
-    FWP_UNROLL for (int s = 0; s < T; ++s) read[s].store_to(out[t + s], block.columns);
-    if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) found[s] = next[s];
+    FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
+    if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) found[s] = next.total[s];
   }
 };
 
@@ -127,7 +125,9 @@ struct DeltaBackwardValues {
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
-    Group<A, NV> d_read[T], d_value[T], d_write[T], earlier[kTokens];
+    Group<A, NV> d_read[T], d_write[T], earlier[kTokens];
+    RowSums<A, NV, T> d_value_sums;
+    auto& d_value = d_value_sums.total;
     const A *key[T], *query[T], *earlier_key[kTokens];
     A rate[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
@@ -135,7 +135,6 @@ struct DeltaBackwardValues {
       query[s] = q[t + s];
       rate[s] = beta[t + s];
       d_read[s].load_from(d_out[t + s], block.columns);
-      d_value[s].clear();
     }
     FWP_UNROLL for (int s = 0; s < kTokens; ++s) {
       earlier_key[s] = late_key[s];
@@ -146,9 +145,9 @@ struct DeltaBackwardValues {
       FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(earlier_key[s][i], earlier[s]);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         g.add(query[s][i], d_read[s]);
-        d_value[s].add(key[s][i], g);
+        d_value_sums.part[s].add(key[s][i], g);
       }
-    });
+    }, [&]() __attribute__((always_inline)) { d_value_sums.settle(); });
     solve_group(gram, rate, d_value, d_write);
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       d_value[s].store_to(d_v[t + s], block.columns);
@@ -167,7 +166,7 @@ struct DeltaBackwardValues {
   void finish() {
     block.change_rows(true, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(late_key[s][i], late[s]);
-    });
+    }, [] {});
   }
 };
 
@@ -185,29 +184,31 @@ struct DeltaBackwardQueries {
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
-    Group<A, NV> key[T], d_query[T], d_key[T];
+    Group<A, NV> key[T];
+    RowSums<A, NV, T> d_query, d_key;
     const A *write[T], *d_read[T], *d_value[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s].load_from(k[t + s], block.columns);
       write[s] = scratch + s * block.rows;
       d_read[s] = d_out[t + s];
       d_value[s] = d_v[t + s];
-      d_query[s].clear();
-      d_key[s].clear();
       const A* e = error[t + s];
       const A rate = beta[t + s];
       for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];
     }
     block.change_rows(kLast, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
-        d_key[s].subtract(d_value[s][j], w);
+        d_key.part[s].subtract(d_value[s][j], w);
         w.add(write[s][j], key[s]);
-        d_query[s].add(d_read[s][j], w);
+        d_query.part[s].add(d_read[s][j], w);
       }
+    }, [&]() __attribute__((always_inline)) {
+      d_query.settle();
+      d_key.settle();
     });
     FWP_UNROLL for (int s = 0; s < T; ++s) {
-      d_query[s].store_to(d_q[t + s], block.columns);
-      d_key[s].store_to(d_k[t + s], block.columns);
+      d_query.total[s].store_to(d_q[t + s], block.columns);
+      d_key.total[s].store_to(d_k[t + s], block.columns);
     }
   }
 };
@@ -224,7 +225,9 @@ struct DeltaBackwardKeys {
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
-    Group<A, NV> query[T], key[T], d_key[T];
+    Group<A, NV> query[T], key[T];
+    RowSums<A, NV, T> d_key_sums;
+    auto& d_key = d_key_sums.total;
     const A *e[T], *d_read[T], *d_value[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       query[s].load_from(q[t + s], block.columns);
@@ -232,16 +235,15 @@ struct DeltaBackwardKeys {
       e[s] = error[t + s];
       d_read[s] = d_out[t + s];
       d_value[s] = d_v[t + s];
-      d_key[s].clear();
     }
     const Gram<T, A> gram(e, d_value, block.rows);
     block.change_rows(kLast, [&](int64_t j, Group<A, NV>& g) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         g.add(d_read[s][j], query[s]);
-        d_key[s].add(e[s][j], g);
+        d_key_sums.part[s].add(e[s][j], g);
       }
       FWP_UNROLL for (int s = 0; s < T; ++s) g.subtract(d_value[s][j], key[s]);
-    });
+    }, [&]() __attribute__((always_inline)) { d_key_sums.settle(); });
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       FWP_UNROLL for (int m = 0; m < T; ++m)
         if (m < s) d_key[s].subtract(gram.product[s][m], key[m]);

@@ -5,6 +5,8 @@
 // So the memory traffic of the state, which bounds a token-by-token loop, falls by T while the flops stay the same.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 namespace fwp {
@@ -65,6 +67,27 @@ struct Group {  // NV vectors of neighbouring columns
   }
 };
 
+// Sums over the rows of a block, one a token. Their parts are put aside after every kSumRows rows: the rounding error of
+// one running sum over hundreds of rows would be several times that of a matrix product in the same precision.
+constexpr int64_t kSumRows = 32;
+template <typename A, int NV, int T>
+struct RowSums {
+  Group<A, NV> part[T], total[T];
+
+  FWP_INLINE RowSums() {
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      part[s].clear();
+      total[s].clear();
+    }
+  }
+  FWP_INLINE void settle() {
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      FWP_UNROLL for (int n = 0; n < NV; ++n) total[s].x[n] += part[s].x[n];
+      part[s].clear();
+    }
+  }
+};
+
 // The block in memory. The first pass reads the given state and the last one writes the new state, where their layout
 // allows it; in between the block lives in `work`, which is contiguous and small enough for the first-level cache.
 template <typename A, int NV>
@@ -86,27 +109,33 @@ class StateBlock {
         work[i * kWidth + j] = initial.data[i * initial.row_stride + j * initial.column_stride];
   }
 
-  // f(i, w) sees row i and does not change it.
-  template <typename F>
-  FWP_INLINE void read_rows(F f) const {
-    for (int64_t i = 0; i < rows; ++i) {
-      Group<A, NV> w;
-      w.load_from(source_ + i * source_stride_, kWidth);
-      f(i, w);
+  // f(i, w) sees row i and does not change it; settle() follows every kSumRows rows, and the last.
+  template <typename F, typename S>
+  FWP_INLINE void read_rows(F f, S settle) const {
+    for (int64_t begin = 0; begin < rows; begin += kSumRows) {
+      for (int64_t i = begin; i < std::min(rows, begin + kSumRows); ++i) {
+        Group<A, NV> w;
+        w.load_from(source_ + i * source_stride_, kWidth);
+        f(i, w);
+      }
+      settle();
     }
   }
 
-  // f(i, w) sees row i and changes it. `last`: no later pass will.
-  template <typename F>
-  FWP_INLINE void change_rows(bool last, F f) {
+  // f(i, w) sees row i and changes it; settle() as above. `last`: no later pass will.
+  template <typename F, typename S>
+  FWP_INLINE void change_rows(bool last, F f, S settle) {
     const bool to_final = last && final_.data && columns == kWidth;
     A* target = to_final ? final_.data : work_;
     const int64_t target_stride = to_final ? final_.row_stride : kWidth;
-    for (int64_t i = 0; i < rows; ++i) {
-      Group<A, NV> w;
-      w.load_from(source_ + i * source_stride_, kWidth);
-      f(i, w);
-      w.store_to(target + i * target_stride, kWidth);
+    for (int64_t begin = 0; begin < rows; begin += kSumRows) {
+      for (int64_t i = begin; i < std::min(rows, begin + kSumRows); ++i) {
+        Group<A, NV> w;
+        w.load_from(source_ + i * source_stride_, kWidth);
+        f(i, w);
+        w.store_to(target + i * target_stride, kWidth);
+      }
+      settle();
     }
     source_ = target;
     source_stride_ = target_stride;

@@ -14,21 +14,21 @@ struct SumScan {
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
-    Group<A, NV> value[T], read[T];
+    Group<A, NV> value[T];
+    RowSums<A, NV, T> read;
     const A *key[T], *query[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       value[s].load_from(v[t + s], block.columns);
-      read[s].clear();
     }
     block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], value[s]);
-        read[s].add(query[s][i], w);
+        read.part[s].add(query[s][i], w);
       }
-    });
-    FWP_UNROLL for (int s = 0; s < T; ++s) read[s].store_to(out[t + s], block.columns);
+    }, [&]() __attribute__((always_inline)) { read.settle(); });
+    FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
   }
 };
 

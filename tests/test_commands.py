@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_fwp.models.presets import PRESETS
+
 PLUGIN = Path(__file__).resolve().parents[1] / "fairseq_fwp"
 SIZE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "48"]
 BATCH = ["--tokens-per-sample", "32", "--batch-size", "4", "--required-batch-size-multiple", "1"]
@@ -136,6 +138,31 @@ def test_other_architectures_with_cross_entropy_and_line_breaks(data, tmp_path, 
     assert len(losses(log)) == 2 and "arning" not in log
 
 
+def test_the_draws_of_favor_go_on_in_a_resumed_run(data, tmp_path):
+    arguments = {"arch": "delta_favor_lm_wt103"}
+    whole = train(data, tmp_path / "whole", *ADAPTIVE, updates=4, **arguments)
+    halves = [train(data, tmp_path / "halves", *ADAPTIVE, updates=updates, **arguments) for updates in (2, 4)]
+    assert losses(halves[0]) + losses(halves[1]) == losses(whole)
+    path = tmp_path / "halves" / "checkpoint_last.pt"
+    score = ["fairseq-eval-lm", data, "--path", path, "--tokens-per-sample", 32, "--cpu"]
+    perplexities = {re.search(r"Perplexity: ([\d.]+)", run(*score))[1] for _ in range(2)}
+    assert len(perplexities) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", PRESETS)
+def test_every_architecture_trains_is_scored_and_generates(data, tmp_path, arch):
+    train(data, tmp_path, *ADAPTIVE, arch=arch, updates=2)
+    checkpoint = ["--path", tmp_path / "checkpoint_last.pt", "--cpu"]
+    log = run("fairseq-eval-lm", data, *checkpoint, "--gen-subset", "test", "--tokens-per-sample", 32)
+    assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == count_tokens(data, "test")
+    log = run(
+        "fairseq-interactive", data, *checkpoint, "--task", "language_modeling", "--beam", 2, "--max-len-b", 20,
+        stdin="w1 w2\n",
+    )  # fmt: skip
+    assert re.search(r"^H-0\t", log, re.M)
+
+
 def test_a_model_of_flags_alone_with_a_parted_vocabulary(data, tmp_path):
     """Training's validation loss, by clusters, is the loss that evaluation finds in the full distribution."""
     flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-normalize-before", "--no-epoch-checkpoints"]
@@ -213,6 +240,7 @@ REFUSALS = {
     "unknown map": (["--decoder-feature-map", "cosine"], r"invalid choice: 'cosine' \(choose from"),
     "heads": (["--decoder-attention-heads", "5"], r"dimension 32 is not divisible by 5 attention heads: change"),
     "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"nu must be between 1 and 2 \* head_dim - 1 = 7, got"),
+    "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"at least one .*: change --favor-features"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
 }  # fmt: skip
 
