@@ -260,6 +260,7 @@ def test_large_inputs_stay_finite(kind):
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_a_layer_compiles_into_one_graph(rule):
+    torch.compiler.reset()
     layer = build((rule, "elu", "attention"), backend="auto").float()
     x = torch.randn(2, 5, DIM)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

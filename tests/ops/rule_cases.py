@@ -28,6 +28,7 @@ RULES = {
     "gated": Rule(ops.gated_rule, ops.gated_rule_reference, "gated_rule", {"gate": PER_TOKEN}),
     "delta": Rule(ops.delta_rule, ops.delta_rule_reference, "delta_rule", {"beta": PER_TOKEN}),
     "decay": Rule(ops.decay_rule, ops.decay_rule_reference, "decay_rule", DECAYS),
+    "fwm": Rule(ops.fwm_rule, ops.fwm_rule_reference, "fwm_rule", {"beta": PER_TOKEN}, kernel=False),
 }
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
