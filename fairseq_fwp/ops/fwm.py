@@ -112,8 +112,7 @@ def _forward(
     """What _loop returns, and the state before each chunk (B, H, ceil(L / CHUNK), Dk, Dv)."""
     _check(q, k, v, beta, state)
     out, weights, error, square, kept = _allocate(q, v, beta, _first_state(q, v, state))
-    # A chunk at a time, for the loop's lists put small tensors among large ones: over long sequences the heap would
-    # fall to pieces, and take more memory than a state a token.
+    # A chunk at a time, so that the lists of the loop hold the small tensors of a chunk, and not of all tokens.
     for i, start in enumerate(range(0, q.shape[2], CHUNK)):
         chunk = slice(start, start + CHUNK)
         kept[:, :, i] = weights
