@@ -140,7 +140,7 @@ def markdown(tables: list[Table]) -> list[str]:
 
 
 def draw(tables: list[Table], path: Path) -> None:
-    """Two dots a row, ours and the paper's, each relative to the best row of its table; rows in the paper's order."""
+    """Two circles a row, ours full, the paper's empty: multiples of the best row of its table, in the paper's order."""
     try:
         import matplotlib
     except ImportError as error:
@@ -160,12 +160,12 @@ def draw(tables: list[Table], path: Path) -> None:
         for i in sorted(range(len(table.rows)), key=lambda i: papers[i].relative or math.inf):
             y -= 1
             ticks[y] = table.rows[i].name
-            pair = (ours[i], OURS, OURS, 1.02), (papers[i], PAPER, "white", 1.15)
+            pair = (ours[i], OURS, OURS, 1.02), (papers[i], PAPER, "none", 1.15)
             if ours[i].relative and papers[i].relative:
                 axes.plot([place.relative for place, *_ in pair], [y, y], color="0.8", lw=1.2, zorder=1)
             for place, colour, face, column in pair:
                 if place.relative:
-                    axes.plot(place.relative, y, "o", color=colour, markerfacecolor=face, markersize=6.5, zorder=2)
+                    axes.plot(place.relative, y, "o", color=colour, markerfacecolor=face, markersize=7, zorder=2)
                 axes.text(column, y, place.said, color=colour, **beside)
         y -= 2
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8.5)
@@ -179,7 +179,7 @@ def draw(tables: list[Table], path: Path) -> None:
     axes.tick_params(left=False)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.plot([], [], "o", color=OURS, label="here")
-    axes.plot([], [], "o", color=PAPER, markerfacecolor="white", label="paper")
+    axes.plot([], [], "o", color=PAPER, markerfacecolor="none", label="paper")
     figure.legend(loc="outside upper left", ncols=2, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
