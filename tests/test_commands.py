@@ -240,6 +240,7 @@ REFUSALS = {
     "unknown map": (["--decoder-feature-map", "cosine"], r"invalid choice: 'cosine' \(choose from"),
     "heads": (["--decoder-attention-heads", "5"], r"dimension 32 is not divisible by 5 attention heads: change"),
     "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"nu must be between 1 and 2 \* head_dim - 1 = 7, got"),
+    "key": (["--decoder-key-dim", "0"], r"keys must be at least 1, got 0: change --decoder-key-dim"),
     "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"at least one .*: change --favor-features"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
 }  # fmt: skip

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.normalization import NORMALIZATION_EPSILON
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
@@ -71,7 +70,9 @@ class FwpLanguageModelConfig(FairseqDataclass):
         None, "size of a head's keys and queries before the map; none: embedding dimension / heads"
     )
     dpfp_nu: int = _field(1, "capacity of the dpfp map: 2 * key dimension * nu features")
-    favor_features: int = _field(8, "random vectors m of the favor map: 2 m features")
+    favor_features: Optional[int] = _field(  # noqa: UP045
+        None, "random vectors m of the favor map: 2 m features; none: key dimension / 2"
+    )
     favor_draw: ChoiceEnum(list(DRAWS)) = _field(  # type: ignore[valid-type]
         "orthogonal", "how the favor map draws its vectors"
     )
@@ -85,8 +86,8 @@ class FwpLanguageModelConfig(FairseqDataclass):
     attention_normalization_read_out_only: bool = _field(
         False, "with --attention-normalization: divide the read-out alone, as the paper's public code does by default"
     )
-    normalization_epsilon: float = _field(
-        NORMALIZATION_EPSILON, "lower bound of the divisors of both normalisations (the papers have none)"
+    normalization_epsilon: Optional[float] = _field(  # noqa: UP045
+        None, "lower bound of the divisors of both normalisations (the papers have none); none: 1e-6, favor: 1e-24"
     )
     add_normalization_epsilon: bool = _field(
         False, "add the epsilon to every divisor, as public code does, in place of bounding it"
@@ -270,7 +271,12 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         return SoftmaxAttention(cfg.decoder_embed_dim, cfg.decoder_attention_heads, cfg.attention_dropout)
     if cfg.decoder_feature_map not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
-    key_dim = cfg.decoder_key_dim or cfg.decoder_embed_dim // max(cfg.decoder_attention_heads, 1)
+    check_heads(cfg.decoder_embed_dim, cfg.decoder_attention_heads)
+    key_dim = cfg.decoder_key_dim
+    if key_dim is None:
+        key_dim = cfg.decoder_embed_dim // cfg.decoder_attention_heads
+    if key_dim < 1:
+        raise ValueError(f"the size of a head's keys must be at least 1, got {key_dim}: change --decoder-key-dim")
     arguments = {name: getattr(cfg, flag) for name, flag in MAP_FLAGS.get(cfg.decoder_feature_map, {}).items()}
     return FastWeightAttention(
         cfg.decoder_embed_dim,

@@ -3,6 +3,7 @@
 Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -51,13 +52,13 @@ class FastWeightAttention(nn.Module):
     sum_normalization: divide mapped q and k by their sums (Schlag 2021, Eq. 29);
     attention_normalization: divide the read-out, and what the delta rule retrieves, by z . q and z . k (Eqs. 26-28);
     read_out_only: of these the read-out alone (Eq. 28), as the paper's public code does by default;
-    epsilon: of both normalisations; add_epsilon: it is added to every divisor, not its lower bound;
+    epsilon: of both normalisations, > 0, None = the map's; add_epsilon: add it to every divisor (else: lower bound);
     scale_read_out: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
     norm_read_out: layer normalisation of each head's read-out (what the public code of the rule fwm does);
     backend: of the operators.
 
-    Raises ValueError for an unknown rule, a head count that does not divide embed_dim, or a normalisation with a map
-    whose features may be negative.
+    Raises ValueError for an unknown rule, a head count that does not divide embed_dim, an epsilon that is no number
+    above 0, read_out_only alone, or a normalisation with a map whose features may be negative.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class FastWeightAttention(nn.Module):
         sum_normalization: bool = False,
         attention_normalization: bool = False,
         read_out_only: bool = False,
-        epsilon: float = NORMALIZATION_EPSILON,
+        epsilon: float | None = None,
         add_epsilon: bool = False,
         scale_read_out: bool = False,
         norm_read_out: bool = False,
@@ -84,17 +85,26 @@ class FastWeightAttention(nn.Module):
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
-                "divide by sums of features: choose another feature map, or --arch fwp_lm, which has neither"
+                "divide by sums of features: choose another map, or --arch fwp_lm without these flags"
             )
+        if read_out_only and not attention_normalization:
+            raise ValueError(
+                "--attention-normalization-read-out-only is a kind of --attention-normalization: give both"
+            )
+        if epsilon is not None and not 0 < epsilon < math.inf:
+            raise ValueError(f"the epsilon of a normalisation must be a number above 0: got {epsilon}")
         self.rule = UPDATE_RULES[update_rule]
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
-        self.key_dim = key_dim or self.head_dim
+        self.key_dim = self.head_dim if key_dim is None else key_dim
         self.feature_map = feature_map
         self.sum_normalization = sum_normalization
         self.attention_normalization = attention_normalization
         self.read_out_only = read_out_only
-        self.epsilon, self.add_epsilon = epsilon, add_epsilon
+        self.epsilon = feature_map.epsilon if epsilon is None else epsilon
+        # Features that sum to one are no smaller with one map than with another.
+        self.divisor_epsilon = NORMALIZATION_EPSILON if epsilon is None and sum_normalization else self.epsilon
+        self.add_epsilon = add_epsilon
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.backend = backend
         gate_sizes = {
@@ -135,7 +145,7 @@ class FastWeightAttention(nn.Module):
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         if self.read_out_norm is not None:
-            out = self.read_out_norm(out)
+            out = self.read_out_norm(out.to(x.dtype))
         if self.scale != 1:
             out = out * self.scale
         out = out.transpose(1, 2).flatten(2)
@@ -146,10 +156,10 @@ class FastWeightAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """z_t . q_t (B, H, L) and z_L, z the sum of the keys; k and v so that what k retrieves is normalised too."""
         z = running_normalizer(k, normalizer)
-        divisor = read_divisor(q, z, self.epsilon, self.add_epsilon)
+        divisor = read_divisor(q, z, self.divisor_epsilon, self.add_epsilon)
         if self.rule.retrieves and not self.read_out_only:
             # k / r beta (r v - k / r W) = k beta (v - k W / r^2): Eq. 27 with r^2 = z . k
-            root = retrieval_divisor(k, z, self.epsilon, self.add_epsilon).sqrt().unsqueeze(-1)
+            root = retrieval_divisor(k, z, self.divisor_epsilon, self.add_epsilon).sqrt().unsqueeze(-1)
             k, v = (k / root).to(k.dtype), (v * root).to(v.dtype)
         return divisor, z[:, :, -1].clone(), k, v
 
@@ -162,7 +172,7 @@ class FastWeightAttention(nn.Module):
         wide = (at_least_float32(x) for x in (q, k, ones, *self.rule.forgets(*gates)))
         state = None if normalizer is None else normalizer.unsqueeze(-1)
         divisor, state = self.rule.operator(*wide, state, backend=self.backend)
-        return bound(divisor.squeeze(-1), self.epsilon, self.add_epsilon), state.squeeze(-1), k, v
+        return bound(divisor.squeeze(-1), self.divisor_epsilon, self.add_epsilon), state.squeeze(-1), k, v
 
     def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """q, k (B, H, L, Dk), mapped and normalised; v (B, H, L, Dv); gates, (B, H, L, size) each. All of one dtype."""
@@ -170,6 +180,9 @@ class FastWeightAttention(nn.Module):
         if values.dtype == torch.float16 and (self.attention_normalization or not self.sum_normalization):
             # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
             values = values.float()
+        if any(gate.at_padding is not None for gate in self.rule.gates):
+            # What is kept for hundreds of tokens is a number just below 1, which half precision rounds to 1.
+            values = at_least_float32(values)
         # (B, L, 2, H, d): one call maps queries and keys
         features = self.feature_map(queries_keys.unflatten(-1, (2, self.num_heads, self.key_dim)))
         if self.sum_normalization:

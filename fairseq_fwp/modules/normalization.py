@@ -16,7 +16,8 @@ NORMALIZATION_EPSILON = 1e-6
 
 def sum_normalize(features: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
     """phi(x) / sum_j phi(x)_j (Eq. 29) of non-negative features (..., D), in their dtype."""
-    return features * bound(features.sum(-1, keepdim=True), epsilon, add_epsilon).reciprocal()
+    # Not times the reciprocal, whose derivative overflows for the small sums of FAVOR+.
+    return features / bound(features.sum(-1, keepdim=True), epsilon, add_epsilon)
 
 
 def running_normalizer(k: Tensor, normalizer: Tensor | None = None) -> Tensor:

@@ -53,7 +53,7 @@ def fwm_rule(
         RuntimeError: ``backend="kernel"``.
     """
     if backend == "kernel":
-        raise RuntimeError("fwm_rule has no compiled kernel: use backend='auto' (or 'reference')")
+        raise RuntimeError("fwm_rule has no compiled kernel: use backend='auto' (--fwp-backend auto) or 'reference'")
     return run(backend, torch.ops.fwp.fwm_rule.default, _loop, _check, q, k, v, beta, state)[:2]
 
 

@@ -134,7 +134,9 @@ def _lock(folder: Path) -> Iterator[None]:
 def _build(device_type: str, path: Path) -> None:
     for leftover in path.parent.glob("build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    logger.info("building the %s kernels in %s, once: this takes a minute or less on a free core", device_type, path.parent)
+    logger.info(
+        "building the %s kernels in %s, once: this takes a minute or less on a free core", device_type, path.parent
+    )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         library = Path(folder) / path.name

@@ -81,6 +81,56 @@ def test_padding_changes_no_score(build_model, arch, side):
     torch.testing.assert_close(scores[:, 3:] if side == "left" else scores[:, :6], log_probs(model, tokens))
 
 
+@pytest.mark.parametrize("rule", ["softmax", *UPDATE_RULES])
+def test_rows_of_different_lengths(build_model, rule):
+    """Padding on the left, on the right and between tokens, other in each row, then decoding with exchanged rows."""
+    model = build_model("fwp_lm", decoder_update_rule=rule, sum_normalization=rule != "softmax")
+    pad, rows = model.decoder.padding_idx, [random_tokens(n) for n in (7, 3, 5, 1)]
+    batch = torch.full((4, 9), pad)
+    places = [torch.arange(9)[2:], torch.arange(9)[:3], torch.tensor([0, 1, 4, 5, 8]), torch.tensor([8])]
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        batch[row, place] = tokens
+    scores = log_probs(model, batch)
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        torch.testing.assert_close(scores[row, place], log_probs(model, tokens.unsqueeze(0))[0])
+    state = {}
+    log_probs(model, batch, incremental_state=state)
+    order, more = torch.tensor([2, 0, 3]), random_tokens(3, 1)
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    step = log_probs(model, torch.cat([batch[order], more], 1), incremental_state=state)
+    for row, source in enumerate(order):
+        whole = torch.cat([rows[source], more[row]]).unsqueeze(0)
+        torch.testing.assert_close(step[row], log_probs(model, whole)[0, -1:])
+
+
+def test_flags_reach_the_layer(build_model):
+    flags = {"attention_normalization": True, "attention_normalization_read_out_only": True}
+    flags |= {"normalization_epsilon": 0.5, "add_normalization_epsilon": True, "scale_read_out": True}
+    flags |= {"norm_read_out": True, "decoder_feature_map": "favor", "favor_draw": "gaussian", "favor_features": 3}
+    layer = build_model("fwp_lm", decoder_key_dim=5, **flags).decoder.layers[0].self_attn
+    assert (layer.read_out_only, layer.epsilon, layer.add_epsilon, layer.scale) == (True, 0.5, True, 0.5)
+    assert layer.read_out_norm is not None and layer.key_dim == 5
+    assert layer.feature_map.draw == "gaussian" and layer.feature_map.projection.shape == (3, 5)
+    layer = build_model("fwp_lm", decoder_feature_map="relu", relu_features=7).decoder.layers[0].self_attn
+    assert layer.feature_map.feature_dim == 7
+
+
+def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation(build_model):
+    model, tokens = build_model("delta_favor_lm_wt103"), random_tokens(2, 5)
+    maps = [layer.self_attn.feature_map for layer in model.decoder.layers]
+    model(tokens)
+    assert [int(feature_map.draws) for feature_map in maps] == [1, 1]
+    model.train()(tokens)
+    model(tokens)
+    assert [int(feature_map.draws) for feature_map in maps] == [3, 3]
+
+
+def test_learned_maps_keep_their_own_initialisation(build_model):
+    model = build_model("sum_lm_wt103", decoder_feature_map="relu").float()
+    model.apply(initialize)
+    assert model.decoder.layers[0].self_attn.feature_map.linear.weight.std() > 0.1  # not N(0, 0.02)
+
+
 @pytest.mark.parametrize("beam", [1, 4])
 def test_beam_search_scores_equal_rescoring(build_model, arch, beam):
     """What the generator adds up step by step is what one full forward gives the same tokens."""

@@ -209,6 +209,81 @@ def test_options_of_the_public_code():
     torch.testing.assert_close(torch.nn.functional.layer_norm(out.unflatten(-1, (HEADS, -1)), (4,)), heads)
 
 
+def test_epsilons_reach_every_divisor():
+    """With a huge one every divisor is that number, or grows by it."""
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    for add in (False, True):
+        layer = build(("delta", "elu", "both"), epsilon=100.0, add_epsilon=add)
+        q, k, v, _ = layer._project(x, None)
+        bare = build(("delta", "elu", "neither"))
+        bare.load_state_dict(layer.state_dict())
+        plain = bare._project(x, None)[0]
+        sums = plain.sum(-1, keepdim=True)
+        torch.testing.assert_close(q, plain / (sums + 100 if add else 100.0))
+        divisor, z, key, value = layer._summing_normalizer(q, k, v, [], None)
+        torch.testing.assert_close(divisor, (k.cumsum(2) * q).sum(-1) + 100 if add else torch.full_like(divisor, 100))
+        root = (1 + 99 * (torch.arange(5) > 0)).sqrt().double()[:, None]  # nothing is retrieved for the first token
+        if not add:
+            torch.testing.assert_close(key * root, k)
+            torch.testing.assert_close(value, v * root)
+        assert z.untyped_storage().nbytes() == z.numel() * z.element_size()  # not a slice of all sums
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_epsilon_that_is_none_is_refused(epsilon):
+    with pytest.raises(ValueError, match="must be a number above 0: got"):
+        build(("delta", "elu", "sum"), epsilon=epsilon)
+    with pytest.raises(ValueError, match="give both"):
+        build(("delta", "elu", "neither"), read_out_only=True)
+
+
+@pytest.mark.parametrize("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
+@pytest.mark.parametrize("size", [0.3, 1.0, 2.0])
+def test_constant_values_are_read_back(name, size):
+    """A read-out that is an average of the values written, whatever the size of the features."""
+    if name == "favor" and size > 1:
+        pytest.skip("exp(-|q|^2 / 2) exp(-|k|^2 / 2) is below float32 there: see its docstring")
+    layer = FastWeightAttention(32, 2, FEATURE_MAPS[name](16), "sum", attention_normalization=True)
+    with torch.no_grad():
+        torch.nn.init.normal_(layer.in_proj.weight[:64], std=size / 32**0.5)
+        layer.in_proj.weight[64:] = 0
+        layer.in_proj.weight[64:, 0] = 1
+        layer.out_proj.weight.copy_(torch.eye(32))
+    x = torch.randn(1, 256, 32)
+    x[..., 0] = 1
+    reads = layer(x)[0]
+    written = reads != 0 if name in ("dpfp", "relu") else torch.ones_like(reads, dtype=torch.bool)  # may map to zero
+    torch.testing.assert_close(reads[written], torch.ones_like(reads)[written], rtol=1e-3, atol=0)
+    assert written.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("rule", ["gated", "decay"])
+@pytest.mark.parametrize("logit", [6.0, 8.0])
+def test_long_memories_survive_half_precision(rule, logit):
+    """Gates just below 1, which bfloat16 does not tell from it, over 1,000 tokens."""
+    layer = build((rule, "elu", "sum"), backend="auto").float()
+    rows = layer.sizes[2:]
+    with torch.no_grad():
+        layer.in_proj.weight[-sum(rows) :] = 0
+        layer.in_proj.weight[-sum(rows) :, 0] = logit
+        for bias in layer.gate_biases.values():
+            bias.zero_()
+    x = torch.randn(1, 1000, DIM)
+    x[..., 0] = 1
+    expected = copy.deepcopy(layer).double()(x.double())[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)[0].double()
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_options_in_half_precision(normalization, dtype):
+    layer = build(("delta", "elu", normalization), backend="auto", norm_read_out=True, scale_read_out=True).to(dtype)
+    out = layer(torch.randn(2, 6, DIM).to(dtype))[0]
+    assert out.dtype == dtype and out.isfinite().all()
+
+
 def test_keys_smaller_than_values():
     """Mao 2022: a state of m x d."""
     layer = build(("decay", "identity", "neither"), key_dim=2)

@@ -230,9 +230,12 @@ from fairseq_fwp import ops
 def draw(*size):
     return torch.rand(*size, dtype=torch.float64, requires_grad=True)
 q, k, v, beta, state = draw(2, 2, 4, 3), draw(2, 2, 4, 3), draw(2, 2, 4, 5), draw(2, 2, 4), draw(2, 2, 3, 5)
+f, z = draw(2, 2, 4, 3), draw(2, 2, 4, 5)
 for op, reference, given in (
     (torch.ops.fwp.sum_rule.default, ops.sum_rule_reference, (q, k, v, state)),
     (torch.ops.fwp.delta_rule.default, ops.delta_rule_reference, (q, k, v, beta, state)),
+    (torch.ops.fwp.gated_rule.default, ops.gated_rule_reference, (q, k, v, beta, state)),
+    (torch.ops.fwp.decay_rule.default, ops.decay_rule_reference, (q, k, v, f, z, state)),
 ):
     assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given)
     assert torch.autograd.gradcheck(lambda *x: op(*x, None)[:2], given[:-1])
@@ -244,6 +247,13 @@ for op, reference, given in (
     assert torch.equal(gradient, torch.ones_like(state))
     compiled = torch.compile(lambda *x: op(*x)[0], backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*given), reference(*given)[0])
+    # over more than two chunks of the rules that forget
+    long = [torch.cat([x] * 18, 2)[:, :, :70].detach().requires_grad_() for x in given[:-1]]
+    found, truth = (
+        torch.autograd.grad([x.sin().sum() for x in f(*long, state)[:2]], [*long, state]) for f in (op, reference)
+    )
+    for x, y in zip(found, truth):
+        torch.testing.assert_close(x, y)
 """
         + CPU_KERNELS_ARE_GONE
     )

@@ -31,12 +31,14 @@ class Favor(FeatureMap):
     Maps (..., d) of any floating dtype to (..., 2 m) in float32 (float64 stays), >= 0. No maximum over a sequence is
     subtracted: that would look into the future and differ from decoding token by token. The exponent
     r . x - |x|^2 / 2 = |r|^2 / 2 - |x - r|^2 / 2 never exceeds |r|^2 / 2, about d / 2: float32 holds it for every x
-    up to d of about 100, and beyond for every x but those next to a row of R. Where the exponent is below -103, as it
-    is for most x longer than about 15, a feature and its gradient are zero, and a vector without any other writes and
-    reads nothing (the normalisations' lower bounds keep it zero).
+    up to d of about 100, and beyond for every x but those next to a row of R. Attention normalisation is exact while
+    the product of two features is above 1e-24, for vectors up to a length of about 7; longer ones fade. Where the
+    exponent is below -103, as it is for most x longer than about 15, a feature and its gradient are zero, and a vector
+    without any other writes and reads nothing (the normalisations' lower bounds keep it zero).
 
-    Buffers: projection R, in float32 also in a model of half precision (in float64 in one of float64); seed and
-    draws, the number of draws so far, which alone determine R, and which stay on the CPU, where R is drawn. The seed
+    Buffers: projection R, in float32 also in a model of half precision (in float64 in one of float64), and not saved;
+    seed and draws, the number of draws so far, which alone determine R, and which stay on the CPU, where R is drawn,
+    when a state is loaded too: an average of checkpoints has a draw like any other. The seed
     comes from torch's default generator at construction; a draw neither reads nor changes that generator. So workers
     that build the same model from one seed draw the same matrices, and a resumed run continues the sequence.
 
@@ -44,6 +46,8 @@ class Favor(FeatureMap):
     """
 
     positive = True
+    # The features carry exp(-|x|^2 / 2): sums of them below any larger bound are no rarity.
+    epsilon = 1e-24
     projection: Tensor
     seed: Tensor
     draws: Tensor
@@ -59,7 +63,8 @@ class Favor(FeatureMap):
             raise ValueError(f"unknown draw {draw!r} of FAVOR+: choose --favor-draw from {', '.join(DRAWS)}")
         self.feature_dim = 2 * num_features
         self.draw = draw
-        self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32))
+        # Not saved: it follows from the others, and an average of several checkpoints would shrink it.
+        self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32), persistent=False)
         self.register_buffer("seed", torch.randint(SEED_RANGE, (), device="cpu"))
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device="cpu"))
         self.resample()
@@ -73,11 +78,19 @@ class Favor(FeatureMap):
 
     def resample(self) -> None:
         """Draws R anew, on the CPU: the same matrix whatever device the model is on."""
+        # New tensors: a backward pass still to come needs the old matrix, and a held state its count.
+        self.draws = self.draws + 1
+        self._draw()
+
+    def _draw(self) -> None:
+        """R of the current number of draws."""
         generator = torch.Generator().manual_seed(int(self.seed + self.draws) % SEED_RANGE)
         num_features, head_dim = self.projection.shape
-        # A new tensor: a backward pass still to come needs the old one.
         self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
-        self.draws += 1
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._draw()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         projection, seed, draws = self.projection, self.seed, self.draws

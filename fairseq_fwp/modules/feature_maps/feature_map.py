@@ -2,16 +2,19 @@
 
 from torch import nn
 
+from fairseq_fwp.modules.normalization import NORMALIZATION_EPSILON
+
 
 class FeatureMap(nn.Module):
     """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
 
     feature_dim: the size of its output; positive: whether its features are never negative, as every division by a
-    sum of features needs.
+    sum of features needs; epsilon: the lower bound of such a sum.
     """
 
     feature_dim: int
     positive: bool
+    epsilon: float = NORMALIZATION_EPSILON
 
     def reset_parameters(self) -> None:
         """Draws the initial values of what is learned. Here: nothing is."""
