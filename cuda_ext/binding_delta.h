@@ -7,26 +7,10 @@
 
 namespace fwp::cpu {
 
-// Call f(head, DeltaShort) for every head, on threads.
-template <typename A, typename F>
-void for_short_heads(const Sizes& size, F f) {
-  // As in for_blocks: a thread costs as much as 2^18 multiply-adds, a few of them in a vector.
-  const int64_t work = size.L * (size.L * (size.Dk + size.Dv) + size.Dk * size.Dv);
-  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work));
-  at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
-    using Line = Group<A, 1>;  // for its alignment
-    const std::unique_ptr<Line[]> scratch(new Line[DeltaShort<A>::scratch_size(size.L, size.Dk, size.Dv) / kLanes<A>]);
-    for (int64_t head = begin; head < end; ++head) {
-      DeltaShort<A> rule(size.L, size.Dk, size.Dv, reinterpret_cast<A*>(scratch.get()));
-      f(head, rule);
-    }
-  });
-}
-
 inline void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& out,
                         const Tensor& state, const Tensor& error) {
   const Sizes size(q, v);
-  FWP_DISPATCH(out.scalar_type(), for_short_heads<A>(size, [&](int64_t h, DeltaShort<A>& rule) {
+  FWP_DISPATCH(out.scalar_type(), for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
     rule.forward(tokens<const A>(q, h), tokens<const A>(k, h), tokens<const A>(v, h), rates<const A>(beta, h),
                  tokens<A>(out, h), tokens<A>(error, h), tokens<A>(state, h));
   });)
@@ -35,7 +19,7 @@ inline void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const
 // The state after the start, again; `state` receives it.
 inline void delta_rebuild_state(const Tensor& k, const Tensor& beta, const Tensor& error, const Tensor& state) {
   const Sizes size(k, error);
-  FWP_DISPATCH(error.scalar_type(), for_short_heads<A>(size, [&](int64_t h, DeltaShort<A>& rule) {
+  FWP_DISPATCH(error.scalar_type(), for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
     rule.rebuild_state(tokens<const A>(k, h), rates<const A>(beta, h), tokens<const A>(error, h), tokens<A>(state, h));
   });)
 }
@@ -44,7 +28,7 @@ inline void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor&
                                  const Tensor& d_out, const Tensor& d_state, const Tensor& d_q, const Tensor& d_k,
                                  const Tensor& d_v, const Tensor& d_beta) {
   const Sizes size(q, error);
-  FWP_DISPATCH(error.scalar_type(), for_short_heads<A>(size, [&](int64_t h, DeltaShort<A>& rule) {
+  FWP_DISPATCH(error.scalar_type(), for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
     rule.backward(tokens<const A>(q, h), tokens<const A>(k, h), rates<const A>(beta, h), tokens<const A>(error, h),
                   tokens<const A>(d_out, h), d_state.defined() ? tokens<const A>(d_state, h) : Tokens<const A>{},
                   tokens<A>(d_q, h), tokens<A>(d_k, h), tokens<A>(d_v, h), rates<A>(d_beta, h));

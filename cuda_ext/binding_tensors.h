@@ -119,6 +119,23 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
     for_blocks<A, 2>(size, rows, columns, f);
 }
 
+// Call f(head, rule) for every head, on threads, where Rule is a quadratic form.
+template <typename Rule, typename F>
+void for_short_heads(const Sizes& size, F f) {
+  // As in for_blocks: a thread costs as much as 2^18 multiply-adds, a few of them in a vector.
+  const int64_t work = size.L * (size.L * (size.Dk + size.Dv) + size.Dk * size.Dv);
+  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work));
+  at::parallel_for(0, size.B * size.H, grain, [&](int64_t begin, int64_t end) {
+    using A = typename Rule::Number;
+    using Line = Group<A, 1>;  // for its alignment
+    const std::unique_ptr<Line[]> scratch(new Line[Rule::scratch_size(size.L, size.Dk, size.Dv) / kLanes<A>]);
+    for (int64_t head = begin; head < end; ++head) {
+      Rule rule(size.L, size.Dk, size.Dv, reinterpret_cast<A*>(scratch.get()));
+      f(head, rule);
+    }
+  });
+}
+
 #define FWP_DISPATCH(type, ...)     \
   if (type == at::kDouble) {        \
     using A = double;               \

@@ -5,8 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
-#include <utility>
 
 #include "state_block.h"
 
@@ -67,60 +65,14 @@ struct DecayForward {
   }
 };
 
-// As many numbers as 16 bytes hold: the rows whose sums across lanes are made together.
-template <typename A>
-constexpr int kPiece = 16 / int(sizeof(A));
-template <typename A>
-struct PieceOf {
-  typedef A type __attribute__((vector_size(16)));
-};
-template <typename A>
-using Piece = typename PieceOf<A>::type;
-
-// Of every 16 bytes of a and b the lower or upper half, interleaved in runs of kRun elements.
-template <bool kUpper, int kRun, typename A>
-FWP_INLINE Vector<A> interleave(Vector<A> a, Vector<A> b) {
-  constexpr auto source = [](int lane) {
-    const int run = lane % kPiece<A> / kRun;
-    return run % 2 * kLanes<A> + lane / kPiece<A> * kPiece<A> + run / 2 * kRun + lane % kRun + kUpper * kPiece<A> / 2;
-  };
-#if defined(__clang__)
-  return [&]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
-    return __builtin_shufflevector(a, b, source(lane)...);
-  }(std::make_integer_sequence<int, kLanes<A>>());
-#else
-  using Index = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
-  return [&]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
-    return __builtin_shuffle(a, b, Vector<Index>{source(lane)...});
-  }(std::make_integer_sequence<int, kLanes<A>>());
-#endif
-}
-
-// The sums of kPiece vectors across their lanes.
-template <typename A>
-FWP_INLINE Piece<A> sums_of(const Vector<A> (&x)[kPiece<A>]) {
-  Vector<A> sum;
-  if constexpr (kPiece<A> == 2) {
-    sum = interleave<false, 1, A>(x[0], x[1]) + interleave<true, 1, A>(x[0], x[1]);
-  } else {
-    const Vector<A> low = interleave<false, 1, A>(x[0], x[1]) + interleave<true, 1, A>(x[0], x[1]);
-    const Vector<A> high = interleave<false, 1, A>(x[2], x[3]) + interleave<true, 1, A>(x[2], x[3]);
-    sum = interleave<false, 2, A>(low, high) + interleave<true, 2, A>(low, high);
-  }
-  Piece<A> piece[kVectorBytes / 16];
-  std::memcpy(piece, &sum, sizeof sum);
-  FWP_UNROLL for (int half = kVectorBytes / 32; half > 0; half /= 2)
-    FWP_UNROLL for (int n = 0; n < half; ++n) piece[n] += piece[n + half];
-  return piece[0];
-}
-
 // In reverse over a block of key columns of W^T, with G the gradient of W. Nothing here mixes elements of W or of G, so a
 // few rows go through a whole chunk, forwards and back, before the next ones do.
 template <typename A, int NV, bool kGated>
 struct DecayBackward {
   static constexpr int64_t kWidth = NV * kLanes<A>;
-  // All rows of G, the states of a few rows in a chunk, and three sums over rows for each token of a chunk.
-  static int64_t scratch(int64_t rows) { return (rows + kChunk * (kPiece<A> + 3)) * kWidth; }
+  static constexpr int64_t kSums = 3 * kWidth;  // sums over rows for each token: d_q, d_k and d_rate
+  // All rows of G, the states of a few rows in a chunk, and the sums of a chunk, twice.
+  static int64_t scratch(int64_t rows) { return (rows + kChunk * kPiece<A>)*kWidth + 2 * kChunk * kSums; }
 
   const int64_t length, rows, columns;
   Tokens<const A> q, k, key_decay, v, value_decay, d_out;
@@ -178,18 +130,24 @@ struct DecayBackward {
       return value_decay[t][j];
   }
 
-  A* sums() const { return work + (rows + kChunk * kPiece<A>)*kWidth; }
-
+  // Over kSumRows rows at a time, as in RowSums: the first ones' part becomes the total.
   void run_chunk(int64_t first, int64_t tokens, const Matrix<const A>& state) {
-    std::memset(sums(), 0, tokens * 3 * kWidth * sizeof(A));
-    int64_t j = 0;
-    for (; j + kPiece<A> <= rows; j += kPiece<A>) run_rows<kPiece<A>>(j, first, tokens, state);
-    for (; j < rows; ++j) run_rows<1>(j, first, tokens, state);
-    for (int64_t t = 0; t < tokens; ++t) store_sums(first + t, sums() + t * 3 * kWidth);
+    A *total = work + (rows + kChunk * kPiece<A>)*kWidth, *part = total + kChunk * kSums;
+    for (int64_t begin = 0; begin == 0 || begin < rows; begin += kSumRows) {
+      A* sums = begin ? part : total;
+      const int64_t end = std::min(rows, begin + kSumRows);
+      std::memset(sums, 0, tokens * kSums * sizeof(A));
+      int64_t j = begin;
+      for (; j + kPiece<A> <= end; j += kPiece<A>) run_rows<kPiece<A>>(j, first, tokens, state, sums);
+      for (; j < end; ++j) run_rows<1>(j, first, tokens, state, sums);
+      if (begin)
+        for (int64_t n = 0; n < tokens * kSums; n += kLanes<A>) store(total + n, load(total + n) + load(part + n));
+    }
+    for (int64_t t = 0; t < tokens; ++t) store_sums(first + t, total + t * kSums);
   }
 
   template <int R>
-  void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state) {
+  void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state, A* sums) {
     A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
     Group<A, NV> w[R], g[R];
     FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = load_row(state, j + r);
@@ -197,7 +155,7 @@ struct DecayBackward {
       const A *value = v[first + t] + j, *d_read = d_out[first + t] + j;
       const Group<A, NV> rate = load_rate(first + t), key = load_key(first + t);
       Group<A, NV> d_query;
-      A* d_q_sum = sums() + t * 3 * kWidth;
+      A* d_q_sum = sums + t * kSums;
       d_query.load_from(d_q_sum, kWidth);
       FWP_UNROLL for (int r = 0; r < R; ++r) {
         w[r].store_to(states + (t * R + r) * kWidth, kWidth);
@@ -213,9 +171,9 @@ struct DecayBackward {
       const Group<A, NV> rate = load_rate(first + t), key = load_key(first + t);
       Group<A, NV> query, d_key, d_rate;
       query.load_from(q[first + t], columns);
-      A* d_k_sum = sums() + (t * 3 + 1) * kWidth;
+      A* d_k_sum = sums + t * kSums + kWidth;
       d_key.load_from(d_k_sum, kWidth);
-      d_rate.load_from(d_k_sum + kWidth, kWidth);
+      d_rate.clear();
       Vector<A> d_value[R], d_value_rate[R];
       FWP_UNROLL for (int r = 0; r < R; ++r) {
         const A value_rate_r = value_rate(first + t, j + r);
@@ -237,6 +195,7 @@ struct DecayBackward {
         fade(g[r], rate, value_rate_r);
       }
       d_key.store_to(d_k_sum, kWidth);
+      FWP_UNROLL for (int n = 0; n < NV; ++n) d_rate.x[n] += load(d_k_sum + kWidth + n * kLanes<A>);
       d_rate.store_to(d_k_sum + kWidth, kWidth);
       add_sums(d_value, d_v[first + t] + j);
       if constexpr (!kGated) add_sums(d_value_rate, d_value_decay[first + t] + j);

@@ -5,10 +5,8 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
-#include <utility>
 
-#include "state_block.h"
+#include "tile.h"
 
 namespace fwp {
 
@@ -21,121 +19,27 @@ inline int64_t short_tokens(int64_t keys, int64_t values) {
   return even < 32 ? 0 : std::min<int64_t>(64, even / 16 * 16);
 }
 
-// A tile: 4 x 4 vectors of sums (4 x 2 where there are 16 registers), which leaves room for their operands.
-constexpr int kTileRows = 4;
-constexpr int kTileVectors = kTokens;
-
-FWP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// GCC loads what is used several times again for each use, as an operand of its instruction; loads are what is scarce.
-template <typename A>
-FWP_INLINE Vector<A> in_register(Vector<A> x) {
-#if defined(__x86_64__)
-  asm("" : "+v"(x));
-#elif defined(__aarch64__)
-  asm("" : "+w"(x));
-#endif
-  return x;
-}
-
-// Where lane `lane` of a sum of two vectors, the second one's lanes numbered after the first's, comes from.
-template <int half, int lanes>
-constexpr int folded(int lane, bool upper) {
-  const int within = lane % (2 * half);
-  return lane - within + (within < half ? within : within - half + lanes) + (upper ? half : 0);
-}
-
-template <typename A, int half, int... lane>
-FWP_INLINE Vector<A> fold(Vector<A> x, Vector<A> y, std::integer_sequence<int, lane...>) {
-  return __builtin_shufflevector(x, y, folded<half, kLanes<A>>(lane, false)...) +
-         __builtin_shufflevector(x, y, folded<half, kLanes<A>>(lane, true)...);
-}
-
-// The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one.
-template <typename A, int half = kLanes<A> / 2>
-FWP_INLINE void sum_lanes_of_each(Vector<A>* x) {
-  FWP_UNROLL for (int n = 0; n < half; ++n)
-    x[n] = fold<A, half>(x[n], x[n + half], std::make_integer_sequence<int, kLanes<A>>{});
-  if constexpr (half > 1) sum_lanes_of_each<A, half / 2>(x);
-}
-
-// product[t][s] = x_t y_s for kTileRows t and kTileVectors s.
-template <typename A>
-FWP_INLINE void multiply_tile(Tokens<const A> x, Tokens<const A> y, int64_t width, A* product, int64_t stride) {
-  constexpr int count = kTileRows * kTileVectors;
-  static_assert(count % kLanes<A> == 0);
-  Vector<A> sum[count];
-  FWP_UNROLL for (int n = 0; n < count; ++n) sum[n] = Vector<A>{};
-  for (int64_t i = 0; i < width; i += kLanes<A>) {
-    Vector<A> other[kTileVectors];
-    FWP_UNROLL for (int s = 0; s < kTileVectors; ++s) other[s] = in_register<A>(load(y[s] + i));
-    FWP_UNROLL for (int t = 0; t < kTileRows; ++t) {
-      const Vector<A> own = in_register<A>(load(x[t] + i));
-      FWP_UNROLL for (int s = 0; s < kTileVectors; ++s) sum[t * kTileVectors + s] += own * other[s];
-    }
-  }
-  A result[count];
-  FWP_UNROLL for (int n = 0; n < count; n += kLanes<A>) {
-    sum_lanes_of_each<A>(sum + n);
-    store(result + n, sum[n]);
-  }
-  FWP_UNROLL for (int t = 0; t < kTileRows; ++t)
-    std::memcpy(product + t * stride, result + t * kTileVectors, kTileVectors * sizeof(A));
-}
-
-// Sums of vectors for kTileRows tokens (or keys), on a panel of columns.
-template <typename A, int NV>
-struct Tile {
-  Group<A, NV> row[kTileRows];
-
-  FWP_INLINE void clear() {
-    FWP_UNROLL for (int r = 0; r < kTileRows; ++r) row[r].clear();
-  }
-  // row[r] += (or -=) the sum of factor(s, r) x_s over begin <= s < end.
-  template <bool subtract = false, typename F>
-  FWP_INLINE void add(int64_t begin, int64_t end, Tokens<const A> x, F factor) {
-    for (int64_t s = begin; s < end; ++s) {
-      Group<A, NV> other;
-      FWP_UNROLL for (int n = 0; n < NV; ++n) other.x[n] = in_register<A>(load(x[s] + n * kLanes<A>));
-      FWP_UNROLL for (int r = 0; r < kTileRows; ++r)
-        subtract ? row[r].subtract(factor(s, r), other) : row[r].add(factor(s, r), other);
-    }
-  }
-  FWP_INLINE void store_to(Tokens<A> x, int64_t rows, int64_t columns) const {
-    FWP_UNROLL for (int r = 0; r < kTileRows; ++r)
-      if (r < rows) row[r].store_to(x[r], columns);
-  }
-};
-
-// Call f(first column, vectors) for panels of columns.
-template <typename A, typename F>
-FWP_INLINE void for_panels(int64_t columns, F f) {
-  int64_t j = 0;
-  for (; columns - j > (kTileVectors - 1) * kLanes<A>; j += kTileVectors * kLanes<A>)
-    f(j, std::integral_constant<int, kTileVectors>{});
-  for (; j < columns; j += kLanes<A>) f(j, std::integral_constant<int, 1>{});
-}
-
 // One head of `length` tokens. What is read more than once is copied to scratch, padded by zeros to whole vectors and
-// tiles. Its stride is no power of two: rows that share a set of the cache would drive each other out.
+// tiles.
 template <typename A>
 class DeltaShort {
  public:
+  using Number = A;
   const int64_t length, keys, values;
 
   DeltaShort(int64_t length, int64_t keys, int64_t values, A* scratch)
       : length(length), keys(keys), values(values), free_(scratch) {
     const int64_t tokens = round_up(length, kTileRows);
-    for (Tokens<A>* x : {&key_, &query_, &d_key_}) *x = take(tokens, keys);
-    for (Tokens<A>* x : {&write_, &d_out_, &d_value_}) *x = take(tokens, values);
-    for (Tokens<A>* x : {&key_products_, &scores_, &d_key_products_, &d_scores_}) *x = take(tokens, tokens);
-    d_state_ = take(round_up(keys, kTileRows), values);
+    for (Tokens<A>* x : {&key_, &query_, &d_key_}) *x = take<A>(free_, tokens, keys);
+    for (Tokens<A>* x : {&write_, &d_out_, &d_value_}) *x = take<A>(free_, tokens, values);
+    for (Tokens<A>* x : {&key_products_, &scores_, &d_key_products_, &d_scores_}) *x = take<A>(free_, tokens, tokens);
+    d_state_ = take<A>(free_, round_up(keys, kTileRows), values);
   }
 
   static int64_t scratch_size(int64_t length, int64_t keys, int64_t values) {
     const int64_t tokens = round_up(length, kTileRows);
-    return tokens * (3 * stride(keys) + 3 * stride(values) + 4 * stride(tokens)) +
-           round_up(keys, kTileRows) * stride(values);
+    return tokens * (3 * padded<A>(keys) + 3 * padded<A>(values) + 4 * padded<A>(tokens)) +
+           round_up(keys, kTileRows) * padded<A>(values);
   }
 
   void forward(Tokens<const A> q, Tokens<const A> k, Tokens<const A> v, Rates<const A> beta, Tokens<A> out,
@@ -147,14 +51,14 @@ class DeltaShort {
         read<vectors.value>(t, j, out);
       }
     });
-    make_state(state);
+    multiply_transposed(key_, write_, length, keys, values, state);
   }
 
   // The state after the last token, from the errors: bit for bit that of the forward pass.
   void rebuild_state(Tokens<const A> k, Rates<const A> beta, Tokens<const A> error, Tokens<A> state) {
     copy(k, length, keys, key_);
     rebuild_writes(beta, error);
-    make_state(state);
+    multiply_transposed(key_, write_, length, keys, values, state);
   }
 
   // d_state.data may be null. d_beta holds zeros at first.
@@ -171,11 +75,7 @@ class DeltaShort {
     });
     multiply_lower(d_out_, write_, values, d_scores_);
     multiply_lower(d_value_, write_, values, d_key_products_);
-    if (d_state.data)
-      for (int64_t t = 0; t < length; t += kTileRows)
-        for (int64_t i = 0; i < keys; i += kTileVectors)
-          multiply_tile<A>(constant(from_row(write_, t)), constant(from_row(d_state_, i)), values, d_key_[t] + i,
-                           d_key_.stride);
+    if (d_state.data) multiply_rows(write_, d_state_, length, keys, values, d_key_);
     for_panels<A>(keys, [&](int64_t j, auto vectors) {
       for (int64_t t = 0; t < length; t += kTileRows) {
         differentiate_queries<vectors.value>(t, j, d_q);
@@ -188,26 +88,6 @@ class DeltaShort {
   A* free_;
   Tokens<A> key_, query_, d_key_, write_, d_out_, d_value_, d_state_;
   Tokens<A> key_products_, scores_, d_key_products_, d_scores_;
-
-  static int64_t stride(int64_t columns) { return round_up(columns, kLanes<A>) + kLanes<A>; }
-
-  Tokens<A> take(int64_t rows, int64_t columns) {
-    const Tokens<A> x{free_, stride(columns)};
-    free_ += rows * x.stride;
-    return x;
-  }
-
-  static Tokens<const A> constant(Tokens<A> x, int64_t column = 0) { return {x.data + column, x.stride}; }
-  template <typename B>
-  static Tokens<B> from_row(Tokens<B> x, int64_t row) {
-    return {x[row], x.stride};
-  }
-
-  static void copy(Tokens<const A> x, int64_t rows, int64_t columns, Tokens<A> to) {
-    for (int64_t t = 0; t < rows; ++t)
-      for (int64_t i = 0; i < columns; i += kLanes<A>) store(to[t] + i, load_part(x[t] + i, columns - i));
-    for (int64_t t = rows; t < round_up(rows, kTileRows); ++t) std::memset(to[t], 0, to.stride * sizeof(A));
-  }
 
   // product[t][s] = x_t y_s for s <= t. The tiles on the diagonal hold some more, which nobody reads.
   void multiply_lower(Tokens<A> x, Tokens<A> y, int64_t width, Tokens<A> product) {
@@ -285,27 +165,14 @@ class DeltaShort {
     });
   }
 
-  void make_state(Tokens<A> state) {
-    for_panels<A>(values, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
-      constexpr int NV = decltype(vectors)::value;
-      for (int64_t i = 0; i < keys; i += kTileRows) {
-        Tile<A, NV> sum;
-        sum.clear();
-        sum.add(0, length, constant(write_, j),
-                [&](int64_t s, int r) __attribute__((always_inline)) { return key_[s][i + r]; });
-        sum.store_to(from_row(state, i).from(j), keys - i, values - j);
-      }
-    });
-  }
-
   template <int NV>
   void differentiate_values(int64_t t, int64_t j, Rates<const A> beta, Tokens<const A> error, bool from_state,
                                        Tokens<A> d_v, Rates<A> d_beta) {
     Tile<A, NV> d_write, d_value;
     d_write.clear();
     if (from_state)
-      d_write.add(0, keys, constant(d_state_, j),
-                  [&](int64_t i, int r) __attribute__((always_inline)) { return key_[t + r][i]; });
+      d_write.add_in_parts(keys, constant(d_state_, j),
+                           [&](int64_t i, int r) __attribute__((always_inline)) { return key_[t + r][i]; });
     // Later tokens first: those of this tile come one after the other, as each takes the d_value of those after it.
     const Tokens<const A> d_out = constant(d_out_, j), later = constant(d_value_, j);
     d_write.add(t + kTileRows, length, d_out,

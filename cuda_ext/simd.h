@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #define FWP_INLINE inline __attribute__((always_inline))
 #define FWP_UNROLL _Pragma("GCC unroll 16")
@@ -73,6 +75,20 @@ FWP_INLINE void store_part(A* p, Vector<A> x, int64_t n) {
   return n >= kLanes<A> ? store(p, x) : store_fewer(p, x, n);
 }
 
+// Lane n of the result is lane Source{}(n) of a and b, whose lanes count on from those of a. GCC takes the lanes one by
+// one, as Clang does, only since version 12.
+template <typename A, typename Source>
+FWP_INLINE Vector<A> shuffle(Vector<A> a, Vector<A> b, Source) {
+  return [&]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, Source{}(lane)...);
+#else
+    using Index = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
+    return __builtin_shuffle(a, b, Vector<Index>{Source{}(lane)...});
+#endif
+  }(std::make_integer_sequence<int, kLanes<A>>());
+}
+
 // The sum of all lanes, by halves: each step is one addition of narrower vectors.
 template <typename A, int N>
 FWP_INLINE A sum_halves(const A* p) {
@@ -97,6 +113,43 @@ FWP_INLINE A sum_lanes(Vector<A> x) {
   A part[kLanes<A>];
   store(part, x);
   return sum_halves<A, kLanes<A>>(part);
+}
+
+// As many numbers as 16 bytes hold: so many sums across lanes are made together.
+template <typename A>
+constexpr int kPiece = 16 / int(sizeof(A));
+template <typename A>
+struct PieceOf {
+  typedef A type __attribute__((vector_size(16)));
+};
+template <typename A>
+using Piece = typename PieceOf<A>::type;
+
+// Of every 16 bytes of a and b the lower or upper half, interleaved in runs of kRun elements.
+template <bool kUpper, int kRun, typename A>
+FWP_INLINE Vector<A> interleave(Vector<A> a, Vector<A> b) {
+  return shuffle<A>(a, b, [](int lane) {
+    const int run = lane % kPiece<A> / kRun;
+    return run % 2 * kLanes<A> + lane / kPiece<A> * kPiece<A> + run / 2 * kRun + lane % kRun + kUpper * kPiece<A> / 2;
+  });
+}
+
+// The sums of kPiece vectors across their lanes.
+template <typename A>
+FWP_INLINE Piece<A> sums_of(const Vector<A>* x) {
+  Vector<A> sum;
+  if constexpr (kPiece<A> == 2) {
+    sum = interleave<false, 1, A>(x[0], x[1]) + interleave<true, 1, A>(x[0], x[1]);
+  } else {
+    const Vector<A> low = interleave<false, 1, A>(x[0], x[1]) + interleave<true, 1, A>(x[0], x[1]);
+    const Vector<A> high = interleave<false, 1, A>(x[2], x[3]) + interleave<true, 1, A>(x[2], x[3]);
+    sum = interleave<false, 2, A>(low, high) + interleave<true, 2, A>(low, high);
+  }
+  Piece<A> piece[kVectorBytes / 16];
+  std::memcpy(piece, &sum, sizeof sum);
+  FWP_UNROLL for (int half = kVectorBytes / 32; half > 0; half /= 2)
+    FWP_UNROLL for (int n = 0; n < half; ++n) piece[n] += piece[n + half];
+  return piece[0];
 }
 
 }  // namespace fwp

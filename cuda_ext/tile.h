@@ -1,0 +1,165 @@
+// Products of small matrices, a tile of the result in registers: what the quadratic forms of the rules are made of.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "state_block.h"
+
+namespace fwp {
+
+// A tile: 4 x 4 vectors of sums (4 x 2 where there are 16 registers), which leaves room for their operands.
+constexpr int kTileRows = 4;
+constexpr int kTileVectors = kTokens;
+
+FWP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// GCC loads what is used several times again for each use, as an operand of its instruction; loads are what is scarce.
+template <typename A>
+FWP_INLINE Vector<A> in_register(Vector<A> x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
+// Of two runs of `half` lanes in each of two vectors, those of x in every first run, those of y in every second one.
+template <bool kUpper, int half, typename A>
+FWP_INLINE Vector<A> halves(Vector<A> x, Vector<A> y) {
+  return shuffle<A>(x, y, [](int lane) {
+    const int within = lane % (2 * half);
+    return lane - within + (within < half ? within : within - half + kLanes<A>) + (kUpper ? half : 0);
+  });
+}
+
+// The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one.
+template <typename A, int half = kLanes<A> / 2>
+FWP_INLINE void sum_lanes_of_each(Vector<A>* x) {
+  FWP_UNROLL for (int n = 0; n < half; ++n)
+    x[n] = halves<false, half, A>(x[n], x[n + half]) + halves<true, half, A>(x[n], x[n + half]);
+  if constexpr (half > 1) sum_lanes_of_each<A, half / 2>(x);
+}
+
+// product[t][s] = x_t y_s for kTileRows t and kTileVectors s.
+template <typename A>
+FWP_INLINE void multiply_tile(Tokens<const A> x, Tokens<const A> y, int64_t width, A* product, int64_t stride) {
+  constexpr int count = kTileRows * kTileVectors;
+  static_assert(count % kLanes<A> == 0);
+  Vector<A> sum[count];
+  FWP_UNROLL for (int n = 0; n < count; ++n) sum[n] = Vector<A>{};
+  for (int64_t i = 0; i < width; i += kLanes<A>) {
+    Vector<A> other[kTileVectors];
+    FWP_UNROLL for (int s = 0; s < kTileVectors; ++s) other[s] = in_register<A>(load(y[s] + i));
+    FWP_UNROLL for (int t = 0; t < kTileRows; ++t) {
+      const Vector<A> own = in_register<A>(load(x[t] + i));
+      FWP_UNROLL for (int s = 0; s < kTileVectors; ++s) sum[t * kTileVectors + s] += own * other[s];
+    }
+  }
+  A result[count];
+  FWP_UNROLL for (int n = 0; n < count; n += kLanes<A>) {
+    sum_lanes_of_each<A>(sum + n);
+    store(result + n, sum[n]);
+  }
+  FWP_UNROLL for (int t = 0; t < kTileRows; ++t)
+    std::memcpy(product + t * stride, result + t * kTileVectors, kTileVectors * sizeof(A));
+}
+
+// Rows of scratch are padded to whole vectors. Their stride is no power of two: rows that share a set of the cache would
+// drive each other out.
+template <typename A>
+FWP_INLINE int64_t padded(int64_t columns) {
+  return round_up(columns, kLanes<A>) + kLanes<A>;
+}
+
+template <typename A>
+FWP_INLINE Tokens<A> take(A*& scratch, int64_t rows, int64_t columns) {
+  const Tokens<A> x{scratch, padded<A>(columns)};
+  scratch += rows * x.stride;
+  return x;
+}
+
+template <typename A>
+FWP_INLINE Tokens<const A> constant(Tokens<A> x, int64_t column = 0) {
+  return {x.data + column, x.stride};
+}
+
+template <typename A>
+FWP_INLINE Tokens<A> from_row(Tokens<A> x, int64_t row) {
+  return {x[row], x.stride};
+}
+
+// Into scratch, padded by zeros to whole vectors and tiles.
+template <typename A>
+void copy(Tokens<const A> x, int64_t rows, int64_t columns, Tokens<A> to) {
+  for (int64_t t = 0; t < rows; ++t)
+    for (int64_t i = 0; i < columns; i += kLanes<A>) store(to[t] + i, load_part(x[t] + i, columns - i));
+  for (int64_t t = rows; t < round_up(rows, kTileRows); ++t) std::memset(to[t], 0, to.stride * sizeof(A));
+}
+
+// Sums of vectors for kTileRows tokens (or keys), on a panel of columns.
+template <typename A, int NV>
+struct Tile {
+  Group<A, NV> row[kTileRows];
+
+  FWP_INLINE void clear() {
+    FWP_UNROLL for (int r = 0; r < kTileRows; ++r) row[r].clear();
+  }
+  // row[r] += (or -=) the sum of factor(s, r) x_s over begin <= s < end.
+  template <bool subtract = false, typename F>
+  FWP_INLINE void add(int64_t begin, int64_t end, Tokens<const A> x, F factor) {
+    for (int64_t s = begin; s < end; ++s) {
+      Group<A, NV> other;
+      FWP_UNROLL for (int n = 0; n < NV; ++n) other.x[n] = in_register<A>(load(x[s] + n * kLanes<A>));
+      FWP_UNROLL for (int r = 0; r < kTileRows; ++r)
+        subtract ? row[r].subtract(factor(s, r), other) : row[r].add(factor(s, r), other);
+    }
+  }
+  // The same from s = 0 on, in parts as those of RowSums.
+  template <typename F>
+  FWP_INLINE void add_in_parts(int64_t end, Tokens<const A> x, F factor) {
+    for (int64_t begin = 0; begin < end; begin += kSumRows) {
+      Tile part;
+      part.clear();
+      part.add(begin, std::min(end, begin + kSumRows), x, factor);
+      FWP_UNROLL for (int r = 0; r < kTileRows; ++r) row[r].add(1, part.row[r]);
+    }
+  }
+  FWP_INLINE void store_to(Tokens<A> x, int64_t rows, int64_t columns) const {
+    FWP_UNROLL for (int r = 0; r < kTileRows; ++r)
+      if (r < rows) row[r].store_to(x[r], columns);
+  }
+};
+
+// Call f(first column, vectors) for panels of columns, `widest` vectors wide or one.
+template <typename A, int widest = kTileVectors, typename F>
+FWP_INLINE void for_panels(int64_t columns, F f) {
+  int64_t j = 0;
+  for (; columns - j > (widest - 1) * kLanes<A>; j += widest * kLanes<A>) f(j, std::integral_constant<int, widest>{});
+  for (; j < columns; j += kLanes<A>) f(j, std::integral_constant<int, 1>{});
+}
+
+// product[i][j] = sum over t < length of x[t][i] y[t][j], for rows i and columns j.
+template <typename A>
+void multiply_transposed(Tokens<A> x, Tokens<A> y, int64_t length, int64_t rows, int64_t columns, Tokens<A> product) {
+  for_panels<A>(columns, [&](int64_t j, auto vectors) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < rows; i += kTileRows) {
+      Tile<A, decltype(vectors)::value> sum;
+      sum.clear();
+      sum.add(0, length, constant(y, j),
+              [&](int64_t t, int r) __attribute__((always_inline)) { return x[t][i + r]; });
+      sum.store_to(from_row(product, i).from(j), rows - i, columns - j);
+    }
+  });
+}
+
+// product[t][i] = x_t y_i, for t < length and rows i of y, of `width` columns each; and some more, in the padding.
+template <typename A>
+void multiply_rows(Tokens<A> x, Tokens<A> y, int64_t length, int64_t rows, int64_t width, Tokens<A> product) {
+  for (int64_t t = 0; t < length; t += kTileRows)
+    for (int64_t i = 0; i < rows; i += kTileVectors)
+      multiply_tile<A>(constant(from_row(x, t)), constant(from_row(y, i)), width, product[t] + i, product.stride);
+}
+
+}  // namespace fwp
