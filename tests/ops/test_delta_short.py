@@ -36,9 +36,10 @@ def test_kernel_equals_the_reference(shape, state):
 
 @pytest.mark.parametrize("shape", [(2, 40, 256, 64), (4, 131, 256, 64), (1, 33, 64, 64), (1, 64, 512, 96)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_error_is_at_most_twice_that_of_the_loop(shape, dtype):
+@pytest.mark.parametrize("state", [False, True], ids=["no_state", "state"])
+def test_error_is_at_most_twice_that_of_the_loop(shape, dtype, state):
     """Both against float64, on the same rounded inputs."""
-    inputs = inputs_of(shape, dtype)
+    inputs = inputs_of(shape, dtype, state=state)
     gradients = cotangents(inputs)
     exact = {name: None if x is None else x.double() for name, x in inputs.items()}
     truth = results(reference, exact, tuple(x.double() for x in gradients))
