@@ -3,6 +3,7 @@
 
 #include "binding_tensors.h"
 #include "decay.h"
+#include "decay_short.h"
 
 namespace fwp::cpu {
 
@@ -33,6 +34,15 @@ struct DecayInputs {
     gate = gate_.to(type);
   }
   Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, q.options()); }
+  // `length` tokens from `first` on, and the state before them.
+  DecayInputs part(int64_t first, int64_t length, const Tensor& state) const {
+    DecayInputs part = *this;
+    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.gate})
+      if (x->defined()) *x = x->narrow(2, first, length);
+    part.size.L = length;
+    part.initial = state;
+    return part;
+  }
 };
 
 // Null where there is no such tensor.
@@ -41,31 +51,70 @@ Tokens<A> tokens_or_null(const Tensor& x, int64_t head) {
   return x.defined() ? tokens<A>(x, head) : Tokens<A>{nullptr, 0};
 }
 
+template <typename A>
+Rates<A> rates_or_null(const Tensor& x, int64_t head) {
+  const auto t = tokens_or_null<A>(x, head);
+  return {t.data, t.stride};
+}
+
+// Tokens of the quadratic form: see short_decay_tokens.
+inline int64_t length_of_start(const DecayInputs& in) {
+  return in.initial.defined() ? 0 : std::min(in.size.L, short_decay_tokens(in.size.Dk, in.size.Dv));
+}
+
 template <bool kGated>
-std::tuple<Tensor, Tensor, Tensor> decay_forward(const DecayInputs& in) {
+void decay_start(const DecayInputs& in, const Tensor& out, const Tensor& state) {
+  FWP_DISPATCH(in.type, {
+    using Rule = DecayShort<A, kGated>;
+    for_short_heads<Rule>(in.size, [&](int64_t h, Rule& rule) {
+      rule.forward(tokens<const A>(in.q, h), tokens<const A>(in.k, h), tokens<const A>(in.v, h),
+                   tokens_or_null<const A>(in.key_decay, h), tokens_or_null<const A>(in.value_decay, h),
+                   rates_or_null<const A>(in.gate, h), tokens<A>(out, h), tokens<A>(state, h));
+    });
+  })
+}
+
+// `kept` receives the state after each whole chunk.
+template <bool kGated>
+void decay_scan(const DecayInputs& in, const Tensor& out, const Tensor& final, const Tensor& kept) {
   const Sizes& size = in.size;
-  const int64_t chunks = size.L / kChunk;
-  const Tensor out = in.empty(size.values()), final = in.empty(size.state());
-  const Tensor kept = in.empty({size.B, size.H, chunks, size.Dk, size.Dv});
-  FWP_DISPATCH(in.type, for_blocks<A>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+  FWP_DISPATCH(in.type, for_blocks<A>(size, size.Dk, size.Dv,
+                                      [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
     constexpr int NV = decltype(vectors)::value;
     StateBlock<A, NV> block(size.Dk, n, matrix<const A>(in.initial, h, j), matrix<A>(final, h, j), work);
-    const auto gate = tokens_or_null<const A>(in.gate, h);
     DecayForward<A, NV, kGated> scan{block,
                                      tokens<const A>(in.q, h),
                                      tokens<const A>(in.k, h),
                                      tokens<const A>(in.v, h).from(j),
                                      tokens_or_null<const A>(in.key_decay, h),
                                      tokens_or_null<const A>(in.value_decay, h).from(j),
-                                     {gate.data, gate.stride},
+                                     rates_or_null<const A>(in.gate, h),
                                      tokens<A>(out, h).from(j),
                                      0};
     if constexpr (NV == 4)
       scan.template run<1, true>(0);
     else
-      scan.run_chunks(size.L, kept.mutable_data_ptr<A>() + h * chunks * size.Dk * size.Dv + j, size.Dv);
+      scan.run_chunks(size.L, tokens<A>(kept, h).data + j, size.Dv);
     block.finish();
   });)
+}
+
+// Out, the last state, and the state after each whole chunk, but for those in the midst of the start.
+template <bool kGated>
+std::tuple<Tensor, Tensor, Tensor> decay_forward(const DecayInputs& in) {
+  const Sizes& size = in.size;
+  const Tensor out = in.empty(size.values()), final = in.empty(size.state());
+  const Tensor kept = in.empty({size.B, size.H, size.L / kChunk, size.Dk, size.Dv});
+  const int64_t L = size.L, start = length_of_start(in), chunks = start / kChunk;
+  if (start == 0) {
+    decay_scan<kGated>(in, out, final, kept);
+  } else {
+    const Tensor middle = start < L ? kept.select(2, chunks - 1) : final;
+    decay_start<kGated>(in.part(0, start, Tensor()), out.narrow(2, 0, start), middle);
+    if (start < L)
+      decay_scan<kGated>(in.part(start, L - start, middle), out.narrow(2, start, L - start), final,
+                         kept.narrow(2, chunks, L / kChunk - chunks));
+  }
   return {out.to(in.given), final, kept};
 }
 
@@ -82,33 +131,51 @@ auto scratch(int64_t count) {
   return std::unique_ptr<A, decltype(release)>(static_cast<A*>(p), release);
 }
 
-// Gradients of q, k, v, key_decay (or gate), value_decay (or nothing) and the initial state.
+// Undefined: a gradient that the rule has not, or that nobody wants.
+struct DecayGradients {
+  Tensor q, k, v, key_decay, value_decay, gate, initial;
+
+  DecayGradients part(int64_t first, int64_t length, const Tensor& state) const {
+    DecayGradients part = *this;
+    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.gate})
+      if (x->defined()) *x = x->narrow(2, first, length);
+    part.initial = state;
+    return part;
+  }
+};
+
 template <bool kGated>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decay_backward(const DecayInputs& in, const Tensor& kept, const std::optional<Tensor>& grad_out,
-                                     const std::optional<Tensor>& grad_state) {
+void decay_start_backward(const DecayInputs& in, const Tensor& d_out, const Tensor& d_state, const DecayGradients& to) {
+  FWP_DISPATCH(in.type, {
+    using Rule = DecayShort<A, kGated>;
+    for_short_heads<Rule>(in.size, [&](int64_t h, Rule& rule) {
+      rule.backward(tokens<const A>(in.q, h), tokens<const A>(in.k, h), tokens<const A>(in.v, h),
+                    tokens_or_null<const A>(in.key_decay, h), tokens_or_null<const A>(in.value_decay, h),
+                    rates_or_null<const A>(in.gate, h), tokens<const A>(d_out, h), tokens_or_null<const A>(d_state, h),
+                    tokens<A>(to.q, h), tokens<A>(to.k, h), tokens<A>(to.v, h), tokens_or_null<A>(to.key_decay, h),
+                    tokens_or_null<A>(to.value_decay, h), rates_or_null<A>(to.gate, h));
+    });
+  })
+}
+
+template <bool kGated>
+void decay_scan_backward(const DecayInputs& in, const Tensor& kept, const Tensor& d_out, const Tensor& d_final,
+                         const DecayGradients& to) {
   const Sizes& size = in.size;
-  const int64_t heads = size.B * size.H, chunks = size.L / kChunk;
-  check("kept", kept, {size.B, size.H, chunks, size.Dk, size.Dv}, in.type);
-  TORCH_CHECK(kept.is_contiguous(), "kept must be contiguous");
-  check("grad_out", grad_out, size.values(), in.given);
-  check("grad_state", grad_state, size.state(), in.type);
-  const Tensor d_out = grad_out ? prepare(*grad_out, in.type) : at::zeros(size.values(), in.q.options());
-  const Tensor d_final = grad_state.value_or(Tensor()), none;
-  const Tensor d_q = in.empty(size.keys()), d_k = in.empty(size.keys());
-  const Tensor d_key_decay = kGated ? none : in.empty(size.keys());
-  const Tensor d_initial = in.initial.defined() ? in.empty(size.state()) : none;
   // Where there are fewer heads than threads, the blocks of a head are shared out, and sums over them come in parts.
-  const int64_t width = backward_width(size, in.type), blocks = std::max<int64_t>(1, (size.Dk + width - 1) / width);
+  const int64_t heads = size.B * size.H, width = backward_width(size, in.type);
+  const int64_t blocks = std::max<int64_t>(1, (size.Dk + width - 1) / width);
   const int64_t wanted = heads ? (at::get_num_threads() + heads - 1) / heads : 1, parts = std::min(wanted, blocks);
-  const Tensor d_v = in.empty({parts, size.B, size.H, size.L, size.Dv});
-  const Tensor d_value_decay = kGated ? none : in.empty(d_v.sizes());
-  const Tensor d_gate = kGated ? in.empty({parts, size.B, size.H, size.L}) : none;
+  const auto in_parts = [&](const Tensor& x) {
+    if (!x.defined()) return x;
+    return parts == 1 ? x.unsqueeze(0) : x.new_empty({parts, size.B, size.H, size.L, x.dim() == 4 ? x.size(3) : 1});
+  };
+  const Tensor d_v = in_parts(to.v), d_value_decay = in_parts(to.value_decay), d_gate = in_parts(to.gate);
   FWP_DISPATCH(in.type, {
     const auto run_block = [&](int64_t h, int64_t part, int64_t i, bool add, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
       const auto of_part = [&](const Tensor& x) { return x.defined() ? x.select(0, part) : x; };
-      const auto gate = tokens_or_null<const A>(in.gate, h);
-      const auto d_gate_ = tokens_or_null<A>(of_part(d_gate), h);
+      const auto states = tokens<const A>(kept, h);
       DecayBackward<A, NV, kGated>{size.L,
                                    size.Dv,
                                    std::min(width, size.Dk - i),
@@ -118,18 +185,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decay_backward(const 
                                    tokens<const A>(in.v, h),
                                    tokens_or_null<const A>(in.value_decay, h),
                                    tokens<const A>(d_out, h),
-                                   {gate.data, gate.stride},
-                                   tokens<A>(d_q, h).from(i),
-                                   tokens<A>(d_k, h).from(i),
-                                   tokens_or_null<A>(d_key_decay, h).from(i),
+                                   rates_or_null<const A>(in.gate, h),
+                                   tokens<A>(to.q, h).from(i),
+                                   tokens<A>(to.k, h).from(i),
+                                   tokens_or_null<A>(to.key_decay, h).from(i),
                                    tokens<A>(of_part(d_v), h),
                                    tokens_or_null<A>(of_part(d_value_decay), h),
-                                   {d_gate_.data, d_gate_.stride},
+                                   rates_or_null<A>(of_part(d_gate), h),
                                    add,
                                    matrix<const A>(in.initial, h, i, true),
                                    matrix<const A>(d_final, h, i, true),
-                                   matrix<A>(d_initial, h, i, true),
-                                   kept.const_data_ptr<A>() + h * chunks * size.Dk * size.Dv + i * size.Dv,
+                                   matrix<A>(to.initial, h, i, true),
+                                   states.data + i * size.Dv,
                                    size.Dk * size.Dv,
                                    work}
           .run();
@@ -148,9 +215,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decay_backward(const 
       }
     });
   })
-  const auto total = [&](const Tensor& x) { return x.defined() ? (parts == 1 ? x.select(0, 0) : x.sum(0)).to(in.given) : x; };
-  const Tensor d_rate = kGated ? total(d_gate) : d_key_decay.to(in.given);
-  return {d_q.to(in.given), d_k.to(in.given), total(d_v), d_rate, total(d_value_decay), or_nothing(d_initial, in.q)};
+  if (parts == 1) return;
+  for (const auto& [target, in_parts] : {std::pair{to.v, d_v}, {to.value_decay, d_value_decay}, {to.gate, d_gate}})
+    if (target.defined()) target.copy_(in_parts.sum(0).view_as(target));
+}
+
+// Gradients of q, k, v, key_decay (or gate), value_decay (or nothing) and the initial state.
+template <bool kGated>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decay_backward(const DecayInputs& in, const Tensor& kept,
+                                                                          const std::optional<Tensor>& grad_out,
+                                                                          const std::optional<Tensor>& grad_state) {
+  const Sizes& size = in.size;
+  const int64_t L = size.L, start = length_of_start(in), chunks = start / kChunk;
+  check("kept", kept, {size.B, size.H, L / kChunk, size.Dk, size.Dv}, in.type);
+  TORCH_CHECK(kept.is_contiguous(), "kept must be contiguous");
+  check("grad_out", grad_out, size.values(), in.given);
+  check("grad_state", grad_state, size.state(), in.type);
+  const Tensor d_out = grad_out ? prepare(*grad_out, in.type) : at::zeros(size.values(), in.q.options());
+  const Tensor d_final = grad_state.value_or(Tensor()), none;
+  DecayGradients to{in.empty(size.keys()), in.empty(size.keys()), in.empty(size.values()), none, none, none, none};
+  if (kGated)
+    to.gate = in.empty(size.rates());
+  else
+    to.key_decay = in.empty(size.keys()), to.value_decay = in.empty(size.values());
+  if (in.initial.defined()) to.initial = in.empty(size.state());
+  if (start == 0) {
+    decay_scan_backward<kGated>(in, kept, d_out, d_final, to);
+  } else {
+    Tensor d_middle = start < L ? in.empty(size.state()) : d_final.defined() ? prepare(d_final, in.type) : none;
+    if (start < L)
+      decay_scan_backward<kGated>(in.part(start, L - start, kept.select(2, chunks - 1)),
+                                  kept.narrow(2, chunks, L / kChunk - chunks), d_out.narrow(2, start, L - start),
+                                  d_final, to.part(start, L - start, d_middle));
+    decay_start_backward<kGated>(in.part(0, start, none), d_out.narrow(2, 0, start), d_middle,
+                                 to.part(0, start, none));
+  }
+  const auto given = [&](const Tensor& x) { return x.defined() ? x.to(in.given) : x; };
+  return {given(to.q), given(to.k), given(to.v), given(kGated ? to.gate : to.key_decay), given(to.value_decay),
+          or_nothing(to.initial, in.q)};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> decay_rule(const Tensor& q, const Tensor& k, const Tensor& v,

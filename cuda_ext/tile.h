@@ -66,8 +66,8 @@ FWP_INLINE void multiply_tile(Tokens<const A> x, Tokens<const A> y, int64_t widt
     std::memcpy(product + t * stride, result + t * kTileVectors, kTileVectors * sizeof(A));
 }
 
-// Rows of scratch are padded to whole vectors. Their stride is no power of two: rows that share a set of the cache would
-// drive each other out.
+// Rows of scratch are padded to whole vectors. Their stride is no power of two: rows that share a set of the cache
+// would drive each other out.
 template <typename A>
 FWP_INLINE int64_t padded(int64_t columns) {
   return round_up(columns, kLanes<A>) + kLanes<A>;
