@@ -2,7 +2,8 @@
 
 Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 and App. F. Its linear Transformers
 (rule sum) normalise the read-out, its Delta Networks the mapped keys and queries (Tables 2, 3 and 5). The rules gated
-and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scratch: see README.md.
+and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scratch; both do so as they are, see the
+grid of recipes/peps/RESULTS.md.
 """
 
 from collections.abc import Callable
