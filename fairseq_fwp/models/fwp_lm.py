@@ -1,8 +1,9 @@
 """The language model `fwp_lm`: a decoder-only Transformer whose attention is a fast weight programmer or softmax."""
 
+import copy
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -11,7 +12,7 @@ from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel, register_model
 from fairseq.modules import FairseqDropout, LayerNorm
-from omegaconf import II
+from omegaconf import II, OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
@@ -109,6 +110,17 @@ class FwpLanguageModelConfig(FairseqDataclass):
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
 
 
+def fill_in_defaults(cfg: Any) -> Any:
+    """The configuration with the defaults of options that a checkpoint of an earlier version does not know."""
+    known = FwpLanguageModelConfig()
+    missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
+    if not missing:
+        return cfg
+    completed = copy.deepcopy(cfg)
+    OmegaConf.set_struct(completed, False)
+    return OmegaConf.merge(completed, missing)
+
+
 class DecoderState(NamedTuple):
     """What the decoder remembers: a state per layer, and the number of tokens (B,) seen without padding."""
 
@@ -142,7 +154,7 @@ class FwpLanguageModel(FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        return cls(FwpDecoder(cfg, task.target_dictionary))
+        return cls(FwpDecoder(fill_in_defaults(cfg), task.target_dictionary))
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""

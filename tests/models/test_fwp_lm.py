@@ -103,6 +103,16 @@ def test_rows_of_different_lengths(build_model, rule):
         torch.testing.assert_close(step[row], log_probs(model, whole)[0, -1:])
 
 
+def test_a_checkpoint_of_an_earlier_version_is_built_with_the_defaults_of_new_options():
+    config = OmegaConf.to_container(configure("delta_lm_wt103", **SMALL))
+    for name in ("decoder_key_dim", "norm_read_out", "favor_draw"):
+        del config[name]
+    config = OmegaConf.create(config)
+    OmegaConf.set_struct(config, True)
+    model = FwpLanguageModel.build_model(config, Namespace(target_dictionary=make_dictionary(50)))
+    assert model.decoder.layers[0].self_attn.read_out_norm is None and "norm_read_out" not in config
+
+
 def test_flags_reach_the_layer(build_model):
     flags = {"attention_normalization": True, "attention_normalization_read_out_only": True}
     flags |= {"normalization_epsilon": 0.5, "add_normalization_epsilon": True, "scale_read_out": True}
