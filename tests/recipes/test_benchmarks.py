@@ -113,10 +113,10 @@ def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     (tmp_path / "RESULTS.md").write_text((BENCHMARKS / "RESULTS.md").read_text())
     goals = [report.goal_row(report.Goal("speed", "small", 5), (6.0, 5.5))]
-    for speed in ("first", "second"):
+    for speed in ("run one", "run two"):
         report.publish("training", ["speed"], [[speed]], goals, speed)
     ledger = (tmp_path / "RESULTS.md").read_text()
-    assert ledger.count("1 of 1 goals met") == 1 and "second" in ledger and "first" not in ledger
+    assert ledger.count("1 of 1 goals met") == 1 and "run two" in ledger and "run one" not in ledger
     assert all(f"<!-- {part}: end -->" in ledger for part in ("operators", "rules", "training", "long"))
 
 
