@@ -6,11 +6,13 @@ B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .arguments import state_dtype
+from .dispatch import refuse_double_backward
 
 # Tokens between two states that the forward pass keeps: what was forgotten cannot be rewound, so the backward pass
 # rebuilds the states between them.
@@ -91,3 +93,22 @@ def _backward_chunk(grads: list[Tensor], tokens: list[Tensor], first: Tensor, g:
             grad[:, :, t] = (matrix * column.unsqueeze(-1)).sum(-2)
         g = g * outer(f_t, z_t)
     return g
+
+
+def register_autograd(forward: Any, backward: Any) -> None:
+    """Makes ``backward`` the derivative of the operator ``forward``, whose last input is the state."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*inputs, output[2])
+
+    def differentiate(
+        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        *tokens, state, kept = ctx.saved_tensors
+        *grads, grad_initial = backward(*tokens, state, kept, grad_out, grad_state)
+        return *grads, None if state is None else grad_initial
+
+    forward.register_autograd(differentiate, setup_context=setup_context)
+    refuse_double_backward(backward)

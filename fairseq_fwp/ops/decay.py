@@ -7,14 +7,12 @@ transposed, and our decays are what their sigmoids return. Shapes: q, k, key_dec
 out (B, H, L, Dv), state (B, H, Dk, Dv); W starts as the state.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .arguments import check_arguments
-from .chunks import allocate_results, backward_by_chunks, first_state, forward_by_chunks, outer
-from .dispatch import kernel_ready, refuse_double_backward, run
+from .chunks import allocate_results, backward_by_chunks, first_state, forward_by_chunks, outer, register_autograd
+from .dispatch import kernel_ready, run
 
 
 def decay_rule(
@@ -137,19 +135,4 @@ def _(
     return of_q, of_k, of_v, of_f, of_z, kept.new_empty(0 if state is None else state.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*inputs, output[2])
-
-
-def _differentiate(
-    ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    *tokens, state, kept = ctx.saved_tensors
-    *grads, grad_initial = _backward(*tokens, state, kept, grad_out, grad_state)
-    return *grads, None if state is None else grad_initial
-
-
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
-refuse_double_backward(_backward)
+register_autograd(_forward, _backward)
