@@ -78,8 +78,8 @@ def decay_rule_reference(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Out, new state and the states after every CHUNK tokens (B, H, L // CHUNK, Dk, Dv), uninitialised where the backward
-    pass does without: the kernel reads the first tokens of a sequence without a state again."""
+    """Out, new state and the states after every CHUNK tokens (B, H, L // CHUNK, Dk, Dv), uninitialised where
+    the backward pass does without: the kernel reads the first tokens of a sequence without a state again."""
     _check(q, k, v, key_decay, value_decay, state)
     if kernel_ready(q.device.type):
         return torch.ops.fwp.decay_rule(q, k, v, key_decay, value_decay, state)
