@@ -1,6 +1,7 @@
 """Fast weight programmers for fairseq: `fairseq-train --user-dir fairseq_fwp --arch delta_lm_wt103 ...`.
 
-Importing the package mends what today's torch, numpy and Python break in fairseq (`_compat`) and registers the models and tasks.
+Importing the package mends what today's torch, numpy and Python break in fairseq (`_compat`) and registers the models
+and tasks.
 """
 
 from fairseq_fwp import _compat

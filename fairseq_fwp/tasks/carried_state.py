@@ -2,8 +2,8 @@
 
 A model that carries a state has a decoder with `carries_state = True`, takes `state=` (None = nothing read) and
 returns the new one as "state" in the second value. The state is opaque here but for three methods, each of which
-returns a new one: `detach()`, `reorder(rows)` with the numbers of the rows to keep, (B',) int64, and `reset(rows)`, (B,)
-bool, after which the rows that are True have read nothing. `torch.load` must know its types (`add_safe_globals`).
+returns a new one: `detach()`; `reorder(rows)`, the numbers (B',) int64 of the rows to keep; `reset(rows)`, (B,) bool,
+after which the rows that are True have read nothing. `torch.load` must know its types (`add_safe_globals`).
 """
 
 import io

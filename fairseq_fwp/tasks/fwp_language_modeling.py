@@ -90,12 +90,12 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         """The text of a split in blocks; raises FileNotFoundError, or ValueError for an empty text."""
         paths = utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+        if os.path.exists(f"{path}.bin") and not os.path.getsize(f"{path}.bin"):
+            raise ValueError(f"the text {split!r} ({path}.bin) is empty: preprocess a file with at least one token")
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
         if lines is None:
-            raise FileNotFoundError(f"no text {split!r} ({path}): fairseq-preprocess --only-source writes it")
+            raise FileNotFoundError(f"no text {split!r} ({path}.bin): fairseq-preprocess --only-source writes it")
         text = Text(lines)
-        if len(text) == 0:
-            raise ValueError(f"the text {split!r} ({path}) is empty: preprocess a file with at least one token")
         separator = self.args.reset_state_after
         self.datasets[split] = TextBlocks(
             text,

@@ -51,13 +51,12 @@ class StreamIterator(EpochBatchIterator):
 
     def _check(self, saved: dict[str, Any] | None) -> None:
         if saved is None:
-            difference = "of a task without streams"
+            difference = "of another task"
         else:
-            changed = [name for name, value in self.settings.items() if saved.get(name) != value]
-            if not changed:
-                return
-            difference = "with " + ", ".join(f"{name} {saved.get(name)} (now {self.settings[name]})" for name in changed)
-        raise RuntimeError(
-            f"the checkpoint stopped in the middle of an epoch {difference}, where this run cannot go on: give it the "
-            "same settings, or --reset-dataloader to begin at the first epoch's first token"
-        )
+            pairs = ((name, saved.get(name), value) for name, value in self.settings.items())
+            difference = ", ".join(f"with {name} {before} (now {now})" for name, before, now in pairs if before != now)
+        if difference:
+            raise RuntimeError(
+                f"the checkpoint stopped in the middle of an epoch {difference}, where these streams cannot go on: "
+                "give the same settings, or --reset-dataloader to begin at the first epoch's first token"
+            )
