@@ -345,3 +345,10 @@ def test_a_missing_text_is_named(make_task):
     task = make_task({"train": [[4, 2]]})
     with pytest.raises(FileNotFoundError, match=r"no text 'valid' \(.*valid.bin\): fairseq-preprocess"):
         task.load_dataset("valid")
+
+
+@pytest.mark.parametrize("flags, options", [({"carry_state": True}, {}), ({}, {"context_window": 8})])
+def test_what_eval_lm_cannot_do_is_refused(make_task, flags, options):
+    task = make_task({"train": [[4, 2]]}, **flags)
+    with pytest.raises(ValueError, match="fairseq-eval-lm carries no state and slides no window"):
+        task.eval_lm_dataloader(task.dataset("train"), batch_size=1, **options)

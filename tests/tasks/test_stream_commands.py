@@ -80,12 +80,11 @@ def trained(data, tmp_path_factory):
 
 
 def test_a_run_interrupted_in_mid_epoch_goes_on_bit_for_bit(data, trained, tmp_path):
-    """Twice, once with a process that reads ahead."""
     folder, flags, log = trained
     assert "end of epoch 1" in log and "arning" not in log
     parts = [
         run("fairseq-train", *arguments(data, tmp_path, updates, *flags, "--num-workers", workers))
-        for updates, workers in ((2, 0), (7, 1), (14, 0))
+        for updates, workers in ((2, 1), (14, 0))  # a process that reads ahead, and none
     ]
     assert [loss for part in parts for loss in losses(part)] == losses(log)
     assert_same_bits(folder, tmp_path)
@@ -102,34 +101,24 @@ def test_two_processes_own_their_streams(data, tmp_path):
     alone = run("fairseq-train", *arguments(data, tmp_path / "alone", 10, *flags, "--batch-size", 4))
     expected = [float(loss) for loss, _ in losses(alone)]
     assert [float(loss) for loss, _ in losses(whole)] == pytest.approx(expected, abs=2e-3)
-    log = run("fairseq-train", *arguments(data, tmp_path / "whole", 12, *flags), status=1)
-    assert re.search(r"in the middle of an epoch with processes 2 \(now 1\), where .*--reset-dataloader", log)
 
 
 def test_validation_carries_the_state(data, trained):
-    """fairseq-validate repeats the validation of the training run; other streams, other states."""
+    """fairseq-validate takes the task's settings from the checkpoint and repeats the validation of the training run."""
     folder, _, log = trained
-    found = [
-        run(
-            "fairseq-validate", data, "--task", "fwp_language_modeling", "--path", folder / "checkpoint_last.pt",
-            "--batch-size", count, "--cpu", "--log-format", "simple",
-        )
-        for count in (3, 1)
-    ]  # fmt: skip
-    three, one = (re.search(r"valid .*\| loss ([\d.]+)", text)[1] for text in found)
-    assert re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", log)[-1] == three != one
+    text = run(
+        "fairseq-validate", data, "--task", "fwp_language_modeling", "--path", folder / "checkpoint_last.pt",
+        "--batch-size", 3, "--cpu", "--log-format", "simple",
+    )  # fmt: skip
+    found = re.search(r"valid .*\| loss ([\d.]+)", text)[1]
+    assert found == re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", log)[-1]
 
 
-def test_eval_lm(data, trained):
-    """Over streams without a state it scores what it scores over fairseq's blocks; with one it refuses."""
-    common = [data, "--path", trained[0] / "checkpoint_last.pt", "--gen-subset", "valid", "--cpu"]
-    common += ["--tokens-per-sample", 8, "--batch-size", 3]
-    streams, blocks = (
-        run("fairseq-eval-lm", *common, "--task", task) for task in ("fwp_language_modeling", "language_modeling")
-    )
-    scores = [
-        re.search(r"Evaluated ([\d,]+) tokens.*Loss \(base 2\): ([\d.]+)", log, re.S) for log in (streams, blocks)
-    ]
-    assert scores[0].groups() == scores[1].groups()
-    log = run("fairseq-eval-lm", *common, *CARRY, status=1)
-    assert log.splitlines()[-1].startswith("ValueError: fairseq-eval-lm carries no state")
+def test_eval_lm_scores_every_token(data, trained):
+    log = run(
+        "fairseq-eval-lm", data, "--task", "fwp_language_modeling", "--path", trained[0] / "checkpoint_last.pt",
+        "--gen-subset", "valid", "--cpu", "--tokens-per-sample", 8, "--batch-size", 3,
+    )  # fmt: skip
+    tokens = (data / "valid.bin").stat().st_size // 2  # of a vocabulary below 65,500 a token takes two bytes
+    assert f"Evaluated {tokens} tokens" in log
+    assert 2 < float(re.search(r"Perplexity: ([\d.]+)", log)[1]) < 60
