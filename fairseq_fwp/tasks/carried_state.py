@@ -41,7 +41,8 @@ class CarriedState:
         net_input = {**sample["net_input"], "state": self._before(sample)}
         with _new_states(model) as states:
             result = compute({**sample, "net_input": net_input})
-        self._now = Memory(sample["segment"] + 1, tuple(sample["streams"]), states[-1].detach())
+        state = None if sample["last"] else states[-1].detach()
+        self._now = Memory(sample["segment"] + 1, tuple(sample["streams"]), state)
         return result
 
     def end_update(self) -> None:

@@ -20,6 +20,7 @@ class Streams:
         count = batch_size * num_shards
         self.blocks = blocks
         self.bounds = np.arange(count + 1) * len(blocks) // count
+        self.segments = int(np.diff(self.bounds).max())
         self.own = range(shard_id * batch_size, (shard_id + 1) * batch_size)
         self.pad = pad
         self.eos = eos
@@ -29,14 +30,14 @@ class Streams:
         first, end = self.bounds[:-1], self.bounds[1:]
         return [
             [int(first[s] + segment) for s in self.own if first[s] + segment < end[s]]
-            for segment in range(int((end - first).max()))
+            for segment in range(self.segments)
         ]
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The batch of fairseq's language models, and what a carried state has to know of its rows.
 
-        "segment": how many blocks their streams have read; "streams": their numbers; "fresh": whether the block
-        starts a stream or document, and so starts without a state.
+        "segment": how many blocks their streams have read; "last": whether none come after these; "streams": their
+        numbers; "fresh": whether the block starts a stream or document, and so starts without a state.
         """
         if not items:
             return self._no_targets()
@@ -45,8 +46,14 @@ class Streams:
         streams = np.searchsorted(self.bounds, ids, side="right") - 1
         segment = int(ids[0] - self.bounds[streams[0]])
         fresh = self.blocks.starts_document[ids] | (segment == 0)
-        # Lists, not tensors: they are looked at on the CPU, wherever fairseq moves the batch.
-        return {**batch, "segment": segment, "streams": streams.tolist(), "fresh": fresh.tolist()}
+        return {
+            **batch,
+            "segment": segment,
+            "last": segment == self.segments - 1,
+            # Lists, not tensors: they are looked at on the CPU, wherever fairseq moves the batch.
+            "streams": streams.tolist(),
+            "fresh": fresh.tolist(),
+        }
 
     def _no_targets(self) -> dict[str, Any]:
         """A batch without targets, for a process whose streams have ended.
