@@ -54,14 +54,15 @@ def test_streams_are_contiguous(make_task, workers, shards):
     for shard in range(shards):
         inputs, outputs = {}, {}
         options = {"max_sentences": 3, "num_shards": shards, "shard_id": shard, "disable_iterator_cache": True}
-        for number, batch in enumerate(batches(task, num_workers=workers, epochs=2, **options)):
-            segments = number % len(task.get_batch_iterator(task.dataset("train"), **options))
-            assert batch["segment"] == segments
+        epochs = list(batches(task, num_workers=workers, epochs=2, **options))
+        for number, batch in enumerate(epochs):
+            segment = number % (len(epochs) // 2)
+            assert (batch["segment"], batch["last"]) == (segment, segment == len(epochs) // 2 - 1)
             for row, stream in enumerate(batch["streams"]):
                 kept = batch["target"][row].ne(task.dictionary.pad())
                 inputs.setdefault(stream, []).extend(batch["net_input"]["src_tokens"][row][kept].tolist())
                 outputs.setdefault(stream, []).extend(batch["target"][row][kept].tolist())
-                assert batch["fresh"][row] == (segments == 0)
+                assert batch["fresh"][row] == (segment == 0)
         for stream in inputs:
             half = len(outputs[stream]) // 2
             assert outputs[stream][:half] == outputs[stream][half:]
