@@ -222,6 +222,18 @@ def test_keeps_the_torch_of_an_active_environment(checkout, active, kind):
     assert not (checkout / ".venv").exists()
 
 
+def test_an_environment_of_another_checkout_is_left_alone(checkout, active):
+    site = active / "lib/python3.11/site-packages"
+    other = checkout.parent / "other/fairseq_fwp"
+    for folder in (site, other):
+        folder.mkdir(parents=True)
+    (site / "fairseq_fwp").symlink_to(other)
+    done = set_up(checkout, VIRTUAL_ENV=str(active))
+    assert_refused(done, checkout, str(other.parent), "deactivate it")
+    other.rmdir()  # a checkout that is gone has no claim
+    assert set_up(checkout, VIRTUAL_ENV=str(active)).returncode == 0
+
+
 def test_base_of_conda_is_left_alone(checkout, active):
     stub(checkout.parent / "stubs/python3", "echo 3.9")
     done = set_up(checkout, CONDA_DEFAULT_ENV="base", CONDA_PREFIX=str(active))
