@@ -91,7 +91,7 @@ class AdaptiveSoftmax(nn.Module):
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
         """For each tail cluster, the rows whose target lies in it; all `count` rows without a target."""
         if target is None:
-            rows = torch.arange(count, device=self.weight.device)
+            rows = torch.arange(count, device=self.bias.device)
             return [(index, rows) for index in range(len(self.bounds) - 2)]
         return [
             (index, ((target >= low) & (target < high)).nonzero().squeeze(1))

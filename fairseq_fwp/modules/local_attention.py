@@ -20,7 +20,9 @@ class LocalAttention(SoftmaxAttention):
     def __init__(self, embed_dim: int, num_heads: int, window: int, dropout: float = 0.0) -> None:
         super().__init__(embed_dim, num_heads, dropout)
         if window < 1:
-            raise ValueError(f"the window of attention must hold at least 1 token, got {window}: --attention-window")
+            raise ValueError(
+                f"the window of attention must hold at least 1 token, got {window}: change --attention-window"
+            )
         self.window = window
 
     def forward(
