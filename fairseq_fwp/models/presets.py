@@ -5,10 +5,10 @@ Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 
 and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scratch; both do so as they are, see the
 grid of recipes/peps/RESULTS.md.
 
-Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that its authors published; *medium* is Schlag's
-(Sec. 6.3, Table 4). They drop the activations of the feed-forward blocks too. For `xl_lm_wt103_large` the paper prints
-257 M parameters, but the published script and weights, which are these sizes, have 285 M; with 16 layers in place of
-18 they would have 258 M. The models called large were trained with u and v of every layer's own.
+Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that its authors published; *medium* is
+Schlag's (Sec. 6.3, Table 4). They drop the activations of the feed-forward blocks too. The paper prints 257 M parameters
+for `xl_lm_wt103_large`, but the published script and weights, which are these sizes, have 285 M; with 16 layers, not 18,
+it would be 258 M. The models called large were trained with untied u and v.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Adaptive softmaxes over tied word embeddings, with biases, as Transformer-XL and Schlag et al. 2021 use them."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +125,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         super().__init__(embedding, embedding.bounds[1:-1])
         self.tables = embedding.tables
         head = nn.Linear(embedding.embedding_dim, embedding.embedding_dim, bias=False)
-        self.projections = nn.ModuleList([head, *list(embedding.projections)[1:]])
+        self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
         self.reset_projections()
 
     def reset_projections(self) -> None:

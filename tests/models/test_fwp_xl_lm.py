@@ -220,7 +220,7 @@ def test_it_is_trained_saved_and_resumed_with_its_memory(build, kind):
 
     model, segments = build(kind, dropout=0.0).train(), random_tokens(6, 2, 7)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    before, state = train(model, optimizer, None, segments[:3])
+    _, state = train(model, optimizer, None, segments[:3])
     assert all(parameter.grad is not None for parameter in model.parameters())
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict()], file)

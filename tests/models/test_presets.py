@@ -86,7 +86,7 @@ def test_transformer_xl_base_has_the_published_size(wikitext103):
 
 
 def test_transformer_xl_large_has_the_size_of_its_script(wikitext103):
-    """Dai et al. 2019, Table 1, says 257 M. Its script, and the weights it published, have 18 layers, which are more."""
+    """Dai et al. 2019, Table 1, says 257 M. Its script and its published weights have 18 layers, which are more."""
     tables = sum(words * dim for words, dim in ((20_000, 1024), (20_000, 256), (160_000, 64), (67_735, 16)))
     projections = 1024 * (2 * 1024 + 256 + 64 + 16)
     embeddings = tables + projections + WIKITEXT103_WORDS + 3 * (1024 + 1)
