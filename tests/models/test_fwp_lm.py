@@ -116,8 +116,6 @@ def test_local_attention_decodes_in_constant_memory(build_model):
     changed[:, 0] ^= 1
     seen = (log_probs(model, changed) != whole).any(-1)[0].nonzero().flatten().tolist()
     assert seen == [0, 1, 2, 3, 4]  # 2 tokens further through each of 2 layers
-    with pytest.raises(ValueError, match="'delta' has no window: leave it out, or give --decoder-update-rule softmax"):
-        build_model("delta_lm_wt103", attention_window=3)
 
 
 def test_adaptive_inputs_of_any_model(build_model):
@@ -383,3 +381,21 @@ def test_it_learns_what_needs_its_memory(build_model):
         loss.backward()
         optimizer.step()
     assert loss < 0.5 < torch.tensor(8.0).log()
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "unused"),
+    [
+        ("delta_lm_wt103", {"dpfp_nu": 2}, ["--dpfp-nu"]),
+        ("sum_favor_lm_wt103", {"decoder_feature_map": "elu"}, ["--favor-features"]),
+        ("softmax_lm_wt103", {"sum_normalization": True}, ["--sum-normalization"]),
+        ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
+        ("softmax_lm_wt103", {"attention_window": 3}, []),
+        ("delta_lm_wt103", {"attention_window": 3}, ["--attention-window"]),
+        ("softmax_lm_wt103", {}, []),
+    ],
+)
+def test_flags_without_effect_are_named(build_model, caplog, arch, flags, unused):
+    build_model(arch, **flags)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split()[0] for message in warnings] == unused

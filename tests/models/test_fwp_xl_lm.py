@@ -338,3 +338,11 @@ REFUSED = {
 def test_settings_that_cannot_be_are_refused(build, sentence):
     with pytest.raises(ValueError, match=sentence):
         build("relative", **REFUSED[sentence])
+
+
+def test_flags_without_effect_are_named(build, caplog):
+    build("shaw", untie_biases=True)
+    build("absolute", untie_biases=True, clamp_len=3)
+    build("relative", untie_biases=True, clamp_len=3)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split()[0] for message in warnings] == ["--untie-biases", "--untie-biases", "--clamp-len"]
