@@ -62,7 +62,8 @@ check_python() {
 check_owner() {
   local link owner
   for link in "$env"/lib/python3.*/site-packages/fairseq_fwp; do
-    owner=$(readlink "$link") || continue
+    [ -L "$link" ] || continue
+    owner=$(readlink "$link")
     [ ! -d "$owner" ] || [ "$owner" -ef "$root/fairseq_fwp" ] ||
       die "$env runs the fairseq_fwp of ${owner%/*}: deactivate it (a .venv is made here then), or remove $link."
   done
