@@ -90,6 +90,10 @@ class FwpXlDecoder(FwpDecoder):
         """Whether sinusoids of the positions are added to the embeddings."""
         return cfg.decoder_positions == "absolute"
 
+    def has_constant_state(self, cfg: Any) -> bool:
+        """Whether there is a memory to carry from segment to segment."""
+        return cfg.mem_len > 0
+
     def build_attention(self, cfg: Any) -> nn.Module:
         """The attention of one layer."""
         return build_attention(cfg)
