@@ -64,6 +64,10 @@ class SoftmaxAttention(nn.Module):
         )
         return self.out_proj(y.transpose(1, 2).flatten(2)), cache
 
+    def state_size(self, length: int) -> int:
+        """Numbers in the keys and values of a sequence of `length` tokens."""
+        return 2 * length * self.out_proj.in_features
+
 
 def _extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
     if state is None:
