@@ -39,6 +39,20 @@ MAP_FLAGS = {
     "relu": {"num_features": "relu_features"},
 }
 
+# What softmax attention does not look at.
+FAST_WEIGHT_FLAGS = (
+    "decoder_feature_map",
+    "decoder_key_dim",
+    "sum_normalization",
+    "attention_normalization",
+    "attention_normalization_read_out_only",
+    "normalization_epsilon",
+    "add_normalization_epsilon",
+    "scale_read_out",
+    "norm_read_out",
+    *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
+)
+
 # Nothing but the user's patience bounds the length of what a recurrent model generates.
 MAX_GENERATED_POSITIONS = 10**6
 
@@ -154,7 +168,11 @@ class FwpLanguageModel(FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        return cls(FwpDecoder(fill_in_defaults(cfg), task.target_dictionary))
+        cfg = fill_in_defaults(cfg)
+        for flag in unused_flags(cfg):
+            # Not refused: an architecture may have set it, and the command line chosen another map.
+            logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
+        return cls(FwpDecoder(cfg, task.target_dictionary))
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
@@ -273,6 +291,17 @@ class FwpDecoder(FairseqIncrementalDecoder):
         if kept is not None:
             state, read = kept
             self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
+
+
+def unused_flags(cfg: FwpLanguageModelConfig) -> list[str]:
+    """The options that the attention of this configuration does not look at, where they are not at their defaults."""
+    if cfg.decoder_update_rule == "softmax":
+        unused = FAST_WEIGHT_FLAGS
+    else:
+        others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
+        unused = tuple(flag for flags in others for flag in flags)
+    default = FwpLanguageModelConfig()
+    return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
 
 
 def build_layer(cfg: FwpLanguageModelConfig) -> DecoderLayer:
