@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import sys
 import time
 from argparse import Namespace
@@ -32,7 +33,7 @@ from fairseq import checkpoint_utils, tasks, utils
 from fairseq.data import data_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging.progress_bar import progress_bar
-from fairseq.models import FairseqLanguageModel
+from fairseq.models import ARCH_MODEL_REGISTRY, FairseqLanguageModel
 from omegaconf import DictConfig, OmegaConf
 
 from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, batches, score, windows
@@ -116,30 +117,37 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     unknown = overrides.keys() - option_names(cfg)
     if unknown:
         raise ValueError(f"--model-overrides names what {path} has no setting for: {', '.join(sorted(unknown))}")
+    check_kind(path, cfg)
     task = tasks.setup_task(cfg.task, from_checkpoint=True)
-    if getattr(cfg.task, "add_bos_token", False):
-        raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
-    dictionary = getattr(task, "target_dictionary", None)
-    if dictionary is None or dictionary is not task.source_dictionary:
-        raise ValueError(f"{path} holds no language model that predicts the words it reads")
+    if task.target_dictionary is not task.source_dictionary:
+        raise ValueError(f"{path} was trained with --output-dictionary-size, and so cannot score every word")
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
     except RuntimeError as error:
         mismatch = str(error).strip().splitlines()[-1].strip()
         raise ValueError(
-            f"{path} does not fit its settings or the dictionary of {data}, {len(dictionary):,} words ({mismatch}): "
-            "pass the data folder that it was trained on"
+            f"{path} does not fit its settings or {data}, a dictionary of {len(task.source_dictionary):,} words "
+            f"({mismatch}): pass the data folder that it was trained on"
         ) from error
-    if not isinstance(model, FairseqLanguageModel):
-        raise ValueError(f"{path} holds a {type(model).__name__}, which is no language model")
     return model, task, cfg
+
+
+def check_kind(path: str, cfg: Any) -> None:
+    """Raises ValueError unless the configuration is that of a language model and its task, both known here."""
+    arch, task = getattr(cfg.model, "arch", None) or cfg.model._name, cfg.task._name
+    if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
+        raise ValueError(f"{path} holds the model {arch!r} of the task {task!r}: name its plugin with --user-dir")
+    if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
+        raise ValueError(f"{path} holds the model {arch!r}, which is no language model")
+    if getattr(cfg.task, "add_bos_token", False):
+        raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
 
 
 def load_state(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint of fairseq holds; ValueError or OSError for any other file."""
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(path, overrides)
-    except RuntimeError as error:
+    except (RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(str(error).strip().splitlines()[0]) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no checkpoint of fairseq") from error
@@ -160,12 +168,13 @@ def option_names(settings: Any) -> set[str]:
 def load_text(task: Any, data: str, subset: str) -> Text:
     """The subset as one stream; ValueError if it is not there or empty."""
     folder = utils.split_paths(data)[0]
-    dataset = data_utils.load_indexed_dataset(os.path.join(folder, subset), task.source_dictionary)
+    prefix = os.path.join(folder, subset)
+    if os.path.exists(f"{prefix}.bin") and not os.path.getsize(f"{prefix}.bin"):
+        raise ValueError(f"nothing to evaluate: {subset} in {folder} has no tokens")
+    dataset = data_utils.load_indexed_dataset(prefix, task.source_dictionary)
     if dataset is None:
         found = sorted({file.stem for file in Path(folder).glob("*.idx")})
         raise ValueError(f"no subset {subset!r} in {folder}: --gen-subset can be {', '.join(found) or 'nothing there'}")
-    if not sum(dataset.sizes):
-        raise ValueError(f"nothing to evaluate: {subset} in {folder} has no tokens")
     tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
     return Text(torch.cat([tokens.new_tensor([task.source_dictionary.eos()]), tokens[:-1]]), tokens)
 

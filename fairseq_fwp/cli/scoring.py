@@ -124,8 +124,8 @@ def score(
         total += float(log_probs[scored].sum())
         if not math.isfinite(total):
             raise ValueError(
-                f"the model gives tokens {scored.start:,} to {scored.stop:,} probabilities that are no numbers above 0; "
-                "it has diverged, or its numbers overflow: use an earlier checkpoint"
+                f"the model gives tokens {scored.start:,} to {scored.stop:,} probabilities that are not above 0: "
+                "it has diverged, or its numbers overflow"
             )
         report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
     wrong = int(times.ne(1).sum())
