@@ -14,7 +14,6 @@ the model and the task are those of the checkpoint.
 import argparse
 import ast
 import dataclasses
-import inspect
 import json
 import logging
 import math
@@ -38,7 +37,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, batches, score, windows
 from fairseq_fwp.modules.onednn import OneDnnLinear
-from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +137,8 @@ def check_kind(path: str, cfg: Any) -> None:
         raise ValueError(f"{path} holds the model {arch!r} of the task {task!r}: name its plugin with --user-dir")
     if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
         raise ValueError(f"{path} holds the model {arch!r}, which is no language model")
-    if getattr(cfg.task, "add_bos_token", False):
+    # The task of ours reads it but once, before the text.
+    if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
         raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
 
 
@@ -165,8 +164,8 @@ def option_names(settings: Any) -> set[str]:
     return set(settings).union(*map(option_names, settings.values())) if isinstance(settings, dict) else set()
 
 
-def load_text(task: Any, data: str, subset: str) -> Text:
-    """The subset as one stream; ValueError if it is not there or empty."""
+def load_text(task: Any, data: str, subset: str, first: int) -> Text:
+    """The subset as one stream, with the symbol `first` read before it; ValueError if it is not there or empty."""
     folder = utils.split_paths(data)[0]
     prefix = os.path.join(folder, subset)
     if os.path.exists(f"{prefix}.bin") and not os.path.getsize(f"{prefix}.bin"):
@@ -176,20 +175,20 @@ def load_text(task: Any, data: str, subset: str) -> Text:
         found = sorted({file.stem for file in Path(folder).glob("*.idx")})
         raise ValueError(f"no subset {subset!r} in {folder}: --gen-subset can be {', '.join(found) or 'nothing there'}")
     tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
-    return Text(torch.cat([tokens.new_tensor([task.source_dictionary.eos()]), tokens[:-1]]), tokens)
+    return Text(torch.cat([tokens.new_tensor([first]), tokens[:-1]]), tokens)
 
 
-def choose_protocol(args: Namespace, model: Any, trained_size: int | None) -> Protocol:
-    """The protocol that the arguments name; ValueError for one that the model cannot follow."""
+def choose_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
+    """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
     limit = model.max_positions()
-    size = args.tokens_per_sample or min(trained_size or limit, limit)
+    size = args.tokens_per_sample or min(getattr(task, "tokens_per_sample", None) or limit, limit)
     if size > limit:
         raise ValueError(
             f"--tokens-per-sample {size} is longer than the {limit} tokens that the model was trained on: pass at most "
             f"{limit}, or allow more with --model-overrides \"{{'max_target_positions': {size}}}\""
         )
     if args.carry_state:
-        check_carries(model)
+        check_carries(model, task)
         return Protocol(size, 0, carry=True)
     given = size - args.stride if args.context_window is None else args.context_window
     if not 0 <= given < size:
@@ -200,12 +199,17 @@ def choose_protocol(args: Namespace, model: Any, trained_size: int | None) -> Pr
     return Protocol(size, given, carry=False)
 
 
-def check_carries(model: Any) -> None:
-    """Raises ValueError for a model without a state of bounded size."""
-    if "state" not in inspect.signature(model.decoder.forward).parameters:
-        raise ValueError(f"a {type(model).__name__} has no state to carry: evaluate it without --carry-state")
-    if any(isinstance(module, SoftmaxAttention) for module in model.modules()):
-        raise ValueError("softmax attention keeps all tokens, and so has no state to carry: leave out --carry-state")
+def check_carries(model: Any, task: Any) -> None:
+    """Raises ValueError for a model without a state of constant size, and for one that forgets it at documents."""
+    if not getattr(model.decoder, "carries_state", False):
+        raise ValueError(
+            f"this {type(model).__name__} has no state of constant size to carry: evaluate it without --carry-state"
+        )
+    if getattr(task, "reset_state_after", None):
+        raise ValueError(
+            "trained with --reset-state-after, this model is to be evaluated by fairseq-validate, which forgets the "
+            "state where documents end, or without --carry-state"
+        )
 
 
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
@@ -220,8 +224,10 @@ def evaluate(args: Namespace) -> None:
     """Runs the evaluation that the arguments describe; prints its result and writes its files."""
     utils.import_user_module(args)
     model, task, cfg = load_model(args.path, args.data, args.model_overrides)
-    protocol = choose_protocol(args, model, getattr(cfg.task, "tokens_per_sample", None))
-    text = load_text(task, args.data, args.gen_subset)
+    protocol = choose_protocol(args, model, cfg.task)
+    dictionary = task.source_dictionary
+    first = dictionary.bos() if getattr(cfg.task, "add_bos_token", False) else dictionary.eos()
+    text = load_text(task, args.data, args.gen_subset, first)
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model, text = model.to(device), Text(*(part.to(device) for part in text))
     length = len(text.tokens)
@@ -246,10 +252,10 @@ def evaluate(args: Namespace) -> None:
         tokens=length,
         seconds=time.perf_counter() - started,
         loss=-float(log_probs.mean()),
-        characters=count_characters(task.source_dictionary, length, args.characters),
+        characters=count_characters(dictionary, length, args.characters),
     )
     if args.scores:
-        words = [task.source_dictionary[token] for token in text.tokens.tolist()]
+        words = [dictionary[token] for token in text.tokens.tolist()]
         write_whole(args.scores, score_table(words, log_probs.tolist()))
     if args.json:
         write_whole(args.json, result.as_json() + "\n")
@@ -359,6 +365,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         evaluate(args)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-eval-lm: {error}")
+    except torch.cuda.OutOfMemoryError:
+        sys.exit(
+            "fwp-eval-lm: the GPU has too little memory for that many windows at once: pass a smaller --batch-size"
+        )
 
 
 if __name__ == "__main__":

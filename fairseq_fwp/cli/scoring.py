@@ -5,6 +5,7 @@ tokens that they score, in the text's order. Shapes: N tokens of the text, B win
 reads, n that it scores.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, islice
@@ -12,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from fairseq_fwp.models.fwp_lm import FwpDecoder
 
 
 class Text(NamedTuple):
@@ -65,7 +64,7 @@ class WindowScorer:
         inputs = torch.stack([self.text.inputs[window.start : window.end] for window in batch])
         tokens = torch.stack([self.text.tokens[window.first : window.end] for window in batch])
         decoder, scored = self.model.decoder, tokens.shape[1]
-        if isinstance(decoder, FwpDecoder):
+        if "last" in inspect.signature(getattr(decoder, "extract_features", decoder.forward)).parameters:
             output = decoder.output_layer(decoder.extract_features(inputs, last=scored)[0])
         else:
             output = decoder(inputs)[0][:, -scored:]

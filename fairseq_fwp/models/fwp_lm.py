@@ -185,6 +185,8 @@ class FwpDecoder(FairseqIncrementalDecoder):
     def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
+        # Softmax attention has a state too, but one that grows with every token.
+        self.carries_state = cfg.decoder_update_rule != "softmax"
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
         self.embed_tokens = nn.Embedding(len(dictionary), cfg.decoder_embed_dim, self.padding_idx)
         self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)

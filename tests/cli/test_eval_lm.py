@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,11 @@ def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size): 
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
 
 
+def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them(build_model):  # noqa: F811
+    with pytest.raises(ValueError, match="evaluated by fairseq-validate"):
+        eval_lm.check_carries(build_model("fwp_lm"), Namespace(reset_state_after="</s>"))
+
+
 def test_a_stream_has_no_gaps(build_model):  # noqa: F811
     scorer = StreamScorer(build_model("fwp_lm"), random_text())
     scorer([Window(0, 0, 4)])
@@ -124,8 +130,8 @@ def test_fairseqs_own_models(cutoffs):
     # Without cutoffs fairseq's softmax is float32 whatever the model is.
     expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
     torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
-    with pytest.raises(ValueError, match="a TransformerLanguageModel has no state to carry"):
-        eval_lm.check_carries(model)
+    with pytest.raises(ValueError, match="this TransformerLanguageModel has no state of constant size to carry"):
+        eval_lm.check_carries(model, task=None)
 
 
 def test_every_token_counts_once():
@@ -295,7 +301,7 @@ REFUSALS = {
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window from 0 to 31"),
     "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window from 0 to 31"),
     "no such setting": (["delta.pt", "data", "--model-overrides", "{'heads': 3}"], r"has no setting for: heads"),
-    "no state": (["softmax.pt", "data", "--carry-state"], r"softmax attention keeps all tokens"),
+    "no state": (["softmax.pt", "data", "--carry-state"], r"FwpLanguageModel has no state of constant size"),
 }  # fmt: skip
 MISUSES = {
     "two streams": (["--carry-state", "--batch-size", 2], r"--carry-state reads one stream"),
