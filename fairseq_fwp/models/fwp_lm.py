@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
@@ -149,6 +149,15 @@ class DecoderState(NamedTuple):
         """The rows new_order (B',) of the batch, as beam search selects them."""
         layers = tuple(layer.reorder(new_order) for layer in self.layers)
         return DecoderState(layers, self.positions.index_select(0, new_order))
+
+    def reset(self, rows: Tensor) -> "DecoderState":
+        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
+        layers = tuple(layer.reset(rows) for layer in self.layers)
+        return DecoderState(layers, self.positions.masked_fill(rows, 0))
+
+
+# A checkpoint in mid-epoch holds the state of its streams.
+torch.serialization.add_safe_globals([DecoderState, FastWeightState])
 
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
