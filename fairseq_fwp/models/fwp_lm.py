@@ -280,8 +280,13 @@ class FwpDecoder(FairseqIncrementalDecoder):
         scores = F.log_softmax(first, dim=-1)
         return scores if log_probs else scores.exp()
 
-    def extract_features(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
-        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state."""
+    def extract_features(
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
+
+        last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
+        """
         padding = tokens.eq(self.padding_idx)
         seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
         counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
@@ -292,7 +297,8 @@ class FwpDecoder(FairseqIncrementalDecoder):
         mask = padding if padding.any() else None
         layer_states = []
         for index, layer in enumerate(self.layers):
-            x, layer_state = layer(x, state.layers[index] if state else None, mask)
+            kept = last if index == len(self.layers) - 1 else None
+            x, layer_state = layer(x, state.layers[index] if state else None, mask, kept)
             layer_states.append(layer_state)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
@@ -303,6 +309,11 @@ class FwpDecoder(FairseqIncrementalDecoder):
     ) -> tuple[Tensor, DecoderState]:
         """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
         return self.extract_features(tokens[:, read:], state)
+
+    def state_size(self, length: int) -> int:
+        """Numbers kept of a sequence of `length` tokens, as Schlag et al. 2021, Table 4, counts them."""
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        return sum(attention.state_size(length) for attention in attentions)
 
     def output_layer(self, features: Tensor) -> Tensor:
         """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
