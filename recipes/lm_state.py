@@ -1,0 +1,155 @@
+"""Perplexity against the size of the state, beside the paper's: ROWS is a YAML like peps/carried.yaml.
+
+    python recipes/lm_state.py names ROWS                 # the runs it names, each once
+    python recipes/lm_state.py protocols ROWS RUN         # how a run is evaluated: a label, a tab, flags of fwp-eval-lm
+    python recipes/lm_state.py table OUT ROWS             # the runs OUT/carried/RUN -> Markdown
+    python recipes/lm_state.py picture OUT ROWS PNG       # test perplexity against state size, ours and the paper's
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from lm_results import read_training
+
+# Okabe and Ito's blue, vermilion and green, which stay distinct for colour-blind readers.
+COLOURS = {"Delta Network": "#0072B2", "Linear Transformer": "#D55E00", "Transformer-XL": "#009E73"}
+
+
+class Row(NamedTuple):
+    """A run under one protocol: what its files say (None: not run), and the paper's numbers (None: it has none).
+
+    state: numbers, in the paper millions; a perplexity of the paper may be a bound like "> 260".
+    """
+
+    run: str
+    row: str
+    trained: str
+    evaluated: str
+    flags: str
+    paper: dict[str, Any]
+    state: int | None
+    valid: float | None
+    test: float | None
+    said: str  # in place of a perplexity
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def names(rows: list[dict[str, Any]]) -> list[str]:
+    """The runs, each once, in the order of the rows."""
+    return list(dict.fromkeys(f"carried/{row['run']}" for row in rows))
+
+
+def protocols(rows: list[dict[str, Any]], run: str) -> list[str]:
+    """`label<tab>flags` of each evaluation of a run."""
+    return [f"{row['evaluated']}\t{row['flags']}" for row in rows if f"carried/{row['run']}" == run]
+
+
+def read_results(out: Path, rows: list[dict[str, Any]]) -> list[Row]:
+    """The rows with what the files of their runs say."""
+    found = []
+    for row in rows:
+        folder = out / "carried" / row["run"]
+        files = {split: folder / f"{split} {row['evaluated']}.json" for split in ("valid", "test")}
+        results = {split: json.loads(file.read_text()) if file.exists() else {} for split, file in files.items()}
+        ours = {split: result.get("perplexity") for split, result in results.items()}
+        paper = {key: row.get(key) for key in ("state", "valid", "test")}
+        words = [row[key] for key in ("run", "row", "trained", "evaluated", "flags")]
+        said = "diverged" if (folder / "diverged").exists() else "not run"
+        state = results["test"].get("state_size") or results["valid"].get("state_size")
+        found.append(Row(*words, paper, state, ours["valid"], ours["test"], said))
+    return found
+
+
+def markdown(out: Path, rows: list[Row]) -> list[str]:
+    """One table; numbers of the trainings under it."""
+    heads = ["model", "trained", "evaluated", "state", "valid", "test", "paper state (M)", "paper valid", "paper test"]
+    lines = ["| " + " | ".join([*heads, "conf/carried/"]) + " |", "| --- | --- | --- |" + " ---: |" * 6 + " --- |"]
+    for row in rows:
+        ours = [row.said if ppl is None else f"{ppl:,.1f}" for ppl in (row.valid, row.test)]
+        paper = ["-" if value is None else str(value) for value in row.paper.values()]
+        state = "-" if row.state is None else f"{row.state:,}"
+        lines.append(
+            "| " + " | ".join([row.row, row.trained, row.evaluated, state, *ours, *paper, f"{row.run}.yaml"]) + " |"
+        )
+    lines.append("")
+    for run in dict.fromkeys(row.run for row in rows):
+        folder = out / "carried" / run
+        if (folder / "diverged").exists():
+            lines.append(f"- {run} diverged: {(folder / 'diverged').read_text(encoding='utf-8').strip()}")
+        elif (folder / "trained").exists():
+            training = read_training(folder / "train.log")
+            lines.append(
+                f"- {run}: {training.parameters:,} parameters, {training.updates:,} updates, {training.hours:.3f} hours"
+            )
+    return lines
+
+
+def bound(value: float | str) -> tuple[float, bool]:
+    """A perplexity, and whether it is a lower bound."""
+    return (float(value.lstrip("> ")), True) if isinstance(value, str) else (value, False)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Two panels, ours and the paper's; lower and further left is better."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install 'fairseq_fwp[plots]'.") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    ours = [(row, row.state, row.test) for row in rows if row.state is not None and row.test is not None]
+    papers = [(row, row.paper["state"] * 1e6, row.paper["test"]) for row in rows if row.paper["state"] is not None]
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    titles = "here: test set, small models", "Schlag et al. 2021, Table 4: WikiText-103, medium"
+    for axes, points, title in zip(panels, (ours, papers), titles, strict=True):
+        for name, colour in COLOURS.items():
+            own = sorted((state, *bound(ppl), row) for row, state, ppl in points if row.row.startswith(name))
+            if name == "Transformer-XL":
+                axes.plot([x[0] for x in own], [x[1] for x in own], "-", color=colour, lw=1)
+            for state, ppl, is_bound, row in own:
+                carried = row.evaluated != "window"
+                marker = "^" if is_bound else "o"
+                axes.plot(state, ppl, marker, color=colour, markerfacecolor=colour if carried else "none", markersize=7)
+                if name != "Transformer-XL":
+                    words = f"{row.row}: {row.trained}, {row.evaluated}" if axes is panels[0] else row.row
+                    where = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
+                    axes.annotate(words, (state, ppl), color=colour, **where)
+            axes.plot([], [], "o", color=colour, label=name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("numbers kept of a sequence")
+        axes.grid(alpha=0.3, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("perplexity")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["names", rows]:
+            print(*names(read_rows(Path(rows))))
+        case ["protocols", rows, run]:
+            print("\n".join(protocols(read_rows(Path(rows)), run)))
+        case ["table", out, rows]:
+            print("\n".join(markdown(Path(out), read_results(Path(out), read_rows(Path(rows))))))
+        case ["picture", out, rows, png]:
+            draw(read_results(Path(out), read_rows(Path(rows))), Path(png))
+        case _:
+            sys.exit("usage: lm_state.py names ROWS | protocols ROWS RUN | table OUT ROWS | picture OUT ROWS PNG")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"lm_state.py: {error}")
