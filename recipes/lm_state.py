@@ -1,9 +1,9 @@
 """Perplexity against the size of the state, beside the paper's: ROWS is a YAML like peps/carried.yaml.
 
-    python recipes/lm_state.py names ROWS                 # the runs it names, each once
-    python recipes/lm_state.py protocols ROWS RUN         # how a run is evaluated: a label, a tab, flags of fwp-eval-lm
-    python recipes/lm_state.py table OUT ROWS             # the runs OUT/carried/RUN -> Markdown
-    python recipes/lm_state.py picture OUT ROWS PNG       # test perplexity against state size, ours and the paper's
+python recipes/lm_state.py names ROWS                 # the runs it names, each once
+python recipes/lm_state.py protocols ROWS RUN         # how a run is evaluated: a label, a tab, flags of fwp-eval-lm
+python recipes/lm_state.py table OUT ROWS             # the runs OUT/carried/RUN -> Markdown
+python recipes/lm_state.py picture OUT ROWS PNG       # test perplexity against state size, ours and the paper's
 """
 
 import json
