@@ -28,7 +28,7 @@ def sha256(path: Path) -> str:
 
 
 def receive(url: str, part: Path) -> None:
-    """Appends to `part` what it lacks of the file at `url`, or all of it where the server cannot; OSError if it breaks."""
+    """Appends to `part` what it lacks of the file at `url`, or writes it anew; OSError if the connection breaks."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": USER_AGENT} | ({"Range": f"bytes={have}-"} if have else {})
     try:

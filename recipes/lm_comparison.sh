@@ -2,7 +2,7 @@
 # The run.sh sets: here (its folder), root, data (empty: own_text), out, merges (BPE), models (names of conf/NAME.yaml),
 # protocols ("SPLIT" or "SPLIT CONTEXT": the perplexities to compute), prompt, per_word (--per-word or empty, for the
 # table), and the functions own_text OUT, which writes train.txt, valid.txt and test.txt, and show_sample, a filter.
-# shellcheck shell=bash disable=SC2154
+# shellcheck shell=bash disable=SC2034,SC2154
 
 # shellcheck disable=SC1091
 . "$root/recipes/lm_common.sh"

@@ -1,7 +1,6 @@
 """Check what was scored, and make one table of a comparison of language models.
 
-    python recipes/lm_results.py check LOG TOKENISED_TEXT    # fails unless every token of the text was scored; LOG is of
-                                                             # fairseq-eval-lm, or the JSON of fwp-eval-lm
+    python recipes/lm_results.py check LOG TOKENISED_TEXT    # fails unless every token of the text was scored
     python recipes/lm_results.py table [--per-word] OUT NAME...    # the runs OUT/NAME -> Markdown
     python recipes/lm_results.py diverged TRAIN_LOG    # says where; fails unless a gradient that is not finite ended it
 
@@ -29,7 +28,7 @@ def count(text: Path) -> int:
 
 
 def read_log(log: Path) -> tuple[int, int, float]:
-    """The parameters, the tokens scored and their mean loss in bits."""
+    """The parameters, the tokens scored and their mean loss in bits, of fairseq-eval-lm or the JSON of fwp-eval-lm."""
     text = log.read_text(encoding="utf-8")
     if text.startswith("{"):
         result = json.loads(text)

@@ -2,9 +2,9 @@
 
     python recipes/enwik8/bytes.py FILE OUT [--sha256 CHECKSUM]
 
-The first 90% of the bytes are OUT/train.txt, the next 5% OUT/valid.txt, the last 5% OUT/test.txt (Mahoney 2009; Dai et al.
-2019). A printable byte of ASCII is itself, a line feed the end of a line, any other byte b the character U+0100 + b; so
-every word is one character, and the loss in bits is that of a byte. Prints what lm_counts.py should find.
+The first 90% of the bytes are OUT/train.txt, the next 5% OUT/valid.txt, the last 5% OUT/test.txt (Dai et al. 2019). A
+printable byte of ASCII is itself, a line feed the end of a line, any other byte b the character U+0100 + b; so every
+word is one character, and the loss in bits is that of a byte. Prints what lm_counts.py should find.
 """
 
 import hashlib
