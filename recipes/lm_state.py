@@ -61,7 +61,7 @@ def read_results(out: Path, rows: list[dict[str, Any]]) -> list[Row]:
         paper = {key: row.get(key) for key in ("state", "valid", "test")}
         words = [row[key] for key in ("run", "row", "trained", "evaluated", "flags")]
         said = "diverged" if (folder / "diverged").exists() else "not run"
-        state = results["test"].get("state_size") or results["valid"].get("state_size")
+        state = results["test"].get("state_size") and row.get("numbers", results["test"]["state_size"])
         found.append(Row(*words, paper, state, ours["valid"], ours["test"], said))
     return found
 

@@ -25,7 +25,7 @@ CONFS = sorted(
     if path.name != "common.yaml"
 )
 SMALL = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16"]
-SMALL += ["--decoder-attention-heads", "2", "--tokens-per-sample", "64", "--batch-size", "2", "--max-update", "3"]
+SMALL += ["--decoder-attention-heads", "2", "--batch-size", "2", "--max-update", "3"]
 
 
 @pytest.fixture
@@ -125,6 +125,17 @@ def test_a_row_of_wikitext_is_trained_and_evaluated_as_it_says(recipes, wikitext
     assert results.keys() == {"test 640 + 64"}
     (result,) = results.values()
     assert result["tokens"] == 192 and result["state_size"] == 2 * (640 + 64) * 16
+    # What recipes/peps/carried.yaml relies on: of equal lengths, segments make no difference.
+    losses = []
+    for flags in (
+        ["--tokens-per-sample", "1", "--model-overrides", "{'mem_len': 7}"],
+        ["--model-overrides", "{'mem_len': 8, 'same_length': True}"],
+    ):
+        checkpoint = tmp_path / "out" / "xl" / "base" / "checkpoint_best.pt"
+        arguments = [tmp_path / "out" / "data" / "bin", "--path", checkpoint, "--json", tmp_path / "result.json"]
+        eval_lm.main([*map(str, arguments), "--carry-state", *flags])
+        losses.append(json.loads((tmp_path / "result.json").read_text())["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] != pytest.approx(result["loss"], rel=1e-6)
 
 
 @pytest.mark.slow
