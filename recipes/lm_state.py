@@ -17,6 +17,9 @@ from lm_results import read_training
 # Okabe and Ito's blue, vermilion and green, which stay distinct for colour-blind readers.
 COLOURS = {"Delta Network": "#0072B2", "Linear Transformer": "#D55E00", "Transformer-XL": "#009E73"}
 
+# Evaluated otherwise than trained: in the table, not in the picture.
+MIXED = {("carried", "window"), ("segments", "carried")}
+
 
 class Row(NamedTuple):
     """A run under one protocol: what its files say (None: not run), and the paper's numbers (None: it has none).
@@ -96,37 +99,46 @@ def bound(value: float | str) -> tuple[float, bool]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Two panels, ours and the paper's; lower and further left is better."""
+    """Two panels, ours and the paper's: models evaluated as they were trained. Further down and left is better."""
     try:
         import matplotlib
     except ImportError as error:
         raise ValueError("drawing needs matplotlib: pip install 'fairseq_fwp[plots]'.") from error
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    ours = [(row, row.state, row.test) for row in rows if row.state is not None and row.test is not None]
-    papers = [(row, row.paper["state"] * 1e6, row.paper["test"]) for row in rows if row.paper["state"] is not None]
+    ours = [(row, row.state, row.test) for row in rows if (row.trained, row.evaluated) not in MIXED]
+    papers = [(row, row.paper["state"] and row.paper["state"] * 1e6, row.paper["test"]) for row in rows]
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     titles = "here: test set, small models", "Schlag et al. 2021, Table 4: WikiText-103, medium"
     for axes, points, title in zip(panels, (ours, papers), titles, strict=True):
+        points = [(state, *bound(ppl), row) for row, state, ppl in points if None not in (state, ppl)]
         for name, colour in COLOURS.items():
-            own = sorted((state, *bound(ppl), row) for row, state, ppl in points if row.row.startswith(name))
+            own = [point for point in points if point[-1].row.startswith(name)]
             if name == "Transformer-XL":
-                axes.plot([x[0] for x in own], [x[1] for x in own], "-", color=colour, lw=1)
+                axes.plot([point[0] for point in own], [point[1] for point in own], color=colour, lw=1)
             for state, ppl, is_bound, row in own:
-                carried = row.evaluated != "window"
-                marker = "^" if is_bound else "o"
-                axes.plot(state, ppl, marker, color=colour, markerfacecolor=colour if carried else "none", markersize=7)
-                if name != "Transformer-XL":
-                    words = f"{row.row}: {row.trained}, {row.evaluated}" if axes is panels[0] else row.row
-                    where = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
+                limited = row.evaluated == "window"
+                face = "none" if limited else colour
+                axes.plot(state, ppl, "^" if is_bound else "o", color=colour, markerfacecolor=face, markersize=7)
+                words = row.evaluated if name == "Transformer-XL" else row.row + limited * ", context limited"
+                words += is_bound * f": above {ppl:g}"
+                offset = (-6, -14) if name == "Transformer-XL" else (8, 3)
+                where = {"xytext": offset, "textcoords": "offset points", "fontsize": 7.5}
+                if axes is panels[0] or name != "Transformer-XL":  # memories are others in the paper
                     axes.annotate(words, (state, ppl), color=colour, **where)
             axes.plot([], [], "o", color=colour, label=name)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        if points:  # a logarithmic axis cannot be empty
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.margins(x=0.25)
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_minor_formatter(ticker.NullFormatter())
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("numbers kept of a sequence")
-        axes.grid(alpha=0.3, which="both")
+        axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("perplexity")
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
