@@ -26,13 +26,12 @@ enum class Operator {
   sum_forward, sum_backward, delta_forward, delta_backward, gated_forward, gated_backward, decay_forward, decay_backward
 };
 
-// What every operator is told. Its launches go to `stream` (a cudaStream_t) of the current device and are over when the
-// function returns only in the sense that they are queued: the caller keeps all tensors alive as PyTorch does.
+// What every operator is told. It launches on the current device and returns before the kernels have run.
 struct Call {
   Sizes size;
   Type type;  // of q and all Tokens but `error`; states, `error` and `kept` are float32, or float64 for float64
   void* workspace;  // workspace_bytes(...) bytes of device memory, aligned to 16; null where that is 0
-  void* stream;
+  void* stream;  // cudaStream_t
 };
 
 // The greatest Dk and Dv that the kernels take; the functions below refuse more.
@@ -41,8 +40,7 @@ constexpr int64_t kGreatestSize = 512;
 // Tokens between two of the states that gated_forward and decay_forward keep: CHUNK of fairseq_fwp/ops/chunks.py.
 constexpr int64_t kChunk = 32;
 
-// Device memory that an operator needs while it runs, besides its arguments. It asks the current device how many
-// multiprocessors it has, so the call must follow under the same device.
+// Device memory that an operator needs while it runs, besides its arguments.
 size_t workspace_bytes(Operator op, const Sizes& size, Type type);
 
 // All return null, or a sentence on what failed (an unsupported size, or the text of a CUDA error), which stays valid

@@ -1,0 +1,2 @@
+// The only file that nvcc compiles: everything, with the functions of launchers.h for others to link.
+#include "launchers.cuh"
