@@ -3,11 +3,16 @@
 A stand-in for nvcc answers as a toolkit would and writes its output files; PyTorch is made to see GPUs.
 """
 
+import re
+import shutil
+import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from isolated import run_isolated
+from rule_cases import RULES, WITH_KERNEL
 
 from fairseq_fwp.ops import compiler, cuda_toolkit, dispatch, jit
 from fairseq_fwp.ops.cuda_toolkit import Architecture
@@ -29,7 +34,7 @@ class Machine:
         monkeypatch.setenv("FWP_CACHE_DIR", str(folder / "a cache"))
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.ops, "load_library", self.loaded.append)
-        self.sources = folder / "sources"
+        self.sources = folder / "the sources"
         monkeypatch.setattr(compiler, "_source_folder", lambda: self.sources)
         for name in SOURCES:
             (self.sources / name).parent.mkdir(parents=True, exist_ok=True)
@@ -257,3 +262,44 @@ def test_key_follows_what_the_machine_code_depends_on(machine, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "0")
     changed()
     assert len(set(keys)) == len(keys)
+
+
+# ---- with a real nvcc
+
+# What a PyTorch for CUDA has and one for the CPU has not: all that the binding needs of it.
+STREAM = """
+namespace c10::cuda {
+struct CUDAStream { void* stream() const; };
+void* CUDAStream::stream() const { return nullptr; }
+CUDAStream getCurrentCUDAStream(signed char) { return {}; }
+}
+"""
+REGISTERED = """
+import sys, torch
+from fairseq_fwp import ops
+torch.ops.load_library(LIBRARY)  # it raises where a function does not have the operator's schema
+print(*(name for name in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key("fwp::" + name, "CUDA")))
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler, nvcc")
+def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
+    """In folders with spaces, and with a stub of the little that only a PyTorch for CUDA has."""
+    sources, stubs = compiler._source_folder(), tmp_path / "stubs"
+    machine = Machine(monkeypatch, tmp_path)
+    shutil.copytree(sources, machine.sources, dirs_exist_ok=True)
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setattr(torch.version, "cuda", cuda_toolkit._release(shutil.which("nvcc")))
+    stubs.mkdir()
+    (stubs / "stream.cpp").write_text(STREAM)
+    if torch.version.cuda and not list(Path(torch.__file__).parent.glob("lib/libc10_cuda*")):
+        subprocess.run(["g++", "-shared", "-fPIC", "stream.cpp", "-o", "libc10_cuda.so"], cwd=stubs, check=True)
+    monkeypatch.setenv("LIBRARY_PATH", str(stubs))
+    status = machine.build()
+    assert status.built, status
+    said = subprocess.run(["nvcc", "-dryrun", "-shared", "x.o"], capture_output=True, text=True).stderr
+    toolkit = re.findall(r'"-L([^"]+)"', said)
+    operators = [RULES[rule].operator + suffix for rule in WITH_KERNEL for suffix in ("", "_backward")]
+    script = REGISTERED.replace("LIBRARY", repr(status.path)).replace("OPERATORS", repr(operators))
+    found = run_isolated(script, LD_LIBRARY_PATH=":".join([str(stubs), *toolkit]))
+    assert found.stdout.split() == operators
