@@ -37,6 +37,7 @@ from report import commit, publish, say
 from fairseq_fwp import ops
 from fairseq_fwp.ops.jit import load_kernels
 
+DEVICE = "cuda"
 ROUNDS = 5
 SECONDS_A_ROUND = 0.02
 CALLS = (3, 100)  # of a contender in a round: at least, at most
@@ -87,8 +88,8 @@ def dtypes(found):
 def inputs(shape, dtype=torch.bfloat16):
     """q and k positive with sum 1, as the models' sum normalisation leaves them; beta in (0, 1), decays near one."""
     B, H, L, Dk, Dv = shape
-    generator = torch.Generator("cuda").manual_seed(1)
-    draw = partial(torch.randn, generator=generator, device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    draw = partial(torch.randn, generator=generator, device=DEVICE)
     tensors = {"q": draw(B, H, L, Dk).softmax(-1), "k": draw(B, H, L, Dk).softmax(-1), "v": draw(B, H, L, Dv)}
     tensors["beta"] = draw(B, H, L).sigmoid()
     tensors["gate"] = tensors["beta"].clone()
@@ -121,7 +122,7 @@ def check(contender, form, shape):
     tensors = inputs((min(B, 2), min(H, 2), min(L, 256), Dk, Dv), contender.dtype)
     exact = [tensors[name].double().requires_grad_() for name in contender.names.split()]
     out = getattr(ops, f"{contender.rule}_rule")(*exact, backend="reference")[0]
-    gradient = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    gradient = torch.randn(out.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
     gradient = gradient.to(contender.dtype)
     truth = [out, *torch.autograd.grad(out, exact, gradient.double())]
     chosen = leaves(contender, tensors)
@@ -160,7 +161,7 @@ class Clock:
 
     def __init__(self):
         # More than any GPU's cache holds.
-        self.cache = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        self.cache = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
 
     def times(self, call, count):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
@@ -271,9 +272,9 @@ class Session:
 
     def rates(self):
         """The speed of a copy and of a matrix product, which floors follow from."""
-        source = torch.randn(1 << 30, device="cuda")
+        source = torch.randn(1 << 30, device=DEVICE)
         target = torch.empty_like(source)
-        matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        matrix = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
         for name, call, work in (
             ("copy", partial(target.copy_, source), 2 * source.nbytes),
             ("product", partial(torch.mm, matrix, matrix), 2 * 8192**3),

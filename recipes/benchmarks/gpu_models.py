@@ -24,7 +24,7 @@ DECODED = ("delta_lm_wt103", "softmax_lm_wt103")
 STEPS_A_ROUND = 8
 
 
-def measure(record, in_time, plan=PLAN, flags=("--bf16",)):
+def measure(record, in_time, plan=PLAN, contexts=CONTEXTS, flags=("--bf16",)):
     """Words per second and memory of what is registered, and the step after each context."""
     with tempfile.TemporaryDirectory() as folder:
         words = "".join(f"w{i} 1\n" for i in range(VOCABULARY - 4))
@@ -34,9 +34,9 @@ def measure(record, in_time, plan=PLAN, flags=("--bf16",)):
             if in_time(where, "training", architectures):
                 train(record, where, update, architectures, folder, flags)
         for name in DECODED:
-            where = [f"context {n}" for n in CONTEXTS]
-            if all(in_time(place, STEP, [name]) for place in where):
-                decode(record, name, folder, flags)
+            due = [n for n in contexts if in_time(f"context {n}", STEP, [name])]
+            if due:
+                decode(record, name, folder, due, flags)
 
 
 def name_of(update):
@@ -105,9 +105,9 @@ def train(record, where, update, architectures, folder, flags):
         record.add(where, "training", name, SPEED, [sample["ntokens"] / s for s in found])
 
 
-def decode(record, name, folder, flags, contexts=CONTEXTS):
+def decode(record, name, folder, contexts, flags):
     """A step of the model, one sequence, after contexts that it reads at once."""
-    steps = ROUNDS * STEPS_A_ROUND
+    steps = WARM_UP + ROUNDS * STEPS_A_ROUND
     try:
         model = trainer_of(name, (1, contexts[-1] + steps), folder, flags).model.eval()
     except LookupError as error:
@@ -135,6 +135,7 @@ def step_seconds(decoder, tokens, context):
     def step():
         decoder(tokens[:, : next(lengths)], incremental_state=state)
 
+    elapsed(step, WARM_UP)
     return [median(elapsed(step, STEPS_A_ROUND)) for _ in range(ROUNDS)]
 
 
