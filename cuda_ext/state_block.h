@@ -88,6 +88,10 @@ struct RowSums {
   }
 };
 
+// Rows of a given state that are fetched ahead: the processor does not do so across pages, and a decoding step reads states
+// faster than they arrive. Past the last row lies the next head's state.
+constexpr int64_t kRowsAhead = 24;
+
 // The block in memory. The first pass reads the given state and the last one writes the new state, where their layout
 // allows it; in between the block lives in `work`, which is contiguous and small enough for the first-level cache.
 template <typename A, int NV>
@@ -116,6 +120,8 @@ class StateBlock {
       for (int64_t i = begin; i < std::min(rows, begin + kSumRows); ++i) {
         Group<A, NV> w;
         w.load_from(source_ + i * source_stride_, kWidth);
+        FWP_UNROLL for (int n = 0; n < NV; ++n)
+          __builtin_prefetch(source_ + (i + kRowsAhead) * source_stride_ + n * kLanes<A>);
         f(i, w);
       }
       settle();

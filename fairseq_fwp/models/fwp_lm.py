@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
@@ -38,6 +38,20 @@ MAP_FLAGS = {
     "favor": {"num_features": "favor_features", "draw": "favor_draw"},
     "relu": {"num_features": "relu_features"},
 }
+
+# What softmax attention does not look at.
+FAST_WEIGHT_FLAGS = (
+    "decoder_feature_map",
+    "decoder_key_dim",
+    "sum_normalization",
+    "attention_normalization",
+    "attention_normalization_read_out_only",
+    "normalization_epsilon",
+    "add_normalization_epsilon",
+    "scale_read_out",
+    "norm_read_out",
+    *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
+)
 
 # Nothing but the user's patience bounds the length of what a recurrent model generates.
 MAX_GENERATED_POSITIONS = 10**6
@@ -136,6 +150,15 @@ class DecoderState(NamedTuple):
         layers = tuple(layer.reorder(new_order) for layer in self.layers)
         return DecoderState(layers, self.positions.index_select(0, new_order))
 
+    def reset(self, rows: Tensor) -> "DecoderState":
+        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
+        layers = tuple(layer.reset(rows) for layer in self.layers)
+        return DecoderState(layers, self.positions.masked_fill(rows, 0))
+
+
+# A checkpoint in mid-epoch holds the state of its streams.
+torch.serialization.add_safe_globals([DecoderState, FastWeightState])
+
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
 class FwpLanguageModel(FairseqLanguageModel):
@@ -154,7 +177,11 @@ class FwpLanguageModel(FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        return cls(FwpDecoder(fill_in_defaults(cfg), task.target_dictionary))
+        cfg = fill_in_defaults(cfg)
+        for flag in unused_flags(cfg):
+            # Not refused: an architecture may have set it, and the command line chosen another map.
+            logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
+        return cls(FwpDecoder(cfg, task.target_dictionary))
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
@@ -167,6 +194,8 @@ class FwpDecoder(FairseqIncrementalDecoder):
     def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
+        # Softmax attention has a state too, but one that grows with every token.
+        self.carries_state = cfg.decoder_update_rule != "softmax"
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
         self.embed_tokens = nn.Embedding(len(dictionary), cfg.decoder_embed_dim, self.padding_idx)
         self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
@@ -262,6 +291,17 @@ class FwpDecoder(FairseqIncrementalDecoder):
         if kept is not None:
             state, read = kept
             self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
+
+
+def unused_flags(cfg: FwpLanguageModelConfig) -> list[str]:
+    """The options that the attention of this configuration does not look at, where they are not at their defaults."""
+    if cfg.decoder_update_rule == "softmax":
+        unused = FAST_WEIGHT_FLAGS
+    else:
+        others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
+        unused = tuple(flag for flags in others for flag in flags)
+    default = FwpLanguageModelConfig()
+    return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
 
 
 def build_layer(cfg: FwpLanguageModelConfig) -> DecoderLayer:

@@ -374,3 +374,19 @@ def test_it_learns_what_needs_its_memory(build_model):
         loss.backward()
         optimizer.step()
     assert loss < 0.5 < torch.tensor(8.0).log()
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "unused"),
+    [
+        ("delta_lm_wt103", {"dpfp_nu": 2}, ["--dpfp-nu"]),
+        ("sum_favor_lm_wt103", {"decoder_feature_map": "elu"}, ["--favor-features"]),
+        ("softmax_lm_wt103", {"sum_normalization": True}, ["--sum-normalization"]),
+        ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
+        ("softmax_lm_wt103", {}, []),
+    ],
+)
+def test_flags_without_effect_are_named(build_model, caplog, arch, flags, unused):
+    build_model(arch, **flags)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split()[0] for message in warnings] == unused
