@@ -125,6 +125,9 @@ class Twin:
         out, new_state, kept = self.forward(rule, inputs, **how)
         return {"out": out, "state": new_state} | self.backward(rule, inputs, kept, gradients, **how)
 
+    def workspace_bytes(self, operator: int, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        return self._library.twin_workspace_bytes(operator, ctypes.byref(_Sizes(*sizes)), TYPES[dtype])
+
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """NaN, with a guard on both sides."""
         numel = torch.Size(shape).numel()
@@ -148,14 +151,13 @@ class Twin:
         multiprocessors: int = 132,
     ) -> None:
         assert all(x is None or x.is_contiguous() for x in given)
-        size, kind = _Sizes(*sizes), TYPES[dtype]
-        need = self._library.twin_workspace_bytes(operator, ctypes.byref(size), kind)
+        need = self.workspace_bytes(operator, sizes, dtype)
         workspace = self._empty((-(-need // 4),), torch.float32)
         arrays = [x if x is None else x.data_ptr() for x in (*given, *outputs)]
         error = self._library.twin_run(
             operator,
-            ctypes.byref(size),
-            kind,
+            ctypes.byref(_Sizes(*sizes)),
+            TYPES[dtype],
             ctypes.c_void_p(workspace.data_ptr() if need else None),
             (_Tokens * len(tokens))(*map(_tokens, tokens)),
             (ctypes.c_void_p * len(arrays))(*arrays),
