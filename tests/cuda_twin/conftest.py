@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 
-from twin import Twin, build  # noqa: E402
+from twin import Twin, build
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
 from twin import ORDER, TwinError
 
 every_rule = pytest.mark.parametrize("rule", ORDER)
-# Sizes below, at and beyond a thread's rows, a warp's, a slab of columns, a buffer of tokens and a chunk; the last three
-# have more rows, one way or the other, than the ordinary tiles can hold.
+# Sizes below, at and beyond a thread's rows, a warp's, a slab of columns, a buffer of tokens and a chunk. The last
+# three have more rows, one way or the other, than the ordinary tiles can hold.
 SHAPES = [
     (2, 3, 0, 5, 7),
     (2, 3, 1, 5, 7),

@@ -3,15 +3,15 @@
 import os
 import subprocess
 
-from twin import build
+from twin import CACHE, KERNELS, build
 
 SIZES = [(1, 2, 1, 5, 7), (2, 1, 37, 17, 33), (1, 3, 6, 128, 3), (1, 1, 3, 300, 20), (1, 1, 2, 20, 257)]
 
 
-def run_watched(kernels=None):
+def run_watched(kernels=KERNELS, flags=("-Wall", "-Werror"), folder=CACHE):
     """All operators at all sizes, in all types and both orders of threads."""
-    flags = ("-O1", "-g1", "-fsanitize=address", "-fno-omit-frame-pointer")
-    program = build(*([kernels] if kernels else []), program=True, flags=flags)
+    flags = ("-O0", "-g1", "-fsanitize=address", *flags)
+    program = build(kernels, program=True, flags=flags, folder=folder)
     arguments = [str(n) for size in SIZES for n in size]
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, check=False)

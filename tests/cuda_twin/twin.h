@@ -83,7 +83,7 @@ inline void prepare(Context* context, char* stack, size_t bytes, void (*start)()
 #endif
 
 constexpr int kWarp = 32;
-constexpr size_t kStackBytes = 1 << 17, kFenceBytes = 64;
+constexpr size_t kStackBytes = 1 << 17, kFenceBytes = 1 << 14;
 constexpr unsigned char kPoison = 0xff, kFence = 0xa5;  // all bits set is NaN in every type of float
 
 struct Index {
@@ -242,9 +242,7 @@ inline void run_block() {
 }
 
 inline bool is_fence(const unsigned char* bytes) {
-  for (size_t i = 0; i < kFenceBytes; ++i)
-    if (bytes[i] != kFence) return false;
-  return true;
+  return bytes[0] == kFence && std::memcmp(bytes, bytes + 1, kFenceBytes - 1) == 0;
 }
 
 inline void launch(int64_t blocks, int threads, size_t shared_bytes, std::function<void()> kernel) {
@@ -254,9 +252,9 @@ inline void launch(int64_t blocks, int threads, size_t shared_bytes, std::functi
   if (m.fibers.size() < size_t(threads)) m.fibers = std::vector<Fiber>(size_t(threads));
   const std::unique_ptr<unsigned char[]> memory(new unsigned char[shared_bytes + 2 * kFenceBytes]);
   m.shared = memory.get() + kFenceBytes;
+  std::memset(memory.get(), kFence, shared_bytes + 2 * kFenceBytes);
   for (int64_t b = 0; b < blocks && !m.error[0]; ++b) {
     m.block = unsigned(m.reversed ? blocks - 1 - b : b);
-    std::memset(memory.get(), kFence, shared_bytes + 2 * kFenceBytes);
     std::memset(m.shared, kPoison, shared_bytes);
     run_block();
     if (!is_fence(memory.get()) || !is_fence(m.shared + shared_bytes)) fail("writes beyond its shared memory");

@@ -17,6 +17,8 @@ from torch import Tensor
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "cuda_ext" / "cuda"
 CHUNK = 32  # tokens between two states that the forward pass of gated and decay keeps
+# Where libraries and programs are kept for as long as no source changes.
+CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_twin_{os.getuid()}")
 GUARD = 64  # elements before and after each output, which nothing may write to
 ORDER = ("sum", "delta", "gated", "decay")
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -26,13 +28,18 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
-def build(kernels: Path = KERNELS, program: bool = False, flags: Sequence[str] = ("-O2",)) -> Path:
-    """A library of the kernels in a folder, or a program that runs them; kept for as long as no source changes."""
+def build(
+    kernels: Path = KERNELS,
+    *,
+    program: bool = False,
+    flags: Sequence[str] = ("-O1", "-Wall", "-Werror"),
+    folder: Path = CACHE,
+) -> Path:
+    """A library of the kernels, or a program that runs them, in a folder; the one that lies there if none changed."""
     assert shutil.which(compiler()[0]), "the twin needs a C++ compiler: install g++ 10 or later, or set CXX"
-    key = hashlib.sha256(repr((compiler(), flags, program)).encode())
+    key = hashlib.sha256(repr((compiler(), tuple(flags), program)).encode())
     for source in sorted([*kernels.iterdir(), *HERE.glob("twin.[hc]*")]):
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    folder = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_twin_{os.getuid()}")
     target = folder / f"twin_{key.hexdigest()[:16]}"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +49,7 @@ def build(kernels: Path = KERNELS, program: bool = False, flags: Sequence[str] =
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "twin"
             subprocess.run(
-                [*compiler(), "-std=c++17", "-Wall", "-Werror", *native, *flags, *kind, "-ffp-contract=off"]
+                [*compiler(), "-std=c++17", *native, *flags, *kind, "-ffp-contract=off"]
                 + ["-include", str(HERE / "twin.h"), f"-I{kernels}", str(HERE / "twin.cpp"), "-o", str(made)],
                 check=True,
             )
@@ -81,9 +88,7 @@ class Twin:
         self._library.twin_run.restype = ctypes.c_char_p
         self._library.twin_workspace_bytes.restype = ctypes.c_size_t
 
-    def forward(
-        self, rule: str, inputs: dict[str, Tensor | None], **how: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, rule: str, inputs: dict[str, Tensor | None], **how: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Out, the new state, and what else the operator keeps for the backward pass."""
         q, v, state = inputs["q"], inputs["v"], inputs["state"]
         sizes, dtype = (*q.shape, v.shape[3]), state_dtype(q.dtype)
