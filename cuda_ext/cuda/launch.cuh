@@ -12,10 +12,12 @@
 namespace fwp::cuda {
 
 // At least. Without this number, ptxas spills registers in favour of more blocks than are of use.
-constexpr int kBlocksPerMultiprocessor = 2;
+template <typename A>
+constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 2 : 3;
 
 template <typename Scan, int kRows, int kColumns>
-__global__ void __launch_bounds__(kThreadsPerBlock + kWarp, kBlocksPerMultiprocessor) scan_kernel(const Scan scan) {
+__global__ void __launch_bounds__(kThreadsPerBlock + kWarp, kBlocksPerMultiprocessor<typename Scan::Number>)
+    scan_kernel(const Scan scan) {
   scan.template run<kRows, kColumns>();
 }
 

@@ -7,7 +7,7 @@
 namespace fwp::cuda {
 
 template <typename A>
-__global__ void __launch_bounds__(kThreadsPerBlock, kBlocksPerMultiprocessor) token_sums_kernel(const TokenSums<A> sums) {
+__global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const TokenSums<A> sums) {
   sums.run();
 }
 
