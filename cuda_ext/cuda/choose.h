@@ -52,7 +52,7 @@ struct ScanNeeds {
 
 inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, int multiprocessors) {
   // Tiles in shared memory take so much of it that smaller blocks fill it better.
-  const int most_threads = needs.states ? kThreadsPerBlock / 2 : kThreadsPerBlock;
+  const int most_threads = needs.states ? int(kThreadsPerBlock * 2 / needs.number) : kThreadsPerBlock;
   Plan plan{};
   plan.lanes = lanes_for(size, needs.shape);
   const auto columns_of_team = [&] { return int64_t(plan.groups) * needs.shape.columns; };

@@ -113,7 +113,8 @@ struct Place {
   FWP_DEVICE int slab() const { return int(blockIdx.x % unsigned(plan.slabs)); }
   FWP_DEVICE int64_t first_head() const { return int64_t(blockIdx.x / unsigned(plan.slabs)) * plan.teams; }
   FWP_DEVICE bool brings_tokens() const { return thread >= plan.threads(); }
-  FWP_DEVICE bool is_there() const { return head < size.heads; }
+  // Whether the thread has columns of a head, though perhaps beyond the last one.
+  FWP_DEVICE bool is_there() const { return !brings_tokens() && head < size.heads; }
   FWP_DEVICE int row(int r) const { return ((r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
 
   FWP_DEVICE A* buffer(int64_t n) const {
