@@ -50,7 +50,7 @@ def trainer_of(architecture, update, folder, flags):
     from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.trainer import Trainer
 
-    import fairseq_fwp  # noqa: F401 - registers the architectures
+    from fairseq_fwp import models  # noqa: F401 - registers the architectures
 
     if architecture not in ARCH_MODEL_REGISTRY:
         raise LookupError("it is not registered")

@@ -134,6 +134,13 @@ def test_decoding_step(rule, shape, dtype):
 
 
 @every_kernel
+def test_sizes_beyond_the_kernels(rule):
+    inputs = sample_inputs(rule, (1, 1, 3, 513, 4), torch.float32)
+    with pytest.raises(RuntimeError, match="take keys and values of up to 512 elements, got Dk = 513 and Dv = 4"):
+        RULES[rule].function(**inputs, backend="kernel")
+
+
+@every_kernel
 def test_another_gpu_than_the_current_one(rule):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

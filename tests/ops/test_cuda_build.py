@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from isolated import run_isolated
-from rule_cases import RULES, WITH_KERNEL
+from rule_cases import RULES, WITH_KERNEL, sample_inputs
 
+from fairseq_fwp import ops
 from fairseq_fwp.ops import compiler, cuda_toolkit, dispatch, jit
 from fairseq_fwp.ops.cuda_toolkit import Architecture
 
@@ -21,6 +22,7 @@ H200, A100, T4 = ("NVIDIA H200", (9, 0)), ("NVIDIA A100", (8, 0)), ("Tesla T4", 
 KNOWN = "75 80 86 90 100 120"
 
 
+LIMITS = compiler._source_folder() / "cuda" / "launchers.h"
 SOURCES = ("binding_cuda.cpp", "binding_arguments.h", "cuda/kernels.cu", "cuda/delta.cuh", "cuda/launchers.h")
 
 
@@ -235,6 +237,22 @@ def test_auto_says_once_why_it_runs_the_reference(machine, monkeypatch):
         assert not dispatch.kernel_ready("cuda")
     with pytest.raises(RuntimeError, match="no compiled kernel for cuda: PyTorch sees no NVIDIA GPU; check"):
         dispatch._require_kernel("cuda")
+
+
+def test_auto_leaves_sizes_beyond_the_kernels_to_the_reference(monkeypatch):
+    (limit,) = re.findall(r"kGreatestSize = (\d+);", LIMITS.read_text())
+    assert {"cuda": int(limit)} == dispatch.GREATEST_SIZE
+    monkeypatch.setattr(dispatch, "GREATEST_SIZE", {"cpu": 4})
+    monkeypatch.setattr(dispatch, "_warned", set())
+    inputs = sample_inputs("delta", (1, 1, 3, 5, 4))
+    with pytest.warns(RuntimeWarning, match=r"keys and values of up to 4, got \(5, 4\); use smaller heads"):
+        found = ops.delta_rule(**inputs)
+    expected = ops.delta_rule_reference(**inputs)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.delta_rule(**inputs)
+        ops.delta_rule(**sample_inputs("delta", (1, 1, 3, 4, 4)))
 
 
 def test_key_follows_what_the_machine_code_depends_on(machine, monkeypatch):
