@@ -1,4 +1,4 @@
-"""One picture of each part from the CSV files in results/: `python plots.py operators|rules|training|long|gpu`."""
+"""One picture of each part from the CSV files in results/: `python plots.py PART`, one of DRAW."""
 
 import csv
 import sys
@@ -166,6 +166,14 @@ def draw_rules():
     return figure
 
 
+def draw_eval_lm():
+    rows = measured_goals("eval_lm")
+    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    bars(axes, rows, [f"{row['ratio'].removeprefix('tokens per second, ')}, {row['where']}" for row in rows])
+    axes.set_title("Tokens per second of the sliding window, as a ratio (| = goal)")
+    return figure
+
+
 def draw_gpu():
     """Goals as bars; time per token of training at growing length, and of decoding after growing contexts."""
     record = gpu_report.Record(row.values() for row in read("gpu"))
@@ -198,6 +206,7 @@ DRAW = {
     "training": draw_training,
     "long": draw_long,
     "gpu": draw_gpu,
+    "eval_lm": draw_eval_lm,
 }
 
 

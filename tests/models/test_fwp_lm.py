@@ -12,23 +12,14 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, initialize
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-from .conftest import SMALL, configure, make_dictionary
+from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
 
 ARCHS = [arch for arch in PRESETS if not arch.endswith("_medium")]
-
-
-def random_tokens(*shape, vocabulary=50):
-    return torch.randint(4, vocabulary, shape)
-
-
-def log_probs(model, tokens, **kwargs):
-    return model.get_normalized_probs(model(tokens, **kwargs), log_probs=True)
 
 
 @pytest.fixture(params=ARCHS)
@@ -113,6 +104,35 @@ def test_a_checkpoint_of_an_earlier_version_is_built_with_the_defaults_of_new_op
     assert model.decoder.layers[0].self_attn.read_out_norm is None and "norm_read_out" not in config
 
 
+def test_local_attention_decodes_in_constant_memory(build_model):
+    """With --attention-window, what a layer keeps is one token less than the window, which is what it sees."""
+    model, tokens, state = build_model("softmax_lm_wt103", attention_window=3), random_tokens(2, 12), {}
+    whole = log_probs(model, tokens)
+    steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(12)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole)
+    ((kept, _read),) = state.values()
+    assert [layer.keys.shape[2] for layer in kept.layers] == [2, 2]
+    changed = tokens.clone()
+    changed[:, 0] ^= 1
+    seen = (log_probs(model, changed) != whole).any(-1)[0].nonzero().flatten().tolist()
+    assert seen == [0, 1, 2, 3, 4]  # 2 tokens further through each of 2 layers
+
+
+def test_adaptive_inputs_of_any_model(build_model):
+    model = build_model("delta_lm_wt103", div_val=2, adaptive_softmax_cutoff="10,30")
+    tokens, state = random_tokens(2, 6), {}
+    steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(6)]
+    torch.testing.assert_close(torch.cat(steps, 1), log_probs(model, tokens))
+    assert [table.embedding_dim for table in model.decoder.embed_tokens.tables] == [16, 8, 4]
+
+
+def test_decoding_goes_on_from_a_given_state(build_model, arch):
+    model, tokens, state = build_model(arch), random_tokens(2, 9), {}
+    past = model(tokens[:, :4])[1]["state"]
+    steps = [log_probs(model, tokens[:, 4 : t + 1], incremental_state=state, state=past) for t in range(4, 9)]
+    torch.testing.assert_close(torch.cat(steps, 1), log_probs(model, tokens)[:, 4:])
+
+
 def test_flags_reach_the_layer(build_model):
     flags = {"attention_normalization": True, "attention_normalization_read_out_only": True}
     flags |= {"normalization_epsilon": 0.5, "add_normalization_epsilon": True, "scale_read_out": True}
@@ -176,25 +196,12 @@ def test_decoding_memory_is_constant_for_every_rule(build_model):
     assert kept.layers[0].keys.shape[2] == 12
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operator returned."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.largest = max(self.largest, value.numel())
-        return result
-
-
 @pytest.mark.parametrize("arch", ["delta_lm_wt103", "sum_lm_wt103"])
-def test_no_tensor_grows_faster_than_the_sequence(build_model, arch):
+def test_no_tensor_grows_faster_than_the_sequence(build_model, largest_tensor, arch):
     model = build_model(arch, fwp_backend="auto", max_target_positions=8192)
     largest = {}
     for length in (1024, 4096):
-        with LargestTensor() as mode, torch.no_grad():
+        with largest_tensor() as mode, torch.no_grad():
             model(random_tokens(1, length))
         largest[length] = mode.largest
     assert largest[4096] <= 4 * largest[1024] < 1024**2
@@ -383,6 +390,8 @@ def test_it_learns_what_needs_its_memory(build_model):
         ("sum_favor_lm_wt103", {"decoder_feature_map": "elu"}, ["--favor-features"]),
         ("softmax_lm_wt103", {"sum_normalization": True}, ["--sum-normalization"]),
         ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
+        ("softmax_lm_wt103", {"attention_window": 3}, []),
+        ("delta_lm_wt103", {"attention_window": 3}, ["--attention-window"]),
         ("softmax_lm_wt103", {}, []),
     ],
 )
