@@ -148,8 +148,7 @@ def usable(name, contender, shape):
     except Exception as error:
         if contender.ours:
             raise
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise gpu_peers.Missing(f"it fails: {line[:200]}") from error
+        raise gpu_peers.Missing(f"it fails: {gpu_peers.first_line(error)}") from error
     return form
 
 
@@ -263,9 +262,15 @@ class Session:
                 calls[name] = call_of(stage, form, leaves(contender, tensors))
                 calls[name]()
                 self.record.add(shape, stage, name, BYTES, [peak_bytes(calls[name])])
-            except torch.cuda.OutOfMemoryError:
+            except RuntimeError as error:
+                full = isinstance(error, torch.cuda.OutOfMemoryError)
+                if contender.ours and not full:
+                    raise
                 calls.pop(name, None)
-                self.record.miss(shape, stage, name, "it needs more memory than this GPU has")
+                reason = (
+                    "it needs more memory than this GPU has" if full else f"it fails: {gpu_peers.first_line(error)}"
+                )
+                self.record.miss(shape, stage, name, reason)
         take_turns(self.record, self.clock, shape, stage, calls)
         del tensors, calls
         torch.cuda.empty_cache()
@@ -337,7 +342,7 @@ def run(session):
             session.operators(shape, TRAINING, published)
         except RuntimeError as error:
             for name in published:
-                session.record.miss(shape, TRAINING, name, f"the GPU failed: {str(error).splitlines()[0][:200]}")
+                session.record.miss(shape, TRAINING, name, f"the GPU failed: {gpu_peers.first_line(error)}")
             return
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from gpu_peers import first_line
 from gpu_report import BYTES, CONTEXTS, EAGER, SPEED, STEP
 
 VOCABULARY = 267_744  # with the dictionary's four symbols, rounded as fairseq does
@@ -137,10 +138,6 @@ def step_seconds(decoder, tokens, context):
 
     elapsed(step, WARM_UP)
     return [median(elapsed(step, STEPS_A_ROUND)) for _ in range(ROUNDS)]
-
-
-def first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def elapsed(call, times):

@@ -21,6 +21,11 @@ class Missing(Exception):
     """Why a peer cannot be measured, in one clause."""
 
 
+def first_line(error):
+    """What an error says, for a note in a table."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def flash_attention(q, k, v):
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -65,9 +70,7 @@ def imported(module, otherwise):
     try:
         return importlib.import_module(module)
     except Exception as error:  # a peer may fail in any way, above all in its own compilation
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = otherwise if isinstance(error, ModuleNotFoundError) else lines[0][:200]
-        raise Missing(reason) from error
+        raise Missing(otherwise if isinstance(error, ModuleNotFoundError) else first_line(error)) from error
 
 
 @contextmanager

@@ -253,6 +253,31 @@ def test_without_time_nothing_is_measured_and_all_of_it_is_named(gpu, report, mo
     assert all(row[6].endswith("no time was left for it") for row in rows if row[2] != "-"), rows
 
 
+def test_who_fails_while_measured_is_left_out_unless_it_is_ours(gpu, report, monkeypatch):
+    def failing(*x):
+        raise RuntimeError("No available kernel.\nAborting")
+
+    def too_large(*x):
+        raise torch.cuda.OutOfMemoryError("4 TB")
+
+    peers = {name: gpu.Contender(None, "q k v", lambda f=f: f) for name, f in (("a", failing), ("b", too_large))}
+    found = {**peers, "sum": gpu.contenders()["sum"]}
+    measured = []
+    monkeypatch.setattr(gpu, "Clock", lambda: None)
+    monkeypatch.setattr(gpu, "take_turns", lambda record, clock, where, stage, calls: measured.extend(calls))
+    monkeypatch.setattr(gpu, "peak_bytes", lambda call: 7)
+    session, shape = gpu.Session(report.Record(), 60, found), (1, 2, 9, 8, 8)
+    for stage in (report.TRAINING, report.FORWARD):
+        session.operators(shape, stage, list(found))
+        reasons = [session.record.values(shape, stage, name, report.GRAPH) for name in peers]
+        assert reasons == ["a: it fails: No available kernel.", "b: it needs more memory than this GPU has"]
+        assert session.record.values(shape, stage, "sum", report.BYTES) == [7]
+    assert measured == ["sum", "sum"]
+    session.found["a"] = peers["a"]._replace(ours=True)
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        session.operators(shape, report.TRAINING, ["a"])
+
+
 def test_models_are_trained_and_decode(report, monkeypatch):
     import gpu_models
 
