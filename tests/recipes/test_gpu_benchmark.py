@@ -278,6 +278,49 @@ def test_who_fails_while_measured_is_left_out_unless_it_is_ours(gpu, report, mon
         session.operators(shape, report.TRAINING, ["a"])
 
 
+class CallOnce:
+    """In place of the clock: a call is made, and takes a millisecond."""
+
+    def round(self, call):
+        call()
+        return 1e-3
+
+
+def test_a_whole_run_at_small_sizes(gpu, report, monkeypatch, tmp_path):
+    """Everything but the GPU's own clock, graphs, memory and rates, from the first check to the ledger."""
+    import gpu_models
+
+    shapes, module = ((2, 2, 16, 8, 8), (1, 2, 32, 8, 8), (1, 1, 40, 8, 8), (1, 1, 8, 8, 8)), sys.modules["report"]
+    small = {"SHAPES": shapes, "SWEEP": (16, 32), "CONTEXTS": (1, 8), "STEP_SHAPE": (2, 2, 1, 8, 8)}
+    for where in (gpu, report):
+        for name, value in small.items():
+            monkeypatch.setattr(where, name, value)
+    monkeypatch.setattr(report, "TOKENS", 64)
+    monkeypatch.setattr(gpu, "Clock", CallOnce)
+    monkeypatch.setattr(gpu, "replay_of", lambda call: None)
+    monkeypatch.setattr(gpu, "peak_bytes", lambda call: 7)
+    monkeypatch.setattr(gpu.Session, "rates", lambda session: None)
+    monkeypatch.setattr(gpu_models, "measure", lambda record, in_time: None)
+    monkeypatch.setattr(gpu, "require_kernels", lambda: None)
+    monkeypatch.setattr(gpu, "describe", lambda record: record.note("", "a GPU"))
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    (tmp_path / "RESULTS.md").write_text((BENCHMARKS / "RESULTS.md").read_text())
+    gpu.main(["measure"])
+    ledger = (tmp_path / "RESULTS.md").read_text()
+    assert "a GPU, no rates.\n" in ledger and "![gpu](results/gpu.png)" in ledger
+    for name in ("delta", "decay float32"):
+        assert f"| {shapes[0]} | forward + backward | {name} |" in ledger
+    assert (
+        "| decoding step, growth of the time per token of delta | 1 -> 8 tokens | <= 1.1 | 1.00 | 1.00 | yes |"
+        in ledger
+    )
+    rows = [line.split(",") for line in (tmp_path / "results" / "gpu.csv").read_text().splitlines()]
+    assert (
+        len([row for row in rows if "(4, 16, 16, 64, 64)" in ",".join(row) and ",delta,seconds," in ",".join(row)]) == 5
+    )
+
+
 def test_models_are_trained_and_decode(report, monkeypatch):
     import gpu_models
 
