@@ -70,7 +70,8 @@ def test_requirements(wheel):
 
 
 def kernel_sources():
-    return {f"cuda_ext/{path.name}" for path in ROOT.glob("cuda_ext/*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")}
+    paths = [path for path in ROOT.glob("cuda_ext/**/*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
+    return {str(path.relative_to(ROOT)) for path in paths}
 
 
 def test_wheel_ships_every_kernel_source(wheel):
