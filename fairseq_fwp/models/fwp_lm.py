@@ -15,13 +15,16 @@ from fairseq.modules import FairseqDropout, LayerNorm
 from omegaconf import II, OmegaConf
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_input import AdaptiveInput
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.local_attention import LocalAttention
 from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.relative_attention import LearnedDistances, SinusoidalDistances
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -48,8 +51,8 @@ def _field(default: Any, text: str) -> Any:
 
 
 @dataclass
-class FwpLanguageModelConfig(FairseqDataclass):
-    """Defaults: Schlag et al. 2021, *small*, with the delta rule and without any normalisation; see presets.py."""
+class DecoderConfig(FairseqDataclass):
+    """What every language model here has. Defaults: the *small* size of Schlag et al. 2021; see presets.py."""
 
     activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = _field(  # type: ignore[valid-type]
         "relu", "activation function between the feed-forward projections"
@@ -62,12 +65,28 @@ class FwpLanguageModelConfig(FairseqDataclass):
     decoder_layers: int = _field(16, "number of layers")
     decoder_attention_heads: int = _field(8, "number of heads")
     decoder_normalize_before: bool = _field(False, "layer normalisation before each block (pre-norm)")
+    adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+        None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
+    )
+    div_val: int = _field(
+        1, "adaptive input and softmax: embeddings shrink by this factor from one cluster to the next; 1: none does"
+    )
+    no_scale_embedding: bool = _field(False, "do not scale embeddings by the root of their dimension")
+    add_bos_token: bool = II("task.add_bos_token")
+    tokens_per_sample: int = II("task.tokens_per_sample")
+    max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
+
+
+@dataclass
+class FwpLanguageModelConfig(DecoderConfig):
+    """Defaults: Schlag et al. 2021, *small*, with the delta rule and without any normalisation; see presets.py."""
+
     # Plain strings: `add_args` offers what the tables hold by then, entries from outside this package included.
     decoder_update_rule: str = _field(
         "delta", "how a token writes into the fast weights; softmax: attention over all past tokens"
     )
     decoder_feature_map: str = _field("elu", "map of keys and queries (not used by softmax)")
-    decoder_key_dim: Optional[int] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+    decoder_key_dim: Optional[int] = _field(  # noqa: UP045
         None, "size of a head's keys and queries before the map; none: embedding dimension / heads"
     )
     dpfp_nu: int = _field(1, "capacity of the dpfp map: 2 * key dimension * nu features")
@@ -100,19 +119,14 @@ class FwpLanguageModelConfig(FairseqDataclass):
     fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = _field(  # type: ignore[valid-type]
         "auto", "C++/CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
     )
-    adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045
-        None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
+    attention_window: Optional[int] = _field(  # noqa: UP045
+        None, "softmax: a token attends to itself and to this many less one before it; none: to all"
     )
     no_token_positional_embeddings: bool = _field(False, "no absolute positions")
-    no_scale_embedding: bool = _field(False, "do not scale embeddings by the root of their dimension")
-    add_bos_token: bool = II("task.add_bos_token")
-    tokens_per_sample: int = II("task.tokens_per_sample")
-    max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
 
 
-def fill_in_defaults(cfg: Any) -> Any:
+def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
     """The configuration with the defaults of options that a checkpoint of an earlier version does not know."""
-    known = FwpLanguageModelConfig()
     missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
     if not missing:
         return cfg
@@ -154,7 +168,7 @@ class FwpLanguageModel(FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        return cls(FwpDecoder(fill_in_defaults(cfg), task.target_dictionary))
+        return cls(FwpDecoder(fill_in_defaults(cfg, FwpLanguageModelConfig()), task.target_dictionary))
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
@@ -164,25 +178,32 @@ class FwpLanguageModel(FairseqLanguageModel):
 class FwpDecoder(FairseqIncrementalDecoder):
     """Embeddings, layers and tied output. No tensor grows faster than linearly with the sequence."""
 
-    def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
+    def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
-        self.embed_tokens = nn.Embedding(len(dictionary), cfg.decoder_embed_dim, self.padding_idx)
+        cutoffs = read_cutoffs(cfg, len(dictionary))
+        self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
         self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
         self.embed_positions = (
-            None
-            if cfg.no_token_positional_embeddings
-            else SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
+            SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
+            if self.has_absolute_positions(cfg)
+            else None
         )
         self.dropout = FairseqDropout(cfg.dropout, module_name=type(self).__name__)
-        self.layers = nn.ModuleList(build_layer(cfg) for _ in range(cfg.decoder_layers))
+        self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
         self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if cfg.decoder_normalize_before else None
         # Also without cutoffs, so that the criterion adaptive_loss always works.
-        self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens)
+        self.adaptive_softmax = build_adaptive_softmax(self.embed_tokens, cutoffs)
         self.apply(initialize)
-        with torch.no_grad():
-            self.embed_tokens.weight[self.padding_idx].zero_()
+
+    def has_absolute_positions(self, cfg: Any) -> bool:
+        """Whether sinusoids of the positions are added to the embeddings."""
+        return not cfg.no_token_positional_embeddings
+
+    def build_attention(self, cfg: Any) -> nn.Module:
+        """The attention of one layer."""
+        return build_attention(cfg)
 
     def forward(
         self,
@@ -196,19 +217,20 @@ class FwpDecoder(FairseqIncrementalDecoder):
         """prev_output_tokens (B, L) -> features (B, L, D) for the adaptive softmax, and the new "state".
 
         state: what was read before these tokens, None = nothing. With an incremental_state, the state is kept
-        there, prev_output_tokens is the whole prefix as fairseq passes it, its tokens not yet read are read, and the
-        first value is their log-probabilities (B, L, V). ("attn" in the second value is what fairseq looks for.)
+        there from the first call on, prev_output_tokens is the whole prefix as fairseq passes it, its tokens not yet
+        read are read, and the first value is their log-probabilities (B, L, V). ("attn" in the second value is what
+        fairseq looks for.)
         """
-        if incremental_state is not None:
-            state, read = self.get_incremental_state(incremental_state, "state") or (None, 0)
-            read_now, prev_output_tokens = prev_output_tokens.shape[1], prev_output_tokens[:, read:]
         if self.training:
             for module in self.modules():
                 if isinstance(module, FeatureMap):
                     module.resample()
-        x, state = self.extract_features(prev_output_tokens, state)
-        if incremental_state is not None:
-            self.set_incremental_state(incremental_state, "state", (state, read_now))
+        if incremental_state is None:
+            x, state = self.extract_features(prev_output_tokens, state)
+        else:
+            state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
+            x, state = self.extract_unread_features(prev_output_tokens, state, read)
+            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1]))
         scored = incremental_state is not None and not features_only
         if scored:
             # fairseq's generator divides the first value by --temperature: of features that would miss the biases.
@@ -245,6 +267,12 @@ class FwpDecoder(FairseqIncrementalDecoder):
             x = self.layer_norm(x)
         return x, DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
 
+    def extract_unread_features(
+        self, tokens: Tensor, state: DecoderState | None, read: int
+    ) -> tuple[Tensor, DecoderState]:
+        """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
+        return self.extract_features(tokens[:, read:], state)
+
     def output_layer(self, features: Tensor) -> Tensor:
         """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
 
@@ -264,10 +292,10 @@ class FwpDecoder(FairseqIncrementalDecoder):
             self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
 
 
-def build_layer(cfg: FwpLanguageModelConfig) -> DecoderLayer:
-    """One decoder layer of the configuration."""
+def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
+    """One decoder layer of the configuration around the attention."""
     return DecoderLayer(
-        build_attention(cfg),
+        attention,
         cfg.decoder_embed_dim,
         cfg.decoder_ffn_embed_dim,
         utils.get_activation_fn(str(cfg.activation_fn)),
@@ -279,11 +307,19 @@ def build_layer(cfg: FwpLanguageModelConfig) -> DecoderLayer:
 
 def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     """The attention of the configuration: softmax, or feature map x update rule x normalisations."""
+    sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
     if cfg.decoder_update_rule == "softmax":
-        return SoftmaxAttention(cfg.decoder_embed_dim, cfg.decoder_attention_heads, cfg.attention_dropout)
+        if cfg.attention_window is not None:
+            return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout)
+        return SoftmaxAttention(*sizes, cfg.attention_dropout)
+    if cfg.attention_window is not None:
+        raise ValueError(
+            f"--attention-window narrows softmax attention, and the update rule {cfg.decoder_update_rule!r} has no "
+            "window: leave it out, or give --decoder-update-rule softmax"
+        )
     if cfg.decoder_feature_map not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
-    check_heads(cfg.decoder_embed_dim, cfg.decoder_attention_heads)
+    check_heads(*sizes)
     key_dim = cfg.decoder_key_dim
     if key_dim is None:
         key_dim = cfg.decoder_embed_dim // cfg.decoder_attention_heads
@@ -291,8 +327,7 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         raise ValueError(f"the size of a head's keys must be at least 1, got {key_dim}: change --decoder-key-dim")
     arguments = {name: getattr(cfg, flag) for name, flag in MAP_FLAGS.get(cfg.decoder_feature_map, {}).items()}
     return FastWeightAttention(
-        cfg.decoder_embed_dim,
-        cfg.decoder_attention_heads,
+        *sizes,
         FEATURE_MAPS[cfg.decoder_feature_map](key_dim, **arguments),
         cfg.decoder_update_rule,
         key_dim=key_dim,
@@ -307,27 +342,44 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     )
 
 
-def build_adaptive_softmax(cfg: FwpLanguageModelConfig, embed_tokens: nn.Embedding) -> TiedAdaptiveSoftmax:
-    """The adaptive softmax over the cutoffs given, without those that the vocabulary does not reach."""
+def read_cutoffs(cfg: DecoderConfig, vocab_size: int) -> list[int]:
+    """The cutoffs given, without those that the vocabulary does not reach."""
     text = cfg.adaptive_softmax_cutoff or ""
     try:
         cutoffs = [int(cutoff) for cutoff in text.split(",") if cutoff.strip()]
     except ValueError:
         raise ValueError(f"--adaptive-softmax-cutoff takes whole numbers like 20000,40000, got {text!r}") from None
-    kept = [cutoff for cutoff in cutoffs if cutoff < embed_tokens.num_embeddings]
+    kept = [cutoff for cutoff in cutoffs if cutoff < vocab_size]
     if len(kept) < len(cutoffs):
         logger.info(
             "adaptive softmax: dropped cutoffs %s, beyond the vocabulary of %d words",
             ",".join(str(cutoff) for cutoff in cutoffs if cutoff not in kept),
-            embed_tokens.num_embeddings,
+            vocab_size,
         )
-    return TiedAdaptiveSoftmax(embed_tokens, kept)
+    return kept
+
+
+def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> nn.Embedding | AdaptiveInput:
+    """The word embeddings of the configuration."""
+    if cfg.div_val == 1:
+        return nn.Embedding(len(dictionary), cfg.decoder_embed_dim, dictionary.pad())
+    return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
+
+
+def build_adaptive_softmax(embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> AdaptiveSoftmax:
+    """The adaptive softmax tied to the embeddings."""
+    if isinstance(embed_tokens, AdaptiveInput):
+        return ProjectedAdaptiveSoftmax(embed_tokens)
+    return TiedAdaptiveSoftmax(embed_tokens, cutoffs)
 
 
 def initialize(module: nn.Module) -> None:
     """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; gates and maps as they have it."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=WEIGHT_STD)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
     if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
@@ -336,4 +388,8 @@ def initialize(module: nn.Module) -> None:
     if isinstance(module, FastWeightAttention):
         module.reset_gates()
     if isinstance(module, FeatureMap):
+        module.reset_parameters()
+    if isinstance(module, AdaptiveInput | ProjectedAdaptiveSoftmax):
+        module.reset_projections()
+    if isinstance(module, SinusoidalDistances | LearnedDistances):
         module.reset_parameters()

@@ -4,6 +4,11 @@ Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 
 (rule sum) normalise the read-out, its Delta Networks the mapped keys and queries (Tables 2, 3 and 5). The rules gated
 and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scratch; both do so as they are, see the
 grid of recipes/peps/RESULTS.md.
+
+Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that its authors published; *medium* is Schlag's
+(Sec. 6.3, Table 4). They drop the activations of the feed-forward blocks too. For `xl_lm_wt103_large` the paper prints
+257 M parameters, but the published script and weights, which are these sizes, have 285 M; with 16 layers in place of
+18 they would have 258 M. The models called large were trained with u and v of every layer's own.
 """
 
 from collections.abc import Callable
@@ -41,6 +46,45 @@ PRESETS: dict[str, dict[str, Any]] = {
     "softmax_lm_wt103_medium": {**SOFTMAX, **MEDIUM, **WT103},
 }
 
+# The memory is as long as the segment was in training (--tokens-per-sample); evaluation uses longer ones.
+XL = {"activation_dropout": 0.1}
+XL_LARGE = {"untie_biases": True}
+ENWIK8_BASE = {"decoder_layers": 12, "decoder_embed_dim": 512, "decoder_ffn_embed_dim": 2048, "mem_len": 512}
+ENWIK8_LARGE = {"decoder_layers": 24, "decoder_embed_dim": 1024, "decoder_ffn_embed_dim": 3072, "mem_len": 768}
+
+XL_PRESETS: dict[str, dict[str, Any]] = {
+    "xl_lm_wt103_medium": {**XL, **MEDIUM, "mem_len": 384, **WT103},
+    "xl_lm_wt103_base": {
+        **XL,
+        "decoder_embed_dim": 410,
+        "decoder_ffn_embed_dim": 2100,
+        "decoder_attention_heads": 10,
+        "mem_len": 150,
+        **WT103,
+    },
+    "xl_lm_wt103_large": {
+        **XL_LARGE,
+        "decoder_layers": 18,
+        "decoder_embed_dim": 1024,
+        "decoder_ffn_embed_dim": 4096,
+        "decoder_attention_heads": 16,
+        "dropout": 0.2,
+        "activation_dropout": 0.2,
+        "attention_dropout": 0.2,
+        "mem_len": 384,
+        "div_val": 4,
+        **WT103,
+    },
+    "xl_lm_enwik8_base": {**XL, **ENWIK8_BASE},
+    "xl_lm_enwik8_large": {
+        **XL_LARGE,
+        **ENWIK8_LARGE,
+        "dropout": 0.15,
+        "activation_dropout": 0.15,
+        "attention_dropout": 0.15,
+    },
+}
+
 
 def register(name: str, preset: dict[str, Any], model: str = "fwp_lm") -> None:
     """Makes `--arch name` known to fairseq; a flag given on the command line wins over the preset."""
@@ -57,3 +101,5 @@ def _architecture(preset: dict[str, Any]) -> Callable[[Any], None]:
 
 for _name, _preset in PRESETS.items():
     register(_name, _preset)
+for _name, _preset in XL_PRESETS.items():
+    register(_name, _preset, model="fwp_xl_lm")

@@ -1,4 +1,4 @@
-"""Adaptive softmax over tied word embeddings, with biases, as Transformer-XL and Schlag et al. 2021 use it."""
+"""Adaptive softmaxes over tied word embeddings, with biases, as Transformer-XL and Schlag et al. 2021 use them."""
 
 from itertools import pairwise
 
@@ -6,37 +6,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.adaptive_input import PROJECTION_STD, AdaptiveInput, check_cutoffs
 from fairseq_fwp.modules.precision import at_least_float32
 
 
-class TiedAdaptiveSoftmax(nn.Module):
+class AdaptiveSoftmax(nn.Module):
     """A softmax in clusters of falling word frequency (Grave et al. 2017, arXiv 1609.04309).
 
     The head holds the words up to the first cutoff and one entry for each further cluster; a word of cluster c has
-    probability head(c) * tail_c(word). All words share the input embedding's weight (V, D), each has a bias. The
+    probability head(c) * tail_c(word). Words share the input embedding's weights, each has a bias. The
     interface is that of fairseq's AdaptiveSoftmax, which has no biases and so misses the published parameter counts;
-    fairseq's criterion `adaptive_loss` and its scorers work with both.
+    fairseq's criterion `adaptive_loss` and its scorers work with both. Subclasses know how the weights are shared.
 
-    embedding: (V, D), tied; cutoffs: ascending ranks below V, may be empty, which gives a plain softmax. Logits and
-    log-probabilities are float32 (float64 for float64 weights): sums of losses overflow in fp16.
+    embedding: of V words in D dimensions, tied; cutoffs: ascending ranks below V, may be empty, which gives a plain
+    softmax. Logits and log-probabilities are float32 (float64 for float64 weights): sums of losses overflow in fp16.
     """
 
-    def __init__(self, embedding: nn.Embedding, cutoffs: list[int]) -> None:
+    def __init__(self, embedding: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> None:
         super().__init__()
-        vocab_size, embed_dim = embedding.weight.shape
-        bounds = [0, *cutoffs, vocab_size]
+        check_cutoffs(cutoffs, embedding.num_embeddings, embedding.padding_idx)
+        self.bounds = [0, *cutoffs, embedding.num_embeddings]
         # fairseq's adaptive_loss ignores the index of padding in every cluster, where it would be a word (in the head,
         # a cluster): tail targets start beyond it, after columns of probability zero.
         self.tail_offset = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
-        if any(low >= high for low, high in pairwise(bounds)) or bounds[1] < self.tail_offset:
-            raise ValueError(
-                f"adaptive softmax cutoffs must rise from {max(self.tail_offset, 1)} to less than the vocabulary's "
-                f"{vocab_size} words, got {','.join(map(str, cutoffs))}: change --adaptive-softmax-cutoff"
-            )
-        self.bounds = bounds
-        self.weight = embedding.weight
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-        self.clusters = nn.Linear(embed_dim, len(cutoffs)) if cutoffs else None
+        self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
+        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoffs)) if cutoffs else None
 
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """features (B, L, D), target (B, L) or (B L) -> per cluster the logits of the tokens in it and their targets.
@@ -54,7 +48,7 @@ class TiedAdaptiveSoftmax(nn.Module):
                 logits.append(None)
                 targets.append(None)
                 continue
-            logits.append(F.pad(self._tail(index, features[rows]), (self.tail_offset, 0), value=-torch.inf))
+            logits.append(F.pad(self._words(index + 1, features[rows]), (self.tail_offset, 0), value=-torch.inf))
             targets.append(target[rows] - self.bounds[index + 1] + self.tail_offset)
         return logits, targets
 
@@ -70,19 +64,29 @@ class TiedAdaptiveSoftmax(nn.Module):
         log_probs = head.new_zeros(len(flat), self.bounds[-1])
         log_probs[:, : self.bounds[1]] = head[:, : self.bounds[1]]
         for index, rows in self._rows_of_clusters(None if target is None else target.flatten(), len(flat)):
-            tail = F.log_softmax(self._tail(index, flat[rows]), dim=-1)
+            tail = F.log_softmax(self._words(index + 1, flat[rows]), dim=-1)
             prior = head[rows, self.bounds[1] + index].unsqueeze(1)
             log_probs[rows, self.bounds[index + 1] : self.bounds[index + 2]] = tail + prior
         return log_probs.unflatten(0, features.shape[:-1])
 
     def _head(self, flat: Tensor) -> Tensor:
-        flat = flat.to(self.weight.dtype)
-        words = F.linear(flat, self.weight[: self.bounds[1]], self.bias[: self.bounds[1]])
-        return at_least_float32(words if self.clusters is None else torch.cat([words, self.clusters(flat)], dim=-1))
+        words = self._words(0, flat)
+        if self.clusters is None:
+            return words
+        return torch.cat([words, at_least_float32(self.clusters(self._project(0, flat)))], dim=-1)
 
-    def _tail(self, index: int, flat: Tensor) -> Tensor:
-        words = slice(self.bounds[index + 1], self.bounds[index + 2])
-        return at_least_float32(F.linear(flat.to(self.weight.dtype), self.weight[words], self.bias[words]))
+    def _words(self, index: int, flat: Tensor) -> Tensor:
+        """The logits of the words of a cluster, 0 = the head."""
+        bias = self.bias[self.bounds[index] : self.bounds[index + 1]]
+        return at_least_float32(F.linear(self._project(index, flat), self._weight(index), bias))
+
+    def _project(self, index: int, flat: Tensor) -> Tensor:
+        """The features in the space of a cluster's embeddings, in their dtype."""
+        raise NotImplementedError
+
+    def _weight(self, index: int) -> Tensor:
+        """The embeddings of a cluster's words."""
+        raise NotImplementedError
 
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
         """For each tail cluster, the rows whose target lies in it; all `count` rows without a target."""
@@ -93,3 +97,44 @@ class TiedAdaptiveSoftmax(nn.Module):
             (index, ((target >= low) & (target < high)).nonzero().squeeze(1))
             for index, (low, high) in enumerate(pairwise(self.bounds[1:]))
         ]
+
+
+class TiedAdaptiveSoftmax(AdaptiveSoftmax):
+    """All words share the weight (V, D) of one embedding."""
+
+    def __init__(self, embedding: nn.Embedding, cutoffs: list[int]) -> None:
+        super().__init__(embedding, cutoffs)
+        self.weight = embedding.weight
+
+    def _project(self, index: int, flat: Tensor) -> Tensor:
+        return flat.to(self.weight.dtype)
+
+    def _weight(self, index: int) -> Tensor:
+        return self.weight[self.bounds[index] : self.bounds[index + 1]]
+
+
+class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
+    """Over an `AdaptiveInput`: rarer clusters score in fewer dimensions, with the input's tables and projections.
+
+    The head has a projection of its own, every other cluster the transpose of the input's, as in Transformer-XL's
+    public code.
+    """
+
+    def __init__(self, embedding: AdaptiveInput) -> None:
+        super().__init__(embedding, embedding.bounds[1:-1])
+        self.tables = embedding.tables
+        head = nn.Linear(embedding.embedding_dim, embedding.embedding_dim, bias=False)
+        self.projections = nn.ModuleList([head, *list(embedding.projections)[1:]])
+        self.reset_projections()
+
+    def reset_projections(self) -> None:
+        """Draws the projections, the shared ones too, as the paper's public code does."""
+        for projection in self.projections:
+            nn.init.normal_(projection.weight, std=PROJECTION_STD)
+
+    def _project(self, index: int, flat: Tensor) -> Tensor:
+        weight = self.projections[index].weight
+        return F.linear(flat.to(weight.dtype), weight.T)
+
+    def _weight(self, index: int) -> Tensor:
+        return self.tables[index].weight

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.alignment import join_padding
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 
 
@@ -31,6 +32,15 @@ class KeyValueCache(NamedTuple):
             None if self.padding is None else self.padding.index_select(0, new_order),
         )
 
+    def last(self, count: int) -> "KeyValueCache":
+        """The newest `count` tokens, or all where there are fewer."""
+        start = max(self.keys.shape[2] - count, 0)
+        return KeyValueCache(
+            self.keys[:, :, start:],
+            self.values[:, :, start:],
+            None if self.padding is None else self.padding[:, start:],
+        )
+
 
 class SoftmaxAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v over the past (Vaswani et al. 2017), projections without bias.
@@ -50,9 +60,9 @@ class SoftmaxAttention(nn.Module):
         self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, KeyValueCache]:
         """x (B, L, D) -> y (B, L, D) and the cache; key_padding_mask (B, L): True at tokens nobody attends to."""
-        q, k, v = self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.project(x)
         past = 0 if state is None else state.keys.shape[2]
-        cache = _extend(state, k, v, key_padding_mask)
+        cache = extend(state, k, v, key_padding_mask)
         mask = _attention_mask(x.shape[1], past, cache.padding, x.device)
         y = F.scaled_dot_product_attention(
             q,
@@ -64,16 +74,16 @@ class SoftmaxAttention(nn.Module):
         )
         return self.out_proj(y.transpose(1, 2).flatten(2)), cache
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (B, L, D) -> q, k and v, (B, H, L, d) each."""
+        return self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
-def _extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
+
+def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
+    """The cache with k and v (B, H, L, d) behind it, and their padding (B, L)."""
     if state is None:
         return KeyValueCache(k, v, padding)
-    if state.padding is not None or padding is not None:
-        old, new = (
-            part if part is not None else torch.zeros(len(k), length, dtype=torch.bool, device=k.device)
-            for part, length in ((state.padding, state.keys.shape[2]), (padding, k.shape[2]))
-        )
-        padding = torch.cat([old, new], dim=1)
+    padding = join_padding(state.padding, state.keys.shape[2], padding, k.shape[2])
     return KeyValueCache(torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2), padding)
 
 

@@ -1,0 +1,166 @@
+"""The language model `fwp_xl_lm`: Transformer-XL, with the ablations of its paper (Dai et al. 2019, arXiv 1901.02860).
+
+A call of the decoder reads one segment. Its "state" holds the `mem_len` newest inputs of every layer, for the segment that
+follows: whoever feeds segments one after the other passes it on, `detach()`ed, as the paper has it.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import FairseqLanguageModel, register_model
+from torch import Tensor, nn
+
+from fairseq_fwp.models.fwp_lm import (
+    MAX_GENERATED_POSITIONS,
+    DecoderConfig,
+    DecoderState,
+    FwpDecoder,
+    _field,
+    fill_in_defaults,
+)
+from fairseq_fwp.modules.fast_weight_attention import check_heads
+from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+
+
+@dataclass
+class FwpXlLanguageModelConfig(DecoderConfig):
+    """Defaults: a Transformer-XL of the *small* size of Schlag et al. 2021; see presets.py."""
+
+    mem_len: int = _field(256, "tokens of the past that a segment sees beside its own; 0: no recurrence")
+    clamp_len: int = _field(-1, "distances beyond this one count as this one; -1: none do")
+    same_length: bool = _field(False, "every token sees mem_len tokens, itself included, wherever it stands")
+    untie_biases: bool = _field(False, "u and v (r_w_bias, r_r_bias) of its own for every layer")
+    decoder_positions: ChoiceEnum(["relative", "shaw", "absolute"]) = _field(  # type: ignore[valid-type]
+        "relative", "the paper's relative positions, those of Shaw et al. 2018, or absolute sinusoids"
+    )
+    half_loss: bool = _field(
+        False, "train on the second half of each segment alone; with --criterion adaptive_loss, which counts by it"
+    )
+
+
+@register_model("fwp_xl_lm", dataclass=FwpXlLanguageModelConfig)
+class FwpXlLanguageModel(FairseqLanguageModel):
+    """Transformer-XL; works with fairseq's own tasks, which read each sample without a memory, and with ours."""
+
+    @classmethod
+    def build_model(cls, cfg: FwpXlLanguageModelConfig, task: Any) -> "FwpXlLanguageModel":
+        """Raises ValueError where the configuration cannot be built, naming the flag to change."""
+        return cls(FwpXlDecoder(fill_in_defaults(cfg, FwpXlLanguageModelConfig()), task.target_dictionary))
+
+    def get_targets(self, sample: dict[str, Any], net_output: Any) -> Tensor:
+        """The targets (B, L); in training with --half-loss, padding in the first half (Dai et al. 2019, Table 6)."""
+        target = sample["target"]
+        if not (self.training and self.decoder.half_loss):
+            return target
+        second_half = target.clone()
+        second_half[:, : target.shape[1] // 2] = self.decoder.padding_idx
+        return second_half
+
+    def max_decoder_positions(self) -> int:
+        """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
+        return MAX_GENERATED_POSITIONS
+
+
+class FwpXlDecoder(FwpDecoder):
+    """`FwpDecoder` over segments: attention to the segment's past and to a memory of what was before it.
+
+    Incremental decoding gives what a stream of segments of --tokens-per-sample tokens gives: tokens see those of their
+    segment and the memory, and after the last token of a segment all but its newest `mem_len` inputs is forgotten.
+    """
+
+    def __init__(self, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> None:
+        check_memory(cfg)
+        super().__init__(cfg, dictionary)
+        self.mem_len = cfg.mem_len
+        self.segment_length = cfg.tokens_per_sample
+        self.half_loss = cfg.half_loss
+        if cfg.decoder_positions == "relative" and not cfg.untie_biases:
+            first, *others = (layer.self_attn.positions for layer in self.layers)
+            for other in others:
+                other.tie(first)
+
+    def has_absolute_positions(self, cfg: Any) -> bool:
+        """Whether sinusoids of the positions are added to the embeddings."""
+        return cfg.decoder_positions == "absolute"
+
+    def build_attention(self, cfg: Any) -> nn.Module:
+        """The attention of one layer."""
+        return build_attention(cfg)
+
+    def extract_features(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
+        """tokens (B, L), one segment -> features (B, L, D) and the memory for the next segment."""
+        x, state = self._read(tokens, state)
+        return x, self._remember(state)
+
+    def extract_unread_features(
+        self, tokens: Tensor, state: DecoderState | None, read: int
+    ) -> tuple[Tensor, DecoderState]:
+        """The same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
+        total, pieces = tokens.shape[1], []
+        if read == 0:
+            state = self._cache(state, tokens)
+        next_segment = read - read % self.segment_length + self.segment_length
+        for start, stop in pairwise([read, *range(next_segment, total, self.segment_length), total]):
+            if start > 0 and start % self.segment_length == 0:
+                assert state is not None
+                state = self._remember(state)
+            x, state = self._read(tokens[:, start:stop], state)
+            pieces.append(x)
+        assert state is not None
+        return torch.cat(pieces, dim=1), state
+
+    def _read(self, tokens: Tensor, state: DecoderState | None) -> tuple[Tensor, DecoderState]:
+        x, state = super().extract_features(tokens, state)
+        return self.dropout(x), state  # as the paper's public code has it
+
+    def _remember(self, state: DecoderState) -> DecoderState:
+        """What of the state a new segment sees. Without a memory, absolute positions start again."""
+        positions = state.positions if self.mem_len else torch.zeros_like(state.positions)
+        return DecoderState(tuple(layer.last(self.mem_len) for layer in state.layers), positions)
+
+    def _cache(self, state: DecoderState | None, tokens: Tensor) -> DecoderState | None:
+        """The state as decoding keeps it: with keys and values, which need not be projected again at every step."""
+        attentions = [layer.self_attn for layer in self.layers]
+        if not all(isinstance(attention, RelativeAttention) for attention in attentions):
+            return state
+        if state is None:
+            empty = Memory(self.embed_tokens(tokens[:, :0]))
+            state = DecoderState((empty,) * len(self.layers), tokens.new_zeros(len(tokens)))
+        caches = (attention.cache(memory) for attention, memory in zip(attentions, state.layers, strict=True))
+        return DecoderState(tuple(caches), state.positions)
+
+
+def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
+    """Raises ValueError for a memory that cannot be, or cannot go with the positions."""
+    if cfg.mem_len < 0:
+        raise ValueError(f"a memory holds 0 tokens or more, got {cfg.mem_len}: change --mem-len")
+    if cfg.same_length and cfg.mem_len < 1:
+        raise ValueError("--same-length lets every token see --mem-len tokens: give at least --mem-len 1")
+    if cfg.decoder_positions == "absolute" and (cfg.mem_len or cfg.same_length):
+        raise ValueError(
+            "absolute positions do not tell a segment from the one before it (Dai et al. 2019, Sec. 3.3): give "
+            "--mem-len 0 without --same-length, or --decoder-positions relative"
+        )
+    if cfg.decoder_positions == "shaw" and cfg.clamp_len < 1:
+        raise ValueError("--decoder-positions shaw has one vector for each distance up to --clamp-len: give at least 1")
+
+
+def build_attention(cfg: FwpXlLanguageModelConfig) -> nn.Module:
+    """The attention of the configuration: over a memory with relative positions, or absolute."""
+    sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
+    check_heads(*sizes)
+    if cfg.decoder_positions == "absolute":
+        return SoftmaxAttention(*sizes, cfg.attention_dropout)
+    positions: SinusoidalDistances | LearnedDistances
+    if cfg.decoder_positions == "shaw":
+        positions = LearnedDistances(
+            cfg.decoder_attention_heads, cfg.decoder_embed_dim // cfg.decoder_attention_heads, cfg.clamp_len
+        )
+    else:
+        positions = SinusoidalDistances(*sizes, cfg.clamp_len if cfg.clamp_len > 0 else None, cfg.dropout)
+    window = cfg.mem_len if cfg.same_length else None
+    return RelativeAttention(*sizes, positions, window, cfg.attention_dropout)

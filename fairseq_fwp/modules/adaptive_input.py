@@ -1,0 +1,70 @@
+"""Word embeddings whose size falls with the word's frequency, as Transformer-XL's `div_val` has them."""
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+# The paper does not say how it initialises; this is the value of its public code.
+PROJECTION_STD = 0.01
+
+
+class AdaptiveInput(nn.Module):
+    """Embeddings in clusters of falling word frequency (Baevski & Auli 2019, arXiv 1809.10853, Sec. 3).
+
+    Words of cluster c, between two cutoffs, have D / div_val^c dimensions and a projection to D without bias, the
+    first cluster too. fairseq's own module of this name takes the padding index for a word of every cluster, which
+    then is not trained.
+
+    vocab_size: V; embed_dim: D; cutoffs: ascending ranks below V, may be empty; div_val: at least 1; padding_idx: its
+    embedding is zero and stays so. Raises ValueError for cutoffs or a div_val that do not fit.
+    """
+
+    def __init__(
+        self, vocab_size: int, embed_dim: int, cutoffs: list[int], div_val: int, padding_idx: int | None = None
+    ) -> None:
+        super().__init__()
+        check_cutoffs(cutoffs, vocab_size, padding_idx)
+        if div_val < 1 or embed_dim // div_val ** len(cutoffs) < 1:
+            raise ValueError(
+                f"embeddings of {embed_dim} dimensions cannot be divided {len(cutoffs)} times by {div_val}: change "
+                "--div-val, --decoder-embed-dim or --adaptive-softmax-cutoff"
+            )
+        self.embedding_dim = embed_dim
+        self.num_embeddings = vocab_size
+        self.padding_idx = padding_idx
+        self.bounds = [0, *cutoffs, vocab_size]
+        sizes = [embed_dim // div_val**index for index in range(len(cutoffs) + 1)]
+        self.tables = nn.ModuleList(
+            nn.Embedding(high - low, size, padding_idx if low == 0 else None)
+            for (low, high), size in zip(pairwise(self.bounds), sizes, strict=True)
+        )
+        self.projections = nn.ModuleList(nn.Linear(size, embed_dim, bias=False) for size in sizes)
+        self.reset_projections()
+
+    def reset_projections(self) -> None:
+        """Draws the projections as the paper's public code does."""
+        for projection in self.projections:
+            nn.init.normal_(projection.weight, std=PROJECTION_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (B, L) -> (B, L, D)."""
+        flat = tokens.flatten()
+        x = self.projections[0].weight.new_zeros(len(flat), self.embedding_dim)
+        clusters = zip(pairwise(self.bounds), self.tables, self.projections, strict=True)
+        for (low, high), table, projection in clusters:
+            rows = ((flat >= low) & (flat < high)).nonzero().squeeze(1)
+            x = x.index_copy(0, rows, projection(table(flat[rows] - low)).to(x.dtype))
+        return x.unflatten(0, tokens.shape)
+
+    def extra_repr(self) -> str:
+        return f"bounds={self.bounds}"
+
+
+def check_cutoffs(cutoffs: list[int], vocab_size: int, padding_idx: int | None) -> None:
+    """Raises ValueError unless the cutoffs part the vocabulary, with padding in the first cluster."""
+    bounds, least = [0, *cutoffs, vocab_size], 0 if padding_idx is None else padding_idx + 1
+    if any(low >= high for low, high in pairwise(bounds)) or bounds[1] < least:
+        raise ValueError(
+            f"adaptive softmax cutoffs must rise from {max(least, 1)} to less than the vocabulary's {vocab_size} "
+            f"words, got {','.join(map(str, cutoffs))}: change --adaptive-softmax-cutoff"
+        )

@@ -1,0 +1,55 @@
+"""Padding out of the way: where distances count, two tokens are as far apart as if nothing stood between them.
+
+Shapes: B batch, S columns, of which the last L are queried.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Alignment:
+    """Every row moved to the right, its padding to the left; the tokens keep their order.
+
+    padding (B, S): True at padding; length: L. Afterwards `padding` holds the moved mask.
+    """
+
+    def __init__(self, padding: Tensor, length: int) -> None:
+        past = padding.shape[1] - length
+        self._columns = (~padding).to(torch.uint8).argsort(dim=1, stable=True)
+        # Queries of columns that came from the past, and outputs at padding: nobody reads them.
+        self._queries = (self._columns[:, past:] - past).clamp(min=0)
+        self._outputs = (self._columns.argsort(dim=1)[:, past:] - past).clamp(min=0)
+        self.padding = padding.gather(1, self._columns)
+
+    def align(self, x: Tensor) -> Tensor:
+        """x (B, ..., S, d) with its columns moved."""
+        return _take(x, self._columns)
+
+    def align_queries(self, x: Tensor) -> Tensor:
+        """x (B, ..., L, d) to the last L columns."""
+        return _take(x, self._queries)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """x (B, ..., L, d) of the last L columns back to where the queries came from."""
+        return _take(x, self._outputs)
+
+
+def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, length: int) -> Tensor | None:
+    """The masks (B, past_length) and (B, length) in one; None stands for no padding."""
+    if past is None and new is None:
+        return None
+    known = past if past is not None else new
+    assert known is not None
+    return torch.cat(
+        [
+            part if part is not None else known.new_zeros(len(known), size)
+            for part, size in ((past, past_length), (new, length))
+        ],
+        dim=1,
+    )
+
+
+def _take(x: Tensor, columns: Tensor) -> Tensor:
+    """The columns (B, n) of x (B, ..., m, d)."""
+    index = columns.reshape(len(columns), *[1] * (x.dim() - 3), -1, 1)
+    return x.gather(-2, index.expand(*x.shape[:-2], -1, x.shape[-1]))

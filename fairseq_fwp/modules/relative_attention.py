@@ -1,0 +1,252 @@
+"""Causal attention over a segment and the memory before it, with relative positions: Transformer-XL.
+
+Dai et al. 2019, arXiv 1901.02860, Sec. 3. With E the layer's input and R_n the sinusoids of the distance n = i - j,
+
+    A_ij = E_i W_q W_kE E_j + E_i W_q W_kR R_n + u W_kE E_j + v W_kR R_n      (a) + (b) + (c) + (d)
+
+Shapes: B batch, L tokens, M tokens in the memory, S = M + L, H heads, D embed_dim, d = D / H.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from fairseq.modules import FairseqDropout
+from torch import Tensor, nn
+
+from fairseq_fwp.modules.alignment import Alignment, join_padding
+from fairseq_fwp.modules.fast_weight_attention import check_heads
+
+
+# The paper does not say how it initialises; this is the value of its public code, of u, v and learned vectors.
+POSITION_STD = 0.02
+
+
+class Memory(NamedTuple):
+    """The layer's inputs before the segment, hidden (B, M, D); padding (B, M), True on the left, None = none.
+
+    The paper's SG, no gradient into the memory, is `detach()`, which belongs between two segments of training.
+    """
+
+    hidden: Tensor
+    padding: Tensor | None = None
+
+    def detach(self) -> "Memory":
+        """The same values, cut from the graph."""
+        return Memory(self.hidden.detach(), self.padding)
+
+    def reorder(self, new_order: Tensor) -> "Memory":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        padding = None if self.padding is None else self.padding.index_select(0, new_order)
+        return Memory(self.hidden.index_select(0, new_order), padding)
+
+    def last(self, count: int) -> "Memory":
+        """The newest `count` tokens, or all where there are fewer."""
+        start = max(self.hidden.shape[1] - count, 0)
+        return Memory(self.hidden[:, start:], None if self.padding is None else self.padding[:, start:])
+
+
+class RelativeCache(NamedTuple):
+    """The memory as decoding needs it: keys and values (B, H, M, d) are projected once, and so is each distance.
+
+    distances (H, M, d): W_kR R_n for n = 0 ... M - 1; padding as in `Memory`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    distances: Tensor
+    padding: Tensor | None = None
+
+    def detach(self) -> "RelativeCache":
+        """The same values, cut from the graph."""
+        return RelativeCache(self.keys.detach(), self.values.detach(), self.distances.detach(), self.padding)
+
+    def reorder(self, new_order: Tensor) -> "RelativeCache":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        return RelativeCache(
+            self.keys.index_select(0, new_order),
+            self.values.index_select(0, new_order),
+            self.distances,
+            None if self.padding is None else self.padding.index_select(0, new_order),
+        )
+
+    def last(self, count: int) -> "RelativeCache":
+        """The newest `count` tokens, or all where there are fewer."""
+        start = max(self.keys.shape[2] - count, 0)
+        return RelativeCache(
+            self.keys[:, :, start:],
+            self.values[:, :, start:],
+            self.distances[:, :count],
+            None if self.padding is None else self.padding[:, start:],
+        )
+
+
+class SinusoidalDistances(nn.Module):
+    """Terms (b), (c) and (d) of the paper: R_n in its sinusoids, W_kR, u and v.
+
+    embed_dim: D; num_heads: H; clamp_len: distances beyond it count as it, None = none do; dropout: of R.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, clamp_len: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.clamp_len = clamp_len
+        self.proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.content_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
+        self.position_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
+        self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws u and v."""
+        nn.init.normal_(self.content_bias, std=POSITION_STD)
+        nn.init.normal_(self.position_bias, std=POSITION_STD)
+
+    def tie(self, other: "SinusoidalDistances") -> None:
+        """Takes the other's u and v for its own: one pair for all layers."""
+        self.content_bias, self.position_bias = other.content_bias, other.position_bias
+
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q (B, H, L, d) -> what is multiplied with the keys, and what with the distances."""
+        return q + self.content_bias.unsqueeze(1).to(q.dtype), q + self.position_bias.unsqueeze(1).to(q.dtype)
+
+    def forward(self, start: int, stop: int) -> Tensor:
+        """W_kR R_n (H, stop - start, d) for the distances n from start on."""
+        weight = self.proj.weight
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        distances = torch.arange(start, stop, device=weight.device, dtype=wide)
+        if self.clamp_len is not None:
+            distances = distances.clamp(max=self.clamp_len)
+        rows = self.proj(self.dropout(_sinusoids(distances, weight.shape[1]).to(weight.dtype)))
+        return rows.unflatten(-1, (len(self.content_bias), -1)).transpose(0, 1)
+
+
+class LearnedDistances(nn.Module):
+    """The positions of Shaw et al. 2018, arXiv 1803.02155, as Dai et al. 2019 compare with them: (a) and (b) alone.
+
+    W_kR R_n is one learned vector for each distance and head. num_heads: H; head_dim: d; clamp_len: the largest
+    distance with a vector of its own, Shaw's clipping distance k.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, clamp_len: int) -> None:
+        super().__init__()
+        self.clamp_len = clamp_len
+        self.table = nn.Parameter(torch.empty(num_heads, clamp_len + 1, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the vectors."""
+        nn.init.normal_(self.table, std=POSITION_STD)
+
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q twice: there are no biases."""
+        return q, q
+
+    def forward(self, start: int, stop: int) -> Tensor:
+        """The vectors (H, stop - start, d) of the distances from start on."""
+        return self.table[:, torch.arange(start, stop, device=self.table.device).clamp(max=self.clamp_len)]
+
+
+class RelativeAttention(nn.Module):
+    """softmax((a) + (b) + (c) + (d)) over the memory and the segment's past, projections without bias.
+
+    embed_dim: D; num_heads: H; positions: a `SinusoidalDistances` or `LearnedDistances`; window: a token sees itself
+    and window - 1 tokens before it, None = all; dropout: of the attention weights. Memory for the scores of both
+    kinds is O(B H L S): the vectors of distances are never laid out for pairs of tokens.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        positions: SinusoidalDistances | LearnedDistances,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.num_heads = num_heads
+        self.positions = positions
+        self.window = window
+        self.dropout = dropout
+        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+
+    def forward(
+        self, x: Tensor, state: Memory | RelativeCache | None = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Memory | RelativeCache]:
+        """x (B, L, D) -> y (B, L, D), and the memory with x behind it, of the kind that came in.
+
+        key_padding_mask (B, L): True at tokens nobody attends to, and which put no distance between others.
+        """
+        memory = Memory(x[:, :0]) if state is None else state
+        past = self.cache(memory) if isinstance(memory, Memory) else memory
+        q, k, v = self._heads(self.in_proj(x)).unbind(0)
+        keys, values = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
+        known, total = past.distances.shape[1], keys.shape[2]
+        distances = torch.cat([past.distances, self.positions(known, total).to(k.dtype)], dim=1)
+        padding = join_padding(past.padding, past.keys.shape[2], key_padding_mask, x.shape[1])
+        hidden = torch.cat([memory.hidden, x], dim=1) if isinstance(memory, Memory) else None
+        alignment = None if padding is None else Alignment(padding, x.shape[1])
+        if alignment is not None:
+            q, keys, values = alignment.align_queries(q), alignment.align(keys), alignment.align(values)
+            hidden, padding = None if hidden is None else alignment.align(hidden), alignment.padding
+        y = self._attend(q, keys, values, distances, padding)
+        if alignment is not None:
+            y = alignment.restore(y)
+        after = RelativeCache(keys, values, distances, padding) if hidden is None else Memory(hidden, padding)
+        return self.out_proj(y.transpose(1, 2).flatten(2)), after
+
+    def cache(self, memory: Memory) -> RelativeCache:
+        """The memory with its keys and values, for decoding; valid as long as the weights do not change."""
+        embed_dim = self.in_proj.in_features
+        keys, values = self._heads(F.linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
+        return RelativeCache(keys, values, keys.new_zeros(self.num_heads, 0, keys.shape[-1]), memory.padding)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """(B, L, n D) -> (n, B, H, L, d)"""
+        head_dim = self.in_proj.in_features // self.num_heads
+        return projected.unflatten(-1, (-1, self.num_heads, head_dim)).permute(2, 0, 3, 1, 4)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, distances: Tensor, padding: Tensor | None) -> Tensor:
+        content, position = self.positions.queries(q)
+        scores = position * q.shape[-1] ** -0.5 @ distances.flip(1).transpose(-1, -2)
+        visible = _visible(q.shape[2], keys.shape[2], self.window, padding, q.device)
+        return F.scaled_dot_product_attention(
+            content,
+            keys,
+            values,
+            attn_mask=_by_key(scores).masked_fill(~visible, -torch.inf),
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, window={self.window}, dropout={self.dropout}"
+
+
+def _sinusoids(distances: Tensor, dim: int) -> Tensor:
+    """(n,) -> (n, dim): sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi (Vaswani et al. 2017)."""
+    frequencies = 10000 ** (-torch.arange(0, dim, 2, device=distances.device, dtype=distances.dtype) / dim)
+    angles = distances.unsqueeze(-1) * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :dim]
+
+
+def _by_key(scores: Tensor) -> Tensor:
+    """Scores (..., L, S) by distance, the largest first, as a view (..., L, S) by key (Dai et al. 2019, App. B).
+
+    The last query is S - 1 from the first key, so its row is in place; a row above reads one step to the right for
+    every step up. Past its own distance 0 a row reads on in the next: keys of its future, which are masked.
+    """
+    length, total = scores.shape[-2:]
+    return scores.flatten(-2)[..., length - 1 :].unfold(-1, total, max(total - 1, 1))
+
+
+def _visible(length: int, total: int, window: int | None, padding: Tensor | None, device: torch.device) -> Tensor:
+    """True where one of the last `length` of `total` tokens sees a key: (L, S), or (B, 1, L, S) with padding."""
+    distance = torch.arange(total - length, total, device=device)[:, None] - torch.arange(total, device=device)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if padding is None:
+        return visible
+    # A padded query sees itself: a row with nothing to see is not a number.
+    return ((visible & ~padding[:, None, :]) | (distance == 0)).unsqueeze(1)
