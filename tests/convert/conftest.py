@@ -1,0 +1,103 @@
+"""Vectors of the public code, see vectors/README.md, and what `fwp-convert` makes of them."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from fairseq import checkpoint_utils
+
+from fairseq_fwp.cli.convert import main
+
+VECTORS = Path(__file__).parent / "vectors"
+# The end of a line first, as in the public vocabularies, and unknown words among the frequent.
+WORDS = ["<eos>", *(f"w{number}" for number in range(1, 6)), "<unk>", *(f"w{number}" for number in range(7, 31))]
+
+
+class Vector(NamedTuple):
+    """tensors: a state dict; options: of the training; tokens (T + 1, B); segments: their lengths; losses (T, B).
+
+    carried: the losses (T, B) with the state carried from segment to segment, where there are.
+    """
+
+    source: str
+    tensors: dict[str, torch.Tensor]
+    options: dict
+    tokens: torch.Tensor
+    segments: list[int]
+    losses: torch.Tensor
+    carried: torch.Tensor | None
+
+
+def read_vector(name: str) -> Vector:
+    with np.load(VECTORS / f"{name}.npz") as file:
+        about, flat = json.loads(str(file["about"])), torch.from_numpy(file["weights"])
+        tensors: dict[str, torch.Tensor] = {}
+        for key, shape in about["names"].items():
+            if isinstance(shape, str):  # tied: the same tensor under two names
+                tensors[key] = tensors[shape]
+                continue
+            size = int(np.prod(shape))
+            tensors[key], flat = flat[:size].reshape(shape).clone(), flat[size:]
+        assert len(flat) == 0
+        numbers = {key: torch.from_numpy(file[key]) for key in ("tokens", "losses", "carried") if key in file}
+        return Vector(
+            name.split("/")[0],
+            tensors,
+            about["options"],
+            numbers["tokens"].long(),
+            file["segments"].tolist(),
+            numbers["losses"],
+            numbers.get("carried"),
+        )
+
+
+class Converter:
+    """convert(vector, **options) -> the folder written by the command, with the vector's options and those given."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state_dict, self.words, self.out = folder / "state_dict.pt", folder / "words.txt", folder / "out"
+
+    def __call__(self, vector: Vector, words=WORDS, cutoffs="12,20", **options) -> Path:
+        torch.save(vector.tensors, self.state_dict)
+        self.words.write_text("\n".join(words) + "\n")
+        given = {"cutoffs": cutoffs, **vector.options, **options}
+        flags = [
+            part
+            for name, value in given.items()
+            if value is not None and value is not False
+            for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+        ]
+        files = [str(self.state_dict), "--vocabulary", str(self.words), "--out", str(self.out)]
+        main(["--source", vector.source, *files, *flags])
+        return self.out
+
+
+@pytest.fixture
+def convert(tmp_path):
+    return Converter(tmp_path)
+
+
+def load(folder: Path):
+    """The model in float64, in evaluation, and its dictionary."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(folder / "checkpoint.pt")], arg_overrides={"data": str(folder)}
+    )
+    return model.double().eval(), task.dictionary
+
+
+@torch.no_grad()
+def score(model, dictionary, tokens, segments, carry, words=WORDS):
+    """Losses (T, B) of tokens (T + 1, B), numbered as in `words`, segment by segment."""
+    ours = torch.tensor([dictionary.index("</s>" if word == "<eos>" else word) for word in words])[tokens].T.contiguous()
+    losses, start, state = [], 0, None
+    for length in segments:
+        output = model.decoder(ours[:, start : start + length], state=state if carry else None)
+        state = output[1]["state"].detach()
+        log_probs = model.get_normalized_probs(output, log_probs=True)
+        losses.append(-log_probs.gather(2, ours[:, start + 1 : start + length + 1, None]).squeeze(2))
+        start += length
+    return torch.cat(losses, dim=1).T
