@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The laws hold for any inputs: FWP_TEST_SEED=$RANDOM bash tests/run.sh tries others.
 SEED = int(os.environ.get("FWP_TEST_SEED", "0"))
@@ -16,6 +17,25 @@ def fixed_seeds():
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operator returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+@pytest.fixture
+def largest_tensor():
+    """The context manager above."""
+    return LargestTensor
 
 
 def pytest_report_header():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 
 PLUGIN = Path(__file__).resolve().parents[1] / "fairseq_fwp"
 SIZE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "48"]
@@ -149,10 +149,36 @@ def test_the_draws_of_favor_go_on_in_a_resumed_run(data, tmp_path):
     assert len(perplexities) == 1
 
 
+def test_transformer_xl_is_trained_resumed_and_evaluated_with_another_memory(data, tmp_path):
+    """The largest preset, scaled down: adaptive input and softmax, untied biases, all dropouts."""
+    flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-attention-heads", 4, "--mem-len", 8, "--half-loss"]
+    flags += ["--save-interval-updates", 2]
+    whole = train(data, tmp_path, *ADAPTIVE, *flags, arch="xl_lm_wt103_large", updates=4)
+    halfway = ["--restore-file", tmp_path / "checkpoint_1_2.pt"]
+    resumed = train(data, tmp_path / "2", *ADAPTIVE, *flags, *halfway, arch="xl_lm_wt103_large", updates=4)
+    assert "arning" not in whole and losses(resumed) == losses(whole)[2:]
+    checkpoint = ["--path", tmp_path / "checkpoint_last.pt", "--cpu"]
+    score = ["fairseq-eval-lm", data, *checkpoint, "--gen-subset", "test", "--tokens-per-sample", 32]
+    log = run(*score, "--model-overrides", "{'mem_len': 5, 'same_length': True, 'clamp_len': 3}")
+    assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == count_tokens(data, "test")
+    log = run(*score, "--model-overrides", "{'mem_len': 0, 'same_length': True}", status=1)
+    assert "--same-length lets every token see --mem-len tokens" in log.splitlines()[-1]
+    text = run(
+        "fairseq-interactive", data, *checkpoint, "--task", "language_modeling", "--beam", 2, "--max-len-b", 70,
+        "--min-len", 60, stdin="w1 w2\n",
+    )  # fmt: skip
+    assert len(re.search(r"^H-0\t\S+\t(.*)$", text, re.M)[1].split()) > 40  # longer than a segment
+
+
+def test_local_attention_trains(data, tmp_path):
+    log = train(data, tmp_path, *ADAPTIVE, "--attention-window", 8, arch="softmax_lm_wt103", updates=2)
+    assert len(losses(log)) == 2 and "arning" not in log
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", PRESETS)
+@pytest.mark.parametrize("arch", [arch for presets in PRESETS_OF_MODELS.values() for arch in presets])
 def test_every_architecture_trains_is_scored_and_generates(data, tmp_path, arch):
-    train(data, tmp_path, *ADAPTIVE, arch=arch, updates=2)
+    train(data, tmp_path, *ADAPTIVE, "--decoder-attention-heads", 8, arch=arch, updates=2)
     checkpoint = ["--path", tmp_path / "checkpoint_last.pt", "--cpu"]
     log = run("fairseq-eval-lm", data, *checkpoint, "--gen-subset", "test", "--tokens-per-sample", 32)
     assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == count_tokens(data, "test")
@@ -242,6 +268,8 @@ REFUSALS = {
     "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"nu must be between 1 and 2 \* head_dim - 1 = 7, got"),
     "key": (["--decoder-key-dim", "0"], r"keys must be at least 1, got 0: change --decoder-key-dim"),
     "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"at least one .*: change --favor-features"),
+    "window": (["--attention-window", "8"], r"'delta' has no window: leave it out, or give --decoder-update-rule"),
+    "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"absolute positions do not .*--mem-len 0"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
 }  # fmt: skip
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import yaml
+from fairseq.models import MODEL_DATACLASS_REGISTRY
 
 import fairseq_fwp
 from fairseq_fwp import ops
-from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
-from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--hydra",
         metavar="ARCH",
-        choices=sorted(PRESETS),
+        choices=sorted(arch for presets in PRESETS_OF_MODELS.values() for arch in presets),
         help="print a configuration for fairseq-hydra-train with this architecture, and nothing else",
     )
     args = parser.parse_args(argv)
@@ -52,8 +52,12 @@ def report(build: bool) -> str:
             f"{name:10} {_first_line(feature_map)}" for name, feature_map in FEATURE_MAPS.items()
         ],
         "architectures (--arch)": [
-            f"{'fwp_lm':28} the model without a preset",
-            *(f"{name:28} {_settings(preset)}" for name, preset in PRESETS.items()),
+            line
+            for model, presets in PRESETS_OF_MODELS.items()
+            for line in (
+                f"{model:28} the model without a preset",
+                *(f"{name:28} {_settings(preset)}" for name, preset in presets.items()),
+            )
         ],
     }
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
@@ -92,12 +96,13 @@ def kernels(build: bool) -> list[str]:
 
 def hydra_yaml(arch: str) -> str:
     """A configuration for fairseq-hydra-train, which knows no architectures: the preset's values written out."""
+    ((name, preset),) = ((model, presets[arch]) for model, presets in PRESETS_OF_MODELS.items() if arch in presets)
     defaults: dict[str, Any] = {
         option.name: option.default
-        for option in dataclasses.fields(FwpLanguageModelConfig)
+        for option in dataclasses.fields(MODEL_DATACLASS_REGISTRY[name])
         if not option.name.startswith("_") and not str(option.default).startswith("${")
     }
-    model = {"_name": "fwp_lm", **{key: _plain(value) for key, value in {**defaults, **PRESETS[arch]}.items()}}
+    model = {"_name": name, **{key: _plain(value) for key, value in {**defaults, **preset}.items()}}
     header = (
         f"# {arch} for fairseq-hydra-train, written by: fwp-info --hydra {arch}\n"
         "# @package _global_\n"

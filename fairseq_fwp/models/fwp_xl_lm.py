@@ -1,7 +1,7 @@
 """The language model `fwp_xl_lm`: Transformer-XL, with the ablations of its paper (Dai et al. 2019, arXiv 1901.02860).
 
-A call of the decoder reads one segment. Its "state" holds the `mem_len` newest inputs of every layer, for the segment that
-follows: whoever feeds segments one after the other passes it on, `detach()`ed, as the paper has it.
+A call of the decoder reads one segment. Its "state" holds the `mem_len` newest inputs of every layer, for the segment
+that follows: whoever feeds segments one after the other passes it on, `detach()`ed, as the paper has it.
 """
 
 from dataclasses import dataclass
@@ -80,9 +80,9 @@ class FwpXlDecoder(FwpDecoder):
         self.segment_length = cfg.tokens_per_sample
         self.half_loss = cfg.half_loss
         if cfg.decoder_positions == "relative" and not cfg.untie_biases:
-            first, *others = (layer.self_attn.positions for layer in self.layers)
+            first, *others = self._attentions()
             for other in others:
-                other.tie(first)
+                other.positions.tie(first.positions)
 
     def build_positions(self, cfg: Any) -> SinusoidalPositions | None:
         """The absolute positions that are added to the embeddings."""
@@ -127,14 +127,16 @@ class FwpXlDecoder(FwpDecoder):
 
     def _cache(self, state: DecoderState | None, tokens: Tensor) -> DecoderState | None:
         """The state as decoding keeps it: with keys and values, which need not be projected again at every step."""
-        attentions = [layer.self_attn for layer in self.layers]
-        if not all(isinstance(attention, RelativeAttention) for attention in attentions):
+        if self.embed_positions is not None:  # softmax attention, which keeps nothing else
             return state
         if state is None:
             empty = Memory(self.embed_tokens(tokens[:, :0]))
             state = DecoderState((empty,) * len(self.layers), tokens.new_zeros(len(tokens)))
-        caches = (attention.cache(memory) for attention, memory in zip(attentions, state.layers, strict=True))
+        caches = (attention.cache(memory) for attention, memory in zip(self._attentions(), state.layers, strict=True))
         return DecoderState(tuple(caches), state.positions)
+
+    def _attentions(self) -> list[Any]:
+        return [layer.self_attn for layer in self.layers]
 
 
 def check_memory(cfg: FwpXlLanguageModelConfig) -> None:

@@ -5,10 +5,10 @@ Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 
 and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scratch; both do so as they are, see the
 grid of recipes/peps/RESULTS.md.
 
-Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that its authors published; *medium* is Schlag's
-(Sec. 6.3, Table 4). They drop the activations of the feed-forward blocks too. For `xl_lm_wt103_large` the paper prints
-257 M parameters, but the published script and weights, which are these sizes, have 285 M; with 16 layers in place of
-18 they would have 258 M. The models called large were trained with u and v of every layer's own.
+Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that its authors published; *medium* is
+Schlag's (Sec. 6.3, Table 4). They drop the activations of the feed-forward blocks too. For `xl_lm_wt103_large` the
+paper prints 257 M parameters, but the published script and weights, which are these sizes, have 285 M; with 16 layers
+in place of 18 it would be 258 M. The models called large were trained with untied u and v.
 """
 
 from collections.abc import Callable
@@ -85,6 +85,8 @@ XL_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+PRESETS_OF_MODELS = {"fwp_lm": PRESETS, "fwp_xl_lm": XL_PRESETS}
+
 
 def register(name: str, preset: dict[str, Any], model: str = "fwp_lm") -> None:
     """Makes `--arch name` known to fairseq; a flag given on the command line wins over the preset."""
@@ -99,7 +101,6 @@ def _architecture(preset: dict[str, Any]) -> Callable[[Any], None]:
     return fill_in
 
 
-for _name, _preset in PRESETS.items():
-    register(_name, _preset)
-for _name, _preset in XL_PRESETS.items():
-    register(_name, _preset, model="fwp_xl_lm")
+for _model, _presets in PRESETS_OF_MODELS.items():
+    for _name, _preset in _presets.items():
+        register(_name, _preset, _model)

@@ -1,6 +1,7 @@
 """Word embeddings whose size falls with the word's frequency, as Transformer-XL's `div_val` has them."""
 
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,11 +35,11 @@ class AdaptiveInput(nn.Module):
         self.padding_idx = padding_idx
         self.bounds = [0, *cutoffs, vocab_size]
         sizes = [embed_dim // div_val**index for index in range(len(cutoffs) + 1)]
-        self.tables = nn.ModuleList(
+        self.tables: Any = nn.ModuleList(
             nn.Embedding(high - low, size, padding_idx if low == 0 else None)
             for (low, high), size in zip(pairwise(self.bounds), sizes, strict=True)
         )
-        self.projections = nn.ModuleList(nn.Linear(size, embed_dim, bias=False) for size in sizes)
+        self.projections: Any = nn.ModuleList(nn.Linear(size, embed_dim, bias=False) for size in sizes)
         self.reset_projections()
 
     def reset_projections(self) -> None:

@@ -1,6 +1,7 @@
 """Adaptive softmaxes over tied word embeddings, with biases, as Transformer-XL and Schlag et al. 2021 use them."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,7 @@ class AdaptiveSoftmax(nn.Module):
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
         """For each tail cluster, the rows whose target lies in it; all `count` rows without a target."""
         if target is None:
-            rows = torch.arange(count, device=self.weight.device)
+            rows = torch.arange(count, device=self.bias.device)
             return [(index, rows) for index in range(len(self.bounds) - 2)]
         return [
             (index, ((target >= low) & (target < high)).nonzero().squeeze(1))
@@ -124,7 +125,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         super().__init__(embedding, embedding.bounds[1:-1])
         self.tables = embedding.tables
         head = nn.Linear(embedding.embedding_dim, embedding.embedding_dim, bias=False)
-        self.projections = nn.ModuleList([head, *list(embedding.projections)[1:]])
+        self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
         self.reset_projections()
 
     def reset_projections(self) -> None:

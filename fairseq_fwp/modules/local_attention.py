@@ -20,7 +20,9 @@ class LocalAttention(SoftmaxAttention):
     def __init__(self, embed_dim: int, num_heads: int, window: int, dropout: float = 0.0) -> None:
         super().__init__(embed_dim, num_heads, dropout)
         if window < 1:
-            raise ValueError(f"the window of attention must hold at least 1 token, got {window}: --attention-window")
+            raise ValueError(
+                f"the window of attention must hold at least 1 token, got {window}: change --attention-window"
+            )
         self.window = window
 
     def forward(
@@ -53,17 +55,16 @@ class LocalAttention(SoftmaxAttention):
         queries = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, block))
         padding = q.new_zeros(batch, cache.keys.shape[2], dtype=torch.bool) if cache.padding is None else cache.padding
         padding = F.pad(padding, (before, fill), value=True).unfold(1, self.window - 1 + block, block)  # (B, n, ...)
-        distance = (
-            torch.arange(block, device=q.device)[:, None]
-            - torch.arange(self.window - 1 + block, device=q.device)
-            + self.window
-            - 1
-        )
+        columns = torch.arange(self.window - 1 + block, device=q.device)
+        distance = columns[self.window - 1 :, None] - columns
         band = (distance >= 0) & (distance < self.window)
         # A padded query sees itself: a row with nothing to see is not a number.
         visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
-        y = F.scaled_dot_product_attention(
-            *(part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values)),
+        queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
+        y = F.scaled_dot_product_attention(  # (B n, H, b, d)
+            queries,
+            keys,
+            values,
             attn_mask=visible.flatten(0, 1).unsqueeze(1),
             dropout_p=self.dropout if self.training else 0.0,
         )

@@ -18,7 +18,6 @@ from fairseq_fwp.modules.alignment import Alignment, join_padding
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
-
 # The paper does not say how it initialises; this is the value of its public code, of u, v and learned vectors.
 POSITION_STD = 0.02
 

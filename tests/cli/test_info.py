@@ -2,24 +2,36 @@ import pytest
 import yaml
 
 from fairseq_fwp.cli import info
-from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+ARCHS = [(model, arch) for model, presets in PRESETS_OF_MODELS.items() for arch in presets]
 
 
 def test_the_report_names_everything(capsys):
     assert info.main([]) == 0
     report = capsys.readouterr().out
-    for name in ("python", "torch", "fairseq", "cpu", "cuda", *UPDATE_RULES, *FEATURE_MAPS, *PRESETS):
+    for name in (
+        "python",
+        "torch",
+        "fairseq",
+        "cpu",
+        "cuda",
+        *UPDATE_RULES,
+        *FEATURE_MAPS,
+        *PRESETS_OF_MODELS,
+        *(arch for _, arch in ARCHS),
+    ):
         assert f"\n  {name}" in report
 
 
-@pytest.mark.parametrize("arch", PRESETS)
-def test_a_hydra_configuration_holds_the_preset(capsys, arch):
+@pytest.mark.parametrize("name, arch", ARCHS)
+def test_a_hydra_configuration_holds_the_preset(capsys, name, arch):
     info.main(["--hydra", arch])
     model = yaml.safe_load(capsys.readouterr().out)["model"]
-    assert model["_name"] == "fwp_lm"
-    assert PRESETS[arch].items() <= model.items()
+    assert model["_name"] == name
+    assert PRESETS_OF_MODELS[name][arch].items() <= model.items()
 
 
 def test_an_unknown_architecture_is_refused(capsys):

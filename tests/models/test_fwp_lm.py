@@ -12,23 +12,14 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, initialize
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-from .conftest import SMALL, configure, make_dictionary
+from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
 
 ARCHS = [arch for arch in PRESETS if not arch.endswith("_medium")]
-
-
-def random_tokens(*shape, vocabulary=50):
-    return torch.randint(4, vocabulary, shape)
-
-
-def log_probs(model, tokens, **kwargs):
-    return model.get_normalized_probs(model(tokens, **kwargs), log_probs=True)
 
 
 @pytest.fixture(params=ARCHS)
@@ -176,25 +167,12 @@ def test_decoding_memory_is_constant_for_every_rule(build_model):
     assert kept.layers[0].keys.shape[2] == 12
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operator returned."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.largest = max(self.largest, value.numel())
-        return result
-
-
 @pytest.mark.parametrize("arch", ["delta_lm_wt103", "sum_lm_wt103"])
-def test_no_tensor_grows_faster_than_the_sequence(build_model, arch):
+def test_no_tensor_grows_faster_than_the_sequence(build_model, largest_tensor, arch):
     model = build_model(arch, fwp_backend="auto", max_target_positions=8192)
     largest = {}
     for length in (1024, 4096):
-        with LargestTensor() as mode, torch.no_grad():
+        with largest_tensor() as mode, torch.no_grad():
             model(random_tokens(1, length))
         largest[length] = mode.largest
     assert largest[4096] <= 4 * largest[1024] < 1024**2

@@ -8,23 +8,31 @@ import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
-from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
+from fairseq_fwp.models.presets import PRESETS, XL_PRESETS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 from .conftest import configure, make_dictionary
 
 WIKITEXT103_WORDS = 267_735
+ENWIK8_CHARACTERS = 204
 
 
 @pytest.fixture(scope="module")
 def wikitext103():
+    """The papers' vocabulary; fairseq's dictionary adds a few symbols of its own, and as many rows and biases."""
     return Namespace(target_dictionary=make_dictionary(WIKITEXT103_WORDS))
 
 
-def count_parameters(arch, task):
+@pytest.fixture(scope="module")
+def enwik8():
+    return Namespace(target_dictionary=make_dictionary(ENWIK8_CHARACTERS))
+
+
+def count_parameters(arch, task, **flags):
     with torch.device("meta"):
-        model = FwpLanguageModel.build_model(configure(arch), task)
+        model = ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **flags), task)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -51,6 +59,67 @@ def test_delta_has_exactly_the_published_gates_more_than_sum(wikitext103):
     for size, extra in (("", 16_384), ("_medium", 32_768)):
         delta, plain = (count_parameters(f"{rule}_lm_wt103{size}", wikitext103) for rule in ("delta", "sum"))
         assert delta - plain == extra
+
+
+def count_xl(layers, dim, ffn, embeddings, pairs=1):
+    """Five projections a layer (q, k, v, W_kR, output), feed-forward, two layer norms; pairs of u and v."""
+    return layers * (5 * dim * dim + 2 * dim * ffn + ffn + dim + 4 * dim) + 2 * dim * pairs + embeddings
+
+
+def count_adaptive(dim, clusters=3):
+    """Embeddings shared with the softmax, its biases, and clusters of the head."""
+    return WIKITEXT103_WORDS * (dim + 1) + clusters * (dim + 1)
+
+
+def test_transformer_xl_medium_has_the_published_size(wikitext103):
+    """Schlag et al. 2021, Table 4: 90.9 M."""
+    count = count_parameters("xl_lm_wt103_medium", wikitext103)
+    assert count == count_xl(16, 256, 2048, count_adaptive(256)) and round(count / 1e6, 1) == 90.9
+
+
+def test_transformer_xl_base_has_the_published_size(wikitext103):
+    """Dai et al. 2019, Table 1: 151 M; with 9 more words and untied biases fairseq's example counts 151,123,537."""
+    count = count_parameters("xl_lm_wt103_base", wikitext103)
+    assert count == count_xl(16, 410, 2100, count_adaptive(410)) and round(count / 1e6) == 151
+    untied = count_parameters("xl_lm_wt103_base", wikitext103, untie_biases=True)
+    assert untied + 9 * (410 + 1) == 151_123_537
+
+
+def test_transformer_xl_large_has_the_size_of_its_script(wikitext103):
+    """Dai et al. 2019, Table 1, says 257 M. Its script and its published weights have 18 layers, which are more."""
+    tables = sum(words * dim for words, dim in ((20_000, 1024), (20_000, 256), (160_000, 64), (67_735, 16)))
+    projections = 1024 * (2 * 1024 + 256 + 64 + 16)
+    embeddings = tables + projections + WIKITEXT103_WORDS + 3 * (1024 + 1)
+    count = count_parameters("xl_lm_wt103_large", wikitext103)
+    assert count == count_xl(18, 1024, 4096, embeddings, pairs=18) and round(count / 1e6) == 285
+    sixteen = count_parameters("xl_lm_wt103_large", wikitext103, decoder_layers=16)
+    assert round(sixteen / 1e6, 1) == 257.9
+
+
+def test_transformer_xl_on_characters_has_the_published_sizes(enwik8):
+    """Dai et al. 2019, Table 2: 41 M and 277 M."""
+    base, large = (count_parameters(f"xl_lm_enwik8_{size}", enwik8) for size in ("base", "large"))
+    assert base == count_xl(12, 512, 2048, ENWIK8_CHARACTERS * (512 + 1)) and round(base / 1e6) == 41
+    assert large == count_xl(24, 1024, 3072, ENWIK8_CHARACTERS * (1024 + 1), pairs=24) and round(large / 1e6) == 277
+
+
+PUBLISHED_XL = {
+    "xl_lm_wt103_medium": {"heads": 8, "dropouts": (0.1, 0.1, 0.0), "mem_len": 384},
+    "xl_lm_wt103_base": {"heads": 10, "dropouts": (0.1, 0.1, 0.0), "mem_len": 150},
+    "xl_lm_wt103_large": {"heads": 16, "dropouts": (0.2, 0.2, 0.2), "mem_len": 384},
+    "xl_lm_enwik8_base": {"heads": 8, "dropouts": (0.1, 0.1, 0.0), "mem_len": 512},
+    "xl_lm_enwik8_large": {"heads": 8, "dropouts": (0.15, 0.15, 0.15), "mem_len": 768},
+}
+
+
+@pytest.mark.parametrize("arch", XL_PRESETS)
+def test_transformer_xl_has_the_published_settings(arch):
+    """Of the scripts: heads, dropouts of blocks, activations and attention weights, memory; none clamps in training."""
+    config, published = configure(arch), PUBLISHED_XL[arch]
+    assert ARCH_MODEL_REGISTRY[arch] is FwpXlLanguageModel
+    assert config.decoder_attention_heads == published["heads"] and config.mem_len == published["mem_len"]
+    assert (config.dropout, config.activation_dropout, config.attention_dropout) == published["dropouts"]
+    assert (config.clamp_len, config.same_length, config.decoder_normalize_before) == (-1, False, False)
 
 
 @pytest.mark.parametrize("arch", PRESETS)

@@ -3,20 +3,41 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fairseq_fwp.modules.adaptive_softmax import TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_input import AdaptiveInput
+from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
 
 VOCABULARY, DIM = 30, 5
 
 
+@pytest.fixture(params=["tied", "projected"])
+def build(request):
+    """build(cutoffs, padding_idx=None): each kind of softmax, in float64, with large weights."""
+
+    def build_softmax(cutoffs, padding_idx=None):
+        if request.param == "tied":
+            module = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM, padding_idx), cutoffs).double()
+        else:
+            embedding = AdaptiveInput(VOCABULARY, 4 ** len(cutoffs) * DIM, cutoffs, 4, padding_idx)
+            module = ProjectedAdaptiveSoftmax(embedding).double()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        return module
+
+    return build_softmax
+
+
 @pytest.fixture(params=[[], [10], [4, 9, 29]], ids=str)
-def softmax(request):
-    module = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), request.param).double()
-    nn.init.normal_(module.bias)
-    return module
+def softmax(request, build):
+    return build(request.param)
+
+
+def random_features(softmax, *shape):
+    size = softmax.projections[0].out_features if hasattr(softmax, "projections") else DIM
+    return torch.randn(*shape, size, dtype=torch.float64)
 
 
 def test_probabilities_sum_to_one(softmax):
-    log_probs = softmax.get_log_prob(torch.randn(2, 3, DIM, dtype=torch.float64), None)
+    log_probs = softmax.get_log_prob(random_features(softmax, 2, 3), None)
     assert log_probs.shape == (2, 3, VOCABULARY)
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(2, 3, dtype=torch.float64))
 
@@ -31,7 +52,7 @@ def test_clusters_are_a_product_of_two_softmaxes():
 
 
 def test_loss_by_clusters_equals_the_log_probability(softmax):
-    features = torch.randn(4, 6, DIM, dtype=torch.float64)
+    features = random_features(softmax, 4, 6)
     target = torch.randint(VOCABULARY, (4, 6))
     logits, targets = softmax(features, target)
     loss = sum(F.cross_entropy(x, y, reduction="sum") for x, y in zip(logits, targets, strict=True) if y is not None)
@@ -40,9 +61,9 @@ def test_loss_by_clusters_equals_the_log_probability(softmax):
         torch.testing.assert_close(-scores.sum(), loss)
 
 
-def test_a_cluster_without_tokens_is_left_out():
-    softmax = TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [10, 20])
-    logits, targets = softmax(torch.randn(1, 2, DIM), torch.tensor([[3, 25]]))
+def test_a_cluster_without_tokens_is_left_out(build):
+    softmax = build([10, 20])
+    logits, targets = softmax(random_features(softmax, 1, 2), torch.tensor([[3, 25]]))
     assert logits[1] is None and targets[1] is None and logits[2].shape == (1, 10)  # no padding index: no offset
     assert targets[0].tolist() == [3, 11] and targets[2].tolist() == [5]
 
@@ -53,11 +74,39 @@ def test_cutoffs_that_do_not_part_the_vocabulary_are_refused(cutoffs):
         TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), cutoffs)
 
 
-def test_the_index_of_padding_is_no_word_of_a_tail_nor_a_cluster():
-    embedding = nn.Embedding(VOCABULARY, DIM, padding_idx=1)
-    softmax = TiedAdaptiveSoftmax(embedding, [10, 20])
-    logits, targets = softmax(torch.randn(1, 3, DIM), torch.tensor([[3, 20, 21]]))
+def test_the_index_of_padding_is_no_word_of_a_tail_nor_a_cluster(build):
+    softmax = build([10, 20], padding_idx=1)
+    logits, targets = softmax(random_features(softmax, 1, 3), torch.tensor([[3, 20, 21]]))
     assert targets[2].tolist() == [2, 3] and logits[2].shape == (2, 12)
     assert (logits[2][:, :2] == -torch.inf).all() and logits[2][:, 2:].isfinite().all()
     with pytest.raises(ValueError, match="must rise from 2 to"):
-        TiedAdaptiveSoftmax(embedding, [1])
+        build([1], padding_idx=1)
+
+
+def test_a_projected_softmax_is_the_public_codes():
+    """Features times the cluster's projection times its embeddings; head and clusters in the head's own projection."""
+    embedding = AdaptiveInput(VOCABULARY, 32, [10, 20], 4).double()
+    softmax = ProjectedAdaptiveSoftmax(embedding).double()
+    for parameter in softmax.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(1, 1, 32, dtype=torch.float64)
+    first, second, third = (x[0, 0] @ projection.weight for projection in softmax.projections)
+    words = [
+        features @ table.weight.T + bias
+        for features, table, bias in zip((first, second, third), embedding.tables, softmax.bias.split(10), strict=True)
+    ]
+    head = torch.cat([words[0], first @ softmax.clusters.weight.T + softmax.clusters.bias]).log_softmax(0)
+    expected = torch.cat([head[:10], words[1].log_softmax(0) + head[10], words[2].log_softmax(0) + head[11]])
+    torch.testing.assert_close(softmax.get_log_prob(x, None)[0, 0], expected)
+    assert [features.numel() for features in (first, second, third)] == [32, 8, 2]
+
+
+def test_tables_and_projections_are_shared_but_for_the_heads():
+    embedding = AdaptiveInput(VOCABULARY, 32, [10, 20], 4)
+    softmax = ProjectedAdaptiveSoftmax(embedding)
+    own = {
+        name
+        for name, parameter in softmax.named_parameters()
+        if all(parameter is not p for p in embedding.parameters())
+    }
+    assert own == {"bias", "clusters.weight", "clusters.bias", "projections.0.weight"}

@@ -1,4 +1,4 @@
-"""Laws of the attention layers, for every rule and map of the tables and for softmax."""
+"""Laws of the attention layers: every rule and map of the tables, softmax, local and Transformer-XL's."""
 
 import copy
 import itertools
@@ -8,6 +8,8 @@ import torch
 
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.local_attention import LocalAttention
+from fairseq_fwp.modules.relative_attention import LearnedDistances, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, uniform_gate_bias
 
@@ -19,16 +21,24 @@ NORMALIZATIONS = {
     "both": {"sum_normalization": True, "attention_normalization": True},
     "read-out": {"attention_normalization": True, "read_out_only": True},
 }
-KINDS = [
+FAST_WEIGHTS = [
     kind
     for kind in itertools.product(UPDATE_RULES, FEATURE_MAPS, NORMALIZATIONS)
     if FEATURE_MAPS[kind[1]].positive or kind[2] == "neither"
-] + [("softmax",)]
+]
+BASELINES = {
+    ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
+    ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
+    ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
+    ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),
+    ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3)),
+}
+KINDS = FAST_WEIGHTS + list(BASELINES)
 
 
 def build(kind, **options):
-    if kind == ("softmax",):
-        return SoftmaxAttention(DIM, HEADS).double().eval()
+    if kind in BASELINES:
+        return BASELINES[kind]().double().eval()
     rule, feature_map, normalization = kind
     options = {"backend": "reference", **NORMALIZATIONS[normalization], **options}
     key_dim = options.get("key_dim", DIM // HEADS)
@@ -183,7 +193,7 @@ def test_the_decaying_normaliser_is_what_is_left_of_the_keys():
 
 def test_a_padded_token_leaves_the_memory_alone():
     """Also what the rules forget: their gates are 1 there."""
-    for kind in KINDS[:-1]:
+    for kind in FAST_WEIGHTS:
         layer = build(kind)
         x = torch.randn(2, 4, DIM, dtype=torch.float64)
         _, state = layer(x)
@@ -301,7 +311,7 @@ def test_uniform_gate_initialisation():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS[:-1], ids="-".join)
+@pytest.mark.parametrize("kind", FAST_WEIGHTS, ids="-".join)
 def test_half_precision_and_autocast(kind, dtype):
     """A half layer, and a float32 layer under autocast: near float32, with a state in float32."""
     layer = build(kind, backend="auto").float()
@@ -319,7 +329,7 @@ def test_half_precision_and_autocast(kind, dtype):
 
 # Nothing bounds what is read without a normalisation, nor what delta writes for keys without one: it diverges, as the
 # paper says.
-BOUNDED = [kind for kind in KINDS[:-1] if kind[2] != "neither" and (kind[0], kind[2]) != ("delta", "read-out")]
+BOUNDED = [kind for kind in FAST_WEIGHTS if kind[2] != "neither" and (kind[0], kind[2]) != ("delta", "read-out")]
 
 
 @pytest.mark.parametrize("kind", BOUNDED, ids="-".join)

@@ -1,0 +1,330 @@
+"""Laws of Transformer-XL: the memory, decoding with it, and what the ablations change."""
+
+import copy
+import io
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.modules import FairseqDropout
+from fairseq.sequence_generator import SequenceGenerator
+
+from fairseq_fwp.models.fwp_lm import initialize
+from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
+
+from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
+
+KINDS = {
+    "relative": {},
+    "untied": {"untie_biases": True},
+    "clamped": {"clamp_len": 3},
+    "same length": {"same_length": True},
+    "shaw": {"decoder_positions": "shaw", "clamp_len": 5},
+    "no recurrence": {"mem_len": 0},
+    "shaw, no recurrence": {"decoder_positions": "shaw", "clamp_len": 5, "mem_len": 0},
+    "absolute": {"decoder_positions": "absolute", "mem_len": 0},
+    "pre-norm": {"decoder_normalize_before": True},
+    "adaptive": {"div_val": 2, "adaptive_softmax_cutoff": "10,30"},
+}
+RECURRENT = [kind for kind, flags in KINDS.items() if "mem_len" not in flags]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def build(build_model):
+    """build(kind, **flags) -> a model with a memory of 6 tokens, where its kind has one."""
+    return lambda kind, **flags: build_model("fwp_xl_lm", **{"mem_len": 6, **KINDS[kind], **flags})
+
+
+def by_segments(model, tokens, lengths, state=None):
+    """Log-probabilities of segments read one after the other, and the last memory."""
+    scores = []
+    for segment in tokens.split(lengths, 1):
+        out = model(segment, state=state)
+        scores.append(model.get_normalized_probs(out, log_probs=True))
+        state = out[1]["state"].detach()
+    return torch.cat(scores, 1), state
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("lengths", [[5, 4], [2, 6, 1], [1] * 9], ids=str)
+def test_a_memory_of_the_whole_past_is_attention_over_the_concatenation(build, kind, lengths):
+    """Also through several layers: the memory holds what each of them was given."""
+    model, tokens = build(kind, mem_len=8), random_tokens(2, 9)
+    torch.testing.assert_close(by_segments(model, tokens, lengths)[0], log_probs(model, tokens))
+
+
+def test_segments_are_invisible_with_same_length(build):
+    """A token sees mem_len tokens wherever segments end, so the memory need not be longer."""
+    model, tokens = build("same length"), random_tokens(2, 20)
+    expected = log_probs(model, tokens)
+    for length in (1, 3, 7):
+        torch.testing.assert_close(by_segments(model, tokens, length)[0], expected)
+
+
+@pytest.mark.parametrize("mem_len", [1, 3])
+def test_a_short_memory_is_the_end_of_the_layers_inputs(build, mem_len):
+    model, tokens = build("relative", mem_len=mem_len), random_tokens(2, 6)
+    layers, seen = model.decoder.layers, []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    _, memory = by_segments(model, tokens[:, :5], 5)
+    for kept, inputs in zip(memory.layers, seen, strict=True):
+        assert torch.equal(kept.hidden, inputs[:, -mem_len:])
+    _, longer = by_segments(model, tokens, [5, 1])
+    for before, after in zip(memory.layers, longer.layers, strict=True):
+        assert torch.equal(after.hidden[:, :-1], before.hidden[:, 1:])
+
+
+def test_without_recurrence_nothing_is_remembered(build, kind):
+    model, tokens = build(kind, mem_len=0, same_length=False), random_tokens(2, 9)
+    scores, state = by_segments(model, tokens, [5, 4])
+    torch.testing.assert_close(scores[:, 5:], log_probs(model, tokens[:, 5:]))
+    assert state.positions.tolist() == [0, 0]
+    assert all(part is None or part.numel() == 0 for layer in state.layers for part in layer)
+
+
+@pytest.mark.parametrize("pieces", [[1] * 15, [6, 1, 8], [15]], ids=str)
+@pytest.mark.parametrize("carried", [False, True])
+def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
+    """Token by token or in one pass, from nothing or from a memory, over the ends of segments of 4 tokens."""
+    model, tokens = build(kind, tokens_per_sample=4), random_tokens(2, 15)
+    state = by_segments(model, random_tokens(2, 8), 4)[1] if carried else None
+    expected, _ = by_segments(model, tokens, 4, state)
+    kept, end, scores = {}, 0, []
+    for piece in pieces:
+        end += piece
+        scores.append(log_probs(model, tokens[:, :end], incremental_state=kept, state=state))
+    assert [score.shape[1] for score in scores] == pieces
+    torch.testing.assert_close(torch.cat(scores, 1), expected)
+
+
+def test_decoding_memory_is_bounded(build, kind):
+    model, tokens, kept, lengths = build(kind, tokens_per_sample=4), random_tokens(2, 25), {}, []
+    for t in range(1, 26):
+        model(tokens[:, :t], incremental_state=kept)
+        ((state, _),) = kept.values()
+        lengths.append(state.layers[0].keys.shape[2])
+    assert max(lengths) == model.decoder.mem_len + 4
+
+
+def test_reordered_beams_go_on_from_their_own_past(build, kind):
+    model, tokens, kept = build(kind, tokens_per_sample=4), random_tokens(3, 7), {}
+    model(tokens[:, :6], incremental_state=kept)
+    order = torch.tensor([2, 2, 0])
+    model.decoder.reorder_incremental_state_scripting(kept, order)
+    step = log_probs(model, tokens[order], incremental_state=kept)
+    torch.testing.assert_close(step, by_segments(model, tokens[order], 4)[0][:, -1:])
+
+
+def test_a_carried_memory_is_reordered(build, kind):
+    model, tokens = build(kind), random_tokens(3, 9)
+    _, state = by_segments(model, tokens[:, :5], 5)
+    order = torch.tensor([1, 0, 1])
+    expected, _ = by_segments(model, tokens[order], [5, 4])
+    torch.testing.assert_close(log_probs(model, tokens[order][:, 5:], state=state.reorder(order)), expected[:, 5:])
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_beam_search_scores_equal_rescoring(build, kind, beam):
+    """Over several segments, with prompts of two lengths in the batch."""
+    model = build(kind, tokens_per_sample=4)
+    dictionary, prompts = model.decoder.dictionary, random_tokens(2, 3)
+    prompts[1, 2] = dictionary.pad()
+    generator = SequenceGenerator(
+        [model], dictionary, beam_size=beam, max_len_b=11, normalize_scores=False, eos=dictionary.eos()
+    )
+    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.tensor([3, 2])}}
+    for prompt, hypotheses in zip(prompts, generator.generate([model], sample, prefix_tokens=prompts), strict=True):
+        for hypothesis in hypotheses:
+            tokens = hypothesis["tokens"]
+            assert tokens[: prompt.ne(dictionary.pad()).sum()].tolist() == prompt[prompt.ne(dictionary.pad())].tolist()
+            inputs = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens[:-1]]).unsqueeze(0)
+            rescored = by_segments(model, inputs, 4)[0][0].gather(1, tokens.unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(hypothesis["positional_scores"].double(), rescored, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_changes_no_score_here_or_later(build, kind):
+    """On the left, on the right and between tokens, also in a segment that is remembered."""
+    model, rows = build(kind), [random_tokens(1, n) for n in (6, 4, 5, 2)]
+    batch = torch.full((4, 9), model.decoder.padding_idx)
+    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([7, 8])]
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        batch[row, place] = tokens[0]
+    more = random_tokens(4, 3)
+    scores, state = by_segments(model, batch, 9)
+    after, _ = by_segments(model, more, 3, state)
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        expected, alone = by_segments(model, tokens, tokens.shape[1])
+        torch.testing.assert_close(scores[row, place], expected[0])
+        torch.testing.assert_close(after[row], by_segments(model, more[row : row + 1], 3, alone)[0][0])
+
+
+def test_the_past_does_not_depend_on_the_future(build, kind):
+    model, tokens = build(kind), random_tokens(2, 9)
+    changed = tokens.clone()
+    changed[:, 5:] ^= 1  # in the same cluster: other numbers of rows would be multiplied in another order
+    ours, theirs = model(tokens)[0], model(changed)[0]
+    assert torch.equal(ours[:, :5], theirs[:, :5]) and not torch.equal(ours[:, 5:], theirs[:, 5:])
+
+
+def test_gradients_stop_at_a_detached_memory(build):
+    """The paper's SG: no gradient into the memory's values, but into the projections of its keys and values."""
+    model, tokens = build("relative"), random_tokens(2, 8)
+    state = model(tokens[:, :4])[1]["state"]
+    assert all(layer.hidden.requires_grad for layer in state.layers)
+    words = model.decoder.embed_tokens.weight
+    for given, flows in ((state, True), (state.detach(), False)):
+        out, _ = model(tokens[:, 4:5], state=given)
+        (grad,) = torch.autograd.grad(out.square().sum(), words, retain_graph=True)
+        assert (grad[tokens[0, 0]].abs().sum() > 0) == (flows or tokens[0, 0] in tokens[:, 4])
+
+
+@pytest.mark.parametrize("flags", [{"mem_len": 16}, {"same_length": True}, {"mem_len": 9, "clamp_len": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["relative", "shaw"])
+def test_evaluation_with_another_memory_loads_the_same_weights(build, kind, flags):
+    if kind == "shaw":
+        flags = {**flags, "clamp_len": 5}
+    trained, evaluated, tokens = build(kind), build(kind, **flags), random_tokens(2, 20)
+    evaluated.load_state_dict(trained.state_dict())
+    assert not torch.allclose(by_segments(trained, tokens, 5)[0], by_segments(evaluated, tokens, 5)[0])
+
+
+def test_biases_are_one_pair_or_one_for_each_layer(build):
+    sizes = {name: sum(parameter.numel() for parameter in build(name).parameters()) for name in ("relative", "untied")}
+    assert sizes["untied"] - sizes["relative"] == 2 * 16  # of 2 layers, one more u and v
+    tied = build("relative").decoder.layers
+    assert tied[0].self_attn.positions.content_bias is tied[1].self_attn.positions.content_bias
+    assert tied[0].self_attn.positions.position_bias is tied[1].self_attn.positions.position_bias
+
+
+def test_it_is_trained_saved_and_resumed_with_its_memory(build, kind):
+    """The next losses are the same, bit by bit; every parameter has a gradient."""
+
+    def train(model, optimizer, state, segments):
+        losses = []
+        for segment in segments:
+            out = model(segment[:, :-1], state=state)
+            state = out[1]["state"].detach()
+            loss = -model.get_normalized_probs(out, log_probs=True).gather(2, segment[:, 1:, None]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, state
+
+    model, segments = build(kind, dropout=0.0).train(), random_tokens(6, 2, 7)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    _, state = train(model, optimizer, None, segments[:3])
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    expected, _ = train(model, optimizer, state, segments[3:])
+    file.seek(0)
+    resumed = build(kind, dropout=0.0).train()
+    weights, moments = torch.load(file, weights_only=True)
+    resumed.load_state_dict(weights)
+    optimizer = torch.optim.Adam(resumed.parameters(), lr=1e-2)
+    optimizer.load_state_dict(moments)
+    assert train(resumed, optimizer, state, segments[3:])[0] == expected
+
+
+def test_half_of_the_loss(build):
+    """The criterion sees the second half of every segment in training, and all of it in evaluation."""
+    model = build("relative", half_loss=True, dropout=0.0)
+    criterion = AdaptiveLoss(Namespace(target_dictionary=model.decoder.dictionary), sentence_avg=False)
+    tokens, target = random_tokens(2, 7), random_tokens(2, 7)
+    sample = {
+        "net_input": {"src_tokens": tokens, "src_lengths": torch.tensor([7, 7])},
+        "target": target, "ntokens": 14, "nsentences": 2,
+    }  # fmt: skip
+    scores = -log_probs(model, tokens).gather(2, target.unsqueeze(2)).squeeze(2)
+    kept = target.clone()
+    assert criterion(model, sample)[0].item() == pytest.approx(scores.sum().item())
+    loss, sample_size, _ = criterion(model.train(), sample)
+    assert loss.item() == pytest.approx(scores[:, 3:].sum().item()) and sample_size == 8
+    assert torch.equal(sample["target"], kept)
+
+
+def test_dropouts(build):
+    """Of embeddings, of R in every layer, after each block, and of the features, as in the public code."""
+    model = build("relative", dropout=0.25, activation_dropout=0.125)
+    calls = []
+    for module in model.modules():
+        if isinstance(module, FairseqDropout):
+            module.register_forward_hook(lambda module, *_: calls.append(module.p))
+    model(random_tokens(1, 3))
+    assert calls == [0.25] + [0.25, 0.25, 0.125, 0.25] * 2 + [0.25]
+    assert build("shaw", attention_dropout=0.5).decoder.layers[0].self_attn.dropout == 0.5
+
+
+def test_initialisation_is_the_public_codes():
+    task = Namespace(target_dictionary=make_dictionary(400))
+    flags = {**SMALL, "decoder_embed_dim": 64, "decoder_layers": 8}
+    for positions, adaptive in (("relative", {"div_val": 2, "adaptive_softmax_cutoff": "200"}), ("shaw", {})):
+        config = configure(
+            "fwp_xl_lm", **flags, decoder_positions=positions, clamp_len=9, untie_biases=True, **adaptive
+        )
+        decoder = FwpXlLanguageModel.build_model(config, task).decoder
+        drawn = {name: parameter for name, parameter in decoder.named_parameters() if parameter.dim() > 1}
+        small = {
+            name: drawn.pop(name)
+            for name in list(drawn)
+            if name.startswith(("embed_tokens.proj", "adaptive_softmax.proj"))
+        }
+        for group, std in ((drawn, 0.02), (small, 0.01)):
+            for name, parameter in group.items():
+                assert parameter.std().item() == pytest.approx(std, rel=0.25), name
+        assert (len(small) == 3) == bool(adaptive)
+        table = decoder.embed_tokens.tables[0] if adaptive else decoder.embed_tokens
+        assert table.weight[decoder.padding_idx].abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_model(build, kind, dtype):
+    model = build(kind).float()
+    model.apply(initialize)
+    tokens = random_tokens(2, 12)
+    half = copy.deepcopy(model).to(dtype)
+    assert half(tokens)[0].dtype == torch.float32
+    torch.testing.assert_close(by_segments(half, tokens, 5)[0], by_segments(model, tokens, 5)[0], rtol=0, atol=0.05)
+
+
+def test_a_memory_is_used(build_model):
+    """The target is the first token of the segment before, one of eight, which no token of this one tells."""
+    model = build_model("fwp_xl_lm", mem_len=4, dropout=0.0).float().train()
+    model.apply(initialize)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(200):
+        past = torch.cat([torch.randint(4, 12, (32, 1)), torch.randint(12, 20, (32, 3))], 1)
+        state = model(past)[1]["state"].detach()
+        scores = log_probs(model, torch.randint(12, 20, (32, 2)), state=state)
+        loss = torch.nn.functional.nll_loss(scores[:, -1], past[:, 0])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5 < torch.tensor(8.0).log()
+
+
+REFUSED = {
+    "a memory holds 0 tokens or more, got -1: change --mem-len": {"mem_len": -1},
+    "--same-length lets every token see --mem-len tokens": {"mem_len": 0, "same_length": True},
+    "absolute positions do not tell a segment from the one before": {"decoder_positions": "absolute"},
+    "one vector for each distance up to --clamp-len: give at least 1": {"decoder_positions": "shaw"},
+    "16 is not divisible by 3 attention heads": {"decoder_attention_heads": 3},
+    "cannot be divided 1 times by 0: change --div-val": {"div_val": 0, "adaptive_softmax_cutoff": "10"},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_settings_that_cannot_be_are_refused(build, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build("relative", **REFUSED[sentence])

@@ -1,0 +1,76 @@
+"""Local attention against the definition, and what it costs."""
+
+import pytest
+import torch
+
+from fairseq_fwp.modules.local_attention import LocalAttention
+from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+
+DIM, HEADS = 12, 3
+
+
+def by_mask(layer, x):
+    """Softmax over a full matrix of scores with everything outside the window masked."""
+    q, k, v = layer.project(x)
+    scores = q @ k.transpose(-1, -2) / (DIM // HEADS) ** 0.5
+    distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+    scores = scores.masked_fill((distance < 0) | (distance >= layer.window), -torch.inf)
+    return layer.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 40])
+@pytest.mark.parametrize("length", [1, 5, 8, 17])
+def test_it_is_softmax_attention_within_the_window(window, length):
+    layer, x = LocalAttention(DIM, HEADS, window).double(), torch.randn(2, length, DIM, dtype=torch.float64)
+    found, state = layer(x)
+    torch.testing.assert_close(found, by_mask(layer, x))
+    assert state.keys.shape[2] == min(window - 1, length)
+
+
+@pytest.mark.parametrize("window", [1, 3, 6])
+@pytest.mark.parametrize("pieces", [[1] * 11, [2, 9], [7, 4]], ids=str)
+def test_in_pieces(window, pieces):
+    layer, x = LocalAttention(DIM, HEADS, window).double(), torch.randn(2, 11, DIM, dtype=torch.float64)
+    state, outputs = None, []
+    for piece in x.split(pieces, 1):
+        y, state = layer(piece, state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0])
+
+
+def test_a_window_as_wide_as_the_text_is_softmax_attention():
+    layer, softmax = LocalAttention(DIM, HEADS, 9).double(), SoftmaxAttention(DIM, HEADS).double()
+    softmax.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 9, DIM, dtype=torch.float64)
+    torch.testing.assert_close(layer(x)[0], softmax(x)[0])
+
+
+def test_padding_takes_no_place_in_a_window():
+    layer, x = LocalAttention(DIM, HEADS, 3).double(), torch.randn(2, 5, DIM, dtype=torch.float64)
+    places = torch.tensor([1, 3, 4, 7, 8])
+    padded, mask = 10 * torch.randn(2, 9, DIM, dtype=torch.float64), torch.ones(2, 9, dtype=torch.bool)
+    padded[:, places], mask[:, places] = x, False
+    y, state = layer(padded, key_padding_mask=mask)
+    expected, expected_state = layer(x)
+    torch.testing.assert_close(y[:, places], expected)
+    assert y.isfinite().all()
+    torch.testing.assert_close(state.keys, expected_state.keys)
+
+
+def test_gradients():
+    layer, x = LocalAttention(DIM, HEADS, 3).double(), torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer(x)[0], x)
+
+
+def test_no_tensor_grows_faster_than_the_sequence(largest_tensor):
+    layer, largest = LocalAttention(DIM, HEADS, 8), {}
+    for length in (512, 2048):
+        with largest_tensor() as mode:
+            layer(torch.randn(1, length, DIM, requires_grad=True))[0].sum().backward()
+        largest[length] = mode.largest
+    assert largest[2048] <= 4 * largest[512]
+
+
+def test_a_window_without_a_token_is_refused():
+    with pytest.raises(ValueError, match="at least 1 token, got 0: change --attention-window"):
+        LocalAttention(DIM, HEADS, 0)

@@ -1,0 +1,198 @@
+"""Transformer-XL's attention against its formula, and what a memory and a cache have to be."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from fairseq_fwp.modules.relative_attention import (
+    LearnedDistances,
+    Memory,
+    RelativeAttention,
+    RelativeCache,
+    SinusoidalDistances,
+)
+from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+
+DIM, HEADS = 12, 3
+SIZE = DIM // HEADS
+
+
+def build(positions="relative", clamp_len=None, window=None, dropout=0.0):
+    """A float64 layer with weights large enough to tell positions apart."""
+    if positions == "relative":
+        distances = SinusoidalDistances(DIM, HEADS, clamp_len)
+    else:
+        distances = LearnedDistances(HEADS, SIZE, clamp_len)
+    layer = RelativeAttention(DIM, HEADS, distances, window, dropout).double().eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return layer
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def by_loops(layer, x, memory):
+    """The paper's equations, one query, key and head at a time, in the paper's notation."""
+    whole = torch.cat([memory, x], 1)
+    w_q, w_ke, w_v = layer.in_proj.weight.split(DIM)
+    out = torch.zeros_like(x)
+    for batch, head, i in itertools.product(range(len(x)), range(HEADS), range(x.shape[1])):
+        rows = slice(head * SIZE, (head + 1) * SIZE)
+        query = w_q[rows] @ x[batch, i]
+        at = memory.shape[1] + i
+        seen = [j for j in range(at + 1) if layer.window is None or at - j < layer.window]
+        scores = []
+        for j in seen:
+            key = w_ke[rows] @ whole[batch, j]
+            distance = at - j if layer.positions.clamp_len is None else min(at - j, layer.positions.clamp_len)
+            if isinstance(layer.positions, LearnedDistances):
+                scores.append(query @ key + query @ layer.positions.table[head, distance])
+                continue
+            angles = [distance / 10000 ** (2 * k / DIM) for k in range(DIM // 2)]
+            r = torch.tensor(angles, dtype=torch.float64)
+            position = layer.positions.proj.weight[rows] @ torch.cat([r.sin(), r.cos()])
+            u, v = layer.positions.content_bias[head], layer.positions.position_bias[head]
+            scores.append(query @ key + query @ position + u @ key + v @ position)
+        weights = (torch.stack(scores) / SIZE**0.5).softmax(0)
+        out[batch, i, rows] = sum(
+            weight * (w_v[rows] @ whole[batch, j]) for weight, j in zip(weights, seen, strict=True)
+        )
+    return layer.out_proj(out)
+
+
+@pytest.mark.parametrize(
+    "positions, clamp_len", [("relative", None), ("relative", 1), ("relative", 4), ("shaw", 1), ("shaw", 4)]
+)
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("lengths", [(1, 0), (5, 0), (4, 3), (1, 6), (3, 7)], ids=str)
+def test_it_is_the_sum_of_the_four_terms(positions, clamp_len, window, lengths):
+    layer = build(positions, clamp_len, window)
+    x, memory = (random(2, length, DIM) for length in lengths)
+    found, after = layer(x, Memory(memory))
+    torch.testing.assert_close(found, by_loops(layer, x, memory))
+    assert torch.equal(after.hidden, torch.cat([memory, x], 1))
+
+
+@pytest.mark.parametrize("positions", ["relative", "shaw"])
+def test_gradients(positions):
+    layer = build(positions, clamp_len=4, window=5)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    def attend(x, memory, *values):
+        return functional_call(layer, dict(zip(parameters, values, strict=True)), (x, Memory(memory)))[0]
+
+    inputs = [random(2, 4, DIM), random(2, 3, DIM), *parameters.values()]
+    assert torch.autograd.gradcheck(attend, [x.clone().requires_grad_() for x in inputs])
+
+
+def test_without_its_positions_it_is_softmax_attention_over_the_concatenation():
+    """Where W_kR, u and v are zero, (a) alone is left."""
+    layer = build()
+    softmax = SoftmaxAttention(DIM, HEADS).double()
+    softmax.load_state_dict(layer.state_dict(), strict=False)
+    for parameter in layer.positions.parameters():
+        torch.nn.init.zeros_(parameter)
+    memory, x = random(2, 5, DIM), random(2, 4, DIM)
+    expected = softmax(torch.cat([memory, x], 1))[0][:, 5:]
+    torch.testing.assert_close(layer(x, Memory(memory))[0], expected)
+
+
+@pytest.mark.parametrize("seen", [1, 4])
+def test_every_token_sees_as_many_with_same_length(seen):
+    """Bit by bit: a token of the memory changes the outputs of those it is less than `seen` tokens away from."""
+    layer, memory, x = build(window=seen), random(1, 6, DIM), random(1, 5, DIM)
+    expected = layer(x, Memory(memory))[0]
+    for place in range(6):
+        changed = memory.clone()
+        changed[:, place] += 1
+        same = (layer(x, Memory(changed))[0] == expected).all(-1)[0]
+        assert same.tolist() == [6 + i - place >= seen for i in range(5)]
+
+
+def test_only_distance_counts():
+    """The same tokens later in the stream: with a window the outputs are the same."""
+    layer, x = build(window=3), random(1, 9, DIM)
+    torch.testing.assert_close(layer(x)[0][:, 4:], layer(x[:, 2:])[0][:, 2:])
+
+
+@pytest.mark.parametrize("positions", ["relative", "shaw"])
+@pytest.mark.parametrize("pieces", [[9], [4, 1, 4], [1] * 9], ids=str)
+def test_a_cache_gives_what_the_memory_gives(positions, pieces):
+    layer, memory, x = build(positions, clamp_len=5, window=7), Memory(random(2, 3, DIM)), random(2, 9, DIM)
+    cache, outputs = layer.cache(memory), []
+    for piece in x.split(pieces, 1):
+        y, cache = layer(piece, cache)
+        outputs.append(y)
+    assert isinstance(cache, RelativeCache)
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x, memory)[0])
+
+
+def test_a_cache_is_cut_reordered_and_detached():
+    layer, memory, more = build(), Memory(random(3, 6, DIM)), random(2, 2, DIM)
+    order = torch.tensor([2, 0])
+    expected = layer(more, memory.last(4).reorder(order))[0]
+    cache = layer(random(3, 1, DIM), layer.cache(memory))[1]
+
+    for kept in (layer.cache(memory.last(4)).reorder(order), layer.cache(memory).last(4).reorder(order)):
+        torch.testing.assert_close(layer(more, kept)[0], expected)
+    assert cache.last(3).distances.shape[1] == cache.last(3).keys.shape[2] == 3
+    assert not any(part.requires_grad for part in cache.detach() if part is not None)
+
+
+def test_padding_between_tokens_puts_no_distance_between_them():
+    layer, rows = build(window=4), [random(1, n, DIM) for n in (5, 2, 3)]
+    places = [torch.tensor([0, 1, 3, 4, 7]), torch.tensor([6, 7]), torch.tensor([0, 1, 2])]
+    x, padding = 10 * random(3, 8, DIM), torch.ones(3, 8, dtype=torch.bool)
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        x[row, place], padding[row, place] = tokens[0], False
+    y, state = layer(x, key_padding_mask=padding)
+    more = random(3, 2, DIM)
+    after, _ = layer(more, state)
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        alone, alone_state = layer(tokens)
+        torch.testing.assert_close(y[row, place], alone[0])
+        torch.testing.assert_close(after[row], layer(more[row : row + 1], alone_state)[0][0])
+        assert torch.equal(state.last(len(place)).hidden[row], tokens[0])
+
+
+def test_no_tensor_holds_a_vector_for_every_pair(largest_tensor):
+    """Scores are O(B H L S); vectors of distances for every pair would be d times that, here 32 times."""
+    layer = RelativeAttention(64, 2, SinusoidalDistances(64, 2))
+    with largest_tensor() as mode:
+        layer(torch.randn(1, 128, 64, requires_grad=True), Memory(torch.randn(1, 128, 64)))[0].sum().backward()
+    assert mode.largest <= 2 * 2 * 128 * 256
+
+
+def test_attention_dropout_acts_in_training_alone():
+    layer, x = build(dropout=0.5), random(2, 6, DIM)
+    assert torch.equal(layer(x)[0], layer(x)[0])
+    layer.train()
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("positions", ["relative", "shaw"])
+def test_half_precision_and_autocast(positions, dtype):
+    layer, x = build(positions, clamp_len=4).float(), torch.randn(2, 6, DIM)
+    expected = layer(x)[0]
+    with torch.autocast("cpu", dtype):
+        found, memory = layer(x)
+        again = layer(x, memory)[0]
+    half = copy.deepcopy(layer).to(dtype)(x.to(dtype))[0]
+    assert found.dtype == half.dtype == dtype and again.isfinite().all()
+    scale = expected.abs().max()
+    for ours in (found, half):
+        torch.testing.assert_close(ours.float() / scale, expected / scale, rtol=0, atol=0.05)
+
+
+def test_sinusoids_of_long_distances_survive_half_precision():
+    """They are computed in float32: bfloat16 does not tell 1000 from 1001."""
+    positions = SinusoidalDistances(DIM, HEADS).to(torch.bfloat16)
+    torch.nn.init.eye_(positions.proj.weight)
+    rows = positions(1000, 1002).float()
+    assert (rows[:, 0] - rows[:, 1]).abs().max() > 0.1
