@@ -3,8 +3,8 @@
     fwp-convert --source schlag-lm state_dict.pt --vocabulary words.txt --out converted --attn_type 24 --n_head 8 ...
 
 CHECKPOINT is a state dict. The training's options are read from the log.txt beside it; those given here win, and are
-written as the training script has them. FILE has the vocabulary in the order of training, one word a line (in the public
-code: corpus.vocab.idx2sym). --out is a folder for checkpoint.pt, dict.txt (for fairseq-preprocess --srcdict) and
+written as the training script has them. FILE has the vocabulary in the order of training, one word a line (there:
+corpus.vocab.idx2sym). --out is a folder for checkpoint.pt, dict.txt (for fairseq-preprocess --srcdict) and
 flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
 """
 
@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--vocabulary", required=True, type=Path, metavar="FILE", help="its words, one a line")
     made.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for what is written")
     training = made.add_argument_group("options of the training script")
-    for name, option in {name: option for source in SOURCES.values() for name, option in source.options.items()}.items():
+    for name, option in {
+        name: option for source in SOURCES.values() for name, option in source.options.items()
+    }.items():
         if option.type is bool:
             training.add_argument(f"--{name}", action="store_true", default=None, help=option.help)
         else:

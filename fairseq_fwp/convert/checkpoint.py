@@ -29,8 +29,12 @@ def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         if "global" not in str(error).lower():
-            raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
-        raise ValueError(f"{path} holds a pickled model, which could run any code, and no state dict: {export}") from error
+            raise ValueError(
+                f"{path} is not a whole checkpoint: it was cut short or is another kind of file"
+            ) from error
+        raise ValueError(
+            f"{path} holds a pickled model, which could run any code, and no state dict: {export}"
+        ) from error
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):

@@ -122,7 +122,11 @@ def convert_fast_weights(
 def check_options(options: Options, attn_type: AttentionType) -> None:
     """Raises ValueError for what these types do in another way."""
     if options.get("pre_lnorm"):
-        does = "adds the normalised input to the block's output" if attn_type.packed else "normalises keys, but not queries"
+        does = (
+            "adds the normalised input to the block's output"
+            if attn_type.packed
+            else "normalises keys, but not queries"
+        )
         raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does}")
     if options.get("dropatt") and not attn_type.packed:
         raise ValueError("--dropatt cannot be converted with this --attn_type: give --dropatt 0, as in evaluation")

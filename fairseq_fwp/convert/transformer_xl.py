@@ -163,10 +163,14 @@ def common_flags(
 ) -> dict[str, Any]:
     """What every type has: sizes, dropout, clusters of the vocabulary and length of a sample."""
     cutoffs, div_val = read_clusters(tensors, sizes["d_model"], options)
-    words = sum(len(tensor) for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name))
+    words = sum(
+        len(tensor) for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)
+    )
     expected = len(vocabulary.rows) - vocabulary.added
     if words != expected:
-        raise ValueError(f"the vocabulary has {expected} words and the checkpoint {words}: give the one of its training")
+        raise ValueError(
+            f"the vocabulary has {expected} words and the checkpoint {words}: give the one of its training"
+        )
     return {
         "decoder_layers": sizes["n_layer"],
         "decoder_embed_dim": sizes["d_model"],
@@ -287,7 +291,9 @@ def _check_tied(option: str) -> Any:
 
 def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        raise ValueError(f"the state dict is not that of a model with these options: it lacks {name}; check the options")
+        raise ValueError(
+            f"the state dict is not that of a model with these options: it lacks {name}; check the options"
+        )
     return tensors[name]
 
 

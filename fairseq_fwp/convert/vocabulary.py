@@ -57,7 +57,9 @@ def arrange(words: list[str]) -> Vocabulary:
     numbers = {word: number for number, word in enumerate(words)}
     if len(numbers) < len(words):
         twice = next(word for number, word in enumerate(words) if numbers[word] != number)
-        raise ValueError(f"the vocabulary holds the word {twice!r} twice: its words must stand in their order, each once")
+        raise ValueError(
+            f"the vocabulary holds the word {twice!r} twice: its words must stand in their order, each once"
+        )
     rows = [-1] * len(specials)
     for index, names in ((specials.eos(), END_OF_LINE), (specials.unk(), UNKNOWN)):
         rows[index] = next((numbers[name] for name in names if name in numbers), -1)

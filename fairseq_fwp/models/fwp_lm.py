@@ -131,8 +131,9 @@ class FwpLanguageModelConfig(DecoderConfig):
     )
     no_token_positional_embeddings: bool = _field(False, "no absolute positions")
     positions_from_end: bool = _field(
-        False, "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
-        "that of one of --tokens-per-sample; and with the wavelengths of Vaswani 2017"
+        False,
+        "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
+        "that of one of --tokens-per-sample; and with the wavelengths of Vaswani 2017",
     )
 
 

@@ -92,7 +92,9 @@ def load(folder: Path):
 @torch.no_grad()
 def score(model, dictionary, tokens, segments, carry, words=WORDS):
     """Losses (T, B) of tokens (T + 1, B), numbered as in `words`, segment by segment."""
-    ours = torch.tensor([dictionary.index("</s>" if word == "<eos>" else word) for word in words])[tokens].T.contiguous()
+    ours = torch.tensor([dictionary.index("</s>" if word == "<eos>" else word) for word in words])[
+        tokens
+    ].T.contiguous()
     losses, start, state = [], 0, None
     for length in segments:
         output = model.decoder(ours[:, start : start + length], state=state if carry else None)

@@ -66,7 +66,9 @@ class Favor(FeatureMap):
         if draw not in DRAWS:
             raise ValueError(f"unknown draw {draw!r} of FAVOR+: choose --favor-draw from {', '.join(DRAWS)}")
         if offset < 0:
-            raise ValueError(f"FAVOR+'s features are not negative, and so is no offset: got {offset}, change --favor-offset")
+            raise ValueError(
+                f"FAVOR+'s features are not negative, and so is no offset: got {offset}, change --favor-offset"
+            )
         self.feature_dim = 2 * num_features
         self.draw = draw
         self.offset = offset
