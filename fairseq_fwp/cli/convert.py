@@ -9,6 +9,7 @@ flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    logging.getLogger("hydra").setLevel(logging.WARNING)  # fairseq turns on the debugging messages of everything
     made = parser()
     args = made.parse_args(arguments)
     source = SOURCES[args.source]

@@ -1,4 +1,4 @@
-"""Reading state dicts, and writing a conversion as what fairseq's commands take: a checkpoint, its dictionary, its flags."""
+"""Reads state dicts, and writes what fairseq's commands take: a checkpoint, its dictionary and its flags."""
 
 import os
 import pickle
@@ -56,7 +56,9 @@ def write(conversion: Conversion, out: Path) -> None:
     cfg = convert_namespace_to_omegaconf(
         options.parse_args_and_arch(options.get_training_parser(), [str(out.absolute()), *flags])
     )
-    model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg.model, Namespace(target_dictionary=dictionary))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cfg.common.seed)  # of FAVOR+'s draws
+        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg.model, Namespace(target_dictionary=dictionary))
     fill(model, conversion.weights)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))

@@ -1,7 +1,7 @@
 """The public language-model code of Schlag et al. 2021 (IDSIA/lmtool-fwp): its models as `fwp_lm` and `fwp_xl_lm`.
 
-It grew out of Transformer-XL's, and what they share is in transformer_xl.py. An attention type there is a feature map, an
-update rule and an implementation, and each implementation divides and scales in its own way. H heads, d their size.
+It grew out of Transformer-XL's, and what they share is in transformer_xl.py. An attention type there is a feature map,
+an update rule and an implementation, and each implementation divides and scales in its own way. d: size of a head.
 """
 
 from collections.abc import Mapping
@@ -94,13 +94,12 @@ def convert_fast_weights(
     """The types of `TYPES`."""
     sizes = transformer_xl.read_sizes(tensors)
     heads = options.need("n_head")
-    head_dim = sizes["d_model"] // heads
-    transformer_xl.check_heads(sizes, heads, head_dim, options)
+    head_dim = transformer_xl.read_head_dim(tensors, sizes, heads, options)
     check_options(options, attn_type)
     vocabulary = arrange(words)
     flags = {
         **transformer_xl.common_flags(tensors, sizes, heads, vocabulary, options),
-        **positions(options),
+        **transformer_xl.absolute_positions(options),
         "decoder_update_rule": attn_type.update_rule,
         "decoder_feature_map": attn_type.feature_map,
         **map_flags(options, attn_type),
@@ -130,12 +129,6 @@ def check_options(options: Options, attn_type: AttentionType) -> None:
         raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does}")
     if options.get("dropatt") and not attn_type.packed:
         raise ValueError("--dropatt cannot be converted with this --attn_type: give --dropatt 0, as in evaluation")
-
-
-def positions(options: Options) -> dict[str, Any]:
-    """The flags of positions, which are absolute, or none."""
-    flags = transformer_xl.absolute_positions(options)
-    return {"no_token_positional_embeddings": True} if options.get("no_pos") else flags
 
 
 def map_flags(options: Options, attn_type: AttentionType) -> dict[str, Any]:
@@ -191,7 +184,7 @@ def projections(tensors: Mapping[str, Tensor], attn_type: AttentionType) -> list
 
 def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionType) -> list[str]:
     """What the converted model cannot tell by itself."""
-    found = []
+    found = transformer_xl.dropout_notes(options)
     if attn_type.feature_map == "favor" and not projections(tensors, attn_type):
         found.append(
             "the state dict holds no dec_attn.proj_matrix, which the public code keeps outside of it: the random "

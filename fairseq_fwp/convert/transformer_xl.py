@@ -1,7 +1,7 @@
 """Transformer-XL's public PyTorch code (kimiyoung/transformer-xl, pytorch/): its models as `fwp_xl_lm` and `fwp_lm`.
 
-Attention types 0, its own, and 2, absolute positions. Schlag et al. 2021 built their code on this one: see schlag_lm.py,
-which takes most of it from here. D embedding dimension, V words.
+Attention types 0, its own, and 2, absolute positions. Schlag et al. 2021 built their code on this one: schlag_lm.py
+takes most of it from here.
 """
 
 import ast
@@ -94,8 +94,8 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
 def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     """Attention type 0: relative positions and a memory."""
     sizes = read_sizes(tensors)
-    heads, head_dim = _tensor(tensors, "r_w_bias").shape
-    check_heads(sizes, heads, head_dim, options)
+    heads = len(_tensor(tensors, "r_w_bias"))
+    read_head_dim(tensors, sizes, heads, options)
     vocabulary = arrange(words)
     flags = {
         **common_flags(tensors, sizes, heads, vocabulary, options),
@@ -121,7 +121,7 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
     """Attention type 2: softmax attention with absolute positions."""
     sizes = read_sizes(tensors)
     heads = options.need("n_head")
-    check_heads(sizes, heads, len(_tensor(tensors, "layers.0.dec_attn.q_net.weight")) / heads, options)
+    read_head_dim(tensors, sizes, heads, options)
     if options.get("pre_lnorm"):
         raise ValueError("--pre_lnorm cannot be converted with this --attn_type: it normalises keys, but not queries")
     vocabulary = arrange(words)
@@ -136,7 +136,12 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
         *positions(sizes["d_model"]),
         *embeddings(tensors, vocabulary),
     ]
-    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, [])
+    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, dropout_notes(options))
+
+
+def dropout_notes(options: Options) -> list[str]:
+    """Where further training of an `fwp_lm` differs; `fwp_xl_lm` has dropout wherever the public code has it."""
+    return ["dropout after the last layer, which the public code has, is left out"] if options.get("dropout") else []
 
 
 def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -148,14 +153,17 @@ def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {"n_layer": max(numbers) + 1, "d_model": d_model, "d_inner": d_inner}
 
 
-def check_heads(sizes: Mapping[str, int], heads: int, head_dim: float, options: Options) -> None:
-    """Raises ValueError unless the heads share the embedding dimension, and have the size that training says."""
-    given = options.get("d_head", head_dim)
-    if heads * head_dim != sizes["d_model"] or given != head_dim:
+def read_head_dim(tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads: int, options: Options) -> int:
+    """The size of a head. Raises ValueError unless the heads share the embedding dimension."""
+    together = _tensor(tensors, "layers.0.dec_attn.o_net.weight").shape[1]
+    if heads < 1 or together % heads or options.get("d_head", together // heads) != together // heads:
+        raise ValueError(f"the heads have {together} dimensions together, which --n_head {heads} does not go with")
+    if together != sizes["d_model"]:
         raise ValueError(
-            f"--n_head {heads} times --d_head {given:g} is not --d_model {sizes['d_model']}: heads of another size "
-            "cannot be converted"
+            f"--n_head {heads} times --d_head {together // heads} is not --d_model {sizes['d_model']}: heads of another "
+            "size cannot be converted"
         )
+    return together // heads
 
 
 def common_flags(
@@ -210,14 +218,14 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
 
 
 def absolute_positions(options: Options) -> dict[str, Any]:
-    """The flags of absolute positions. Raises ValueError for what goes with relative ones alone."""
+    """The flags of absolute positions, or of none. Raises ValueError for what goes with relative ones alone."""
     for name in ("mem_len", "same_length"):
         if options.get(name):
             raise ValueError(f"--{name} with absolute positions cannot be converted: there is no memory")
     clamp_len, tgt_len = options.get("clamp_len", -1), options.need("tgt_len")
     if 0 < clamp_len < tgt_len - 1:
         raise ValueError(f"--clamp_len {clamp_len} with absolute positions cannot be converted: give {tgt_len} or more")
-    return {"positions_from_end": True}
+    return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
 
 
 def layers(count: int, attention: Iterable[Entry]) -> list[Entry]:

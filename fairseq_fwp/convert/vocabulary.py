@@ -1,9 +1,9 @@
 """A vocabulary from elsewhere in fairseq's order, with the same probabilities.
 
-fairseq's dictionary begins with <s>, <pad>, </s> and <unk>. A word that stands for the end of a line or for unknown words
-takes the place of </s> or <unk>, and the others follow in their order. What is left of the four has no counterpart: an
-embedding of zero and the bias minus infinity, so that its probability is 0 and all others are what they were. An
-adaptive softmax keeps its clusters: every cutoff grows by the number of those left, which all are in the first.
+fairseq's dictionary begins with <s>, <pad>, </s> and <unk>. A word that stands for the end of a line or for unknown
+words takes the place of </s> or <unk>, and the others follow in their order. What is left of the four has no
+counterpart: an embedding of zero and the bias minus infinity, so that its probability is 0 and all others are what they
+were. An adaptive softmax keeps its clusters: every cutoff grows by the number of those left, which all are in the first.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ class Vocabulary(NamedTuple):
         specials = self.rows[: self._specials]
         if cutoffs and int(specials.max()) >= cutoffs[0]:
             raise ValueError(
-                f"word {int(specials.max())} of the vocabulary is one of fairseq's specials, which it keeps in the first "
+                f"word {int(specials.max())} of the vocabulary is one of fairseq's specials, which are in the first "
                 f"cluster of an adaptive softmax, and the checkpoint has it beyond its first {cutoffs[0]} words"
             )
         return [cutoff + self.added for cutoff in cutoffs]

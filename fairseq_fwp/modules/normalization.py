@@ -67,7 +67,7 @@ def normalize_retrieval(
         return (k / root).to(k.dtype), (v * root).to(v.dtype)
     past = z[:, :, :-1]
     c = torch.where(past.sum(-1) > 0, (past * k).sum(-1), 1).clamp(min=LEAST_PRODUCT).unsqueeze(-1)
-    # k s beta (r v - k s W) with s = r / (c + epsilon) and r^2 = c is k c beta / (c + epsilon) (v - k W / (c + epsilon))
+    # With r^2 = c and e = c + epsilon: k r/e beta (r v - k r/e W) = k c/e beta (v - k W / e)
     root = c.sqrt()
     return (k * root / (c + epsilon)).to(k.dtype), (v * root).to(v.dtype)
 
