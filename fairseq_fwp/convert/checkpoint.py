@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.convert.source import Conversion
+
+# Of FAVOR+'s draws, where they do not come with the weights: one conversion is like the other.
+SEED = 1
 
 CHECKPOINT, DICTIONARY, FLAGS = "checkpoint.pt", "dict.txt", "flags.txt"
 
@@ -49,27 +51,41 @@ def write(conversion: Conversion, out: Path) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: give --out a folder that is not, or is empty")
-    dictionary = Dictionary()
-    for word in conversion.words:
-        dictionary.add_symbol(word)
-    flags = command_line(conversion)
-    cfg = convert_namespace_to_omegaconf(
-        options.parse_args_and_arch(options.get_training_parser(), [str(out.absolute()), *flags])
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(cfg.common.seed)  # of FAVOR+'s draws
-        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg.model, Namespace(target_dictionary=dictionary))
-    fill(model, conversion.weights)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    flags, dictionary = command_line(conversion), make_dictionary(conversion)
+    cfg = configure(flags, out)
+    model = build(conversion, cfg.model, dictionary)
+    unfinished = out.with_name(f".{out.name}-{os.getpid()}")
+    unfinished.mkdir(parents=True)
     try:
         torch.save(checkpoint(cfg, model), unfinished / CHECKPOINT)
         dictionary.save(str(unfinished / DICTIONARY))
         (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
-        unfinished.chmod(0o777 & ~_umask())
         os.replace(unfinished, out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def make_dictionary(conversion: Conversion) -> Dictionary:
+    """fairseq's dictionary of the conversion's words. How often they occur is not known: once each."""
+    dictionary = Dictionary()
+    for word in conversion.words:
+        dictionary.add_symbol(word)
+    return dictionary
+
+
+def configure(flags: list[str], data: Path) -> Any:
+    """What `fairseq-train` makes of the flags, with the data in a folder."""
+    args = options.parse_args_and_arch(options.get_training_parser(), [str(data.absolute()), *flags])
+    return convert_namespace_to_omegaconf(args)
+
+
+def build(conversion: Conversion, cfg: Any, dictionary: Dictionary) -> nn.Module:
+    """The model of a configuration with the weights, in their dtype. Raises ValueError if they do not fit."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, Namespace(target_dictionary=dictionary))
+    fill(model, conversion.weights)
+    return model
 
 
 def command_line(conversion: Conversion) -> list[str]:
@@ -119,9 +135,3 @@ def checkpoint(cfg: Any, model: nn.Module) -> dict[str, Any]:
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
         "last_optimizer_state": None,
     }
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

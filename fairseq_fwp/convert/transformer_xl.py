@@ -160,8 +160,8 @@ def read_head_dim(tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads
         raise ValueError(f"the heads have {together} dimensions together, which --n_head {heads} does not go with")
     if together != sizes["d_model"]:
         raise ValueError(
-            f"--n_head {heads} times --d_head {together // heads} is not --d_model {sizes['d_model']}: heads of another "
-            "size cannot be converted"
+            f"--n_head {heads} times --d_head {together // heads} is not --d_model {sizes['d_model']}: heads of "
+            "another size cannot be converted"
         )
     return together // heads
 

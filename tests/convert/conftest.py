@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from fairseq.models import MODEL_DATACLASS_REGISTRY
+from omegaconf import OmegaConf
 
 from fairseq_fwp.cli.convert import main
+from fairseq_fwp.convert import SOURCES, checkpoint
+from fairseq_fwp.convert.source import Options
 
 VECTORS = Path(__file__).parent / "vectors"
 # The end of a line first, as in the public vocabularies, and unknown words among the frequent.
@@ -52,6 +56,18 @@ def read_vector(name: str) -> Vector:
             numbers["losses"],
             numbers.get("carried"),
         )
+
+
+def build(vector: Vector, words=WORDS, **options):
+    """The converted model in float64, in evaluation, its dictionary and the conversion, without files."""
+    options = Options({"cutoffs": "12,20", **vector.options, **options})
+    conversion = SOURCES[vector.source].convert(vector.tensors, words, options)
+    known = MODEL_DATACLASS_REGISTRY[conversion.arch]
+    cfg = OmegaConf.merge(
+        OmegaConf.structured(known), {"max_target_positions": None, "add_bos_token": False, **conversion.flags}
+    )
+    dictionary = checkpoint.make_dictionary(conversion)
+    return checkpoint.build(conversion, cfg, dictionary).double().eval(), dictionary, conversion
 
 
 class Converter:

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from tests.convert.conftest import VECTORS, load, read_vector, score
+from tests.convert.conftest import VECTORS, build, read_vector, score
 
 NAMES = sorted(str(path.relative_to(VECTORS).with_suffix("")) for path in VECTORS.glob("*/*.npz"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses(convert, name):
+def test_losses(name):
     vector = read_vector(name)
-    model, dictionary = load(convert(vector))
+    model, dictionary, _ = build(vector)
     with_memory = vector.options.get("mem_len", 0) > 0
     losses = score(model, dictionary, vector.tokens, vector.segments, carry=with_memory)
     torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-6)
