@@ -71,14 +71,22 @@ def build(vector: Vector, words=WORDS, **options):
 
 
 class Converter:
-    """convert(vector, **options) -> the folder written by the command, with the vector's options and those given."""
+    """convert(vector, **options) -> the folder written by the command, with the vector's options and those given.
+
+    save: what is in the file in place of the state dict; bytes are written as they are, None is no file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state_dict, self.words, self.out = folder / "state_dict.pt", folder / "words.txt", folder / "out"
 
-    def __call__(self, vector: Vector, words=WORDS, cutoffs="12,20", **options) -> Path:
-        torch.save(vector.tensors, self.state_dict)
+    def __call__(self, vector: Vector, words=WORDS, cutoffs="12,20", save=..., **options) -> Path:
+        if isinstance(save, bytes):
+            self.state_dict.write_bytes(save)
+        elif save is None:
+            self.state_dict.unlink(missing_ok=True)
+        else:
+            torch.save(vector.tensors if save is ... else save, self.state_dict)
         self.words.write_text("\n".join(words) + "\n")
         given = {"cutoffs": cutoffs, **vector.options, **options}
         flags = [
