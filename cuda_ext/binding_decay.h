@@ -37,8 +37,7 @@ struct DecayInputs {
   // `length` tokens from `first` on, and the state before them.
   DecayInputs part(int64_t first, int64_t length, const Tensor& state) const {
     DecayInputs part = *this;
-    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.gate})
-      if (x->defined()) *x = x->narrow(2, first, length);
+    narrow({&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.gate}, first, length);
     part.size.L = length;
     part.initial = state;
     return part;
@@ -124,21 +123,13 @@ inline int64_t backward_width(const Sizes& size, at::ScalarType type) {
   return kTokens == 4 && size.Dk > lanes ? 2 * lanes : lanes;
 }
 
-template <typename A>
-auto scratch(int64_t count) {
-  const auto release = [](A* p) { ::operator delete(p, std::align_val_t{kVectorBytes}); };
-  void* p = ::operator new(count * sizeof(A), std::align_val_t{kVectorBytes});
-  return std::unique_ptr<A, decltype(release)>(static_cast<A*>(p), release);
-}
-
 // Undefined: a gradient that the rule has not, or that nobody wants.
 struct DecayGradients {
   Tensor q, k, v, key_decay, value_decay, gate, initial;
 
   DecayGradients part(int64_t first, int64_t length, const Tensor& state) const {
     DecayGradients part = *this;
-    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.gate})
-      if (x->defined()) *x = x->narrow(2, first, length);
+    narrow({&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.gate}, first, length);
     part.initial = state;
     return part;
   }

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <optional>
@@ -75,6 +76,20 @@ struct Sizes {
   std::array<int64_t, 3> rates() const { return {B, H, L}; }
 };
 
+// Aligned memory for `count` numbers.
+template <typename A>
+auto scratch(int64_t count) {
+  const auto release = [](A* p) { ::operator delete(p, std::align_val_t{kVectorBytes}); };
+  void* p = ::operator new(count * sizeof(A), std::align_val_t{kVectorBytes});
+  return std::unique_ptr<A, decltype(release)>(static_cast<A*>(p), release);
+}
+
+// `length` tokens from `first` on of each tensor that is defined.
+inline void narrow(std::initializer_list<Tensor*> tensors, int64_t first, int64_t length) {
+  for (Tensor* x : tensors)
+    if (x->defined()) *x = x->narrow(2, first, length);
+}
+
 // Half of a first-level cache of 32 KiB: the other half is for the tokens.
 constexpr int64_t kBlockBytes = 1 << 14;
 
@@ -94,11 +109,7 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
   // A thread costs some microseconds to wake: as much as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
   at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
-    const std::align_val_t alignment{kVectorBytes};
-    const int64_t scratch = rows * (width + kTokens);
-    const auto release = [&](A* p) { ::operator delete(p, alignment); };
-    const std::unique_ptr<A, decltype(release)> work(
-        static_cast<A*>(::operator new(std::max<int64_t>(1, scratch) * sizeof(A), alignment)), release);
+    const auto work = scratch<A>(rows * (width + kTokens));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
       if (vectors == 1) f(head, column, n, std::integral_constant<int, 1>{}, work.get());

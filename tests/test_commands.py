@@ -268,7 +268,6 @@ REFUSALS = {
     "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"nu must be between 1 and 2 \* head_dim - 1 = 7, got"),
     "key": (["--decoder-key-dim", "0"], r"keys must be at least 1, got 0: change --decoder-key-dim"),
     "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"at least one .*: change --favor-features"),
-    "window": (["--attention-window", "8"], r"'delta' has no window: leave it out, or give --decoder-update-rule"),
     "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"absolute positions do not .*--mem-len 0"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
 }  # fmt: skip

@@ -42,6 +42,20 @@ MAP_FLAGS = {
     "relu": {"num_features": "relu_features"},
 }
 
+# What softmax attention does not look at.
+FAST_WEIGHT_FLAGS = (
+    "decoder_feature_map",
+    "decoder_key_dim",
+    "sum_normalization",
+    "attention_normalization",
+    "attention_normalization_read_out_only",
+    "normalization_epsilon",
+    "add_normalization_epsilon",
+    "scale_read_out",
+    "norm_read_out",
+    *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
+)
+
 # Nothing but the user's patience bounds the length of what a recurrent model generates.
 MAX_GENERATED_POSITIONS = 10**6
 
@@ -180,7 +194,9 @@ class FwpLanguageModel(FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        return cls(FwpDecoder(fill_in_defaults(cfg, FwpLanguageModelConfig()), task.target_dictionary))
+        cfg = fill_in_defaults(cfg, FwpLanguageModelConfig())
+        warn_of_unused(unused_flags(cfg))
+        return cls(FwpDecoder(cfg, task.target_dictionary))
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
@@ -321,6 +337,23 @@ class FwpDecoder(FairseqIncrementalDecoder):
             self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
 
 
+def warn_of_unused(flags: list[str]) -> None:
+    """Names them in the log. Not refused: an architecture may have set one, and the command line made it void."""
+    for flag in flags:
+        logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
+
+
+def unused_flags(cfg: FwpLanguageModelConfig) -> list[str]:
+    """The options that the attention of this configuration does not look at, where they are not at their defaults."""
+    if cfg.decoder_update_rule == "softmax":
+        unused = FAST_WEIGHT_FLAGS
+    else:
+        others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
+        unused = ("attention_window", *(flag for flags in others for flag in flags))
+    default = FwpLanguageModelConfig()
+    return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
+
+
 def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
     """One decoder layer of the configuration around the attention."""
     return DecoderLayer(
@@ -341,11 +374,6 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         if cfg.attention_window is not None:
             return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout)
         return SoftmaxAttention(*sizes, cfg.attention_dropout)
-    if cfg.attention_window is not None:
-        raise ValueError(
-            f"--attention-window narrows softmax attention, and the update rule {cfg.decoder_update_rule!r} has no "
-            "window: leave it out, or give --decoder-update-rule softmax"
-        )
     if cfg.decoder_feature_map not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
     check_heads(*sizes)

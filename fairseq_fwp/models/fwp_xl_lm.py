@@ -20,6 +20,7 @@ from fairseq_fwp.models.fwp_lm import (
     FwpDecoder,
     _field,
     fill_in_defaults,
+    warn_of_unused,
 )
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
@@ -50,7 +51,9 @@ class FwpXlLanguageModel(FairseqLanguageModel):
     @classmethod
     def build_model(cls, cfg: FwpXlLanguageModelConfig, task: Any) -> "FwpXlLanguageModel":
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        return cls(FwpXlDecoder(fill_in_defaults(cfg, FwpXlLanguageModelConfig()), task.target_dictionary))
+        cfg = fill_in_defaults(cfg, FwpXlLanguageModelConfig())
+        warn_of_unused(unused_flags(cfg))
+        return cls(FwpXlDecoder(cfg, task.target_dictionary))
 
     def get_targets(self, sample: dict[str, Any], net_output: Any) -> Tensor:
         """The targets (B, L); in training with --half-loss, padding in the first half (Dai et al. 2019, Table 6)."""
@@ -152,6 +155,12 @@ def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
         )
     if cfg.decoder_positions == "shaw" and cfg.clamp_len < 1:
         raise ValueError("--decoder-positions shaw has one vector for each distance up to --clamp-len: give at least 1")
+
+
+def unused_flags(cfg: FwpXlLanguageModelConfig) -> list[str]:
+    """The options given that the positions of this configuration do not look at."""
+    unused = [] if cfg.decoder_positions == "relative" or not cfg.untie_biases else ["untie_biases"]
+    return unused + (["clamp_len"] if cfg.decoder_positions == "absolute" and cfg.clamp_len > 0 else [])
 
 
 def build_attention(cfg: FwpXlLanguageModelConfig) -> nn.Module:

@@ -179,11 +179,11 @@ class FastWeightAttention(nn.Module):
     def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """q, k (B, H, L, Dk), mapped and normalised; v (B, H, L, Dv); gates, (B, H, L, size) each. All of one dtype."""
         queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
-        if values.dtype == torch.float16 and (self.attention_normalization or not self.sum_normalization):
-            # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
-            values = values.float()
-        if any(gate.at_padding is not None for gate in self.rule.gates):
-            # What is kept for hundreds of tokens is a number just below 1, which half precision rounds to 1.
+        # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
+        overflows = self.attention_normalization or not self.sum_normalization
+        # What is kept for hundreds of tokens is a number just below 1, which half precision rounds to 1.
+        forgets = any(gate.at_padding is not None for gate in self.rule.gates)
+        if forgets or (overflows and values.dtype == torch.float16):
             values = at_least_float32(values)
         # (B, L, 2, H, d): one call maps queries and keys
         features = self.feature_map(queries_keys.unflatten(-1, (2, self.num_heads, self.key_dim)))

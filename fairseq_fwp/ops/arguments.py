@@ -17,6 +17,18 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
+    """A contiguous copy of the state (B, H, Dk, Dv) before the first token, or zeros."""
+    if state is not None:
+        return state.clone(memory_format=torch.contiguous_format)
+    return q.new_zeros((*q.shape[:2], q.shape[3], v.shape[3]), dtype=state_dtype(q.dtype))
+
+
+def outer(column: Tensor, row: Tensor) -> Tensor:
+    """(..., Dk) and (..., Dv) -> (..., Dk, Dv): what a value writes under a key."""
+    return column.unsqueeze(-1) * row.unsqueeze(-2)
+
+
 def check_arguments(
     rule: str,
     q: Tensor,

@@ -11,23 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import state_dtype
+from .arguments import first_state, outer, state_dtype
 from .dispatch import refuse_double_backward
 
 # Tokens between two states that the forward pass keeps: what was forgotten cannot be rewound, so the backward pass
 # rebuilds the states between them.
 CHUNK = 32
-
-
-def first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
-    """A copy of the given state, or zeros."""
-    if state is not None:
-        return state.clone()
-    return q.new_zeros((*q.shape[:2], q.shape[3], v.shape[3]), dtype=state_dtype(q.dtype))
-
-
-def outer(column: Tensor, row: Tensor) -> Tensor:
-    return column.unsqueeze(-1) * row.unsqueeze(-2)
 
 
 def forward_by_chunks(

@@ -10,8 +10,8 @@ out (B, H, L, Dv), state (B, H, Dk, Dv); W starts as the state.
 import torch
 from torch import Tensor
 
-from .arguments import check_arguments
-from .chunks import allocate_results, backward_by_chunks, first_state, forward_by_chunks, outer, register_autograd
+from .arguments import check_arguments, first_state, outer
+from .chunks import allocate_results, backward_by_chunks, forward_by_chunks, register_autograd
 from .dispatch import kernel_ready, run
 
 
@@ -78,7 +78,8 @@ def decay_rule_reference(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Out, new state and the states after every CHUNK tokens (B, H, L // CHUNK, Dk, Dv)."""
+    """Out, new state and the states after every CHUNK tokens (B, H, L // CHUNK, Dk, Dv), uninitialised where
+    the backward pass does without: the kernel reads the first tokens of a sequence without a state again."""
     _check(q, k, v, key_decay, value_decay, state)
     if kernel_ready(q.device.type):
         return torch.ops.fwp.decay_rule(q, k, v, key_decay, value_decay, state)

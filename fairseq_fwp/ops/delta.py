@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_arguments, state_dtype
+from .arguments import check_arguments, first_state, outer, state_dtype
 from .dispatch import kernel_ready, refuse_double_backward, run
 
 
@@ -55,13 +55,13 @@ def delta_rule_reference(
 def _loop(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Out, new state and, for the backward pass, each token's error v_t - k_t W_{t-1}."""
     dtype = state_dtype(q.dtype)
-    weights = q.new_zeros((*q.shape[:2], q.shape[3], v.shape[3]), dtype=dtype) if state is None else state.clone()
+    weights = first_state(q, v, state)
     reads, errors = [], []
     with torch.autocast(q.device.type, enabled=False):
         # unbind, because the backward of indexing one token at a time is quadratic in L.
         for q_t, k_t, v_t, beta_t in zip(*(x.to(dtype).unbind(2) for x in (q, k, v, beta)), strict=True):
             error = v_t - (k_t.unsqueeze(-2) @ weights).squeeze(-2)
-            weights = weights + k_t.unsqueeze(-1) * (beta_t.unsqueeze(-1) * error).unsqueeze(-2)
+            weights = weights + outer(k_t, beta_t.unsqueeze(-1) * error)
             reads.append((q_t.unsqueeze(-2) @ weights).squeeze(-2))
             errors.append(error)
     if not reads:
@@ -115,24 +115,20 @@ def _backward(
     # In reverse: G, the gradient of W_t, gives that of the value and the first half of that of the key.
     g = torch.zeros_like(weights) if grad_state is None else grad_state.clone()
     for t in reversed(range(length)):
-        g = g + _outer(q[:, :, t], d_out[:, :, t])
+        g = g + outer(q[:, :, t], d_out[:, :, t])
         d_write = (k[:, :, t, :, None] * g).sum(-2)
         grad_v[:, :, t] = rate[:, :, t] * d_write
         grad_k[:, :, t] = (g * (rate[:, :, t] * error[:, :, t]).unsqueeze(-2)).sum(-1)
         grad_beta[:, :, t] = (d_write * error[:, :, t]).sum(-1)
-        g = g - _outer(k[:, :, t], grad_v[:, :, t])
+        g = g - outer(k[:, :, t], grad_v[:, :, t])
     # Forwards: W_t, rebuilt from the errors, gives that of the query and the other half.
     for t in range(length):
         grad_k[:, :, t] -= (weights * grad_v[:, :, t].unsqueeze(-2)).sum(-1)
-        weights = weights + _outer(k[:, :, t], rate[:, :, t] * error[:, :, t])
+        weights = weights + outer(k[:, :, t], rate[:, :, t] * error[:, :, t])
         grad_q[:, :, t] = (weights * d_out[:, :, t].unsqueeze(-2)).sum(-1)
     # An operator cannot return None: (0,) stands for the gradient of no state.
     grad_initial = g if state is not None else g.new_empty(0)
     return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), grad_beta.to(q.dtype), grad_initial
-
-
-def _outer(column: Tensor, row: Tensor) -> Tensor:
-    return column.unsqueeze(-1) * row.unsqueeze(-2)
 
 
 @_backward.register_fake

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_arguments, state_dtype
+from .arguments import check_arguments, first_state, state_dtype
 from .dispatch import refuse_double_backward, run
 
 # Tokens between two states that the forward pass keeps. The backward pass holds L / C of those and C rebuilt ones,
@@ -72,7 +72,7 @@ def _loop(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None) -
     """Out, new state and, for the backward pass, each token's error v_t - k_t W_{t-1} and squared norm ||Z_t||^2, which
     is 1 where nothing was rescaled."""
     dtype = state_dtype(q.dtype)
-    weights = _first_state(q, v, state)
+    weights = first_state(q, v, state)
     writes = (k != 0).any(-1) & (beta != 0)
     reads, errors, squares = [], [], []
     # unbind, because the backward of indexing one token at a time is quadratic in L.
@@ -95,12 +95,6 @@ def _loop(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None) -
     return torch.stack(reads, 2).to(v.dtype), weights, torch.stack(errors, 2), torch.stack(squares, 2)
 
 
-def _first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
-    if state is not None:
-        return state.clone(memory_format=torch.contiguous_format)
-    return q.new_zeros((*q.shape[:2], q.shape[3], v.shape[3]), dtype=state_dtype(q.dtype))
-
-
 @torch.library.custom_op(
     "fwp::fwm_rule",
     mutates_args=(),
@@ -111,7 +105,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What _loop returns, and the state before each chunk (B, H, ceil(L / CHUNK), Dk, Dv)."""
     _check(q, k, v, beta, state)
-    out, weights, error, square, kept = _allocate(q, v, beta, _first_state(q, v, state))
+    out, weights, error, square, kept = _allocate(q, v, beta, first_state(q, v, state))
     # A chunk at a time, so that the lists of the loop hold the small tensors of a chunk, and not of all tokens.
     for i, start in enumerate(range(0, q.shape[2], CHUNK)):
         chunk = slice(start, start + CHUNK)
@@ -127,7 +121,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check(q, k, v, beta, state)
-    return _allocate(q, v, beta, _first_state(q, v, state))
+    return _allocate(q, v, beta, first_state(q, v, state))
 
 
 def _allocate(q: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

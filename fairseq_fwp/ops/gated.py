@@ -12,8 +12,8 @@ state.
 import torch
 from torch import Tensor
 
-from .arguments import check_arguments
-from .chunks import allocate_results, backward_by_chunks, first_state, forward_by_chunks, outer, register_autograd
+from .arguments import check_arguments, first_state, outer
+from .chunks import allocate_results, backward_by_chunks, forward_by_chunks, register_autograd
 from .dispatch import kernel_ready, run
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_arguments, state_dtype
+from .arguments import check_arguments, first_state, outer, state_dtype
 from .dispatch import kernel_ready, refuse_double_backward, run
 
 
@@ -47,13 +47,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> None:
 def sum_rule_reference(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The loop that defines the rule; arguments and results as in :func:`sum_rule`."""
     dtype = state_dtype(q.dtype)
-    shape = (*q.shape[:2], q.shape[3], v.shape[3])
-    weights = q.new_zeros(shape, dtype=dtype) if state is None else state.clone()
+    weights = first_state(q, v, state)
     reads = []
     with torch.autocast(q.device.type, enabled=False):
         # unbind, because the backward of indexing one token at a time is quadratic in L.
         for q_t, k_t, v_t in zip(*(x.to(dtype).unbind(2) for x in (q, k, v)), strict=True):
-            weights = weights + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
+            weights = weights + outer(k_t, v_t)
             reads.append((q_t.unsqueeze(-2) @ weights).squeeze(-2))
     out = torch.stack(reads, 2).to(v.dtype) if reads else v.clone()
     return out, weights

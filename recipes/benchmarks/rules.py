@@ -6,6 +6,7 @@ sequences as make 16,384 tokens in all, so that all lengths move the same memory
 8 * 64 * 64 numbers a token, which is what the memory of one sequence is held against.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -15,14 +16,12 @@ import operators
 import torch
 from report import Contender, Goal, goal_row, interleave, memory, publish, say
 
-from fairseq_fwp import ops
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
+# {rule: the names of its inputs}
 RULES = {
-    "sum": "q k v",
-    "gated": "q k v gate",
-    "delta": "q k v beta",
-    "decay": "q k v key_decay value_decay",
-    "fwm": "q k v beta",
+    name: " ".join(x for x in inspect.signature(rule.operator).parameters if x not in ("state", "backend"))
+    for name, rule in UPDATE_RULES.items()
 }
 HEADS, SIZE = 8, 64
 LENGTHS = (256, 1024, 4096, 16384)
@@ -34,7 +33,7 @@ def prepare(rule, length, batch=1):
     shape = (batch, HEADS, length, SIZE, SIZE)
     tensors = operators.inputs(shape)
     gradient = torch.randn(*shape[:3], SIZE, generator=torch.Generator().manual_seed(2))
-    form = operators.first(getattr(ops, f"{rule}_rule"), "auto")
+    form = operators.first(UPDATE_RULES[rule].operator, "auto")
     return partial(operators.training_step, form, [tensors[name] for name in RULES[rule].split()], gradient)
 
 
@@ -60,7 +59,7 @@ def measure_memory(rule, length):
 def main():
     for rule, names in RULES.items():
         say(f"checking {rule} against the float64 reference")
-        form = operators.first(getattr(ops, f"{rule}_rule"), "auto")
+        form = operators.first(UPDATE_RULES[rule].operator, "auto")
         operators.check(rule, form, names, rule, (1, HEADS, LENGTHS[0], SIZE, SIZE))
     batches = {(rule, n): 1 if rule == "fwm" else LENGTHS[-1] // n for rule in RULES for n in LENGTHS}
     contenders = {case: Contender(prepare(*case, batch)) for case, batch in batches.items()}

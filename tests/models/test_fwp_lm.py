@@ -104,6 +104,35 @@ def test_a_checkpoint_of_an_earlier_version_is_built_with_the_defaults_of_new_op
     assert model.decoder.layers[0].self_attn.read_out_norm is None and "norm_read_out" not in config
 
 
+def test_local_attention_decodes_in_constant_memory(build_model):
+    """With --attention-window, what a layer keeps is one token less than the window, which is what it sees."""
+    model, tokens, state = build_model("softmax_lm_wt103", attention_window=3), random_tokens(2, 12), {}
+    whole = log_probs(model, tokens)
+    steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(12)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole)
+    ((kept, _read),) = state.values()
+    assert [layer.keys.shape[2] for layer in kept.layers] == [2, 2]
+    changed = tokens.clone()
+    changed[:, 0] ^= 1
+    seen = (log_probs(model, changed) != whole).any(-1)[0].nonzero().flatten().tolist()
+    assert seen == [0, 1, 2, 3, 4]  # 2 tokens further through each of 2 layers
+
+
+def test_adaptive_inputs_of_any_model(build_model):
+    model = build_model("delta_lm_wt103", div_val=2, adaptive_softmax_cutoff="10,30")
+    tokens, state = random_tokens(2, 6), {}
+    steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(6)]
+    torch.testing.assert_close(torch.cat(steps, 1), log_probs(model, tokens))
+    assert [table.embedding_dim for table in model.decoder.embed_tokens.tables] == [16, 8, 4]
+
+
+def test_decoding_goes_on_from_a_given_state(build_model, arch):
+    model, tokens, state = build_model(arch), random_tokens(2, 9), {}
+    past = model(tokens[:, :4])[1]["state"]
+    steps = [log_probs(model, tokens[:, 4 : t + 1], incremental_state=state, state=past) for t in range(4, 9)]
+    torch.testing.assert_close(torch.cat(steps, 1), log_probs(model, tokens)[:, 4:])
+
+
 def test_flags_reach_the_layer(build_model):
     flags = {"attention_normalization": True, "attention_normalization_read_out_only": True}
     flags |= {"normalization_epsilon": 0.5, "add_normalization_epsilon": True, "scale_read_out": True}
@@ -352,3 +381,21 @@ def test_it_learns_what_needs_its_memory(build_model):
         loss.backward()
         optimizer.step()
     assert loss < 0.5 < torch.tensor(8.0).log()
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "unused"),
+    [
+        ("delta_lm_wt103", {"dpfp_nu": 2}, ["--dpfp-nu"]),
+        ("sum_favor_lm_wt103", {"decoder_feature_map": "elu"}, ["--favor-features"]),
+        ("softmax_lm_wt103", {"sum_normalization": True}, ["--sum-normalization"]),
+        ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
+        ("softmax_lm_wt103", {"attention_window": 3}, []),
+        ("delta_lm_wt103", {"attention_window": 3}, ["--attention-window"]),
+        ("softmax_lm_wt103", {}, []),
+    ],
+)
+def test_flags_without_effect_are_named(build_model, caplog, arch, flags, unused):
+    build_model(arch, **flags)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split()[0] for message in warnings] == unused

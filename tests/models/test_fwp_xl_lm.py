@@ -263,6 +263,13 @@ def test_dropouts(build):
     assert build("shaw", attention_dropout=0.5).decoder.layers[0].self_attn.dropout == 0.5
 
 
+def test_a_new_model_is_initialised():
+    task = Namespace(target_dictionary=make_dictionary(400))
+    decoder = FwpXlLanguageModel.build_model(configure("fwp_xl_lm", **SMALL), task).decoder
+    for parameter in (decoder.embed_tokens.weight, *decoder.layers[0].self_attn.positions.parameters()):
+        assert parameter.std() > 0.005 and parameter.abs().max() < 0.15
+
+
 def test_initialisation_is_the_public_codes():
     task = Namespace(target_dictionary=make_dictionary(400))
     flags = {**SMALL, "decoder_embed_dim": 64, "decoder_layers": 8}
@@ -271,6 +278,9 @@ def test_initialisation_is_the_public_codes():
             "fwp_xl_lm", **flags, decoder_positions=positions, clamp_len=9, untie_biases=True, **adaptive
         )
         decoder = FwpXlLanguageModel.build_model(config, task).decoder
+        for parameter in decoder.parameters():
+            torch.nn.init.normal_(parameter)
+        decoder.apply(initialize)
         drawn = {name: parameter for name, parameter in decoder.named_parameters() if parameter.dim() > 1}
         small = {
             name: drawn.pop(name)
@@ -328,3 +338,11 @@ REFUSED = {
 def test_settings_that_cannot_be_are_refused(build, sentence):
     with pytest.raises(ValueError, match=sentence):
         build("relative", **REFUSED[sentence])
+
+
+def test_flags_without_effect_are_named(build, caplog):
+    build("shaw", untie_biases=True)
+    build("absolute", untie_biases=True, clamp_len=3)
+    build("relative", untie_biases=True, clamp_len=3)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split()[0] for message in warnings] == ["--untie-biases", "--untie-biases", "--clamp-len"]

@@ -112,7 +112,7 @@ PUBLISHED_XL = {
 }
 
 
-@pytest.mark.parametrize("arch", XL_PRESETS)
+@pytest.mark.parametrize("arch", PUBLISHED_XL)
 def test_transformer_xl_has_the_published_settings(arch):
     """Of the scripts: heads, dropouts of blocks, activations and attention weights, memory; none clamps in training."""
     config, published = configure(arch), PUBLISHED_XL[arch]
@@ -128,6 +128,10 @@ def test_names_follow_the_grammar_and_belong_to_the_model(arch):
         rf"(softmax|({'|'.join(UPDATE_RULES)})(_({'|'.join(FEATURE_MAPS)}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch
     )
     assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
+
+
+def test_the_names_of_transformer_xl():
+    assert set(XL_PRESETS) == set(PUBLISHED_XL)
 
 
 def test_flags_win_over_presets():

@@ -20,13 +20,13 @@ DIM, HEADS = 12, 3
 SIZE = DIM // HEADS
 
 
-def build(positions="relative", clamp_len=None, window=None, dropout=0.0):
+def build(positions="relative", clamp_len=None, window=None, dropout=0.0, dim=DIM, heads=HEADS):
     """A float64 layer with weights large enough to tell positions apart."""
     if positions == "relative":
-        distances = SinusoidalDistances(DIM, HEADS, clamp_len)
+        distances = SinusoidalDistances(dim, heads, clamp_len)
     else:
-        distances = LearnedDistances(HEADS, SIZE, clamp_len)
-    layer = RelativeAttention(DIM, HEADS, distances, window, dropout).double().eval()
+        distances = LearnedDistances(heads, dim // heads, clamp_len)
+    layer = RelativeAttention(dim, heads, distances, window, dropout).double().eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return layer
@@ -80,13 +80,13 @@ def test_it_is_the_sum_of_the_four_terms(positions, clamp_len, window, lengths):
 
 @pytest.mark.parametrize("positions", ["relative", "shaw"])
 def test_gradients(positions):
-    layer = build(positions, clamp_len=4, window=5)
+    layer = build(positions, clamp_len=3, window=4, dim=4, heads=2)
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
 
     def attend(x, memory, *values):
         return functional_call(layer, dict(zip(parameters, values, strict=True)), (x, Memory(memory)))[0]
 
-    inputs = [random(2, 4, DIM), random(2, 3, DIM), *parameters.values()]
+    inputs = [random(2, 3, 4), random(2, 2, 4), *parameters.values()]
     assert torch.autograd.gradcheck(attend, [x.clone().requires_grad_() for x in inputs])
 
 
