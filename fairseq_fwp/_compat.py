@@ -43,6 +43,7 @@ def apply() -> None:
         explain_missing_dictionary,
         refuse_unscored_tokens,
         refuse_wide_context,
+        save_for_every_process,
     ):
         mend()
 
@@ -209,6 +210,21 @@ def refuse_wide_context() -> None:
         return check_room
 
     _replace(LanguageModelingTask, "load_dataset", mend)
+
+
+def save_for_every_process() -> None:
+    """fairseq asks the first process alone what a checkpoint is to hold; streams have a state in each of them."""
+    from fairseq import checkpoint_utils
+
+    def mend(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def collect_and_save(cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **kwargs: Any) -> Any:
+            if hasattr(epoch_itr, "collect_states"):
+                epoch_itr.collect_states(trainer.data_parallel_process_group)
+            return save_checkpoint(cfg, trainer, epoch_itr, *args, **kwargs)
+
+        return collect_and_save
+
+    _replace(checkpoint_utils, "save_checkpoint", mend)
 
 
 def _replace(owner: Any, name: str, mend: Callable[[Callable[..., Any]], Any]) -> None:

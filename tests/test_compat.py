@@ -20,6 +20,7 @@ MENDED = [
     (distributed_utils, "call_main"),
     (trainer, "_catalog_shared_params"),
     (checkpoint_utils, "load_checkpoint_to_cpu"),
+    (checkpoint_utils, "save_checkpoint"),
     (LanguageModelingTask, "setup_dictionary"),
     (LanguageModelingTask, "eval_lm_dataloader"),
 ]

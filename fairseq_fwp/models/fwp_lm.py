@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
@@ -176,6 +176,15 @@ class DecoderState(NamedTuple):
         layers = tuple(layer.reorder(new_order) for layer in self.layers)
         return DecoderState(layers, self.positions.index_select(0, new_order))
 
+    def reset(self, rows: Tensor) -> "DecoderState":
+        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
+        layers = tuple(layer.reset(rows) for layer in self.layers)
+        return DecoderState(layers, self.positions.masked_fill(rows, 0))
+
+
+# A checkpoint in mid-epoch holds the state of its streams.
+torch.serialization.add_safe_globals([DecoderState, FastWeightState])
+
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
 class FwpLanguageModel(FairseqLanguageModel):
@@ -209,6 +218,8 @@ class FwpDecoder(FairseqIncrementalDecoder):
     def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
+        # Softmax attention has a state too, but one that grows with every token.
+        self.carries_state = cfg.decoder_update_rule != "softmax"
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
         cutoffs = read_cutoffs(cfg, len(dictionary))
         self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)

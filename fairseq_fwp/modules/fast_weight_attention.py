@@ -40,6 +40,13 @@ class FastWeightState(NamedTuple):
             None if self.normalizer is None else self.normalizer.index_select(0, new_order),
         )
 
+    def reset(self, rows: Tensor) -> "FastWeightState":
+        """Empty in the rows of the batch that are True, rows (B,) bool."""
+        return FastWeightState(
+            self.weights.masked_fill(rows[:, None, None, None], 0),
+            None if self.normalizer is None else self.normalizer.masked_fill(rows[:, None, None], 0),
+        )
+
 
 class FastWeightAttention(nn.Module):
     """Feature map x update rule x two normalisations (Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4).

@@ -1,0 +1,97 @@
+"""What a model remembers of its streams between two segments.
+
+A model that carries a state has a decoder with `carries_state = True`, takes `state=` (None = nothing read) and
+returns the new one as "state" in the second value. The state is opaque here but for three methods, each of which
+returns a new one: `detach()`; `reorder(rows)`, the numbers (B',) int64 of the rows to keep; `reset(rows)`, (B,) bool,
+after which the rows that are True have read nothing. `torch.load` must know its types (`add_safe_globals`).
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Memory(NamedTuple):
+    """A state, the streams in its rows, and the segment that comes next."""
+
+    segment: int = 0
+    streams: tuple[int, ...] = ()
+    state: Any = None
+
+
+class CarriedState:
+    """The state that one process carries through an epoch, or through a validation."""
+
+    def __init__(self) -> None:
+        self._now = self._before_update = Memory()
+        self._updated = False
+        self._saved: Tensor | None = None
+
+    def step(self, model: nn.Module, sample: dict[str, Any], compute: Callable[[dict[str, Any]], Any]) -> Any:
+        """compute(sample), with which the state of its streams goes into the model and the new one is kept.
+
+        What fails keeps the state of before: after running out of memory a stream goes on without that segment.
+        """
+        if "segment" not in sample:  # no stream has anything to read
+            return compute(sample)
+        net_input = {**sample["net_input"], "state": self._before(sample)}
+        with _new_states(model) as states:
+            result = compute({**sample, "net_input": net_input})
+        state = None if sample["last"] else states[-1].detach()
+        self._now = Memory(sample["segment"] + 1, tuple(sample["streams"]), state)
+        return result
+
+    def end_update(self) -> None:
+        """To be called after each update of the parameters."""
+        self._updated = True
+
+    def _before(self, sample: dict[str, Any]) -> Any:
+        """The state before a batch, None where all its rows start afresh."""
+        device = sample["net_input"]["src_tokens"].device
+        if self._saved is not None:
+            self._now = self._before_update = self._unpack(device)
+        if sample["segment"] < self._now.segment:
+            # --amp tries an update again with the same batches after an overflow.
+            self._now = self._before_update
+        elif self._updated:
+            self._before_update = self._now
+        self._updated = False
+        _, streams, state = self._now
+        if state is None or all(sample["fresh"]):
+            return None
+        if tuple(sample["streams"]) != streams:
+            state = state.reorder(torch.tensor([streams.index(s) for s in sample["streams"]], device=device))
+        return state.reset(torch.tensor(sample["fresh"], device=device)) if any(sample["fresh"]) else state
+
+    def save(self) -> Tensor:
+        """The state as bytes, (n,) uint8: a checkpoint that holds it loads without this package."""
+        if self._saved is not None:
+            return self._saved
+        buffer = io.BytesIO()
+        torch.save(tuple(self._now), buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    def load(self, saved: Tensor) -> None:
+        """Takes what `save` returned; it is unpacked with the first batch, on its device."""
+        self._saved = saved
+
+    def _unpack(self, device: torch.device) -> Memory:
+        assert self._saved is not None
+        buffer = io.BytesIO(self._saved.numpy().tobytes())
+        self._saved = None
+        return Memory(*torch.load(buffer, map_location=device, weights_only=True))
+
+
+@contextmanager
+def _new_states(model: nn.Module) -> Iterator[list[Any]]:
+    """The states that the model returns: criteria read its first value only."""
+    states: list[Any] = []
+    hook = model.register_forward_hook(lambda _module, _inputs, output: states.append(output[1]["state"]))
+    try:
+        yield states
+    finally:
+        hook.remove()

@@ -1,0 +1,211 @@
+"""The task `fwp_language_modeling`: a text in contiguous streams, and states carried from segment to segment."""
+
+import logging
+import os
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from fairseq import utils
+from fairseq.data import data_utils
+from fairseq.data.indexed_dataset import get_available_dataset_impl
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import II
+
+from fairseq_fwp.tasks.carried_state import CarriedState
+from fairseq_fwp.tasks.stream_iterator import StreamIterator
+from fairseq_fwp.tasks.streams import Streams
+from fairseq_fwp.tasks.text_blocks import BLANK_LINE, Text, TextBlocks, document_starts
+
+logger = logging.getLogger(__name__)
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class FwpLanguageModelingConfig(FairseqDataclass):
+    """What the streams are; --batch-size is their number in each process."""
+
+    data: Optional[str] = _field(None, "folder that fairseq-preprocess --only-source has written")  # noqa: UP045
+    tokens_per_sample: int = _field(1024, "length of a segment, within which gradients flow")
+    carry_state: bool = _field(False, "start each segment with the state in which its stream left the one before")
+    reset_state_after: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+        None, f"with --carry-state: symbol that ends a document, or {BLANK_LINE}; the next starts without a state"
+    )
+    add_bos_token: bool = _field(False, "read <s> before the first token of the text, in place of </s>")
+    max_target_positions: Optional[int] = _field(  # noqa: UP045
+        None, "longest segment that the model accepts; none: --tokens-per-sample"
+    )
+    dataset_impl: Optional[ChoiceEnum(get_available_dataset_impl())] = II(  # type: ignore[valid-type]  # noqa: UP045
+        "dataset.dataset_impl"
+    )
+
+
+@register_task("fwp_language_modeling", dataclass=FwpLanguageModelingConfig)
+class FwpLanguageModelingTask(LanguageModelingTask):
+    """Language modelling by truncated back-propagation through time.
+
+    The text is cut into blocks of --tokens-per-sample tokens, and these into as many streams of consecutive blocks
+    as all processes read side by side; step t of an epoch reads block t of every stream. Every token is a target once.
+    With --carry-state a block starts with the state that its stream has left, without its gradients (Schlag et al.
+    2021, Sec. 6.3, "Without truncating context"); the model's side of that is in `carried_state`.
+    """
+
+    def __init__(self, args: Namespace, dictionary: Any) -> None:
+        super().__init__(args, dictionary)
+        self.training_state = CarriedState()
+        self.validation_state = CarriedState()
+
+    @classmethod
+    def setup_task(cls, args: Namespace, **kwargs: Any) -> "FwpLanguageModelingTask":
+        """Raises ValueError for settings that go with no text, and FileNotFoundError without a dictionary."""
+        dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
+        if args.tokens_per_sample < 1:
+            raise ValueError(f"--tokens-per-sample must be at least 1, got {args.tokens_per_sample}")
+        separator = args.reset_state_after
+        if separator and not args.carry_state:
+            raise ValueError("--reset-state-after needs --carry-state: without it no segment starts with a state")
+        if separator and dictionary and separator != BLANK_LINE and separator not in dictionary:
+            raise ValueError(
+                f"--reset-state-after: {separator!r} is not in the dictionary: give a symbol of "
+                f"{os.path.join(args.data, 'dict.txt')}, {dictionary.eos_word} (the end of a line) or {BLANK_LINE}"
+            )
+        return cls(args, dictionary)
+
+    def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+        """Raises ValueError for a model that has no state to carry."""
+        model = super().build_model(args, from_checkpoint)
+        if self.args.carry_state and not getattr(model.decoder, "carries_state", False):
+            raise ValueError(
+                f"--carry-state: this {type(model).__name__} has no state of constant size to carry over segments: "
+                "choose an --arch with fast weights or a memory, or leave --carry-state out"
+            )
+        return model
+
+    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
+        """The text of a split in blocks; raises FileNotFoundError, or ValueError for an empty text."""
+        paths = utils.split_paths(self.args.data)
+        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+        if os.path.exists(f"{path}.bin") and not os.path.getsize(f"{path}.bin"):
+            raise ValueError(f"the text {split!r} ({path}.bin) is empty: preprocess a file with at least one token")
+        lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
+        if lines is None:
+            raise FileNotFoundError(f"no text {split!r} ({path}.bin): fairseq-preprocess --only-source writes it")
+        text = Text(lines)
+        separator = self.args.reset_state_after
+        self.datasets[split] = TextBlocks(
+            text,
+            self.args.tokens_per_sample,
+            self.dictionary.bos() if self.args.add_bos_token else self.dictionary.eos(),
+            document_starts(text, self.dictionary, separator) if separator else None,
+        )
+
+    def get_batch_iterator(
+        self,
+        dataset: Any,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        max_positions: int | None = None,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        **options: Any,
+    ) -> Any:
+        """The streams of process shard_id, in their order: what fairseq shuffles and filters by does not apply.
+
+        Raises ValueError without a number of streams, and for segments longer than the model takes.
+        """
+        if not isinstance(dataset, TextBlocks):  # prompts to generate from
+            return super().get_batch_iterator(
+                dataset, max_tokens, max_sentences, max_positions, num_shards=num_shards, shard_id=shard_id, **options
+            )
+        use_cache = not options.get("disable_iterator_cache", False)
+        if use_cache and dataset in self.dataset_to_epoch_iter:
+            return self.dataset_to_epoch_iter[dataset]
+        length = self.args.tokens_per_sample
+        if max_positions is not None and length > max_positions:
+            raise ValueError(
+                f"--tokens-per-sample {length} is longer than the {max_positions} that the model was trained on: give "
+                f"a smaller one, or allow more with --max-target-positions {length}"
+            )
+        batch_size = self._batch_size(max_tokens, max_sentences)
+        iterator = StreamIterator(
+            Streams(dataset, batch_size, num_shards, shard_id, self.dictionary.pad(), self.dictionary.eos()),
+            # fairseq saves and loads the iterator over the training text alone.
+            self.training_state if self.args.carry_state else None,
+            {
+                "processes": num_shards,
+                "--batch-size": batch_size,
+                "--tokens-per-sample": length,
+                "--carry-state": self.args.carry_state,
+                "--reset-state-after": self.args.reset_state_after,
+                "tokens of text": len(dataset.text),
+            },
+            shard_id,
+            num_workers=options.get("num_workers", 0),
+            epoch=options.get("epoch", 1),
+            buffer_size=options.get("data_buffer_size", 0),
+            skip_remainder_batch=options.get("skip_remainder_batch", False),
+        )
+        tokens, streams, segments = len(dataset.text), batch_size * num_shards, len(iterator)
+        logger.info(f"{tokens:,} tokens: {streams} streams of {segments} segments, {batch_size} in this process")
+        if use_cache:
+            self.dataset_to_epoch_iter[dataset] = iterator
+        return iterator
+
+    def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
+        """Streams in a process."""
+        length = self.args.tokens_per_sample
+        limits = [max_sentences, None if max_tokens is None else max_tokens // length]
+        given = [limit for limit in limits if limit is not None]
+        if not given:
+            raise ValueError("no number of streams: give --batch-size, how many a process reads side by side")
+        if min(given) < 1:
+            raise ValueError(
+                f"no stream fits into --batch-size {max_sentences} and --max-tokens {max_tokens}: each takes "
+                f"{length} tokens (--tokens-per-sample)"
+            )
+        return min(given)
+
+    def eval_lm_dataloader(self, dataset: Any, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
+        """Raises ValueError for what fairseq-eval-lm cannot do with streams."""
+        if self.args.carry_state or context_window:
+            raise ValueError(
+                "fairseq-eval-lm carries no state and slides no window over streams: for the former use "
+                "fairseq-validate, for the latter --task language_modeling"
+            )
+        return super().eval_lm_dataloader(dataset, *args, **kwargs)
+
+    def train_step(
+        self,
+        sample: dict[str, Any],
+        model: Any,
+        criterion: Any,
+        optimizer: Any,
+        update_num: int,
+        ignore_grad: bool = False,
+    ) -> Any:
+        """fairseq's, with the carried state."""
+        step = super().train_step
+
+        def compute(sample: dict[str, Any]) -> Any:
+            return step(sample, model, criterion, optimizer, update_num, ignore_grad)
+
+        return self.training_state.step(model, sample, compute) if self.args.carry_state else compute(sample)
+
+    def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+        """fairseq's, which ends an update."""
+        super().optimizer_step(optimizer, model, update_num)
+        self.training_state.end_update()
+
+    def valid_step(self, sample: dict[str, Any], model: Any, criterion: Any) -> Any:
+        """fairseq's, with a carried state of its own."""
+        step = super().valid_step
+
+        def compute(sample: dict[str, Any]) -> Any:
+            return step(sample, model, criterion)
+
+        return self.validation_state.step(model, sample, compute) if self.args.carry_state else compute(sample)

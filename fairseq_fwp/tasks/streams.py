@@ -1,0 +1,69 @@
+"""Which blocks of a text are read side by side, and which one after the other."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data.monolingual_dataset import collate
+
+from fairseq_fwp.tasks.text_blocks import TextBlocks
+
+
+class Streams:
+    """A text in batch_size * num_shards streams of consecutive blocks, of which one process reads batch_size.
+
+    Streams differ by at most one block, so that the last segment of an epoch may miss some, and none is longer than in
+    any other division.
+    """
+
+    def __init__(self, blocks: TextBlocks, batch_size: int, num_shards: int, shard_id: int, pad: int, eos: int) -> None:
+        count = batch_size * num_shards
+        self.blocks = blocks
+        self.bounds = np.arange(count + 1) * len(blocks) // count
+        self.segments = int(np.diff(self.bounds).max())
+        self.own = range(shard_id * batch_size, (shard_id + 1) * batch_size)
+        self.pad = pad
+        self.eos = eos
+
+    def batches(self) -> list[list[int]]:
+        """For every segment, the blocks of this process: as many segments in every process, the last may be empty."""
+        first, end = self.bounds[:-1], self.bounds[1:]
+        return [
+            [int(first[s] + segment) for s in self.own if first[s] + segment < end[s]]
+            for segment in range(self.segments)
+        ]
+
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of fairseq's language models, and what a carried state has to know of its rows.
+
+        "segment": how many blocks their streams have read; "last": whether none come after these; "streams": their
+        numbers; "fresh": whether the block starts a stream or document, and so starts without a state.
+        """
+        if not items:
+            return self._no_targets()
+        batch = collate(items, self.pad, self.eos)
+        ids = batch["id"].numpy()
+        streams = np.searchsorted(self.bounds, ids, side="right") - 1
+        segment = int(ids[0] - self.bounds[streams[0]])
+        fresh = self.blocks.starts_document[ids] | (segment == 0)
+        return {
+            **batch,
+            "segment": segment,
+            "last": segment == self.segments - 1,
+            # Lists, not tensors: they are looked at on the CPU, wherever fairseq moves the batch.
+            "streams": streams.tolist(),
+            "fresh": fresh.tolist(),
+        }
+
+    def _no_targets(self) -> dict[str, Any]:
+        """A batch without targets, for a process whose streams have ended.
+
+        fairseq would repeat another batch there, and with --update-freq leave out what was read before it.
+        """
+        return {
+            "id": torch.tensor([-1]),
+            "nsentences": 0,
+            "ntokens": 0,
+            "net_input": {"src_tokens": torch.tensor([[self.eos]]), "src_lengths": torch.tensor([1])},
+            "target": torch.tensor([[self.pad]]),
+        }

@@ -1,0 +1,83 @@
+"""A text cut into blocks: each token is the target of exactly one block."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import Dictionary, FairseqDataset
+from torch import Tensor
+
+# Documents that an empty line ends, as in fairseq's `--sample-break-mode complete_doc`.
+BLANK_LINE = "blank-line"
+
+
+class Text:
+    """The lines of an indexed data set as one sequence of tokens."""
+
+    def __init__(self, lines: Any) -> None:
+        self.lines = lines
+        self.ends = np.cumsum(lines.sizes, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Tokens start to stop - 1, int64."""
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        last = int(np.searchsorted(self.ends, stop, side="left"))
+        before = int(self.ends[first - 1]) if first else 0
+        return torch.cat([self.lines[line] for line in range(first, last + 1)])[start - before : stop - before]
+
+
+class TextBlocks(FairseqDataset):
+    """Item i is block i of a text: at most block_size tokens, where document_starts is given of one document.
+
+    The input of a token is the token before it; that of the text's first token is start_token.
+    """
+
+    def __init__(
+        self, text: Text, block_size: int, start_token: int, document_starts: np.ndarray | None = None
+    ) -> None:
+        documents = np.zeros(1, dtype=np.int64) if document_starts is None else document_starts
+        ends = np.append(documents[1:], len(text))
+        starts = [np.arange(*document, block_size) for document in zip(documents, ends, strict=True)]
+        self.text = text
+        self.start_token = start_token
+        self.bounds = np.append(np.concatenate(starts), len(text))
+        self.starts_document = np.isin(self.bounds[:-1], documents)
+        self.sizes = np.diff(self.bounds)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"id", "source" (L,), "target" (L,)}"""
+        start, stop = int(self.bounds[index]), int(self.bounds[index + 1])
+        tokens = self.text.tokens(max(start - 1, 0), stop)
+        if start == 0:
+            tokens = torch.cat([tokens.new_tensor([self.start_token]), tokens])
+        return {"id": int(index), "source": tokens[:-1], "target": tokens[1:]}
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def num_tokens(self, index: int) -> int:
+        """Targets of a block."""
+        return int(self.sizes[index])
+
+    def size(self, index: int) -> int:
+        """Targets of a block."""
+        return int(self.sizes[index])
+
+
+def document_starts(text: Text, dictionary: Dictionary, separator: str) -> np.ndarray:
+    """Where documents start that end with the symbol `separator`, or with an empty line (`BLANK_LINE`)."""
+    if separator == BLANK_LINE:
+        short = np.flatnonzero(np.asarray(text.lines.sizes) == 1)
+        ends = [int(text.ends[line]) for line in short if int(text.lines[line][0]) == dictionary.eos()]
+    else:
+        symbol = dictionary.index(separator)
+        before = np.append(0, text.ends)
+        ends = [
+            int(before[line] + place) + 1
+            for line in range(len(text.ends))
+            for place in torch.nonzero(text.lines[line] == symbol).flatten().tolist()
+        ]
+    return np.array([0, *(end for end in ends if end < len(text))], dtype=np.int64)

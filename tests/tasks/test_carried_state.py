@@ -1,0 +1,359 @@
+"""The carried state: segments in a row are one long text, and nothing else leaks in."""
+
+import copy
+
+import pytest
+import torch
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import OmegaConf
+
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+from .conftest import random_lines
+
+SMALL = {
+    "decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4,
+    "dropout": 0.0, "fwp_backend": "reference", "max_target_positions": None, "add_bos_token": False,
+}  # fmt: skip
+
+
+class Optimizer:
+    """What a task asks of fairseq's."""
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        pass
+
+
+@pytest.fixture
+def setup(make_task):
+    """setup(task_flags, **model_flags) -> a task that carries states over 2 texts, and a small float64 model."""
+
+    def build(flags=None, texts=None, **model_flags):
+        texts = texts or {"train": random_lines(30), "valid": random_lines(20)}
+        task = make_task(texts, **{"tokens_per_sample": 4, "carry_state": True, **(flags or {})})
+        config = OmegaConf.merge(
+            OmegaConf.structured(FwpLanguageModelConfig),
+            {**SMALL, "_name": "fwp_lm", "tokens_per_sample": task.args.tokens_per_sample, **model_flags},
+        )
+        model = task.build_model(config).double()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "layer_norm" not in name:
+                    parameter.normal_(std=0.3)  # the tiny weights of the initialisation would hide differences
+        return task, model
+
+    return build
+
+
+def batches(task, split="train", count=3, **options):
+    iterator = task.get_batch_iterator(task.dataset(split), max_sentences=count, disable_iterator_cache=True, **options)
+    return list(iterator.next_epoch_itr())
+
+
+class Scores:
+    """A criterion that keeps the log-probability of every target, by stream."""
+
+    def __init__(self):
+        self.streams = {}
+
+    def __call__(self, model, sample):
+        scores = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True)
+        scores = scores.gather(2, sample["target"].unsqueeze(2)).squeeze(2)
+        for row, stream in enumerate(sample["streams"]):
+            self.streams.setdefault(stream, []).append(scores[row][sample["target"][row].ne(1)].detach())
+        return scores.sum(), sample["ntokens"], {}
+
+    def all(self):
+        return [torch.cat(self.streams[stream]) for stream in sorted(self.streams)]
+
+
+def train(task, model, samples, criterion):
+    """The results of fairseq's training step on each sample, gradients included."""
+    results = []
+    for sample in samples:
+        results.append(task.train_step(sample, model, criterion, Optimizer(), update_num=0))
+        task.optimizer_step(Optimizer(), model, update_num=0)
+    return results
+
+
+def long_forward(model, blocks):
+    """Log-probabilities of the targets of consecutive blocks, read in one piece."""
+    source, target = (torch.cat([block[key] for block in blocks]) for key in ("source", "target"))
+    scores = model.get_normalized_probs(model(source.unsqueeze(0)), log_probs=True)[0]
+    return scores.gather(1, target.unsqueeze(1)).squeeze(1)
+
+
+def pieces(task, split, streams, at_documents=False):
+    """The blocks of each stream, parted where documents start if they reset the state."""
+    blocks, found = task.dataset(split), []
+    for stream in range(streams):
+        first, end = (len(blocks) * index // streams for index in (stream, stream + 1))
+        found.append([[]])
+        for index in range(first, end):
+            if at_documents and blocks.starts_document[index]:
+                found[-1].append([])
+            found[-1][-1].append(blocks[index])
+    return [[piece for piece in stream if piece] for stream in found]
+
+
+@pytest.mark.parametrize("separator", [None, "w3"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
+    """In training and in validation, with positions; documents start anew wherever they lie in a stream."""
+    flags = {"reset_state_after": separator}
+    task, model = setup(flags, decoder_update_rule=rule, attention_normalization=normalized, sum_normalization=True)
+    for split in ("train", "valid"):
+        scores = Scores()
+        if split == "train":
+            train(task, model, batches(task), scores)
+        else:
+            for sample in batches(task, split):
+                task.valid_step(sample, model, scores)
+        expected = [
+            torch.cat([long_forward(model, piece) for piece in stream])
+            for stream in pieces(task, split, 3, separator is not None)
+        ]
+        for carried, whole in zip(scores.all(), expected, strict=True):
+            torch.testing.assert_close(carried, whole)
+
+
+@pytest.mark.parametrize("criterion", [AdaptiveLoss, CrossEntropyCriterion])
+def test_fairseqs_criteria_see_the_carried_state(setup, criterion):
+    task, model = setup(adaptive_softmax_cutoff="10,30")
+    results = [task.valid_step(batch, model, criterion(task, False)) for batch in batches(task, "valid")]
+    expected = sum(long_forward(model, blocks).sum() for (blocks,) in pieces(task, "valid", 3))
+    assert sum(loss.item() for loss, *_ in results) == pytest.approx(-expected.item(), rel=1e-9)
+    assert sum(size for _, size, _ in results) == len(task.dataset("valid").text)
+
+
+def test_gradients_end_with_the_segment(setup):
+    """The gradient of a segment is that of its loss with the state before it as a constant."""
+    task, model = setup()
+    samples = batches(task)
+    train(task, model, samples[:2], CrossEntropyCriterion(task, False))
+    model.zero_grad()
+    (state,) = (model(sample["net_input"]["src_tokens"])[1]["state"].detach() for sample in samples[:1])
+    state = model(samples[1]["net_input"]["src_tokens"], state=state)[1]["state"].detach()
+    expected = copy.deepcopy(model)
+    net_input = {**samples[2]["net_input"], "state": state}
+    CrossEntropyCriterion(task, False)(expected, {**samples[2], "net_input": net_input})[0].backward()
+    train(task, model, samples[2:3], CrossEntropyCriterion(task, False))
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_validation_leaves_no_trace(setup):
+    """Training between two validations, and validations between two segments, change no bit of each other."""
+    task, model = setup()
+    criterion, samples = CrossEntropyCriterion(task, False), batches(task)
+    alone = [result[0] for result in train(task, model, samples, criterion)]
+    losses, validations = [], []
+    for sample in samples:
+        losses += [result[0] for result in train(task, model, [sample], criterion)]
+        validations.append([task.valid_step(batch, model, criterion)[0] for batch in batches(task, "valid", 2)])
+    assert all(torch.equal(mine, other) for mine, other in zip(losses, alone, strict=True))
+    assert all(torch.equal(torch.stack(validations[0]), torch.stack(other)) for other in validations)
+
+
+def test_every_epoch_starts_without_a_state(setup):
+    task, model = setup()
+    criterion, samples = CrossEntropyCriterion(task, False), batches(task)
+    first, second = ([result[0] for result in train(task, model, samples, criterion)] for _ in range(2))
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+def test_without_carry_state_each_segment_is_fairseqs(setup):
+    """The loss of the stock task, whatever the number of streams."""
+    task, model = setup({"carry_state": False})
+    criterion = CrossEntropyCriterion(task, False)
+    arguments = {"sample_break_mode": "none", "output_dictionary_size": -1, "shorten_method": "none", "seed": 1}
+    arguments |= {"shorten_data_split_list": "", "use_plasma_view": False, "plasma_path": "", "pad_to_fixed_bsz": False}
+    stock = LanguageModelingTask(copy.copy(task.args), task.dictionary)
+    vars(stock.args).update(arguments, pad_to_fixed_length=False)
+    stock.load_dataset("valid")
+    itr = stock.get_batch_iterator(stock.dataset("valid"), max_sentences=4).next_epoch_itr(shuffle=False)
+    expected = sum(float(stock.valid_step(sample, model, criterion)[0]) for sample in itr)
+    for streams in (1, 3):
+        losses = [task.valid_step(sample, model, criterion)[0] for sample in batches(task, "valid", streams)]
+        assert sum(map(float, losses)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_update_that_is_tried_again_starts_where_it_started(setup):
+    """--amp feeds the batches of an update again after an overflow."""
+    task, model = setup()
+    criterion, samples = CrossEntropyCriterion(task, False), batches(task)
+    expected = [result[0] for result in train(task, model, samples, criterion)]
+
+    def update(group):
+        losses = [task.train_step(sample, model, criterion, Optimizer(), 0)[0] for sample in group]
+        task.optimizer_step(Optimizer(), model, 0)
+        return losses
+
+    for start in range(0, len(samples), 2):
+        for _ in range(3 if start in (0, 4) else 1):
+            losses = update(samples[start : start + 2])
+            assert [float(loss) for loss in losses] == [float(loss) for loss in expected[start : start + 2]]
+
+
+def test_after_running_out_of_memory_a_stream_goes_on_without_that_segment(setup):
+    task, model = setup()
+    samples, scores = batches(task, count=1), Scores()
+
+    def exhausted(model, sample):
+        model(**sample["net_input"])
+        raise RuntimeError("out of memory")
+
+    train(task, model, samples[:2], scores)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(task, model, samples[2:3], exhausted)
+    train(task, model, samples[3:5], scores)
+    blocks = [task.dataset("train")[index] for index in (0, 1, 3, 4)]
+    torch.testing.assert_close(scores.all()[0], long_forward(model, blocks))
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("criterion", [AdaptiveLoss, CrossEntropyCriterion])
+def test_a_batch_without_targets_changes_nothing(setup, criterion):
+    task, model = setup(adaptive_softmax_cutoff="10,30")
+    criterion, samples = criterion(task, False), batches(task)
+    expected = [result[0] for result in train(task, model, samples[:3], criterion)]
+    empty = task.get_batch_iterator(task.dataset("train"), max_sentences=3, disable_iterator_cache=True).collate_fn([])
+    train(task, model, samples[:2], criterion)
+    model.zero_grad()
+    ((loss, size, log),) = train(task, model, [empty], criterion)
+    assert float(loss) == size == log["ntokens"] == 0
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    assert torch.equal(train(task, model, samples[2:3], criterion)[0][0], expected[2])
+
+
+def test_a_saved_state_goes_on_bit_for_bit(setup):
+    flags = {"decoder_feature_map": "favor", "attention_normalization": True, "dropout": 0.1}
+    task, untrained = setup({"reset_state_after": "w3"}, **flags)
+    criterion, options = CrossEntropyCriterion(task, False), {"max_sentences": 3, "disable_iterator_cache": True}
+
+    def losses(itr, model):
+        found = []
+        for sample in itr:
+            torch.manual_seed(sample["segment"])  # as fairseq seeds each update
+            found += [result[0] for result in train(task, model, [sample], criterion)]
+        return found
+
+    itr = task.get_batch_iterator(task.dataset("train"), **options).next_epoch_itr()
+    expected = losses(itr, copy.deepcopy(untrained))
+    for stop in (1, 5, len(expected) - 1):
+        model = copy.deepcopy(untrained)  # its random features are in its own checkpoint
+        first = task.get_batch_iterator(task.dataset("train"), **options)
+        itr = first.next_epoch_itr()
+        found = losses((next(itr) for _ in range(stop)), model)
+        first.collect_states(None)
+        saved = copy.deepcopy(first.state_dict())
+        task.training_state = type(task.training_state)()
+        second = task.get_batch_iterator(task.dataset("train"), **options)
+        second.load_state_dict(saved)
+        found += losses(second.next_epoch_itr(), model)
+        assert [float(loss) for loss in found] == [float(loss) for loss in expected]
+
+
+def test_nothing_is_carried_over_the_end_of_an_epoch(setup):
+    task, model = setup()
+    iterator = task.get_batch_iterator(task.dataset("train"), max_sentences=3)
+    train(task, model, iterator.next_epoch_itr(), CrossEntropyCriterion(task, False))
+    iterator.collect_states(None)
+    saved = iterator.state_dict()
+    assert saved["states"] is None and saved["iterations_in_epoch"] == 0
+    # Nor does the memory of a validation lie idle while training goes on.
+    for sample in batches(task, "valid"):
+        task.valid_step(sample, model, CrossEntropyCriterion(task, False))
+    train(task, model, batches(task)[:1], CrossEntropyCriterion(task, False))
+    assert len(task.validation_state.save()) < 2000 < len(task.training_state.save())
+
+
+CHANGES = {
+    "streams": ({}, {"max_sentences": 2}, r"with --batch-size 3 \(now 2\)"),
+    "processes": ({}, {"num_shards": 2}, r"with processes 1 \(now 2\)"),
+    "segments": ({"tokens_per_sample": 5}, {}, r"with --tokens-per-sample 4 \(now 5\)"),
+    "no state": ({"carry_state": False}, {}, r"with --carry-state True \(now False\)"),
+    "documents": ({"reset_state_after": "</s>"}, {}, r"with --reset-state-after None \(now </s>\)"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_other_streams_are_refused_in_mid_epoch(setup, case):
+    flags, options, sentence = CHANGES[case]
+    texts = {"train": random_lines(30), "valid": [[2]]}
+    task, model = setup(texts=texts)
+    iterator = task.get_batch_iterator(task.dataset("train"), max_sentences=3)
+    train(task, model, [next(iterator.next_epoch_itr())], CrossEntropyCriterion(task, False))
+    iterator.collect_states(None)
+    saved = iterator.state_dict()
+    changed, _ = setup(flags, texts=texts)
+    other = changed.get_batch_iterator(changed.dataset("train"), **{"max_sentences": 3, **options})
+    with pytest.raises(RuntimeError, match=f"{sentence}, where these streams cannot go on: .* --reset-dataloader"):
+        other.load_state_dict(saved)
+    del saved["settings"]
+    with pytest.raises(RuntimeError, match="in the middle of an epoch of another task, "):
+        iterator.load_state_dict(saved)
+    other.load_state_dict({**saved, "epoch": 2, "iterations_in_epoch": 0})  # between epochs anything may change
+    assert other.next_epoch_idx == 2
+
+
+def test_models_without_a_state_of_constant_size_are_refused(setup):
+    with pytest.raises(ValueError, match="FwpLanguageModel has no state of constant size"):
+        setup(decoder_update_rule="softmax")
+    task, _ = setup({"carry_state": False}, decoder_update_rule="softmax")
+    task.args.carry_state = True
+    flags = {"_name": "transformer_lm", "tokens_per_sample": 4, "max_target_positions": 4, "add_bos_token": False}
+    config = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), {**flags, "tpu": False})
+    with pytest.raises(ValueError, match="TransformerLanguageModel has no state of constant size"):
+        task.build_model(config)
+
+
+REFUSALS = {
+    "segments": ({"tokens_per_sample": 0}, "--tokens-per-sample must be at least 1, got 0"),
+    "reset": ({"reset_state_after": "</s>"}, "--reset-state-after needs --carry-state"),
+    "symbol": ({"carry_state": True, "reset_state_after": "<doc>"}, "'<doc>' is not in the dictionary: give a symbol"),
+    "empty": ({}, r"the text 'train' \(.*train.bin\) is empty"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_settings(make_task, case):
+    flags, sentence = REFUSALS[case]
+    with pytest.raises(ValueError, match=sentence):
+        make_task({"train": [[]] if case == "empty" else [[4, 2]]}, **flags)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({}, "no number of streams: give --batch-size"),
+        ({"max_sentences": 0}, "no stream fits into --batch-size 0"),
+        ({"max_tokens": 1023}, "no stream fits into --batch-size None and --max-tokens 1023: each takes 1024 tokens"),
+        ({"max_sentences": 1, "max_positions": 512}, "--tokens-per-sample 1024 is longer than the 512"),
+    ],
+)
+def test_bad_batches(make_task, options, sentence):
+    task = make_task({"train": [[4, 2]]})
+    with pytest.raises(ValueError, match=sentence):
+        task.get_batch_iterator(task.dataset("train"), **options)
+
+
+def test_a_missing_text_is_named(make_task):
+    task = make_task({"train": [[4, 2]]})
+    with pytest.raises(FileNotFoundError, match=r"no text 'valid' \(.*valid.bin\): fairseq-preprocess"):
+        task.load_dataset("valid")
+
+
+@pytest.mark.parametrize("flags, options", [({"carry_state": True}, {}), ({}, {"context_window": 8})])
+def test_what_eval_lm_cannot_do_is_refused(make_task, flags, options):
+    task = make_task({"train": [[4, 2]]}, **flags)
+    with pytest.raises(ValueError, match="fairseq-eval-lm carries no state and slides no window"):
+        task.eval_lm_dataloader(task.dataset("train"), batch_size=1, **options)

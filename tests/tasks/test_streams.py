@@ -1,0 +1,145 @@
+"""Every token is a target once, in the order of its stream, for any number of streams, processes and workers."""
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data import TokenBlockDataset, iterators
+
+from .conftest import random_lines
+
+
+def batches(task, split="train", update_freq=1, epochs=1, **options):
+    """The batches of one process as fairseq-train groups them, epoch after epoch."""
+    iterator = task.get_batch_iterator(task.dataset(split), **{"data_buffer_size": 3, **options})
+    for _ in range(epochs):
+        for group in iterators.GroupedIterator(iterator.next_epoch_itr(shuffle=True), update_freq):
+            yield from group
+
+
+def targets(batch, pad):
+    """Rows of a batch without their padding."""
+    return [row[row.ne(pad)].tolist() for row in batch["target"]]
+
+
+@pytest.mark.parametrize("separator", [None, "</s>", "w7", "blank-line"])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("length, batch_size", [(1, 3), (5, 1), (5, 4), (7, 16), (64, 2), (1000, 2)])
+def test_every_token_is_a_target_once(make_task, separator, shards, length, batch_size):
+    lines = random_lines(60)
+    task = make_task({"train": lines}, tokens_per_sample=length, carry_state=True, reset_state_after=separator)
+    options = {"max_sentences": batch_size, "num_shards": shards, "update_freq": 3}
+    seen, counts = {}, []
+    for shard in range(shards):
+        of_process = list(batches(task, shard_id=shard, disable_iterator_cache=True, **options))
+        counts.append(len(of_process))
+        for batch in of_process:
+            rows = [row for row in targets(batch, task.dictionary.pad()) if row]
+            assert batch["ntokens"] == sum(map(len, rows)) and max(map(len, rows), default=0) <= length
+            for index, row in zip(batch["id"].tolist(), rows, strict=False):
+                assert index not in seen
+                seen[index] = row
+    assert [token for index in sorted(seen) for token in seen[index]] == [token for line in lines for token in line]
+    # A process with fewer batches than another would be given some of them again by fairseq.
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_streams_are_contiguous(make_task, workers, shards):
+    """A stream's inputs are its targets one token earlier, from one segment to the next, in every epoch."""
+    lines = random_lines(50)
+    task = make_task({"train": lines}, tokens_per_sample=4)
+    text = [token for line in lines for token in line]
+    read = []
+    for shard in range(shards):
+        inputs, outputs = {}, {}
+        options = {"max_sentences": 3, "num_shards": shards, "shard_id": shard, "disable_iterator_cache": True}
+        epochs = list(batches(task, num_workers=workers, epochs=2, **options))
+        for number, batch in enumerate(epochs):
+            segment = number % (len(epochs) // 2)
+            assert (batch["segment"], batch["last"]) == (segment, segment == len(epochs) // 2 - 1)
+            for row, stream in enumerate(batch["streams"]):
+                kept = batch["target"][row].ne(task.dictionary.pad())
+                inputs.setdefault(stream, []).extend(batch["net_input"]["src_tokens"][row][kept].tolist())
+                outputs.setdefault(stream, []).extend(batch["target"][row][kept].tolist())
+                assert batch["fresh"][row] == (segment == 0)
+        for stream in inputs:
+            half = len(outputs[stream]) // 2
+            assert outputs[stream][:half] == outputs[stream][half:]
+            assert inputs[stream][1:half] == outputs[stream][: half - 1]
+            before = len(read) - 1
+            read += outputs[stream][:half]
+            assert inputs[stream][0] == (text[before] if before >= 0 else task.dictionary.eos())
+    assert read == text
+
+
+@pytest.mark.parametrize("length", [1, 6, 17, 500])
+def test_blocks_are_those_of_fairseqs_language_modeling(make_task, length):
+    lines = random_lines(40)
+    task = make_task({"train": lines}, tokens_per_sample=length)
+    ours, sizes = task.dataset("train"), np.array([len(line) for line in lines])
+    theirs = TokenBlockDataset(
+        [torch.tensor(line) for line in lines], sizes, length, pad=1, eos=2, break_mode="none", include_targets=True
+    )
+    assert len(ours) == len(theirs)
+    for mine, (source, target, _) in zip(ours, theirs, strict=True):
+        assert torch.equal(mine["source"], source) and torch.equal(mine["target"], target)
+
+
+def test_a_text_without_line_ends_goes_on_over_its_lines(make_task):
+    """fairseq reads </s> at the start of every line, where the text may have none."""
+    task = make_task({"train": [[4, 5, 6], [7, 8]]}, tokens_per_sample=3)
+    assert [block["source"].tolist() for block in task.dataset("train")] == [[2, 4, 5], [6, 7]]
+
+
+def test_text_starts_with_the_symbol_asked_for(make_task):
+    for flags, symbol in (({}, 2), ({"add_bos_token": True}, 0)):
+        (first, *_) = make_task({"train": [[4, 5, 2]]}, **flags).dataset("train")
+        assert (first["source"].tolist(), first["target"].tolist()) == ([symbol, 4, 5], [4, 5, 2])
+
+
+@pytest.mark.parametrize(
+    "separator, documents",
+    [
+        ("</s>", [[4, 5, 9, 2], [6, 2], [2], [9, 7, 2], [8, 8]]),
+        ("w5", [[4, 5, 9], [2, 6, 2, 2, 9], [7, 2, 8, 8]]),
+        ("blank-line", [[4, 5, 9, 2, 6, 2, 2], [9, 7, 2, 8, 8]]),
+    ],
+)
+def test_documents(make_task, separator, documents):
+    lines = [[4, 5, 9, 2], [6, 2], [2], [9, 7, 2], [8, 8]]
+    task = make_task({"train": lines}, tokens_per_sample=3, carry_state=True, reset_state_after=separator)
+    blocks, found = task.dataset("train"), []
+    for block, starts in zip(blocks, blocks.starts_document, strict=True):
+        if starts:
+            found.append([])
+        found[-1] += block["target"].tolist()
+    assert found == documents
+
+
+def test_streams_differ_by_at_most_one_segment(make_task):
+    task = make_task({"train": random_lines(100)}, tokens_per_sample=3)
+    rows = [len(batch["streams"]) for batch in batches(task, max_sentences=7)]
+    assert set(rows[:-1]) == {7} and 1 <= rows[-1] <= 7
+
+
+def test_a_process_whose_streams_have_ended_has_nothing_to_learn(make_task):
+    """Two tokens for four processes: the others take part with a batch of no targets."""
+    task = make_task({"train": [[4, 5]]}, tokens_per_sample=1)
+    options = {"max_sentences": 1, "num_shards": 4, "disable_iterator_cache": True}
+    found = [list(batches(task, shard_id=shard, **options)) for shard in range(4)]
+    assert [len(of_process) for of_process in found] == [1, 1, 1, 1]
+    empty = [batch for (batch,) in found if "segment" not in batch]
+    assert len(empty) == 2
+    for batch in empty:
+        assert batch["ntokens"] == 0 and batch["target"].tolist() == [[1]]
+        assert batch["net_input"]["src_tokens"].tolist() == [[2]]
+
+
+@pytest.mark.parametrize(
+    "limits, streams",
+    [({"max_sentences": 3}, 3), ({"max_tokens": 23}, 4), ({"max_sentences": 3, "max_tokens": 12}, 2)],
+)
+def test_number_of_streams(make_task, limits, streams):
+    task = make_task({"train": random_lines(50)}, tokens_per_sample=5)
+    assert len(next(batches(task, **limits))["streams"]) == streams
