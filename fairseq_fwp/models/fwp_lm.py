@@ -51,6 +51,7 @@ FAST_WEIGHT_FLAGS = (
     "attention_normalization_read_out_only",
     "normalization_epsilon",
     "add_normalization_epsilon",
+    "sum_normalization_epsilon",
     "scale_read_out",
     "norm_read_out",
     *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
