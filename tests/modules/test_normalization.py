@@ -6,6 +6,7 @@ import torch
 from fairseq_fwp import ops
 from fairseq_fwp.modules.normalization import (
     read_divisor,
+    normalize_retrieval,
     retrieval_divisor,
     running_normalizer,
     sum_normalize,
@@ -226,3 +227,23 @@ def test_gradients_are_finite_where_divisors_vanish():
     assert not out[:, :, :3].any() and not out[:, :, 6:].any()
     (out.sum() + weights.sum() + z.sum()).backward()
     assert all(x.grad.abs().max() < 1e3 for x in inputs)
+
+
+@pytest.mark.parametrize("case", ["first position", "carried", "padding", "orthogonal keys"])
+def test_an_added_epsilon_shrinks_the_write_as_the_public_code_does(case):
+    """It multiplies beta by c = z . k, 1 before an empty memory, and divides the key by c + epsilon."""
+    q, k, v, beta = (x.requires_grad_() for x in delta_inputs())
+    z_0 = torch.rand(2, 3, 4, dtype=torch.float64) if case == "carried" else None
+    k = k.clone()
+    if case == "padding":
+        k[0, :, :3] = 0
+    elif case == "orthogonal keys":
+        k[:, :, :2, :2] = k[:, :, 2:4, 2:] = 0
+    z, epsilon = running_normalizer(k, z_0), 1e-2
+    c = torch.where(z[:, :, :-1].eq(0).all(-1), 1, (z[:, :, :-1] * k).sum(-1))
+    expected, _ = ops.delta_rule(q, k / (c + epsilon).unsqueeze(-1), v, beta * c, backend="reference")
+    keys, values = normalize_retrieval(k, v, z, epsilon, add_epsilon=True)
+    result, _ = ops.delta_rule(q, keys, values, beta, backend="reference")
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), (q, v, beta)))
+    assert torch.autograd.grad(normalize_retrieval(k, v, z, epsilon, True)[0].sum(), k)[0].isfinite().all()
