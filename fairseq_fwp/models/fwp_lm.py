@@ -24,9 +24,9 @@ from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.local_attention import LocalAttention
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.relative_attention import LearnedDistances, SinusoidalDistances
+from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, SinusoidalDistances
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
-from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+from fairseq_fwp.modules.softmax_attention import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class DecoderState(NamedTuple):
 
 
 # A checkpoint in mid-epoch holds the state of its streams.
-torch.serialization.add_safe_globals([DecoderState, FastWeightState])
+torch.serialization.add_safe_globals([DecoderState, FastWeightState, KeyValueCache, Memory])
 
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
@@ -220,7 +220,7 @@ class FwpDecoder(FairseqIncrementalDecoder):
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
         # Softmax attention has a state too, but one that grows with every token.
-        self.carries_state = cfg.decoder_update_rule != "softmax"
+        self.carries_state = self.has_constant_state(cfg)
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
         cutoffs = read_cutoffs(cfg, len(dictionary))
         self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
@@ -244,6 +244,10 @@ class FwpDecoder(FairseqIncrementalDecoder):
         if cfg.positions_from_end:
             return VaswaniPositions(cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
+
+    def has_constant_state(self, cfg: Any) -> bool:
+        """Whether the state does not grow with the text, and so can be carried on for ever."""
+        return cfg.decoder_update_rule != "softmax" or cfg.attention_window is not None
 
     def build_attention(self, cfg: Any) -> nn.Module:
         """The attention of one layer."""

@@ -93,6 +93,10 @@ class FwpXlDecoder(FwpDecoder):
             return None
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
+    def has_constant_state(self, cfg: Any) -> bool:
+        """Whether there is a memory to carry from segment to segment."""
+        return cfg.mem_len > 0
+
     def build_attention(self, cfg: Any) -> nn.Module:
         """The attention of one layer."""
         return build_attention(cfg)

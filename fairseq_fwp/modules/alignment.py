@@ -49,6 +49,12 @@ def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, leng
     )
 
 
+def reset_padding(padding: Tensor | None, rows: Tensor, length: int) -> Tensor:
+    """The mask (B, length), None = no padding, with everything padded in the rows (B,) that are True."""
+    padded = rows.unsqueeze(1).expand(-1, length)
+    return padded if padding is None else padding | padded
+
+
 def _take(x: Tensor, columns: Tensor) -> Tensor:
     """The columns (B, n) of x (B, ..., m, d)."""
     index = columns.reshape(len(columns), *[1] * (x.dim() - 3), -1, 1)

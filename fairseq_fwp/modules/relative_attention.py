@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.alignment import Alignment, join_padding
+from fairseq_fwp.modules.alignment import Alignment, join_padding, reset_padding
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
@@ -39,6 +39,10 @@ class Memory(NamedTuple):
         """The rows new_order (B',) of the batch, as beam search selects them."""
         padding = None if self.padding is None else self.padding.index_select(0, new_order)
         return Memory(self.hidden.index_select(0, new_order), padding)
+
+    def reset(self, rows: Tensor) -> "Memory":
+        """Nothing remembered in the rows of the batch that are True, rows (B,) bool."""
+        return Memory(self.hidden, reset_padding(self.padding, rows, self.hidden.shape[1]))
 
     def last(self, count: int) -> "Memory":
         """The newest `count` tokens, or all where there are fewer."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.alignment import join_padding
+from fairseq_fwp.modules.alignment import join_padding, reset_padding
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 
 
@@ -31,6 +31,10 @@ class KeyValueCache(NamedTuple):
             self.values.index_select(0, new_order),
             None if self.padding is None else self.padding.index_select(0, new_order),
         )
+
+    def reset(self, rows: Tensor) -> "KeyValueCache":
+        """Nothing read in the rows of the batch that are True, rows (B,) bool."""
+        return KeyValueCache(self.keys, self.values, reset_padding(self.padding, rows, self.keys.shape[2]))
 
     def last(self, count: int) -> "KeyValueCache":
         """The newest `count` tokens, or all where there are fewer."""

@@ -130,6 +130,17 @@ def test_a_carried_memory_is_reordered(build, kind):
     torch.testing.assert_close(log_probs(model, tokens[order][:, 5:], state=state.reorder(order)), expected[:, 5:])
 
 
+def test_rows_that_are_reset_have_read_nothing(build, kind):
+    model, tokens = build(kind), random_tokens(3, 9)
+    _, state = by_segments(model, tokens[:, :5], 5)
+    scores = log_probs(model, tokens[:, 5:], state=state.reset(torch.tensor([False, True, False])))
+    torch.testing.assert_close(
+        scores[::2], log_probs(model, tokens[::2, 5:], state=state.reorder(torch.tensor([0, 2])))
+    )
+    torch.testing.assert_close(scores[1:2], log_probs(model, tokens[1:2, 5:]))
+    assert model.decoder.carries_state == (model.decoder.mem_len > 0)
+
+
 @pytest.mark.parametrize("beam", [1, 4])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
     """Over several segments, with prompts of two lengths in the batch."""

@@ -5,8 +5,8 @@ import torch
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.normalization import (
-    read_divisor,
     normalize_retrieval,
+    read_divisor,
     retrieval_divisor,
     running_normalizer,
     sum_normalize,
