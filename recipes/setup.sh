@@ -58,6 +58,17 @@ check_python() {
     die "Python's C headers are missing: install them (on Debian and Ubuntu: apt install python$version-dev)."
 }
 
+# `fairseq_fwp` of an environment is one checkout: a second one would take the first one's place without a word.
+check_owner() {
+  local link owner
+  for link in "$env"/lib/python3.*/site-packages/fairseq_fwp; do
+    [ -L "$link" ] || continue
+    owner=$(readlink "$link")
+    [ ! -d "$owner" ] || [ "$owner" -ef "$root/fairseq_fwp" ] ||
+      die "$env runs the fairseq_fwp of ${owner%/*}: deactivate it (a .venv is made here then), or remove $link."
+  done
+}
+
 check_room() { # check_room FOLDER GB
   local free
   free=$(df -Pk "$1" | awk 'NR == 2 { print int($4 / 1048576) }')
@@ -72,6 +83,7 @@ check_machine() {
     case $extra in plots | dev | peers) ;; *) die "there is no extra '$extra': it is plots, dev or peers." ;; esac
   done
   check_python
+  check_owner
   [ -w "$folder" ] || die "$folder cannot be written: work in a copy, or activate an environment of your own."
   command -v "${CXX:-g++}" >/dev/null ||
     die "the C++ compiler ${CXX:-g++} is missing: install it (on Debian and Ubuntu: apt install g++)."

@@ -94,7 +94,7 @@ def test_wheel_ships_every_module(wheel):
 def test_commands_exist(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
     lines = [line for line in wheel.read(name).decode().splitlines() if "=" in line]
-    assert [line.split(" = ")[0] for line in lines] == ["fwp-info", "fwp-plot"]
+    assert [line.split(" = ")[0] for line in lines] == ["fwp-convert", "fwp-eval-lm", "fwp-info", "fwp-plot"]
     for line in lines:
         module = line.split(" = ")[1].split(":")[0]
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()
@@ -220,6 +220,18 @@ def test_keeps_the_torch_of_an_active_environment(checkout, active, kind):
     assert (active / ".fairseq_fwp/constraints.txt").read_text() == "torch==2.13.0+local\n"
     assert calls(active)[-1].endswith(f"--editable {checkout}[plots]")
     assert not (checkout / ".venv").exists()
+
+
+def test_an_environment_of_another_checkout_is_left_alone(checkout, active):
+    site = active / "lib/python3.11/site-packages"
+    other = checkout.parent / "other/fairseq_fwp"
+    for folder in (site, other):
+        folder.mkdir(parents=True)
+    (site / "fairseq_fwp").symlink_to(other)
+    done = set_up(checkout, VIRTUAL_ENV=str(active))
+    assert_refused(done, checkout, str(other.parent), "deactivate it")
+    other.rmdir()  # a checkout that is gone has no claim
+    assert set_up(checkout, VIRTUAL_ENV=str(active)).returncode == 0
 
 
 def test_base_of_conda_is_left_alone(checkout, active):

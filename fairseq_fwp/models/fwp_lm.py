@@ -297,12 +297,17 @@ class FwpDecoder(FairseqIncrementalDecoder):
         scores = F.log_softmax(first, dim=-1)
         return scores if log_probs else scores.exp()
 
-    def extract_features(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
-        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state."""
-        return self._extract_features(tokens, state, decoding=False)
+    def extract_features(
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
+
+        last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
+        """
+        return self._extract_features(tokens, state, last)
 
     def _extract_features(
-        self, tokens: Tensor, state: DecoderState | None, decoding: bool
+        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
     ) -> tuple[Tensor, DecoderState]:
         padding = tokens.eq(self.padding_idx)
         seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
@@ -314,7 +319,8 @@ class FwpDecoder(FairseqIncrementalDecoder):
         mask = padding if padding.any() else None
         layer_states = []
         for index, layer in enumerate(self.layers):
-            x, layer_state = layer(x, state.layers[index] if state else None, mask)
+            kept = last if index == len(self.layers) - 1 else None
+            x, layer_state = layer(x, state.layers[index] if state else None, mask, kept)
             layer_states.append(layer_state)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
@@ -333,6 +339,11 @@ class FwpDecoder(FairseqIncrementalDecoder):
         if decoding:  # where a sample ends is not known before it is generated: one sample follows the other
             return (self.sample_length - counts) % self.sample_length
         return counts[:, -1:] - counts
+
+    def state_size(self, length: int) -> int:
+        """Numbers kept of a sequence of `length` tokens, as Schlag et al. 2021, Table 4, counts them."""
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        return sum(attention.state_size(length) for attention in attentions)
 
     def output_layer(self, features: Tensor) -> Tensor:
         """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.

@@ -101,10 +101,16 @@ class FwpXlDecoder(FwpDecoder):
         """The attention of one layer."""
         return build_attention(cfg)
 
-    def extract_features(self, tokens: Tensor, state: DecoderState | None = None) -> tuple[Tensor, DecoderState]:
-        """tokens (B, L), one segment -> features (B, L, D) and the memory for the next segment."""
-        x, state = self._read(tokens, state)
+    def extract_features(
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """tokens (B, L), one segment -> features (B, L, D), or (B, last, D), and the memory for the next segment."""
+        x, state = self._read(tokens, state, last)
         return x, self._remember(state)
+
+    def state_size(self, length: int) -> int:
+        """Numbers in the keys and values of the memory and a segment of `length` tokens; Schlag et al. 2021, App. F."""
+        return 2 * (self.mem_len + length) * self.embed_tokens.embedding_dim * len(self.layers)
 
     def extract_unread_features(
         self, tokens: Tensor, state: DecoderState | None, read: int
@@ -123,8 +129,8 @@ class FwpXlDecoder(FwpDecoder):
         assert state is not None
         return torch.cat(pieces, dim=1), state
 
-    def _read(self, tokens: Tensor, state: DecoderState | None) -> tuple[Tensor, DecoderState]:
-        x, state = super().extract_features(tokens, state)
+    def _read(self, tokens: Tensor, state: DecoderState | None, last: int | None = None) -> tuple[Tensor, DecoderState]:
+        x, state = super().extract_features(tokens, state, last)
         return self.dropout(x), state  # as the paper's public code has it
 
     def _remember(self, state: DecoderState) -> DecoderState:

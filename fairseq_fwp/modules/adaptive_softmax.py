@@ -70,6 +70,18 @@ class AdaptiveSoftmax(nn.Module):
             log_probs[rows, self.bounds[index + 1] : self.bounds[index + 2]] = tail + prior
         return log_probs.unflatten(0, features.shape[:-1])
 
+    def target_log_prob(self, features: Tensor, target: Tensor) -> Tensor:
+        """features (B, L, D), target (B, L) -> the targets' log-probabilities (B, L).
+
+        Neither a tensor as wide as the vocabulary nor a cluster without targets is computed.
+        """
+        logits, targets = self(features, target)
+        log_prob = -F.cross_entropy(logits[0], targets[0], reduction="none")
+        for index, rows in self._rows_of_clusters(target.flatten()):
+            if len(rows):
+                log_prob[rows] -= F.cross_entropy(logits[index + 1], targets[index + 1], reduction="none")
+        return log_prob.view_as(target)
+
     def _head(self, flat: Tensor) -> Tensor:
         words = self._words(0, flat)
         if self.clusters is None:

@@ -36,10 +36,14 @@ class DecoderLayer(nn.Module):
         self.activation_dropout = FairseqDropout(activation_dropout, module_name=type(self).__name__)
         self.normalize_before = normalize_before
 
-    def forward(self, x: Tensor, state: Any = None, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        """x (B, L, embed_dim) -> the same shape, and the attention's new state."""
+    def forward(
+        self, x: Tensor, state: Any = None, key_padding_mask: Tensor | None = None, last: int | None = None
+    ) -> tuple[Tensor, Any]:
+        """x (B, L, embed_dim) -> the same shape, or (B, last, embed_dim), and the attention's new state."""
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
         y, state = self.self_attn(y, state, key_padding_mask)
+        if last is not None:
+            x, y = x[:, -last:], y[:, -last:]
         x = x + self.dropout(y)
         if not self.normalize_before:
             x = self.self_attn_layer_norm(x)

@@ -82,6 +82,10 @@ class SoftmaxAttention(nn.Module):
         """x (B, L, D) -> q, k and v, (B, H, L, d) each."""
         return self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
+    def state_size(self, length: int) -> int:
+        """Numbers in the keys and values of a sequence of `length` tokens."""
+        return 2 * length * self.out_proj.in_features
+
 
 def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
     """The cache with k and v (B, H, L, d) behind it, and their padding (B, L)."""

@@ -1,4 +1,4 @@
-"""One picture of each part from the CSV files in results/: `python plots.py operators|rules|training|long`."""
+"""One picture of each part from the CSV files in results/: `python plots.py operators|rules|training|long|eval_lm`."""
 
 import csv
 import sys
@@ -165,7 +165,21 @@ def draw_rules():
     return figure
 
 
-DRAW = {"operators": draw_operators, "rules": draw_rules, "training": draw_training, "long": draw_long}
+def draw_eval_lm():
+    rows = measured_goals("eval_lm")
+    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    bars(axes, rows, [f"{row['ratio'].removeprefix('tokens per second, ')}, {row['where']}" for row in rows])
+    axes.set_title("Tokens per second of the sliding window, as a ratio (| = goal)")
+    return figure
+
+
+DRAW = {
+    "operators": draw_operators,
+    "rules": draw_rules,
+    "training": draw_training,
+    "long": draw_long,
+    "eval_lm": draw_eval_lm,
+}
 
 
 if __name__ == "__main__":

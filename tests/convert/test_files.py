@@ -18,8 +18,8 @@ PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
 
 
 def run(command, *args):
-    program = Path(sys.executable).with_name(command)
-    result = subprocess.run([program, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    program = [Path(sys.executable).with_name(command)] if isinstance(command, str) else [sys.executable, *command]
+    result = subprocess.run([*program, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert result.returncode == 0, result.stdout
     return result.stdout
 
@@ -104,10 +104,11 @@ def converted(tmp_path_factory):
     return folder, tmp_path / "bin", losses.mean().item() / math.log(2)
 
 
-def test_fairseq_scores_it(converted):
+@pytest.mark.parametrize("command", ["fairseq-eval-lm", ("-m", "fairseq_fwp.cli.eval_lm")], ids=["fairseq", "fwp"])
+def test_it_is_scored(converted, command):
     folder, data, expected = converted
     arguments = ["--path", folder / "checkpoint.pt", "--gen-subset", "valid", "--tokens-per-sample", 11]
-    log = run("fairseq-eval-lm", data, *arguments, "--user-dir", PLUGIN, "--cpu")
+    log = run(command, data, *arguments, "--context-window", 0, "--user-dir", PLUGIN, "--cpu")
     assert "Evaluated 80 tokens" in log
     assert float(re.search(r"Loss \(base 2\): ([\d.]+)", log)[1]) == pytest.approx(expected, abs=2e-4)
 

@@ -59,6 +59,7 @@ def test_loss_by_clusters_equals_the_log_probability(softmax):
     for given in (None, target):
         scores = softmax.get_log_prob(features, given).gather(-1, target.unsqueeze(-1))
         torch.testing.assert_close(-scores.sum(), loss)
+        torch.testing.assert_close(softmax.target_log_prob(features, target), scores.squeeze(-1))
 
 
 def test_a_cluster_without_tokens_is_left_out(build):

@@ -1,0 +1,375 @@
+"""fwp-eval-lm: perplexity of a language model by the protocols that papers report, every token scored once.
+
+    fwp-eval-lm DATA --path checkpoint_best.pt                        # sliding window, all of it before every token
+    fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # the same in a 32nd of the time, nearly
+    fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks; as `fairseq-eval-lm` has it
+    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # one pass, the state carried from end to end
+
+The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019; carried state is that of
+Schlag et al. 2021, Table 4; `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
+in fairseq the text is one stream with the end of a line before its first token, which is scored too. The settings of
+the model and the task are those of the checkpoint.
+"""
+
+import argparse
+import ast
+import dataclasses
+import json
+import logging
+import math
+import os
+import pickle
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, tasks, utils
+from fairseq.data import data_utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.logging.progress_bar import progress_bar
+from fairseq.models import ARCH_MODEL_REGISTRY, FairseqLanguageModel
+from omegaconf import DictConfig, OmegaConf
+
+from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, batches, score, windows
+from fairseq_fwp.modules.onednn import OneDnnLinear
+
+logger = logging.getLogger(__name__)
+
+# What --batch-size amounts to by default. A CPU works from its caches: beyond these, batches gain nothing.
+TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
+
+
+@dataclass
+class Protocol:
+    """size: tokens that a window reads; given: those that it does not score; carry: the state goes on to the next."""
+
+    size: int
+    given: int
+    carry: bool
+
+    def __str__(self) -> str:
+        if self.carry:
+            return f"state carried over segments of {self.size} tokens"
+        if not self.given:
+            return f"blocks of {self.size} tokens, each by itself"
+        return f"windows of {self.size} tokens, each after at least {self.given} given ones where the text has them"
+
+
+@dataclass
+class Result:
+    """loss: mean, base e; state_size: numbers a sequence needs kept, None = unknown; times in seconds."""
+
+    path: str
+    subset: str
+    protocol: str
+    parameters: int
+    state_size: int | None
+    tokens: int
+    seconds: float
+    loss: float
+    characters: int | None
+
+    @property
+    def bits(self) -> float:
+        """Mean loss of a token, base 2."""
+        return self.loss / math.log(2)
+
+    @property
+    def bits_per_character(self) -> float | None:
+        """None: the number of characters is not known."""
+        return self.bits * self.tokens / self.characters if self.characters else None
+
+    def lines(self) -> list[str]:
+        """The report, with fairseq-eval-lm's words where it has them."""
+        found = [f"{self.subset}: {self.protocol}", f"num. model params: {self.parameters:,}"]
+        if self.state_size is not None:
+            found.append(f"state size: {self.state_size:,} numbers ({self.state_size / 1e6:.2f} M)")
+        speed = self.tokens / self.seconds
+        found.append(f"Evaluated {self.tokens:,} tokens in {self.seconds:.1f}s ({speed:.2f} tokens/s)")
+        found.append(f"Loss (base e): {self.loss:.4f}")
+        found.append(f"Loss (base 2): {self.bits:.4f}, Perplexity: {math.exp(self.loss):.2f}")
+        if self.bits_per_character is not None:
+            found.append(f"Bits per character: {self.bits_per_character:.4f} ({self.characters:,} characters)")
+        return found
+
+    def as_json(self) -> str:
+        """All fields and what follows from them."""
+        derived = {"loss_base_2": self.bits, "perplexity": math.exp(self.loss)}
+        return json.dumps(
+            {**dataclasses.asdict(self), **derived, "bits_per_character": self.bits_per_character}, indent=2
+        )
+
+
+def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The model of a checkpoint, its task on the data folder, and the configuration of both.
+
+    Raises ValueError or OSError where that is impossible, with what to do.
+    """
+    state = load_state(path, {**overrides, "data": data})
+    cfg = convert_namespace_to_omegaconf(state["args"]) if state.get("args") is not None else state["cfg"]
+    unknown = overrides.keys() - option_names(cfg)
+    if unknown:
+        raise ValueError(f"--model-overrides names what {path} has no setting for: {', '.join(sorted(unknown))}")
+    check_kind(path, cfg)
+    task = tasks.setup_task(cfg.task, from_checkpoint=True)
+    if task.target_dictionary is not task.source_dictionary:
+        raise ValueError(f"{path} was trained with --output-dictionary-size, and so cannot score every word")
+    try:
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
+    except RuntimeError as error:
+        mismatch = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"{path} does not fit its settings or {data}, a dictionary of {len(task.source_dictionary):,} words "
+            f"({mismatch}): pass the data folder that it was trained on"
+        ) from error
+    return model, task, cfg
+
+
+def check_kind(path: str, cfg: Any) -> None:
+    """Raises ValueError unless the configuration is that of a language model and its task, both known here."""
+    arch, task = getattr(cfg.model, "arch", None) or cfg.model._name, cfg.task._name
+    if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
+        raise ValueError(f"{path} holds the model {arch!r} of the task {task!r}: name its plugin with --user-dir")
+    if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
+        raise ValueError(f"{path} holds the model {arch!r}, which is no language model")
+    # The task of ours reads it but once, before the text.
+    if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
+        raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
+
+
+def load_state(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of fairseq holds; ValueError or OSError for any other file."""
+    try:
+        state = checkpoint_utils.load_checkpoint_to_cpu(path, overrides)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no checkpoint of fairseq") from error
+    if "model" not in state or (state.get("args") is None and state.get("cfg") is None):
+        raise ValueError(f"{path} is no checkpoint of fairseq: it has no model, or none of its settings")
+    return state
+
+
+def option_names(settings: Any) -> set[str]:
+    """The names of all settings of a configuration, of whatever depth."""
+    if isinstance(settings, DictConfig):
+        settings = OmegaConf.to_container(settings)
+    if isinstance(settings, Namespace):
+        settings = vars(settings)
+    return set(settings).union(*map(option_names, settings.values())) if isinstance(settings, dict) else set()
+
+
+def load_text(task: Any, data: str, subset: str, first: int) -> Text:
+    """The subset as one stream, with the symbol `first` read before it; ValueError if it is not there or empty."""
+    folder = utils.split_paths(data)[0]
+    prefix = os.path.join(folder, subset)
+    if os.path.exists(f"{prefix}.bin") and not os.path.getsize(f"{prefix}.bin"):
+        raise ValueError(f"nothing to evaluate: {subset} in {folder} has no tokens")
+    dataset = data_utils.load_indexed_dataset(prefix, task.source_dictionary)
+    if dataset is None:
+        found = sorted({file.stem for file in Path(folder).glob("*.idx")})
+        raise ValueError(f"no subset {subset!r} in {folder}: --gen-subset can be {', '.join(found) or 'nothing there'}")
+    tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
+    return Text(torch.cat([tokens.new_tensor([first]), tokens[:-1]]), tokens)
+
+
+def choose_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
+    """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
+    limit = model.max_positions()
+    size = args.tokens_per_sample or min(getattr(task, "tokens_per_sample", None) or limit, limit)
+    if size > limit:
+        raise ValueError(
+            f"--tokens-per-sample {size} is longer than the {limit} tokens that the model was trained on: pass at most "
+            f"{limit}, or allow more with --model-overrides \"{{'max_target_positions': {size}}}\""
+        )
+    if args.carry_state:
+        check_carries(model, task)
+        return Protocol(size, 0, carry=True)
+    given = size - args.stride if args.context_window is None else args.context_window
+    if not 0 <= given < size:
+        raise ValueError(
+            f"of {size} tokens (--tokens-per-sample) a window scores 1 to {size}: --stride must be in that range, "
+            f"--context-window from 0 to {size - 1}"
+        )
+    return Protocol(size, given, carry=False)
+
+
+def check_carries(model: Any, task: Any) -> None:
+    """Raises ValueError for a model without a state of constant size, and for one that forgets it at documents."""
+    if not getattr(model.decoder, "carries_state", False):
+        raise ValueError(
+            f"this {type(model).__name__} has no state of constant size to carry: evaluate it without --carry-state"
+        )
+    if getattr(task, "reset_state_after", None):
+        raise ValueError(
+            "trained with --reset-state-after, this model is to be evaluated by fairseq-validate, which forgets the "
+            "state where documents end, or without --carry-state"
+        )
+
+
+def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
+    """The number given; else that of the tokens, where every word of the dictionary is one character; else None."""
+    if given is not None:
+        return given
+    words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
+    return tokens if words and all(len(word) == 1 for word in words) else None
+
+
+def evaluate(args: Namespace) -> None:
+    """Runs the evaluation that the arguments describe; prints its result and writes its files."""
+    utils.import_user_module(args)
+    model, task, cfg = load_model(args.path, args.data, args.model_overrides)
+    protocol = choose_protocol(args, model, cfg.task)
+    dictionary = task.source_dictionary
+    first = dictionary.bos() if getattr(cfg.task, "add_bos_token", False) else dictionary.eos()
+    text = load_text(task, args.data, args.gen_subset, first)
+    device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
+    model, text = model.to(device), Text(*(part.to(device) for part in text))
+    length = len(text.tokens)
+    warn_of_positions(model, protocol, length)
+
+    scorer = (StreamScorer if protocol.carry else WindowScorer)(model, text)
+    batch_size = 1 if protocol.carry else args.batch_size or max(1, TOKENS_AT_ONCE[device.type] // protocol.size)
+    plan = list(batches(windows(length, protocol.size, protocol.given), batch_size))
+    default_format = "simple" if args.no_progress_bar else "tqdm"
+    bar = progress_bar(
+        plan, args.log_format, args.log_interval, prefix=args.gen_subset, default_log_format=default_format
+    )
+    started = time.perf_counter()
+    with OneDnnLinear():
+        log_probs = score(scorer, bar, length, bar.log)
+    result = Result(
+        path=args.path,
+        subset=args.gen_subset,
+        protocol=str(protocol),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        state_size=model.decoder.state_size(protocol.size) if hasattr(model.decoder, "state_size") else None,
+        tokens=length,
+        seconds=time.perf_counter() - started,
+        loss=-float(log_probs.mean()),
+        characters=count_characters(dictionary, length, args.characters),
+    )
+    if args.scores:
+        words = [dictionary[token] for token in text.tokens.tolist()]
+        write_whole(args.scores, score_table(words, log_probs.tolist()))
+    if args.json:
+        write_whole(args.json, result.as_json() + "\n")
+    print("\n".join(result.lines()))
+
+
+def warn_of_positions(model: Any, protocol: Protocol, length: int) -> None:
+    """Says so where a carried state comes with absolute positions that training has not seen."""
+    if (
+        protocol.carry
+        and getattr(model.decoder, "embed_positions", None) is not None
+        and length > model.max_positions()
+    ):
+        logger.warning(
+            "absolute positions go on to %s, of which the model has seen %s in training: Schlag et al. 2021 carry the "
+            "state of models with --no-token-positional-embeddings",
+            f"{length:,}",
+            f"{model.max_positions():,}",
+        )
+
+
+def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
+    """Lines of tab-separated position, token and log-probability (base e), under a heading."""
+    rows = (f"{i}\t{word}\t{value:.9g}" for i, (word, value) in enumerate(zip(words, log_probs, strict=True)))
+    return "\n".join(["position\ttoken\tlog_prob", *rows]) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file under another name first, so that one of this name is whole."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def output_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
+    return path
+
+
+def dictionary_of_settings(text: str) -> dict[str, Any]:
+    try:
+        found = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no dictionary of settings like {{'max_target_positions': 512}}")
+    return found
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="fwp-eval-lm",
+        description=__doc__.removeprefix("fwp-eval-lm: "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
+    add("--path", required=True, help="the checkpoint")
+    add("--gen-subset", default="test", metavar="SPLIT", help="train, valid, test, ... (test)")
+    add("--tokens-per-sample", type=positive, metavar="N", help="tokens a window or segment reads (as in training)")
+    protocol = made.add_mutually_exclusive_group()
+    protocol.add_argument(
+        "--stride", type=positive, default=1, metavar="N", help="tokens that a window scores, its last ones (1)"
+    )
+    protocol.add_argument(
+        "--context-window", type=int, metavar="N", help="tokens that a window does not score, its first ones"
+    )
+    protocol.add_argument(
+        "--carry-state", action="store_true", help="read the text once, with the state of what came before"
+    )
+    add("--batch-size", type=positive, metavar="N", help="windows at once; the state has but one stream")
+    add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
+    add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
+    add("--json", type=output_file, metavar="JSON", help="write the result")
+    add(
+        "--model-overrides",
+        type=dictionary_of_settings,
+        default={},
+        metavar="DICT",
+        help="settings in place of the checkpoint's",
+    )
+    add("--user-dir", help="plugin that the checkpoint needs besides this package")
+    add("--cpu", action="store_true", help="do not use a GPU")
+    add("--log-format", choices=["json", "none", "simple", "tqdm"], help="of the progress")
+    add("--log-interval", type=positive, default=100, metavar="N", help="batches between two lines of progress (100)")
+    add("--no-progress-bar", action="store_true", help="progress in lines, as where there is no terminal")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser()
+    args = made.parse_args(arguments)
+    if args.carry_state and args.batch_size not in (None, 1):
+        made.error("--carry-state reads one stream: leave out --batch-size")
+    try:
+        evaluate(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"fwp-eval-lm: {error}")
+    except torch.cuda.OutOfMemoryError:
+        sys.exit(
+            "fwp-eval-lm: the GPU has too little memory for that many windows at once: pass a smaller --batch-size"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""fwp-eval-lm: each protocol against brute force and fairseq's own evaluation, and its refusals."""
+
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq_cli import eval_lm as fairseq_eval_lm
+from fairseq_cli import preprocess as fairseq_preprocess
+from fairseq_cli import train as fairseq_train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
+
+from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer, batches, score, windows
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
+SIZE = 32  # of the blocks of the checkpoint's training
+LENGTH = 61
+
+
+def random_text(length=LENGTH, vocabulary=50):
+    tokens = torch.randint(4, vocabulary, (length,))
+    return Text(torch.cat([torch.tensor([2]), tokens[:-1]]), tokens)
+
+
+def brute_force(model, text, start_of):
+    """Token by token: a forward pass over inputs[start_of(i) : i + 1], and all words' probabilities at its end."""
+    log_probs = []
+    for i, token in enumerate(text.tokens):
+        with torch.no_grad():
+            output = model(text.inputs[start_of(i) : i + 1].unsqueeze(0))
+            log_probs.append(model.get_normalized_probs(output, log_probs=True)[0, -1, token])
+    return torch.stack(log_probs)
+
+
+def plan(length, size, given, batch_size=3):
+    return batches(windows(length, size, given), batch_size)
+
+
+@given(length=st.integers(1, 200), size=st.integers(1, 40), data=st.data())
+@settings(deadline=None)
+def test_windows_are_fairseqs_blocks_with_context(length, size, data):
+    given_tokens = data.draw(st.integers(0, size - 1))
+    step = size - given_tokens
+    scored = []
+    for window in windows(length, size, given_tokens):
+        assert window.end - window.start <= size
+        for i in range(window.first, window.end):
+            assert window.start == max(0, i // step * step - given_tokens)
+            scored.append(i)
+    assert scored == list(range(length))
+
+
+def test_batches_are_of_one_shape():
+    found = list(plan(23, size=8, given=5, batch_size=2))
+    assert [w for batch in found for w in batch] == list(windows(23, 8, 5))
+    shapes = [[(w.end - w.start, w.end - w.first) for w in batch] for batch in found]
+    assert shapes == [[(6, 6)], [(8, 3), (8, 3)], [(8, 3), (8, 3)], [(8, 3)], [(7, 2)]]
+
+
+MODELS = {
+    **{rule: {"decoder_update_rule": rule} for rule in UPDATE_RULES},
+    "softmax": {"decoder_update_rule": "softmax"},
+    "pre-norm without positions": {"decoder_normalize_before": True, "no_token_positional_embeddings": True},
+    "clusters": {"adaptive_softmax_cutoff": "10,30"},
+    "one layer": {"decoder_layers": 1},
+}
+
+
+@pytest.mark.parametrize("size, given_tokens", [(16, 15), (16, 11), (16, 0), (LENGTH + 5, LENGTH + 4), (1, 0)])
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
+def test_windows_agree_with_brute_force(build_model, flags, size, given_tokens):  # noqa: F811
+    model, text = build_model("fwp_lm", **flags), random_text()
+    step = size - given_tokens
+    expected = brute_force(model, text, lambda i: max(0, i // step * step - given_tokens))
+    actual = score(WindowScorer(model, text), plan(LENGTH, size, given_tokens), LENGTH)
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 16, LENGTH])
+@pytest.mark.parametrize(
+    "flags", [MODELS["delta"], MODELS["pre-norm without positions"]], ids=["delta", "no positions"]
+)
+def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size):  # noqa: F811
+    model, text = build_model("fwp_lm", **flags), random_text()
+    expected = brute_force(model, text, lambda i: 0)
+    actual = score(StreamScorer(model, text), plan(LENGTH, size, 0, batch_size=1), LENGTH)
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them(build_model):  # noqa: F811
+    with pytest.raises(ValueError, match="evaluated by fairseq-validate"):
+        eval_lm.check_carries(build_model("fwp_lm"), Namespace(reset_state_after="</s>"))
+
+
+def test_a_stream_has_no_gaps(build_model):  # noqa: F811
+    scorer = StreamScorer(build_model("fwp_lm"), random_text())
+    scorer([Window(0, 0, 4)])
+    with pytest.raises(ValueError, match="the state has read 4 tokens"):
+        scorer([Window(5, 5, 9)])
+
+
+@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+def test_fairseqs_own_models(cutoffs):
+    config = TransformerLanguageModelConfig(
+        decoder_layers=2, decoder_embed_dim=16, decoder_ffn_embed_dim=24, decoder_attention_heads=4,
+        decoder_input_dim=16, decoder_output_dim=16, adaptive_softmax_cutoff=cutoffs, tokens_per_sample=LENGTH,
+        max_target_positions=LENGTH,
+    )  # fmt: skip
+
+    class Task:
+        source_dictionary = target_dictionary = make_dictionary(50)
+
+    model, text = TransformerLanguageModel.build_model(config, Task).double().eval(), random_text()
+    actual = score(WindowScorer(model, text), plan(LENGTH, 16, 12), LENGTH)
+    # Without cutoffs fairseq's softmax is float32 whatever the model is.
+    expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
+    torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
+    with pytest.raises(ValueError, match="this TransformerLanguageModel has no state of constant size to carry"):
+        eval_lm.check_carries(model, task=None)
+
+
+def test_every_token_counts_once():
+    def scorer(batch):
+        return torch.zeros(sum(window.end - window.first for window in batch))
+
+    for gap in ([[Window(0, 0, 4)], [Window(5, 5, 8)]], [[Window(0, 0, 5)], [Window(4, 4, 8)]]):
+        with pytest.raises(RuntimeError, match="1 of 8 tokens were not scored exactly once"):
+            score(scorer, gap, 8)
+    with pytest.raises(ValueError, match="tokens 0 to 8 probabilities that are not above 0"):
+        score(lambda batch: torch.tensor([-1.0] * 7 + [-torch.inf]), [[Window(0, 0, 8)]], 8)
+
+
+@pytest.mark.parametrize(
+    "arch, numbers",
+    [
+        # Schlag et al. 2021, Table 4: 0.13 M. The Transformer's by the formula of its Appendix F, keys and values.
+        ("sum_lm_wt103_medium", 16 * 8 * 32 * 32),
+        ("delta_lm_wt103_medium", 131_072),
+        ("softmax_lm_wt103_medium", 384 * 512 * 16),
+        ("delta_dpfp_lm_wt103", 16 * 8 * 32 * 16),
+    ],
+)
+def test_state_size_is_that_of_the_paper(build_model, arch, numbers):  # noqa: F811
+    paper = {"decoder_layers": 16, "decoder_attention_heads": 8, "decoder_embed_dim": 256 if "medium" in arch else 128}
+    assert build_model(arch, **paper).decoder.state_size(384) == numbers
+
+
+def test_characters():
+    letters, words = Dictionary(), make_dictionary(20)
+    for symbol in "abc_":
+        letters.add_symbol(symbol)
+    letters.finalize(padding_factor=8)
+    assert eval_lm.count_characters(letters, 7, None) == 7
+    assert eval_lm.count_characters(words, 7, None) is None
+    assert eval_lm.count_characters(words, 7, 30) == 30
+
+
+# From here on with a checkpoint and binarised text, as people have them.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """text/{train,test}.txt, data (binarised), data2 (with another dictionary), delta.pt, softmax.pt."""
+    folder = tmp_path_factory.mktemp("eval_lm")
+    chooser = random.Random(1)
+    (folder / "text").mkdir()
+    for split, lines, words in (("train", 40, 40), ("test", 23, 40), ("other", 9, 9)):
+        text = (" ".join(f"w{chooser.randrange(words)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
+        (folder / "text" / f"{split}.txt").write_text("\n".join(text) + "\n")
+    for name, train in (("data", "train"), ("data2", "other")):
+        preprocess(folder / "text" / f"{train}.txt", folder / "text" / "test.txt", folder / name)
+    for rule in ("delta", "softmax"):
+        train_model(
+            folder / "data", "--task", "language_modeling", "--arch", f"{rule}_lm_wt103", "--cpu",
+            "--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 48,
+            "--tokens-per-sample", SIZE, "--adaptive-softmax-cutoff", "15,30", "--batch-size", 4,
+            "--optimizer", "adam", "--lr", 0.01, "--max-update", 4, "--disable-validation", "--no-epoch-checkpoints",
+            "--save-dir", folder / rule, "--log-format", "none", "--num-workers", 0,
+        )  # fmt: skip
+        (folder / rule / "checkpoint_last.pt").rename(folder / f"{rule}.pt")
+    return folder
+
+
+def preprocess(train, test, out):
+    arguments = ["--only-source", "--trainpref", train, "--testpref", test, "--destdir", out]
+    fairseq_preprocess.main(options.get_preprocessing_parser().parse_args([*map(str, arguments)]))
+
+
+def train_model(*arguments):
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, input_args=[*map(str, arguments)])
+    fairseq_train.main(convert_namespace_to_omegaconf(args))
+
+
+def evaluate(folder, *arguments, data="data", path="delta.pt"):
+    """The JSON that the command writes, in this process."""
+    out = folder / "result.json"
+    out.unlink(missing_ok=True)
+    eval_lm.main([*map(str, [folder / data, "--path", folder / path, "--cpu", "--json", out, *arguments])])
+    return json.loads(out.read_text())
+
+
+def fairseqs_bits(folder, path, context):
+    """Loss (base 2) that fairseq-eval-lm finds, one block at a time as --context-window needs it."""
+    arguments = [folder / "data", "--path", folder / path, "--cpu", "--gen-subset", "test", "--batch-size", 1]
+    arguments += ["--tokens-per-sample", SIZE, "--context-window", context, "--log-format", "none"]
+    parser = options.get_eval_lm_parser()
+    args = options.parse_args_and_arch(parser, input_args=[str(argument) for argument in arguments])
+    return float(fairseq_eval_lm.main(convert_namespace_to_omegaconf(args))["loss"])
+
+
+@pytest.mark.parametrize("path, context", [("delta.pt", SIZE - 1), ("softmax.pt", 20), ("delta.pt", 0)])
+def test_it_agrees_with_fairseq(folder, path, context):
+    found = evaluate(folder, "--context-window", context, path=path)
+    assert found["loss_base_2"] == pytest.approx(fairseqs_bits(folder, path, context), rel=1e-6)
+
+
+def test_the_default_is_the_sliding_window(folder):
+    whole = evaluate(folder)
+    assert whole["loss"] == evaluate(folder, "--stride", 1, "--tokens-per-sample", SIZE)["loss"]
+    assert whole["loss"] == pytest.approx(evaluate(folder, "--batch-size", 1)["loss"], rel=1e-6)
+    assert evaluate(folder, "--stride", 8)["loss"] == evaluate(folder, "--context-window", SIZE - 8)["loss"]
+
+
+def test_the_report_and_the_files_say_the_same(folder, capsys):
+    scores = folder / "scores.tsv"
+    found = evaluate(folder, "--scores", scores, "--characters", 1000)
+    words = (folder / "text" / "test.txt").read_text().replace("\n", " </s> ").split()
+    heading, *rows = [line.split("\t") for line in scores.read_text().splitlines()]
+    assert heading == ["position", "token", "log_prob"]
+    assert [(int(row[0]), row[1]) for row in rows] == list(enumerate(words))
+    nats = -sum(float(row[2]) for row in rows)
+    assert found["tokens"] == len(words)
+    assert found["loss"] == pytest.approx(nats / len(words), rel=1e-6)
+    assert found["bits_per_character"] == pytest.approx(nats / math.log(2) / 1000, rel=1e-6)
+    assert found["state_size"] == 2 * 8 * 4 * 4
+    report = capsys.readouterr().out
+    for line in (
+        rf"num\. model params: {found['parameters']:,}",
+        r"state size: 256 numbers",
+        rf"Evaluated {len(words)} tokens in",
+        rf"Loss \(base e\): {found['loss']:.4f}",
+        rf"Loss \(base 2\): {found['loss_base_2']:.4f}, Perplexity: {math.exp(found['loss']):.2f}",
+        rf"Bits per character: {found['bits_per_character']:.4f}",
+    ):
+        assert re.search(line, report)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_carried_state(folder, caplog):
+    whole = evaluate(folder, "--carry-state")
+    assert whole["loss"] == pytest.approx(evaluate(folder, "--carry-state", "--tokens-per-sample", 7)["loss"], rel=1e-6)
+    longer = "{'max_target_positions': 1000}"
+    piece = evaluate(folder, "--model-overrides", longer, "--tokens-per-sample", 1000)
+    assert whole["loss"] == pytest.approx(piece["loss"], rel=1e-6)
+    assert "absolute positions go on to" in caplog.text
+
+
+def test_from_the_command_line(folder, tmp_path):
+    answer = subprocess.run(
+        [sys.executable, "-m", "fairseq_fwp.cli.eval_lm", folder / "data", "--path", folder / "delta.pt", "--cpu"]
+        + ["--user-dir", PLUGIN, "--log-interval", "1"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert "Perplexity: " in answer.stdout.splitlines()[-1]
+    assert re.search(r"test: .* tokens=\d+, ppl=", answer.stderr)
+    assert "arning" not in answer.stderr
+
+
+# checkpoint, data, further arguments
+REFUSALS = {
+    "no checkpoint there": (["none.pt", "data"], r"No such file .*none\.pt"),
+    "another kind of file": (["text/test.txt", "data"], r"test\.txt \([\d,]+ bytes\) is not a complete checkpoint"),
+    "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt is no checkpoint of fairseq"),
+    "half a checkpoint": (["half.pt", "data"], r"half\.pt \([\d,]+ bytes\) is not a complete checkpoint"),
+    "diverged": (["diverged.pt", "data"], r"probabilities that are not above 0: it has diverged"),
+    "translation": (["translation.pt", "data"], r"the model 'transformer', which is no language model"),
+    "a plugin's": (["plugin.pt", "data"], r"the model 'my_lm' of the task .*: name its plugin with --user-dir"),
+    "another dictionary": (["delta.pt", "data2"], r"does not fit .*data2, a dictionary of 16 words .*pass the data"),
+    "no dictionary": (["delta.pt", "text"], r"no dict\.txt in the data folder"),
+    "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"no subset 'valid' in .* can be test, train"),
+    "no text": (["delta.pt", "empty"], r"nothing to evaluate: test in .* has no tokens"),
+    "too long": (["delta.pt", "data", "--tokens-per-sample", 33], r"33 is longer than the 32 .*: pass at most 32"),
+    "wide stride": (["delta.pt", "data", "--stride", 33], r"--stride must be in that range"),
+    "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window from 0 to 31"),
+    "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window from 0 to 31"),
+    "no such setting": (["delta.pt", "data", "--model-overrides", "{'heads': 3}"], r"has no setting for: heads"),
+    "no state": (["softmax.pt", "data", "--carry-state"], r"FwpLanguageModel has no state of constant size"),
+}  # fmt: skip
+MISUSES = {
+    "two streams": (["--carry-state", "--batch-size", 2], r"--carry-state reads one stream"),
+    "two protocols": (["--carry-state", "--stride", 2], r"not allowed with"),
+    "no folder": (["--scores", "none/scores.tsv"], r"none/scores\.tsv is no file in a folder that exists"),
+    "no dictionary of settings": (["--model-overrides", "[1"], r"is no dictionary of settings"),
+    "no number": (["--stride", "0"], r"'0' is no whole number above 0"),
+}
+
+
+@pytest.fixture(scope="module")
+def damaged(folder):
+    """The folder with what REFUSALS names."""
+    whole = (folder / "delta.pt").read_bytes()
+    (folder / "half.pt").write_bytes(whole[: len(whole) // 2])
+    torch.save({"weight": torch.zeros(3)}, folder / "foreign.pt")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "dict.txt").write_text((folder / "data" / "dict.txt").read_text())
+    builder = MMapIndexedDatasetBuilder(str(folder / "empty" / "test.bin"))
+    builder.add_item(torch.tensor([], dtype=torch.int64))
+    builder.finalize(str(folder / "empty" / "test.idx"))
+
+    def edited(name, edit):
+        state = torch.load(folder / "delta.pt")
+        edit(state)
+        torch.save(state, folder / name)
+
+    edited("diverged.pt", lambda state: state["model"]["decoder.embed_tokens.weight"].fill_(math.nan))
+    edited("translation.pt", lambda state: state["cfg"]["model"].update(_name="transformer"))
+    edited("plugin.pt", lambda state: state["cfg"]["model"].update(_name="my_lm"))
+    return folder
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_are_one_sentence_and_write_nothing(damaged, tmp_path, case):
+    (path, data, *arguments), sentence = REFUSALS[case]
+    out = ["--json", tmp_path / "result.json", "--scores", tmp_path / "scores.tsv"]
+    with pytest.raises(SystemExit, match=sentence) as stopped:
+        eval_lm.main([*map(str, [damaged / data, "--path", damaged / path, "--cpu", *out, *arguments])])
+    assert stopped.value.code.startswith("fwp-eval-lm: ") and "\n" not in stopped.value.code
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_misuse_is_refused_at_once(capsys, case):
+    arguments, sentence = MISUSES[case]
+    with pytest.raises(SystemExit) as stopped:
+        eval_lm.main(["data", "--path", "delta.pt", *map(str, arguments)])
+    assert stopped.value.code == 2
+    assert re.search(sentence, capsys.readouterr().err.splitlines()[-1])
