@@ -39,9 +39,9 @@ REFUSED_TYPES = {
 }
 
 EXPORT = (
-    "export one in the folder of the public code with: python -c \"import torch; m = torch.load('model.pt', 'cpu'); "
-    "torch.save({**m.state_dict(), **{f'layers.{i}.dec_attn.proj_matrix': l.dec_attn.proj_matrix for i, l in "
-    "enumerate(m.layers) if hasattr(l.dec_attn, 'proj_matrix')}}, 'state_dict.pt')\""
+    "export one in the folder of the public code with: python -c \"import torch; m = torch.load('model.pt', 'cpu', "
+    "weights_only=False); torch.save({**m.state_dict(), **{f'layers.{i}.dec_attn.proj_matrix': l.dec_attn.proj_matrix "
+    "for i, l in enumerate(m.layers) if hasattr(l.dec_attn, 'proj_matrix')}}, 'state_dict.pt')\""
 )
 
 # Of every layer: our name -> theirs.
