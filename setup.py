@@ -46,6 +46,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
+            "fwp-convert = fairseq_fwp.cli.convert:main",
             "fwp-eval-lm = fairseq_fwp.cli.eval_lm:main",
             "fwp-info = fairseq_fwp.cli.info:main",
             "fwp-plot = fairseq_fwp.cli.plot:main",

@@ -25,7 +25,7 @@ from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.local_attention import LocalAttention
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, SinusoidalDistances
-from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
+from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.modules.softmax_attention import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -38,7 +38,7 @@ LAYER_NORM_STD = 0.02
 # The arguments of a map, and the fields of the configuration they come from.
 MAP_FLAGS = {
     "dpfp": {"nu": "dpfp_nu"},
-    "favor": {"num_features": "favor_features", "draw": "favor_draw"},
+    "favor": {"num_features": "favor_features", "draw": "favor_draw", "offset": "favor_offset"},
     "relu": {"num_features": "relu_features"},
 }
 
@@ -51,6 +51,7 @@ FAST_WEIGHT_FLAGS = (
     "attention_normalization_read_out_only",
     "normalization_epsilon",
     "add_normalization_epsilon",
+    "sum_normalization_epsilon",
     "scale_read_out",
     "norm_read_out",
     *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
@@ -79,6 +80,7 @@ class DecoderConfig(FairseqDataclass):
     decoder_layers: int = _field(16, "number of layers")
     decoder_attention_heads: int = _field(8, "number of heads")
     decoder_normalize_before: bool = _field(False, "layer normalisation before each block (pre-norm)")
+    no_decoder_final_norm: bool = _field(False, "with --decoder-normalize-before: none after the last block")
     adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
         None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
     )
@@ -110,6 +112,9 @@ class FwpLanguageModelConfig(DecoderConfig):
     favor_draw: ChoiceEnum(list(DRAWS)) = _field(  # type: ignore[valid-type]
         "orthogonal", "how the favor map draws its vectors"
     )
+    favor_offset: float = _field(
+        0.0, "added to the exponentials of the favor map: 1e-4 in the papers' public code, none in the papers"
+    )
     relu_features: Optional[int] = _field(  # noqa: UP045
         None, "features of the learned relu map; none: key dimension"
     )
@@ -126,6 +131,9 @@ class FwpLanguageModelConfig(DecoderConfig):
     add_normalization_epsilon: bool = _field(
         False, "add the epsilon to every divisor, as public code does, in place of bounding it"
     )
+    sum_normalization_epsilon: Optional[float] = _field(  # noqa: UP045
+        None, "the epsilon of --sum-normalization, where it is another; none: --normalization-epsilon"
+    )
     scale_read_out: bool = _field(
         False, "multiply the read-out by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do"
     )
@@ -137,6 +145,11 @@ class FwpLanguageModelConfig(DecoderConfig):
         None, "softmax: a token attends to itself and to this many less one before it; none: to all"
     )
     no_token_positional_embeddings: bool = _field(False, "no absolute positions")
+    positions_from_end: bool = _field(
+        False,
+        "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
+        "that of one of --tokens-per-sample; and with the wavelengths of Vaswani 2017",
+    )
 
 
 def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
@@ -212,21 +225,25 @@ class FwpDecoder(FairseqIncrementalDecoder):
         cutoffs = read_cutoffs(cfg, len(dictionary))
         self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
         self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
-        self.embed_positions = (
-            SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
-            if self.has_absolute_positions(cfg)
-            else None
-        )
+        self.embed_positions = self.build_positions(cfg)
+        self.sample_length = cfg.tokens_per_sample
         self.dropout = FairseqDropout(cfg.dropout, module_name=type(self).__name__)
         self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
-        self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if cfg.decoder_normalize_before else None
+        final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
+        self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if final_norm else None
         # Also without cutoffs, so that the criterion adaptive_loss always works.
         self.adaptive_softmax = build_adaptive_softmax(self.embed_tokens, cutoffs)
         self.apply(initialize)
 
-    def has_absolute_positions(self, cfg: Any) -> bool:
-        """Whether sinusoids of the positions are added to the embeddings."""
-        return not cfg.no_token_positional_embeddings
+    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+        """The absolute positions that are added to the embeddings."""
+        if cfg.no_token_positional_embeddings:
+            if cfg.positions_from_end:
+                raise ValueError("--positions-from-end counts positions, and --no-token-positional-embeddings has none")
+            return None
+        if cfg.positions_from_end:
+            return VaswaniPositions(cfg.decoder_embed_dim)
+        return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def has_constant_state(self, cfg: Any) -> bool:
         """Whether the state does not grow with the text, and so can be carried on for ever."""
@@ -287,12 +304,17 @@ class FwpDecoder(FairseqIncrementalDecoder):
 
         last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
         """
+        return self._extract_features(tokens, state, last)
+
+    def _extract_features(
+        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
+    ) -> tuple[Tensor, DecoderState]:
         padding = tokens.eq(self.padding_idx)
         seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
         counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
         x = self.embed_scale * self.embed_tokens(tokens)
         if self.embed_positions is not None:
-            x = x + self.embed_positions((counts - 1).clamp(min=0)).to(x.dtype)
+            x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
         x = self.dropout(x)
         mask = padding if padding.any() else None
         layer_states = []
@@ -308,7 +330,15 @@ class FwpDecoder(FairseqIncrementalDecoder):
         self, tokens: Tensor, state: DecoderState | None, read: int
     ) -> tuple[Tensor, DecoderState]:
         """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
-        return self.extract_features(tokens[:, read:], state)
+        return self._extract_features(tokens[:, read:], state, decoding=True)
+
+    def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
+        """The positions (B, L) of tokens that are the counts-th of their row."""
+        if not isinstance(self.embed_positions, VaswaniPositions):
+            return (counts - 1).clamp(min=0)
+        if decoding:  # where a sample ends is not known before it is generated: one sample follows the other
+            return (self.sample_length - counts) % self.sample_length
+        return counts[:, -1:] - counts
 
     def state_size(self, length: int) -> int:
         """Numbers kept of a sequence of `length` tokens, as Schlag et al. 2021, Table 4, counts them."""
@@ -390,6 +420,7 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         read_out_only=cfg.attention_normalization_read_out_only,
         epsilon=cfg.normalization_epsilon,
         add_epsilon=cfg.add_normalization_epsilon,
+        sum_epsilon=cfg.sum_normalization_epsilon,
         scale_read_out=cfg.scale_read_out,
         norm_read_out=cfg.norm_read_out,
         backend=str(cfg.fwp_backend),

@@ -24,6 +24,7 @@ from fairseq_fwp.models.fwp_lm import (
 )
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 
 
@@ -86,9 +87,11 @@ class FwpXlDecoder(FwpDecoder):
             for other in others:
                 other.positions.tie(first.positions)
 
-    def has_absolute_positions(self, cfg: Any) -> bool:
-        """Whether sinusoids of the positions are added to the embeddings."""
-        return cfg.decoder_positions == "absolute"
+    def build_positions(self, cfg: Any) -> SinusoidalPositions | None:
+        """The absolute positions that are added to the embeddings."""
+        if cfg.decoder_positions != "absolute":
+            return None
+        return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def has_constant_state(self, cfg: Any) -> bool:
         """Whether there is a memory to carry from segment to segment."""

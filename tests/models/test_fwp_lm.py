@@ -137,10 +137,12 @@ def test_flags_reach_the_layer(build_model):
     flags = {"attention_normalization": True, "attention_normalization_read_out_only": True}
     flags |= {"normalization_epsilon": 0.5, "add_normalization_epsilon": True, "scale_read_out": True}
     flags |= {"norm_read_out": True, "decoder_feature_map": "favor", "favor_draw": "gaussian", "favor_features": 3}
+    flags |= {"sum_normalization_epsilon": 0.25, "favor_offset": 0.125}
     layer = build_model("fwp_lm", decoder_key_dim=5, **flags).decoder.layers[0].self_attn
     assert (layer.read_out_only, layer.epsilon, layer.add_epsilon, layer.scale) == (True, 0.5, True, 0.5)
     assert layer.read_out_norm is not None and layer.key_dim == 5
     assert layer.feature_map.draw == "gaussian" and layer.feature_map.projection.shape == (3, 5)
+    assert (layer.sum_epsilon, layer.feature_map.offset) == (0.25, 0.125)
     layer = build_model("fwp_lm", decoder_feature_map="relu", relu_features=7).decoder.layers[0].self_attn
     assert layer.feature_map.feature_dim == 7
 
