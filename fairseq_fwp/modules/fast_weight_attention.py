@@ -94,7 +94,8 @@ class FastWeightAttention(nn.Module):
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
-                "divide by sums of features: choose another map, or --arch fwp_lm without these flags"
+                "divide by sums of features: choose another map, or leave both out (an architecture may switch them on: "
+                "--arch fwp_lm has neither)"
             )
         if read_out_only and not attention_normalization:
             raise ValueError(
@@ -102,7 +103,9 @@ class FastWeightAttention(nn.Module):
             )
         for given in (epsilon, sum_epsilon):
             if given is not None and not 0 < given < math.inf:
-                raise ValueError(f"the epsilon of a normalisation must be a number above 0: got {given}")
+                raise ValueError(
+                    f"--normalization-epsilon and --sum-normalization-epsilon must be numbers above 0: got {given}"
+                )
         self.rule = UPDATE_RULES[update_rule]
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
