@@ -3,21 +3,60 @@
 
 #include "sum.cuh"
 #include "launch.cuh"
+#include "sum_chunks.cuh"
 
 namespace fwp::cuda {
+
+template <int kRows>
+__global__ void __launch_bounds__(kChunkWarps* kWarp) sum_chunks_kernel(const SumChunks<kRows> scan) {
+  scan.run();
+}
+
+namespace detail {
+
+template <int kRows>
+const char* launch_chunks(const SumScan<float>& scan, void* stream) {
+  int multiprocessors = 1;
+  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
+  const ChunkPlan plan = choose_chunk_plan(scan.size, kWarpColumns, kChunkWarps, multiprocessors);
+  const SumChunks<kRows> chunks{scan.size,         scan.inputs.rows[SumScan<float>::kKey],
+                                scan.inputs.rows[SumScan<float>::kQuery],
+                                scan.inputs.columns[0], scan.reverse, scan.initial,
+                                scan.last,         scan.out,     plan.warps,
+                                plan.slabs};
+  const size_t bytes = kBuffers * sizeof(Bfloat16) * SumChunks<kRows>::buffer_numbers(plan.warps);
+  const int64_t blocks = scan.size.heads * plan.slabs;
+  if (const char* error = check_blocks(blocks)) return error;
+  FWP_LAUNCH(sum_chunks_kernel<kRows>, blocks, plan.warps * kWarp, bytes, stream, chunks);
+  return last_error();
+}
+
+// On the tensor cores, or else not.
+template <typename A>
+const char* launch_either(const SumScan<A>& scan, Type type, void* stream) {
+  if constexpr (sizeof(A) == 4) {
+    if (choose_chunks(scan.size, type)) {
+      const int rows = scan.size.rows;
+      return rows <= 16   ? launch_chunks<16>(scan, stream)
+             : rows <= 32 ? launch_chunks<32>(scan, stream)
+             : rows <= 64 ? launch_chunks<64>(scan, stream)
+                          : launch_chunks<128>(scan, stream);
+    }
+  }
+  return launch(scan, stream);
+}
+
+}  // namespace detail
 
 const char* sum_forward(const Call& call, Tokens q, Tokens k, Tokens v, const void* state, void* out,
                                void* new_state) {
   return detail::with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
-    return detail::launch(SumScan<A>{make.along_keys(),
-                                     {},
-                                     {{make.input(k), make.input(q)}, {make.input(v)}, {}},
-                                     false,
-                                     make.matrix(state),
-                                     make.matrix(new_state),
-                                     make.output(out)},
-                          call.stream);
+    const SumScan<A> scan{make.along_keys(),  {},
+                          {{make.input(k), make.input(q)}, {make.input(v)}, {}}, false,
+                          make.matrix(state), make.matrix(new_state),
+                          make.output(out)};
+    return detail::launch_either(scan, call.type, call.stream);
   });
 }
 
@@ -36,7 +75,7 @@ const char* sum_backward(const Call& call, Tokens q, Tokens k, Tokens v, const v
                             make.output(d_v)};
     const char* error = nullptr;
     for (const SumScan<A>* scan : {&queries, &keys, &values})
-      if (!error) error = detail::launch(*scan, call.stream);
+      if (!error) error = detail::launch_either(*scan, call.type, call.stream);
     return error;
   });
 }
