@@ -7,42 +7,23 @@
 
 namespace fwp::cuda {
 
-template <int kRows>
-__global__ void __launch_bounds__(kChunkWarps* kWarp) sum_chunks_kernel(const SumChunks<kRows> scan) {
-  scan.run();
-}
-
 namespace detail {
-
-template <int kRows>
-const char* launch_chunks(const SumScan<float>& scan, void* stream) {
-  int multiprocessors = 1;
-  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
-  const ChunkPlan plan = choose_chunk_plan(scan.size, kWarpColumns, kChunkWarps, multiprocessors);
-  const SumChunks<kRows> chunks{scan.size,         scan.inputs.rows[SumScan<float>::kKey],
-                                scan.inputs.rows[SumScan<float>::kQuery],
-                                scan.inputs.columns[0], scan.reverse, scan.initial,
-                                scan.last,         scan.out,     plan.warps,
-                                plan.slabs};
-  const size_t bytes = kBuffers * sizeof(Bfloat16) * SumChunks<kRows>::buffer_numbers(plan.warps);
-  const int64_t blocks = scan.size.heads * plan.slabs;
-  if (const char* error = check_blocks(blocks)) return error;
-  FWP_LAUNCH(sum_chunks_kernel<kRows>, blocks, plan.warps * kWarp, bytes, stream, chunks);
-  return last_error();
-}
 
 // On the tensor cores, or else not.
 template <typename A>
 const char* launch_either(const SumScan<A>& scan, Type type, void* stream) {
-  if constexpr (sizeof(A) == 4) {
-    if (choose_chunks(scan.size, type)) {
-      const int rows = scan.size.rows;
-      return rows <= 16   ? launch_chunks<16>(scan, stream)
-             : rows <= 32 ? launch_chunks<32>(scan, stream)
-             : rows <= 64 ? launch_chunks<64>(scan, stream)
-                          : launch_chunks<128>(scan, stream);
-    }
-  }
+  if constexpr (sizeof(A) == 4)
+    if (choose_chunks(scan.size, type))
+      return with_rows(scan.size.rows, [&](auto rows) {
+        SumChunks<decltype(rows)::value> chunks{};
+        chunks.key = scan.inputs.rows[SumScan<A>::kKey];
+        chunks.query = scan.inputs.rows[SumScan<A>::kQuery];
+        chunks.value = scan.inputs.columns[0];
+        chunks.initial = scan.initial;
+        chunks.last = scan.last;
+        chunks.out = scan.out;
+        return launch_chunks(chunks, scan.size, scan.reverse, stream);
+      });
   return launch(scan, stream);
 }
 

@@ -319,6 +319,8 @@ T __shfl_xor_sync(unsigned mask, T x, int distance) {
   return x;
 }
 
+inline void __syncwarp() { __shfl_xor_sync(0xffffffffu, 0, 0); }
+
 namespace fwp::cuda {
 
 inline unsigned char* shared_memory() { return twin::machine().shared; }
