@@ -11,11 +11,12 @@ from twin import CACHE, KERNELS
 
 ARCHITECTURES = ["80", "90a", "100"]
 # By the type of what is computed. 128 registers leave room for three blocks of 160 threads in a multiprocessor; float64
-# takes two for each number, and chunks of 128 rows hold 64 numbers of the state.
-GREATEST = {"f": 128, "d": 168, "L": 168}
+# takes two for each number; and the scans on the tensor cores, where 128 rows leave 64 numbers of the state to a thread,
+# have two blocks of 128.
+GREATEST = {"f": 128, "d": 168, "L": 255}
 # Seven scans in three shapes, two of the backward pass in two, and one sum, in float32; in float64 one shape less. And
-# chunks (L, by their number of rows) of four sizes.
-KERNELS_BY_TYPE = {"f": 7 * 3 + 2 * 2 + 1, "d": 7 * 2 + 2 * 2 + 1, "L": 4}
+# scans on the tensor cores (L, for a number of rows): one of the sum and two of the delta rule, for four of them.
+KERNELS_BY_TYPE = {"f": 7 * 3 + 2 * 2 + 1, "d": 7 * 2 + 2 * 2 + 1, "L": 3 * 4}
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc of CUDA 12 or later on PATH")
 

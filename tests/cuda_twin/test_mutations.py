@@ -71,23 +71,25 @@ MUTATIONS = {
         "      state.read(query, read);\n      state.add(key, value);",
     ),
     "chunks_without_barrier": Mutation(
-        "sum_chunks.cuh", "and this one be filled.\n      __syncthreads();", "and this one be filled."
+        "chunks.cuh", "and this one be filled.\n      __syncthreads();", "and this one be filled."
     ),
     "chunk_one_too_long": Mutation(
-        "sum_chunks.cuh", "left < kChunkTokens ? int(left)", "left < kChunkTokens ? int(left) + 1"
+        "chunks.cuh", "left < kChunkTokens ? int(left)", "left < kChunkTokens ? int(left) + 1"
     ),
     "padding_of_chunks_not_written": Mutation(
-        "sum_chunks.cuh",
-        "      put(t, i, t < tokens",
-        "      if (t < tokens && first + i < limit) put(t, i, t < tokens",
+        "chunks.cuh", "      put(t, i, t < tokens", "      if (t < tokens && first + i < limit) put(t, i, t < tokens"
     ),
-    "diagonal_left_out": Mutation("sum_chunks.cuh", "> line() + x / 2 * 8) scores", ">= line() + x / 2 * 8) scores"),
+    "diagonal_left_out": Mutation("sum_chunks.cuh", "chunk.key, true, scores", "chunk.key, false, scores"),
     "product_of_some_lanes": Mutation(
-        "sum_chunks.cuh",
-        "      mma(write, a, b);",
-        "      if (line() > 0) mma(write, a, b);",
+        "chunks.cuh",
+        "mma(write, columns[n], b);",
+        "if (line() > 0) mma(write, columns[n], b);",
         complaint="does not take part",
     ),
+    "warps_not_in_step": Mutation(
+        "delta_chunks.cuh", "    __syncwarp();\n    solve(n, chunk.beta);", "    solve(n, chunk.beta);", ("delta",)
+    ),
+    "parts_of_a_state_left_out": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<2>(", ("delta",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
 
@@ -112,11 +114,13 @@ def cases():
             inputs = sample_inputs(rule, shape)
             gradients = cotangents(inputs)
             found.append((rule, inputs, gradients, results(RULES[rule].reference, inputs, gradients)))
-    inputs = sample_inputs("sum", CHUNK_SHAPE, torch.bfloat16)
-    gradients = cotangents(inputs)
-    exact = {name: x.double() for name, x in inputs.items()}
-    truth = results(RULES["sum"].reference, exact, tuple(x.double() for x in gradients))
-    return [*found, ("sum", inputs, gradients, truth)]
+    for rule in ("sum", "delta"):
+        inputs = sample_inputs(rule, CHUNK_SHAPE, torch.bfloat16)
+        gradients = cotangents(inputs)
+        exact = {name: x.double() for name, x in inputs.items()}
+        truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
+        found.append((rule, inputs, gradients, truth))
+    return found
 
 
 def faults(twin, cases, rules=ORDER):
