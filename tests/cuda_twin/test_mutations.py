@@ -89,7 +89,7 @@ MUTATIONS = {
     "warps_not_in_step": Mutation(
         "delta_chunks.cuh", "    __syncwarp();\n    solve(n, chunk.beta);", "    solve(n, chunk.beta);", ("delta",)
     ),
-    "parts_of_a_state_left_out": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<2>(", ("delta",)),
+    "a_state_in_one_part": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<1>(", ("delta",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
 
