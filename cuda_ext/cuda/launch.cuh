@@ -38,7 +38,7 @@ inline const char* say(const char* format, ...) {
   return text;
 }
 
-// Whether the sizes can be run; and whether there is anything to run.
+// Null where the kernels take these sizes.
 inline const char* check(const Sizes& size) {
   if (size.Dk > kGreatestSize || size.Dv > kGreatestSize)
     return say("the CUDA kernels take keys and values of up to %lld elements, got Dk = %lld and Dv = %lld",

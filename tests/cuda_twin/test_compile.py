@@ -11,8 +11,8 @@ from twin import CACHE, KERNELS
 
 ARCHITECTURES = ["80", "90a", "100"]
 # By the type of what is computed. 128 registers leave room for three blocks of 160 threads in a multiprocessor; float64
-# takes two for each number; and the scans on the tensor cores, where 128 rows leave 64 numbers of the state to a thread,
-# have two blocks of 128.
+# takes two for each number. The scans on the tensor cores, whose threads hold 64 numbers of the state where it has 128
+# rows, have two blocks of 128.
 GREATEST = {"f": 128, "d": 168, "L": 255}
 # Seven scans in three shapes, two of the backward pass in two, and one sum, in float32; in float64 one shape less. And
 # scans on the tensor cores (L, for a number of rows): one of the sum and two of the delta rule, for four of them.
