@@ -82,4 +82,24 @@ inline size_t shared_bytes(const ScanNeeds& needs, const Plan& plan) {
   return (buffers + states) * needs.number;
 }
 
+// The tensor cores take bfloat16 alone, and a length that fills some chunks.
+constexpr int64_t kLengthForChunks = 64;
+constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
+
+inline bool choose_chunks(const ScanSize& size, Type type) {
+  return type == Type::bfloat16 && size.length >= kLengthForChunks && size.rows >= kLeastForChunks &&
+         size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
+}
+
+struct ChunkPlan {
+  int warps, slabs;
+};
+
+inline ChunkPlan choose_chunk_plan(const ScanSize& size, int columns, int most_warps, int multiprocessors) {
+  const auto slabs = [&](int warps) { return (size.columns + warps * columns - 1) / (warps * columns); };
+  int warps = at_least_power_of_two(slabs(1), most_warps);
+  while (warps > 1 && size.heads * slabs(warps) < multiprocessors) warps /= 2;
+  return {warps, slabs(warps)};
+}
+
 }  // namespace fwp::cuda

@@ -32,6 +32,15 @@ FWP_DEVICE uint16_t half_bits_of_float(float x) { return __half_as_ushort(__floa
 FWP_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
 FWP_DEVICE uint32_t bits_of_float(float x) { return __float_as_uint(x); }
 
+// c += a b on the tensor cores, with a 16 x 16 and b 16 x 8 of bfloat16, two to a register, and c 16 x 8, in the layout
+// of PTX's mma.m16n8k16. All of a warp must call it.
+FWP_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 inline const char* last_error() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

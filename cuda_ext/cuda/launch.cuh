@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "choose.h"
+#include "chunks.cuh"
 #include "launchers.h"
 #include "scan.cuh"
 
@@ -21,6 +22,11 @@ __global__ void __launch_bounds__(kThreadsPerBlock + kWarp, kBlocksPerMultiproce
   scan.template run<kRows, kColumns>();
 }
 
+template <typename Chunks>
+__global__ void __launch_bounds__(kChunkWarps* kWarp, 2) chunks_kernel(const Chunks chunks) {
+  chunks.run();
+}
+
 namespace detail {
 
 inline const char* say(const char* format, ...) {
@@ -32,7 +38,7 @@ inline const char* say(const char* format, ...) {
   return text;
 }
 
-// Whether the sizes can be run; and whether there is anything to run.
+// Null where the kernels take these sizes.
 inline const char* check(const Sizes& size) {
   if (size.Dk > kGreatestSize || size.Dv > kGreatestSize)
     return say("the CUDA kernels take keys and values of up to %lld elements, got Dk = %lld and Dv = %lld",
@@ -43,6 +49,33 @@ inline const char* check(const Sizes& size) {
 inline const char* check_blocks(int64_t blocks) {
   if (blocks > 0x7fffffff) return say("%lld blocks are more than CUDA launches at once", (long long)blocks);
   return nullptr;
+}
+
+// Calls f with a constant no less than the rows, of those that a scan on the tensor cores is made for.
+template <typename F>
+const char* with_rows(int rows, F f) {
+  if (rows <= 16) return f(std::integral_constant<int, 16>{});
+  if (rows <= 32) return f(std::integral_constant<int, 32>{});
+  if (rows <= 64) return f(std::integral_constant<int, 64>{});
+  return f(std::integral_constant<int, kMostRowsForChunks>{});
+}
+
+template <typename Chunks>
+const char* launch_chunks(Chunks chunks, const ScanSize& size, bool reverse, void* stream) {
+  int multiprocessors = 1;
+  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
+  const ChunkPlan plan = choose_chunk_plan(size, kWarpColumns, kChunkWarps, multiprocessors);
+  chunks.size = size;
+  chunks.reverse = reverse;
+  chunks.warps = plan.warps;
+  chunks.slabs = plan.slabs;
+  const int64_t blocks = size.heads * plan.slabs;
+  if (const char* error = check_blocks(blocks)) return error;
+  const auto kernel = chunks_kernel<Chunks>;
+  const size_t bytes = Chunks::shared_bytes(plan.warps);
+  if (const char* error = allow_shared_memory(kernel, bytes)) return error;
+  FWP_LAUNCH(kernel, blocks, plan.warps * kWarp, bytes, stream, chunks);
+  return last_error();
 }
 
 template <typename Scan, int kRows, int kColumns>

@@ -62,16 +62,41 @@ def test_as_accurate_as_the_reference(twin, rule, dtype):
     check_accuracy(twin, rule, sample_inputs(rule, (1, 2, 130, 24, 40), dtype))
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 70, 16, 16), (2, 1, 95, 64, 40), (1, 1, 77, 128, 33), (1, 2, 300, 100, 17)])
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+@pytest.mark.parametrize("rule", ["sum", "delta"])
+def test_chunks_on_tensor_cores(twin, rule, shape, state):
+    """What both rules run in bfloat16: the state and its gradient, in float32, stay exact."""
+    inputs = sample_inputs(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
+    check_accuracy(twin, rule, inputs)
+    gradients = cotangents(inputs)
+    found = twin.results(rule, inputs, gradients)
+    for how in ({"reverse": 1}, {"multiprocessors": 1}, {"multiprocessors": 1, "reverse": 1}):
+        other = twin.results(rule, inputs, gradients, **how)
+        for name, x in found.items():
+            assert torch.equal(other[name], x), name
+    kept = twin.forward(rule, inputs)[2]
+    for index in (0, 1):
+        absent = tuple(None if i == index else x for i, x in enumerate(gradients))
+        zeros = tuple(torch.zeros_like(x) if i == index else x for i, x in enumerate(gradients))
+        expected = twin.backward(rule, inputs, kept, zeros)
+        for name, x in twin.backward(rule, inputs, kept, absent).items():
+            assert torch.equal(x, expected[name]), name
+
+
 @every_rule
 @pytest.mark.parametrize("shape", [(2, 4, 12, 256, 40), (2, 4, 12, 512, 24), (2, 4, 12, 24, 512)], ids=str)
 def test_sums_over_hundreds_of_rows_are_as_accurate(twin, rule, shape):
     check_accuracy(twin, rule, sample_inputs(rule, shape, torch.float32))
 
 
-@every_rule
-@pytest.mark.parametrize("forgetful", [False, True], ids=["", "forgetful"])
+@pytest.mark.parametrize(("rule", "forgetful"), [*((rule, False) for rule in ORDER), ("delta", True)])
 def test_no_drift_over_4096_tokens(twin, rule, forgetful):
     check_accuracy(twin, rule, sample_inputs(rule, (1, 1, 4096, 16, 16), torch.float32, forgetful=forgetful))
+
+
+def test_no_drift_of_chunks(twin):
+    check_accuracy(twin, "delta", sample_inputs("delta", (1, 1, 2048, 16, 16), torch.bfloat16, forgetful=True))
 
 
 @every_rule

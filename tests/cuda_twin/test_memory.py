@@ -5,7 +5,16 @@ import subprocess
 
 from twin import CACHE, KERNELS, build
 
-SIZES = [(1, 2, 1, 5, 7), (2, 1, 37, 17, 33), (1, 3, 6, 128, 3), (1, 1, 3, 300, 20), (1, 1, 2, 20, 257)]
+# B, H, L, Dk, Dv; the last two are long enough for tensor cores.
+SIZES = [
+    (1, 2, 1, 5, 7),
+    (2, 1, 37, 17, 33),
+    (1, 3, 6, 128, 3),
+    (1, 1, 3, 300, 20),
+    (1, 1, 2, 20, 257),
+    (1, 2, 77, 20, 33),
+    (1, 1, 66, 128, 16),
+]
 
 
 def run_watched(kernels=KERNELS, flags=("-Wall", "-Werror"), folder=CACHE):

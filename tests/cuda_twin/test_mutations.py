@@ -4,12 +4,15 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
+import torch
 from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
 from test_memory import run_watched
 from twin import KERNELS, ORDER, Twin, TwinError, build
 
 # Ragged in every size; with several heads in a block, several slabs, stages, chunks.
 SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
+# On the tensor cores, whose results are bfloat16, but for the states.
+CHUNK_SHAPE = (1, 2, 77, 20, 90)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,26 @@ MUTATIONS = {
         "      state.add(key, value);\n      state.read(query, read);",
         "      state.read(query, read);\n      state.add(key, value);",
     ),
+    "chunks_without_barrier": Mutation(
+        "chunks.cuh", "and this one be filled.\n      __syncthreads();", "and this one be filled."
+    ),
+    "chunk_one_too_long": Mutation(
+        "chunks.cuh", "left < kChunkTokens ? int(left)", "left < kChunkTokens ? int(left) + 1"
+    ),
+    "padding_of_chunks_not_written": Mutation(
+        "chunks.cuh", "      put(t, i, t < tokens", "      if (t < tokens && first + i < limit) put(t, i, t < tokens"
+    ),
+    "diagonal_left_out": Mutation("sum_chunks.cuh", "chunk.key, true, scores", "chunk.key, false, scores"),
+    "product_of_some_lanes": Mutation(
+        "chunks.cuh",
+        "mma(write, columns[n], b);",
+        "if (line() > 0) mma(write, columns[n], b);",
+        complaint="does not take part",
+    ),
+    "warps_not_in_step": Mutation(
+        "delta_chunks.cuh", "    __syncwarp();\n    solve(n, chunk.beta);", "    solve(n, chunk.beta);", ("delta",)
+    ),
+    "a_state_in_one_part": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<1>(", ("delta",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
 
@@ -91,6 +114,12 @@ def cases():
             inputs = sample_inputs(rule, shape)
             gradients = cotangents(inputs)
             found.append((rule, inputs, gradients, results(RULES[rule].reference, inputs, gradients)))
+    for rule in ("sum", "delta"):
+        inputs = sample_inputs(rule, CHUNK_SHAPE, torch.bfloat16)
+        gradients = cotangents(inputs)
+        exact = {name: x.double() for name, x in inputs.items()}
+        truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
+        found.append((rule, inputs, gradients, truth))
     return found
 
 
@@ -106,7 +135,8 @@ def faults(twin, cases, rules=ORDER):
                 except TwinError as error:
                     return str(error)
                 for name, x in truth.items():
-                    if not relative_error(found[name], x) < 1e-13:
+                    limit = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-3}[found[name].dtype]
+                    if not relative_error(found[name], x) < limit:
                         return f"{rule}: {name} is wrong"
     return ""
 

@@ -92,14 +92,25 @@ struct Index {
 
 enum class State { ready, at_barrier, at_exchange, done };
 
+// What a warp does together: exchange numbers, or multiply matrices.
+enum class Primitive { shuffle, mma };
+
+// A lane's part of the matrices of mma.m16n8k16.
+struct Fragments {
+  uint32_t a[4], b[2];
+  float c[4];
+};
+
 struct Fiber {
   Context context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state;
-  // Of the exchange that it waits for: the lanes that take part, whom it reads from, what it gives, what it gets.
+  // Of the primitive that it waits for: the lanes that take part, whom it reads from, what it gives, what it gets.
+  Primitive primitive;
   unsigned mask;
   int source;
   uint64_t given, got;
+  Fragments fragments;
 };
 
 // What runs now. One launch at a time.
@@ -175,7 +186,35 @@ inline void resume(int thread) {
   after_switch(saved, nullptr, nullptr);
 }
 
-// Whether the lanes of a warp, none of which can run, have all come to one exchange; they can run again then.
+inline float bfloat16_at(uint32_t pair, int which) {
+  const uint32_t bits = (which ? pair >> 16 : pair & 0xffff) << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Lane 4 g + p holds of a the rows g and g + 8 and the columns 2 p, 2 p + 1 and 8 more; of b the transpose of such a half;
+// of c the rows g and g + 8 and the columns 2 p and 2 p + 1. In double: a GPU's rounding is not imitated.
+inline void multiply(Fiber* lanes) {
+  double a[16][16], b[16][8];
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (int i = 0; i < 2; ++i) {
+      const int g = lane / 4, p = 2 * (lane % 4) + i;
+      const Fragments& f = lanes[lane].fragments;
+      a[g][p] = bfloat16_at(f.a[0], i), a[g + 8][p] = bfloat16_at(f.a[1], i);
+      a[g][p + 8] = bfloat16_at(f.a[2], i), a[g + 8][p + 8] = bfloat16_at(f.a[3], i);
+      b[p][g] = bfloat16_at(f.b[0], i), b[p + 8][g] = bfloat16_at(f.b[1], i);
+    }
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
+      double sum = lanes[lane].fragments.c[i];
+      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+      lanes[lane].fragments.c[i] = float(sum);
+    }
+}
+
+// Whether the lanes of a warp, none of which can run, have all come to one primitive; they can run again then.
 inline bool exchange(int first, int count) {
   Machine& m = machine();
   Fiber* lanes = &m.fibers[size_t(first)];
@@ -186,7 +225,8 @@ inline bool exchange(int first, int count) {
   const unsigned mask = lanes[waiting].mask;
   for (int i = 0; i < kWarp; ++i) {
     if (!(mask >> i & 1)) continue;
-    if (i >= count || lanes[i].state != State::at_exchange || lanes[i].mask != mask) {
+    if (i >= count || lanes[i].state != State::at_exchange || lanes[i].mask != mask ||
+        lanes[i].primitive != lanes[waiting].primitive) {
       fail("thread %d waits in a warp primitive for lanes %08x, but lane %d does not take part", first + waiting, mask,
            i);
       return false;
@@ -196,6 +236,7 @@ inline bool exchange(int first, int count) {
       return false;
     }
   }
+  if (lanes[waiting].primitive == Primitive::mma) multiply(lanes);
   for (int i = 0; i < count; ++i)
     if (mask >> i & 1) {
       lanes[i].got = lanes[lanes[i].source].given;
@@ -269,6 +310,7 @@ template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int distance) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
   twin::Fiber& fiber = twin::machine().fibers[size_t(twin::machine().running)];
+  fiber.primitive = twin::Primitive::shuffle;
   fiber.mask = mask;
   fiber.source = (twin::machine().running % twin::kWarp) ^ distance;
   std::memcpy(&fiber.given, &x, sizeof(T));
@@ -276,6 +318,8 @@ T __shfl_xor_sync(unsigned mask, T x, int distance) {
   std::memcpy(&x, &fiber.got, sizeof(T));
   return x;
 }
+
+inline void __syncwarp() { __shfl_xor_sync(0xffffffffu, 0, 0); }
 
 namespace fwp::cuda {
 
@@ -310,6 +354,18 @@ inline uint16_t half_bits_of_float(float x) {
   const int unit = (exponent < -13 ? -13 : exponent) - 11;  // of the last place
   const int steps = int(nearbyintf(ldexpf(size, -unit)));
   return uint16_t(sign | (steps < 1024 ? steps : ((unit + 24) << 10) + steps));
+}
+
+inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  twin::Fiber& fiber = twin::machine().fibers[size_t(twin::machine().running)];
+  fiber.primitive = twin::Primitive::mma;
+  fiber.mask = 0xffffffffu;
+  fiber.source = 0;
+  std::memcpy(fiber.fragments.a, a, sizeof a);
+  std::memcpy(fiber.fragments.b, b, sizeof b);
+  std::memcpy(fiber.fragments.c, c, sizeof c);
+  twin::wait(twin::State::at_exchange);
+  std::memcpy(c, fiber.fragments.c, sizeof c);
 }
 
 inline const char* last_error() { return twin::machine().error[0] ? twin::machine().error : nullptr; }

@@ -19,7 +19,7 @@ KERNELS = HERE.parents[1] / "cuda_ext" / "cuda"
 CHUNK = 32  # tokens between two states that the forward pass of gated and decay keeps
 # Where libraries and programs are kept for as long as no source changes.
 CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_twin_{os.getuid()}")
-GUARD = 64  # elements before and after each output, which nothing may write to
+GUARD = 4096  # elements before and after each output, which nothing may write to
 ORDER = ("sum", "delta", "gated", "decay")
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
