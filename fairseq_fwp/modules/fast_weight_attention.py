@@ -94,8 +94,7 @@ class FastWeightAttention(nn.Module):
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
-                "divide by sums of features: choose another map, or leave both out (an architecture may switch them on: "
-                "--arch fwp_lm has neither)"
+                "divide by sums of features: choose another map, or leave both out (--arch fwp_lm has neither)"
             )
         if read_out_only and not attention_normalization:
             raise ValueError(
