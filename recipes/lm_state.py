@@ -121,13 +121,14 @@ def draw(rows: list[Row], path: Path) -> None:
                 limited = row.evaluated == "window"
                 face = "none" if limited else colour
                 axes.plot(state, ppl, "^" if is_bound else "o", color=colour, markerfacecolor=face, markersize=7)
-                words = row.evaluated if name == "Transformer-XL" else row.row + limited * ", context limited"
+                is_xl = name == "Transformer-XL"
+                words = row.evaluated.removeprefix("memory ") if is_xl else row.row + limited * ", context limited"
                 words += is_bound * f": above {ppl:g}"
-                offset = (-6, -14) if name == "Transformer-XL" else (8, 3)
+                offset = (-8, 8) if is_xl else (8, 3)
                 where = {"xytext": offset, "textcoords": "offset points", "fontsize": 7.5}
-                if axes is panels[0] or name != "Transformer-XL":  # memories are others in the paper
+                if axes is panels[0] or not is_xl:  # memories are others in the paper
                     axes.annotate(words, (state, ppl), color=colour, **where)
-            axes.plot([], [], "o", color=colour, label=name)
+            axes.plot([], [], "o", color=colour, label=name + (name == "Transformer-XL") * ", memory + segment")
         if points:  # a logarithmic axis cannot be empty
             axes.set_xscale("log")
             axes.set_yscale("log")
