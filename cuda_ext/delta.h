@@ -104,20 +104,29 @@ struct DeltaForward {
   }
 };
 
-// In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t and d_beta_t. All token
-// sequences arrive reversed. One pass a group of tokens: the part of d_v of the group before it, then its own reads.
+// In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t, d_beta_t, and the first half
+// of d_k_t, beta_t e_t G_t^T. All token sequences arrive reversed. One pass a group of tokens: the part of d_v of the group
+// before it, then its own reads. The d_v of a group reach G after all reads of the group, and their part in the reads is
+// made up for afterwards.
 template <typename A, int NV>
-struct DeltaBackwardValues {
+struct DeltaBackwardWrites {
+  // Fewer tokens and more columns than in the other passes: the sums along the columns cross lanes, once a row and token.
+  static constexpr int kGroup = 2;
+
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, d_out, error;
   Rates<const A> beta;
-  Tokens<A> d_v;
-  Rates<A> d_beta;  // of this block alone
-  const A* late_key[kTokens];
-  Group<A, NV> late[kTokens];  // d_v that have not reached G yet
+  Tokens<A> d_k, d_v;
+  Rates<A> d_beta;
+  const bool add;  // whether other columns have been here: to d_k and d_beta
+  A* products;     // error times G for each row and token of a group, a vector whose lanes are still to be added up
+  const A* late_key[kGroup];
+  Group<A, NV> late[kGroup];  // d_v that have not reached G yet
+
+  static int64_t products_size(int64_t rows) { return round_up(rows, kLanes<A>) * kGroup * kLanes<A>; }
 
   void start() {
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) {
+    FWP_UNROLL for (int s = 0; s < kGroup; ++s) {
       late_key[s] = k.data;
       late[s].clear();
     }
@@ -125,27 +134,29 @@ struct DeltaBackwardValues {
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
-    Group<A, NV> d_read[T], d_write[T], earlier[kTokens];
+    Group<A, NV> d_read[T], d_write[T], error_of[T], earlier[kGroup];
     RowSums<A, NV, T> d_value_sums;
     auto& d_value = d_value_sums.total;
-    const A *key[T], *query[T], *earlier_key[kTokens];
+    const A *key[T], *query[T], *earlier_key[kGroup];
     A rate[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       rate[s] = beta[t + s];
       d_read[s].load_from(d_out[t + s], block.columns);
+      error_of[s].load_from(error[t + s], block.columns);
     }
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) {
+    FWP_UNROLL for (int s = 0; s < kGroup; ++s) {
       earlier_key[s] = late_key[s];
       earlier[s] = late[s];
     }
     const Gram<T, A> gram(key, key, block.rows);
     block.change_rows(false, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(earlier_key[s][i], earlier[s]);
+      FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(earlier_key[s][i], earlier[s]);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         g.add(query[s][i], d_read[s]);
         d_value_sums.part[s].add(key[s][i], g);
+        store(products + (i * kGroup + s) * kLanes<A>, multiply_lanes(error_of[s], g));
       }
     }, [&]() __attribute__((always_inline)) { d_value_sums.settle(); });
     solve_group(gram, rate, d_value, d_write);
@@ -153,29 +164,47 @@ struct DeltaBackwardValues {
       d_value[s].store_to(d_v[t + s], block.columns);
       late_key[s] = key[s];
       late[s] = d_value[s];
-      Group<A, NV> e;
-      e.load_from(error[t + s], block.columns);
-      Vector<A> sum = {};
-      FWP_UNROLL for (int n = 0; n < NV; ++n) sum += e.x[n] * d_write[s].x[n];
-      d_beta[t + s] = sum_lanes<A>(sum);
+      d_beta[t + s] = sum_lanes<A>(multiply_lanes(error_of[s], d_write[s])) + (add ? d_beta[t + s] : 0);
     }
-    FWP_UNROLL for (int s = T; s < kTokens; ++s) late[s].clear();
+    FWP_UNROLL for (int s = T; s < kGroup; ++s) late[s].clear();
+    store_d_keys(t, error_of, d_value, key, rate);
   }
 
   // The gradient of the initial state, where it is wanted.
   void finish() {
     block.change_rows(true, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(late_key[s][i], late[s]);
+      FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(late_key[s][i], late[s]);
     }, [] {});
+  }
+
+ private:
+  // beta_s (e_s G^T - sum over m < s of (e_s d_v_m) k_m), with G as the reads of the group have left it.
+  template <int T>
+  FWP_INLINE void store_d_keys(int64_t t, const Group<A, NV> (&error_of)[T], const Group<A, NV> (&d_value)[T],
+                               const A* const (&key)[T], const A (&rate)[T]) {
+    static_assert(T <= 2);
+    const A late_part = T == 2 ? sum_lanes<A>(multiply_lanes(error_of[T - 1], d_value[0])) : 0;
+    for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
+      const int64_t rows = block.rows - i;
+      FWP_UNROLL for (int s = 0; s < T; ++s) {
+        Vector<A> sum[kLanes<A>];
+        FWP_UNROLL for (int r = 0; r < kLanes<A>; ++r) sum[r] = load(products + ((i + r) * kGroup + s) * kLanes<A>);
+        sum_lanes_of_each<A>(sum);
+        if (s == 1) sum[0] -= late_part * load_part(key[0] + i, rows);
+        sum[0] *= rate[s];
+        if (add) sum[0] += load_part(d_k[t + s] + i, rows);
+        store_part(d_k[t + s] + i, sum[0], rows);
+      }
+    }
   }
 };
 
-// Forwards over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the first half of d_k_t, -d_v_t W_{t-1}^T.
+// Forwards over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the second half of d_k_t, -d_v_t W_{t-1}^T.
 // W is rebuilt from the errors by the very operations of the forward pass, in their order, and so to the last bit. That
 // is needed: rounding errors that differ from those of the forward pass are not corrected here, as they are there, and
 // after thousands of tokens their sum would be larger than all others.
 template <typename A, int NV>
-struct DeltaBackwardQueries {
+struct DeltaBackwardReads {
   StateBlock<A, NV>& block;
   Tokens<const A> k, d_out, error, d_v;
   Rates<const A> beta;
@@ -208,49 +237,10 @@ struct DeltaBackwardQueries {
     });
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       d_query.total[s].store_to(d_q[t + s], block.columns);
-      d_key.total[s].store_to(d_k[t + s], block.columns);
-    }
-  }
-};
-
-// In reverse over a block of key columns of G^T: the second half of d_k_t, beta_t e_t G_t^T. Sequences arrive reversed.
-// G is rebuilt to the last bit as well. So the d_v of a group reach it after all reads of the group, as they do in
-// DeltaBackwardValues, and their part in the reads is made up for afterwards.
-template <typename A, int NV>
-struct DeltaBackwardKeys {
-  StateBlock<A, NV>& block;
-  Tokens<const A> q, k, d_out, error, d_v;
-  Rates<const A> beta;
-  Tokens<A> d_k;
-
-  template <int T, bool kLast>
-  FWP_INLINE void run(int64_t t) {
-    Group<A, NV> query[T], key[T];
-    RowSums<A, NV, T> d_key_sums;
-    auto& d_key = d_key_sums.total;
-    const A *e[T], *d_read[T], *d_value[T];
-    FWP_UNROLL for (int s = 0; s < T; ++s) {
-      query[s].load_from(q[t + s], block.columns);
-      key[s].load_from(k[t + s], block.columns);
-      e[s] = error[t + s];
-      d_read[s] = d_out[t + s];
-      d_value[s] = d_v[t + s];
-    }
-    const Gram<T, A> gram(e, d_value, block.rows);
-    block.change_rows(kLast, [&](int64_t j, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < T; ++s) {
-        g.add(d_read[s][j], query[s]);
-        d_key_sums.part[s].add(e[s][j], g);
-      }
-      FWP_UNROLL for (int s = 0; s < T; ++s) g.subtract(d_value[s][j], key[s]);
-    }, [&]() __attribute__((always_inline)) { d_key_sums.settle(); });
-    FWP_UNROLL for (int s = 0; s < T; ++s) {
-      FWP_UNROLL for (int m = 0; m < T; ++m)
-        if (m < s) d_key[s].subtract(gram.product[s][m], key[m]);
       Group<A, NV> d_first;
       d_first.load_from(d_k[t + s], block.columns);
-      d_first.add(beta[t + s], d_key[s]);
-      d_first.store_to(d_k[t + s], block.columns);
+      d_key.total[s].add(1, d_first);
+      d_key.total[s].store_to(d_k[t + s], block.columns);
     }
   }
 };

@@ -67,6 +67,14 @@ struct Group {  // NV vectors of neighbouring columns
   }
 };
 
+// One vector, whose lanes add up to the product x y.
+template <typename A, int NV>
+FWP_INLINE Vector<A> multiply_lanes(const Group<A, NV>& x, const Group<A, NV>& y) {
+  Vector<A> product = x.x[0] * y.x[0];
+  FWP_UNROLL for (int n = 1; n < NV; ++n) product += x.x[n] * y.x[n];
+  return product;
+}
+
 // Sums over the rows of a block, one a token. Their parts are put aside after every kSumRows rows: the rounding error of
 // one running sum over hundreds of rows would be several times that of a matrix product in the same precision.
 constexpr int64_t kSumRows = 32;
@@ -163,13 +171,13 @@ class StateBlock {
   int64_t source_stride_;
 };
 
-// Call scan.run<T, last group?>(first token) over all tokens, T at a time.
-template <typename Scan>
+// Call scan.run<T, last group?>(first token) over all tokens, T = kGroup at a time.
+template <int kGroup = kTokens, typename Scan>
 FWP_INLINE void for_token_groups(int64_t length, Scan& scan) {
   int64_t t = 0;
-  for (; t + kTokens < length; t += kTokens) scan.template run<kTokens, false>(t);
-  static_assert(kTokens == 4 || kTokens == 2);
-  if constexpr (kTokens == 4) {
+  for (; t + kGroup < length; t += kGroup) scan.template run<kGroup, false>(t);
+  static_assert(kGroup == 4 || kGroup == 2);
+  if constexpr (kGroup == 4) {
     if (length - t == 4) scan.template run<4, true>(t);
     if (length - t == 3) scan.template run<3, true>(t);
   }
