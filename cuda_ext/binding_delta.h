@@ -50,8 +50,8 @@ inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const 
       scan.template start<1>();
       scan.template run<1, true>(0);
     } else {
-      if (size.L > 0) scan.template start<kTokens>();
-      for_token_groups(size.L, scan);
+      if (size.L > 0) scan.template start<scan.kGroup>();
+      for_token_groups<scan.kGroup>(size.L, scan);
     }
     block.finish();
   });)
@@ -64,13 +64,14 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
   const Sizes size(q, error);
   const int64_t L = size.L;
   FWP_DISPATCH(error.scalar_type(), {
-    const int64_t vectors = block_vectors<A>(size, size.Dk, size.Dv, kTokens), width = vectors * kLanes<A>;
+    // The width of a block decides in which order d_k is summed: no matter of the number of threads.
+    const int64_t vectors = block_vectors<A>(size.Dk, size.Dv, 4), width = vectors * kLanes<A>;
     const SharedHeads shared(size, size.Dv, width);
     const Tensor d_k_parts = shared.in_parts(d_k), d_beta_parts = shared.in_parts(d_beta);
     const int64_t scratch_size = size.Dk * width + DeltaBackwardWrites<A, 1>::products_size(size.Dk);
     shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
                          [&](int64_t h, int64_t part, int64_t index, bool add, A* work) {
-      with_vectors<kTokens>(vectors, [&](auto vectors) {
+      with_vectors<4>(vectors, [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
         const int64_t j = index * width;
         StateBlock<A, NV> block(size.Dk, std::min(width, size.Dv - j), matrix<const A>(d_final, h, j),
@@ -96,7 +97,7 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
           block, tokens<const A>(k, h).from(j), tokens<const A>(d_out, h), tokens<const A>(error, h),
           tokens<const A>(d_v, h), rates<const A>(beta, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
           work + size.Dv * block.kWidth};
-      for_token_groups(L, scan);
+      for_token_groups<scan.kGroup>(L, scan);
     });
   })
 }

@@ -93,16 +93,13 @@ inline void narrow(std::initializer_list<Tensor*> tensors, int64_t first, int64_
 // Half of a first-level cache of 32 KiB: the other half is for the tokens.
 constexpr int64_t kBlockBytes = 1 << 14;
 
-// Vectors in a row of a block: `widest`, or less where that is what it takes to stay in the cache or to give every thread
-// a block.
+inline int64_t blocks_of(int64_t columns, int64_t width) { return (columns + width - 1) / width; }
+
+// Vectors in a row of a block: `widest`, or less where that is what it takes to stay in the cache.
 template <typename A>
-int64_t block_vectors(const Sizes& size, int64_t rows, int64_t columns, int64_t widest) {
-  const int64_t lanes = kLanes<A>;
-  const auto blocks_of = [&](int64_t vectors) { return (columns + vectors * lanes - 1) / (vectors * lanes); };
+int64_t block_vectors(int64_t rows, int64_t columns, int64_t widest) {
   int64_t vectors = widest;
-  while (vectors > 1 && (columns <= vectors / 2 * lanes || rows * vectors * lanes * int64_t(sizeof(A)) > kBlockBytes ||
-                         size.B * size.H * blocks_of(vectors) < at::get_num_threads()))
-    vectors /= 2;
+  while (vectors > 1 && (columns <= vectors / 2 * kLanes<A> || rows * vectors * kVectorBytes > kBlockBytes)) vectors /= 2;
   return vectors;
 }
 
@@ -116,14 +113,16 @@ void with_vectors(int64_t vectors, F f) {
 }
 
 // Call f(head, first column, number of columns, vectors a row, scratch) for blocks that cover `columns` of every head.
-// The scratch holds a block and kTokens columns of it.
+// The scratch holds a block and kTokens columns of it. Blocks are narrower where that gives every thread one.
 template <typename A, int widest, typename F>
 void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
-  const int64_t vectors = block_vectors<A>(size, rows, columns, widest), width = vectors * kLanes<A>;
-  const int64_t blocks = (columns + width - 1) / width;
+  const int64_t heads = size.B * size.H;
+  int64_t vectors = block_vectors<A>(rows, columns, widest);
+  while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<A>) < at::get_num_threads()) vectors /= 2;
+  const int64_t width = vectors * kLanes<A>, blocks = blocks_of(columns, width);
   // A thread costs some microseconds to wake: as much as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
-  at::parallel_for(0, size.B * size.H * blocks, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
     const auto work = scratch<A>(rows * (width + kTokens));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
@@ -148,14 +147,15 @@ struct SharedHeads {
   int64_t heads, blocks, parts;
 
   SharedHeads(const Sizes& size, int64_t columns, int64_t width) : heads(size.B * size.H) {
-    blocks = std::max<int64_t>(1, (columns + width - 1) / width);
+    blocks = std::max<int64_t>(1, blocks_of(columns, width));
     const int64_t wanted = heads ? (at::get_num_threads() + heads - 1) / heads : 1;
     parts = std::min(wanted, blocks);
   }
 
   // Room for all parts of a sum, one after the other: the sum itself where there is one part.
   Tensor in_parts(const Tensor& sum) const {
-    if (!sum.defined() || parts == 1) return sum.defined() ? sum.unsqueeze(0) : sum;
+    if (!sum.defined()) return sum;
+    if (parts == 1) return sum.unsqueeze(0);
     auto sizes = sum.sizes().vec();
     sizes.insert(sizes.begin(), parts);
     return at::empty(sizes, sum.options());

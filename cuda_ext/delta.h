@@ -9,6 +9,10 @@
 
 namespace fwp {
 
+// Tokens that share one pass over the state, where they are solved for. Next to four of them, two were as fast with tokens
+// that lie in the cache, and a quarter faster with thousands that do not.
+constexpr int kDeltaTokens = 2;
+
 // x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
 // by a variable lives in memory.)
 template <int T, typename A>
@@ -50,12 +54,14 @@ FWP_INLINE void solve_group(const Gram<T, A>& gram, const A (&rate)[T], Group<A,
 // One pass a group of tokens: its writes, its reads, and what the keys of the next group find.
 template <typename A, int NV>
 struct DeltaForward {
+  static constexpr int kGroup = kDeltaTokens;
+
   StateBlock<A, NV>& block;
   const int64_t length;
   Tokens<const A> q, k, v;
   Rates<const A> beta;
   Tokens<A> out, error;
-  Group<A, NV> found[kTokens];  // k_s W, of the coming group's keys and the state before it
+  Group<A, NV> found[kGroup];  // k_s W, of the coming group's keys and the state before it
 
   // Pointers past the end repeat the last key: what it finds is not used.
   FWP_INLINE const A* key_at(int64_t t) const { return k[std::min(t, length - 1)]; }
@@ -76,8 +82,8 @@ struct DeltaForward {
   FWP_INLINE void run(int64_t t) {
     Group<A, NV> write[T], before[T];
     RowSums<A, NV, T> read;
-    RowSums<A, NV, kTokens> next;
-    const A *key[T], *query[T], *next_key[kTokens];
+    RowSums<A, NV, kGroup> next;
+    const A *key[T], *query[T], *next_key[kGroup];
     A rate[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
@@ -86,7 +92,7 @@ struct DeltaForward {
       write[s].load_from(v[t + s], block.columns);
       write[s].add(A(-1), found[s]);
     }
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) next_key[s] = key_at(t + T + s);
+    FWP_UNROLL for (int s = 0; s < kGroup; ++s) next_key[s] = key_at(t + T + s);
     solve_group(Gram<T, A>(key, key, block.rows), rate, write, before);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
     block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
@@ -94,13 +100,13 @@ struct DeltaForward {
         w.add(key[s][i], write[s]);
         read.part[s].add(query[s][i], w);
       }
-      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) next.part[s].add(next_key[s][i], w);
+      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kGroup; ++s) next.part[s].add(next_key[s][i], w);
     }, [&]() __attribute__((always_inline)) {
       read.settle();
       if constexpr (!kLast) next.settle();
     });
     FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
-    if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) found[s] = next.total[s];
+    if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kGroup; ++s) found[s] = next.total[s];
   }
 };
 
@@ -110,8 +116,9 @@ struct DeltaForward {
 // made up for afterwards.
 template <typename A, int NV>
 struct DeltaBackwardWrites {
-  // Fewer tokens and more columns than in the other passes: the sums along the columns cross lanes, once a row and token.
-  static constexpr int kGroup = 2;
+  static constexpr int kGroup = kDeltaTokens;
+  // How far ahead tokens are fetched: left to itself, the processor took a fifth longer over thousands of them in reverse.
+  static constexpr int kTokensAhead = 4 * kGroup;
 
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, d_out, error;
@@ -119,7 +126,7 @@ struct DeltaBackwardWrites {
   Tokens<A> d_k, d_v;
   Rates<A> d_beta;
   const bool add;  // whether other columns have been here: to d_k and d_beta
-  A* products;     // error times G for each row and token of a group, a vector whose lanes are still to be added up
+  A* products;     // e_s G_i^T for each row i and token s of a group, as a vector whose lanes are still to be added up
   const A* late_key[kGroup];
   Group<A, NV> late[kGroup];  // d_v that have not reached G yet
 
@@ -143,6 +150,10 @@ struct DeltaBackwardWrites {
       key[s] = k[t + s];
       query[s] = q[t + s];
       rate[s] = beta[t + s];
+      q.fetch(t + s + kTokensAhead, block.rows);
+      k.fetch(t + s + kTokensAhead, block.rows);
+      d_out.fetch(t + s + kTokensAhead, block.columns);
+      error.fetch(t + s + kTokensAhead, block.columns);
       d_read[s].load_from(d_out[t + s], block.columns);
       error_of[s].load_from(error[t + s], block.columns);
     }
@@ -182,7 +193,7 @@ struct DeltaBackwardWrites {
   template <int T>
   FWP_INLINE void store_d_keys(int64_t t, const Group<A, NV> (&error_of)[T], const Group<A, NV> (&d_value)[T],
                                const A* const (&key)[T], const A (&rate)[T]) {
-    static_assert(T <= 2);
+    static_assert(kGroup == 2);
     const A late_part = T == 2 ? sum_lanes<A>(multiply_lanes(error_of[T - 1], d_value[0])) : 0;
     for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
       const int64_t rows = block.rows - i;
@@ -205,11 +216,13 @@ struct DeltaBackwardWrites {
 // after thousands of tokens their sum would be larger than all others.
 template <typename A, int NV>
 struct DeltaBackwardReads {
+  static constexpr int kGroup = NV == 1 ? kTokens : kDeltaTokens;
+
   StateBlock<A, NV>& block;
   Tokens<const A> k, d_out, error, d_v;
   Rates<const A> beta;
   Tokens<A> d_q, d_k;
-  A* scratch;  // kTokens x rows
+  A* scratch;  // kGroup x rows
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {

@@ -11,6 +11,9 @@
 
 namespace fwp {
 
+// Bytes that a cache fetches together, on nearly every machine.
+constexpr int kLineBytes = 64;
+
 // A matrix with any strides; data may be null.
 template <typename A>
 struct Matrix {
@@ -24,6 +27,10 @@ struct Tokens {
   A* data;
   int64_t stride;
   A* operator[](int64_t t) const { return data + t * stride; }
+  // Into the cache: the first `count` elements of token t, which may lie past the end.
+  FWP_INLINE void fetch(int64_t t, int64_t count) const {
+    for (int64_t i = 0; i < count; i += kLineBytes / int64_t(sizeof(A))) __builtin_prefetch(data + t * stride + i);
+  }
   Tokens from(int64_t column) const { return {data + column, stride}; }
   Tokens reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
 };
