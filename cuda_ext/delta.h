@@ -9,8 +9,8 @@
 
 namespace fwp {
 
-// Tokens that share one pass over the state, where they are solved for. Next to four of them, two were as fast with tokens
-// that lie in the cache, and a quarter faster with thousands that do not.
+// Tokens that share one pass over the state. Next to four of them, two were as fast with tokens that lie in the cache,
+// and a quarter faster with thousands that do not.
 constexpr int kDeltaTokens = 2;
 
 // x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
@@ -110,14 +110,14 @@ struct DeltaForward {
   }
 };
 
-// In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t, d_beta_t, and the first half
-// of d_k_t, beta_t e_t G_t^T. All token sequences arrive reversed. One pass a group of tokens: the part of d_v of the group
-// before it, then its own reads. The d_v of a group reach G after all reads of the group, and their part in the reads is
-// made up for afterwards.
+// In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t, d_beta_t, and the first
+// half of d_k_t, beta_t e_t G_t^T. All token sequences arrive reversed. One pass a group of tokens: the part of d_v of
+// the group before it, then its own reads. The d_v of a group reach G after all reads of the group, and their part in
+// the reads is made up for afterwards.
 template <typename A, int NV>
 struct DeltaBackwardWrites {
   static constexpr int kGroup = kDeltaTokens;
-  // How far ahead tokens are fetched: left to itself, the processor took a fifth longer over thousands of them in reverse.
+  // How far ahead tokens are fetched: left to itself, the processor took a fifth longer over thousands of them.
   static constexpr int kTokensAhead = 4 * kGroup;
 
   StateBlock<A, NV>& block;
@@ -216,6 +216,7 @@ struct DeltaBackwardWrites {
 // after thousands of tokens their sum would be larger than all others.
 template <typename A, int NV>
 struct DeltaBackwardReads {
+  // Reads and writes are known beforehand, so how many tokens share a pass changes no bit.
   static constexpr int kGroup = NV == 1 ? kTokens : kDeltaTokens;
 
   StateBlock<A, NV>& block;
