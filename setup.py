@@ -24,7 +24,7 @@ setup(
     # The kernels are compiled at first use, on the machine that runs them: their sources travel with the package.
     packages=[*find_packages(include=["fairseq_fwp", "fairseq_fwp.*"]), "fairseq_fwp.cuda_ext"],
     package_dir={"fairseq_fwp.cuda_ext": "cuda_ext"},
-    package_data={"fairseq_fwp.cuda_ext": ["*.h", "*.cuh", "*.cpp", "*.cu", "README.md"]},
+    package_data={"fairseq_fwp.cuda_ext": ["*.h", "*.cpp", "cuda/*", "README.md"]},
     install_requires=[
         # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; fairseq-fixed does.
         'fairseq-fixed; python_version >= "3.11"',
@@ -46,6 +46,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
+            "fwp-convert = fairseq_fwp.cli.convert:main",
             "fwp-eval-lm = fairseq_fwp.cli.eval_lm:main",
             "fwp-info = fairseq_fwp.cli.info:main",
             "fwp-plot = fairseq_fwp.cli.plot:main",

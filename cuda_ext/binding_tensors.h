@@ -1,28 +1,21 @@
 // What the CPU bindings share: tensors as the kernels see them, and the blocks of columns that threads work on.
-// Shapes: q, k (B, H, L, Dk), v, out, error (B, H, L, Dv), beta (B, H, L), states (B, H, Dk, Dv).
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <array>
 #include <initializer_list>
 #include <memory>
 #include <new>
-#include <optional>
 #include <tuple>
 #include <type_traits>
 
+#include "binding_arguments.h"
 #include "state_block.h"
 
 namespace fwp::cpu {
-
-using at::Tensor;
-
-inline at::ScalarType state_type(const Tensor& q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 // In the dtype that the kernels compute in, the elements of a vector side by side. Most often the tensor itself.
 inline Tensor prepare(const Tensor& x, at::ScalarType type) {
@@ -54,27 +47,6 @@ Matrix<A> matrix(const Tensor& x, int64_t head, int64_t column, bool transposed 
 
 // An operator cannot return an undefined tensor: (0,) stands for it.
 inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
-
-inline void check(const char* name, const Tensor& x, at::IntArrayRef sizes, at::ScalarType type) {
-  TORCH_CHECK(x.sizes() == sizes && x.scalar_type() == type && x.is_cpu(), name, " must be a ", type, " CPU tensor of ",
-              sizes, ", got ", x.scalar_type(), " on ", x.device(), " of ", x.sizes());
-}
-
-inline void check(const char* name, const std::optional<Tensor>& x, at::IntArrayRef sizes, at::ScalarType type) {
-  if (x) check(name, *x, sizes, type);
-}
-
-struct Sizes {
-  int64_t B, H, L, Dk, Dv;
-  Sizes(const Tensor& q, const Tensor& values) {
-    TORCH_CHECK(q.dim() == 4 && values.dim() == 4, "q and v must have 4 dimensions, got ", q.dim(), ", ", values.dim());
-    B = q.size(0), H = q.size(1), L = q.size(2), Dk = q.size(3), Dv = values.size(3);
-  }
-  std::array<int64_t, 4> keys() const { return {B, H, L, Dk}; }
-  std::array<int64_t, 4> values() const { return {B, H, L, Dv}; }
-  std::array<int64_t, 4> state() const { return {B, H, Dk, Dv}; }
-  std::array<int64_t, 3> rates() const { return {B, H, L}; }
-};
 
 // Aligned memory for `count` numbers.
 template <typename A>

@@ -1,14 +1,14 @@
-# Compares language models that differ in their attention only, on one text; sourced by quickstart/ and peps/run.sh.
+# Compares language models on one text; sourced by quickstart/ and peps/run.sh.
 # The run.sh sets: here (its folder), root, data (empty: own_text), out, merges (BPE), models (names of conf/NAME.yaml),
 # protocols ("SPLIT" or "SPLIT CONTEXT": the perplexities to compute), prompt, per_word (--per-word or empty, for the
 # table), and the functions own_text OUT, which writes train.txt, valid.txt and test.txt, and show_sample, a filter.
-# shellcheck shell=bash disable=SC2154
+# shellcheck shell=bash disable=SC2034,SC2154
 
-tools=$root/recipes
-tokens=256                # per sample, in training and in evaluation
-export TQDM_MININTERVAL=5 # seconds; a log file would get thousands of progress bars
+# shellcheck disable=SC1091
+. "$root/recipes/lm_common.sh"
 
-die() { echo "run.sh: $*" >&2; exit 1; }
+tokens=256 # per sample, in training and in evaluation
+task=(--task language_modeling --tokens-per-sample "$tokens" --sample-break-mode none --required-batch-size-multiple 1)
 
 usage() {
   echo "usage: run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']"
@@ -39,16 +39,6 @@ read_arguments() {
   [[ -z $data || $data = /* ]] || data=$PWD/$data
 }
 
-# What lies there was made from what this file says; anything else needs a folder of its own.
-check_same() { # check_same FILE TEXT
-  [ "$(cat "$1")" = "$2" ] || die "$(dirname "$1") was made with other settings (see $1): give another --out."
-}
-
-run_to() { # run_to LOG COMMAND...: as run, but what the command says goes to LOG
-  printf '+%s\n' "$(printf ' %q' "${@:2}")" >&2
-  "${@:2}" >"$1" 2>&1
-}
-
 prepare() {
   local work=$out/data.unfinished split source="$merges merges; ${data:-own text}"
   [ ! -d "$data" ] || source+=" $(find "$data" -maxdepth 1 -name '*.txt*' -exec cksum {} + | sort | cksum)"
@@ -69,30 +59,6 @@ prepare() {
     die "fairseq-preprocess failed: see $work/preprocess.log."
   echo "$source" >"$work/source.txt"
   mv "$work" "$out/data" # only now does it count
-}
-
-train() { # train NAME
-  local flags settings where
-  flags=$(python "$tools/flags.py" "$here/conf/$1.yaml")
-  mapfile -t flags <<<"$flags"
-  settings=$(printf '%q ' "${flags[@]}" "${extra[@]}")
-  # fairseq goes on from a checkpoint_last.pt.
-  [ ! -e "$out/$1/checkpoint_last.pt" ] && [ ! -e "$out/$1/diverged" ] ||
-    check_same "$out/$1/settings.txt" "$settings"
-  [ ! -e "$out/$1/trained" ] && [ ! -e "$out/$1/diverged" ] || return 0
-  mkdir -p "$out/$1"
-  echo "$settings" >"$out/$1/settings.txt"
-  if run fairseq-train "$out/data/bin" --user-dir "$root/fairseq_fwp" --task language_modeling "${flags[@]}" \
-    --tokens-per-sample "$tokens" --sample-break-mode none --required-batch-size-multiple 1 \
-    --save-dir "$out/$1" --no-epoch-checkpoints --keep-interval-updates 1 --log-format json "${extra[@]}" 2>&1 |
-    tee -a "$out/$1/train.log" | python "$tools/lm_progress.py" "$1"; then
-    touch "$out/$1/trained"
-  elif where=$(python "$tools/lm_results.py" diverged "$out/$1/train.log"); then
-    echo "$where" >"$out/$1/diverged" # a result: the other models go on
-    echo "$1 diverged: $where."
-  else
-    die "the training of $1 failed: see $out/$1/train.log."
-  fi
 }
 
 evaluate() { # evaluate NAME SPLIT [CONTEXT]
@@ -141,11 +107,11 @@ sample() { # from the first model
 }
 
 compare() {
-  local name protocol
+  local name protocol text=$out/data/bpe
   # `train` prepares the data too, if that has not been done; `eval` and `sample` do not train.
   case $stage in prepare | train | all) prepare ;; esac
   [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
-  case $stage in train | all) for name in $models; do train "$name"; done ;; esac
+  case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
   case $stage in
     eval | all)
       for name in $models; do

@@ -1,4 +1,4 @@
-"""Check what fairseq-eval-lm scored, and make one table of a comparison of language models.
+"""Check what was scored, and make one table of a comparison of language models.
 
     python recipes/lm_results.py check LOG TOKENISED_TEXT    # fails unless every token of the text was scored
     python recipes/lm_results.py table [--per-word] OUT NAME...    # the runs OUT/NAME -> Markdown
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+START = re.compile(r"^\+ (?:.*[ /])?fairseq-train ", re.MULTILINE)
 # fairseq's words for a gradient that is NaN or infinite (with --fp16: that stays so at every scale of the loss).
 NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale reached)", re.MULTILINE)
 
@@ -27,8 +28,11 @@ def count(text: Path) -> int:
 
 
 def read_log(log: Path) -> tuple[int, int, float]:
-    """The parameters, the tokens scored and their mean loss in bits."""
+    """The parameters, the tokens scored and their mean loss in bits, of fairseq-eval-lm or the JSON of fwp-eval-lm."""
     text = log.read_text(encoding="utf-8")
+    if text.startswith("{"):
+        result = json.loads(text)
+        return result["parameters"], result["tokens"], result["loss_base_2"]
     patterns = r"num\. model params: ([\d,]+)", r"Evaluated ([\d,]+) tokens", r"Loss \(base 2\): ([\d.]+)"
     found = [re.search(pattern, text) for pattern in patterns]
     if not all(found):
@@ -48,7 +52,7 @@ class Training(NamedTuple):
 
 
 def read_training(log: Path) -> Training:
-    """Reads what `fairseq-train --log-format json` printed, each start after a line `+ fairseq-train ...`."""
+    """Reads what `fairseq-train --log-format json` printed, each start after a line `+ ...fairseq-train ...`."""
     text = log.read_text(encoding="utf-8", errors="replace")
     parameters = re.search(r"num\. shared model params: ([\d,]+)", text)
     if not parameters:
@@ -63,7 +67,7 @@ def read_training(log: Path) -> Training:
             updates = int(entry["valid_num_updates"])
             validations = [known for known in validations if known[0] < updates]
             validations.append((updates, float(entry["valid_ppl"])))
-    not_finite = NOT_FINITE.search(text.rpartition("\n+ fairseq-train ")[2]) is not None
+    not_finite = NOT_FINITE.search(START.split(text)[-1]) is not None
     return Training(int(parameters[1].replace(",", "")), updates, seconds / 3600, validations, not_finite)
 
 

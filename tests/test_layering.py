@@ -93,7 +93,7 @@ def test_package_mends_fairseq_before_anything_else():
 def test_kernels_are_free_of_torch():
     """Headers hold the kernels, which the tests also build alone; only the bindings (binding_*) see ATen."""
     pattern = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/', re.MULTILINE)
-    headers = [*ROOT.glob("cuda_ext/*.h"), *ROOT.glob("cuda_ext/*.cuh")]
+    headers = [file for suffix in ("h", "cuh", "cu") for file in ROOT.glob(f"cuda_ext/**/*.{suffix}")]
     headers = [path for path in headers if not path.name.startswith("binding_")]
     assert headers
     assert [path.name for path in headers if pattern.search(path.read_text(encoding="utf-8"))] == []

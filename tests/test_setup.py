@@ -70,7 +70,8 @@ def test_requirements(wheel):
 
 
 def kernel_sources():
-    return {f"cuda_ext/{path.name}" for path in ROOT.glob("cuda_ext/*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")}
+    paths = [path for path in ROOT.glob("cuda_ext/**/*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
+    return {str(path.relative_to(ROOT)) for path in paths}
 
 
 def test_wheel_ships_every_kernel_source(wheel):
@@ -94,7 +95,7 @@ def test_wheel_ships_every_module(wheel):
 def test_commands_exist(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
     lines = [line for line in wheel.read(name).decode().splitlines() if "=" in line]
-    assert [line.split(" = ")[0] for line in lines] == ["fwp-eval-lm", "fwp-info", "fwp-plot"]
+    assert [line.split(" = ")[0] for line in lines] == ["fwp-convert", "fwp-eval-lm", "fwp-info", "fwp-plot"]
     for line in lines:
         module = line.split(" = ")[1].split(":")[0]
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()

@@ -1,94 +1,48 @@
 """The language model `fwp_lm`: a decoder-only Transformer whose attention is a fast weight programmer or softmax."""
 
-import copy
-import logging
-import math
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Optional
+from dataclasses import dataclass
+from typing import Any, Optional
 
-import torch
-import torch.nn.functional as F
-from fairseq import utils
-from fairseq.dataclass import ChoiceEnum, FairseqDataclass
-from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel, register_model
-from fairseq.modules import FairseqDropout, LayerNorm
-from omegaconf import II, OmegaConf
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import FairseqLanguageModel, register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.adaptive_input import AdaptiveInput
-from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
-from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState, check_heads
+from fairseq_fwp.models.decoder import (
+    MAX_GENERATED_POSITIONS,
+    DecoderConfig,
+    LanguageModelDecoder,
+    fill_in_defaults,
+    option,
+    warn_of_unused,
+)
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.local_attention import LocalAttention
-from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, SinusoidalDistances
-from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
-from fairseq_fwp.modules.softmax_attention import KeyValueCache, SoftmaxAttention
+from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
+from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-
-logger = logging.getLogger(__name__)
-
-# The paper does not say how it initialises; these are the values of its public code.
-WEIGHT_STD = 0.02
-LAYER_NORM_STD = 0.02
 
 # The arguments of a map, and the fields of the configuration they come from.
 MAP_FLAGS = {
     "dpfp": {"nu": "dpfp_nu"},
-    "favor": {"num_features": "favor_features", "draw": "favor_draw"},
+    "favor": {"num_features": "favor_features", "draw": "favor_draw", "offset": "favor_offset"},
     "relu": {"num_features": "relu_features"},
 }
 
-# What softmax attention does not look at.
+# What the normalisations look at, and softmax attention does not.
+NORMALIZATION_FLAGS = ("normalization_epsilon", "add_normalization_epsilon", "sum_normalization_epsilon")
 FAST_WEIGHT_FLAGS = (
     "decoder_feature_map",
     "decoder_key_dim",
     "sum_normalization",
     "attention_normalization",
     "attention_normalization_read_out_only",
-    "normalization_epsilon",
-    "add_normalization_epsilon",
+    *NORMALIZATION_FLAGS,
     "scale_read_out",
     "norm_read_out",
     *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
 )
-
-# Nothing but the user's patience bounds the length of what a recurrent model generates.
-MAX_GENERATED_POSITIONS = 10**6
-
-
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass
-class DecoderConfig(FairseqDataclass):
-    """What every language model here has. Defaults: the *small* size of Schlag et al. 2021; see presets.py."""
-
-    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = _field(  # type: ignore[valid-type]
-        "relu", "activation function between the feed-forward projections"
-    )
-    dropout: float = _field(0.1, "dropout probability of embeddings and blocks")
-    attention_dropout: float = _field(0.0, "dropout probability of softmax attention weights")
-    activation_dropout: float = _field(0.0, "dropout probability after the feed-forward activation")
-    decoder_embed_dim: int = _field(128, "embedding dimension, of the heads together too")
-    decoder_ffn_embed_dim: int = _field(2048, "feed-forward dimension")
-    decoder_layers: int = _field(16, "number of layers")
-    decoder_attention_heads: int = _field(8, "number of heads")
-    decoder_normalize_before: bool = _field(False, "layer normalisation before each block (pre-norm)")
-    adaptive_softmax_cutoff: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
-        None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
-    )
-    div_val: int = _field(
-        1, "adaptive input and softmax: embeddings shrink by this factor from one cluster to the next; 1: none does"
-    )
-    no_scale_embedding: bool = _field(False, "do not scale embeddings by the root of their dimension")
-    add_bos_token: bool = II("task.add_bos_token")
-    tokens_per_sample: int = II("task.tokens_per_sample")
-    max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
 
 
 @dataclass
@@ -96,82 +50,58 @@ class FwpLanguageModelConfig(DecoderConfig):
     """Defaults: Schlag et al. 2021, *small*, with the delta rule and without any normalisation; see presets.py."""
 
     # Plain strings: `add_args` offers what the tables hold by then, entries from outside this package included.
-    decoder_update_rule: str = _field(
+    decoder_update_rule: str = option(
         "delta", "how a token writes into the fast weights; softmax: attention over all past tokens"
     )
-    decoder_feature_map: str = _field("elu", "map of keys and queries (not used by softmax)")
-    decoder_key_dim: Optional[int] = _field(  # noqa: UP045
+    decoder_feature_map: str = option("elu", "map of keys and queries (not used by softmax)")
+    decoder_key_dim: Optional[int] = option(  # noqa: UP045
         None, "size of a head's keys and queries before the map; none: embedding dimension / heads"
     )
-    dpfp_nu: int = _field(1, "capacity of the dpfp map: 2 * key dimension * nu features")
-    favor_features: Optional[int] = _field(  # noqa: UP045
+    dpfp_nu: int = option(1, "capacity of the dpfp map: 2 * key dimension * nu features")
+    favor_features: Optional[int] = option(  # noqa: UP045
         None, "random vectors m of the favor map: 2 m features; none: key dimension / 2"
     )
-    favor_draw: ChoiceEnum(list(DRAWS)) = _field(  # type: ignore[valid-type]
+    favor_draw: ChoiceEnum(list(DRAWS)) = option(  # type: ignore[valid-type]
         "orthogonal", "how the favor map draws its vectors"
     )
-    relu_features: Optional[int] = _field(  # noqa: UP045
+    favor_offset: float = option(
+        0.0, "added to the exponentials of the favor map: 1e-4 in the papers' public code, none in the papers"
+    )
+    relu_features: Optional[int] = option(  # noqa: UP045
         None, "features of the learned relu map; none: key dimension"
     )
-    sum_normalization: bool = _field(False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)")
-    attention_normalization: bool = _field(
+    sum_normalization: bool = option(False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)")
+    attention_normalization: bool = option(
         False, "divide the read-out by z . q, and what the delta rule retrieves by z . k (Schlag 2021, Eqs. 26-28)"
     )
-    attention_normalization_read_out_only: bool = _field(
+    attention_normalization_read_out_only: bool = option(
         False, "with --attention-normalization: divide the read-out alone, as the paper's public code does by default"
     )
-    normalization_epsilon: Optional[float] = _field(  # noqa: UP045
+    normalization_epsilon: Optional[float] = option(  # noqa: UP045
         None, "lower bound of the divisors of both normalisations (the papers have none); none: 1e-6, favor: 1e-24"
     )
-    add_normalization_epsilon: bool = _field(
+    add_normalization_epsilon: bool = option(
         False, "add the epsilon to every divisor, as public code does, in place of bounding it"
     )
-    scale_read_out: bool = _field(
+    sum_normalization_epsilon: Optional[float] = option(  # noqa: UP045
+        None, "the epsilon of --sum-normalization, where it is another; none: --normalization-epsilon"
+    )
+    scale_read_out: bool = option(
         False, "multiply the read-out by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do"
     )
-    norm_read_out: bool = _field(False, "layer normalisation of each head's read-out")
-    fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = _field(  # type: ignore[valid-type]
-        "auto", "C++/CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
+    norm_read_out: bool = option(False, "layer normalisation of each head's read-out")
+    fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
+        "auto", "C++ and CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
     )
-    attention_window: Optional[int] = _field(  # noqa: UP045
+    attention_window: Optional[int] = option(  # noqa: UP045
         None, "softmax: a token attends to itself and to this many less one before it; none: to all"
     )
-    no_token_positional_embeddings: bool = _field(False, "no absolute positions")
-
-
-def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
-    """The configuration with the defaults of options that a checkpoint of an earlier version does not know."""
-    missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
-    if not missing:
-        return cfg
-    completed = copy.deepcopy(cfg)
-    OmegaConf.set_struct(completed, False)
-    return OmegaConf.merge(completed, missing)
-
-
-class DecoderState(NamedTuple):
-    """What the decoder remembers: a state per layer, and the number of tokens (B,) seen without padding."""
-
-    layers: tuple[Any, ...]
-    positions: Tensor
-
-    def detach(self) -> "DecoderState":
-        """The same values, cut from the graph."""
-        return DecoderState(tuple(layer.detach() for layer in self.layers), self.positions)
-
-    def reorder(self, new_order: Tensor) -> "DecoderState":
-        """The rows new_order (B',) of the batch, as beam search selects them."""
-        layers = tuple(layer.reorder(new_order) for layer in self.layers)
-        return DecoderState(layers, self.positions.index_select(0, new_order))
-
-    def reset(self, rows: Tensor) -> "DecoderState":
-        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
-        layers = tuple(layer.reset(rows) for layer in self.layers)
-        return DecoderState(layers, self.positions.masked_fill(rows, 0))
-
-
-# A checkpoint in mid-epoch holds the state of its streams.
-torch.serialization.add_safe_globals([DecoderState, FastWeightState, KeyValueCache, Memory])
+    no_token_positional_embeddings: bool = option(False, "no absolute positions")
+    positions_from_end: bool = option(
+        False,
+        "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
+        "that of one of --tokens-per-sample; and with the wavelengths of Vaswani 2017",
+    )
 
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
@@ -200,144 +130,34 @@ class FwpLanguageModel(FairseqLanguageModel):
         return MAX_GENERATED_POSITIONS
 
 
-class FwpDecoder(FairseqIncrementalDecoder):
-    """Embeddings, layers and tied output. No tensor grows faster than linearly with the sequence."""
+class FwpDecoder(LanguageModelDecoder):
+    """`LanguageModelDecoder` over fast weights or softmax attention."""
 
-    def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
-        super().__init__(dictionary)
-        self.padding_idx = dictionary.pad()
-        # Softmax attention has a state too, but one that grows with every token.
-        self.carries_state = self.has_constant_state(cfg)
-        self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
-        cutoffs = read_cutoffs(cfg, len(dictionary))
-        self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
-        self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
-        self.embed_positions = (
-            SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
-            if self.has_absolute_positions(cfg)
-            else None
-        )
-        self.dropout = FairseqDropout(cfg.dropout, module_name=type(self).__name__)
-        self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
-        self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if cfg.decoder_normalize_before else None
-        # Also without cutoffs, so that the criterion adaptive_loss always works.
-        self.adaptive_softmax = build_adaptive_softmax(self.embed_tokens, cutoffs)
-        self.apply(initialize)
-
-    def has_absolute_positions(self, cfg: Any) -> bool:
-        """Whether sinusoids of the positions are added to the embeddings."""
-        return not cfg.no_token_positional_embeddings
+    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+        """The absolute positions that are added to the embeddings."""
+        if cfg.no_token_positional_embeddings:
+            if cfg.positions_from_end:
+                raise ValueError("--positions-from-end counts positions, and --no-token-positional-embeddings has none")
+            return None
+        if cfg.positions_from_end:
+            return VaswaniPositions(cfg.decoder_embed_dim)
+        return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def has_constant_state(self, cfg: Any) -> bool:
-        """Whether the state does not grow with the text, and so can be carried on for ever."""
+        """Whether the state does not grow with the text: that of softmax attention does, with every token."""
         return cfg.decoder_update_rule != "softmax" or cfg.attention_window is not None
 
     def build_attention(self, cfg: Any) -> nn.Module:
         """The attention of one layer."""
         return build_attention(cfg)
 
-    def forward(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: None = None,
-        incremental_state: dict[str, Any] | None = None,
-        features_only: bool = False,
-        state: DecoderState | None = None,
-        src_lengths: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """prev_output_tokens (B, L) -> features (B, L, D) for the adaptive softmax, and the new "state".
-
-        state: what was read before these tokens, None = nothing. With an incremental_state, the state is kept
-        there from the first call on, prev_output_tokens is the whole prefix as fairseq passes it, its tokens not yet
-        read are read, and the first value is their log-probabilities (B, L, V). ("attn" in the second value is what
-        fairseq looks for.)
-        """
-        if self.training:
-            for module in self.modules():
-                if isinstance(module, FeatureMap):
-                    module.resample()
-        if incremental_state is None:
-            x, state = self.extract_features(prev_output_tokens, state)
-        else:
-            state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
-            x, state = self.extract_unread_features(prev_output_tokens, state, read)
-            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1]))
-        scored = incremental_state is not None and not features_only
-        if scored:
-            # fairseq's generator divides the first value by --temperature: of features that would miss the biases.
-            x = self.adaptive_softmax.get_log_prob(x, None)
-        elif not features_only:
-            x = self.output_layer(x)
-        return x, {"attn": [None], "state": state, "scored": scored}
-
-    def get_normalized_probs(
-        self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
-    ) -> Tensor:
-        """(Log-)probabilities (B, L, V) of what `forward` returned; with a sample, exact for its targets only."""
-        first, extra = net_output
-        if not (extra or {}).get("scored"):
-            return super().get_normalized_probs(net_output, log_probs, sample)
-        scores = F.log_softmax(first, dim=-1)
-        return scores if log_probs else scores.exp()
-
-    def extract_features(
-        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
-    ) -> tuple[Tensor, DecoderState]:
-        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
-
-        last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
-        """
-        padding = tokens.eq(self.padding_idx)
-        seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
-        counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
-        x = self.embed_scale * self.embed_tokens(tokens)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions((counts - 1).clamp(min=0)).to(x.dtype)
-        x = self.dropout(x)
-        mask = padding if padding.any() else None
-        layer_states = []
-        for index, layer in enumerate(self.layers):
-            kept = last if index == len(self.layers) - 1 else None
-            x, layer_state = layer(x, state.layers[index] if state else None, mask, kept)
-            layer_states.append(layer_state)
-        if self.layer_norm is not None:
-            x = self.layer_norm(x)
-        return x, DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
-
-    def extract_unread_features(
-        self, tokens: Tensor, state: DecoderState | None, read: int
-    ) -> tuple[Tensor, DecoderState]:
-        """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
-        return self.extract_features(tokens[:, read:], state)
-
-    def state_size(self, length: int) -> int:
-        """Numbers kept of a sequence of `length` tokens, as Schlag et al. 2021, Table 4, counts them."""
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        return sum(attention.state_size(length) for attention in attentions)
-
-    def output_layer(self, features: Tensor) -> Tensor:
-        """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
-
-        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
-        """
-        return at_least_float32(features)
-
-    def max_positions(self) -> int:
-        """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
-        return self.max_target_positions
-
-    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Keeps the rows new_order of the decoding state, as beam search selects them."""
-        kept = self.get_incremental_state(incremental_state, "state")
-        if kept is not None:
-            state, read = kept
-            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
-
-
-def warn_of_unused(flags: list[str]) -> None:
-    """Names them in the log. Not refused: an architecture may have set one, and the command line made it void."""
-    for flag in flags:
-        logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
+    def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
+        """The positions (B, L) of tokens that are the counts-th of their row."""
+        if not isinstance(self.embed_positions, VaswaniPositions):
+            return super()._positions(counts, decoding)
+        if decoding:  # where a sample ends is not known before it is generated: one sample follows the other
+            return (self.sample_length - counts) % self.sample_length
+        return counts[:, -1:] - counts
 
 
 def unused_flags(cfg: FwpLanguageModelConfig) -> list[str]:
@@ -346,22 +166,13 @@ def unused_flags(cfg: FwpLanguageModelConfig) -> list[str]:
         unused = FAST_WEIGHT_FLAGS
     else:
         others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
-        unused = ("attention_window", *(flag for flags in others for flag in flags))
+        unused = ("attention_window", "attention_dropout", *(flag for flags in others for flag in flags))
+        if not (cfg.sum_normalization or cfg.attention_normalization):
+            unused += NORMALIZATION_FLAGS
+        if not UPDATE_RULES[cfg.decoder_update_rule].retrieves:
+            unused += ("attention_normalization_read_out_only",)
     default = FwpLanguageModelConfig()
     return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
-
-
-def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
-    """One decoder layer of the configuration around the attention."""
-    return DecoderLayer(
-        attention,
-        cfg.decoder_embed_dim,
-        cfg.decoder_ffn_embed_dim,
-        utils.get_activation_fn(str(cfg.activation_fn)),
-        dropout=cfg.dropout,
-        activation_dropout=cfg.activation_dropout,
-        normalize_before=cfg.decoder_normalize_before,
-    )
 
 
 def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
@@ -390,60 +201,8 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         read_out_only=cfg.attention_normalization_read_out_only,
         epsilon=cfg.normalization_epsilon,
         add_epsilon=cfg.add_normalization_epsilon,
+        sum_epsilon=cfg.sum_normalization_epsilon,
         scale_read_out=cfg.scale_read_out,
         norm_read_out=cfg.norm_read_out,
         backend=str(cfg.fwp_backend),
     )
-
-
-def read_cutoffs(cfg: DecoderConfig, vocab_size: int) -> list[int]:
-    """The cutoffs given, without those that the vocabulary does not reach."""
-    text = cfg.adaptive_softmax_cutoff or ""
-    try:
-        cutoffs = [int(cutoff) for cutoff in text.split(",") if cutoff.strip()]
-    except ValueError:
-        raise ValueError(f"--adaptive-softmax-cutoff takes whole numbers like 20000,40000, got {text!r}") from None
-    kept = [cutoff for cutoff in cutoffs if cutoff < vocab_size]
-    if len(kept) < len(cutoffs):
-        logger.info(
-            "adaptive softmax: dropped cutoffs %s, beyond the vocabulary of %d words",
-            ",".join(str(cutoff) for cutoff in cutoffs if cutoff not in kept),
-            vocab_size,
-        )
-    return kept
-
-
-def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> nn.Embedding | AdaptiveInput:
-    """The word embeddings of the configuration."""
-    if cfg.div_val == 1:
-        return nn.Embedding(len(dictionary), cfg.decoder_embed_dim, dictionary.pad())
-    return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
-
-
-def build_adaptive_softmax(embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> AdaptiveSoftmax:
-    """The adaptive softmax tied to the embeddings."""
-    if isinstance(embed_tokens, AdaptiveInput):
-        return ProjectedAdaptiveSoftmax(embed_tokens)
-    return TiedAdaptiveSoftmax(embed_tokens, cutoffs)
-
-
-def initialize(module: nn.Module) -> None:
-    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; gates and maps as they have it."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=WEIGHT_STD)
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        with torch.no_grad():
-            module.weight[module.padding_idx].zero_()
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-    if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
-        nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
-        nn.init.zeros_(module.bias)
-    if isinstance(module, FastWeightAttention):
-        module.reset_gates()
-    if isinstance(module, FeatureMap):
-        module.reset_parameters()
-    if isinstance(module, AdaptiveInput | ProjectedAdaptiveSoftmax):
-        module.reset_projections()
-    if isinstance(module, SinusoidalDistances | LearnedDistances):
-        module.reset_parameters()

@@ -13,17 +13,18 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import FairseqLanguageModel, register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.models.fwp_lm import (
+from fairseq_fwp.models.decoder import (
     MAX_GENERATED_POSITIONS,
     DecoderConfig,
     DecoderState,
-    FwpDecoder,
-    _field,
+    LanguageModelDecoder,
     fill_in_defaults,
+    option,
     warn_of_unused,
 )
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 
 
@@ -31,14 +32,14 @@ from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 class FwpXlLanguageModelConfig(DecoderConfig):
     """Defaults: a Transformer-XL of the *small* size of Schlag et al. 2021; see presets.py."""
 
-    mem_len: int = _field(256, "tokens of the past that a segment sees beside its own; 0: no recurrence")
-    clamp_len: int = _field(-1, "distances beyond this one count as this one; -1: none do")
-    same_length: bool = _field(False, "every token sees mem_len tokens, itself included, wherever it stands")
-    untie_biases: bool = _field(False, "u and v (r_w_bias, r_r_bias) of its own for every layer")
-    decoder_positions: ChoiceEnum(["relative", "shaw", "absolute"]) = _field(  # type: ignore[valid-type]
+    mem_len: int = option(256, "tokens of the past that a segment sees beside its own; 0: no recurrence")
+    clamp_len: int = option(-1, "distances beyond this one count as this one; -1: none do")
+    same_length: bool = option(False, "every token sees mem_len tokens, itself included, wherever it stands")
+    untie_biases: bool = option(False, "u and v (r_w_bias, r_r_bias) of its own for every layer")
+    decoder_positions: ChoiceEnum(["relative", "shaw", "absolute"]) = option(  # type: ignore[valid-type]
         "relative", "the paper's relative positions, those of Shaw et al. 2018, or absolute sinusoids"
     )
-    half_loss: bool = _field(
+    half_loss: bool = option(
         False, "train on the second half of each segment alone; with --criterion adaptive_loss, which counts by it"
     )
 
@@ -68,8 +69,8 @@ class FwpXlLanguageModel(FairseqLanguageModel):
         return MAX_GENERATED_POSITIONS
 
 
-class FwpXlDecoder(FwpDecoder):
-    """`FwpDecoder` over segments: attention to the segment's past and to a memory of what was before it.
+class FwpXlDecoder(LanguageModelDecoder):
+    """`LanguageModelDecoder` over segments: attention to the segment's past and to a memory of what was before it.
 
     Incremental decoding gives what a stream of segments of --tokens-per-sample tokens gives: tokens see those of their
     segment and the memory, and after the last token of a segment all but its newest `mem_len` inputs is forgotten.
@@ -86,9 +87,11 @@ class FwpXlDecoder(FwpDecoder):
             for other in others:
                 other.positions.tie(first.positions)
 
-    def has_absolute_positions(self, cfg: Any) -> bool:
-        """Whether sinusoids of the positions are added to the embeddings."""
-        return cfg.decoder_positions == "absolute"
+    def build_positions(self, cfg: Any) -> SinusoidalPositions | None:
+        """The absolute positions that are added to the embeddings."""
+        if cfg.decoder_positions != "absolute":
+            return None
+        return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def has_constant_state(self, cfg: Any) -> bool:
         """Whether there is a memory to carry from segment to segment."""

@@ -14,8 +14,8 @@ from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.normalization import (
     NORMALIZATION_EPSILON,
     bound,
+    normalize_retrieval,
     read_divisor,
-    retrieval_divisor,
     running_normalizer,
     sum_normalize,
 )
@@ -60,6 +60,7 @@ class FastWeightAttention(nn.Module):
     attention_normalization: divide the read-out, and what the delta rule retrieves, by z . q and z . k (Eqs. 26-28);
     read_out_only: of these the read-out alone (Eq. 28), as the paper's public code does by default;
     epsilon: of both normalisations, > 0, None = the map's; add_epsilon: add it to every divisor (else: lower bound);
+    sum_epsilon: that of sum normalisation, where it is another; None = the same;
     scale_read_out: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
     norm_read_out: layer normalisation of each head's read-out (what the public code of the rule fwm does);
     backend: of the operators.
@@ -81,6 +82,7 @@ class FastWeightAttention(nn.Module):
         read_out_only: bool = False,
         epsilon: float | None = None,
         add_epsilon: bool = False,
+        sum_epsilon: float | None = None,
         scale_read_out: bool = False,
         norm_read_out: bool = False,
         backend: str = "auto",
@@ -92,14 +94,17 @@ class FastWeightAttention(nn.Module):
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
-                "divide by sums of features: choose another map, or --arch fwp_lm without these flags"
+                "divide by sums of features: choose another map, or leave both out (--arch fwp_lm has neither)"
             )
         if read_out_only and not attention_normalization:
             raise ValueError(
                 "--attention-normalization-read-out-only is a kind of --attention-normalization: give both"
             )
-        if epsilon is not None and not 0 < epsilon < math.inf:
-            raise ValueError(f"the epsilon of a normalisation must be a number above 0: got {epsilon}")
+        for given in (epsilon, sum_epsilon):
+            if given is not None and not 0 < given < math.inf:
+                raise ValueError(
+                    f"--normalization-epsilon and --sum-normalization-epsilon must be numbers above 0: got {given}"
+                )
         self.rule = UPDATE_RULES[update_rule]
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -111,6 +116,7 @@ class FastWeightAttention(nn.Module):
         self.epsilon = feature_map.epsilon if epsilon is None else epsilon
         # Features that sum to one are no smaller with one map than with another.
         self.divisor_epsilon = NORMALIZATION_EPSILON if epsilon is None and sum_normalization else self.epsilon
+        self.sum_epsilon = self.epsilon if sum_epsilon is None else sum_epsilon
         self.add_epsilon = add_epsilon
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.backend = backend
@@ -169,9 +175,7 @@ class FastWeightAttention(nn.Module):
         z = running_normalizer(k, normalizer)
         divisor = read_divisor(q, z, self.divisor_epsilon, self.add_epsilon)
         if self.rule.retrieves and not self.read_out_only:
-            # k / r beta (r v - k / r W) = k beta (v - k W / r^2): Eq. 27 with r^2 = z . k
-            root = retrieval_divisor(k, z, self.divisor_epsilon, self.add_epsilon).sqrt().unsqueeze(-1)
-            k, v = (k / root).to(k.dtype), (v * root).to(v.dtype)
+            k, v = normalize_retrieval(k, v, z, self.divisor_epsilon, self.add_epsilon)
         return divisor, z[:, :, -1].clone(), k, v
 
     def _forgetting_normalizer(
@@ -197,7 +201,7 @@ class FastWeightAttention(nn.Module):
         # (B, L, 2, H, d): one call maps queries and keys
         features = self.feature_map(queries_keys.unflatten(-1, (2, self.num_heads, self.key_dim)))
         if self.sum_normalization:
-            features = sum_normalize(features, self.epsilon, self.add_epsilon)
+            features = sum_normalize(features, self.sum_epsilon, self.add_epsilon)
         v = values.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         q, k = features.to(v.dtype).permute(2, 0, 3, 1, 4).unbind(0)
         if key_padding_mask is not None:

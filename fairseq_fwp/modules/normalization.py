@@ -13,6 +13,9 @@ from torch import Tensor
 # the paper's public code 1e-5.
 NORMALIZATION_EPSILON = 1e-6
 
+# A product z . k of zero has no square root with a gradient; this one is zero to every float32 it is added to.
+LEAST_PRODUCT = 1e-24
+
 
 def sum_normalize(features: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
     """phi(x) / sum_j phi(x)_j (Eq. 29) of non-negative features (..., D), in their dtype."""
@@ -36,9 +39,7 @@ def read_divisor(q: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, a
     return bound((z[:, :, 1:] * q).sum(-1), epsilon, add_epsilon)
 
 
-def retrieval_divisor(
-    k: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False
-) -> Tensor:
+def retrieval_divisor(k: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON) -> Tensor:
     """c_t = z_{t-1} . k_t (B, H, L), by which Eq. 27 divides the value k_t W_{t-1} retrieved for removal; in z's dtype.
 
     Where z_{t-1} . k_t = 0 nothing is stored under the key: k_t W_{t-1} = 0 as well, and c_t = 1. That is the paper's
@@ -49,7 +50,26 @@ def retrieval_divisor(
     beta_t, or with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t, which half precision holds for smaller c_t.
     """
     c = (z[:, :, :-1] * k).sum(-1)
-    return torch.where(c > 0, bound(c, epsilon, add_epsilon), 1)
+    return torch.where(c > 0, bound(c, epsilon), 1)
+
+
+def normalize_retrieval(
+    k: Tensor, v: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False
+) -> tuple[Tensor, Tensor]:
+    """k and v (B, H, L, Dv) with which the plain delta rule removes a normalised value, as `retrieval_divisor` says.
+
+    With add_epsilon as the paper's public code does: it multiplies beta by c_t and divides k_t by c_t + epsilon, with
+    c_t = 1 before an empty memory alone. The write is then c_t / (c_t + epsilon) as large as in the paper, and 0 for
+    a key without any feature of those stored.
+    """
+    if not add_epsilon:
+        root = retrieval_divisor(k, z, epsilon).sqrt().unsqueeze(-1)
+        return (k / root).to(k.dtype), (v * root).to(v.dtype)
+    past = z[:, :, :-1]
+    c = torch.where(past.sum(-1) > 0, (past * k).sum(-1), 1).clamp(min=LEAST_PRODUCT).unsqueeze(-1)
+    # With r^2 = c and e = c + epsilon: k r/e beta (r v - k r/e W) = k c/e beta (v - k W / e)
+    root = c.sqrt()
+    return (k * root / (c + epsilon)).to(k.dtype), (v * root).to(v.dtype)
 
 
 def bound(divisor: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:

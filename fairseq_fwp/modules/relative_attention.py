@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.alignment import Alignment, join_padding, reset_padding
 from fairseq_fwp.modules.fast_weight_attention import check_heads
+from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
 # The paper does not say how it initialises; this is the value of its public code, of u, v and learned vectors.
 POSITION_STD = 0.02
@@ -119,7 +120,7 @@ class SinusoidalDistances(nn.Module):
         distances = torch.arange(start, stop, device=weight.device, dtype=wide)
         if self.clamp_len is not None:
             distances = distances.clamp(max=self.clamp_len)
-        rows = self.proj(self.dropout(_sinusoids(distances, weight.shape[1]).to(weight.dtype)))
+        rows = self.proj(self.dropout(sinusoids(distances, weight.shape[1]).to(weight.dtype)))
         return rows.unflatten(-1, (len(self.content_bias), -1)).transpose(0, 1)
 
 
@@ -224,13 +225,6 @@ class RelativeAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, window={self.window}, dropout={self.dropout}"
-
-
-def _sinusoids(distances: Tensor, dim: int) -> Tensor:
-    """(n,) -> (n, dim): sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi (Vaswani et al. 2017)."""
-    frequencies = 10000 ** (-torch.arange(0, dim, 2, device=distances.device, dtype=distances.dtype) / dim)
-    angles = distances.unsqueeze(-1) * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :dim]
 
 
 def _by_key(scores: Tensor) -> Tensor:

@@ -28,3 +28,25 @@ class SinusoidalPositions(nn.Module):
         angles = (positions + self.offset).unsqueeze(-1) * torch.exp(-math.log(10000) * exponents)
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=-1).float()
         return F.pad(sinusoids, (0, self.embed_dim % 2))
+
+
+class VaswaniPositions(nn.Module):
+    """Vaswani et al. 2017, Sec. 3.5, as printed: the first position is 0, and the wavelengths are 10000^(2i / D) 2 pi.
+
+    Sines come before cosines, as in the public code of Transformer-XL. fairseq's layout has other wavelengths:
+    10000^(i / (D/2 - 1)) 2 pi. positions (B, L) -> (B, L, embed_dim) in float64.
+    """
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return sinusoids(positions.double(), self.embed_dim)
+
+
+def sinusoids(positions: Tensor, dim: int) -> Tensor:
+    """positions (...) -> (..., dim): sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi."""
+    frequencies = 10000 ** (-torch.arange(0, dim, 2, device=positions.device, dtype=positions.dtype) / dim)
+    angles = positions.unsqueeze(-1) * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)[..., :dim]

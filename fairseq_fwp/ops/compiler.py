@@ -4,52 +4,75 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-BINDINGS = {"cpu": "binding_cpu.cpp"}
+from .build_error import BuildError
+from .cuda_toolkit import architectures, find_nvcc, toolkit_version
 
-
-class BuildError(Exception):
-    """Why a library cannot be built or loaded, in one clause, and in another what helps."""
-
-    def __init__(self, reason: str, cure: str) -> None:
-        super().__init__(reason)
-        self.cure = cure
+# What nvcc takes from the environment on its own.
+NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
 def build_key(device_type: str) -> str:
-    """Hash of sources, flags, compiler, PyTorch and processor."""
+    """Hash of sources, flags, compiler, PyTorch and processor or GPUs. Raises BuildError where there is no GPU."""
     key = hashlib.sha256()
-    for source in sorted(_source_folder().glob("*")):
-        if source.suffix in (".h", ".cpp"):
-            key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    # The compiler counts by name, not version: a cached library must load where there is no compiler to ask.
-    for part in (device_type, torch.__version__, *_compiler(), *_flags(), platform.machine(), _cpu_features()):
+    for source in _sources(device_type):
+        key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    parts = {"cpu": _cpu_parts, "cuda": _cuda_parts}[device_type]()
+    for part in (device_type, torch.__version__, platform.machine(), *parts):
         key.update(part.encode() + b"\0")
     return key.hexdigest()[:16]
 
 
-def compile_library(device_type: str, library: Path) -> None:
-    """Compile the kernels of a device into ``library``, with its object file beside it. Raises BuildError."""
-    compiler = _compiler()
-    if shutil.which(compiler[0]) is None:
+def check_compiler(device_type: str) -> None:
+    """Raises BuildError where a build for this device cannot even begin."""
+    if device_type == "cuda":
+        find_nvcc(architectures())
+    elif shutil.which(_compiler()[0]) is None:
         raise BuildError(
-            f"there is no C++ compiler ({compiler[0]} is not on PATH)", "install g++ 10 or later, or set CXX"
+            f"there is no C++ compiler ({_compiler()[0]} is not on PATH)", "install g++ 10 or later, or set CXX"
         )
-    # Imported here: it takes half a second, and loading a cached library needs nothing of it.
-    from torch.utils import cpp_extension
 
-    binding, program = str(_source_folder() / BINDINGS[device_type]), str(library.with_suffix(".o"))
-    include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    link = [f"-L{path}" for path in cpp_extension.library_paths()]
-    _run([*compiler, *_flags(), *_openmp(compiler), *include, "-c", binding, "-o", program])
-    _run([*compiler, "-shared", program, *link, "-lc10", "-ltorch_cpu", "-ltorch", "-o", str(library)])
+
+def compile_library(device_type: str, library: Path) -> None:
+    """Compile the kernels of a device into ``library``, with its object files beside it. Raises BuildError."""
+    check_compiler(device_type)
+    COMPILE[device_type](library)
+
+
+def _compile_cpu(library: Path) -> None:
+    compiler = _compiler()
+    program = str(library.with_suffix(".o"))
+    binding = str(_source_folder() / "binding_cpu.cpp")
+    _run([*compiler, *_cpu_flags(), *_openmp(compiler), *_torch_includes(), "-c", binding, "-o", program])
+    _run([*compiler, "-shared", program, *_torch_libraries(), "-o", str(library)])
+
+
+def _compile_cuda(library: Path) -> None:
+    """nvcc compiles the binding as well, and links: it knows where the toolkit's headers and libraries are."""
+    targets = architectures()
+    nvcc, folder = find_nvcc(targets), _source_folder()
+    binding, *kernels = folder / "binding_cuda.cpp", *sorted((folder / "cuda").glob("*.cu"))
+    programs = [str(library.with_name(f"{source.stem}.o")) for source in (binding, *kernels)]
+    for_gpus = [flag for target in targets for flag in target.flags]
+    commands = [[nvcc, *_binding_flags(), *_torch_includes(), "-c", str(binding), "-o", programs[0]]]
+    for source, program in zip(kernels, programs[1:], strict=True):
+        commands.append([nvcc, *_kernel_flags(), *for_gpus, "-c", str(source), "-o", program])
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(_run, commands))
+    _run([nvcc, "-shared", "--cudart=shared", *programs, *_torch_libraries(), "-lc10_cuda", "-o", str(library)])
+
+
+COMPILE: dict[str, Callable[[Path], None]] = {"cpu": _compile_cpu, "cuda": _compile_cuda}
 
 
 def _source_folder() -> Path:
@@ -59,14 +82,58 @@ def _source_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "cuda_ext"
 
 
+def _sources(device_type: str) -> list[Path]:
+    folder = _source_folder()
+    patterns = {"cpu": ["*.h"], "cuda": ["binding_arguments.h", "cuda/*.h", "cuda/*.cuh", "cuda/*.cu"]}
+    found = [source for pattern in patterns[device_type] for source in folder.glob(pattern)]
+    return sorted([*found, *folder.glob(f"binding_{device_type}.cpp")])
+
+
+def _cpu_parts() -> list[str]:
+    # The compiler counts by name, not version: a cached library must load where there is no compiler to ask.
+    return [*_compiler(), *_cpu_flags(), _cpu_features()]
+
+
+def _cuda_parts() -> list[str]:
+    targets = [flag for target in architectures() for flag in target.flags]
+    environment = [os.environ.get(name, "") for name in NVCC_VARIABLES]
+    return [str(torch.version.cuda), toolkit_version(), *targets, *_binding_flags(), *_kernel_flags(), *environment]
+
+
 def _compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
-def _flags() -> list[str]:
+def _cpu_flags() -> list[str]:
     native = "-march=native" if platform.machine() in ("x86_64", "i686") else "-mcpu=native"
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return ["-O3", native, "-std=c++20", "-fPIC", "-DAT_PER_OPERATOR_HEADERS", abi]
+    return ["-O3", native, "-std=c++20", "-fPIC", *_torch_macros()]
+
+
+def _binding_flags() -> list[str]:
+    # Its headers of CUDA ask for a file that only some builds of PyTorch have, and only Windows needs.
+    macros = [*_torch_macros(), "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
+    return ["-O2", *(word for flag in ("-std=c++20", "-fPIC") for word in ("-Xcompiler", flag)), *macros]
+
+
+def _kernel_flags() -> list[str]:
+    return ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]
+
+
+def _torch_macros() -> list[str]:
+    return ["-DAT_PER_OPERATOR_HEADERS", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+
+
+def _torch_includes() -> list[str]:
+    # Imported here: it takes half a second, and loading a cached library needs nothing of it.
+    from torch.utils import cpp_extension
+
+    return [word for path in cpp_extension.include_paths() for word in ("-isystem", path)]
+
+
+def _torch_libraries() -> list[str]:
+    from torch.utils import cpp_extension
+
+    return [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
 
 
 def _openmp(compiler: list[str]) -> list[str]:
@@ -90,6 +157,7 @@ def _cpu_features() -> str:
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode != 0:
-        errors = [line for line in result.stderr.splitlines() if "error" in line]
-        reason = errors[0] if errors else f"exit status {result.returncode}"
+        said = (result.stderr + result.stdout).splitlines()
+        errors = [line for line in said if re.search("error|fatal|cannot find", line)]
+        reason = errors[0].strip() if errors else f"exit status {result.returncode}"
         raise BuildError(f"{command[0]} failed: {reason}", "cuda_ext/README.md says which compilers are known to work")

@@ -10,6 +10,8 @@ from torch import Tensor
 from .jit import load_kernels
 
 BACKENDS = ("auto", "kernel", "reference")
+# Of a key or a value, where the kernels of a device have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
+GREATEST_SIZE = {"cuda": 512}
 _warned: set[str] = set()
 
 
@@ -21,6 +23,8 @@ def run(
     *arguments: Tensor | None,
 ) -> Any:
     """Run a rule: the operator, which prefers a compiled kernel, or its reference. ``check`` knows the arguments."""
+    if backend == "auto" and _too_large(arguments[0], arguments[2]):
+        backend = "reference"
     if backend in ("auto", "kernel") and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         # The decoding step. The Python half of autograd and the checks cost several times what the kernel does, so
         # without gradients the kernel is called directly, and looks at the arguments itself.
@@ -42,6 +46,17 @@ def run(
     return op(*arguments)
 
 
+def _too_large(q: Tensor | None, v: Tensor | None) -> bool:
+    """Whether keys or values exceed what the kernels of their device take; warns once where they do."""
+    if not isinstance(q, Tensor) or q.device.type not in GREATEST_SIZE or not isinstance(v, Tensor):
+        return False
+    greatest, sizes = GREATEST_SIZE[q.device.type], (*q.shape[-1:], *v.shape[-1:])
+    if max(sizes, default=0) <= greatest:
+        return False
+    _warn_once(q.device.type, f"its kernels take keys and values of up to {greatest}, got {sizes}; use smaller heads")
+    return True
+
+
 @torch.compiler.assume_constant_result
 def _require_kernel(device_type: str) -> None:
     status = load_kernels(device_type)
@@ -56,15 +71,19 @@ def kernel_ready(device_type: str) -> bool:
     those bodies are not reached any more.
     """
     status = load_kernels(device_type)
-    if not status.built and device_type not in _warned:
+    if not status.built:
+        _warn_once(device_type, f"{status.reason}; {status.cure}")
+    return status.built
+
+
+def _warn_once(device_type: str, reason: str) -> None:
+    if device_type not in _warned:
         _warned.add(device_type)
         warnings.warn(
-            f"fairseq_fwp runs its update rules on {device_type} as slow loops in Python: "
-            f"{status.reason}; {status.cure}",
+            f"fairseq_fwp runs its update rules on {device_type} as slow loops in Python: {reason}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return status.built
 
 
 def refuse_double_backward(op: Any) -> None:

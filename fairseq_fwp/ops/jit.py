@@ -1,6 +1,7 @@
 """Building, caching and loading the compiled kernels: at first use, never at import.
 
-A library lies in ``<cache>/fwp_<device>_<key>/``, so a change of sources, flags, PyTorch or machine builds another one.
+A library lies in ``<cache>/fwp_<device>_<key>/``, so a change of sources, flags, PyTorch, CUDA or machine builds
+another one.
 ``torch.utils.cpp_extension`` gives the include and library paths, but its ``load`` is not called: the lock file of a
 killed build makes it wait for ever, and it needs ninja even where there is nothing to build. The lock here dies with
 its process, and a library appears whole, under its final name, or not at all.
@@ -21,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from .compiler import BINDINGS, BuildError, build_key, compile_library
+from .build_error import BuildError
+from .compiler import build_key, check_compiler, compile_library
 
 logger = logging.getLogger(__name__)
 
@@ -62,38 +64,50 @@ def load_kernels(device_type: str) -> KernelStatus:
 
 
 def _load_or_build(device_type: str) -> KernelStatus:
-    status = _status_on_disk(device_type)
-    if device_type not in BINDINGS:
-        return status
-    for folder in _folders(device_type):
-        path = folder / LIBRARY
-        try:
-            if not _load(path):
-                with _lock(folder):
-                    # Another process may have built it while this one waited for the lock.
-                    if not _load(path):
-                        _build(device_type, path)
-                        _load(path)
-            return KernelStatus(True, str(path))
-        except BuildError as error:
-            return KernelStatus(False, reason=str(error), cure=error.cure)
-        except OSError as error:
-            logger.info("no kernels can be built in %s: %s", folder, error)
-            status = KernelStatus(False, reason=str(error), cure="set FWP_CACHE_DIR to a folder that can be written")
+    status = KernelStatus(False)
+    try:
+        for folder in _folders(device_type):
+            try:
+                return KernelStatus(True, str(_library_in(folder, device_type)))
+            except OSError as error:
+                logger.info("no kernels can be built in %s: %s", folder, error)
+                cure = "set FWP_CACHE_DIR to a folder that can be written"
+                status = KernelStatus(False, reason=str(error), cure=cure)
+    except BuildError as error:
+        status = KernelStatus(False, reason=str(error), cure=error.cure)
     return status
 
 
+def _library_in(folder: Path, device_type: str) -> Path:
+    """Path of the library, once it is loaded: from the folder, or built into it."""
+    path = folder / LIBRARY
+    if not _load(path):
+        with _lock(folder):
+            # Another process may have built it while this one waited for the lock.
+            if not _load(path):
+                _build(device_type, path)
+                _load(path)
+    return path
+
+
 def _status_on_disk(device_type: str) -> KernelStatus:
-    if device_type not in BINDINGS:
-        return KernelStatus(False, reason=f"this version has no kernels for {device_type}", cure="use the CPU")
-    for folder in _folders(device_type):
-        if (folder / LIBRARY).exists():
-            return KernelStatus(True, str(folder / LIBRARY))
+    try:
+        for folder in _folders(device_type):
+            if (folder / LIBRARY).exists():
+                return KernelStatus(True, str(folder / LIBRARY))
+        check_compiler(device_type)
+    except BuildError as error:
+        return KernelStatus(False, reason=str(error), cure=error.cure)
     return KernelStatus(False, reason="not built yet", cure="they are built at first use")
 
 
 def _folders(device_type: str) -> Iterator[Path]:
-    """Where the library may lie: the cache, or a temporary folder of this user where the cache cannot be written."""
+    """Where the library may lie: the cache, or a temporary folder of this user where the cache cannot be written.
+
+    Raises BuildError where no library can be for this device.
+    """
+    if device_type not in DEVICES:
+        raise BuildError(f"this version has no kernels for {device_type}", "use the CPU")
     name = f"fwp_{device_type}_{build_key(device_type)}"
     root = os.environ.get("FWP_CACHE_DIR") or os.environ.get("TORCH_EXTENSIONS_DIR")
     yield Path(root or Path.home() / ".cache" / "fairseq_fwp").expanduser().absolute() / name
@@ -134,9 +148,7 @@ def _lock(folder: Path) -> Iterator[None]:
 def _build(device_type: str, path: Path) -> None:
     for leftover in path.parent.glob("build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    logger.info(
-        "building the %s kernels in %s, once: this takes a minute or less on a free core", device_type, path.parent
-    )
+    logger.info("building the %s kernels in %s, once: this takes a minute or two", device_type, path.parent)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         library = Path(folder) / path.name

@@ -1,4 +1,4 @@
-"""One picture of each part from the CSV files in results/: `python plots.py operators|rules|training|long|eval_lm`."""
+"""One picture of each part from the CSV files in results/: `python plots.py PART`, one of DRAW."""
 
 import csv
 import sys
@@ -6,6 +6,7 @@ import sys
 import matplotlib
 
 matplotlib.use("Agg")
+import gpu_report
 import matplotlib.pyplot as plt
 from report import RESULTS
 
@@ -173,11 +174,38 @@ def draw_eval_lm():
     return figure
 
 
+def draw_gpu():
+    """Goals as bars; time per token of training at growing length, and of decoding after growing contexts."""
+    record = gpu_report.Record(row.values() for row in read("gpu"))
+    goals = [row for row in measured_goals("gpu") if row["must reach"] != "-"]
+    figure, axes = plt.subplots(1, 3, figsize=(18, 6), width_ratios=(3, 2, 2), layout="constrained")
+    bars(axes[0], goals, [f"{row['ratio']} ({row['where']})" for row in goals])
+    axes[0].set_title("Ratios with a goal (|)")
+    sweep = {n: gpu_report.swept(n) for n in gpu_report.SWEEP}
+    contexts = {n: f"context {n}" for n in gpu_report.CONTEXTS}
+    for ax, places, stage, tokens, title in (
+        (axes[1], sweep, gpu_report.TRAINING, gpu_report.TOKENS, "Forward + backward: ns per token"),
+        (axes[2], contexts, gpu_report.STEP, 1, "One decoding step: ns"),
+    ):
+        names = dict.fromkeys(name for where in places.values() for name in record.contenders(where, stage))
+        for name in names:
+            found = {n: gpu_report.best_time(record, where, name, stage) for n, where in places.items()}
+            found = {n: min(times) * 1e9 / tokens for n, times in found.items() if not isinstance(times, str)}
+            ax.plot(list(found), list(found.values()), "o-", label=name)
+        ax.set(xscale="log", yscale="log", title=title, xlabel="tokens in the sequence" if tokens > 1 else "context")
+        ax.set_xticks(list(places), [str(n) for n in places])
+        ax.minorticks_off()
+        if names:
+            ax.legend(fontsize=8)
+    return figure
+
+
 DRAW = {
     "operators": draw_operators,
     "rules": draw_rules,
     "training": draw_training,
     "long": draw_long,
+    "gpu": draw_gpu,
     "eval_lm": draw_eval_lm,
 }
 

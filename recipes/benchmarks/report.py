@@ -156,15 +156,18 @@ def write_csv(name, header, rows):
         csv.writer(file).writerows([header, *rows])
 
 
-def publish(name, header, raw, goals, *paragraphs):
-    """Writes results/NAME.csv (raw), NAME_goals.csv and NAME.md, and the latter's text into RESULTS.md."""
+def publish(name, header, raw, goals, *paragraphs, head=None, script="run.sh"):
+    """Writes results/NAME.csv (raw), NAME_goals.csv and NAME.md, and the latter's text into RESULTS.md.
+
+    `head` is the line to read the numbers by, where they are not of the CPU.
+    """
     RESULTS.mkdir(exist_ok=True)
     write_csv(name, header, raw)
     write_csv(f"{name}_goals", GOAL_HEADER, goals)
-    text = "\n".join([provenance(), summary(goals), table(GOAL_HEADER, goals), *paragraphs])
+    text = "\n".join([head or provenance(), summary(goals), table(GOAL_HEADER, goals), *paragraphs])
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     ledger = HERE / "RESULTS.md"
-    begin, end = f"<!-- {name}: written by run.sh -->\n", f"<!-- {name}: end -->"
+    begin, end = f"<!-- {name}: written by {script} -->\n", f"<!-- {name}: end -->"
     before, rest = ledger.read_text(encoding="utf-8").split(begin)
     picture = f"\n![{name}](results/{name}.png)\n"
     ledger.write_text(before + begin + text + picture + end + rest.split(end)[1], encoding="utf-8")

@@ -8,7 +8,8 @@
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
 # --out FOLDER    where everything goes (runs/peps)
 # --models ...    which of conf/*.yaml (delta sum softmax), or rows of the grid, conf/grid/*.yaml, as grid/NAME; "grid" is
-#                 all of them: every rule, map and normalisation of the papers' tables, about three minutes each
+#                 all of them: every rule, map and normalisation of the papers' tables, about three minutes each; or
+#                 "carried", conf/carried/*.yaml: a state that is carried from segment to segment, and Transformer-XL
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -28,7 +29,9 @@ show_sample() { cat; }
 
 read_arguments "$@"
 [ "$models" != grid ] || models=$(python "$tools/lm_grid.py" names "$here/grid.yaml")
-case " $models " in *" grid/"*)
+[ "$models" != carried ] || models=$(python "$tools/lm_state.py" names "$here/carried.yaml")
+case " $models " in
+*" grid/"*)
   protocols=(valid test)
   report() { # on the whole grid: other processes may have trained rows of it
     run python "$tools/lm_grid.py" picture "$out" "$here/grid.yaml" "$out/grid/grid.png"
@@ -39,6 +42,9 @@ case " $models " in *" grid/"*)
   }
   sample() { :; } # a row's budget writes nothing worth reading
   ;;
+*" carried/"*)
+  # shellcheck disable=SC1091
+  . "$here/carried.sh" ;;
 esac
 [ -d "$data" ] ||
   die "there is no folder $data: make it from the PEPs (https://github.com/python/peps, one paragraph per line, split" \

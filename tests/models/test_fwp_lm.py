@@ -13,7 +13,8 @@ from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 
-from fairseq_fwp.models.fwp_lm import FwpLanguageModel, initialize
+from fairseq_fwp.models.decoder import initialize
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import PRESETS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -137,10 +138,12 @@ def test_flags_reach_the_layer(build_model):
     flags = {"attention_normalization": True, "attention_normalization_read_out_only": True}
     flags |= {"normalization_epsilon": 0.5, "add_normalization_epsilon": True, "scale_read_out": True}
     flags |= {"norm_read_out": True, "decoder_feature_map": "favor", "favor_draw": "gaussian", "favor_features": 3}
+    flags |= {"sum_normalization_epsilon": 0.25, "favor_offset": 0.125}
     layer = build_model("fwp_lm", decoder_key_dim=5, **flags).decoder.layers[0].self_attn
     assert (layer.read_out_only, layer.epsilon, layer.add_epsilon, layer.scale) == (True, 0.5, True, 0.5)
     assert layer.read_out_norm is not None and layer.key_dim == 5
     assert layer.feature_map.draw == "gaussian" and layer.feature_map.projection.shape == (3, 5)
+    assert (layer.sum_epsilon, layer.feature_map.offset) == (0.25, 0.125)
     layer = build_model("fwp_lm", decoder_feature_map="relu", relu_features=7).decoder.layers[0].self_attn
     assert layer.feature_map.feature_dim == 7
 
@@ -389,6 +392,13 @@ def test_it_learns_what_needs_its_memory(build_model):
         ("delta_lm_wt103", {"dpfp_nu": 2}, ["--dpfp-nu"]),
         ("sum_favor_lm_wt103", {"decoder_feature_map": "elu"}, ["--favor-features"]),
         ("softmax_lm_wt103", {"sum_normalization": True}, ["--sum-normalization"]),
+        ("delta_lm_wt103", {"attention_dropout": 0.5}, ["--attention-dropout"]),
+        ("decay_lm_wt103", {"normalization_epsilon": 0.1}, ["--normalization-epsilon"]),
+        (
+            "sum_lm_wt103",
+            {"attention_normalization_read_out_only": True},
+            ["--attention-normalization-read-out-only"],
+        ),
         ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
         ("softmax_lm_wt103", {"attention_window": 3}, []),
         ("delta_lm_wt103", {"attention_window": 3}, ["--attention-window"]),
@@ -399,3 +409,18 @@ def test_flags_without_effect_are_named(build_model, caplog, arch, flags, unused
     build_model(arch, **flags)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [message.split()[0] for message in warnings] == unused
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("decoder_embed_dim", 0),
+        ("decoder_ffn_embed_dim", 0),
+        ("decoder_layers", -1),
+        ("attention_dropout", 2.0),
+        ("dropout", -0.1),
+    ],
+)
+def test_sizes_and_probabilities_are_checked(build_model, flag, value):
+    with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} .* got {value}$"):
+        build_model("softmax_lm_wt103", **{flag: value})

@@ -10,7 +10,7 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator
 
-from fairseq_fwp.models.fwp_lm import initialize
+from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens

@@ -241,7 +241,7 @@ def test_epsilons_reach_every_divisor():
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_epsilon_that_is_none_is_refused(epsilon):
-    with pytest.raises(ValueError, match="must be a number above 0: got"):
+    with pytest.raises(ValueError, match="must be numbers above 0: got"):
         build(("delta", "elu", "sum"), epsilon=epsilon)
     with pytest.raises(ValueError, match="give both"):
         build(("delta", "elu", "neither"), read_out_only=True)

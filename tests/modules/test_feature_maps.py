@@ -86,6 +86,7 @@ def test_dpfp_pairs_every_neighbour_within_reach():
         ],
         ("favor", {"num_features": 0}, "at least one random feature vector, got 0: change --favor-features"),
         ("favor", {"draw": "sobol"}, "'sobol' of FAVOR.: choose --favor-draw from orthogonal, gaussian, authors"),
+        ("favor", {"offset": -0.1}, "so is no offset: got -0.1, change --favor-offset"),
         ("relu", {"num_features": -1}, "at least one feature, got -1: change --relu-features"),
     ],
 )
@@ -321,3 +322,28 @@ def test_an_average_of_checkpoints_has_a_draw_like_any_other():
     averaged = Favor(16, 8)
     averaged.load_state_dict({name: sum(state[name] for state in states) // 10 for name in states[0]})
     assert 0.7 < averaged.projection.square().mean().sqrt() < 1.4
+
+
+def test_an_offset_is_added_to_the_exponentials_of_favor():
+    plain = Favor(8, 5)
+    shifted = Favor(8, 5, offset=1e-2)
+    shifted.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(shifted(x), plain(x) + 1e-2 / 10**0.5)
+
+
+def test_a_matrix_that_comes_with_the_state_lasts_until_the_next_draw():
+    feature_map, matrix = Favor(8, 5), torch.randn(5, 8)
+    own = feature_map.state_dict()
+    assert "projection" not in own
+    feature_map.load_state_dict({**own, "projection": matrix})
+    assert torch.equal(feature_map.projection, matrix)
+    other = Favor(8, 5)
+    other.load_state_dict(feature_map.state_dict())
+    assert torch.equal(other.projection, matrix)
+    feature_map.resample()
+    assert not torch.equal(feature_map.projection, matrix) and "projection" not in feature_map.state_dict()
+    other.load_state_dict(own)
+    assert not torch.equal(other.projection, matrix)
+    with pytest.raises(ValueError, match=r"projection is \(4, 8\) where FAVOR\+ has \(5, 8\)"):
+        other.load_state_dict({**own, "projection": torch.randn(4, 8)})

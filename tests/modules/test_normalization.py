@@ -5,6 +5,7 @@ import torch
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.normalization import (
+    normalize_retrieval,
     read_divisor,
     retrieval_divisor,
     running_normalizer,
@@ -151,15 +152,15 @@ def test_epsilon_bounds_or_is_added():
     z = running_normalizer(k)
     styles = {"bound": {"epsilon": 1e-2}, "added": {"epsilon": 1e-2, "add_epsilon": True}}
     expected = {
-        "bound": (torch.tensor([1e-2, 2.0, 1e-2]), torch.tensor([1.0, 1.0, 1e-2])),
-        "added": (torch.tensor([1e-2, 2.01, 0.01001]), torch.tensor([1.0, 1.0, 0.01001])),
+        "bound": torch.tensor([1e-2, 2.0, 1e-2]),
+        "added": torch.tensor([1e-2, 2.01, 0.01001]),
     }
     for style, arguments in styles.items():
-        read, retrieval = expected[style]
+        read = expected[style]
         torch.testing.assert_close(read_divisor(q, z, **arguments).flatten(), read)
-        torch.testing.assert_close(retrieval_divisor(k, z, **arguments).flatten(), retrieval)
         out, _ = attention_normalize(torch.ones(1, 1, 3, 1), q, k, None, **arguments)
         torch.testing.assert_close(out.flatten(), 1 / read)
+    torch.testing.assert_close(retrieval_divisor(k, z, 1e-2).flatten(), torch.tensor([1.0, 1.0, 1e-2]))
     features = torch.tensor([0.005, 0.0])
     torch.testing.assert_close(sum_normalize(features, **styles["bound"]), torch.tensor([0.5, 0.0]))
     torch.testing.assert_close(sum_normalize(features, **styles["added"]), torch.tensor([1 / 3, 0.0]))
@@ -226,3 +227,23 @@ def test_gradients_are_finite_where_divisors_vanish():
     assert not out[:, :, :3].any() and not out[:, :, 6:].any()
     (out.sum() + weights.sum() + z.sum()).backward()
     assert all(x.grad.abs().max() < 1e3 for x in inputs)
+
+
+@pytest.mark.parametrize("case", ["first position", "carried", "padding", "orthogonal keys"])
+def test_an_added_epsilon_shrinks_the_write_as_the_public_code_does(case):
+    """It multiplies beta by c = z . k, 1 before an empty memory, and divides the key by c + epsilon."""
+    q, k, v, beta = (x.requires_grad_() for x in delta_inputs())
+    z_0 = torch.rand(2, 3, 4, dtype=torch.float64) if case == "carried" else None
+    k = k.clone()
+    if case == "padding":
+        k[0, :, :3] = 0
+    elif case == "orthogonal keys":
+        k[:, :, :2, :2] = k[:, :, 2:4, 2:] = 0
+    z, epsilon = running_normalizer(k, z_0), 1e-2
+    c = torch.where(z[:, :, :-1].eq(0).all(-1), 1, (z[:, :, :-1] * k).sum(-1))
+    expected, _ = ops.delta_rule(q, k / (c + epsilon).unsqueeze(-1), v, beta * c, backend="reference")
+    keys, values = normalize_retrieval(k, v, z, epsilon, add_epsilon=True)
+    result, _ = ops.delta_rule(q, keys, values, beta, backend="reference")
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), (q, v, beta)))
+    assert torch.autograd.grad(normalize_retrieval(k, v, z, epsilon, True)[0].sum(), k)[0].isfinite().all()

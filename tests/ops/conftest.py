@@ -1,9 +1,13 @@
 """Fixtures of the tests of operators."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# On a GPU, cuBLAS refuses to run under poisoned_memory's deterministic algorithms without it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)

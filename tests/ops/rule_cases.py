@@ -42,6 +42,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """For the default device, where tensors are made: test_cuda.py makes that the GPU."""
+    return torch.Generator(torch.empty(0).device).manual_seed(seed)
+
+
 def sample_inputs(
     rule: str,
     shape: tuple[int, int, int, int, int],
@@ -58,7 +63,7 @@ def sample_inputs(
     with them the rounding errors that the loop has made.
     """
     batch, heads, length, key_size, value_size = shape
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
 
     def draw(*size: int, kind: Callable[..., Tensor] = torch.randn) -> Tensor:
         if layout == "expanded":
@@ -90,7 +95,7 @@ def cotangents(inputs: dict[str, Tensor | None], seed: int = 1) -> tuple[Tensor,
     """Random gradients of out and of the final state."""
     q, v = inputs["q"], inputs["v"]
     assert q is not None and v is not None
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     of_out = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)
     of_state = torch.randn((*q.shape[:2], q.shape[3], v.shape[3]), generator=generator, dtype=torch.float64)
     return of_out, of_state.to(state_dtype(v.dtype))

@@ -263,14 +263,15 @@ for op, reference, given in (
 def test_key_follows_what_the_machine_code_depends_on(tmp_path, monkeypatch):
     from fairseq_fwp.ops import compiler
 
-    for name in ("a.h", "b.cpp"):
+    for name in ("a.h", "binding_cpu.cpp"):
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(compiler, "_source_folder", lambda: tmp_path)
     keys = [compiler.build_key("cpu")]
+    (tmp_path / "binding_cuda.cpp").write_text("another device's")
     assert compiler.build_key("cpu") == keys[0]
-    keys.append(compiler.build_key("cuda"))
-    (tmp_path / "a.h").write_text("2")
-    keys.append(compiler.build_key("cpu"))
+    for name in ("a.h", "binding_cpu.cpp"):
+        (tmp_path / name).write_text("2")
+        keys.append(compiler.build_key("cpu"))
     monkeypatch.setattr(compiler, "_cpu_features", lambda: "sse2")
     keys.append(compiler.build_key("cpu"))
     monkeypatch.setenv("CXX", "another")

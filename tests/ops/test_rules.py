@@ -1,4 +1,4 @@
-"""Laws that every update rule keeps, whichever implementation runs it."""
+"""Laws that every update rule keeps, whichever implementation runs it; test_cuda.py holds them on a GPU too."""
 
 import functools
 
@@ -10,6 +10,7 @@ from rule_cases import (
     WITH_KERNEL,
     cotangents,
     fastest_backend,
+    generator_of,
     relative_error,
     results,
     sample_inputs,
@@ -212,7 +213,7 @@ def test_unrelated_associations(backend):
 
     Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174), Appendix B.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_of(0)
     k_1, k_2, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64)).Q
     v_1, v_2, v_3 = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     memory = torch.outer(k_1, v_1) + torch.outer(k_2, v_2)
@@ -233,9 +234,7 @@ FORGETFUL = [(rule, gate) for rule in ("gated", "decay") for gate in RULES[rule]
 def test_all_or_nothing_kept(rule, gate, backend, kept):
     """Nothing divides by what is kept, and nothing takes its logarithm."""
     inputs = sample_inputs(rule, (2, 2, 70, 5, 6))
-    inputs[gate] = torch.where(
-        torch.rand(inputs[gate].shape, generator=torch.Generator().manual_seed(2)) < 0.3, kept, inputs[gate]
-    )
+    inputs[gate] = torch.where(torch.rand(inputs[gate].shape, generator=generator_of(2)) < 0.3, kept, inputs[gate])
     assert (inputs[gate] == kept).any()
     gradients = cotangents(inputs)
     found = results(with_backend(rule, backend), inputs, gradients)
@@ -361,7 +360,7 @@ def test_dtypes_and_autocast(rule, backend, dtype):
     out, state = function(**inputs)
     assert out.dtype == dtype
     assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(out.device.type, torch.bfloat16):
         under_autocast = function(**inputs)
     assert torch.equal(under_autocast[0], out) and torch.equal(under_autocast[1], state)
 

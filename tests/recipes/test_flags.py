@@ -4,12 +4,15 @@ from dataclasses import fields
 from pathlib import Path
 
 import lm_grid
+import lm_state
 import pytest
 import yaml
 from fairseq import options
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from flags import read_flags
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig
 
 ROOT = Path(__file__).parents[2]
 CONFS = sorted(path for path in ROOT.glob("recipes/*/conf/**/*.yaml") if path.name != "common.yaml")
@@ -17,9 +20,15 @@ GRID = ROOT / "recipes" / "peps" / "conf" / "grid"
 GRID_ROWS = sorted(path for path in CONFS if path.parent == GRID)
 
 
+CORPORA = sorted(
+    path for path in CONFS if path.relative_to(ROOT / "recipes").parts[0] in ("wikitext103", "enwik8")
+) + sorted(path for path in CONFS if path.parent.name == "carried" and "peps" in path.parts)
+
+
 def parse(flags):
     parser = options.get_training_parser()
-    arguments = ["DATA", "--user-dir", str(ROOT / "fairseq_fwp"), "--task", "language_modeling", *flags]
+    task = [] if "--task" in flags else ["--task", "language_modeling"]
+    arguments = ["DATA", "--user-dir", str(ROOT / "fairseq_fwp"), *task, *flags]
     return options.parse_args_and_arch(parser, input_args=arguments)
 
 
@@ -29,15 +38,30 @@ def test_conf_is_what_fairseq_accepts(conf):
     assert parse(flags).arch == flags[flags.index("--arch") + 1]
 
 
-@pytest.mark.parametrize("conf", GRID_ROWS, ids=lambda path: path.stem)
-def test_row_of_the_grid_adds_to_its_preset_what_the_preset_does_not_say(conf):
+@pytest.mark.parametrize("conf", GRID_ROWS + CORPORA, ids=lambda path: str(path.relative_to(ROOT / "recipes")))
+def test_row_adds_to_its_preset_what_neither_that_nor_the_included_file_says(conf):
     row = yaml.load(conf.read_text(), Loader=yaml.BaseLoader)
     arch, include = row.pop("arch"), row.pop("include")
-    assert include == "common.yaml"
-    common = ["--arch", arch, *read_flags(GRID / include)]
-    defaults = {field.name: field.default for field in fields(FwpLanguageModelConfig)}  # of --arch fwp_lm
+    common = ["--arch", arch, *read_flags(conf.parent / include)]
+    config = FwpXlLanguageModelConfig if ARCH_MODEL_NAME_REGISTRY[arch] == "fwp_xl_lm" else FwpLanguageModelConfig
+    defaults = {field.name: field.default for field in fields(config)}  # of an architecture without a preset
     settings, preset = (defaults | vars(parse(flags)) for flags in (read_flags(conf), common))
-    assert {name.replace("-", "_") for name in row} == {name for name in settings if settings[name] != preset[name]}
+    changed = {name for name in settings if settings[name] != preset[name]}
+    assert {name.replace("-", "_") for name in row} == changed - {"batch_size_valid"}  # which is --batch-size
+
+
+def test_rows_of_table_4_in_small_are_those_of_its_confs():
+    rows = lm_state.read_rows(GRID.parents[1] / "carried.yaml")
+    confs = [f"carried/{path.stem}" for path in CORPORA if "peps" in path.parts]
+    assert sorted(lm_state.names(rows)) == confs
+
+
+@pytest.mark.parametrize("conf", CORPORA, ids=lambda path: str(path.relative_to(ROOT / "recipes")))
+def test_header_names_the_paper_and_the_status(conf):
+    header = conf.read_text().partition("\narch:")[0].splitlines()
+    assert all(line.startswith("# ") for line in header)
+    text = " ".join(header)
+    assert ("Schlag et al. 2021" in text or "Dai et al. 2019" in text) and "Status: " in text
 
 
 def test_rows_of_the_grid_are_those_of_its_tables_and_all_different():

@@ -22,11 +22,11 @@ class Favor(FeatureMap):
     """phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)], so that the mean of phi(q) . phi(k) is exp(q . k).
 
     Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32: without
-    Choromanski's factor d^(-1/4) on q and k, which their projections can learn. Nothing is added to the features (the
-    latter paper's public code adds 1e-4 before the factor 1 / sqrt(2 m)).
+    Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
 
     num_features: m, by default half of head_dim (rounded up), which makes feature_dim = 2 m that of ELU+1 as in the
-    paper's Table 2; draw: a key of `DRAWS`, the distribution of R.
+    paper's Table 2; draw: a key of `DRAWS`, the distribution of R; offset: added to the exponentials, none in either
+    paper and 1e-4 in the latter's public code.
 
     Maps (..., d) of any floating dtype to (..., 2 m) in float32 (float64 stays), >= 0. No maximum over a sequence is
     subtracted: that would look into the future and differ from decoding token by token. The exponent
@@ -41,8 +41,10 @@ class Favor(FeatureMap):
     when a state is loaded too: an average of checkpoints has a draw like any other. The seed
     comes from torch's default generator at construction; a draw neither reads nor changes that generator. So workers
     that build the same model from one seed draw the same matrices, and a resumed run continues the sequence.
+    A state that holds a projection all the same, as a converted model's does, is loaded with it, and saved with it
+    until the next draw.
 
-    Raises ValueError if num_features is not positive or the draw is unknown.
+    Raises ValueError if num_features is not positive, the draw is unknown or the offset negative.
     """
 
     positive = True
@@ -52,7 +54,9 @@ class Favor(FeatureMap):
     seed: Tensor
     draws: Tensor
 
-    def __init__(self, head_dim: int, num_features: int | None = None, draw: str = "orthogonal") -> None:
+    def __init__(
+        self, head_dim: int, num_features: int | None = None, draw: str = "orthogonal", offset: float = 0.0
+    ) -> None:
         super().__init__()
         num_features = (head_dim + 1) // 2 if num_features is None else num_features
         if num_features < 1:
@@ -61,8 +65,14 @@ class Favor(FeatureMap):
             )
         if draw not in DRAWS:
             raise ValueError(f"unknown draw {draw!r} of FAVOR+: choose --favor-draw from {', '.join(DRAWS)}")
+        if offset < 0:
+            raise ValueError(
+                f"FAVOR+'s features are not negative, and so is no offset: got {offset}, change --favor-offset"
+            )
         self.feature_dim = 2 * num_features
         self.draw = draw
+        self.offset = offset
+        self.given = False
         # Not saved: it follows from the others, and an average of several checkpoints would shrink it.
         self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32), persistent=False)
         self.register_buffer("seed", torch.randint(SEED_RANGE, (), device="cpu"))
@@ -74,12 +84,14 @@ class Favor(FeatureMap):
         with torch.autocast(x.device.type, enabled=False):
             products = functional.linear(x, self.projection.to(x.dtype))
         log_scale = (x.square().sum(-1, keepdim=True) + math.log(self.feature_dim)) / 2
-        return torch.cat([products - log_scale, -products - log_scale], dim=-1).exp()
+        features = torch.cat([products - log_scale, -products - log_scale], dim=-1).exp()
+        return features + self.offset * self.feature_dim**-0.5 if self.offset else features
 
     def resample(self) -> None:
         """Draws R anew, on the CPU: the same matrix whatever device the model is on."""
         # New tensors: a backward pass still to come needs the old matrix, and a held state its count.
         self.draws = self.draws + 1
+        self.given = False
         self._draw()
 
     def _draw(self) -> None:
@@ -88,9 +100,24 @@ class Favor(FeatureMap):
         num_features, head_dim = self.projection.shape
         self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._draw()
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        projection = state_dict.pop(f"{prefix}projection", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.given = projection is not None
+        if projection is None:
+            self._draw()
+        elif projection.shape != self.projection.shape:
+            raise ValueError(
+                f"{prefix}projection is {tuple(projection.shape)} where FAVOR+ has {tuple(self.projection.shape)}: "
+                "change --favor-features"
+            )
+        else:
+            self.projection = projection.to(self.projection)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.given:
+            destination[f"{prefix}projection"] = self.projection.detach()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         projection, seed, draws = self.projection, self.seed, self.draws

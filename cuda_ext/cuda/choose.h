@@ -1,0 +1,105 @@
+// Which tile and which plan a scan runs with: the one place that decides. All thresholds are estimates from counting
+// operations; none has been measured on a GPU yet.
+#pragma once
+
+#include "layout.h"
+
+namespace fwp::cuda {
+
+// Elements of the matrix that a thread holds. Many in a row of it save reads of shared memory, for a number along the
+// rows is read once for all its columns; few leave more threads to fill the GPU.
+enum class Shape { wide, narrow, tall };
+
+struct ShapeSize {
+  int rows, columns;
+};
+
+constexpr ShapeSize kWide{8, 4}, kNarrow{8, 1};
+template <typename A>
+constexpr ShapeSize kTall{16, sizeof(A) == 8 ? 1 : 2};  // for more rows than 32 lanes can hold otherwise
+
+// Below this many warps for each multiprocessor, threads are worth more than saved reads.
+constexpr int64_t kWarpsToFill = 4;
+
+constexpr size_t kBufferBytes = 12 * 1024;
+constexpr int kStageTokens = 16;
+
+constexpr int at_least_power_of_two(int64_t x, int limit) {
+  int power = 1;
+  while (power < x && power < limit) power *= 2;
+  return power;
+}
+
+constexpr int lanes_for(const ScanSize& size, const ShapeSize& shape) {
+  return at_least_power_of_two((int64_t(size.rows) + shape.rows - 1) / shape.rows, kWarp);
+}
+
+template <typename A>
+Shape choose_shape(const ScanSize& size, int multiprocessors) {
+  if (size.rows > kWarp * kWide.rows) return Shape::tall;
+  if (sizeof(A) == 8) return Shape::narrow;
+  const int64_t threads = size.heads * ((size.columns + kWide.columns - 1) / kWide.columns) * lanes_for(size, kWide);
+  return threads >= kWarpsToFill * kWarp * multiprocessors ? Shape::wide : Shape::narrow;
+}
+
+struct ScanNeeds {
+  ShapeSize shape;
+  TokenParts parts;
+  size_t number;  // bytes of a number
+  int states;     // tiles that a thread keeps in shared memory
+  int stage;      // tokens in a buffer; 0: as many as fit
+};
+
+inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, int multiprocessors) {
+  // Tiles in shared memory take so much of it that smaller blocks fill it better.
+  const int most_threads = needs.states ? int(kThreadsPerBlock * 2 / needs.number) : kThreadsPerBlock;
+  Plan plan{};
+  plan.lanes = lanes_for(size, needs.shape);
+  const auto columns_of_team = [&] { return int64_t(plan.groups) * needs.shape.columns; };
+  const auto count_slabs = [&] {
+    const int64_t slabs = (size.columns + columns_of_team() - 1) / columns_of_team();
+    return int(slabs > 1 ? slabs : 1);  // an empty matrix has scalars to write, too
+  };
+  plan.groups = at_least_power_of_two((size.columns + needs.shape.columns - 1) / needs.shape.columns,
+                                      most_threads / plan.lanes);
+  while (plan.team_threads() > kWarp && plan.groups > 1 && size.heads * count_slabs() < multiprocessors)
+    plan.groups /= 2;
+  plan.slabs = count_slabs();
+  plan.teams = plan.team_threads() < kWarp ? kWarp / plan.team_threads() : 1;
+  while (2 * plan.threads() <= most_threads && size.heads * plan.slabs >= 4 * int64_t(plan.teams) * multiprocessors)
+    plan.teams *= 2;
+  const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
+  const size_t token_bytes = size_t(token.size) * needs.number * plan.teams;
+  const int fits = int(kBufferBytes / token_bytes);
+  plan.stage = needs.stage ? needs.stage : fits < 1 ? 1 : fits > kStageTokens ? kStageTokens : fits;
+  return plan;
+}
+
+inline size_t shared_bytes(const ScanNeeds& needs, const Plan& plan) {
+  const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
+  const size_t buffers = size_t(kBuffers) * plan.teams * plan.stage * token.size;
+  const size_t states = size_t(needs.states) * needs.shape.rows * needs.shape.columns * plan.threads();
+  return (buffers + states) * needs.number;
+}
+
+// The tensor cores take bfloat16 alone, and a length that fills some chunks.
+constexpr int64_t kLengthForChunks = 64;
+constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
+
+inline bool choose_chunks(const ScanSize& size, Type type) {
+  return type == Type::bfloat16 && size.length >= kLengthForChunks && size.rows >= kLeastForChunks &&
+         size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
+}
+
+struct ChunkPlan {
+  int warps, slabs;
+};
+
+inline ChunkPlan choose_chunk_plan(const ScanSize& size, int columns, int most_warps, int multiprocessors) {
+  const auto slabs = [&](int warps) { return (size.columns + warps * columns - 1) / (warps * columns); };
+  int warps = at_least_power_of_two(slabs(1), most_warps);
+  while (warps > 1 && size.heads * slabs(warps) < multiprocessors) warps /= 2;
+  return {warps, slabs(warps)};
+}
+
+}  // namespace fwp::cuda

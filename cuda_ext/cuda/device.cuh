@@ -1,0 +1,105 @@
+// The CUDA words that the kernels use, under names that a test can give another meaning: it compiles the same kernels
+// for the CPU, one fiber a thread, with definitions of its own in place of the first half of this file.
+#pragma once
+
+#include <cstdint>
+
+#include "launchers.h"
+
+#ifdef __CUDACC__
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#define FWP_DEVICE __device__ __forceinline__
+#define FWP_BOTH __host__ __device__ __forceinline__
+#define FWP_UNROLL _Pragma("unroll")
+#define FWP_PRAGMA(text) _Pragma(#text)
+#define FWP_UNROLL_BY(n) FWP_PRAGMA(unroll n)
+#define FWP_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
+  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes, \
+           static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+
+namespace fwp::cuda {
+
+FWP_DEVICE unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char fwp_shared_bytes[];
+  return fwp_shared_bytes;
+}
+
+FWP_DEVICE float float_of_half_bits(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+FWP_DEVICE uint16_t half_bits_of_float(float x) { return __half_as_ushort(__float2half_rn(x)); }
+FWP_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
+FWP_DEVICE uint32_t bits_of_float(float x) { return __float_as_uint(x); }
+
+// c += a b on the tensor cores, with a 16 x 16 and b 16 x 8 of bfloat16, two to a register, and c 16 x 8, in the layout
+// of PTX's mma.m16n8k16. All of a warp must call it.
+FWP_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+inline const char* last_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// More than 48 KiB of shared memory has to be asked for.
+template <typename Kernel>
+const char* allow_shared_memory(Kernel* kernel, size_t bytes) {
+  if (bytes > 48 * 1024)
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  return last_error();
+}
+
+inline const char* count_multiprocessors(int* count) {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  return last_error();
+}
+
+}  // namespace fwp::cuda
+
+#endif
+
+namespace fwp::cuda {
+
+// Numbers as they lie in memory, and in the type A that the kernels compute in.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  uint16_t bits;
+};
+
+FWP_DEVICE float number(float x) { return x; }
+FWP_DEVICE double number(double x) { return x; }
+FWP_DEVICE float number(Bfloat16 x) { return float_of_bits(uint32_t(x.bits) << 16); }
+FWP_DEVICE float number(Float16 x) { return float_of_half_bits(x.bits); }
+
+FWP_DEVICE void round_to(float x, float& to) { to = x; }
+FWP_DEVICE void round_to(double x, double& to) { to = x; }
+FWP_DEVICE void round_to(float x, Float16& to) { to.bits = half_bits_of_float(x); }
+
+// To the nearest, ties to even. NaN stays NaN.
+FWP_DEVICE void round_to(float x, Bfloat16& to) {
+  const uint32_t bits = bits_of_float(x);
+  to.bits = uint16_t(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
+}
+
+// Call f with a null pointer to the type of elements that `type` names; A is the type of what is computed with them.
+template <typename A, typename F>
+FWP_DEVICE void with_element(Type type, F f) {
+  if constexpr (sizeof(A) == 8) {
+    f(static_cast<double*>(nullptr));
+  } else {
+    if (type == Type::float32) f(static_cast<float*>(nullptr));
+    if (type == Type::bfloat16) f(static_cast<Bfloat16*>(nullptr));
+    if (type == Type::float16) f(static_cast<Float16*>(nullptr));
+  }
+}
+
+}  // namespace fwp::cuda

@@ -1,0 +1,166 @@
+// What the functions of launchers.h share: the launch of a scan, and what their scans are made of.
+#pragma once
+
+#include <cstdarg>
+#include <cstdio>
+#include <type_traits>
+
+#include "choose.h"
+#include "chunks.cuh"
+#include "launchers.h"
+#include "scan.cuh"
+
+namespace fwp::cuda {
+
+// At least. Without this number, ptxas spills registers in favour of more blocks than are of use.
+template <typename A>
+constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 2 : 3;
+
+template <typename Scan, int kRows, int kColumns>
+__global__ void __launch_bounds__(kThreadsPerBlock + kWarp, kBlocksPerMultiprocessor<typename Scan::Number>)
+    scan_kernel(const Scan scan) {
+  scan.template run<kRows, kColumns>();
+}
+
+template <typename Chunks>
+__global__ void __launch_bounds__(kChunkWarps* kWarp, 2) chunks_kernel(const Chunks chunks) {
+  chunks.run();
+}
+
+namespace detail {
+
+inline const char* say(const char* format, ...) {
+  static thread_local char text[256];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  return text;
+}
+
+// Null where the kernels take these sizes.
+inline const char* check(const Sizes& size) {
+  if (size.Dk > kGreatestSize || size.Dv > kGreatestSize)
+    return say("the CUDA kernels take keys and values of up to %lld elements, got Dk = %lld and Dv = %lld",
+               (long long)kGreatestSize, (long long)size.Dk, (long long)size.Dv);
+  return nullptr;
+}
+
+inline const char* check_blocks(int64_t blocks) {
+  if (blocks > 0x7fffffff) return say("%lld blocks are more than CUDA launches at once", (long long)blocks);
+  return nullptr;
+}
+
+// Calls f with a constant no less than the rows, of those that a scan on the tensor cores is made for.
+template <typename F>
+const char* with_rows(int rows, F f) {
+  if (rows <= 16) return f(std::integral_constant<int, 16>{});
+  if (rows <= 32) return f(std::integral_constant<int, 32>{});
+  if (rows <= 64) return f(std::integral_constant<int, 64>{});
+  return f(std::integral_constant<int, kMostRowsForChunks>{});
+}
+
+template <typename Chunks>
+const char* launch_chunks(Chunks chunks, const ScanSize& size, bool reverse, void* stream) {
+  int multiprocessors = 1;
+  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
+  const ChunkPlan plan = choose_chunk_plan(size, kWarpColumns, kChunkWarps, multiprocessors);
+  chunks.size = size;
+  chunks.reverse = reverse;
+  chunks.warps = plan.warps;
+  chunks.slabs = plan.slabs;
+  const int64_t blocks = size.heads * plan.slabs;
+  if (const char* error = check_blocks(blocks)) return error;
+  const auto kernel = chunks_kernel<Chunks>;
+  const size_t bytes = Chunks::shared_bytes(plan.warps);
+  if (const char* error = allow_shared_memory(kernel, bytes)) return error;
+  FWP_LAUNCH(kernel, blocks, plan.warps * kWarp, bytes, stream, chunks);
+  return last_error();
+}
+
+template <typename Scan, int kRows, int kColumns>
+const char* launch_shape(Scan scan, int states, int stage, int multiprocessors, void* stream) {
+  const ScanNeeds needs{{kRows, kColumns}, Scan::Inputs::parts(), sizeof(typename Scan::Number), states, stage};
+  scan.plan = choose_plan(scan.size, needs, multiprocessors);
+  const size_t bytes = shared_bytes(needs, scan.plan);
+  const int64_t blocks = (scan.size.heads + scan.plan.teams - 1) / scan.plan.teams * scan.plan.slabs;
+  if (const char* error = check_blocks(blocks)) return error;
+  const auto kernel = scan_kernel<Scan, kRows, kColumns>;
+  if (const char* error = allow_shared_memory(kernel, bytes)) return error;
+  FWP_LAUNCH(kernel, blocks, scan.plan.threads() + kWarp, bytes, stream, scan);
+  return last_error();
+}
+
+// A scan that keeps nothing in shared memory but tokens.
+template <typename Scan>
+const char* launch(const Scan& scan, void* stream) {
+  using A = typename Scan::Number;
+  int multiprocessors = 1;
+  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
+  const Shape shape = choose_shape<A>(scan.size, multiprocessors);
+  if (shape == Shape::tall)
+    return launch_shape<Scan, kTall<A>.rows, kTall<A>.columns>(scan, 0, 0, multiprocessors, stream);
+  if constexpr (sizeof(A) < 8)
+    if (shape == Shape::wide)
+      return launch_shape<Scan, kWide.rows, kWide.columns>(scan, 0, 0, multiprocessors, stream);
+  return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, 0, 0, multiprocessors, stream);
+}
+
+// What the launchers make their scans of.
+template <typename A>
+struct Maker {
+  using Number = A;
+  const Call& call;
+  const Sizes& size = call.size;
+  static constexpr Type kState = sizeof(A) == 8 ? Type::float64 : Type::float32;
+
+  ScanSize along_keys() const { return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv)}; }
+  ScanSize along_values() const { return {size.B * size.H, size.H, size.L, int(size.Dv), int(size.Dk)}; }
+
+  Input input(const Tokens& x) const { return {x.data, x.batch, x.head, x.token, call.type}; }
+  Input in_state_type(const Tokens& x) const { return {x.data, x.batch, x.head, x.token, kState}; }
+  // A contiguous array of `width` numbers a token, in the state's type.
+  Input scratch(const void* x, int64_t width) const {
+    return {x, size.H * size.L * width, size.L * width, width, kState};
+  }
+  Output output(void* x) const { return {x, call.type}; }
+  static Output raw(void* x) { return {x, kState}; }
+
+  template <typename T>
+  auto matrix(T* x) const {
+    using Number = std::conditional_t<std::is_const_v<T>, const A, A>;
+    return Matrices<Number>{static_cast<Number*>(x), size.Dk * size.Dv, size.Dv, 1};
+  }
+  Matrices<const A> transposed(const void* x) const {
+    return {static_cast<const A*>(x), size.Dk * size.Dv, 1, size.Dv};
+  }
+};
+
+// f(Maker) in the type that the call computes in; nothing where there is nothing to do.
+template <typename F>
+const char* with_maker(const Call& call, F f) {
+  if (const char* error = check(call.size)) return error;
+  if (call.size.B * call.size.H == 0) return nullptr;
+  return call.type == Type::float64 ? f(Maker<double>{call}) : f(Maker<float>{call});
+}
+
+inline size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+inline size_t state_bytes(Type type) { return type == Type::float64 ? 8 : 4; }
+inline bool in_state_type(Type type) { return type == Type::float32 || type == Type::float64; }
+inline size_t bytes_of_tokens(const Sizes& size, Type type, int64_t width) {
+  return aligned(size_t(size.B * size.H * size.L * width) * state_bytes(type));
+}
+
+}  // namespace detail
+
+size_t workspace_bytes(Operator op, const Sizes& size, Type type) {
+  using namespace detail;
+  // d_write, and the half of d_k where d_k itself is not in the state's type.
+  if (op == Operator::delta_backward)
+    return bytes_of_tokens(size, type, size.Dv) + (in_state_type(type) ? 0 : bytes_of_tokens(size, type, size.Dk));
+  // Each key column's part of d_gate.
+  if (op == Operator::gated_backward) return bytes_of_tokens(size, type, size.Dk);
+  return 0;
+}
+
+}  // namespace fwp::cuda

@@ -1,0 +1,137 @@
+"""Reads state dicts, and writes what fairseq's commands take: a checkpoint, its dictionary and its flags."""
+
+import os
+import pickle
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_REGISTRY
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fairseq_fwp.convert.source import Conversion
+
+# Of FAVOR+'s draws, where they do not come with the weights: one conversion is like the other.
+SEED = 1
+
+CHECKPOINT, DICTIONARY, FLAGS = "checkpoint.pt", "dict.txt", "flags.txt"
+
+
+def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
+    """The state dict in a file. Raises ValueError for anything else, saying for a pickled model how to export one."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror or error}") from error
+    except pickle.UnpicklingError as error:
+        if "global" not in str(error).lower():
+            raise ValueError(
+                f"{path} is not a whole checkpoint: it was cut short or is another kind of file"
+            ) from error
+        raise ValueError(
+            f"{path} holds a pickled model, which could run any code, and no state dict: {export}"
+        ) from error
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise ValueError(f"{path} holds other things than named tensors, and so is no state dict: {export}")
+    return loaded
+
+
+def write(conversion: Conversion, out: Path) -> None:
+    """Writes checkpoint.pt, dict.txt and flags.txt into the folder `out`, or nothing.
+
+    Raises ValueError if the folder is there and not empty, or the weights do not fit the model of the flags.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already: give --out a folder that is not, or is empty")
+    flags, dictionary = command_line(conversion), make_dictionary(conversion)
+    cfg = configure(flags, out)
+    model = build(conversion, cfg.model, dictionary)
+    unfinished = out.with_name(f".{out.name}-{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        torch.save(checkpoint(cfg, model), unfinished / CHECKPOINT)
+        dictionary.save(str(unfinished / DICTIONARY))
+        (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
+        os.replace(unfinished, out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def make_dictionary(conversion: Conversion) -> Dictionary:
+    """fairseq's dictionary of the conversion's words. How often they occur is not known: once each."""
+    dictionary = Dictionary()
+    for word in conversion.words:
+        dictionary.add_symbol(word)
+    return dictionary
+
+
+def configure(flags: list[str], data: Path) -> Any:
+    """What `fairseq-train` makes of the flags, with the data in a folder."""
+    args = options.parse_args_and_arch(options.get_training_parser(), [str(data.absolute()), *flags])
+    return convert_namespace_to_omegaconf(args)
+
+
+def build(conversion: Conversion, cfg: Any, dictionary: Dictionary) -> nn.Module:
+    """The model of a configuration with the weights, in their dtype. Raises ValueError if they do not fit."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, Namespace(target_dictionary=dictionary))
+    fill(model, conversion.weights)
+    return model
+
+
+def command_line(conversion: Conversion) -> list[str]:
+    """The flags of `fairseq-train` that make this model."""
+    found = ["--task", "language_modeling", "--arch", conversion.arch]
+    for name, value in conversion.flags.items():
+        if value is not None and value is not False:
+            found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    # Of fairseq's criteria the one that adds up no more logits than a cluster has; it takes no other backend.
+    return found + ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Gives every parameter its weight, and buffers those that there are; the model takes the weights' dtype.
+
+    Raises ValueError naming weights that are missing, too many or of another shape.
+    """
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    faults = [
+        *(f"{name} is missing" for name in parameters.keys() - weights.keys()),
+        *(f"{name} has no place" for name in weights.keys() - parameters.keys() - buffers.keys()),
+        *(
+            f"{name} is {tuple(weight.shape)} in place of {tuple(known.shape)}"
+            for name, weight in weights.items()
+            if (known := parameters.get(name, buffers.get(name))) is not None and known.shape != weight.shape
+        ),
+    ]
+    if faults:
+        raise ValueError(f"the weights do not fit the model of these options: {'; '.join(sorted(faults))}")
+    model.to(next(iter(weights.values())).dtype)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    # By now a parameter that modules share is the same under all its names.
+    model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
+
+
+def checkpoint(cfg: Any, model: nn.Module) -> dict[str, Any]:
+    """What fairseq saves, before the first update."""
+    return {
+        "args": None,
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "model": model.state_dict(),
+        "criterion": None,
+        "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
+        "task_state": {},
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+        "last_optimizer_state": None,
+    }

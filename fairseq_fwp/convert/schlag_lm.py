@@ -1,0 +1,201 @@
+"""The public language-model code of Schlag et al. 2021 (IDSIA/lmtool-fwp): its models as `fwp_lm` and `fwp_xl_lm`.
+
+It grew out of Transformer-XL's, and what they share is in transformer_xl.py. An attention type there is a feature map,
+an update rule and an implementation, and each implementation divides and scales in its own way. d: size of a head.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp.convert import transformer_xl
+from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, convert_tensors
+from fairseq_fwp.convert.vocabulary import arrange
+
+OPTIONS = {
+    **transformer_xl.OPTIONS,
+    "no_pos": Option(bool, "no positions"),
+    "skip_attn_normalization": Option(bool, "no attention normalisation; types 2 to 6 know no such option"),
+    "performer_proj_dim": Option(int, "random vectors of types 5, 25, 35 and 45"),
+    "dpfp_n_roll": Option(int, "nu of types 6, 26 and 46"),
+    "carry_over_fast_weight": Option(bool, "trained with fast weights that go on to the next segment"),
+}
+
+# What they add to the divisors of attention normalisation, to the exponentials of FAVOR+, and to sums: nothing.
+EPSILON = 1e-5
+KERNEL_EPSILON = 1e-4
+SUM_EPSILON = 1e-24
+
+
+class AttentionType(NamedTuple):
+    """update_rule and feature_map by our names; packed: queries, keys, values (and beta) of each head are together;
+    normalized: for delta, the retrieved value too."""
+
+    update_rule: str
+    feature_map: str
+    packed: bool = True
+    normalized: bool = False
+
+
+TYPES = {
+    4: AttentionType("sum", "elu", packed=False),
+    5: AttentionType("sum", "favor", packed=False),
+    6: AttentionType("sum", "dpfp", packed=False),
+    24: AttentionType("delta", "elu"),
+    25: AttentionType("delta", "favor"),
+    26: AttentionType("delta", "dpfp"),
+    34: AttentionType("sum", "elu"),
+    35: AttentionType("sum", "favor"),
+    44: AttentionType("delta", "elu", normalized=True),
+    45: AttentionType("delta", "favor", normalized=True),
+    46: AttentionType("delta", "dpfp", normalized=True),
+}
+
+REFUSED_TYPES = {
+    **transformer_xl.REFUSED_TYPES,
+    10: "a debugging form of type 4",
+    14: "a step-wise form of linear attention",
+    16: "a step-wise form of linear attention with DPFP",
+    54: "a Delta MLP",
+    64: "a Delta Delta Net",
+    80: "a recurrent network",
+    90: "an LSTM",
+    **dict.fromkeys((124, 134), "a Delta RNN"),
+    **dict.fromkeys((224, 234, 244, 254), "a Delta LSTM"),
+    324: "a fast weight programmer with a recurrent slow network",
+    934: "a Recurrent Delta Net",
+}
+
+REFUSED_OPTIONS = ("remove_ff", "remove_lnorm", "remove_res", "remove_out_proj")
+
+
+def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    """The model of a state dict, see `Source`. Raises ValueError naming what cannot be represented."""
+    attn_type = options.need("attn_type")
+    for name in REFUSED_OPTIONS:
+        if options.get(name):
+            raise ValueError(f"--{name} cannot be converted: every block here has what it removes")
+    if attn_type in (0, 2):
+        return transformer_xl.convert(tensors, words, options)
+    if attn_type in REFUSED_TYPES:
+        raise ValueError(f"--attn_type {attn_type} cannot be converted: it is {REFUSED_TYPES[attn_type]}")
+    if attn_type not in TYPES:
+        known = ", ".join(map(str, [0, 2, *TYPES]))
+        raise ValueError(f"--attn_type {attn_type} makes no model in the public code: those that convert are {known}")
+    return convert_fast_weights(tensors, words, options, TYPES[attn_type])
+
+
+def convert_fast_weights(
+    tensors: Mapping[str, Tensor], words: list[str], options: Options, attn_type: AttentionType
+) -> Conversion:
+    """The types of `TYPES`."""
+    sizes = transformer_xl.read_sizes(tensors)
+    heads = options.need("n_head")
+    head_dim = transformer_xl.read_head_dim(tensors, sizes, heads, options)
+    check_options(options, attn_type)
+    vocabulary = arrange(words)
+    flags = {
+        **transformer_xl.common_flags(tensors, sizes, heads, vocabulary, options),
+        **transformer_xl.absolute_positions(options),
+        "decoder_update_rule": attn_type.update_rule,
+        "decoder_feature_map": attn_type.feature_map,
+        **map_flags(options, attn_type),
+        **normalization_flags(options, attn_type, head_dim),
+    }
+    attention = [
+        *(packed(attn_type, heads, head_dim) if attn_type.packed else transformer_xl.SEPARATE_QUERIES),
+        *projections(tensors, attn_type),
+    ]
+    table = [
+        *transformer_xl.layers(sizes["n_layer"], attention),
+        *transformer_xl.positions(sizes["d_model"]),
+        *transformer_xl.embeddings(tensors, vocabulary),
+    ]
+    weights = convert_tensors(table, tensors)
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes(tensors, options, attn_type))
+
+
+def check_options(options: Options, attn_type: AttentionType) -> None:
+    """Raises ValueError for what these types do in another way."""
+    if options.get("pre_lnorm"):
+        does = (
+            "adds the normalised input to the block's output"
+            if attn_type.packed
+            else "normalises keys, but not queries"
+        )
+        raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does}")
+    if options.get("dropatt") and not attn_type.packed:
+        raise ValueError("--dropatt cannot be converted with this --attn_type: give --dropatt 0, as in evaluation")
+
+
+def map_flags(options: Options, attn_type: AttentionType) -> dict[str, Any]:
+    """The flags of the feature map."""
+    if attn_type.feature_map == "favor":
+        features = options.need("performer_proj_dim")
+        return {"favor_features": features, "favor_draw": "authors", "favor_offset": KERNEL_EPSILON}
+    return {"dpfp_nu": options.need("dpfp_n_roll")} if attn_type.feature_map == "dpfp" else {}
+
+
+def normalization_flags(options: Options, attn_type: AttentionType, head_dim: int) -> dict[str, Any]:
+    """The flags of both normalisations, their epsilons and the scale of the read-out.
+
+    Packed types multiply the read-out by d^(-1/2). The others multiply the scores, before an epsilon is added to their
+    sum: without that factor the epsilon is d^(1/2) as large.
+    """
+    flags: dict[str, Any] = {"scale_read_out": attn_type.packed}
+    if attn_type.update_rule == "delta":
+        flags |= {"sum_normalization": True, "sum_normalization_epsilon": SUM_EPSILON}
+    if attn_type.packed and options.get("skip_attn_normalization"):
+        return flags
+    return flags | {
+        "attention_normalization": True,
+        "attention_normalization_read_out_only": attn_type.update_rule == "delta" and not attn_type.normalized,
+        "normalization_epsilon": EPSILON if attn_type.packed else EPSILON * head_dim**0.5,
+        "add_normalization_epsilon": True,
+    }
+
+
+def packed(attn_type: AttentionType, heads: int, head_dim: int) -> list[Entry]:
+    """The projection of queries, keys, values and beta: theirs is head by head, ours has all heads of each."""
+    net, betas = ("qkvb_net", [1]) if attn_type.update_rule == "delta" else ("qkv_net", [])
+    sizes = [head_dim] * 3 + betas
+
+    def unpack(weight: Tensor) -> Tensor:
+        if len(weight) != heads * sum(sizes):
+            raise ValueError(
+                f"dec_attn.{net} has {len(weight)} rows where {heads} heads of {head_dim} have {heads * sum(sizes)}: "
+                "check --n_head"
+            )
+        parts = weight.unflatten(0, (heads, sum(sizes))).split(sizes, dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    return [Entry("self_attn.in_proj.weight", (f"dec_attn.{net}.weight",), unpack)]
+
+
+def projections(tensors: Mapping[str, Tensor], attn_type: AttentionType) -> list[Entry]:
+    """FAVOR+'s matrix, (d, m) there, where the state dict holds it."""
+    if attn_type.feature_map != "favor" or "layers.0.dec_attn.proj_matrix" not in tensors:
+        return []
+    return [Entry("self_attn.feature_map.projection", ("dec_attn.proj_matrix",), partial(Tensor.t))]
+
+
+def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionType) -> list[str]:
+    """What the converted model cannot tell by itself."""
+    found = transformer_xl.dropout_notes(options)
+    if attn_type.feature_map == "favor" and not projections(tensors, attn_type):
+        found.append(
+            "the state dict holds no dec_attn.proj_matrix, which the public code keeps outside of it: the random "
+            "features are drawn anew, and losses agree as those of two draws do"
+        )
+    if options.get("carry_over_fast_weight"):
+        found.append(
+            f"trained with carried fast weights: evaluate with fwp-eval-lm --carry-state on segments of "
+            f"{options.need('tgt_len')} tokens"
+        )
+    return found
+
+
+SOURCE = Source(OPTIONS, transformer_xl.read_saved, convert, transformer_xl.EXPORT)

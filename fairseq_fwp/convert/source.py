@@ -1,0 +1,85 @@
+"""What a source of checkpoints is: its options, and how its tensors become those of a model here."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Option(NamedTuple):
+    """An option of the source's training script: its type (bool: a flag), and what it says."""
+
+    type: Callable[[str], Any]
+    help: str
+
+
+class Conversion(NamedTuple):
+    """flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model; words: of the
+    dictionary, after fairseq's specials; notes: what whoever goes on with the model should know."""
+
+    arch: str
+    flags: dict[str, Any]
+    weights: dict[str, Tensor]
+    words: list[str]
+    notes: list[str]
+
+
+class Source(NamedTuple):
+    """One kind of checkpoint.
+
+    options: by name, as the training script has them; read_saved: the options that it saved beside a checkpoint;
+    convert(tensors, words, options) -> `Conversion`, where options are those given, else saved; export: how to make
+    a state dict of a pickled model, to be said where one is given.
+    """
+
+    options: dict[str, Option]
+    read_saved: Callable[[Path], dict[str, Any]]
+    convert: Callable[[Mapping[str, Tensor], list[str], "Options"], Conversion]
+    export: str
+
+
+class Options:
+    """The options given and saved; what neither tells has the default of the call."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The option's value, or the default."""
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def need(self, name: str) -> Any:
+        """The option's value. Raises ValueError where nobody tells it."""
+        if self._values.get(name) is None:
+            raise ValueError(
+                f"the state dict does not tell --{name}: give it as in training, or lay the training's log.txt beside "
+                "the checkpoint"
+            )
+        return self._values[name]
+
+
+class Entry(NamedTuple):
+    """target, a parameter of ours, is build(*the tensors named in sources); without a target, build only checks."""
+
+    target: str | None
+    sources: tuple[str, ...]
+    build: Callable[..., Any] = lambda tensor: tensor
+
+
+def convert_tensors(table: Iterable[Entry], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every target of the table. Raises ValueError naming tensors that are missing, and those that no entry reads."""
+    table = list(table)
+    known = {name for entry in table for name in entry.sources}
+    faults = [
+        f"{what} {', '.join(sorted(names))}"
+        for what, names in (("lacks", known - tensors.keys()), ("has also", tensors.keys() - known))
+        if names
+    ]
+    if faults:
+        raise ValueError(
+            f"the state dict is not that of a model with these options: it {' and '.join(faults)}; check the options"
+        )
+    built = {entry.target: entry.build(*(tensors[name] for name in entry.sources)) for entry in table}
+    return {target: tensor for target, tensor in built.items() if target is not None}

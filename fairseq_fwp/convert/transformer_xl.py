@@ -1,0 +1,322 @@
+"""Transformer-XL's public PyTorch code (kimiyoung/transformer-xl, pytorch/): its models as `fwp_xl_lm` and `fwp_lm`.
+
+Attention types 0, its own, and 2, absolute positions. Schlag et al. 2021 built their code on this one: schlag_lm.py
+takes most of it from here.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, convert_tensors
+from fairseq_fwp.convert.vocabulary import Vocabulary, arrange
+
+OPTIONS = {
+    "attn_type": Option(int, "attention type"),
+    "n_head": Option(int, "number of heads; the state dict tells it for attention type 0"),
+    "tgt_len": Option(int, "tokens of a sample in training"),
+    "mem_len": Option(int, "tokens of the memory; attention type 0 alone has one"),
+    "clamp_len": Option(int, "largest distance of its own; -1, the script's default: none"),
+    "same_length": Option(bool, "every token attends to the same number of others"),
+    "pre_lnorm": Option(bool, "layer normalisation before each block"),
+    "dropout": Option(float, "dropout; 0 is the script's default"),
+    "dropatt": Option(float, "dropout of attention weights; 0 is the script's default"),
+    "dataset": Option(str, "wt103 or lm1b: what the script with --adaptive takes the cutoffs from"),
+    "cutoffs": Option(str, "cutoffs of the adaptive softmax, comma-separated, where they are not those of --dataset"),
+}
+
+CUTOFFS = {"wt103": [20000, 40000, 200000], "lm1b": [60000, 100000, 640000]}
+
+REFUSED_TYPES = {
+    1: "the relative positions of Shaw et al. with biases, a vector and two biases for each distance",
+    3: "the learned positions of Al-Rfou et al., added before every layer",
+}
+
+EXPORT = (
+    "export one in the folder of the public code with: python -c \"import torch; m = torch.load('model.pt', 'cpu', "
+    "weights_only=False); torch.save({**m.state_dict(), **{f'layers.{i}.dec_attn.proj_matrix': l.dec_attn.proj_matrix "
+    "for i, l in enumerate(m.layers) if hasattr(l.dec_attn, 'proj_matrix')}}, 'state_dict.pt')\""
+)
+
+# Of every layer: our name -> theirs.
+BLOCKS = {
+    "self_attn.out_proj.weight": "dec_attn.o_net.weight",
+    "self_attn_layer_norm.weight": "dec_attn.layer_norm.weight",
+    "self_attn_layer_norm.bias": "dec_attn.layer_norm.bias",
+    "fc1.weight": "pos_ff.CoreNet.0.weight",
+    "fc1.bias": "pos_ff.CoreNet.0.bias",
+    "fc2.weight": "pos_ff.CoreNet.3.weight",
+    "fc2.bias": "pos_ff.CoreNet.3.bias",
+    "final_layer_norm.weight": "pos_ff.layer_norm.weight",
+    "final_layer_norm.bias": "pos_ff.layer_norm.bias",
+}
+
+# Keys and values beside each other, heads within each of the two: our order.
+SEPARATE_QUERIES = [
+    Entry(
+        "self_attn.in_proj.weight",
+        ("dec_attn.q_net.weight", "dec_attn.kv_net.weight"),
+        lambda queries, others: torch.cat([queries, others]),
+    )
+]
+
+RELATIVE_ATTENTION = [
+    Entry("self_attn.in_proj.weight", ("dec_attn.qkv_net.weight",)),
+    Entry("self_attn.positions.proj.weight", ("dec_attn.r_net.weight",)),
+]
+
+
+def read_saved(folder: Path) -> dict[str, Any]:
+    """The options that the training wrote into its log.txt, `    - name : value` a line; none without that file."""
+    path = folder / "log.txt"
+    if not path.exists():
+        return {}
+    lines = re.findall(r"^ {4}- (\w+) : (.*)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return {name: _literal(value) for name, value in lines}
+
+
+def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    """The model of a state dict, see `Source`. Raises ValueError naming what cannot be represented."""
+    attn_type = options.get("attn_type", 0)
+    if attn_type in REFUSED_TYPES:
+        raise ValueError(f"--attn_type {attn_type} cannot be converted: it is {REFUSED_TYPES[attn_type]}")
+    if attn_type not in (0, 2):
+        raise ValueError(f"--attn_type {attn_type} is none of Transformer-XL's: those that convert are 0 and 2")
+    return (convert_relative if attn_type == 0 else convert_absolute)(tensors, words, options)
+
+
+def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    """Attention type 0: relative positions and a memory."""
+    sizes = read_sizes(tensors)
+    heads = len(_tensor(tensors, "r_w_bias"))
+    read_head_dim(tensors, sizes, heads, options)
+    vocabulary = arrange(words)
+    flags = {
+        **common_flags(tensors, sizes, heads, vocabulary, options),
+        "attention_dropout": options.get("dropatt", 0.0),
+        "mem_len": options.need("mem_len"),
+        "same_length": options.get("same_length", False),
+        "clamp_len": options.get("clamp_len", -1) if options.get("clamp_len", -1) > 0 else -1,
+        # They have no layer normalisation after the last layer.
+        "decoder_normalize_before": options.get("pre_lnorm", False),
+        "no_decoder_final_norm": options.get("pre_lnorm", False),
+    }
+    biases = {"content_bias": "r_w_bias", "position_bias": "r_r_bias"}
+    table = [
+        *(Entry(f"decoder.layers.0.self_attn.positions.{ours}", (theirs,)) for ours, theirs in biases.items()),
+        *layers(sizes["n_layer"], RELATIVE_ATTENTION),
+        *positions(sizes["d_model"]),
+        *embeddings(tensors, vocabulary),
+    ]
+    return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, [])
+
+
+def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    """Attention type 2: softmax attention with absolute positions."""
+    sizes = read_sizes(tensors)
+    heads = options.need("n_head")
+    read_head_dim(tensors, sizes, heads, options)
+    if options.get("pre_lnorm"):
+        raise ValueError("--pre_lnorm cannot be converted with this --attn_type: it normalises keys, but not queries")
+    vocabulary = arrange(words)
+    flags = {
+        **common_flags(tensors, sizes, heads, vocabulary, options),
+        **absolute_positions(options),
+        "decoder_update_rule": "softmax",
+        "attention_dropout": options.get("dropatt", 0.0),
+    }
+    table = [
+        *layers(sizes["n_layer"], SEPARATE_QUERIES),
+        *positions(sizes["d_model"]),
+        *embeddings(tensors, vocabulary),
+    ]
+    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, dropout_notes(options))
+
+
+def dropout_notes(options: Options) -> list[str]:
+    """Where further training of an `fwp_lm` differs; `fwp_xl_lm` has dropout wherever the public code has it."""
+    return ["dropout after the last layer, which the public code has, is left out"] if options.get("dropout") else []
+
+
+def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The sizes that the state dict tells, by their names in the training script."""
+    if not any(".pos_ff." in name for name in tensors):
+        raise ValueError("the state dict has no layers with a feed-forward block: --remove_ff cannot be converted")
+    numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
+    d_inner, d_model = _tensor(tensors, "layers.0.pos_ff.CoreNet.0.weight").shape
+    return {"n_layer": max(numbers) + 1, "d_model": d_model, "d_inner": d_inner}
+
+
+def read_head_dim(tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads: int, options: Options) -> int:
+    """The size of a head. Raises ValueError unless the heads share the embedding dimension."""
+    together = _tensor(tensors, "layers.0.dec_attn.o_net.weight").shape[1]
+    if heads < 1 or together % heads or options.get("d_head", together // heads) != together // heads:
+        raise ValueError(f"the heads have {together} dimensions together, which --n_head {heads} does not go with")
+    if together != sizes["d_model"]:
+        raise ValueError(
+            f"--n_head {heads} times --d_head {together // heads} is not --d_model {sizes['d_model']}: heads of "
+            "another size cannot be converted"
+        )
+    return together // heads
+
+
+def common_flags(
+    tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads: int, vocabulary: Vocabulary, options: Options
+) -> dict[str, Any]:
+    """What every type has: sizes, dropout, clusters of the vocabulary and length of a sample."""
+    cutoffs, div_val = read_clusters(tensors, sizes["d_model"], options)
+    words = sum(
+        len(tensor) for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)
+    )
+    expected = len(vocabulary.rows) - vocabulary.added
+    if words != expected:
+        raise ValueError(
+            f"the vocabulary has {expected} words and the checkpoint {words}: give the one of its training"
+        )
+    return {
+        "decoder_layers": sizes["n_layer"],
+        "decoder_embed_dim": sizes["d_model"],
+        "decoder_ffn_embed_dim": sizes["d_inner"],
+        "decoder_attention_heads": heads,
+        "dropout": options.get("dropout", 0.0),
+        "activation_dropout": options.get("dropout", 0.0),
+        "adaptive_softmax_cutoff": ",".join(map(str, vocabulary.cutoffs(cutoffs))) or None,
+        "div_val": div_val,
+        "tokens_per_sample": options.need("tgt_len"),
+    }
+
+
+def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options) -> tuple[list[int], int]:
+    """The cutoffs and div_val. Raises ValueError for embeddings of another size than the model."""
+    tables = [tensor for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)]
+    if not tables or tables[0].shape[1] != d_model:
+        raise ValueError(
+            f"--d_embed other than --d_model {d_model} cannot be converted: its embeddings have two projections"
+            if tables
+            else "the state dict has no word_emb.emb_layers, and so is none of this source"
+        )
+    clusters = len(tensors.get("crit.cluster_bias", ()))
+    if "word_emb.emb_projs.0" in tensors:
+        cutoffs = torch.tensor([0] + [len(table) for table in tables[:-1]]).cumsum(0)[1:].tolist()
+        # With one cluster no embedding shrinks, but it has its projections.
+        return cutoffs, d_model // tables[1].shape[1] if len(tables) > 1 else 2
+    if not clusters:
+        return [], 1
+    text = options.get("cutoffs")
+    if text is None and options.need("dataset") not in CUTOFFS:
+        raise ValueError(f"--dataset {options.need('dataset')} has no cutoffs that are known: give --cutoffs")
+    cutoffs = CUTOFFS[options.need("dataset")] if text is None else _numbers(text)
+    if len(cutoffs) != clusters:
+        raise ValueError(f"the adaptive softmax has {clusters} cutoffs, not {len(cutoffs)}: change --cutoffs")
+    return cutoffs, 1
+
+
+def absolute_positions(options: Options) -> dict[str, Any]:
+    """The flags of absolute positions, or of none. Raises ValueError for what goes with relative ones alone."""
+    for name in ("mem_len", "same_length"):
+        if options.get(name):
+            raise ValueError(f"--{name} with absolute positions cannot be converted: there is no memory")
+    clamp_len, tgt_len = options.get("clamp_len", -1), options.need("tgt_len")
+    if 0 < clamp_len < tgt_len - 1:
+        raise ValueError(f"--clamp_len {clamp_len} with absolute positions cannot be converted: give {tgt_len} or more")
+    return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
+
+
+def layers(count: int, attention: Iterable[Entry]) -> list[Entry]:
+    """The entries of all layers."""
+    of_one = [*(Entry(ours, (theirs,)) for ours, theirs in BLOCKS.items()), *attention]
+    return [
+        Entry(
+            entry.target and f"decoder.layers.{index}.{entry.target}",
+            tuple(f"layers.{index}.{source}" for source in entry.sources),
+            entry.build,
+        )
+        for index in range(count)
+        for entry in of_one
+    ]
+
+
+def positions(d_model: int) -> list[Entry]:
+    """The frequencies of the sinusoids, which are no weights: ours are the same."""
+
+    def check(frequencies: Tensor) -> None:
+        ours = 10000 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
+        # 1e-3: the half precision that they may have been saved in
+        if frequencies.shape != ours.shape or ((frequencies.double() - ours).abs() > 1e-3 * ours + 1e-6).any():
+            raise ValueError("pos_emb.inv_freq holds other frequencies than 10000^(-2i/D): they cannot be converted")
+
+    return [Entry(None, ("pos_emb.inv_freq",), check)]
+
+
+def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[Entry]:
+    """Word embeddings and the softmax tied to them."""
+    words, biases = partial(vocabulary.place, fill=0.0), partial(vocabulary.place, fill=-torch.inf)
+    clusters = [
+        # Their last column is that of the first cluster.
+        Entry("decoder.adaptive_softmax.clusters.weight", ("crit.cluster_weight",), lambda tensor: tensor.flip(0)),
+        Entry("decoder.adaptive_softmax.clusters.bias", ("crit.cluster_bias",), lambda tensor: tensor.flip(0)),
+    ]
+    count = sum(re.fullmatch(r"word_emb.emb_layers.\d+.weight", name) is not None for name in tensors)
+    tables, outputs = (
+        [f"{module}.{index}.weight" for index in range(count)] for module in ("word_emb.emb_layers", "crit.out_layers")
+    )
+    tied = [Entry(None, pair, _check_tied("--not_tied")) for pair in zip(tables, outputs, strict=True)]
+    bias = Entry(
+        "decoder.adaptive_softmax.bias",
+        tuple(f"crit.out_layers.{index}.bias" for index in range(count)),
+        lambda *parts: biases(torch.cat(parts)),
+    )
+    entries = [*tied, bias, *(clusters if "crit.cluster_bias" in tensors else [])]
+    if "word_emb.emb_projs.0" not in tensors:
+        return [Entry("decoder.embed_tokens.weight", (tables[0],), words), *entries]
+    projections = [(f"word_emb.emb_projs.{index}", f"crit.out_projs.{index}") for index in range(count)]
+    return [
+        *entries,
+        Entry("decoder.embed_tokens.tables.0.weight", (tables[0],), words),
+        *(Entry(f"decoder.embed_tokens.tables.{index}.weight", (tables[index],)) for index in range(1, count)),
+        *(
+            Entry(f"decoder.embed_tokens.projections.{index}.weight", (name,))
+            for index, (name, _) in enumerate(projections)
+        ),
+        Entry("decoder.adaptive_softmax.projections.0.weight", ("crit.out_projs.0",)),
+        *(Entry(None, pair, _check_tied("untied projections, as of --dataset lm1b,")) for pair in projections[1:]),
+    ]
+
+
+def _check_tied(option: str) -> Any:
+    def check(first: Tensor, second: Tensor) -> None:
+        if not torch.equal(first, second):
+            raise ValueError(f"{option} cannot be converted: input and output are one here, and they differ there")
+
+    return check
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise ValueError(
+            f"the state dict is not that of a model with these options: it lacks {name}; check the options"
+        )
+    return tensors[name]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--cutoffs takes whole numbers like 20000,40000, got {text!r}") from None
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+SOURCE = Source(OPTIONS, read_saved, convert, EXPORT)

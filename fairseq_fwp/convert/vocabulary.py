@@ -1,0 +1,84 @@
+"""A vocabulary from elsewhere in fairseq's order, with the same probabilities.
+
+fairseq's dictionary begins with <s>, <pad>, </s> and <unk>. A word that stands for the end of a line or for unknown
+words takes the place of </s> or <unk>, and the others follow in their order. What is left of the four has no
+counterpart: an embedding of zero and the bias minus infinity, so that its probability is 0 and all others are what
+they were. An adaptive softmax keeps its clusters: the first, where those left all are, grows by their number.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from fairseq.data import Dictionary
+from torch import Tensor
+
+# Names of the end of a line and of unknown words, the first that a vocabulary holds; <S> and <UNK> are those of LM1B.
+END_OF_LINE = ("</s>", "<eos>", "<S>")
+UNKNOWN = ("<unk>", "<UNK>")
+
+
+class Vocabulary(NamedTuple):
+    """words: of the dictionary, after the specials; rows: the source's number of each of our words, -1 = none."""
+
+    words: list[str]
+    rows: Tensor
+
+    @property
+    def added(self) -> int:
+        """How many words the source does not have."""
+        return int((self.rows < 0).sum())
+
+    def place(self, tensor: Tensor, fill: float) -> Tensor:
+        """A tensor with a row for each word of the source, or of its first cluster, in our order; new rows: fill."""
+        rows = self.rows[: len(tensor) + self.added]
+        placed = tensor.new_full((len(rows), *tensor.shape[1:]), fill)
+        placed[rows >= 0] = tensor[rows[rows >= 0]]
+        return placed
+
+    def cutoffs(self, cutoffs: list[int]) -> list[int]:
+        """The cutoffs of the same clusters. Raises ValueError if a special is not in the first."""
+        specials = self.rows[: self._specials]
+        if cutoffs and int(specials.max()) >= cutoffs[0]:
+            raise ValueError(
+                f"word {int(specials.max())} of the vocabulary is one of fairseq's specials, which are in the first "
+                f"cluster of an adaptive softmax, and the checkpoint has it beyond its first {cutoffs[0]} words"
+            )
+        return [cutoff + self.added for cutoff in cutoffs]
+
+    @property
+    def _specials(self) -> int:
+        return len(self.rows) - len(self.words)
+
+
+def arrange(words: list[str]) -> Vocabulary:
+    """The vocabulary of the source's words, which stand in its order. Raises ValueError for a word that cannot be."""
+    specials = Dictionary()
+    numbers = {word: number for number, word in enumerate(words)}
+    if len(numbers) < len(words):
+        twice = next(word for number, word in enumerate(words) if numbers[word] != number)
+        raise ValueError(
+            f"the vocabulary holds the word {twice!r} twice: its words must stand in their order, each once"
+        )
+    rows = [-1] * len(specials)
+    for index, names in ((specials.eos(), END_OF_LINE), (specials.unk(), UNKNOWN)):
+        rows[index] = next((numbers[name] for name in names if name in numbers), -1)
+    rest = [word for number, word in enumerate(words) if number not in rows]
+    for word in rest:
+        if word in specials:
+            raise ValueError(f"the vocabulary holds the word {word!r}, which fairseq keeps for itself: rename it there")
+    return Vocabulary(rest, torch.tensor(rows + [numbers[word] for word in rest]))
+
+
+def read_words(path: Path) -> list[str]:
+    """One word a line, the first if there are more. Raises ValueError for a file that cannot be read."""
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the vocabulary {path} cannot be read: {error}") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise ValueError(f"line {number} of the vocabulary {path} is empty: it should hold one word")
+    return [line.split()[0] for line in lines]

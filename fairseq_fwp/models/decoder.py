@@ -1,0 +1,328 @@
+"""What the language models share: the decoder around an attention, its options, its state and its initialisation."""
+
+import copy
+import logging
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from fairseq import utils
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import FairseqIncrementalDecoder
+from fairseq.modules import FairseqDropout, LayerNorm
+from omegaconf import II, OmegaConf
+from torch import Tensor, nn
+
+from fairseq_fwp.modules.adaptive_input import AdaptiveInput
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.decoder_layer import DecoderLayer
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, SinusoidalDistances
+from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
+from fairseq_fwp.modules.softmax_attention import KeyValueCache
+
+logger = logging.getLogger(__name__)
+
+# The paper does not say how it initialises; these are the values of its public code.
+WEIGHT_STD = 0.02
+LAYER_NORM_STD = 0.02
+
+# Nothing but the user's patience bounds the length of what a recurrent model generates.
+MAX_GENERATED_POSITIONS = 10**6
+
+
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class DecoderConfig(FairseqDataclass):
+    """What every language model here has. Defaults: the *small* size of Schlag et al. 2021; see presets.py."""
+
+    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(  # type: ignore[valid-type]
+        "relu", "activation function between the feed-forward projections"
+    )
+    dropout: float = option(0.1, "dropout probability of embeddings and blocks")
+    attention_dropout: float = option(0.0, "dropout probability of softmax attention weights")
+    activation_dropout: float = option(0.0, "dropout probability after the feed-forward activation")
+    decoder_embed_dim: int = option(128, "embedding dimension, of the heads together too")
+    decoder_ffn_embed_dim: int = option(2048, "feed-forward dimension")
+    decoder_layers: int = option(16, "number of layers")
+    decoder_attention_heads: int = option(8, "number of heads")
+    decoder_normalize_before: bool = option(False, "layer normalisation before each block (pre-norm)")
+    no_decoder_final_norm: bool = option(False, "with --decoder-normalize-before: none after the last block")
+    adaptive_softmax_cutoff: Optional[str] = option(  # noqa: UP045  (fairseq's parser reads no other form)
+        None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
+    )
+    div_val: int = option(
+        1, "adaptive input and softmax: embeddings shrink by this factor from one cluster to the next; 1: none does"
+    )
+    no_scale_embedding: bool = option(False, "do not scale embeddings by the root of their dimension")
+    add_bos_token: bool = II("task.add_bos_token")
+    tokens_per_sample: int = II("task.tokens_per_sample")
+    max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
+
+
+def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
+    """The configuration with the defaults of options that a checkpoint of an earlier version does not know."""
+    missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
+    if not missing:
+        return cfg
+    completed = copy.deepcopy(cfg)
+    OmegaConf.set_struct(completed, False)
+    return OmegaConf.merge(completed, missing)
+
+
+class DecoderState(NamedTuple):
+    """What the decoder remembers: a state per layer, and the number of tokens (B,) seen without padding."""
+
+    layers: tuple[Any, ...]
+    positions: Tensor
+
+    def detach(self) -> "DecoderState":
+        """The same values, cut from the graph."""
+        return DecoderState(tuple(layer.detach() for layer in self.layers), self.positions)
+
+    def reorder(self, new_order: Tensor) -> "DecoderState":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        layers = tuple(layer.reorder(new_order) for layer in self.layers)
+        return DecoderState(layers, self.positions.index_select(0, new_order))
+
+    def reset(self, rows: Tensor) -> "DecoderState":
+        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
+        layers = tuple(layer.reset(rows) for layer in self.layers)
+        return DecoderState(layers, self.positions.masked_fill(rows, 0))
+
+
+# A checkpoint in mid-epoch holds the state of its streams.
+torch.serialization.add_safe_globals([DecoderState, FastWeightState, KeyValueCache, Memory])
+
+
+class LanguageModelDecoder(FairseqIncrementalDecoder):
+    """Embeddings, layers and tied output; a subclass says which attention and positions.
+
+    No tensor here grows faster than linearly with the sequence.
+    """
+
+    def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
+        super().__init__(dictionary)
+        check_sizes(cfg)
+        self.padding_idx = dictionary.pad()
+        self.carries_state = self.has_constant_state(cfg)
+        self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
+        cutoffs = read_cutoffs(cfg, len(dictionary))
+        self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
+        self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
+        self.embed_positions = self.build_positions(cfg)
+        self.sample_length = cfg.tokens_per_sample
+        self.dropout = FairseqDropout(cfg.dropout, module_name=type(self).__name__)
+        self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
+        final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
+        self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if final_norm else None
+        # Also without cutoffs, so that the criterion adaptive_loss always works.
+        self.adaptive_softmax = build_adaptive_softmax(self.embed_tokens, cutoffs)
+        self.apply(initialize)
+
+    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+        """The absolute positions that are added to the embeddings."""
+        raise NotImplementedError
+
+    def has_constant_state(self, cfg: Any) -> bool:
+        """Whether the state does not grow with the text, and so can be carried on for ever."""
+        raise NotImplementedError
+
+    def build_attention(self, cfg: Any) -> nn.Module:
+        """The attention of one layer."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: None = None,
+        incremental_state: dict[str, Any] | None = None,
+        features_only: bool = False,
+        state: DecoderState | None = None,
+        src_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """prev_output_tokens (B, L) -> features (B, L, D) for the adaptive softmax, and the new "state".
+
+        state: what was read before these tokens, None = nothing. With an incremental_state, the state is kept
+        there from the first call on, prev_output_tokens is the whole prefix as fairseq passes it, its tokens not yet
+        read are read, and the first value is their log-probabilities (B, L, V). ("attn" in the second value is what
+        fairseq looks for.)
+        """
+        if self.training:
+            for module in self.modules():
+                if isinstance(module, FeatureMap):
+                    module.resample()
+        if incremental_state is None:
+            x, state = self.extract_features(prev_output_tokens, state)
+        else:
+            state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
+            x, state = self.extract_unread_features(prev_output_tokens, state, read)
+            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1]))
+        scored = incremental_state is not None and not features_only
+        if scored:
+            # fairseq's generator divides the first value by --temperature: of features that would miss the biases.
+            x = self.adaptive_softmax.get_log_prob(x, None)
+        elif not features_only:
+            x = self.output_layer(x)
+        return x, {"attn": [None], "state": state, "scored": scored}
+
+    def get_normalized_probs(
+        self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
+    ) -> Tensor:
+        """(Log-)probabilities (B, L, V) of what `forward` returned; with a sample, exact for its targets only."""
+        first, extra = net_output
+        if not (extra or {}).get("scored"):
+            return super().get_normalized_probs(net_output, log_probs, sample)
+        scores = F.log_softmax(first, dim=-1)
+        return scores if log_probs else scores.exp()
+
+    def extract_features(
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
+
+        last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
+        """
+        return self._extract_features(tokens, state, last)
+
+    def _extract_features(
+        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
+    ) -> tuple[Tensor, DecoderState]:
+        padding = tokens.eq(self.padding_idx)
+        seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
+        counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
+        x = self.embed_scale * self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
+        x = self.dropout(x)
+        mask = padding if padding.any() else None
+        layer_states = []
+        for index, layer in enumerate(self.layers):
+            kept = last if index == len(self.layers) - 1 else None
+            x, layer_state = layer(x, state.layers[index] if state else None, mask, kept)
+            layer_states.append(layer_state)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        return x, DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
+
+    def extract_unread_features(
+        self, tokens: Tensor, state: DecoderState | None, read: int
+    ) -> tuple[Tensor, DecoderState]:
+        """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
+        return self._extract_features(tokens[:, read:], state, decoding=True)
+
+    def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
+        """The positions (B, L) of tokens that are the counts-th of their row."""
+        return (counts - 1).clamp(min=0)
+
+    def state_size(self, length: int) -> int:
+        """Numbers kept of a sequence of `length` tokens, as Schlag et al. 2021, Table 4, counts them."""
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        return sum(attention.state_size(length) for attention in attentions)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
+
+        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
+        """
+        return at_least_float32(features)
+
+    def max_positions(self) -> int:
+        """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
+        return self.max_target_positions
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+        """Keeps the rows new_order of the decoding state, as beam search selects them."""
+        kept = self.get_incremental_state(incremental_state, "state")
+        if kept is not None:
+            state, read = kept
+            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
+
+
+def check_sizes(cfg: DecoderConfig) -> None:
+    """Raises ValueError for a size below 1, or a probability that is none."""
+    for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
+    for name in ("dropout", "attention_dropout", "activation_dropout"):
+        if not 0 <= getattr(cfg, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {getattr(cfg, name)}")
+
+
+def warn_of_unused(flags: list[str]) -> None:
+    """Names them in the log. Not refused: an architecture may have set one, and the command line made it void."""
+    for flag in flags:
+        logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
+
+
+def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
+    """One decoder layer of the configuration around the attention."""
+    return DecoderLayer(
+        attention,
+        cfg.decoder_embed_dim,
+        cfg.decoder_ffn_embed_dim,
+        utils.get_activation_fn(str(cfg.activation_fn)),
+        dropout=cfg.dropout,
+        activation_dropout=cfg.activation_dropout,
+        normalize_before=cfg.decoder_normalize_before,
+    )
+
+
+def read_cutoffs(cfg: DecoderConfig, vocab_size: int) -> list[int]:
+    """The cutoffs given, without those that the vocabulary does not reach."""
+    text = cfg.adaptive_softmax_cutoff or ""
+    try:
+        cutoffs = [int(cutoff) for cutoff in text.split(",") if cutoff.strip()]
+    except ValueError:
+        raise ValueError(f"--adaptive-softmax-cutoff takes whole numbers like 20000,40000, got {text!r}") from None
+    kept = [cutoff for cutoff in cutoffs if cutoff < vocab_size]
+    if len(kept) < len(cutoffs):
+        logger.info(
+            "adaptive softmax: dropped cutoffs %s, beyond the vocabulary of %d words",
+            ",".join(str(cutoff) for cutoff in cutoffs if cutoff not in kept),
+            vocab_size,
+        )
+    return kept
+
+
+def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> nn.Embedding | AdaptiveInput:
+    """The word embeddings of the configuration."""
+    if cfg.div_val == 1:
+        return nn.Embedding(len(dictionary), cfg.decoder_embed_dim, dictionary.pad())
+    return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
+
+
+def build_adaptive_softmax(embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> AdaptiveSoftmax:
+    """The adaptive softmax tied to the embeddings."""
+    if isinstance(embed_tokens, AdaptiveInput):
+        return ProjectedAdaptiveSoftmax(embed_tokens)
+    return TiedAdaptiveSoftmax(embed_tokens, cutoffs)
+
+
+def initialize(module: nn.Module) -> None:
+    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; gates and maps as they have it."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=WEIGHT_STD)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
+        nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
+        nn.init.zeros_(module.bias)
+    if isinstance(module, FastWeightAttention):
+        module.reset_gates()
+    if isinstance(module, FeatureMap):
+        module.reset_parameters()
+    if isinstance(module, AdaptiveInput | ProjectedAdaptiveSoftmax):
+        module.reset_projections()
+    if isinstance(module, SinusoidalDistances | LearnedDistances):
+        module.reset_parameters()

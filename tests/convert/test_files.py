@@ -1,0 +1,124 @@
+"""What the command writes is what fairseq's commands take: a checkpoint, its dictionary and its flags."""
+
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_fwp.convert import checkpoint
+from tests.convert.conftest import WORDS, Converter, build, load, read_vector, score
+
+PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
+
+
+def run(command, *args):
+    program = [Path(sys.executable).with_name(command)] if isinstance(command, str) else [sys.executable, *command]
+    result = subprocess.run([*program, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", ["schlag-lm/type25", "transformer-xl/wt103_div_val"])
+def test_a_written_checkpoint_is_the_model(convert, name, capsys):
+    vector = read_vector(name)
+    folder = convert(vector)
+    flags = (folder / "flags.txt").read_text().strip()
+    assert flags in capsys.readouterr().out
+    assert sorted(file.name for file in folder.iterdir()) == ["checkpoint.pt", "dict.txt", "flags.txt"]
+    assert sorted(file.name for file in folder.parent.iterdir()) == ["out", "state_dict.pt", "words.txt"]
+    model, dictionary = load(folder)
+    losses = score(model, dictionary, vector.tokens, vector.segments, carry="mem_len" in vector.options)
+    torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-6)
+    # The flags alone make the same model.
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    cfg = checkpoint.configure(flags.split(), folder)
+    assert {key: saved["cfg"]["model"][key] for key in cfg.model if key != "activation_fn"} == {
+        key: getattr(cfg.model[key], "value", cfg.model[key]) for key in cfg.model if key != "activation_fn"
+    }
+
+
+def test_options_are_read_from_the_log_of_the_training(convert):
+    vector = read_vector("schlag-lm/type24_skip")
+    lines = {
+        **vector.options,
+        "d_head": 4,
+        "dropout": 0.1,
+        "not_known": "[None, 'x']",
+        "clamp_len": -1,
+        "no_pos": False,
+    }
+    log = "\n".join(["=" * 100, *(f"    - {name} : {value}" for name, value in lines.items()), "| epoch 1 step 200 |"])
+    (convert.folder / "log.txt").write_text(log)
+    folder = convert(vector._replace(options={}))
+    model, dictionary = load(folder)
+    losses = score(model, dictionary, vector.tokens, vector.segments, carry=False)
+    torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-6)
+    assert model.decoder.dropout.p == 0.1
+    # What is given wins over what is written.
+    shutil.rmtree(convert.out)
+    assert load(convert(vector._replace(options={}), dropout=0.2))[0].decoder.dropout.p == 0.2
+
+
+def test_random_features_that_were_not_exported_are_drawn():
+    """As the public code does with such a state dict; in training both draw anew all the time."""
+    vector = read_vector("schlag-lm/type35")
+    bare = vector._replace(tensors={key: x for key, x in vector.tensors.items() if "proj_matrix" not in key})
+    (model, *_, conversion), (again, *_) = build(bare), build(bare)
+    assert [note for note in conversion.notes if "holds no dec_attn.proj_matrix" in note]
+    first, second = (layer.self_attn.feature_map.projection for layer in model.decoder.layers)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again.decoder.layers[0].self_attn.feature_map.projection)
+    with_matrix = build(vector)[2]
+    assert with_matrix.notes == []
+
+
+def test_notes(convert, capsys):
+    convert(read_vector("schlag-lm/type24_no_pos"), carry_over_fast_weight=True, dropout=0.1)
+    notes = re.findall("^note: (.*)$", capsys.readouterr().out, re.M)
+    assert (
+        len(notes) == 2 and "--carry-state on segments of 11 tokens" in notes[1] and "after the last layer" in notes[0]
+    )
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A converted model, a folder of binarised text in its words, and the loss (base 2) of the text's split valid."""
+    tmp_path = tmp_path_factory.mktemp("converted")
+    folder = Converter(tmp_path)(read_vector("schlag-lm/type24"))
+    chooser = random.Random(1)
+    texts = {split: [[chooser.choice(WORDS[1:]) for _ in range(9)] for _ in range(8)] for split in ("train", "valid")}
+    arguments = ["--only-source", "--srcdict", folder / "dict.txt", "--destdir", tmp_path / "bin", "--workers", 1]
+    for split, lines in texts.items():
+        (tmp_path / f"{split}.txt").write_text("\n".join(map(" ".join, lines)) + "\n")
+        arguments += [f"--{split}pref", tmp_path / f"{split}.txt"]
+    run("fairseq-preprocess", *arguments)
+    numbers = [number for line in texts["valid"] for number in (*map(WORDS.index, line), 0)]
+    tokens = torch.tensor([0, *numbers])[:, None]  # fairseq scores the first token too, after the end of a line
+    losses = score(*load(folder), tokens, [11] * 7 + [3], carry=False)
+    return folder, tmp_path / "bin", losses.mean().item() / math.log(2)
+
+
+@pytest.mark.parametrize("command", ["fairseq-eval-lm", ("-m", "fairseq_fwp.cli.eval_lm")], ids=["fairseq", "fwp"])
+def test_it_is_scored(converted, command):
+    folder, data, expected = converted
+    arguments = ["--path", folder / "checkpoint.pt", "--gen-subset", "valid", "--tokens-per-sample", 11]
+    log = run(command, data, *arguments, "--context-window", 0, "--user-dir", PLUGIN, "--cpu")
+    assert "Evaluated 80 tokens" in log
+    assert float(re.search(r"Loss \(base 2\): ([\d.]+)", log)[1]) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("option", ["--restore-file", pytest.param("--finetune-from-model", marks=pytest.mark.slow)])
+def test_fairseq_trains_it(converted, tmp_path, option):
+    folder, data, expected = converted
+    flags = (folder / "flags.txt").read_text().split()
+    training = ["--optimizer", "adam", "--lr", 0, "--batch-size", 4, "--max-update", 1, "--log-format", "simple"]
+    files = ["--save-dir", tmp_path, "--no-epoch-checkpoints", option, folder / "checkpoint.pt"]
+    log = run("fairseq-train", data, *flags, *training, *files, "--user-dir", PLUGIN, "--cpu")
+    assert re.search(r"Loaded checkpoint .*checkpoint\.pt", log)
+    assert float(re.search(r"valid on 'valid' subset \| loss ([\d.]+)", log)[1]) == pytest.approx(expected, abs=2e-3)

@@ -1,0 +1,153 @@
+"""What cannot be represented is refused by name, in one sentence, before anything is written."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.convert.conftest import build, read_vector
+
+
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def replaced(**others):
+    return lambda tensors: {**tensors, **{key.replace("__", "."): value for key, value in others.items()}}
+
+
+def shifted(name):
+    return lambda tensors: {**tensors, name: tensors[name] + 1}
+
+
+# vector, options that are changed, what is done to the state dict, the sentence
+REFUSALS = {
+    "missing": ("type24", {}, without("layers.1.pos_ff.CoreNet.3.bias"), r"lacks layers\.1\.pos_ff\.CoreNet\.3\.bias"),
+    "unknown": ("type24", {}, replaced(r_emb=torch.zeros(2)), r"has also r_emb"),
+    "other type": ("type24", {"attn_type": 34}, None, r"lacks layers\.0\.dec_attn\.qkv_net\.weight, .* and has also "),
+    "no type": ("type24", {"attn_type": None}, None, r"does not tell --attn_type: give it as in training"),
+    "no heads": ("type2", {"n_head": None}, None, r"does not tell --n_head"),
+    "no length": ("type2", {"tgt_len": None}, None, r"does not tell --tgt_len"),
+    "no memory": ("type0", {"mem_len": None}, None, r"does not tell --mem_len"),
+    "no features": ("type25", {"performer_proj_dim": None}, None, r"does not tell --performer_proj_dim"),
+    "no nu": ("type26", {"dpfp_n_roll": None}, None, r"does not tell --dpfp_n_roll"),
+    "no data set": ("type2", {"cutoffs": None}, None, r"does not tell --dataset"),
+    "cutoffs": ("type2", {"cutoffs": "12"}, None, r"has 2 cutoffs, not 1: change --cutoffs"),
+    "cutoffs of words": ("type2", {"cutoffs": "a,b"}, None, r"--cutoffs takes whole numbers"),
+    "data set": ("type2", {"cutoffs": None, "dataset": "ptb"}, None, r"--dataset ptb has no cutoffs"),
+    "features": (
+        "type25",
+        {"performer_proj_dim": 4},
+        None,
+        r"feature_map\.projection is \(3, 4\) in place of \(4, 4\)",
+    ),
+    "heads": ("type24", {"n_head": 4}, None, r"qkvb_net has 26 rows where 4 heads of 2 have 28: check --n_head"),
+    "no divisor": ("type2", {"n_head": 3}, None, r"8 dimensions together, which --n_head 3 does not go with"),
+    "d_head": ("type2", {"d_head": 5}, None, r"8 dimensions together, which --n_head 2 does not go with"),
+    "d_head 2": (
+        "type2",
+        {},
+        replaced(layers__0__dec_attn__o_net__weight=torch.zeros(8, 12)),
+        r"--n_head 2 times --d_head 6 is not --d_model 8",
+    ),
+    "Shaw": ("type2", {"attn_type": 1}, None, r"--attn_type 1 cannot be converted: it is .* Shaw"),
+    "Delta LSTM": ("type24", {"attn_type": 244}, None, r"--attn_type 244 cannot be converted: it is a Delta LSTM"),
+    "never built": (
+        "type24",
+        {"attn_type": 36},
+        None,
+        r"--attn_type 36 makes no model .* are 0, 2, 4, 5, 6, 24, 25, 26",
+    ),
+    "pre-norm": ("type2", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
+    "pre-norm 4": ("type4", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
+    "pre-norm 24": ("type24", {"pre_lnorm": True}, None, r"--pre_lnorm .* adds the normalised input"),
+    "dropatt": ("type4", {"dropatt": 0.1}, None, r"--dropatt .* give --dropatt 0"),
+    "memory": ("type2", {"mem_len": 4}, None, r"--mem_len with absolute positions"),
+    "same length": ("type24", {"same_length": True}, None, r"--same_length with absolute positions"),
+    "clamp": ("type2", {"clamp_len": 4}, None, r"--clamp_len 4 with absolute positions .* give 11 or more"),
+    "remove": ("type24", {"remove_lnorm": True}, None, r"--remove_lnorm cannot be converted"),
+    "no feed-forward": (
+        "type24",
+        {},
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if "pos_ff" not in name},
+        r"--remove_ff cannot be converted",
+    ),
+    "untied": ("type24", {}, shifted("crit.out_layers.0.weight"), r"--not_tied cannot be converted"),
+    "untied projections": (
+        "type24_div_val",
+        {},
+        shifted("crit.out_projs.1"),
+        r"untied projections, as of --dataset lm1b",
+    ),
+    "embeddings": ("type2", {}, replaced(word_emb__emb_layers__0__weight=torch.zeros(31, 4)), r"--d_embed other than"),
+    "no embeddings": ("type2", {}, without("word_emb.emb_layers.0.weight"), r"has no word_emb\.emb_layers"),
+    "frequencies": ("type2", {}, shifted("pos_emb.inv_freq"), r"pos_emb\.inv_freq holds other frequencies"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal(case):
+    name, options, change, sentence = REFUSALS[case]
+    vector = read_vector(f"schlag-lm/{name}")
+    vector = vector._replace(tensors=change(vector.tensors) if change else vector.tensors)
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        build(vector, **options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_types_that_transformer_xl_does_not_have():
+    vector = read_vector("transformer-xl/wt103")
+    for attn_type, sentence in ((24, "none of Transformer-XL's"), (3, "Al-Rfou"), (1, "Shaw")):
+        with pytest.raises(ValueError, match=sentence):
+            build(vector, attn_type=attn_type)
+
+
+def test_the_vocabulary_of_another_model(convert):
+    with pytest.raises(SystemExit, match="the vocabulary has 30 words and the checkpoint 31"):
+        convert(read_vector("schlag-lm/type2"), words=["<eos>", *map(str, range(29))])
+    assert not convert.out.exists()
+
+
+class Pickled(nn.Module):
+    """Stands for a model of the public code."""
+
+
+def test_a_pickled_model_is_not_loaded(convert):
+    vector = read_vector("schlag-lm/type2")
+    for saved, sentence in (
+        (Pickled(), "holds a pickled model, which could run any code, and no state dict: export one in the folder of"),
+        ({"epoch": 3}, "holds other things than named tensors, and so is no state dict: export one"),
+        ([torch.ones(2)], "holds other things than named tensors"),
+    ):
+        with pytest.raises(SystemExit, match=sentence) as refusal:
+            convert(vector, save=saved)
+        assert re.match(r"fwp-convert: .*m\.state_dict\(\).*'state_dict\.pt'\)\"$", str(refusal.value))
+
+
+def test_files_that_are_no_checkpoints(convert, tmp_path):
+    vector = read_vector("schlag-lm/type2")
+    whole = tmp_path / "whole.pt"
+    torch.save(vector.tensors, whole)
+    for content in (b"", b"no checkpoint", whole.read_bytes()[:1000]):
+        with pytest.raises(
+            SystemExit, match=r"state_dict\.pt is not a whole checkpoint: it was cut short or is another"
+        ):
+            convert(vector, save=content)
+    with pytest.raises(SystemExit, match="cannot be read: No such file"):
+        convert(vector, save=None)
+
+
+def test_a_folder_that_is_there_is_left_alone(convert):
+    vector = read_vector("schlag-lm/type2")
+    convert.out.mkdir()
+    (convert.out / "mine").write_text("")
+    with pytest.raises(SystemExit, match="is there already: give --out a folder that is not, or is empty"):
+        convert(vector)
+    assert [file.name for file in convert.out.iterdir()] == ["mine"]
+
+
+def test_options_of_the_other_source(convert, capsys):
+    with pytest.raises(SystemExit):
+        convert(read_vector("transformer-xl/absolute"), no_pos=True)
+    assert "--no_pos is no option of transformer-xl" in capsys.readouterr().err

@@ -1,0 +1,25 @@
+"""The twin's tests share the table of rules, and the inputs, with those of the operators."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+
+from twin import Twin, build
+
+
+@pytest.fixture(scope="session")
+def twin():
+    return Twin(build())
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As for the operators: the reference is thousands of tiny operations."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,117 @@
+"""nvcc compiles the kernels for every generation of GPUs, and they keep all they hold in registers."""
+
+import hashlib
+import re
+import shutil
+import subprocess
+from typing import NamedTuple
+
+import pytest
+from twin import CACHE, KERNELS
+
+ARCHITECTURES = ["80", "90a", "100"]
+# By the type of what is computed. 128 registers leave room for three blocks of 160 threads in a multiprocessor; float64
+# takes two for each number. The scans on the tensor cores, whose threads hold 64 numbers of the state where it has 128
+# rows, have two blocks of 128.
+GREATEST = {"f": 128, "d": 168, "L": 255}
+# Seven scans in three shapes, two of the backward pass in two, and one sum, in float32; in float64 one shape less. And
+# scans on the tensor cores (L, for a number of rows): one of the sum and two of the delta rule, for four of them.
+KERNELS_BY_TYPE = {"f": 7 * 3 + 2 * 2 + 1, "d": 7 * 2 + 2 * 2 + 1, "L": 3 * 4}
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc of CUDA 12 or later on PATH")
+
+
+class Usage(NamedTuple):
+    kernel: str
+    stack_bytes: int  # local memory: arrays that are not in registers, and spilled registers
+    spilled_bytes: int
+    registers: int
+
+
+def parse(report: str) -> list[Usage]:
+    """What ptxas -v says of each kernel."""
+    entry = re.compile(
+        r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        re.DOTALL,
+    )
+    found = [
+        Usage(name, int(stack), int(stores) + int(loads), int(used))
+        for name, stack, stores, loads, used in entry.findall(report)
+    ]
+    assert len(found) == report.count("Compiling entry function"), report
+    return found
+
+
+def compile_report(source, architecture, folder):
+    """nvcc's report on one file. `compute_90a` brings Hopper's own instructions."""
+    code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    command = ["nvcc", "-std=c++17", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", code]
+    done = subprocess.run(
+        [*command, str(source), "-o", str(folder / "kernels.cubin")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def kept_report(architecture, folder):
+    """The report on the kernels; from the last time, if neither they nor nvcc have changed."""
+    version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout
+    key = hashlib.sha256(version + architecture.encode())
+    for source in sorted(KERNELS.iterdir()):
+        key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    report = CACHE / f"ptxas_{key.hexdigest()[:16]}.txt"
+    if not report.exists():
+        text = compile_report(KERNELS / "kernels.cu", architecture, folder)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        report.write_text(text, encoding="utf-8")
+    return report.read_text(encoding="utf-8")
+
+
+def type_of(usage):
+    """The first template argument that is no class, in the compiler's spelling."""
+    return re.search(r"I([fdL])", usage.kernel)[1]
+
+
+def faults(usages):
+    found = []
+    for usage in usages:
+        limit = GREATEST[type_of(usage)]
+        if usage.stack_bytes or usage.spilled_bytes or usage.registers > limit:
+            found.append(usage)
+    return found
+
+
+@needs_nvcc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_registers_hold_everything(architecture, tmp_path):
+    usages = parse(kept_report(architecture, tmp_path))
+    of_types = [type_of(usage) for usage in usages]
+    by_type = {number: of_types.count(number) for number in KERNELS_BY_TYPE}
+    assert by_type == KERNELS_BY_TYPE
+    assert faults(usages) == []
+
+
+@needs_nvcc
+def test_local_memory_is_found(tmp_path):
+    """An array with an index that is known at run time only cannot lie in registers."""
+    source = tmp_path / "local.cu"
+    source.write_text(
+        "template <typename T> __global__ void kernel(T* x, const int* at) {\n"
+        "  T y[64];\n"
+        "  for (int i = 0; i < 64; ++i) y[i] = x[i * 7];\n"
+        "  for (int i = 0; i < 64; ++i) x[i] = y[at[i]];\n"
+        "}\n"
+        "template __global__ void kernel(float* x, const int* at);\n"
+    )
+    (usage,) = faults(parse(compile_report(source, "80", tmp_path)))
+    assert usage.stack_bytes == 256
+
+
+def test_spills_and_registers_are_found():
+    line = "ptxas info    : Compiling entry function '{0}' for 'sm_90a'\nptxas info    : Function properties for {0}\n"
+    line += "    {1} bytes stack frame, {2} bytes spill stores, {3} bytes spill loads\n"
+    line += "ptxas info    : Used {4} registers, used 1 barriers\n"
+    entries = [("kIfE", 0, 0, 0, 128), ("kIfE", 0, 0, 0, 129), ("kIdE", 0, 0, 0, 129), ("kIfE", 8, 4, 0, 9)]
+    found = parse("".join(line.format(*entry) for entry in entries))
+    assert faults(found) == [found[1], found[3]]

@@ -1,0 +1,161 @@
+"""The twin's own test: each of these mistakes, put into a copy of the kernels, must be found."""
+
+import shutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
+from test_memory import run_watched
+from twin import KERNELS, ORDER, Twin, TwinError, build
+
+# Ragged in every size; with several heads in a block, several slabs, stages, chunks.
+SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
+# On the tensor cores, whose results are bfloat16, but for the states.
+CHUNK_SHAPE = (1, 2, 77, 20, 90)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    file: str
+    old: str
+    new: str
+    rules: tuple[str, ...] = ("sum",)  # that it is looked for in
+    complaint: str = ""  # what the twin says where it finds more than wrong numbers
+
+
+MUTATIONS = {
+    "barrier_removed": Mutation("scan.cuh", "      __syncthreads();\n", ""),
+    "barrier_for_some": Mutation(
+        "scan.cuh",
+        "      __syncthreads();\n",
+        "      if (!brings_tokens()) __syncthreads();\n",
+        complaint="before a barrier",
+    ),
+    "one_buffer_for_two": Mutation("scan.cuh", "(n % kBuffers)", "(n % 1)"),
+    "bringers_store_too": Mutation("scan.cuh", "return !brings_tokens() && head <", "return head <"),
+    "last_stage_dropped": Mutation(
+        "scan.cuh", "(size.length + plan.stage - 1) / plan.stage", "size.length / plan.stage"
+    ),
+    "tail_one_too_long": Mutation(
+        "scan.cuh", "left < tokens ? int(left) : tokens", "left < tokens ? int(left) + 1 : tokens"
+    ),
+    "column_beyond_the_last": Mutation(
+        "scan.cuh", "if (column + c < size.columns) round", "if (column + c <= size.columns) round"
+    ),
+    "padding_not_written": Mutation("scan.cuh", "i < width; i += kWarp) target", "i < count; i += kWarp) target"),
+    "slot_shared_by_threads": Mutation(
+        "decay.cuh", "place.own_memory() + place.thread", "place.own_memory()", ("gated", "decay")
+    ),
+    "slots_overrun": Mutation(
+        "launch_decay.cuh", "? Scan::kStates : 0", "? Scan::kStates - 1 : 0", ("gated", "decay"), "beyond its shared"
+    ),
+    "group_too_long": Mutation(
+        "decay.cuh", "left < kGroup ? int(left) : kGroup", "left < kGroup ? int(left) + 1 : kGroup", ("gated", "decay")
+    ),
+    "state_not_restored": Mutation(
+        "decay.cuh", "else if (stage.group < stage.groups - 1)", "else if (false)", ("gated", "decay")
+    ),
+    "sum_one_step_short": Mutation(
+        "scan.cuh", "distance < lanes; distance *= 2", "2 * distance < lanes; distance *= 2"
+    ),
+    "shuffle_of_some_lanes": Mutation(
+        "sum.cuh",
+        "      add_lanes(read, plan.lanes);",
+        "      if (place.lane > 0) add_lanes(read, plan.lanes);",
+        complaint="does not take part",
+    ),
+    "write_after_read": Mutation(
+        "sum.cuh",
+        "      state.add(key, value);\n      state.read(query, read);",
+        "      state.read(query, read);\n      state.add(key, value);",
+    ),
+    "chunks_without_barrier": Mutation(
+        "chunks.cuh", "and this one be filled.\n      __syncthreads();", "and this one be filled."
+    ),
+    "chunk_one_too_long": Mutation(
+        "chunks.cuh", "left < kChunkTokens ? int(left)", "left < kChunkTokens ? int(left) + 1"
+    ),
+    "padding_of_chunks_not_written": Mutation(
+        "chunks.cuh", "      put(t, i, t < tokens", "      if (t < tokens && first + i < limit) put(t, i, t < tokens"
+    ),
+    "diagonal_left_out": Mutation("sum_chunks.cuh", "chunk.key, true, scores", "chunk.key, false, scores"),
+    "product_of_some_lanes": Mutation(
+        "chunks.cuh",
+        "mma(write, columns[n], b);",
+        "if (line() > 0) mma(write, columns[n], b);",
+        complaint="does not take part",
+    ),
+    "warps_not_in_step": Mutation(
+        "delta_chunks.cuh", "    __syncwarp();\n    solve(n, chunk.beta);", "    solve(n, chunk.beta);", ("delta",)
+    ),
+    "a_state_in_one_part": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<1>(", ("delta",)),
+    "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
+}
+
+
+def mutated(mutation, folder):
+    """A copy of the kernels with the mistake in it."""
+    kernels = folder / "cuda"
+    shutil.copytree(KERNELS, kernels)
+    source = kernels / mutation.file
+    text = source.read_text(encoding="utf-8")
+    assert text.count(mutation.old) == 1, f"{mutation.file} has changed: {mutation.old!r} must occur once"
+    source.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """Inputs, gradients and what the reference makes of them."""
+    found = []
+    for rule in ORDER:
+        for shape in SHAPES:
+            inputs = sample_inputs(rule, shape)
+            gradients = cotangents(inputs)
+            found.append((rule, inputs, gradients, results(RULES[rule].reference, inputs, gradients)))
+    for rule in ("sum", "delta"):
+        inputs = sample_inputs(rule, CHUNK_SHAPE, torch.bfloat16)
+        gradients = cotangents(inputs)
+        exact = {name: x.double() for name, x in inputs.items()}
+        truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
+        found.append((rule, inputs, gradients, truth))
+    return found
+
+
+def faults(twin, cases, rules=ORDER):
+    """What is wrong, if anything, by the checks that the kernels themselves have to pass."""
+    for rule, inputs, gradients, truth in cases:
+        if rule not in rules:
+            continue
+        for multiprocessors in (132, 1):
+            for reverse in (0, 1):
+                try:
+                    found = twin.results(rule, inputs, gradients, multiprocessors=multiprocessors, reverse=reverse)
+                except TwinError as error:
+                    return str(error)
+                for name, x in truth.items():
+                    limit = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-3}[found[name].dtype]
+                    if not relative_error(found[name], x) < limit:
+                        return f"{rule}: {name} is wrong"
+    return ""
+
+
+def test_no_mistake_no_fault(twin, cases):
+    assert faults(twin, cases) == ""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mistake_is_found(name, cases, tmp_path):
+    mutation = MUTATIONS[name]
+    parts = {"sum": "SUM", "delta": "DELTA", "gated": "DECAY", "decay": "DECAY"}
+    flags = ["-O0", *sorted({f"-DTWIN_{parts[rule]}" for rule in mutation.rules})]
+    fault = faults(Twin(build(mutated(mutation, tmp_path), flags=flags, folder=tmp_path)), cases, mutation.rules)
+    assert fault and mutation.complaint in fault
+
+
+def test_address_sanitizer_finds_a_read_beyond_an_input(tmp_path):
+    """The numbers are right: what lies there is multiplied by zero. Only this check sees it."""
+    mutation = Mutation("scan.cuh", "i < count ? number", "i <= count ? number")
+    found = run_watched(mutated(mutation, tmp_path), ("-DTWIN_SUM",), tmp_path)
+    assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr

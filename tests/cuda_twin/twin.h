@@ -1,0 +1,385 @@
+// Runs CUDA kernels on the CPU, to test their logic where there is no GPU: every CUDA thread is a fiber, and a block's
+// fibers take turns, each until it has to wait for others. Given to the compiler with -include, before the kernels.
+//
+// What it finds: results that depend on the order of threads (run in both orders), shared memory that is read before it
+// is written (it starts as NaN) or overrun (fences), barriers that not all threads of a block reach, and warp primitives
+// that not all the named lanes call. It knows neither time nor the memory model.
+#pragma once
+
+#include <math.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#define FWP_DEVICE inline
+#define FWP_BOTH inline
+#define FWP_UNROLL
+#define FWP_UNROLL_BY(n)
+#define FWP_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
+  twin::launch(blocks, threads, shared_bytes, [&] { kernel(__VA_ARGS__); })
+#define __global__
+#define __launch_bounds__(...)
+#define threadIdx twin::current_thread()
+#define blockIdx twin::current_block()
+
+namespace twin {
+
+#if defined(__x86_64__)
+// A stack that waits: its top, with the registers that a function must preserve. swapcontext does the same, but asks the
+// kernel for the signal mask each time, which takes twenty times as long.
+struct Context {
+  void* top;
+};
+extern "C" void twin_switch(Context* from, const Context* to);
+asm(R"(
+  .text
+  .p2align 4
+  .type twin_switch, @function
+twin_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq (%rsi), %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+  .size twin_switch, .-twin_switch
+)");
+inline void switch_stack(Context* from, const Context* to) { twin_switch(from, to); }
+inline void prepare(Context* context, char* stack, size_t bytes, void (*start)()) {
+  void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + bytes) & ~uintptr_t(15));
+  *--top = nullptr;  // `start` must find its stack as after a call
+  *--top = reinterpret_cast<void*>(start);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  context->top = top;
+}
+#else
+using Context = ucontext_t;
+inline void switch_stack(Context* from, const Context* to) { swapcontext(from, to); }
+inline void prepare(Context* context, char* stack, size_t bytes, void (*start)()) {
+  getcontext(context);
+  context->uc_stack.ss_sp = stack;
+  context->uc_stack.ss_size = bytes;
+  context->uc_link = nullptr;
+  makecontext(context, start, 0);
+}
+#endif
+
+constexpr int kWarp = 32;
+constexpr size_t kStackBytes = 1 << 17, kFenceBytes = 1 << 14;
+constexpr unsigned char kPoison = 0xff, kFence = 0xa5;  // all bits set is NaN in every type of float
+
+struct Index {
+  unsigned x;
+};
+
+enum class State { ready, at_barrier, at_exchange, done };
+
+// What a warp does together: exchange numbers, or multiply matrices.
+enum class Primitive { shuffle, mma };
+
+// A lane's part of the matrices of mma.m16n8k16.
+struct Fragments {
+  uint32_t a[4], b[2];
+  float c[4];
+};
+
+struct Fiber {
+  Context context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  State state;
+  // Of the primitive that it waits for: the lanes that take part, whom it reads from, what it gives, what it gets.
+  Primitive primitive;
+  unsigned mask;
+  int source;
+  uint64_t given, got;
+  Fragments fragments;
+};
+
+// What runs now. One launch at a time.
+struct Machine {
+  bool reversed = false;       // the order in which threads take their turns
+  int multiprocessors = 132;   // that it claims to have
+  char error[256] = "";        // the first one
+  std::vector<Fiber> fibers;
+  int threads = 0, running = 0;
+  unsigned block = 0;
+  unsigned char* shared = nullptr;
+  std::function<void()> kernel;
+  Context scheduler;
+  const void* scheduler_stack = nullptr;
+  size_t scheduler_bytes = 0;
+};
+
+inline Machine& machine() {
+  static Machine m;
+  return m;
+}
+
+inline Index current_thread() { return {unsigned(machine().running)}; }
+inline Index current_block() { return {machine().block}; }
+
+template <typename... Arguments>
+void fail(const char* format, Arguments... arguments) {
+  Machine& m = machine();
+  if (m.error[0]) return;
+  const int length = std::snprintf(m.error, sizeof m.error, "block %u: ", m.block);
+  std::snprintf(m.error + length, sizeof m.error - size_t(length), format, arguments...);
+}
+
+// AddressSanitizer has to know which stack is in use.
+inline void before_switch([[maybe_unused]] void** saved, [[maybe_unused]] const void* stack,
+                          [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(saved, stack, bytes);
+#endif
+}
+inline void after_switch([[maybe_unused]] void* saved, [[maybe_unused]] const void** from,
+                         [[maybe_unused]] size_t* bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(saved, from, bytes);
+#endif
+}
+
+// The running fiber waits until the scheduler calls it ready; where it is done, for ever.
+inline void wait(State state) {
+  Machine& m = machine();
+  Fiber& fiber = m.fibers[size_t(m.running)];
+  fiber.state = state;
+  void* saved = nullptr;
+  before_switch(state == State::done ? nullptr : &saved, m.scheduler_stack, m.scheduler_bytes);
+  switch_stack(&fiber.context, &m.scheduler);
+  after_switch(saved, nullptr, nullptr);
+}
+
+inline void start_fiber() {
+  Machine& m = machine();
+  after_switch(nullptr, &m.scheduler_stack, &m.scheduler_bytes);
+  m.kernel();
+  wait(State::done);
+}
+
+inline void resume(int thread) {
+  Machine& m = machine();
+  Fiber& fiber = m.fibers[size_t(thread)];
+  m.running = thread;
+  void* saved = nullptr;
+  before_switch(&saved, fiber.stack.get(), kStackBytes);
+  switch_stack(&m.scheduler, &fiber.context);
+  after_switch(saved, nullptr, nullptr);
+}
+
+inline float bfloat16_at(uint32_t pair, int which) {
+  const uint32_t bits = (which ? pair >> 16 : pair & 0xffff) << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Lane 4 g + p holds of a the rows g and g + 8 and the columns 2 p, 2 p + 1 and 8 more; of b the transpose of such a half;
+// of c the rows g and g + 8 and the columns 2 p and 2 p + 1. In double: a GPU's rounding is not imitated.
+inline void multiply(Fiber* lanes) {
+  double a[16][16], b[16][8];
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (int i = 0; i < 2; ++i) {
+      const int g = lane / 4, p = 2 * (lane % 4) + i;
+      const Fragments& f = lanes[lane].fragments;
+      a[g][p] = bfloat16_at(f.a[0], i), a[g + 8][p] = bfloat16_at(f.a[1], i);
+      a[g][p + 8] = bfloat16_at(f.a[2], i), a[g + 8][p + 8] = bfloat16_at(f.a[3], i);
+      b[p][g] = bfloat16_at(f.b[0], i), b[p + 8][g] = bfloat16_at(f.b[1], i);
+    }
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
+      double sum = lanes[lane].fragments.c[i];
+      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+      lanes[lane].fragments.c[i] = float(sum);
+    }
+}
+
+// Whether the lanes of a warp, none of which can run, have all come to one primitive; they can run again then.
+inline bool exchange(int first, int count) {
+  Machine& m = machine();
+  Fiber* lanes = &m.fibers[size_t(first)];
+  int waiting = -1;
+  for (int i = 0; i < count; ++i)
+    if (lanes[i].state == State::at_exchange) waiting = i;
+  if (waiting < 0) return false;
+  const unsigned mask = lanes[waiting].mask;
+  for (int i = 0; i < kWarp; ++i) {
+    if (!(mask >> i & 1)) continue;
+    if (i >= count || lanes[i].state != State::at_exchange || lanes[i].mask != mask ||
+        lanes[i].primitive != lanes[waiting].primitive) {
+      fail("thread %d waits in a warp primitive for lanes %08x, but lane %d does not take part", first + waiting, mask,
+           i);
+      return false;
+    }
+    if (!(mask >> lanes[i].source & 1)) {
+      fail("thread %d reads from lane %d, which does not take part", first + i, lanes[i].source);
+      return false;
+    }
+  }
+  if (lanes[waiting].primitive == Primitive::mma) multiply(lanes);
+  for (int i = 0; i < count; ++i)
+    if (mask >> i & 1) {
+      lanes[i].got = lanes[lanes[i].source].given;
+      lanes[i].state = State::ready;
+    }
+  return true;
+}
+
+inline bool run_warp(int first, int count) {
+  Machine& m = machine();
+  bool ran = false;
+  for (int i = 0; i < count && !m.error[0]; ++i) {
+    const int thread = m.reversed ? first + count - 1 - i : first + i;
+    if (m.fibers[size_t(thread)].state != State::ready) continue;
+    resume(thread);
+    ran = true;
+  }
+  return ran;
+}
+
+// Each warp goes as far as it can before the next one moves: as far apart as barriers allow.
+inline void run_block() {
+  Machine& m = machine();
+  for (int t = 0; t < m.threads; ++t) {
+    Fiber& fiber = m.fibers[size_t(t)];
+    prepare(&fiber.context, fiber.stack.get(), kStackBytes, start_fiber);
+    fiber.state = State::ready;
+  }
+  const int warps = (m.threads + kWarp - 1) / kWarp;
+  while (true) {
+    for (int w = 0; w < warps; ++w) {
+      const int first = (m.reversed ? warps - 1 - w : w) * kWarp;
+      const int count = first + kWarp <= m.threads ? kWarp : m.threads - first;
+      while (run_warp(first, count) || (!m.error[0] && exchange(first, count))) {
+      }
+      if (m.error[0]) return;
+    }
+    int done = 0;
+    for (int t = 0; t < m.threads; ++t) done += m.fibers[size_t(t)].state == State::done;
+    if (done == m.threads) return;
+    if (done > 0) return fail("%d of %d threads have ended before a barrier that the others wait at", done, m.threads);
+    for (int t = 0; t < m.threads; ++t) m.fibers[size_t(t)].state = State::ready;
+  }
+}
+
+inline bool is_fence(const unsigned char* bytes) {
+  return bytes[0] == kFence && std::memcmp(bytes, bytes + 1, kFenceBytes - 1) == 0;
+}
+
+inline void launch(int64_t blocks, int threads, size_t shared_bytes, std::function<void()> kernel) {
+  Machine& m = machine();
+  m.threads = threads;
+  m.kernel = std::move(kernel);
+  if (m.fibers.size() < size_t(threads)) m.fibers = std::vector<Fiber>(size_t(threads));
+  const std::unique_ptr<unsigned char[]> memory(new unsigned char[shared_bytes + 2 * kFenceBytes]);
+  m.shared = memory.get() + kFenceBytes;
+  std::memset(memory.get(), kFence, shared_bytes + 2 * kFenceBytes);
+  for (int64_t b = 0; b < blocks && !m.error[0]; ++b) {
+    m.block = unsigned(m.reversed ? blocks - 1 - b : b);
+    std::memset(m.shared, kPoison, shared_bytes);
+    run_block();
+    if (!is_fence(memory.get()) || !is_fence(m.shared + shared_bytes)) fail("writes beyond its shared memory");
+  }
+}
+
+}  // namespace twin
+
+inline void __syncthreads() { twin::wait(twin::State::at_barrier); }
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T x, int distance) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  twin::Fiber& fiber = twin::machine().fibers[size_t(twin::machine().running)];
+  fiber.primitive = twin::Primitive::shuffle;
+  fiber.mask = mask;
+  fiber.source = (twin::machine().running % twin::kWarp) ^ distance;
+  std::memcpy(&fiber.given, &x, sizeof(T));
+  twin::wait(twin::State::at_exchange);
+  std::memcpy(&x, &fiber.got, sizeof(T));
+  return x;
+}
+
+inline void __syncwarp() { __shfl_xor_sync(0xffffffffu, 0, 0); }
+
+namespace fwp::cuda {
+
+inline unsigned char* shared_memory() { return twin::machine().shared; }
+
+inline float float_of_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float float_of_half_bits(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                     : exponent     ? ldexpf(float(1024 + fraction), exponent - 25)
+                                    : ldexpf(float(fraction), -24);
+  return bits >> 15 ? -size : size;
+}
+// To the nearest, ties to even, as nearbyintf rounds.
+inline uint16_t half_bits_of_float(float x) {
+  const uint16_t sign = uint16_t(bits_of_float(x) >> 16 & 0x8000);
+  const float size = fabsf(x);
+  if (size != size) return sign | 0x7e00;
+  if (size >= 65520.f) return sign | 0x7c00;
+  int exponent;
+  frexpf(size, &exponent);                       // size < 2^exponent
+  const int unit = (exponent < -13 ? -13 : exponent) - 11;  // of the last place
+  const int steps = int(nearbyintf(ldexpf(size, -unit)));
+  return uint16_t(sign | (steps < 1024 ? steps : ((unit + 24) << 10) + steps));
+}
+
+inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  twin::Fiber& fiber = twin::machine().fibers[size_t(twin::machine().running)];
+  fiber.primitive = twin::Primitive::mma;
+  fiber.mask = 0xffffffffu;
+  fiber.source = 0;
+  std::memcpy(fiber.fragments.a, a, sizeof a);
+  std::memcpy(fiber.fragments.b, b, sizeof b);
+  std::memcpy(fiber.fragments.c, c, sizeof c);
+  twin::wait(twin::State::at_exchange);
+  std::memcpy(c, fiber.fragments.c, sizeof c);
+}
+
+inline const char* last_error() { return twin::machine().error[0] ? twin::machine().error : nullptr; }
+
+// As much as a block may have on an A100.
+template <typename Kernel>
+const char* allow_shared_memory(Kernel*, size_t bytes) {
+  if (bytes > 163 * 1024) twin::fail("asks for %zu bytes of shared memory", bytes);
+  return last_error();
+}
+
+inline const char* count_multiprocessors(int* count) {
+  *count = twin::machine().multiprocessors;
+  return last_error();
+}
+
+}  // namespace fwp::cuda

@@ -1,0 +1,66 @@
+"""Positions counted from the end of a sample, as in Schlag et al. 2021's public code; and no last normalisation."""
+
+import pytest
+import torch
+
+from fairseq_fwp.modules.sinusoidal_positions import VaswaniPositions
+
+from .conftest import log_probs, random_tokens
+
+LENGTH = 6
+
+
+@pytest.fixture
+def model(build_model):
+    return build_model("delta_lm_wt103", positions_from_end=True, tokens_per_sample=LENGTH)
+
+
+def test_the_positions_of_the_paper():
+    rows = VaswaniPositions(4)(torch.tensor([[0, 3]]))
+    expected = torch.tensor([[[0, 0, 1, 1], [3, 0.03, 3, 0.03]]], dtype=torch.float64)
+    expected[0, 1] = torch.cat([expected[0, 1, :2].sin(), expected[0, 1, 2:].cos()])
+    torch.testing.assert_close(rows, expected)
+
+
+def test_the_last_token_stands_at_position_zero(model):
+    seen = []
+    model.decoder.embed_positions.register_forward_pre_hook(lambda module, args: seen.append(args[0].tolist()))
+    model(random_tokens(2, 4))
+    padded = random_tokens(2, 5)
+    padded[0, 3:] = padded[1, :1] = model.decoder.padding_idx
+    model(padded)
+    assert seen[0] == [[3, 2, 1, 0]] * 2
+    assert [row[:3] for row in seen[1][:1]] + [row[1:] for row in seen[1][1:]] == [[2, 1, 0], [3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_score(model, side):
+    tokens = random_tokens(2, 5)
+    pad = tokens.new_full((2, 3), model.decoder.padding_idx)
+    scores = log_probs(model, torch.cat([pad, tokens] if side == "left" else [tokens, pad], 1))
+    torch.testing.assert_close(scores[:, 3:] if side == "left" else scores[:, :5], log_probs(model, tokens))
+
+
+def test_decoding_takes_one_sample_after_the_other(model):
+    """As many tokens as a sample has are scored as that sample is, and so are the next with the state carried on."""
+    tokens, state, read = random_tokens(2, 2 * LENGTH), {}, None
+    steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(2 * LENGTH)]
+    for start in (0, LENGTH):
+        part = tokens[:, start : start + LENGTH]
+        expected = log_probs(model, part, state=read)
+        torch.testing.assert_close(torch.cat(steps[start : start + LENGTH], 1), expected)
+        read = model(part, state=read)[1]["state"]
+    assert (log_probs(model, tokens)[:, :LENGTH] - torch.cat(steps[:LENGTH], 1)).abs().max() > 1e-3
+
+
+def test_no_positions_are_not_counted(build_model):
+    with pytest.raises(ValueError, match="--no-token-positional-embeddings has none"):
+        build_model("delta_lm_wt103", positions_from_end=True, no_token_positional_embeddings=True)
+
+
+def test_no_normalisation_after_the_last_block(build_model):
+    flags = {"decoder_normalize_before": True}
+    model, bare = build_model("sum_lm_wt103", **flags), build_model("sum_lm_wt103", **flags, no_decoder_final_norm=True)
+    bare.load_state_dict({key: value for key, value in model.state_dict().items() if "decoder.layer_norm" not in key})
+    tokens = random_tokens(2, 5)
+    torch.testing.assert_close(model.decoder.layer_norm(bare(tokens)[0]), model(tokens)[0])

@@ -1,0 +1,203 @@
+"""On a GPU: every law of test_rules.py, and what a GPU alone has: streams, graphs, other devices, its own memory."""
+
+import pytest
+import test_rules
+import torch
+from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
+from test_memory import BOUNDS
+from test_rules import *  # noqa: F403 - the laws, which pytest collects here once more
+
+from fairseq_fwp import ops
+
+del test_number_of_threads_changes_nothing  # noqa: F821 - imported above; a GPU has none of them
+
+pytestmark = pytest.mark.cuda
+every_kernel = test_rules.every_kernel
+every_rule = test_rules.every_rule
+SHAPE = (2, 3, 150, 24, 40)
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    """Tensors are made there unless a test says otherwise."""
+    with torch.device("cuda"):
+        yield
+
+
+def kernel(rule):
+    return test_rules.with_backend(rule, "fastest")
+
+
+def assert_equal(found, expected):
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
+def test_the_kernels_are_built():
+    q = torch.ones(1, 1, 1, 4)
+    assert ops.sum_rule(q, q, q, backend="kernel")[0].is_cuda
+    assert ops.kernel_status()["cuda"].built
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, (1, 2, 1000, 64, 64), (1, 1, 300, 128, 128)], ids=str)
+def test_runs_are_bit_equal(rule, dtype, shape):
+    inputs = sample_inputs(rule, shape, dtype)
+    gradients = cotangents(inputs)
+    first = results(kernel(rule), inputs, gradients)
+    for _ in range(3):
+        assert_equal(results(kernel(rule), inputs, gradients), first)
+
+
+@every_kernel
+def test_on_the_current_stream(rule):
+    """A kernel comes after what its stream does before, and those of two streams do not disturb each other."""
+    given = [sample_inputs(rule, SHAPE, torch.float32, seed=seed) for seed in range(2)]
+    gradients = cotangents(given[0])
+    expected = [results(kernel(rule), inputs, gradients) for inputs in given]
+    late = [{name: torch.zeros_like(x) for name, x in inputs.items()} for inputs in given]
+    streams = [torch.cuda.Stream() for _ in given]
+    torch.cuda.synchronize()
+    found = []
+    for stream, inputs, empty in zip(streams, given, late, strict=True):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # cycles: some 10 ms, in which a kernel on another stream would run on zeros
+            for name, x in inputs.items():
+                empty[name].copy_(x)
+            found.append(results(kernel(rule), empty, gradients))
+    torch.cuda.synchronize()
+    for one, other in zip(found, expected, strict=True):
+        assert_equal(one, other)
+
+
+def captured(function):
+    """A graph of the function, and what it returns at each replay, after the runs that PyTorch asks for before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function()
+    return graph, outputs
+
+
+@every_kernel
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+def test_forward_and_backward_in_a_graph(rule, state):
+    inputs, other = (sample_inputs(rule, SHAPE, torch.float32, state=state, seed=seed) for seed in range(2))
+    gradients = cotangents(inputs)
+    graph, found = captured(lambda: results(kernel(rule), inputs, gradients))
+    for given in (other, sample_inputs(rule, SHAPE, torch.float32, state=state, seed=2)):
+        expected = results(kernel(rule), given, gradients)
+        for name, x in inputs.items():
+            if x is not None:
+                x.copy_(given[name])
+        graph.replay()
+        assert_equal(found, expected)
+
+
+@every_kernel
+def test_decoding_in_a_graph(rule):
+    """One step, captured once, that feeds its state back, gives what the whole sequence gives."""
+    tokens = sample_inputs(rule, (2, 3, 20, 16, 32), torch.float32)
+    state = tokens.pop("state")
+    expected, last = kernel(rule)(**tokens, state=state)
+    step = {name: x[:, :, :1].clone() for name, x in tokens.items()}
+    memory = state.clone()
+    with torch.no_grad():
+        graph, (out, new) = captured(lambda: kernel(rule)(**step, state=memory))
+        for t in range(20):
+            for name, x in tokens.items():
+                step[name].copy_(x[:, :, t : t + 1])
+            graph.replay()
+            memory.copy_(new)
+            torch.testing.assert_close(out, expected[:, :, t : t + 1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(memory, last, rtol=1e-4, atol=1e-5)
+
+
+@every_kernel
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64, 64), (64, 16, 1, 64, 64), (3, 2, 1, 300, 17)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decoding_step(rule, shape, dtype):
+    inputs = sample_inputs(rule, shape, dtype)
+    exact = {name: x.double() for name, x in inputs.items()}
+    with torch.no_grad():
+        truth = RULES[rule].reference(**exact)
+        expected = RULES[rule].reference(**inputs)
+        found = RULES[rule].function(**inputs, backend="kernel")
+    for x, y, right in zip(found, expected, truth, strict=True):
+        assert relative_error(x, right) <= 2 * relative_error(y, right) + 1e-7
+
+
+@every_kernel
+def test_sizes_beyond_the_kernels(rule):
+    inputs = sample_inputs(rule, (1, 1, 3, 513, 4), torch.float32)
+    with pytest.raises(RuntimeError, match="take keys and values of up to 512 elements, got Dk = 513 and Dv = 4"):
+        RULES[rule].function(**inputs, backend="kernel")
+
+
+@every_kernel
+def test_another_gpu_than_the_current_one(rule):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.device("cuda:1"):
+        inputs = sample_inputs(rule, SHAPE, torch.float32)
+        gradients = cotangents(inputs)
+    assert torch.cuda.current_device() == 0
+    found = results(kernel(rule), inputs, gradients)
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(1):
+        expected = results(kernel(rule), inputs, gradients)
+    assert all(x.device == torch.device("cuda:1") for x in found.values())
+    assert_equal(found, expected)
+
+
+@every_rule
+@pytest.mark.parametrize("grad", [True, False])
+def test_tensors_of_two_devices_are_refused(rule, grad):
+    inputs = sample_inputs(rule, SHAPE, torch.float32)
+    for name in ("k", "state"):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"{name} must be on q's device = cuda:0"):
+            RULES[rule].function(**{**inputs, name: inputs[name].cpu()})
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="k must be on q's device = cpu, got cuda:0"):
+        RULES[rule].function(**{**inputs, "q": inputs["q"].cpu()})
+
+
+@every_kernel
+def test_extra_memory_at_8192_tokens(rule):
+    """As test_memory.py says for the CPU, but for what PyTorch has allocated."""
+    inputs = sample_inputs(rule, (1, 8, 8192, 64, 64), torch.float32, state=False)
+    leaves = {name: x if x is None else x.requires_grad_() for name, x in inputs.items()}
+    given = [x for x in leaves.values() if x is not None]
+    gradient = torch.randn_like(inputs["v"])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = kernel(rule)(**leaves)
+    grads = torch.autograd.grad(out, given, gradient)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert 0.9 < extra / (out.nbytes + sum(x.nbytes for x in given)) < BOUNDS[rule]
+    assert len(grads) == len(given)
+
+
+@pytest.mark.slow
+@every_kernel
+def test_more_elements_than_32_bits_count(rule):
+    """The last heads of tensors of more than 2^31 elements get what they get alone."""
+    if torch.cuda.mem_get_info()[0] < 75e9:
+        pytest.skip("needs 75 GB of GPU memory")
+    last = sample_inputs(rule, (1, 8, 1024, 16, 16), torch.bfloat16, state=False)
+    gradients = cotangents(last)
+    expected = results(kernel(rule), last, gradients)
+
+    def after_many(x):
+        return None if x is None else torch.cat([x.new_zeros(1, 1 << 17, *x.shape[2:]), x], 1)
+
+    many = {name: after_many(x) for name, x in last.items()}
+    assert many["q"].numel() > 1 << 31
+    found = results(kernel(rule), many, tuple(after_many(x) for x in gradients))
+    assert_equal({name: x[:, -8:] for name, x in found.items()}, expected)

@@ -1,0 +1,206 @@
+"""The recipes of WikiText-103 and enwik8, on small files of the same layout; no network is there."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import lm_counts
+import pytest
+from enwik8 import bytes as enwik8
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
+from flags import read_flags
+
+from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig
+
+ROOT = Path(__file__).parents[2]
+CONFS = sorted(
+    path
+    for recipe in ("wikitext103", "enwik8")
+    for path in ROOT.glob(f"recipes/{recipe}/conf/**/*.yaml")
+    if path.name != "common.yaml"
+)
+SMALL = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16"]
+SMALL += ["--decoder-attention-heads", "2", "--batch-size", "2", "--max-update", "3"]
+
+
+@pytest.fixture
+def recipes(tmp_path):
+    """A copy of the recipes that runs in the environment of the tests."""
+    copy = tmp_path / "recipes"
+    shutil.copytree(ROOT / "recipes", copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (copy / "env.sh").write_text(f'root={str(ROOT)!r}\nrun() {{ echo "+ $*" >&2; "$@"; }}\n')
+    return copy
+
+
+@pytest.fixture
+def wikitext(tmp_path):
+    """A folder like that of wikitext-103-v1.zip: 20 different words, one of them <unk>, and line ends."""
+    folder = tmp_path / "wikitext-103"
+    folder.mkdir()
+    line = " = A title = \n \n the <unk> memory is a matrix that every token reads and writes once @-@ or twice . \n"
+    for split, lines in (("train", 60), ("valid", 9), ("test", 8)):
+        (folder / f"wiki.{split}.tokens").write_text(line * lines)
+    return folder
+
+
+def run(script, *arguments, tools=None, **environment):
+    path = ":".join([*([str(tools)] if tools else []), str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["bash", str(script), *map(str, arguments)]
+    environment = os.environ | {"PATH": path} | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def protocols(recipe, name):
+    """The flags of fwp-eval-lm that run.sh evaluates a row with."""
+    script = ROOT / "recipes" / recipe / "run.sh"
+    command = f'eval "$(sed -n "/^protocols()/,/^}}/p" {script})"; protocols {name}'
+    lines = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line.split("\t")[1].split() for line in lines]
+
+
+@pytest.mark.parametrize("conf", CONFS, ids=lambda path: str(path.relative_to(ROOT / "recipes")))
+def test_protocols_are_flags_and_settings_that_exist(conf):
+    recipe, _, *name = conf.relative_to(ROOT / "recipes").with_suffix("").parts
+    flags = read_flags(conf)
+    found = protocols(recipe, "/".join(name))
+    assert found
+    for protocol in found:
+        args = eval_lm.parser().parse_args(["DATA", "--path", "x.pt", *protocol])
+        assert args.carry_state == ("--carry-state" in flags)
+        if args.model_overrides:
+            assert ARCH_MODEL_NAME_REGISTRY[flags[flags.index("--arch") + 1]] == "fwp_xl_lm"
+            assert args.model_overrides.keys() <= {field.name for field in fields(FwpXlLanguageModelConfig)}
+
+
+def test_state_sizes_of_table_4_are_the_papers():
+    (conf,) = (path for path in CONFS if path.stem == "xl")
+    sizes = []
+    for protocol in protocols("wikitext103", "carried/xl"):
+        args = eval_lm.parser().parse_args(["DATA", "--path", "x.pt", *protocol])
+        segment = args.tokens_per_sample or 384
+        sizes.append(round(2 * (args.model_overrides["mem_len"] + segment) * 256 * 16 / 1e6, 2))
+    assert sizes == [0.13, 1.05, 2.10, 6.29]
+    assert all(f"({size:.2f} M" in conf.read_text() for size in sizes)
+
+
+def test_wikitext_is_counted_and_another_text_needs_to_be_meant(recipes, wikitext, tmp_path):
+    script, out = recipes / "wikitext103" / "run.sh", tmp_path / "an out"
+    arguments = ["prepare", "--data", wikitext, "--out", out]
+    refused = run(script, *arguments)
+    assert refused.returncode == 1 and not (out / "data").exists()
+    assert "valid 216 in place of 217,646" in refused.stderr and "--any-text" in refused.stderr
+    counts = lm_counts.check(out / "data.unfinished" / "bin", {"vocabulary": 21})
+    assert counts == {"train": 1440, "valid": 216, "test": 192, "vocabulary": 21}
+    meant = run(script, *arguments, "--any-text")
+    assert meant.returncode == 0, meant.stderr
+    assert (out / "data" / "bin" / "train.bin").exists() and not (out / "data.unfinished").exists()
+    other = run(script, *arguments)
+    assert other.returncode == 1 and "another --out" in other.stderr
+    (wikitext / "wiki.test.tokens").unlink()
+    missing = run(script, "prepare", "--data", wikitext, "--out", tmp_path / "new")
+    assert missing.returncode == 1 and "neither wiki.test.tokens nor test.txt" in missing.stderr
+
+
+def row(script, conf, data, out):
+    """Trains a row, small, and evaluates it as it says; the results of the test set by their labels."""
+    common = ["--conf", conf, "--out", out]
+    trained = run(script, "train", *common, "--data", data, "--any-text", *SMALL)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    evaluated = run(script, "eval", *common)
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    again = [run(script, "train", *common, *SMALL), run(script, "eval", *common)]
+    assert all(one.returncode == 0 and "fairseq-train" not in one.stderr for one in again)
+    assert "fwp-eval-lm" not in again[1].stderr
+    (folder,) = {path.parent for path in out.rglob("checkpoint_best.pt")}
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("test*.json")}
+
+
+def test_a_row_of_wikitext_is_trained_and_evaluated_as_it_says(recipes, wikitext, tmp_path):
+    results = row(recipes / "wikitext103" / "run.sh", "conf/xl/base.yaml", wikitext, tmp_path / "out")
+    assert results.keys() == {"test 640 + 64"}
+    (result,) = results.values()
+    assert result["tokens"] == 192 and result["state_size"] == 2 * (640 + 64) * 16
+    # What recipes/peps/carried.yaml relies on: of equal lengths, segments make no difference.
+    losses = []
+    for flags in (
+        ["--tokens-per-sample", "1", "--model-overrides", "{'mem_len': 7}"],
+        ["--model-overrides", "{'mem_len': 8, 'same_length': True}"],
+    ):
+        checkpoint = tmp_path / "out" / "xl" / "base" / "checkpoint_best.pt"
+        arguments = [tmp_path / "out" / "data" / "bin", "--path", checkpoint, "--json", tmp_path / "result.json"]
+        eval_lm.main([*map(str, arguments), "--carry-state", *flags])
+        losses.append(json.loads((tmp_path / "result.json").read_text())["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] != pytest.approx(result["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("conf", ["small/delta_favor16", "medium/delta_norm", "carried/sum_unnormalized", "carried/xl"])
+def test_rows_of_every_table(recipes, wikitext, tmp_path, conf):
+    results = row(recipes / "wikitext103" / "run.sh", f"conf/{conf}.yaml", wikitext, tmp_path / "out")
+    labels = {"carried/xl": ["15 + 1", "64 + 64", "128 + 128", "384 + 384"], "carried/sum_unnormalized": ["carried"]}
+    assert results.keys() == {f"test {label}" for label in labels.get(conf, ["window"])}
+
+
+@pytest.mark.slow
+def test_a_row_of_enwik8(recipes, tmp_path):
+    (tmp_path / "enwik8").write_bytes(bytes(range(32, 120)) * 40 + b"\n")
+    (result,) = row(recipes / "enwik8" / "run.sh", "conf/base.yaml", tmp_path, tmp_path / "out").values()
+    assert result["characters"] == result["tokens"] == 177 and result["bits_per_character"] > 0
+
+
+def test_enwik8_is_split_by_bytes_and_loses_none(tmp_path):
+    data = bytes(range(256)) * 8
+    (tmp_path / "enwik8").write_bytes(data)
+    tokens = enwik8.write(tmp_path / "enwik8", tmp_path, None)
+    back = {word: byte for byte, word in enumerate(enwik8.WORDS)}
+    read = {}
+    for split in ("train", "valid", "test"):
+        lines = (tmp_path / f"{split}.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        read[split] = b"\n".join(bytes(back[word] for word in line.split()) for line in lines)
+        assert tokens[split] == sum(len(line.split()) + 1 for line in lines)
+    assert b"".join(read.values()) == data
+    assert [len(part) for part in read.values()] == [1843, 102, 103]
+
+
+def test_another_file_than_enwik8_is_refused(recipes, tmp_path):
+    (tmp_path / "enwik8").write_bytes(b"text" * 1000)
+    refused = run(recipes / "enwik8" / "run.sh", "prepare", "--data", tmp_path, "--out", tmp_path / "out")
+    assert refused.returncode == 1 and "is not enwik8: its checksum differs" in refused.stderr
+    assert not (tmp_path / "out" / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no stage ''"),
+        (["tain"], "there is no stage 'tain'"),
+        (["eval", "--out", "/nonexistent"], "run the stage prepare first"),
+        (["prepare", "--any-text"], "give that too"),
+        (["prepare", "--data", "/nonexistent"], "there is no folder /nonexistent"),
+        (["train", "--save-dir", "x"], "set by the recipe"),
+    ],
+)
+def test_wrong_arguments_are_explained(recipes, arguments, message):
+    result = run(recipes / "wikitext103" / "run.sh", *arguments)
+    assert result.returncode == 1 and message in result.stderr
+
+
+def test_several_processes_are_started_by_what_launch_names(recipes, tmp_path):
+    tools, out = tmp_path / "tools", tmp_path / "out"
+    tools.mkdir()
+    (out / "data").mkdir(parents=True)
+    (tools / "torchrun").write_text('#!/bin/bash\necho "$@"; echo "| done training"\n')
+    (tools / "torchrun").chmod(0o755)
+    arguments = ["train", "--conf", "conf/small/delta.yaml", "--out", out, "--batch-size", "12"]
+    launched = run(recipes / "wikitext103" / "run.sh", *arguments, tools=tools, LAUNCH="torchrun --nproc_per_node 8")
+    assert launched.returncode == 0, launched.stderr
+    words = (out / "small" / "delta" / "train.log").read_text().split("\n")[0].split()
+    assert words[:4] == ["+", "torchrun", "--nproc_per_node", "8"] and words[4].endswith("/fairseq-train")
+    assert words[-2:] == ["--batch-size", "12"]
+    unknown = run(recipes / "wikitext103" / "run.sh", *["train", "--conf", "conf/none.yaml", "--out", out])
+    assert unknown.returncode == 1 and "small/delta.yaml" in unknown.stderr

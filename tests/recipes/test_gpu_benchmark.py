@@ -1,0 +1,390 @@
+"""The benchmark of a GPU, as far as it goes without one: refusals, records, goals, floors, tables, pictures, peers."""
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_fwp import ops
+
+BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
+RATES = (4.3e12, 790e12)
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch, tmp_path):
+    """The benchmarks' files can be imported, and are forgotten again, as are the peers of a test."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith((str(BENCHMARKS), str(tmp_path))):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def report():
+    import gpu_report
+
+    return gpu_report
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu.py, made to check its contenders on the CPU."""
+    import gpu
+
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    return gpu
+
+
+@pytest.fixture
+def full(report, gpu):
+    """A record in which every goal is met by a little."""
+    record = report.Record()
+    for name, text in (("", "NVIDIA H200"), ("driver", "580.1"), ("torch", "2.13.0"), ("fla-core", "0.6.0")):
+        record.note(name, text)
+    for name, rate in zip(("copy", "product"), RATES, strict=True):
+        record.add("machine", "", name, "per second", [rate * 0.9, rate])
+    slowness = {"FLA delta": 3.1, "published decay": 5.1}
+    for stage in (report.TRAINING, report.FORWARD):
+        for place in (*report.SHAPES, *map(report.swept, report.SWEEP)):
+            for name in gpu.contenders():
+                seconds = [1e-3 * slowness.get(name, 1) * wobble for wobble in (1.0, 1.01, 0.99)]
+                record.add(place, stage, name, report.GRAPH, seconds)
+                record.add(place, stage, name, report.EAGER, [2 * s for s in seconds])
+                record.add(place, stage, name, report.BYTES, [1000 if name.startswith("published") else 99])
+    for name, speed in (("delta_lm_wt103", 192), ("sum_lm_wt103", 200), ("softmax_lm_wt103", 100)):
+        record.add("96 x 256 tokens", "training", name, report.SPEED, [speed, speed * 1.001])
+        record.add("96 x 256 tokens", "training", name, report.BYTES, [5e9])
+    record.miss("96 x 256 tokens", "training", "xl_lm_wt103", "it is not registered")
+    for context in report.CONTEXTS:
+        for name in ("delta", "attention", "delta_lm_wt103"):
+            record.add(f"context {context}", report.STEP, name, report.EAGER, [1e-5, 1.01e-5])
+    return record
+
+
+def verdicts(rows):
+    """{(ratio, where): (met, note)} of the rows that have a goal."""
+    return {(row[0], row[1]): (row[5], row[6]) for row in rows if row[2] != "-"}
+
+
+def test_goals_that_are_met(report, full):
+    found = verdicts(report.goals(full))
+    assert len(found) == 16 and {met for met, _ in found.values()} == {"yes"}
+
+
+def test_a_goal_that_is_missed_says_no(report, full):
+    for row in full.rows:
+        if row[:4] == [str(report.SHAPES[0]), report.TRAINING, "FLA delta", report.GRAPH]:
+            row[5] *= 0.9
+    missed = [key for key, (met, _) in verdicts(report.goals(full)).items() if met == "**no**"]
+    assert missed == [("delta vs FLA, forward + backward", str(report.SHAPES[0]))]
+
+
+def test_what_was_not_measured_says_why(report):
+    empty = report.Record()
+    assert {met for met, _ in verdicts(report.goals(empty)).values()} == {"not measured"}
+    shape = report.SHAPES[0]
+    empty.add(shape, report.TRAINING, "delta", report.GRAPH, [1.0])
+    empty.miss(shape, report.TRAINING, "FLA delta", "fla-core is not installed")
+    empty.miss("96 x 256 tokens", "training", "delta_lm_wt103", "no time was left for it")
+    found = verdicts(report.goals(empty))
+    assert found["delta vs FLA, forward + backward", str(shape)][1] == "FLA delta: fla-core is not installed"
+    speed = "words per second, delta_lm_wt103 vs sum_lm_wt103"
+    assert found[speed, "96 x 256 tokens"] == ("not measured", "delta_lm_wt103: no time was left for it")
+    assert "no rates" in report.provenance(empty)
+
+
+def test_times_are_compared_like_with_like(report, full):
+    """A peer that no graph can hold is compared as Python calls both."""
+    key = [str(report.SHAPES[0]), report.TRAINING, "FLA delta", report.GRAPH]
+    full.rows = [row for row in full.rows if row[:4] != key]
+    found = verdicts(report.goals(full))["delta vs FLA, forward + backward", str(report.SHAPES[0])]
+    assert found == ("yes", "as called: with the time of Python")
+
+
+def test_tables_and_pictures_come_from_the_csv_alone(report, gpu, full, monkeypatch, tmp_path):
+    import plots
+    from report import GOAL_HEADER, write_csv
+
+    for module in (plots, sys.modules["report"]):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    write_csv("gpu", report.Record.HEADER, full.rows)
+    write_csv("gpu_goals", GOAL_HEADER, report.goals(full))
+    again = report.Record(row.values() for row in plots.read("gpu"))
+    kinds = gpu.dtypes(gpu.contenders())
+    assert report.sections(again, kinds) == report.sections(full, kinds)
+    assert report.goals(again) == report.goals(full) and report.provenance(again) == report.provenance(full)
+    assert report.provenance(full).startswith("NVIDIA H200, driver 580.1, torch 2.13.0, fla-core 0.6.0, copy 4.30 TB/s")
+    text = "".join(report.sections(full, kinds))
+    shape = report.SHAPES[0]
+    assert f"| {shape} | forward + backward | FLA delta | bfloat16 | 3100.0 | 6200.0 |" in text
+    assert "| xl_lm_wt103 | 96 x 256 tokens | not measured | not measured | it is not registered |" in text
+    plots.draw_gpu().savefig(tmp_path / "gpu.png")
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+
+
+def test_a_record_of_nothing_can_be_published(report, gpu):
+    """A run that ends early: every table is there, empty or with its reasons."""
+    record = report.Record()
+    record.miss(report.SHAPES[0], report.TRAINING, "delta", "no time was left for it")
+    assert "no time was left for it" in "".join(report.sections(record, gpu.dtypes(gpu.contenders())))
+
+
+@pytest.mark.parametrize(
+    ("index", "bytes_us", "flops_us"), [(0, 16.5, 3.2), (1, 29, 11), (2, 173, 136), (3, 345, 381)], ids=str
+)
+def test_floors_are_those_of_the_arithmetic(report, index, bytes_us, flops_us):
+    """Of the delta rule's training step in bfloat16 at 4.3 TB/s and 790 TFLOP/s, worked out by hand."""
+    shape = report.SHAPES[index]
+    moved = report.bytes_moved("delta", shape, report.TRAINING, 2) / RATES[0]
+    assert moved * 1e6 == pytest.approx(bytes_us, rel=0.04)
+    assert report.chunk_flops(shape) / RATES[1] * 1e6 == pytest.approx(flops_us, rel=0.04)
+    floor = report.floor("delta", shape, report.TRAINING, "bfloat16", RATES)
+    assert floor == pytest.approx(max(bytes_us, flops_us) / 1e6, rel=0.04)
+    assert report.floor("sum", shape, report.FORWARD, "float32", RATES) > report.floor(
+        "sum", shape, report.FORWARD, "bfloat16", RATES
+    )
+
+
+# ---- the peers, stood in for by the reference in their layout
+
+
+def module(monkeypatch, name, **content):
+    for i in range(1, name.count(".") + 2):
+        part = ".".join(name.split(".")[:i])
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    sys.modules[name].__dict__.update(content)
+
+
+def swapped(x):
+    return x.transpose(1, 2)
+
+
+def test_fla_is_called_in_its_own_layout(gpu, monkeypatch):
+    def chunk_delta_rule(q, k, v, beta, scale):
+        return swapped(scale * ops.delta_rule(*map(swapped, (q, k, v, beta)), backend="reference")[0]), None
+
+    def chunk_linear_attn(q, k, v, scale, normalize):
+        assert not normalize
+        return swapped(scale * ops.sum_rule(*map(swapped, (q, k, v)), backend="reference")[0]), None
+
+    module(monkeypatch, "fla.ops.delta_rule", chunk_delta_rule=chunk_delta_rule)
+    found = gpu.contenders()
+    assert gpu.usable("FLA delta", found["FLA delta"], (1, 2, 20, 8, 8))
+    module(monkeypatch, "fla.ops.linear_attn", chunk_linear_attn=chunk_linear_attn)
+    assert gpu.usable("FLA sum", found["FLA sum"], (1, 2, 20, 8, 8))
+
+
+DELTA = """
+import os
+from fairseq_fwp import ops
+assert os.path.exists("utils/fast_fast_weight/__init__.py")  # the published one compiles by this path
+def fast_weight_memory(q, k, v, beta, state):
+    return ops.delta_rule(q, k, v, beta.squeeze(-1), state, backend="reference")[0]
+"""
+DECAY = """
+from fairseq_fwp import ops
+class LFWFunction:
+    @staticmethod
+    def apply(value, value_decay, q, k, key_decay, state):
+        one_head = (x.unsqueeze(1) for x in (q, k, value, key_decay, value_decay))
+        return [x.squeeze(1) for x in ops.decay_rule(*one_head, state.mT.unsqueeze(1), backend="reference")]
+"""
+
+
+def test_published_kernels_are_called_in_their_own_layout(gpu, tmp_path):
+    before = os.getcwd(), list(sys.path)
+    for path, text in (("utils/fast_fast_weight/__init__.py", DELTA), ("t2fw/functional_lfw.py", DECAY)):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    found = gpu.contenders(delta_peer=tmp_path, decay_peer=tmp_path)
+    for name in ("published delta", "published decay"):
+        assert gpu.usable(name, found[name], (1, 3, 20, 8, 6))
+    assert (os.getcwd(), sys.path) == before
+
+
+def test_a_peer_that_cannot_be_measured_says_why(gpu, monkeypatch, tmp_path):
+    from gpu_peers import Missing
+
+    monkeypatch.setitem(sys.modules, "fla", None)
+    shape = (1, 1, 4, 8, 8)
+    (tmp_path / "t2fw").mkdir()
+    (tmp_path / "t2fw" / "functional_lfw.py").write_text("raise RuntimeError('nvcc\\nis old')")
+    found = gpu.contenders(delta_peer=tmp_path / "nowhere", decay_peer=tmp_path)
+    for name, reason in (
+        ("FLA delta", "fla-core is not installed"),
+        ("published delta", "FWP_DELTA_PEER=.*nowhere is no folder"),
+        ("published decay", "nvcc$"),
+    ):
+        with pytest.raises(Missing, match=reason):
+            gpu.usable(name, found[name], shape)
+    with pytest.raises(Missing, match="no checkout of it is named by FWP_DECAY_PEER"):
+        gpu.usable("published decay", gpu.contenders()["published decay"], shape)
+
+
+def test_a_wrong_peer_is_not_measured_and_a_wrong_kernel_ends_everything(gpu):
+    from gpu_peers import Missing
+
+    wrong = gpu.Contender("delta", "q k v beta", lambda: lambda q, k, v, beta: 1.1 * ops.delta_rule(q, k, v, beta)[0])
+    with pytest.raises(Missing, match="its out differs from the float64 reference by 1"):
+        gpu.usable("a peer", wrong, (1, 2, 20, 8, 8))
+    with pytest.raises(SystemExit, match="Nothing is reported"):
+        gpu.usable("ours", wrong._replace(ours=True), (1, 2, 20, 8, 8))
+
+
+@pytest.mark.parametrize("name", ["sum", "gated", "delta", "decay", "delta float32", "decay float32"])
+def test_our_own_contenders_pass_their_check(gpu, name):
+    assert gpu.usable(name, gpu.contenders()[name], (3, 2, 300, 8, 8))
+
+
+def test_without_time_nothing_is_measured_and_all_of_it_is_named(gpu, report, monkeypatch):
+    monkeypatch.setattr(gpu, "Clock", lambda: None)
+    session = gpu.Session(report.Record(), -1, gpu.contenders())
+    monkeypatch.setattr(session, "rates", lambda: None)
+    gpu.run(session)
+    assert {row[3] for row in session.record.rows} == {report.MISSED}
+    rows = report.goals(session.record)
+    assert all(row[6].endswith("no time was left for it") for row in rows if row[2] != "-"), rows
+
+
+def test_who_fails_while_measured_is_left_out_unless_it_is_ours(gpu, report, monkeypatch):
+    def failing(*x):
+        raise RuntimeError("No available kernel.\nAborting")
+
+    def too_large(*x):
+        raise torch.cuda.OutOfMemoryError("4 TB")
+
+    peers = {name: gpu.Contender(None, "q k v", lambda f=f: f) for name, f in (("a", failing), ("b", too_large))}
+    found = {**peers, "sum": gpu.contenders()["sum"]}
+    measured = []
+    monkeypatch.setattr(gpu, "Clock", lambda: None)
+    monkeypatch.setattr(gpu, "take_turns", lambda record, clock, where, stage, calls: measured.extend(calls))
+    monkeypatch.setattr(gpu, "peak_bytes", lambda call: 7)
+    session, shape = gpu.Session(report.Record(), 60, found), (1, 2, 9, 8, 8)
+    for stage in (report.TRAINING, report.FORWARD):
+        session.operators(shape, stage, list(found))
+        reasons = [session.record.values(shape, stage, name, report.GRAPH) for name in peers]
+        assert reasons == ["a: it fails: No available kernel.", "b: it needs more memory than this GPU has"]
+        assert session.record.values(shape, stage, "sum", report.BYTES) == [7]
+    assert measured == ["sum", "sum"]
+    session.found["a"] = peers["a"]._replace(ours=True)
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        session.operators(shape, report.TRAINING, ["a"])
+
+
+class CallOnce:
+    """In place of the clock: a call is made, and takes a millisecond."""
+
+    def round(self, call):
+        call()
+        return 1e-3
+
+
+def test_a_whole_run_at_small_sizes(gpu, report, monkeypatch, tmp_path):
+    """Everything but the GPU's own clock, graphs, memory and rates, from the first check to the ledger."""
+    import gpu_models
+
+    shapes, module = ((2, 2, 16, 8, 8), (1, 2, 32, 8, 8), (1, 1, 40, 8, 8), (1, 1, 8, 8, 8)), sys.modules["report"]
+    small = {"SHAPES": shapes, "SWEEP": (16, 32), "CONTEXTS": (1, 8), "STEP_SHAPE": (2, 2, 1, 8, 8)}
+    for where in (gpu, report):
+        for name, value in small.items():
+            monkeypatch.setattr(where, name, value)
+    monkeypatch.setattr(report, "TOKENS", 64)
+    monkeypatch.setattr(gpu, "Clock", CallOnce)
+    monkeypatch.setattr(gpu, "replay_of", lambda call: None)
+    monkeypatch.setattr(gpu, "peak_bytes", lambda call: 7)
+    monkeypatch.setattr(gpu.Session, "rates", lambda session: None)
+    monkeypatch.setattr(gpu_models, "measure", lambda record, in_time: None)
+    monkeypatch.setattr(gpu, "require_kernels", lambda: None)
+    monkeypatch.setattr(gpu, "describe", lambda record: record.note("", "a GPU"))
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    (tmp_path / "RESULTS.md").write_text((BENCHMARKS / "RESULTS.md").read_text())
+    gpu.main(["measure"])
+    ledger = (tmp_path / "RESULTS.md").read_text()
+    assert "a GPU, no rates.\n" in ledger and "![gpu](results/gpu.png)" in ledger
+    for name in ("delta", "decay float32"):
+        assert f"| {shapes[0]} | forward + backward | {name} |" in ledger
+    assert (
+        "| decoding step, growth of the time per token of delta | 1 -> 8 tokens | <= 1.1 | 1.00 | 1.00 | yes |"
+        in ledger
+    )
+    rows = [line.split(",") for line in (tmp_path / "results" / "gpu.csv").read_text().splitlines()]
+    assert (
+        len([row for row in rows if "(4, 16, 16, 64, 64)" in ",".join(row) and ",delta,seconds," in ",".join(row)]) == 5
+    )
+
+
+def test_models_are_trained_and_decode(report, monkeypatch):
+    import gpu_models
+
+    for name, value in {
+        "VOCABULARY": 1000,
+        "ROUNDS": 2,
+        "UPDATES_A_ROUND": 1,
+        "STEPS_A_ROUND": 1,
+        "WARM_UP": 1,
+    }.items():
+        monkeypatch.setattr(gpu_models, name, value)
+    monkeypatch.setattr(gpu_models, "DECODED", ("delta_lm_wt103",))
+    monkeypatch.setattr(gpu_models, "synchronize", lambda: None)
+    record, tiny = report.Record(), ("--cpu", "--decoder-layers", "1", "--adaptive-softmax-cutoff", "500")
+    plan = {(2, 16): ("delta_lm_wt103", "no_such_lm")}
+    gpu_models.measure(record, lambda *_: True, plan, (1, 8), tiny)
+    assert len(record.values("2 x 16 tokens", "training", "delta_lm_wt103", report.SPEED)) == 2
+    assert record.values("2 x 16 tokens", "training", "no_such_lm", report.SPEED) == "no_such_lm: it is not registered"
+    for context in (1, 8):
+        assert len(record.values(f"context {context}", report.STEP, "delta_lm_wt103", report.EAGER)) == 2
+
+
+# ---- the commands
+
+
+def test_arguments(gpu, monkeypatch):
+    monkeypatch.setenv("FWP_DELTA_PEER", "there")
+    args = gpu.arguments(["measure", "--seconds", "30", "--decay-peer", "here"])
+    assert (args.part, args.seconds, args.delta_peer, args.decay_peer) == ("measure", 30, "there", "here")
+
+
+def test_refuses_without_a_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for part in ("build", "measure"):
+        with pytest.raises(
+            SystemExit, match=r"^no CUDA device: PyTorch \S+ sees no NVIDIA GPU; run.sh measures on the"
+        ):
+            gpu.main([part])
+
+
+def test_refuses_without_kernels(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "load_kernels", lambda device: ops.KernelStatus(False, reason="no nvcc", cure="get it"))
+    with pytest.raises(SystemExit, match=r"^no CUDA kernels: no nvcc; get it\.$"):
+        gpu.main(["build"])
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [("gpu.py build", ""), ("-m pytest", "the tests on the GPU failed"), ("nothing", "")],
+)
+def test_the_script_measures_only_after_the_tests(tmp_path, fails, said):
+    """A stand-in for Python notes what it is asked for, and fails where it is told to."""
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\ncase "$*" in *"{fails}"*) exit 1 ;; esac\n')
+    stub.chmod(0o755)
+    done = subprocess.run(
+        ["bash", BENCHMARKS / "gpu.sh", "--decay-peer", "x"],
+        env={**os.environ, "PYTHON": str(stub)},
+        capture_output=True,
+        text=True,
+    )
+    calls = (tmp_path / "calls").read_text()
+    assert (done.returncode == 0) == (fails == "nothing") and said in done.stderr
+    assert ("measure" in calls) == (fails == "nothing")
+    if fails == "nothing":
+        assert "-m cuda and not slow" in calls and "--decay-peer x" in calls and calls.endswith("plots.py gpu\n")
