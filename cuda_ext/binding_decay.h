@@ -153,15 +153,10 @@ template <bool kGated>
 void decay_scan_backward(const DecayInputs& in, const Tensor& kept, const Tensor& d_out, const Tensor& d_final,
                          const DecayGradients& to) {
   const Sizes& size = in.size;
-  // Where there are fewer heads than threads, the blocks of a head are shared out, and sums over them come in parts.
-  const int64_t heads = size.B * size.H, width = backward_width(size, in.type);
-  const int64_t blocks = std::max<int64_t>(1, (size.Dk + width - 1) / width);
-  const int64_t wanted = heads ? (at::get_num_threads() + heads - 1) / heads : 1, parts = std::min(wanted, blocks);
-  const auto in_parts = [&](const Tensor& x) {
-    if (!x.defined()) return x;
-    return parts == 1 ? x.unsqueeze(0) : x.new_empty({parts, size.B, size.H, size.L, x.dim() == 4 ? x.size(3) : 1});
-  };
-  const Tensor d_v = in_parts(to.v), d_value_decay = in_parts(to.value_decay), d_gate = in_parts(to.gate);
+  const int64_t width = backward_width(size, in.type);
+  const SharedHeads shared(size, size.Dk, width);
+  const Tensor d_v = shared.in_parts(to.v), d_value_decay = shared.in_parts(to.value_decay);
+  const Tensor d_gate = shared.in_parts(to.gate);
   FWP_DISPATCH(in.type, {
     const auto run_block = [&](int64_t h, int64_t part, int64_t i, bool add, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
@@ -192,23 +187,18 @@ void decay_scan_backward(const DecayInputs& in, const Tensor& kept, const Tensor
                                    work}
           .run();
     };
-    const int64_t grain = std::max<int64_t>(1, (1 << 18) * parts / std::max<int64_t>(1, size.L * size.Dk * size.Dv));
-    at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
-      const auto work = scratch<A>(DecayBackward<A, 1, kGated>::scratch(size.Dv) * width / kLanes<A>);
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t h = item / parts, part = item % parts, first = part * blocks / parts;
-        for (int64_t b = first; b < (part + 1) * blocks / parts; ++b) {
-          if (width == kLanes<A>)
-            run_block(h, part, b * width, b > first, std::integral_constant<int, 1>{}, work.get());
-          else
-            run_block(h, part, b * width, b > first, std::integral_constant<int, 2>{}, work.get());
-        }
-      }
+    const int64_t scratch_size = DecayBackward<A, 1, kGated>::scratch(size.Dv) * width / kLanes<A>;
+    shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
+                         [&](int64_t h, int64_t part, int64_t block, bool add, A* work) {
+      if (width == kLanes<A>)
+        run_block(h, part, block * width, add, std::integral_constant<int, 1>{}, work);
+      else
+        run_block(h, part, block * width, add, std::integral_constant<int, 2>{}, work);
     });
   })
-  if (parts == 1) return;
-  for (const auto& [target, in_parts] : {std::pair{to.v, d_v}, {to.value_decay, d_value_decay}, {to.gate, d_gate}})
-    if (target.defined()) target.copy_(in_parts.sum(0).view_as(target));
+  shared.add_parts(to.v, d_v);
+  shared.add_parts(to.value_decay, d_value_decay);
+  shared.add_parts(to.gate, d_gate);
 }
 
 // Gradients of q, k, v, key_decay (or gate), value_decay (or nothing) and the initial state.

@@ -50,8 +50,8 @@ inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const 
       scan.template start<1>();
       scan.template run<1, true>(0);
     } else {
-      if (size.L > 0) scan.template start<kTokens>();
-      for_token_groups(size.L, scan);
+      if (size.L > 0) scan.template start<scan.kGroup>();
+      for_token_groups<scan.kGroup>(size.L, scan);
     }
     block.finish();
   });)
@@ -63,41 +63,43 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
                                 const Tensor& d_k, const Tensor& d_v, const Tensor& d_beta, const Tensor& d_initial) {
   const Sizes size(q, error);
   const int64_t L = size.L;
-  // Blocks of columns see a part of each value, and so a part of each d_beta.
-  const int64_t parts = std::max<int64_t>(1, (size.Dv + kVectorBytes / 8 - 1) / (kVectorBytes / 8));
-  const Tensor d_beta_parts = at::zeros({parts, size.B, size.H, L}, error.options());
   FWP_DISPATCH(error.scalar_type(), {
-    for_blocks<A, 2>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
-      constexpr int NV = decltype(vectors)::value;
-      StateBlock<A, NV> block(size.Dk, n, matrix<const A>(d_final, h, j), matrix<A>(d_initial, h, j), work);
-      DeltaBackwardValues<A, NV> scan{
-          block, tokens<const A>(q, h).reversed(L), tokens<const A>(k, h).reversed(L),
-          tokens<const A>(d_out, h).from(j).reversed(L), tokens<const A>(error, h).from(j).reversed(L),
-          rates<const A>(beta, h).reversed(L), tokens<A>(d_v, h).from(j).reversed(L),
-          rates<A>(d_beta_parts.select(0, j / block.kWidth), h).reversed(L), {}, {}};
-      scan.start();
-      for_token_groups(L, scan);
-      if (d_initial.defined() && L > 0) scan.finish();
-      block.finish();
+    // The width of a block decides in which order d_k is summed: no matter of the number of threads.
+    const int64_t vectors = block_vectors<A>(size.Dk, size.Dv, 4), width = vectors * kLanes<A>;
+    const SharedHeads shared(size, size.Dv, width);
+    const Tensor d_k_parts = shared.in_parts(d_k), d_beta_parts = shared.in_parts(d_beta);
+    const int64_t scratch_size = size.Dk * width + DeltaBackwardWrites<A, 1>::products_size(size.Dk);
+    shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
+                         [&](int64_t h, int64_t part, int64_t index, bool add, A* work) {
+      with_vectors<4>(vectors, [&](auto vectors) {
+        constexpr int NV = decltype(vectors)::value;
+        const int64_t j = index * width;
+        StateBlock<A, NV> block(size.Dk, std::min(width, size.Dv - j), matrix<const A>(d_final, h, j),
+                                matrix<A>(d_initial, h, j), work);
+        DeltaBackwardWrites<A, NV> scan{
+            block, tokens<const A>(q, h).reversed(L), tokens<const A>(k, h).reversed(L),
+            tokens<const A>(d_out, h).from(j).reversed(L), tokens<const A>(error, h).from(j).reversed(L),
+            rates<const A>(beta, h).reversed(L), tokens<A>(d_k_parts.select(0, part), h).reversed(L),
+            tokens<A>(d_v, h).from(j).reversed(L), rates<A>(d_beta_parts.select(0, part), h).reversed(L), add,
+            work + size.Dk * width, {}, {}};
+        scan.start();
+        for_token_groups<scan.kGroup>(L, scan);
+        if (d_initial.defined() && L > 0) scan.finish();
+        block.finish();
+      });
     });
+    shared.add_parts(d_k, d_k_parts);
+    shared.add_parts(d_beta, d_beta_parts);
     for_blocks<A, 2>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
-      StateBlock<A, NV> weights(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work);
-      DeltaBackwardQueries<A, NV> forwards{
-          weights, tokens<const A>(k, h).from(j), tokens<const A>(d_out, h), tokens<const A>(error, h),
+      StateBlock<A, NV> block(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work);
+      DeltaBackwardReads<A, NV> scan{
+          block, tokens<const A>(k, h).from(j), tokens<const A>(d_out, h), tokens<const A>(error, h),
           tokens<const A>(d_v, h), rates<const A>(beta, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
-          work + size.Dv * weights.kWidth};
-      for_token_groups(L, forwards);
-      StateBlock<A, NV> gradient(size.Dv, n, matrix<const A>(d_final, h, j, true), {nullptr, 0, 0}, work);
-      DeltaBackwardKeys<A, NV> backwards{
-          gradient, tokens<const A>(q, h).from(j).reversed(L), tokens<const A>(k, h).from(j).reversed(L),
-          tokens<const A>(d_out, h).reversed(L), tokens<const A>(error, h).reversed(L),
-          tokens<const A>(d_v, h).reversed(L), rates<const A>(beta, h).reversed(L),
-          tokens<A>(d_k, h).from(j).reversed(L)};
-      for_token_groups(L, backwards);
+          work + size.Dv * block.kWidth};
+      for_token_groups<scan.kGroup>(L, scan);
     });
   })
-  d_beta.copy_(d_beta_parts.sum(0));
 }
 
 // Tokens of the quadratic form: see short_tokens.

@@ -65,29 +65,40 @@ inline void narrow(std::initializer_list<Tensor*> tensors, int64_t first, int64_
 // Half of a first-level cache of 32 KiB: the other half is for the tokens.
 constexpr int64_t kBlockBytes = 1 << 14;
 
+inline int64_t blocks_of(int64_t columns, int64_t width) { return (columns + width - 1) / width; }
+
+// Vectors in a row of a block: `widest`, or less where that is what it takes to stay in the cache.
+template <typename A>
+int64_t block_vectors(int64_t rows, int64_t columns, int64_t widest) {
+  int64_t vectors = widest;
+  while (vectors > 1 && (columns <= vectors / 2 * kLanes<A> || rows * vectors * kVectorBytes > kBlockBytes)) vectors /= 2;
+  return vectors;
+}
+
+// Call f(vectors) with a constant.
+template <int widest, typename F>
+void with_vectors(int64_t vectors, F f) {
+  if (vectors == widest)
+    f(std::integral_constant<int, widest>{});
+  else if constexpr (widest > 1)
+    with_vectors<widest / 2>(vectors, f);
+}
+
 // Call f(head, first column, number of columns, vectors a row, scratch) for blocks that cover `columns` of every head.
-// The scratch holds a block and kTokens columns of it.
-// Blocks are `widest` vectors wide, or less where that is what it takes to stay in the cache or to give every thread a
-// block.
+// The scratch holds a block and kTokens columns of it. Blocks are narrower where that gives every thread one.
 template <typename A, int widest, typename F>
 void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
-  const int64_t heads = size.B * size.H, lanes = kLanes<A>;
-  const auto blocks_of = [&](int64_t vectors) { return (columns + vectors * lanes - 1) / (vectors * lanes); };
-  int64_t vectors = widest;
-  while (vectors > 1 && (columns <= vectors / 2 * lanes || rows * vectors * lanes * int64_t(sizeof(A)) > kBlockBytes ||
-                         heads * blocks_of(vectors) < at::get_num_threads()))
-    vectors /= 2;
-  const int64_t width = vectors * lanes, blocks = blocks_of(vectors);
+  const int64_t heads = size.B * size.H;
+  int64_t vectors = block_vectors<A>(rows, columns, widest);
+  while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<A>) < at::get_num_threads()) vectors /= 2;
+  const int64_t width = vectors * kLanes<A>, blocks = blocks_of(columns, width);
   // A thread costs some microseconds to wake: as much as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
   at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
     const auto work = scratch<A>(rows * (width + kTokens));
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / blocks, column = item % blocks * width, n = std::min(width, columns - column);
-      if (vectors == 1) f(head, column, n, std::integral_constant<int, 1>{}, work.get());
-      if (vectors == 2) f(head, column, n, std::integral_constant<int, 2>{}, work.get());
-      if constexpr (widest == 4)
-        if (vectors == 4) f(head, column, n, std::integral_constant<int, 4>{}, work.get());
+      with_vectors<widest>(vectors, [&](auto vectors) { f(head, column, n, vectors, work.get()); });
     }
   });
 }
@@ -101,6 +112,45 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
   else
     for_blocks<A, 2>(size, rows, columns, f);
 }
+
+// What adds up over the blocks of columns of a head. Threads share out the blocks only where there are fewer heads than
+// threads: then each has a sum of its own, and sums come in parts.
+struct SharedHeads {
+  int64_t heads, blocks, parts;
+
+  SharedHeads(const Sizes& size, int64_t columns, int64_t width) : heads(size.B * size.H) {
+    blocks = std::max<int64_t>(1, blocks_of(columns, width));
+    const int64_t wanted = heads ? (at::get_num_threads() + heads - 1) / heads : 1;
+    parts = std::min(wanted, blocks);
+  }
+
+  // Room for all parts of a sum, one after the other: the sum itself where there is one part.
+  Tensor in_parts(const Tensor& sum) const {
+    if (!sum.defined()) return sum;
+    if (parts == 1) return sum.unsqueeze(0);
+    auto sizes = sum.sizes().vec();
+    sizes.insert(sizes.begin(), parts);
+    return at::empty(sizes, sum.options());
+  }
+  void add_parts(const Tensor& sum, const Tensor& in_parts) const {
+    if (sum.defined() && parts > 1) sum.copy_(in_parts.sum(0));
+  }
+
+  // Call f(head, part, block, whether the part has seen a block before, scratch) for all blocks, on threads, those of a
+  // part in order. A head is worth `work` updates of an element; as in for_blocks, a thread is worth 2^18.
+  template <typename A, typename F>
+  void for_blocks(int64_t work, int64_t scratch_size, F f) const {
+    const int64_t grain = std::max<int64_t>(1, (1 << 18) * parts / std::max<int64_t>(1, work));
+    at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
+      const auto memory = scratch<A>(scratch_size);
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t head = item / parts, part = item % parts, first = part * blocks / parts;
+        for (int64_t block = first; block < (part + 1) * blocks / parts; ++block)
+          f(head, part, block, block > first, memory.get());
+      }
+    });
+  }
+};
 
 // Call f(head, rule) for every head, on threads, where Rule is a quadratic form.
 template <typename Rule, typename F>

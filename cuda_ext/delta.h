@@ -9,6 +9,10 @@
 
 namespace fwp {
 
+// Tokens that share one pass over the state. Next to four of them, two were as fast with tokens that lie in the cache,
+// and a quarter faster with thousands that do not.
+constexpr int kDeltaTokens = 2;
+
 // x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
 // by a variable lives in memory.)
 template <int T, typename A>
@@ -50,12 +54,14 @@ FWP_INLINE void solve_group(const Gram<T, A>& gram, const A (&rate)[T], Group<A,
 // One pass a group of tokens: its writes, its reads, and what the keys of the next group find.
 template <typename A, int NV>
 struct DeltaForward {
+  static constexpr int kGroup = kDeltaTokens;
+
   StateBlock<A, NV>& block;
   const int64_t length;
   Tokens<const A> q, k, v;
   Rates<const A> beta;
   Tokens<A> out, error;
-  Group<A, NV> found[kTokens];  // k_s W, of the coming group's keys and the state before it
+  Group<A, NV> found[kGroup];  // k_s W, of the coming group's keys and the state before it
 
   // Pointers past the end repeat the last key: what it finds is not used.
   FWP_INLINE const A* key_at(int64_t t) const { return k[std::min(t, length - 1)]; }
@@ -76,8 +82,8 @@ struct DeltaForward {
   FWP_INLINE void run(int64_t t) {
     Group<A, NV> write[T], before[T];
     RowSums<A, NV, T> read;
-    RowSums<A, NV, kTokens> next;
-    const A *key[T], *query[T], *next_key[kTokens];
+    RowSums<A, NV, kGroup> next;
+    const A *key[T], *query[T], *next_key[kGroup];
     A rate[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
@@ -86,7 +92,7 @@ struct DeltaForward {
       write[s].load_from(v[t + s], block.columns);
       write[s].add(A(-1), found[s]);
     }
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) next_key[s] = key_at(t + T + s);
+    FWP_UNROLL for (int s = 0; s < kGroup; ++s) next_key[s] = key_at(t + T + s);
     solve_group(Gram<T, A>(key, key, block.rows), rate, write, before);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
     block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
@@ -94,30 +100,40 @@ struct DeltaForward {
         w.add(key[s][i], write[s]);
         read.part[s].add(query[s][i], w);
       }
-      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) next.part[s].add(next_key[s][i], w);
+      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kGroup; ++s) next.part[s].add(next_key[s][i], w);
     }, [&]() __attribute__((always_inline)) {
       read.settle();
       if constexpr (!kLast) next.settle();
     });
     FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
-    if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kTokens; ++s) found[s] = next.total[s];
+    if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kGroup; ++s) found[s] = next.total[s];
   }
 };
 
-// In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t and d_beta_t. All token
-// sequences arrive reversed. One pass a group of tokens: the part of d_v of the group before it, then its own reads.
+// In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t, d_beta_t, and the first
+// half of d_k_t, beta_t e_t G_t^T. All token sequences arrive reversed. One pass a group of tokens: the part of d_v of
+// the group before it, then its own reads. The d_v of a group reach G after all reads of the group, and their part in
+// the reads is made up for afterwards.
 template <typename A, int NV>
-struct DeltaBackwardValues {
+struct DeltaBackwardWrites {
+  static constexpr int kGroup = kDeltaTokens;
+  // How far ahead tokens are fetched: left to itself, the processor took a fifth longer over thousands of them.
+  static constexpr int kTokensAhead = 4 * kGroup;
+
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, d_out, error;
   Rates<const A> beta;
-  Tokens<A> d_v;
-  Rates<A> d_beta;  // of this block alone
-  const A* late_key[kTokens];
-  Group<A, NV> late[kTokens];  // d_v that have not reached G yet
+  Tokens<A> d_k, d_v;
+  Rates<A> d_beta;
+  const bool add;  // whether other columns have been here: to d_k and d_beta
+  A* products;     // e_s G_i^T for each row i and token s of a group, as a vector whose lanes are still to be added up
+  const A* late_key[kGroup];
+  Group<A, NV> late[kGroup];  // d_v that have not reached G yet
+
+  static int64_t products_size(int64_t rows) { return round_up(rows, kLanes<A>) * kGroup * kLanes<A>; }
 
   void start() {
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) {
+    FWP_UNROLL for (int s = 0; s < kGroup; ++s) {
       late_key[s] = k.data;
       late[s].clear();
     }
@@ -125,27 +141,33 @@ struct DeltaBackwardValues {
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
-    Group<A, NV> d_read[T], d_write[T], earlier[kTokens];
+    Group<A, NV> d_read[T], d_write[T], error_of[T], earlier[kGroup];
     RowSums<A, NV, T> d_value_sums;
     auto& d_value = d_value_sums.total;
-    const A *key[T], *query[T], *earlier_key[kTokens];
+    const A *key[T], *query[T], *earlier_key[kGroup];
     A rate[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       rate[s] = beta[t + s];
+      q.fetch(t + s + kTokensAhead, block.rows);
+      k.fetch(t + s + kTokensAhead, block.rows);
+      d_out.fetch(t + s + kTokensAhead, block.columns);
+      error.fetch(t + s + kTokensAhead, block.columns);
       d_read[s].load_from(d_out[t + s], block.columns);
+      error_of[s].load_from(error[t + s], block.columns);
     }
-    FWP_UNROLL for (int s = 0; s < kTokens; ++s) {
+    FWP_UNROLL for (int s = 0; s < kGroup; ++s) {
       earlier_key[s] = late_key[s];
       earlier[s] = late[s];
     }
     const Gram<T, A> gram(key, key, block.rows);
     block.change_rows(false, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(earlier_key[s][i], earlier[s]);
+      FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(earlier_key[s][i], earlier[s]);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         g.add(query[s][i], d_read[s]);
         d_value_sums.part[s].add(key[s][i], g);
+        store(products + (i * kGroup + s) * kLanes<A>, multiply_lanes(error_of[s], g));
       }
     }, [&]() __attribute__((always_inline)) { d_value_sums.settle(); });
     solve_group(gram, rate, d_value, d_write);
@@ -153,34 +175,55 @@ struct DeltaBackwardValues {
       d_value[s].store_to(d_v[t + s], block.columns);
       late_key[s] = key[s];
       late[s] = d_value[s];
-      Group<A, NV> e;
-      e.load_from(error[t + s], block.columns);
-      Vector<A> sum = {};
-      FWP_UNROLL for (int n = 0; n < NV; ++n) sum += e.x[n] * d_write[s].x[n];
-      d_beta[t + s] = sum_lanes<A>(sum);
+      d_beta[t + s] = sum_lanes<A>(multiply_lanes(error_of[s], d_write[s])) + (add ? d_beta[t + s] : 0);
     }
-    FWP_UNROLL for (int s = T; s < kTokens; ++s) late[s].clear();
+    FWP_UNROLL for (int s = T; s < kGroup; ++s) late[s].clear();
+    store_d_keys(t, error_of, d_value, key, rate);
   }
 
   // The gradient of the initial state, where it is wanted.
   void finish() {
     block.change_rows(true, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < kTokens; ++s) g.subtract(late_key[s][i], late[s]);
+      FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(late_key[s][i], late[s]);
     }, [] {});
+  }
+
+ private:
+  // beta_s (e_s G^T - sum over m < s of (e_s d_v_m) k_m), with G as the reads of the group have left it.
+  template <int T>
+  FWP_INLINE void store_d_keys(int64_t t, const Group<A, NV> (&error_of)[T], const Group<A, NV> (&d_value)[T],
+                               const A* const (&key)[T], const A (&rate)[T]) {
+    static_assert(kGroup == 2);
+    const A late_part = T == 2 ? sum_lanes<A>(multiply_lanes(error_of[T - 1], d_value[0])) : 0;
+    for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
+      const int64_t rows = block.rows - i;
+      FWP_UNROLL for (int s = 0; s < T; ++s) {
+        Vector<A> sum[kLanes<A>];
+        FWP_UNROLL for (int r = 0; r < kLanes<A>; ++r) sum[r] = load(products + ((i + r) * kGroup + s) * kLanes<A>);
+        sum_lanes_of_each<A>(sum);
+        if (s == 1) sum[0] -= late_part * load_part(key[0] + i, rows);
+        sum[0] *= rate[s];
+        if (add) sum[0] += load_part(d_k[t + s] + i, rows);
+        store_part(d_k[t + s] + i, sum[0], rows);
+      }
+    }
   }
 };
 
-// Forwards over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the first half of d_k_t, -d_v_t W_{t-1}^T.
+// Forwards over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the second half of d_k_t, -d_v_t W_{t-1}^T.
 // W is rebuilt from the errors by the very operations of the forward pass, in their order, and so to the last bit. That
 // is needed: rounding errors that differ from those of the forward pass are not corrected here, as they are there, and
 // after thousands of tokens their sum would be larger than all others.
 template <typename A, int NV>
-struct DeltaBackwardQueries {
+struct DeltaBackwardReads {
+  // Reads and writes are known beforehand, so how many tokens share a pass changes no bit.
+  static constexpr int kGroup = NV == 1 ? kTokens : kDeltaTokens;
+
   StateBlock<A, NV>& block;
   Tokens<const A> k, d_out, error, d_v;
   Rates<const A> beta;
   Tokens<A> d_q, d_k;
-  A* scratch;  // kTokens x rows
+  A* scratch;  // kGroup x rows
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
@@ -208,49 +251,10 @@ struct DeltaBackwardQueries {
     });
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       d_query.total[s].store_to(d_q[t + s], block.columns);
-      d_key.total[s].store_to(d_k[t + s], block.columns);
-    }
-  }
-};
-
-// In reverse over a block of key columns of G^T: the second half of d_k_t, beta_t e_t G_t^T. Sequences arrive reversed.
-// G is rebuilt to the last bit as well. So the d_v of a group reach it after all reads of the group, as they do in
-// DeltaBackwardValues, and their part in the reads is made up for afterwards.
-template <typename A, int NV>
-struct DeltaBackwardKeys {
-  StateBlock<A, NV>& block;
-  Tokens<const A> q, k, d_out, error, d_v;
-  Rates<const A> beta;
-  Tokens<A> d_k;
-
-  template <int T, bool kLast>
-  FWP_INLINE void run(int64_t t) {
-    Group<A, NV> query[T], key[T];
-    RowSums<A, NV, T> d_key_sums;
-    auto& d_key = d_key_sums.total;
-    const A *e[T], *d_read[T], *d_value[T];
-    FWP_UNROLL for (int s = 0; s < T; ++s) {
-      query[s].load_from(q[t + s], block.columns);
-      key[s].load_from(k[t + s], block.columns);
-      e[s] = error[t + s];
-      d_read[s] = d_out[t + s];
-      d_value[s] = d_v[t + s];
-    }
-    const Gram<T, A> gram(e, d_value, block.rows);
-    block.change_rows(kLast, [&](int64_t j, Group<A, NV>& g) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < T; ++s) {
-        g.add(d_read[s][j], query[s]);
-        d_key_sums.part[s].add(e[s][j], g);
-      }
-      FWP_UNROLL for (int s = 0; s < T; ++s) g.subtract(d_value[s][j], key[s]);
-    }, [&]() __attribute__((always_inline)) { d_key_sums.settle(); });
-    FWP_UNROLL for (int s = 0; s < T; ++s) {
-      FWP_UNROLL for (int m = 0; m < T; ++m)
-        if (m < s) d_key[s].subtract(gram.product[s][m], key[m]);
       Group<A, NV> d_first;
       d_first.load_from(d_k[t + s], block.columns);
-      d_first.add(beta[t + s], d_key[s]);
-      d_first.store_to(d_k[t + s], block.columns);
+      d_key.total[s].add(1, d_first);
+      d_key.total[s].store_to(d_k[t + s], block.columns);
     }
   }
 };

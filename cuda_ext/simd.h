@@ -28,6 +28,8 @@ constexpr int kTokens = 4;
 constexpr int kTokens = 2;
 #endif
 
+FWP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
 template <typename A>
 struct VectorOf {
   typedef A type __attribute__((vector_size(kVectorBytes)));
@@ -150,6 +152,23 @@ FWP_INLINE Piece<A> sums_of(const Vector<A>* x) {
   FWP_UNROLL for (int half = kVectorBytes / 32; half > 0; half /= 2)
     FWP_UNROLL for (int n = 0; n < half; ++n) piece[n] += piece[n + half];
   return piece[0];
+}
+
+// Of two runs of `half` lanes in each of two vectors, those of x in every first run, those of y in every second one.
+template <bool kUpper, int half, typename A>
+FWP_INLINE Vector<A> halves(Vector<A> x, Vector<A> y) {
+  return shuffle<A>(x, y, [](int lane) {
+    const int within = lane % (2 * half);
+    return lane - within + (within < half ? within : within - half + kLanes<A>) + (kUpper ? half : 0);
+  });
+}
+
+// The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one.
+template <typename A, int half = kLanes<A> / 2>
+FWP_INLINE void sum_lanes_of_each(Vector<A>* x) {
+  FWP_UNROLL for (int n = 0; n < half; ++n)
+    x[n] = halves<false, half, A>(x[n], x[n + half]) + halves<true, half, A>(x[n], x[n + half]);
+  if constexpr (half > 1) sum_lanes_of_each<A, half / 2>(x);
 }
 
 }  // namespace fwp

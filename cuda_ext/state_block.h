@@ -11,6 +11,9 @@
 
 namespace fwp {
 
+// Bytes that a cache fetches together, on nearly every machine.
+constexpr int kLineBytes = 64;
+
 // A matrix with any strides; data may be null.
 template <typename A>
 struct Matrix {
@@ -24,6 +27,10 @@ struct Tokens {
   A* data;
   int64_t stride;
   A* operator[](int64_t t) const { return data + t * stride; }
+  // Into the cache: the first `count` elements of token t, which may lie past the end.
+  FWP_INLINE void fetch(int64_t t, int64_t count) const {
+    for (int64_t i = 0; i < count; i += kLineBytes / int64_t(sizeof(A))) __builtin_prefetch(data + t * stride + i);
+  }
   Tokens from(int64_t column) const { return {data + column, stride}; }
   Tokens reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
 };
@@ -66,6 +73,14 @@ struct Group {  // NV vectors of neighbouring columns
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] -= factor * other.x[n];
   }
 };
+
+// One vector, whose lanes add up to the product x y.
+template <typename A, int NV>
+FWP_INLINE Vector<A> multiply_lanes(const Group<A, NV>& x, const Group<A, NV>& y) {
+  Vector<A> product = x.x[0] * y.x[0];
+  FWP_UNROLL for (int n = 1; n < NV; ++n) product += x.x[n] * y.x[n];
+  return product;
+}
 
 // Sums over the rows of a block, one a token. Their parts are put aside after every kSumRows rows: the rounding error of
 // one running sum over hundreds of rows would be several times that of a matrix product in the same precision.
@@ -163,13 +178,13 @@ class StateBlock {
   int64_t source_stride_;
 };
 
-// Call scan.run<T, last group?>(first token) over all tokens, T at a time.
-template <typename Scan>
+// Call scan.run<T, last group?>(first token) over all tokens, T = kGroup at a time.
+template <int kGroup = kTokens, typename Scan>
 FWP_INLINE void for_token_groups(int64_t length, Scan& scan) {
   int64_t t = 0;
-  for (; t + kTokens < length; t += kTokens) scan.template run<kTokens, false>(t);
-  static_assert(kTokens == 4 || kTokens == 2);
-  if constexpr (kTokens == 4) {
+  for (; t + kGroup < length; t += kGroup) scan.template run<kGroup, false>(t);
+  static_assert(kGroup == 4 || kGroup == 2);
+  if constexpr (kGroup == 4) {
     if (length - t == 4) scan.template run<4, true>(t);
     if (length - t == 3) scan.template run<3, true>(t);
   }

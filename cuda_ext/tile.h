@@ -12,8 +12,6 @@ namespace fwp {
 constexpr int kTileRows = 4;
 constexpr int kTileVectors = kTokens;
 
-FWP_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 // GCC loads what is used several times again for each use, as an operand of its instruction; loads are what is scarce.
 template <typename A>
 FWP_INLINE Vector<A> in_register(Vector<A> x) {
@@ -23,23 +21,6 @@ FWP_INLINE Vector<A> in_register(Vector<A> x) {
   asm("" : "+w"(x));
 #endif
   return x;
-}
-
-// Of two runs of `half` lanes in each of two vectors, those of x in every first run, those of y in every second one.
-template <bool kUpper, int half, typename A>
-FWP_INLINE Vector<A> halves(Vector<A> x, Vector<A> y) {
-  return shuffle<A>(x, y, [](int lane) {
-    const int within = lane % (2 * half);
-    return lane - within + (within < half ? within : within - half + kLanes<A>) + (kUpper ? half : 0);
-  });
-}
-
-// The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one.
-template <typename A, int half = kLanes<A> / 2>
-FWP_INLINE void sum_lanes_of_each(Vector<A>* x) {
-  FWP_UNROLL for (int n = 0; n < half; ++n)
-    x[n] = halves<false, half, A>(x[n], x[n + half]) + halves<true, half, A>(x[n], x[n + half]);
-  if constexpr (half > 1) sum_lanes_of_each<A, half / 2>(x);
 }
 
 // product[t][s] = x_t y_s for kTileRows t and kTileVectors s.
