@@ -1,7 +1,7 @@
 """Download a file: `python recipes/fetch.py FILE SHA256 URL...`; the URLs are tried in order.
 
-FILE is there at the end and has that checksum, or it is not there. What has arrived when a connection breaks stays in
-FILE.part, and the next source, or the next run, goes on from there.
+FILE has that checksum at the end, or the exit status is 1 and it is as it was. What has arrived when a connection
+breaks stays in FILE.part, and the next source, or the next run, goes on from there.
 """
 
 import contextlib

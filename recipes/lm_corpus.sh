@@ -65,8 +65,13 @@ prepare() {
 # The protocols of the row, for valid and test; flags on the command line are a protocol of their own.
 evaluate() { # evaluate NAME
   local split protocol flags found
+  if [ ${#extra[@]} -gt 0 ]; then # as they are: they may hold spaces
+    for split in valid test; do
+      score "$1" "$split" "${extra[*]//\//_}" "${extra[@]}"
+    done
+    return
+  fi
   found=$(protocols "$1")
-  [ ${#extra[@]} -eq 0 ] || found="${extra[*]//\//_}"$'\t'"${extra[*]}"
   mapfile -t found <<<"$found"
   for protocol in "${found[@]}"; do
     read -ra flags <<<"${protocol#*$'\t'}"

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         saved = source.read_saved(args.checkpoint.parent)
         conversion = source.convert(tensors, read_words(args.vocabulary), Options({**saved, **given}))
         write(conversion, args.out)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"fwp-convert: {error}")
     print(f"wrote {args.out / CHECKPOINT}, {DICTIONARY} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
     for note in conversion.notes:

@@ -35,6 +35,7 @@ from fairseq.logging.progress_bar import progress_bar
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqLanguageModel
 from omegaconf import DictConfig, OmegaConf
 
+import fairseq_fwp
 from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, batches, score, windows
 from fairseq_fwp.modules.onednn import OneDnnLinear
 
@@ -80,6 +81,11 @@ class Result:
         return self.loss / math.log(2)
 
     @property
+    def perplexity(self) -> float:
+        """Infinite where it is no float."""
+        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
+
+    @property
     def bits_per_character(self) -> float | None:
         """None: the number of characters is not known."""
         return self.bits * self.tokens / self.characters if self.characters else None
@@ -92,17 +98,23 @@ class Result:
         speed = self.tokens / self.seconds
         found.append(f"Evaluated {self.tokens:,} tokens in {self.seconds:.1f}s ({speed:.2f} tokens/s)")
         found.append(f"Loss (base e): {self.loss:.4f}")
-        found.append(f"Loss (base 2): {self.bits:.4f}, Perplexity: {math.exp(self.loss):.2f}")
+        found.append(f"Loss (base 2): {self.bits:.4f}, Perplexity: {self.perplexity:.2f}")
         if self.bits_per_character is not None:
             found.append(f"Bits per character: {self.bits_per_character:.4f} ({self.characters:,} characters)")
         return found
 
     def as_json(self) -> str:
         """All fields and what follows from them."""
-        derived = {"loss_base_2": self.bits, "perplexity": math.exp(self.loss)}
+        derived = {"loss_base_2": self.bits, "perplexity": self.perplexity}
         return json.dumps(
             {**dataclasses.asdict(self), **derived, "bits_per_character": self.bits_per_character}, indent=2
         )
+
+
+def import_plugin(args: Namespace) -> None:
+    """Imports the --user-dir, unless it is this package: fairseq would take it for another one of the same name."""
+    if args.user_dir is None or Path(args.user_dir).resolve() != Path(fairseq_fwp.__file__).resolve().parent:
+        utils.import_user_module(args)
 
 
 def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -212,6 +224,11 @@ def check_carries(model: Any, task: Any) -> None:
         )
 
 
+def count_state(model: Any, protocol: Protocol) -> int | None:
+    """Numbers that a sequence needs kept; None for a model that does not count them."""
+    return model.decoder.state_size(protocol.size, protocol.carry) if hasattr(model.decoder, "state_size") else None
+
+
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
     """The number given; else that of the tokens, where every word of the dictionary is one character; else None."""
     if given is not None:
@@ -222,7 +239,7 @@ def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | N
 
 def evaluate(args: Namespace) -> None:
     """Runs the evaluation that the arguments describe; prints its result and writes its files."""
-    utils.import_user_module(args)
+    import_plugin(args)
     model, task, cfg = load_model(args.path, args.data, args.model_overrides)
     protocol = choose_protocol(args, model, cfg.task)
     dictionary = task.source_dictionary
@@ -248,7 +265,7 @@ def evaluate(args: Namespace) -> None:
         subset=args.gen_subset,
         protocol=str(protocol),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        state_size=model.decoder.state_size(protocol.size) if hasattr(model.decoder, "state_size") else None,
+        state_size=count_state(model, protocol),
         tokens=length,
         seconds=time.perf_counter() - started,
         loss=-float(log_probs.mean()),
@@ -305,7 +322,7 @@ def dictionary_of_settings(text: str) -> dict[str, Any]:
         found = ast.literal_eval(text)
     except (SyntaxError, ValueError):
         found = None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise argparse.ArgumentTypeError(f"{text!r} is no dictionary of settings like {{'max_target_positions': 512}}")
     return found
 

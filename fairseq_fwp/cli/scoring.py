@@ -35,8 +35,9 @@ def windows(length: int, size: int, given: int) -> Iterator[Window]:
 
     What `fairseq-eval-lm --tokens-per-sample size --context-window given` scores: blocks of size - given tokens, after
     `given` tokens or all that there are. The blocks within the first `size` tokens are one window here, since what
-    comes later changes nothing. given = size - 1 is the sliding window of Schlag et al. 2021, Sec. 6.3; given = 0 are
-    blocks without context.
+    comes later changes nothing (but positions that count from the end of a sample; Schlag's public code reads them as
+    one window too). given = size - 1 is the sliding window of Schlag et al. 2021, Sec. 6.3; given = 0 are blocks with no
+    context. Every window is read anew: beyond the first layer a token's vector depends on where its window begins.
     """
     step = size - given
     window = Window(0, 0, min(size // step * step, length))
@@ -124,7 +125,7 @@ def score(
         if not math.isfinite(total):
             raise ValueError(
                 f"the model gives tokens {scored.start:,} to {scored.stop:,} probabilities that are not above 0: "
-                "it has diverged, or its numbers overflow"
+                "it has diverged or overflows, or its vocabulary lacks one of them (a converted one may lack line ends)"
             )
         report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
     wrong = int(times.ne(1).sum())

@@ -222,10 +222,13 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         """The positions (B, L) of tokens that are the counts-th of their row."""
         return (counts - 1).clamp(min=0)
 
-    def state_size(self, length: int) -> int:
-        """Numbers kept of a sequence of `length` tokens, as Schlag et al. 2021, Table 4, counts them."""
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried.
+
+        As Schlag et al. 2021, Table 4, counts them.
+        """
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        return sum(attention.state_size(length) for attention in attentions)
+        return sum(attention.state_size(length, carried) for attention in attentions)
 
     def output_layer(self, features: Tensor) -> Tensor:
         """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.

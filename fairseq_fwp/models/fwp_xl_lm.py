@@ -40,7 +40,7 @@ class FwpXlLanguageModelConfig(DecoderConfig):
         "relative", "the paper's relative positions, those of Shaw et al. 2018, or absolute sinusoids"
     )
     half_loss: bool = option(
-        False, "train on the second half of each segment alone; with --criterion adaptive_loss, which counts by it"
+        False, "train on the second half of each segment alone; needs --criterion adaptive_loss, which counts by it"
     )
 
 
@@ -54,6 +54,12 @@ class FwpXlLanguageModel(FairseqLanguageModel):
         cfg = fill_in_defaults(cfg, FwpXlLanguageModelConfig())
         warn_of_unused(unused_flags(cfg))
         return cls(FwpXlDecoder(cfg, task.target_dictionary))
+
+    def get_normalized_probs(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The decoder's; in training with --half-loss a criterion that asks for it counts all targets: ValueError."""
+        if self.training and self.decoder.half_loss:
+            raise ValueError("--half-loss needs --criterion adaptive_loss, which divides by the targets that are left")
+        return super().get_normalized_probs(*args, **kwargs)
 
     def get_targets(self, sample: dict[str, Any], net_output: Any) -> Tensor:
         """The targets (B, L); in training with --half-loss, padding in the first half (Dai et al. 2019, Table 6)."""
@@ -108,9 +114,13 @@ class FwpXlDecoder(LanguageModelDecoder):
         x, state = self._read(tokens, state, last)
         return x, self._remember(state)
 
-    def state_size(self, length: int) -> int:
-        """Numbers in the keys and values of the memory and a segment of `length` tokens; Schlag et al. 2021, App. F."""
-        return 2 * (self.mem_len + length) * self.embed_tokens.embedding_dim * len(self.layers)
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Numbers in the keys and values of a segment of `length` tokens, and of the memory where it is carried.
+
+        Schlag et al. 2021, App. F.
+        """
+        memory = self.mem_len if carried else 0
+        return 2 * (memory + length) * self.embed_tokens.embedding_dim * len(self.layers)
 
     def extract_unread_features(
         self, tokens: Tensor, state: DecoderState | None, read: int

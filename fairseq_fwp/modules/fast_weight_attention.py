@@ -164,7 +164,7 @@ class FastWeightAttention(nn.Module):
         out = out.transpose(1, 2).flatten(2)
         return self.out_proj(out.to(x.dtype)), FastWeightState(weights, normalizer)
 
-    def state_size(self, length: int) -> int:
+    def state_size(self, length: int, carried: bool = False) -> int:
         """Numbers in the fast weights of a sequence, whatever its length; Schlag et al. 2021, App. F, leaves out z."""
         return self.num_heads * self.feature_map.feature_dim * self.head_dim
 

@@ -70,9 +70,9 @@ class LocalAttention(SoftmaxAttention):
         )
         return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
-    def state_size(self, length: int) -> int:
+    def state_size(self, length: int, carried: bool = False) -> int:
         """Numbers in the keys and values that one token of a sequence of `length` sees."""
-        return super().state_size(min(length, self.window))
+        return super().state_size(self.window if carried else min(length, self.window))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, window={self.window}, dropout={self.dropout}"

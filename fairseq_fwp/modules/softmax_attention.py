@@ -82,7 +82,7 @@ class SoftmaxAttention(nn.Module):
         """x (B, L, D) -> q, k and v, (B, H, L, d) each."""
         return self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
-    def state_size(self, length: int) -> int:
+    def state_size(self, length: int, carried: bool = False) -> int:
         """Numbers in the keys and values of a sequence of `length` tokens."""
         return 2 * length * self.out_proj.in_features
 

@@ -97,11 +97,15 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             raise FileNotFoundError(f"no text {split!r} ({path}.bin): fairseq-preprocess --only-source writes it")
         text = Text(lines)
         separator = self.args.reset_state_after
+        documents = document_starts(text, self.dictionary, separator) if separator else None
+        if documents is not None:
+            level = logging.WARNING if len(documents) == 1 else logging.INFO
+            logger.log(level, f"{split}: {len(documents):,} documents that end with {separator!r}")
         self.datasets[split] = TextBlocks(
             text,
             self.args.tokens_per_sample,
             self.dictionary.bos() if self.args.add_bos_token else self.dictionary.eos(),
-            document_starts(text, self.dictionary, separator) if separator else None,
+            documents,
         )
 
     def get_batch_iterator(

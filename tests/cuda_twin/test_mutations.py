@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
-from test_memory import run_watched
+from test_sanitizer import run_watched
 from twin import KERNELS, ORDER, Twin, TwinError, build
 
 # Ragged in every size; with several heads in a block, several slabs, stages, chunks.

@@ -357,3 +357,11 @@ def test_flags_without_effect_are_named(build, caplog):
     build("relative", untie_biases=True, clamp_len=3)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [message.split()[0] for message in warnings] == ["--untie-biases", "--untie-biases", "--clamp-len"]
+
+
+def test_half_loss_refuses_a_criterion_that_counts_all_targets(build):
+    model = build("relative", half_loss=True)
+    output = model(random_tokens(2, 6))
+    model.get_normalized_probs(output, log_probs=True)
+    with pytest.raises(ValueError, match="needs --criterion adaptive_loss"):
+        model.train().get_normalized_probs(output, log_probs=True)

@@ -258,6 +258,7 @@ def test_a_saved_state_goes_on_bit_for_bit(setup):
         task.training_state = type(task.training_state)()
         second = task.get_batch_iterator(task.dataset("train"), **options)
         second.load_state_dict(saved)
+        assert torch.equal(task.training_state.save(), saved["states"][0])  # also before its first batch
         found += losses(second.next_epoch_itr(), model)
         assert [float(loss) for loss in found] == [float(loss) for loss in expected]
 
