@@ -46,7 +46,7 @@ install_peer() {
   rm -rf "$scratch"
 }
 
-run python -m pytest "$root/tests/ops" -q ||
+OMP_NUM_THREADS=1 run python -m pytest "$root/tests/ops" -q --numprocesses auto --maxprocesses 4 ||
   { echo "run.sh: the tests of the operators failed, so nothing is measured." >&2; exit 1; }
 
 for part in "${parts[@]}"; do
