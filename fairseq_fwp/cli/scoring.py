@@ -37,7 +37,7 @@ def windows(length: int, size: int, given: int) -> Iterator[Window]:
     `given` tokens or all that there are. The blocks within the first `size` tokens are one window here, since what
     comes later changes nothing (but positions that count from the end of a sample; Schlag's public code reads them as
     one window too). given = size - 1 is the sliding window of Schlag et al. 2021, Sec. 6.3; given = 0 are blocks
-    without context. Every window is read anew: beyond the first layer a token's vector depends on where its window begins.
+    without context. Every window is read anew: from the second layer on vectors depend on where their window begins.
     """
     step = size - given
     window = Window(0, 0, min(size // step * step, length))
