@@ -50,7 +50,22 @@ struct ScanNeeds {
   int stage;      // tokens in a buffer; 0: as many as fit
 };
 
-inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, int multiprocessors) {
+inline size_t shared_bytes(const ScanNeeds& needs, const Plan& plan) {
+  const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
+  const size_t buffers = size_t(kBuffers) * plan.teams * plan.stage * token.size;
+  const size_t states = size_t(needs.states) * needs.shape.rows * needs.shape.columns * plan.threads();
+  return (buffers + states) * needs.number;
+}
+
+inline Plan with_teams(Plan plan, const ScanNeeds& needs, int teams) {
+  plan.teams = teams;
+  const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
+  const int fits = int(kBufferBytes / (size_t(token.size) * needs.number * teams));
+  plan.stage = needs.stage ? needs.stage : fits < 1 ? 1 : fits > kStageTokens ? kStageTokens : fits;
+  return plan;
+}
+
+inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu& gpu) {
   // Tiles in shared memory take so much of it that smaller blocks fill it better.
   const int most_threads = needs.states ? int(kThreadsPerBlock * 2 / needs.number) : kThreadsPerBlock;
   Plan plan{};
@@ -62,24 +77,17 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, int multip
   };
   plan.groups = at_least_power_of_two((size.columns + needs.shape.columns - 1) / needs.shape.columns,
                                       most_threads / plan.lanes);
-  while (plan.team_threads() > kWarp && plan.groups > 1 && size.heads * count_slabs() < multiprocessors)
+  while (plan.team_threads() > kWarp && plan.groups > 1 && size.heads * count_slabs() < gpu.multiprocessors)
     plan.groups /= 2;
   plan.slabs = count_slabs();
-  plan.teams = plan.team_threads() < kWarp ? kWarp / plan.team_threads() : 1;
-  while (2 * plan.threads() <= most_threads && size.heads * plan.slabs >= 4 * int64_t(plan.teams) * multiprocessors)
-    plan.teams *= 2;
-  const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
-  const size_t token_bytes = size_t(token.size) * needs.number * plan.teams;
-  const int fits = int(kBufferBytes / token_bytes);
-  plan.stage = needs.stage ? needs.stage : fits < 1 ? 1 : fits > kStageTokens ? kStageTokens : fits;
+  plan = with_teams(plan, needs, plan.team_threads() < kWarp ? kWarp / plan.team_threads() : 1);
+  while (2 * plan.threads() <= most_threads &&
+         size.heads * plan.slabs >= 4 * int64_t(plan.teams) * gpu.multiprocessors) {
+    const Plan doubled = with_teams(plan, needs, 2 * plan.teams);
+    if (shared_bytes(needs, doubled) > gpu.shared_bytes) break;
+    plan = doubled;
+  }
   return plan;
-}
-
-inline size_t shared_bytes(const ScanNeeds& needs, const Plan& plan) {
-  const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
-  const size_t buffers = size_t(kBuffers) * plan.teams * plan.stage * token.size;
-  const size_t states = size_t(needs.states) * needs.shape.rows * needs.shape.columns * plan.threads();
-  return (buffers + states) * needs.number;
 }
 
 // The tensor cores take bfloat16 alone, and a length that fills some chunks.

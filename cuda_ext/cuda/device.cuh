@@ -2,9 +2,7 @@
 // for the CPU, one fiber a thread, with definitions of its own in place of the first half of this file.
 #pragma once
 
-#include <cstdint>
-
-#include "launchers.h"
+#include "gpu.h"
 
 #ifdef __CUDACC__
 
@@ -16,9 +14,6 @@
 #define FWP_UNROLL _Pragma("unroll")
 #define FWP_PRAGMA(text) _Pragma(#text)
 #define FWP_UNROLL_BY(n) FWP_PRAGMA(unroll n)
-#define FWP_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
-  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes, \
-           static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
 
 namespace fwp::cuda {
 
@@ -41,23 +36,37 @@ FWP_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-inline const char* last_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+// Null, or the text of an error of ours, which is cleared: others would take it for theirs, as we must not take one that
+// another library has left behind.
+inline const char* failure(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();
+  return cudaGetErrorString(error);
 }
 
-// More than 48 KiB of shared memory has to be asked for.
-template <typename Kernel>
-const char* allow_shared_memory(Kernel* kernel, size_t bytes) {
-  if (bytes > 48 * 1024)
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  return last_error();
+inline const char* query(Gpu* gpu) {
+  int device = 0, shared_bytes = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (!error) error = cudaDeviceGetAttribute(&gpu->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (!error) error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  gpu->shared_bytes = size_t(shared_bytes);
+  return failure(error);
 }
 
-inline const char* count_multiprocessors(int* count) {
-  int device = 0;
-  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-  return last_error();
+// More than 48 KiB of shared memory has to be asked for. It is always all that there is: what is asked for holds for all
+// launches of a kernel on a GPU, so two threads that asked for different amounts would disturb each other.
+template <typename Argument>
+const char* launch_kernel(void (*kernel)(Argument), const Gpu& gpu, int64_t blocks, int threads, size_t shared_bytes,
+                          void* stream, Argument argument) {
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  void* arguments[] = {&argument};
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > 48 * 1024)
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(gpu.shared_bytes));
+  if (!error)
+    error = cudaLaunchKernel(function, dim3(unsigned(blocks)), dim3(unsigned(threads)), arguments, shared_bytes,
+                             static_cast<cudaStream_t>(stream));
+  return failure(error);
 }
 
 }  // namespace fwp::cuda

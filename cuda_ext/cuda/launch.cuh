@@ -62,48 +62,48 @@ const char* with_rows(int rows, F f) {
 
 template <typename Chunks>
 const char* launch_chunks(Chunks chunks, const ScanSize& size, bool reverse, void* stream) {
-  int multiprocessors = 1;
-  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
-  const ChunkPlan plan = choose_chunk_plan(size, kWarpColumns, kChunkWarps, multiprocessors);
+  Gpu gpu;
+  if (const char* error = query(&gpu)) return error;
+  const ChunkPlan plan = choose_chunk_plan(size, kWarpColumns, kChunkWarps, gpu.multiprocessors);
   chunks.size = size;
   chunks.reverse = reverse;
   chunks.warps = plan.warps;
   chunks.slabs = plan.slabs;
   const int64_t blocks = size.heads * plan.slabs;
   if (const char* error = check_blocks(blocks)) return error;
-  const auto kernel = chunks_kernel<Chunks>;
   const size_t bytes = Chunks::shared_bytes(plan.warps);
-  if (const char* error = allow_shared_memory(kernel, bytes)) return error;
-  FWP_LAUNCH(kernel, blocks, plan.warps * kWarp, bytes, stream, chunks);
-  return last_error();
+  return launch_kernel(chunks_kernel<Chunks>, gpu, blocks, plan.warps * kWarp, bytes, stream, chunks);
 }
 
 template <typename Scan, int kRows, int kColumns>
-const char* launch_shape(Scan scan, int states, int stage, int multiprocessors, void* stream) {
+const char* launch_shape(Scan scan, int states, int stage, const Gpu& gpu, void* stream) {
   const ScanNeeds needs{{kRows, kColumns}, Scan::Inputs::parts(), sizeof(typename Scan::Number), states, stage};
-  scan.plan = choose_plan(scan.size, needs, multiprocessors);
+  scan.plan = choose_plan(scan.size, needs, gpu);
   const size_t bytes = shared_bytes(needs, scan.plan);
+  if (bytes > gpu.shared_bytes)
+    return say("a state of %d x %d in %s takes %zu KiB of shared memory here, of which this GPU has %zu KiB for a block; "
+               "use float32, smaller heads or the reference",
+               scan.size.rows, scan.size.columns, needs.number == 8 ? "float64" : "float32", (bytes + 1023) / 1024,
+               gpu.shared_bytes / 1024);
   const int64_t blocks = (scan.size.heads + scan.plan.teams - 1) / scan.plan.teams * scan.plan.slabs;
   if (const char* error = check_blocks(blocks)) return error;
-  const auto kernel = scan_kernel<Scan, kRows, kColumns>;
-  if (const char* error = allow_shared_memory(kernel, bytes)) return error;
-  FWP_LAUNCH(kernel, blocks, scan.plan.threads() + kWarp, bytes, stream, scan);
-  return last_error();
+  const int threads = scan.plan.threads() + kWarp;
+  return launch_kernel(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, threads, bytes, stream, scan);
 }
 
 // A scan that keeps nothing in shared memory but tokens.
 template <typename Scan>
 const char* launch(const Scan& scan, void* stream) {
   using A = typename Scan::Number;
-  int multiprocessors = 1;
-  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
-  const Shape shape = choose_shape<A>(scan.size, multiprocessors);
+  Gpu gpu;
+  if (const char* error = query(&gpu)) return error;
+  const Shape shape = choose_shape<A>(scan.size, gpu.multiprocessors);
   if (shape == Shape::tall)
-    return launch_shape<Scan, kTall<A>.rows, kTall<A>.columns>(scan, 0, 0, multiprocessors, stream);
+    return launch_shape<Scan, kTall<A>.rows, kTall<A>.columns>(scan, 0, 0, gpu, stream);
   if constexpr (sizeof(A) < 8)
     if (shape == Shape::wide)
-      return launch_shape<Scan, kWide.rows, kWide.columns>(scan, 0, 0, multiprocessors, stream);
-  return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, 0, 0, multiprocessors, stream);
+      return launch_shape<Scan, kWide.rows, kWide.columns>(scan, 0, 0, gpu, stream);
+  return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, 0, 0, gpu, stream);
 }
 
 // What the launchers make their scans of.

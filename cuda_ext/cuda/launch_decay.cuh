@@ -16,12 +16,12 @@ namespace detail {
 template <typename A, bool kGated>
 const char* launch(const DecayBackward<A, kGated>& scan, void* stream) {
   using Scan = DecayBackward<A, kGated>;
-  int multiprocessors = 1;
-  if (const char* error = count_multiprocessors(&multiprocessors)) return error;
+  Gpu gpu;
+  if (const char* error = query(&gpu)) return error;
   const int states = scan.rebuilds ? Scan::kStates : 0;
   if (scan.size.rows > kWarp * kNarrow.rows)
-    return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, kGroup, multiprocessors, stream);
-  return launch_shape<Scan, kNarrow.rows, 1>(scan, states, kGroup, multiprocessors, stream);
+    return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, kGroup, gpu, stream);
+  return launch_shape<Scan, kNarrow.rows, 1>(scan, states, kGroup, gpu, stream);
 }
 
 template <typename A>
@@ -30,8 +30,7 @@ const char* launch(const TokenSums<A>& sums, void* stream) {
   const int64_t blocks = (sums.tokens + kTokens - 1) / kTokens;
   if (blocks == 0) return nullptr;
   if (const char* error = check_blocks(blocks)) return error;
-  FWP_LAUNCH(token_sums_kernel<A>, blocks, kThreadsPerBlock, 0, stream, sums);
-  return last_error();
+  return launch_kernel(token_sums_kernel<A>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
 }
 
 template <bool kGated>

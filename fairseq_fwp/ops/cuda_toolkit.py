@@ -17,6 +17,7 @@ from .build_error import BuildError
 
 # The first one with bfloat16 in its tensor cores and asynchronous copies into shared memory.
 OLDEST = (8, 0)
+HOPPER = (9, 0)
 
 
 class Architecture(NamedTuple):
@@ -30,11 +31,15 @@ class Architecture(NamedTuple):
         return f"{self.major}.{self.minor}"
 
     @property
+    def suffix(self) -> str:
+        """Hopper's own instructions are in none but its own target, which has no successor to translate it for."""
+        return "a" if self[:2] == HOPPER else ""
+
+    @property
     def flags(self) -> list[str]:
         """What makes nvcc compile for it."""
         number = f"{self.major}{self.minor}"
-        # Hopper's own instructions are in none but its own target, which has no successor to translate it for.
-        own = "90a" if number == "90" else number
+        own = number + self.suffix
         flags = [f"-gencode=arch=compute_{own},code=sm_{own}"]
         return [*flags, f"-gencode=arch=compute_{number},code=compute_{number}"] if self.ptx else flags
 
@@ -91,14 +96,31 @@ def find_nvcc(wanted: list[Architecture]) -> str:
             f"{nvcc} is of CUDA {release}, but PyTorch {torch.__version__} was built for CUDA {torch.version.cuda}",
             cure,
         )
-    known = _ask(nvcc, "--list-gpu-arch").split()
+    known = _known(nvcc, release)
     for architecture in wanted:
-        if f"compute_{architecture.major}{architecture.minor}" not in known:
+        if architecture[:2] not in known:
             raise BuildError(
-                f"{nvcc} of CUDA {release} does not know the compute capability {architecture}",
-                "install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to what it knows",
+                f"{nvcc} of CUDA {release} does not know the compute capability {architecture}{architecture.suffix}",
+                _cure_for_unknown(architecture, known),
             )
     return nvcc
+
+
+def _known(nvcc: str, release: str) -> set[tuple[int, int]]:
+    """Compute capabilities that a toolkit compiles for."""
+    found = {
+        (int(major), int(minor)) for major, minor in re.findall(r"compute_(\d+)(\d)\b", _ask(nvcc, "--list-gpu-arch"))
+    }
+    # CUDA 11.8 knows 9.0, but not 9.0a.
+    return found - {HOPPER} if release.startswith("11.") else found
+
+
+def _cure_for_unknown(architecture: Architecture, known: set[tuple[int, int]]) -> str:
+    older = [capability for capability in known if OLDEST <= capability < architecture[:2]]
+    if not older:
+        return "install another release of the CUDA toolkit"
+    # Its driver translates PTX for a GPU that the toolkit does not know.
+    return f"install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to '{_dotted(max(older))}+PTX'"
 
 
 def _visible_gpus() -> dict[tuple[int, int], str]:

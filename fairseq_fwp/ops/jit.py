@@ -81,12 +81,14 @@ def _load_or_build(device_type: str) -> KernelStatus:
 def _library_in(folder: Path, device_type: str) -> Path:
     """Path of the library, once it is loaded: from the folder, or built into it."""
     path = folder / LIBRARY
-    if not _load(path):
-        with _lock(folder):
+    if not _load(device_type, path):
+        with _lock(folder) as locked:
             # Another process may have built it while this one waited for the lock.
-            if not _load(path):
+            if not _load(device_type, path):
+                if locked:
+                    _remove_leftovers(folder)
                 _build(device_type, path)
-                _load(path)
+                _load(device_type, path)
     return path
 
 
@@ -119,7 +121,7 @@ def _folders(device_type: str) -> Iterator[Path]:
             yield temporary / name
 
 
-def _load(path: Path) -> bool:
+def _load(device_type: str, path: Path) -> bool:
     """Load a library if it is there and whole; one that a crash or a full disk has cut short counts as not there."""
     if not path.exists():
         return False
@@ -130,24 +132,40 @@ def _load(path: Path) -> bool:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise BuildError(f"{path} cannot be loaded: {error.__cause__ or error}", "delete its folder") from error
+        reason = str(error.__cause__ or error)
+        cure = "delete its folder"
+        if device_type == "cuda" and "undefined symbol" in reason:
+            # A newer release of the toolkit calls what the libraries that PyTorch brings do not have yet.
+            cure = f"install the toolkit of CUDA {torch.version.cuda}"
+        raise BuildError(f"{path} cannot be loaded: {reason}", cure) from error
     return True
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, made if need be. The system frees it when its holder dies."""
+def _lock(folder: Path) -> Iterator[bool]:
+    """Hold a lock on a folder, made if need be. The system frees it when its holder dies.
+
+    Yields whether it is held: some file systems have no locks. There others may build too, which costs time only, for
+    libraries are moved into place whole.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
-        # Where a file system has no locks, the cost is a second build: libraries are moved into place whole.
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            locked = True
+        except OSError as error:
+            logger.info("%s cannot be locked: %s", folder, error)
+            locked = False
+        yield locked
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What builds that were killed have left. Only who holds the lock knows that no other build is under way."""
+    for leftover in folder.glob("build-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _build(device_type: str, path: Path) -> None:
-    for leftover in path.parent.glob("build-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     logger.info("building the %s kernels in %s, once: this takes a minute or two", device_type, path.parent)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:

@@ -32,12 +32,11 @@ def measure(record, in_time, plan=PLAN, contexts=CONTEXTS, flags=("--bf16",)):
         Path(folder, "dict.txt").write_text(words)
         for update, architectures in plan.items():
             where = name_of(update)
-            if in_time(where, "training", architectures):
-                train(record, where, update, architectures, folder, flags)
+            train(record, in_time, where, update, architectures, folder, flags)
         for name in DECODED:
             due = [n for n in contexts if in_time(f"context {n}", STEP, [name])]
             if due:
-                decode(record, name, folder, due, flags)
+                decode(record, in_time, name, folder, due, flags)
 
 
 def name_of(update):
@@ -83,9 +82,11 @@ def sample_of(update):
     }
 
 
-def train(record, where, update, architectures, folder, flags):
+def train(record, in_time, where, update, architectures, folder, flags):
     sample, trainers = sample_of(update), {}
     for name in architectures:
+        if not in_time(where, "training", [name]):
+            continue
         before = allocated()
         try:
             trainer = trainer_of(name, update, folder, flags)
@@ -97,7 +98,9 @@ def train(record, where, update, architectures, folder, flags):
         trainers[name] = trainer
         record.add(where, "training", name, BYTES, [allocated(peak=True) - before])
     seconds = {name: [] for name in trainers}
-    for _ in range(ROUNDS):
+    for i in range(ROUNDS):
+        if i and not in_time(where, f"training, round {i + 1}", ()):
+            break  # as many rounds for each: they are compared
         for name, trainer in trainers.items():
             trainer.train_step([sample])  # what ran before has cleared the caches
             updates = elapsed(partial(trainer.train_step, [sample]), UPDATES_A_ROUND)
@@ -106,7 +109,7 @@ def train(record, where, update, architectures, folder, flags):
         record.add(where, "training", name, SPEED, [sample["ntokens"] / s for s in found])
 
 
-def decode(record, name, folder, contexts, flags):
+def decode(record, in_time, name, folder, contexts, flags):
     """A step of the model, one sequence, after contexts that it reads at once."""
     steps = WARM_UP + ROUNDS * STEPS_A_ROUND
     try:
@@ -118,6 +121,8 @@ def decode(record, name, folder, contexts, flags):
     device = next(model.parameters()).device
     tokens = sample_of((1, contexts[-1] + steps))["net_input"]["src_tokens"].to(device)
     for context in contexts:
+        if not in_time(f"context {context}", STEP, [name]):
+            continue
         try:
             with torch.no_grad():
                 found = step_seconds(model.decoder, tokens[:, : context + steps], context)

@@ -152,8 +152,12 @@ def provenance():
 
 
 def write_csv(name, header, rows):
-    with open(RESULTS / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+    """Path of results/NAME.csv, written."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header, *rows])
+    return path
 
 
 def publish(name, header, raw, goals, *paragraphs, head=None, script="run.sh"):
@@ -161,7 +165,6 @@ def publish(name, header, raw, goals, *paragraphs, head=None, script="run.sh"):
 
     `head` is the line to read the numbers by, where they are not of the CPU.
     """
-    RESULTS.mkdir(exist_ok=True)
     write_csv(name, header, raw)
     write_csv(f"{name}_goals", GOAL_HEADER, goals)
     text = "\n".join([head or provenance(), summary(goals), table(GOAL_HEADER, goals), *paragraphs])

@@ -210,6 +210,36 @@ def test_sizes_beyond_the_kernels_are_refused(twin, rule):
         twin.forward(rule, inputs)
 
 
+@every_rule
+@pytest.mark.parametrize("sizes", [(512, 1), (1, 512), (512, 512)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_greatest_sizes_fit_every_gpu(twin, rule, sizes, dtype):
+    """In the 99 KiB that a block has on GPUs of compute capability 8.6, 8.9 and 12.0, with heads for all its teams."""
+    inputs = sample_inputs(rule, (2, 8, 2, *sizes), dtype)
+    gradients = cotangents(inputs)
+    expected = twin.results(rule, inputs, gradients)
+    for name, x in twin.results(rule, inputs, gradients, multiprocessors=1, shared_kib=99).items():
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("rule", ["gated", "decay"])
+@pytest.mark.parametrize("multiprocessors", [132, 1])
+def test_what_a_gpu_has_no_shared_memory_for_is_refused(twin, rule, multiprocessors):
+    """float64 beyond 256 elements; as many heads as there can be teams."""
+    how = {"multiprocessors": multiprocessors, "shared_kib": 99}
+    inputs = sample_inputs(rule, (2, 8, 2, 20, 257))
+    gradients = cotangents(inputs)
+    kept = twin.forward(rule, inputs, **how)[2]
+    sentence = (
+        r"a state of 257 x 20 in float64 takes \d+ KiB of shared memory here, of which this GPU has 99 KiB "
+        "for a block; use float32, smaller heads or the reference"
+    )
+    with pytest.raises(TwinError, match=sentence):
+        twin.backward(rule, inputs, kept, gradients, **how)
+    fitting = sample_inputs(rule, (2, 8, 2, 20, 256))
+    twin.results(rule, fitting, cotangents(fitting), **how)
+
+
 def test_workspace_is_of_the_order_of_the_tokens(twin):
     """At 8,192 tokens of 8 heads and Dk = Dv = 64, in sizes of q + k + v + out."""
     for dtype, most in ((torch.float32, 0.5), (torch.bfloat16, 1.0)):

@@ -31,10 +31,11 @@ extern "C" size_t twin_workspace_bytes(int op, const Sizes* size, int type) {
 
 // `in` holds the Tokens and `a` the arrays of an operator, in the order of its arguments.
 extern "C" const char* twin_run(int op, const Sizes* size, int type, void* workspace, const Tokens* in, void* const* a,
-                                int reversed, int multiprocessors) {
+                                int reversed, int multiprocessors, int shared_kib) {
   using namespace fwp::cuda;
   twin::machine().reversed = reversed;
   twin::machine().multiprocessors = multiprocessors;
+  twin::machine().shared_bytes = size_t(shared_kib) * 1024;
   twin::machine().error[0] = 0;
   const Call call{*size, Type(type), workspace, nullptr};
   switch (Operator(op)) {
@@ -161,7 +162,7 @@ const char* run_all(const Sizes& size, Type type, int reversed, int multiprocess
     }
     std::vector<unsigned char> workspace(fwp::cuda::workspace_bytes(Operator(op), size, type));
     const char* error =
-        twin_run(op, &size, int(type), workspace.data(), in.data(), a.data(), reversed, multiprocessors);
+        twin_run(op, &size, int(type), workspace.data(), in.data(), a.data(), reversed, multiprocessors, 163);
     if (error) return error;
   }
   return nullptr;

@@ -16,6 +16,8 @@
 #include <memory>
 #include <vector>
 
+#include "gpu.h"
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -24,8 +26,6 @@
 #define FWP_BOTH inline
 #define FWP_UNROLL
 #define FWP_UNROLL_BY(n)
-#define FWP_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
-  twin::launch(blocks, threads, shared_bytes, [&] { kernel(__VA_ARGS__); })
 #define __global__
 #define __launch_bounds__(...)
 #define threadIdx twin::current_thread()
@@ -117,6 +117,7 @@ struct Fiber {
 struct Machine {
   bool reversed = false;       // the order in which threads take their turns
   int multiprocessors = 132;   // that it claims to have
+  size_t shared_bytes = 0;     // that it claims to have for a block
   char error[256] = "";        // the first one
   std::vector<Fiber> fibers;
   int threads = 0, running = 0;
@@ -368,18 +369,21 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   std::memcpy(c, fiber.fragments.c, sizeof c);
 }
 
-inline const char* last_error() { return twin::machine().error[0] ? twin::machine().error : nullptr; }
+inline const char* failure() { return twin::machine().error[0] ? twin::machine().error : nullptr; }
 
-// As much as a block may have on an A100.
-template <typename Kernel>
-const char* allow_shared_memory(Kernel*, size_t bytes) {
-  if (bytes > 163 * 1024) twin::fail("asks for %zu bytes of shared memory", bytes);
-  return last_error();
+inline const char* query(Gpu* gpu) {
+  *gpu = {twin::machine().multiprocessors, twin::machine().shared_bytes};
+  return failure();
 }
 
-inline const char* count_multiprocessors(int* count) {
-  *count = twin::machine().multiprocessors;
-  return last_error();
+template <typename Argument>
+const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, int threads, size_t shared_bytes, void*,
+                          Argument argument) {
+  if (shared_bytes > twin::machine().shared_bytes)
+    twin::fail("asks for %zu bytes of shared memory", shared_bytes);
+  else
+    twin::launch(blocks, threads, shared_bytes, [&] { kernel(argument); });
+  return failure();
 }
 
 }  // namespace fwp::cuda

@@ -154,6 +154,7 @@ class Twin:
         *,
         reverse: int = 0,
         multiprocessors: int = 132,
+        shared_kib: int = 163,  # an A100's
     ) -> None:
         assert all(x is None or x.is_contiguous() for x in given)
         need = self.workspace_bytes(operator, sizes, dtype)
@@ -168,6 +169,7 @@ class Twin:
             (ctypes.c_void_p * len(arrays))(*arrays),
             reverse,
             multiprocessors,
+            shared_kib,
         )
         if error is not None:
             raise TwinError(error.decode())

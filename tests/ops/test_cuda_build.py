@@ -181,11 +181,57 @@ def test_takes_another_minor_release(machine):
 def test_refuses_a_toolkit_that_does_not_know_the_gpu(machine):
     nvcc = machine.install("13.0", known="75 80 86")
     assert refusal(machine) == (
-        f"{nvcc} of CUDA 13.0 does not know the compute capability 9.0; "
-        "install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to what it knows"
+        f"{nvcc} of CUDA 13.0 does not know the compute capability 9.0a; "
+        "install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to '8.6+PTX'"
     )
-    machine.patch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    machine.patch.setenv("TORCH_CUDA_ARCH_LIST", "8.6+PTX")
     assert machine.build().built
+    (kernels,) = (call for call in machine.calls if ".cu" in call)
+    assert "-gencode=arch=compute_86,code=compute_86" in kernels
+
+
+def test_a_gpu_newer_than_the_toolkit(machine):
+    machine.see(("NVIDIA GB10", (12, 1)))
+    nvcc = machine.install("13.0")
+    assert refusal(machine) == (
+        f"{nvcc} of CUDA 13.0 does not know the compute capability 12.1; "
+        "install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to '12.0+PTX'"
+    )
+    machine.patch.setenv("TORCH_CUDA_ARCH_LIST", "12.0+PTX")
+    assert machine.build().built
+    (kernels,) = (call for call in machine.calls if ".cu" in call)
+    assert "-gencode=arch=compute_120,code=compute_120" in kernels
+
+
+def test_a_gpu_that_the_toolkit_does_not_know_any_more(machine):
+    machine.see(A100)
+    nvcc = machine.install("13.0", known="90 100")
+    assert refusal(machine) == (
+        f"{nvcc} of CUDA 13.0 does not know the compute capability 8.0; install another release of the CUDA toolkit"
+    )
+
+
+def test_hopper_needs_cuda_12(machine, monkeypatch):
+    """CUDA 11.8 lists compute_90, and does not take compute_90a."""
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    nvcc = machine.install("11.8", known="75 80 86 89 90")
+    assert refusal(machine) == (
+        f"{nvcc} of CUDA 11.8 does not know the compute capability 9.0a; "
+        "install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to '8.9+PTX'"
+    )
+    machine.patch.setenv("TORCH_CUDA_ARCH_LIST", "8.9+PTX")
+    assert machine.build().built
+
+
+def test_a_toolkit_newer_than_the_libraries_of_pytorch(machine, monkeypatch):
+    def fail(path):
+        raise OSError("undefined symbol: cudaNewInThisRelease")
+
+    monkeypatch.setattr(torch.ops, "load_library", fail)
+    machine.install("13.4")
+    status = machine.build()
+    assert "cannot be loaded: undefined symbol: cudaNewInThisRelease" in status.reason
+    assert status.cure == "install the toolkit of CUDA 13.0"
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 1\n", "not a program"])

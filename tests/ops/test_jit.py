@@ -1,11 +1,13 @@
 """Faults of building and caching. A stand-in for the compiler copies the library that is built already, so that a
 build costs nothing; one real build, in a folder whose name has spaces, is marked slow."""
 
+import errno
 import os
 import signal
 import stat
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,24 @@ def test_a_killed_build_leaves_nothing_to_wait_for(tmp_path, compiler):
     assert run_isolated(USE, CXX=compiler, **cache(tmp_path)).stdout == "True\n"
     assert time.monotonic() - start < 25
     assert not list(folder.glob("build-*"))
+
+
+def test_builders_without_locks_leave_each_other_alone(monkeypatch, tmp_path, compiler, builder):
+    """On a file system without them: who comes later must not take the first one's folder for a leftover."""
+
+    def no_locks(file, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(jit.fcntl, "flock", no_locks)
+    monkeypatch.setenv("COMPILER_SECONDS", "1")
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(builder)
+        deadline = time.monotonic() + 60
+        while not calls(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        second = threads.submit(builder)
+    assert first.result().built and second.result().built, (first.result(), second.result())
+    assert calls(tmp_path) == 2 and not list(library_folder(tmp_path).glob("build-*"))
 
 
 class Builder:

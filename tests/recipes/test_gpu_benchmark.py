@@ -238,6 +238,20 @@ def test_a_wrong_peer_is_not_measured_and_a_wrong_kernel_ends_everything(gpu):
         gpu.usable("ours", wrong._replace(ours=True), (1, 2, 20, 8, 8))
 
 
+@pytest.mark.parametrize("head", [0, 5])
+def test_the_check_looks_at_the_heads_on_both_ends_of_the_whole_shape(gpu, head):
+    from gpu_peers import Missing
+
+    def wrong(*x):
+        out = ops.delta_rule(*x)[0]
+        assert out.shape == (2, 3, 20, 8)
+        scale = torch.ones(6).index_fill(0, torch.tensor([head]), 1.5)
+        return out * scale.view(2, 3, 1, 1)
+
+    with pytest.raises(Missing, match="its out differs"):
+        gpu.usable("a peer", gpu.Contender("delta", "q k v beta", lambda: wrong), (2, 3, 20, 8, 8))
+
+
 @pytest.mark.parametrize("name", ["sum", "gated", "delta", "decay", "delta float32", "decay float32"])
 def test_our_own_contenders_pass_their_check(gpu, name):
     assert gpu.usable(name, gpu.contenders()[name], (3, 2, 300, 8, 8))
@@ -247,7 +261,7 @@ def test_without_time_nothing_is_measured_and_all_of_it_is_named(gpu, report, mo
     monkeypatch.setattr(gpu, "Clock", lambda: None)
     session = gpu.Session(report.Record(), -1, gpu.contenders())
     monkeypatch.setattr(session, "rates", lambda: None)
-    gpu.run(session)
+    gpu.run(session, lambda: None)
     assert {row[3] for row in session.record.rows} == {report.MISSED}
     rows = report.goals(session.record)
     assert all(row[6].endswith("no time was left for it") for row in rows if row[2] != "-"), rows
@@ -264,7 +278,7 @@ def test_who_fails_while_measured_is_left_out_unless_it_is_ours(gpu, report, mon
     found = {**peers, "sum": gpu.contenders()["sum"]}
     measured = []
     monkeypatch.setattr(gpu, "Clock", lambda: None)
-    monkeypatch.setattr(gpu, "take_turns", lambda record, clock, where, stage, calls: measured.extend(calls))
+    monkeypatch.setattr(gpu, "take_turns", lambda session, where, stage, calls: measured.extend(calls))
     monkeypatch.setattr(gpu, "peak_bytes", lambda call: 7)
     session, shape = gpu.Session(report.Record(), 60, found), (1, 2, 9, 8, 8)
     for stage in (report.TRAINING, report.FORWARD):
@@ -286,12 +300,16 @@ class CallOnce:
         return 1e-3
 
 
-def test_a_whole_run_at_small_sizes(gpu, report, monkeypatch, tmp_path):
-    """Everything but the GPU's own clock, graphs, memory and rates, from the first check to the ledger."""
+RUN_SHAPES = ((2, 2, 16, 8, 8), (1, 2, 32, 8, 8), (1, 1, 40, 8, 8), (1, 1, 8, 8, 8))
+
+
+@pytest.fixture
+def small_run(gpu, report, monkeypatch, tmp_path):
+    """gpu.py without the GPU's own clock, graphs, memory and rates, at small sizes, with results in tmp_path."""
     import gpu_models
 
-    shapes, module = ((2, 2, 16, 8, 8), (1, 2, 32, 8, 8), (1, 1, 40, 8, 8), (1, 1, 8, 8, 8)), sys.modules["report"]
-    small = {"SHAPES": shapes, "SWEEP": (16, 32), "CONTEXTS": (1, 8), "STEP_SHAPE": (2, 2, 1, 8, 8)}
+    module = sys.modules["report"]
+    small = {"SHAPES": RUN_SHAPES, "SWEEP": (16, 32), "CONTEXTS": (1, 8), "STEP_SHAPE": (2, 2, 1, 8, 8)}
     for where in (gpu, report):
         for name, value in small.items():
             monkeypatch.setattr(where, name, value)
@@ -306,19 +324,71 @@ def test_a_whole_run_at_small_sizes(gpu, report, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "HERE", tmp_path)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
     (tmp_path / "RESULTS.md").write_text((BENCHMARKS / "RESULTS.md").read_text())
+    return tmp_path
+
+
+def test_a_whole_run_at_small_sizes(gpu, small_run):
+    """From the first check to the ledger."""
     gpu.main(["measure"])
-    ledger = (tmp_path / "RESULTS.md").read_text()
+    ledger = (small_run / "RESULTS.md").read_text()
     assert "a GPU, no rates.\n" in ledger and "![gpu](results/gpu.png)" in ledger
     for name in ("delta", "decay float32"):
-        assert f"| {shapes[0]} | forward + backward | {name} |" in ledger
+        assert f"| {RUN_SHAPES[0]} | forward + backward | {name} |" in ledger
     assert (
         "| decoding step, growth of the time per token of delta | 1 -> 8 tokens | <= 1.1 | 1.00 | 1.00 | yes |"
         in ledger
     )
-    rows = [line.split(",") for line in (tmp_path / "results" / "gpu.csv").read_text().splitlines()]
+    rows = [line.split(",") for line in (small_run / "results" / "gpu.csv").read_text().splitlines()]
+    assert not (small_run / "results" / "gpu_unfinished.csv").exists()
     assert (
         len([row for row in rows if "(4, 16, 16, 64, 64)" in ",".join(row) and ",delta,seconds," in ",".join(row)]) == 5
     )
+
+
+def test_a_run_that_fails_publishes_what_it_has(gpu, small_run, monkeypatch):
+    saved = []
+
+    def fail(session):
+        saved.append((small_run / "results" / "gpu_unfinished.csv").read_text())
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(gpu.Session, "decoding", fail)
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        gpu.main(["measure"])
+    ledger = (small_run / "RESULTS.md").read_text()
+    assert "ended early: the GPU is gone" in ledger and f"| {RUN_SHAPES[0]} | forward + backward | delta |" in ledger
+    assert "delta: not reached" in ledger
+    assert ",delta,seconds," in saved[0]  # for the case that nothing is left to publish it
+    assert not (small_run / "results" / "gpu_unfinished.csv").exists()
+
+
+def test_a_wrong_kernel_publishes_nothing(gpu, small_run, monkeypatch):
+    before = (small_run / "RESULTS.md").read_text()
+    monkeypatch.setattr(gpu, "TOLERANCE", dict.fromkeys(gpu.TOLERANCE, 0))
+    with pytest.raises(SystemExit, match="Nothing is reported"):
+        gpu.main(["measure"])
+    assert (small_run / "RESULTS.md").read_text() == before and not list((small_run / "results").glob("*"))
+
+
+def test_time_is_up_between_contenders_and_rounds(gpu, report, monkeypatch):
+    """Each contender takes 10 s of a clock that the test turns: its check and warm-up, then each of its rounds."""
+    now = [0.0]
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+
+    class TenSeconds(CallOnce):
+        def round(self, call):
+            now[0] += 10
+            return 10.0
+
+    monkeypatch.setattr(gpu, "Clock", TenSeconds)
+    monkeypatch.setattr(gpu, "replay_of", lambda call: None)
+    monkeypatch.setattr(gpu, "peak_bytes", lambda call: 7)
+    session, shape = gpu.Session(report.Record(), 35, gpu.contenders()), (1, 2, 9, 8, 8)
+    session.operators(shape, report.TRAINING, ["sum", "delta"])
+    for name in ("sum", "delta"):
+        assert session.record.values(shape, report.TRAINING, name, report.EAGER) == [10.0, 10.0]
+    session.operators(shape, report.FORWARD, ["sum"])
+    assert session.record.values(shape, report.FORWARD, "sum", report.EAGER) == "sum: no time was left for it"
 
 
 def test_models_are_trained_and_decode(report, monkeypatch):
