@@ -18,4 +18,4 @@ lint
 [ "${1:-}" != lint ] || exit 0
 # A process a core: threads of several processes would only wait for each other.
 export OMP_NUM_THREADS=1
-run python -m pytest --numprocesses auto --maxprocesses 4 "$@"
+run python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
