@@ -165,6 +165,13 @@ class FastWeightMemory(nn.Module):
         k = k.unsqueeze(1)
         return self.rule.operator(k, k, v.unsqueeze(1), *gates, backend=self.backend)[1].squeeze(1)
 
+    def extra_repr(self) -> str:
+        return (
+            f"feature_dim={self.feature_map.feature_dim}, num_values={self.num_values}, "
+            f"sum_normalization={self.sum_normalization}, attention_normalization={self.attention_normalization}, "
+            f"backend={self.backend!r}"
+        )
+
 
 def distribute(weights: Tensor, values: Tensor, num_values: int) -> Tensor:
     """sum_t weights_t v_t with one-hot v_t: weights (B, L, Q) -> (B, Q, S)."""
