@@ -123,31 +123,29 @@ class FastWeightMemory(nn.Module):
             at_least_float32(logits).sigmoid().unsqueeze(1) if gate.size else at_least_float32(logits).sigmoid().mT
             for gate, logits in zip(self.rule.gates, gates, strict=True)
         ]
-        divisor = self._divisor(q, k, opened) if self.attention_normalization else None
-        scale = k.new_ones(1)
-        if self.attention_normalization and self.rule.retrieves:
-            k, scale = self._normalize_retrieval(k)
+        retrieval = self.attention_normalization and self.rule.retrieves
+        written, scale = self._normalize_retrieval(k) if retrieval else (k, k.new_ones(1))
         if self.read_weights is None:
-            out = self._read_state(q, k, values, scale, opened)
+            out = self._read_state(q, written, values, scale, opened)
         else:
-            weights = self.read_weights(self.rule.operator, q, k, opened, self.backend)
+            weights = self.read_weights(self.rule.operator, q, written, opened, self.backend)
             out = distribute(weights * scale, values, self.num_values)
-        if divisor is not None:
-            out = out / divisor
+        if self.attention_normalization:
+            out = out / bound(self._divisor(q, k, opened, out), self.divisor_epsilon)
         return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
 
     def _map(self, x: Tensor) -> Tensor:
         features = at_least_float32(self.feature_map(x))
         return sum_normalize(features, self.feature_map.epsilon) if self.sum_normalization else features
 
-    def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor]) -> Tensor:
+    def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor], out: Tensor) -> Tensor:
         """q . z_L (B, Q, 1): z is the sum of the keys, or for a rule that forgets its own memory for values of one."""
-        if self.rule.forgets is None:
-            z = k.sum(1).unsqueeze(-1)
-        else:
-            ones = k.new_ones(*k.shape[:2], 1)
-            z = self._write(k, ones, [gate.contiguous() for gate in self.rule.forgets(*gates)])
-        return bound(q @ z, self.divisor_epsilon)
+        if self.rule.retrieves:
+            return q @ k.sum(1).unsqueeze(-1)
+        if self.read_weights is not None:
+            return out.sum(-1, keepdim=True)  # as the one-hot vectors sum to values of one
+        gates = [] if self.rule.forgets is None else [gate.contiguous() for gate in self.rule.forgets(*gates)]
+        return q @ self._write(k, k.new_ones(*k.shape[:2], 1), gates)
 
     def _normalize_retrieval(self, k: Tensor) -> tuple[Tensor, Tensor]:
         """k, and what its values are multiplied by (B, L, 1), so that what the rule retrieves is normalised."""

@@ -3,7 +3,7 @@
 import logging
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
 from fairseq.data.iterators import EpochBatchIterator
@@ -40,6 +40,15 @@ class FwpAssociativeRetrievalTaskConfig(FairseqDataclass):
     update_freq: Any = II("optimization.update_freq")
 
 
+@dataclass
+class Progress:
+    """How far a training got: the best loss, its update, and the last update that was evaluated."""
+
+    best_loss: float = math.inf
+    best_update: int = 0
+    evaluated_update: int = 0
+
+
 @register_task("fwp_associative_retrieval", dataclass=FwpAssociativeRetrievalTaskConfig)
 class FwpAssociativeRetrievalTask(FairseqTask):
     """Synthetic retrieval (Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1).
@@ -54,8 +63,7 @@ class FwpAssociativeRetrievalTask(FairseqTask):
     def __init__(self, cfg: FwpAssociativeRetrievalTaskConfig) -> None:
         super().__init__(cfg)
         self.num_keys = cfg.num_keys
-        # The best loss, the update it belongs to, and the last one that was evaluated.
-        self.state.merge_state_dict({"best_loss": math.inf, "best_update": 0, "evaluated_update": 0})
+        self.progress = Progress()
 
     @classmethod
     def setup_task(cls, cfg: FwpAssociativeRetrievalTaskConfig, **kwargs: Any) -> "FwpAssociativeRetrievalTask":
@@ -83,9 +91,8 @@ class FwpAssociativeRetrievalTask(FairseqTask):
     @property
     def ended(self) -> bool:
         """Whether the loss is small enough, or has not become smaller for too long."""
-        state, cfg = self.state, self.cfg
-        waited = state.evaluated_update - state.best_update
-        return state.best_loss <= cfg.stop_loss or 0 < cfg.stop_updates <= waited
+        waited = self.progress.evaluated_update - self.progress.best_update
+        return self.progress.best_loss <= self.cfg.stop_loss or 0 < self.cfg.stop_updates <= waited
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
         """The sequences of a split: "train" are endlessly many with one query each, all others for evaluation."""
@@ -142,15 +149,19 @@ class FwpAssociativeRetrievalTask(FairseqTask):
                 dataset.set_epoch(epoch)
 
     def post_validate(self, model: Any, stats: dict[str, Any], agg: Any) -> None:
-        """Notes the loss of an evaluation; of several subsets the first counts, as for the best checkpoint."""
+        """Notes the loss of an evaluation; of several subsets the first counts, as for the best checkpoint.
+
+        What an interruption evaluates in mid-epoch does not: the training would not end where it does without it.
+        """
         loss, update = stats["loss"], stats["num_updates"]
-        if update <= self.state.evaluated_update:
+        progress = self.progress
+        if update <= progress.evaluated_update or update % self.cfg.updates_per_epoch:
             return
-        self.state.merge_state_dict({"evaluated_update": update})
-        if loss < self.state.best_loss:
-            self.state.merge_state_dict({"best_loss": loss, "best_update": update})
+        progress.evaluated_update = update
+        if loss < progress.best_loss:
+            progress.best_loss, progress.best_update = loss, update
         if self.ended:
-            logger.info(f"the training ends: best loss {self.state.best_loss:g} at update {self.state.best_update:,}")
+            logger.info(f"the training ends: best loss {progress.best_loss:g} at update {progress.best_update:,}")
 
     @property
     def source_dictionary(self) -> None:
@@ -175,3 +186,14 @@ class TrainingIterator(EpochBatchIterator):
         if self.task.ended and (self._cur_epoch_itr is None or self.end_of_epoch()):
             return math.nan
         return super().next_epoch_idx
+
+    def state_dict(self) -> dict[str, Any]:
+        """fairseq's, which goes into checkpoints, and how far the training got."""
+        return {**super().state_dict(), "progress": asdict(self.task.progress)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises RuntimeError for a checkpoint of another task."""
+        if "progress" not in state_dict:
+            raise RuntimeError("the checkpoint is of another task: give --reset-dataloader to begin with its model")
+        self.task.progress = Progress(**state_dict["progress"])
+        super().load_state_dict(state_dict)

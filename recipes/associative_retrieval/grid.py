@@ -164,7 +164,9 @@ def run(jobs: list[list[Point]], common: dict[str, str], out: Path, workers: int
                     if (out / point.name / "finished").exists():
                         outcome = read_outcome(out / point.name / "train.log")
                         updates = outcome.evaluations[-1][0] if outcome.evaluations else 0
-                        bar.write(f"{point.name}: {outcome.best:.5f} after {updates:,} updates, {outcome.seconds:.0f} s")
+                        bar.write(
+                            f"{point.name}: {outcome.best:.5f} after {updates:,} updates, {outcome.seconds:.0f} s"
+                        )
                 if process.exitcode:
                     failed.append(job[0].name)
     return failed

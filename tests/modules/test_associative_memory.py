@@ -16,7 +16,9 @@ NORMALIZATIONS = [{}, {"sum_normalization": True}, {"attention_normalization": T
 def inputs(memory, length=L):
     """q, k, values and the logits of the gates, in float64 with gradients."""
     sizes = [projection.out_features for projection in memory.gate_projections(1).values()]
-    made = [torch.randn(B, n, size).double().requires_grad_() for n, size in [(Q, D), *((length, n) for n in [D, *sizes])]]
+    made = [
+        torch.randn(B, n, size).double().requires_grad_() for n, size in [(Q, D), *((length, n) for n in [D, *sizes])]
+    ]
     q, k, *gates = made
     return q, k, torch.randint(S, (B, length)), gates
 
