@@ -25,11 +25,8 @@ class SquaredErrorCriterion(FairseqCriterion):
         losses = squared_errors(retrieved, target.clamp(min=0)).masked_fill(target < 0, 0)
         asked = int((target >= 0).sum())
         loss = losses.sum() if reduce else losses
-        return (
-            loss,
-            asked,
-            {"loss": losses.sum().data, "ntokens": asked, "nsentences": len(target), "sample_size": asked},
-        )
+        log = {"loss": losses.sum().data, "ntokens": asked, "nsentences": len(target), "sample_size": asked}
+        return loss, asked, log
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:

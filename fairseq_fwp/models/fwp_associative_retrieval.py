@@ -95,14 +95,13 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """What is retrieved: keys, values (B, L) and queries (B, Q), indices below S, -> (B, Q, S)."""
         if self.training:
-            for module in self.memory.children():
-                module.resample()
+            self.memory.resample()
         q = functional.embedding(queries, self.query_proj(self.embedding.weight))
         k = self._project(self.key_proj, keys, values)
         gates = [self._project(projection, keys, values) for projection in self.gate_projs.values()]
         return self.memory(q, k, values, gates)
 
-    def _project(self, projection: nn.Module, keys: Tensor, values: Tensor) -> Tensor:
+    def _project(self, projection: Any, keys: Tensor, values: Tensor) -> Tensor:
         """W [e(k); v] (B, L, out), from one table of all keys and one of all values."""
         by_key, by_value = projection.weight.split([self.embedding.embedding_dim, self.embedding.num_embeddings], 1)
         by_key = functional.linear(self.embedding.weight, by_key, projection.bias)

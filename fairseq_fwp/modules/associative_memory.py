@@ -48,6 +48,9 @@ class SoftmaxMemory(nn.Module):
         """None."""
         return nn.ModuleDict()
 
+    def resample(self) -> None:
+        """Nothing is random."""
+
     @staticmethod
     def initialize(weight: Tensor) -> None:
         """A projection to keys or queries, as the paper's public code starts it."""
@@ -109,6 +112,10 @@ class FastWeightMemory(nn.Module):
             if gate.bias is not None:
                 linear.bias = nn.Parameter(gate.bias(size))
         return projections
+
+    def resample(self) -> None:
+        """Draws the random features anew, for each mini-batch in training."""
+        self.feature_map.resample()
 
     @staticmethod
     def initialize(weight: Tensor) -> None:

@@ -42,10 +42,8 @@ class Associations(FairseqDataset):
         keys, values = self._draw(generator), self._draw(generator)
         latest = np.full(self.setting.num_keys, NOT_ASKED)
         latest[keys] = values  # of equal indices the last counts
-        if self.all_queries:
-            queries = np.arange(self.setting.num_keys)
-        else:
-            queries = keys[generator.integers(len(keys), size=1)]
+        place = generator.integers(len(keys), size=1)
+        queries = np.arange(self.setting.num_keys) if self.all_queries else keys[place]
         return {"keys": keys, "values": values, "queries": queries, "targets": latest[queries]}
 
     def _draw(self, generator: np.random.Generator) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Train a grid of points of the synthetic retrieval task, several at once, each by `fairseq-train` in a process of its own.
+"""Train a grid of points of the synthetic retrieval task, several at once, each by fairseq-train in its own process.
 
     python recipes/associative_retrieval/grid.py CONF [--out FOLDER] [--workers N] [--plan]
 
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 def read_rows(path: Path) -> Iterator[tuple[list[Point], bool]]:
-    """The points of each combination of an entry's lists, with increasing S, and whether they end at an unsolved one."""
+    """The points of each combination of an entry's lists, by S, and whether they end at an unsolved one."""
     # BaseLoader leaves every value the string it is in the file.
     for row in yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader):
         ends = row.pop("until-unsolved", "") == "true"
@@ -144,7 +144,7 @@ def train_point(command: list[str], folder: Path) -> None:
 def run(jobs: list[list[Point]], common: dict[str, str], out: Path, workers: int) -> list[str]:
     """Trains all, `workers` at once; the names of what failed."""
     # Imported once, before the processes part: it takes as long as many a point.
-    import fairseq_cli.train
+    import fairseq_cli.train  # noqa: F401
 
     import fairseq_fwp.cli  # noqa: F401
 
