@@ -33,6 +33,6 @@ while [ $# -gt 0 ]; do
 done
 [ -e "$conf" ] || die "there is no $conf."
 
-if [ "$stage" = plan ]; then run python "$here/grid.py" "$conf" --out "$out" --plan "${workers[@]}"; fi
-case $stage in train | all) run python "$here/grid.py" "$conf" --out "$out" "${workers[@]}" ;; esac
-case $stage in report | all) run python "$here/report.py" "$conf" --out "$out" ;; esac
+if [ "$stage" = plan ]; then run python "$here/retrieval_grid.py" "$conf" --out "$out" --plan "${workers[@]}"; fi
+case $stage in train | all) run python "$here/retrieval_grid.py" "$conf" --out "$out" "${workers[@]}" ;; esac
+case $stage in report | all) run python "$here/retrieval_report.py" "$conf" --out "$out" ;; esac

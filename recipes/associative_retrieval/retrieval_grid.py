@@ -1,6 +1,6 @@
 """Train a grid of points of the synthetic retrieval task, several at once, each by fairseq-train in its own process.
 
-    python recipes/associative_retrieval/grid.py CONF [--out FOLDER] [--workers N] [--plan]
+    python recipes/associative_retrieval/retrieval_grid.py CONF [--out FOLDER] [--workers N] [--plan]
 
 What is finished is not run again, and what was interrupted goes on from its last checkpoint. Each point has a folder
 OUT/NAME with its `train.log`, and `finished` once it is. --plan prints the points and what they cost, and runs none.
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="print what would be run, and its cost")
     args = parser.parse_args()
     if args.workers < 1:
-        sys.exit(f"grid.py: --workers must be at least 1, got {args.workers}")
+        sys.exit(f"retrieval_grid.py: --workers must be at least 1, got {args.workers}")
     jobs = read_jobs(args.conf)
     common = yaml.load((HERE / "conf/common.yaml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     if args.plan:
@@ -203,9 +203,9 @@ def main() -> None:
     try:
         failed = run(jobs, common, args.out, args.workers)
     except KeyboardInterrupt:
-        sys.exit("\ngrid.py: stopped; the same command goes on.")
+        sys.exit("\nretrieval_grid.py: stopped; the same command goes on.")
     if failed:
-        sys.exit(f"grid.py: failed, see train.log in {args.out} of: {'; '.join(failed)}")
+        sys.exit(f"retrieval_grid.py: failed, see train.log in {args.out} of: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tables and pictures of the trained points: the paper's Figures 2 to 5, and the capacity of every rule with every map.
 
-    python recipes/associative_retrieval/report.py CONF [--out FOLDER]
+    python recipes/associative_retrieval/retrieval_report.py CONF [--out FOLDER]
 
 Writes points.csv (a row for each finished point), curves.csv (each of its evaluations) and the pictures for which there
 are points: figure2.png to figure5.png, ratio.png and capacity.png. An empty place in a picture is a point that was not
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import yaml
-from grid import HERE, ROOT, SOLVED, Outcome, Point, read_jobs, read_outcome
+from retrieval_grid import HERE, ROOT, SOLVED, Outcome, Point, read_jobs, read_outcome
 
 # A word, and Okabe and Ito's colours, which stay distinct for colour-blind readers, for each of the paper's models.
 STYLES = {
@@ -252,7 +252,7 @@ def main() -> None:
     args = parser.parse_args()
     results = read_results(args.conf, args.out)
     if not results:
-        sys.exit(f"report.py: no point of {args.conf} is finished in {args.out}: train them first (run.sh).")
+        sys.exit(f"retrieval_report.py: no point of {args.conf} is finished in {args.out}: train them first (run.sh).")
     write_tables(results, args.out)
     for path in draw(results, args.out):
         print(path)
