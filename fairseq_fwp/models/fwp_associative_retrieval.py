@@ -17,7 +17,7 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fairseq_fwp.models.decoder import option
+from fairseq_fwp.models.decoder import option, warn_of_unused
 from fairseq_fwp.models.fwp_lm import MAP_FLAGS
 from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -87,6 +87,7 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
             value = getattr(cfg, flag)
             if value is not None and value < 1:
                 raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, got {value}")
+        warn_of_unused(unused_flags(cfg))
         num_keys = task.num_keys
         embed_dim = int(2 * num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
         memory = MEMORIES.get(cfg.update_rule, build_fast_weights)(cfg, num_keys)
@@ -106,6 +107,14 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         by_key, by_value = projection.weight.split([self.embedding.embedding_dim, self.embedding.num_embeddings], 1)
         by_key = functional.linear(self.embedding.weight, by_key, projection.bias)
         return functional.embedding(keys, by_key) + functional.embedding(values, by_value.T)
+
+
+def unused_flags(cfg: FwpAssociativeRetrievalConfig) -> list[str]:
+    """The options that the memory of this configuration does not look at, where they are not at their defaults."""
+    others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.feature_map)
+    unused = UNUSED.get(cfg.update_rule, tuple(flag for flags in others for flag in flags))
+    default = FwpAssociativeRetrievalConfig()
+    return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
 
 
 def build_softmax(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> SoftmaxMemory:
@@ -129,5 +138,11 @@ def build_fast_weights(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> F
     )
 
 
-# What is no update rule.
+# What is no update rule, and the options that it does not look at.
 MEMORIES = {"softmax": build_softmax}
+UNUSED = {
+    "softmax": (
+        *("feature_map", "sum_normalization", "attention_normalization", "norm_read_out"),
+        *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
+    )
+}

@@ -32,10 +32,10 @@ STYLES = {
 RULE_STYLES = {
     "sum_dpfp1_retrieval": ("sum, DPFP-1", "#56B4E9", "^"),
     "gated_dpfp1_retrieval": ("gated, DPFP-1", "#E69F00", "v"),
-    "decay_dpfp1_retrieval": ("decay, DPFP-1", "#F0C000", "P"),
+    "decay_dpfp1_retrieval": ("decay, DPFP-1", "#009E73", "P"),
     "fwm_tanh_retrieval": ("fwm, tanh: Schlag (2021)", "#CC79A7", "X"),
     "fwm_dpfp1_retrieval": ("fwm, DPFP-1: Schlag (2021) with DPFP", "#D55E00", "s"),
-    "delta_retrieval": ("delta, ELU+1", "#009E73", "D"),
+    "delta_retrieval": ("delta, ELU+1", "#808080", "D"),
     "delta_dpfp1_retrieval": ("delta, DPFP-1: the paper's", "#0072B2", "o"),
     "delta_dpfp2_retrieval": ("delta, DPFP-2", "#000000", "*"),
 }
@@ -112,10 +112,10 @@ def draw_losses(
         flat = [loss for values in losses.values() for loss in values]
         axes.plot(sizes, flat, marker, color=colour, ms=5, label=label)
         theirs = {size: loss for size, loss in paper.get("losses", {}).items() if size <= largest}
-        axes.plot(list(theirs), list(theirs.values()), marker, color=colour, ms=7, mfc="none", alpha=0.8)
+        axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, ms=7, mfc="none", lw=0.8, alpha=0.8)
         if "knee" in paper:
             axes.axvline(paper["knee"], color=colour, ls=":", lw=1.2)
-    axes.plot([], [], "o", color="0.4", mfc="none", label="empty: the paper's run")
+    axes.plot([], [], "o--", color="0.4", ms=7, mfc="none", lw=0.8, label="empty: the paper's runs")
 
 
 def draw_curves(axes: Any, results: list[Result], styles: dict[str, Any]) -> None:

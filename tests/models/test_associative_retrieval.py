@@ -83,6 +83,19 @@ def test_favor_draws_in_training_alone():
 
 
 @pytest.mark.parametrize(
+    "flags, unused",
+    [
+        ({"update_rule": "softmax", "feature_map": "dpfp", "dpfp_nu": 2}, ["feature-map", "dpfp-nu"]),
+        ({"feature_map": "relu", "dpfp_nu": 2, "relu_features": 3}, ["dpfp-nu"]),
+        ({"feature_map": "favor", "favor_features": 8}, []),
+    ],
+)
+def test_options_without_effect_are_named(flags, unused, caplog):
+    build(**flags)
+    assert [record.args for record in caplog.records] == [(flag,) for flag in unused]
+
+
+@pytest.mark.parametrize(
     "flags, message",
     [
         ({"key_dim": 0}, "--key-dim must be at least 1, got 0"),

@@ -51,10 +51,12 @@ def by_equation(rule, q, k, values, gates, norm):
             elif rule == "decay":
                 w = torch.outer(*gate) * w + torch.outer(key, value)
                 z = gate[0] * z + key
-            else:
+            elif rule in ("delta", "fwm"):
                 w, z = w + gate[0] * torch.outer(key, value - old), z + key
                 if rule == "fwm":
                     w = w / w.norm().clamp(min=1) if t else w
+            else:
+                raise NotImplementedError(f"write the equation of {rule} here")
         read = q[b] @ w
         out.append(read / (q[b] @ z).unsqueeze(-1) if normalized else read)
     return torch.stack(out)
