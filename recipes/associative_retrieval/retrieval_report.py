@@ -2,9 +2,9 @@
 
     python recipes/associative_retrieval/retrieval_report.py CONF [--out FOLDER]
 
-Writes points.csv (a row for each finished point), curves.csv (each of its evaluations) and the pictures for which there
-are points: figure2.png to figure5.png, ratio.png and capacity.png. An empty place in a picture is a point that was not
-run.
+Writes points.csv (a row for each finished point), curves.csv (each of its evaluations), table.md (a row for all seeds of
+a point of the paper's models) and the pictures for which there are points: figure2.png to figure5.png, ratio.png and
+capacity.png. An empty place in a picture is a point that was not run.
 """
 
 import argparse
@@ -67,6 +67,11 @@ def read_results(conf: Path, out: Path) -> list[Result]:
     return [Result(point, read_outcome(out / point.name / "train.log")) for point in points]
 
 
+def read_published() -> dict[str, Any]:
+    """The paper's numbers: losses by S and the knee, of each architecture in each setting."""
+    return yaml.safe_load((HERE / "published.yaml").read_text(encoding="utf-8"))
+
+
 def write_tables(results: list[Result], out: Path) -> None:
     """points.csv and curves.csv."""
     with (out / "points.csv").open("w", newline="", encoding="utf-8") as file:
@@ -88,6 +93,25 @@ def write_tables(results: list[Result], out: Path) -> None:
         table.writerow(["point", "update", "loss"])
         for point, outcome in results:
             table.writerows([point.name, update, f"{loss:.3g}"] for update, loss in outcome.evaluations)
+
+
+def markdown(results: list[Result], published: dict[str, Any]) -> list[str]:
+    """The lines of a table of the paper's models, a row for all seeds of a point, with the paper's loss beside ours."""
+    heads = ["setting", "model", "S", "best loss of each seed", "updates", "paper"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- | --- | ---: | --- | --- | ---: |"]
+    rows: dict[tuple[str, str, int, str], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.arch in {**STYLES, **RULE_STYLES}:
+            pairs = result.point.flags.get("valid-length")
+            setting = "2" if result.replaced else "1"
+            shown = result.arch.removesuffix("_retrieval") + (f", {pairs} pairs in evaluation" if pairs else "")
+            rows[setting, shown, result.size, result.arch].append(result)
+    for (setting, shown, size, arch), found in sorted(rows.items()):
+        theirs = published[f"setting {setting}"].get(arch, {}).get("losses", {}).get(size, "-")
+        losses = ", ".join(f"{result.outcome.best:.2g}" for result in found)
+        updates = ", ".join(f"{result.outcome.evaluations[-1][0]:,}" for result in found if result.outcome.evaluations)
+        lines.append(f"| {setting} | {shown} | {size} | {losses} | {updates} | {theirs} |")
+    return lines
 
 
 def by_size(results: list[Result]) -> dict[int, list[float]]:
@@ -177,7 +201,7 @@ def draw_ratio(axes: Any, results: list[Result]) -> None:
     axes.set_ylabel("best evaluation loss, median of seeds")
 
 
-def draw(results: list[Result], out: Path) -> list[Path]:
+def draw(results: list[Result], published: dict[str, Any], out: Path) -> list[Path]:
     """All pictures for which there are points."""
     try:
         import matplotlib
@@ -186,11 +210,10 @@ def draw(results: list[Result], out: Path) -> list[Path]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    with (HERE / "published.yaml").open(encoding="utf-8") as file:
-        published = yaml.safe_load(file)
     named = [result for result in results if result.arch in {**STYLES, **RULE_STYLES}]
     first = [result for result in named if not result.replaced]
-    second = [result for result in named if result.replaced]
+    # Evaluated as our other points are.
+    second = [result for result in named if result.replaced and "valid-length" not in result.point.flags]
     drawn = []
 
     def save(name: str, make: Any, title: str, log: bool = False, legend: bool = True, size: Any = (8.4, 4.8)) -> None:
@@ -253,8 +276,10 @@ def main() -> None:
     results = read_results(args.conf, args.out)
     if not results:
         sys.exit(f"retrieval_report.py: no point of {args.conf} is finished in {args.out}: train them first (run.sh).")
+    published = read_published()
     write_tables(results, args.out)
-    for path in draw(results, args.out):
+    (args.out / "table.md").write_text("\n".join(markdown(results, published)) + "\n", encoding="utf-8")
+    for path in draw(results, published, args.out):
         print(path)
 
 

@@ -1,6 +1,8 @@
 """The grid of retrieval trainings: its points, what their logs say, and its pictures."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -105,14 +107,19 @@ def test_tables_and_pictures(conf, tmp_path):
     rows = (tmp_path / "points.csv").read_text().splitlines()
     assert len(rows) == 15 and rows[1] == '"sum_retrieval,seed=1,num-keys=8",8,16,0.001,200,200,3,'
     assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 2 * 14
+    published = report.read_published()
+    lines = report.markdown(results, published)
+    assert lines[2] == "| 1 | sum | 8 | 0.001, 0.001 | 200, 200 | - |"
+    assert lines[3] == "| 1 | sum | 20 | 0.001, 0.001 | 200, 200 | 0.0009 |"
+    assert lines[-1] == "| 2 | delta | 20 | 0.001 | 200 | - |"
     names = ["figure2", "ratio", "figure3", "figure4", "figure5", "capacity"]
-    assert [path.stem for path in report.draw(results, tmp_path)] == names
+    assert [path.stem for path in report.draw(results, published, tmp_path)] == names
     for name in names:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_published_numbers_are_of_architectures_that_are_drawn():
-    published = yaml.safe_load((FOLDER / "published.yaml").read_text())
+    published = report.read_published()
     assert published["setting 1"].keys() == report.STYLES.keys()
     assert published["setting 2"].keys() <= report.RULE_STYLES.keys()
 
@@ -155,3 +162,25 @@ def test_refusals(conf, tmp_path):
     assert result.returncode == 1 and "train them first" in result.stderr and "Traceback" not in result.stderr
     result = run_grid(conf, tmp_path, "--workers", "0")
     assert result.returncode == 1 and "--workers must be at least 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, status, said",
+    [
+        (["plan"], 0, "points to train (0 are finished)"),
+        (["report"], 1, "train them first"),
+        (["nonsense"], 1, "there is no stage nonsense: it is plan, train, report or all."),
+        (["plan", "--conf", "missing.yaml"], 1, "there is no missing.yaml."),
+        (["plan", "--size", "3"], 1, "there is no --size: it is --conf, --out or --workers."),
+        (["plan", "--workers"], 1, "--workers needs a value."),
+    ],
+)
+def test_run_sh(tmp_path, arguments, status, said):
+    copy = tmp_path / "recipes"
+    shutil.copytree(FOLDER, copy / FOLDER.name, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (copy / "env.sh").write_text(f'root={str(tmp_path)!r}\nrun() {{ "$@"; }}\n')
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", copy / FOLDER.name / "run.sh", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (result.returncode == 0) == (status == 0) and said in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
