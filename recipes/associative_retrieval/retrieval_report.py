@@ -2,9 +2,9 @@
 
     python recipes/associative_retrieval/retrieval_report.py CONF [--out FOLDER]
 
-Writes points.csv (a row for each finished point), curves.csv (each of its evaluations), table.md (a row for all seeds of
-a point of the paper's models) and the pictures for which there are points: figure2.png to figure5.png, ratio.png and
-capacity.png. An empty place in a picture is a point that was not run.
+Writes points.csv (a row for each finished point), curves.csv (each of its evaluations), table.md (a row for all seeds
+of a point of the paper's models) and the pictures for which there are points: figure2.png to figure5.png, ratio.png
+and capacity.png. An empty place in a picture is a point that was not run.
 """
 
 import argparse
