@@ -85,7 +85,39 @@ XL_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-PRESETS_OF_MODELS = {"fwp_lm": PRESETS, "fwp_xl_lm": XL_PRESETS}
+# Translation: Schlag et al. 2021, Sec. 6.2, Table 1 and App. E. All three attentions are linear, with one map; *big* is
+# Vaswani's, with its dropout, as in fairseq's transformer_vaswani_wmt_en_de_big. FAVOR+ and DPFP have the 512 features of
+# Table 1's last column; those of the others are m = 32 (64 features), 128 (256) and 192 (384), and nu = 2 and 3 (Table 6).
+BIG = {
+    "encoder_embed_dim": 1024,
+    "encoder_ffn_embed_dim": 4096,
+    "encoder_attention_heads": 16,
+    "decoder_embed_dim": 1024,
+    "decoder_ffn_embed_dim": 4096,
+    "decoder_attention_heads": 16,
+    "dropout": 0.3,
+}
+MT_SIZES: dict[str, dict[str, Any]] = {"": {}, "_big": BIG}
+MT_MAPS: dict[str, dict[str, Any]] = {"elu": {}, "favor": {"favor_features": 256}, "dpfp": {"dpfp_nu": 4}}
+
+MT_PRESETS: dict[str, dict[str, Any]] = {
+    f"softmax_mt_wmt14_en_de{size}": {
+        **SOFTMAX, "encoder_feature_map": "softmax", "cross_feature_map": "softmax", **sizes
+    }
+    for size, sizes in MT_SIZES.items()
+} | {
+    f"{rule}{'' if name == 'elu' else f'_{name}'}_mt_wmt14_en_de{size}": {
+        **rules,
+        **{f"{position}_feature_map": name for position in ("encoder", "decoder", "cross")},
+        **features,
+        **sizes,
+    }
+    for rule, rules in (("sum", SUM), ("delta", DELTA))
+    for name, features in MT_MAPS.items()
+    for size, sizes in MT_SIZES.items()
+}  # fmt: skip
+
+PRESETS_OF_MODELS = {"fwp_lm": PRESETS, "fwp_xl_lm": XL_PRESETS, "fwp_transformer": MT_PRESETS}
 
 
 def register(name: str, preset: dict[str, Any], model: str = "fwp_lm") -> None:
