@@ -74,6 +74,9 @@ def allow_checkpoint_types() -> None:
         + [distributed_utils._TensorPlaceholder]
         + [nodes.AnyNode, nodes.BooleanNode, nodes.FloatNode, nodes.IntegerNode, nodes.StringNode]
         + [Any, dict, list, int]
+        # What --best-checkpoint-metric bleu leaves in them: its value, and the n-grams counted.
+        + [np.ndarray, np.dtype, np.ndarray(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+        + [type(np.dtype(number)) for number in (np.float64, np.float32, np.int64, np.int32)]
     )
 
 

@@ -174,18 +174,19 @@ def test_length_penalty(penalty):
             torch.testing.assert_close(hypothesis["score"].double(), scores.sum() / len(scores) ** penalty, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("first", [0, 40])
-def test_diverse_beams(first):
-    """Groups of beams, also for sentences whose numbers in the data set are larger than the batch."""
+def test_diverse_beams():
+    """Groups that begin differently, and the same ones for sentences that lie elsewhere in the data set."""
     model = build(**DELTA)
-    dictionary = model.decoder.dictionary
-    diverse = search.DiverseBeamSearch(dictionary, num_groups=2, diversity_strength=50.0)
-    generator = SequenceGenerator([model], dictionary, beam_size=4, max_len_b=8, search_strategy=diverse)
-    net_input = {"src_tokens": RAGGED, "src_lengths": RAGGED.ne(1).sum(1)}
-    found = generator.generate([model], {"id": first + torch.arange(3), "net_input": net_input})
-    for hypotheses in found:
-        starts = [hypothesis["tokens"][0].item() for hypothesis in hypotheses]
-        assert len(set(starts)) > 1  # the groups do not begin with one word
+    dictionary, found = model.decoder.dictionary, []
+    for numbers in (torch.arange(3), torch.tensor([40, 7, 2])):
+        diverse = search.DiverseBeamSearch(dictionary, num_groups=2, diversity_strength=1.0, diversity_discount=0.5)
+        generator = SequenceGenerator([model], dictionary, beam_size=4, max_len_b=8, search_strategy=diverse)
+        net_input = {"src_tokens": RAGGED, "src_lengths": RAGGED.ne(1).sum(1)}
+        found.append(generator.generate([model], {"id": numbers, "net_input": net_input}))
+    for here, elsewhere in zip(*found, strict=True):
+        assert len({hypothesis["tokens"][0].item() for hypothesis in here}) > 1
+        for hypothesis, other in zip(here, elsewhere, strict=True):
+            assert torch.equal(hypothesis["tokens"], other["tokens"]) and hypothesis["score"] == other["score"]
 
 
 @pytest.mark.parametrize("options", [{}, {"sampling_topk": 5}, {"sampling_topp": 0.8}])
