@@ -1,9 +1,8 @@
 """What the language models share: the decoder around an attention, its options, its state and its initialisation."""
 
-import copy
 import logging
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -12,7 +11,7 @@ from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules import FairseqDropout, LayerNorm
-from omegaconf import II, OmegaConf
+from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
@@ -30,9 +29,6 @@ logger = logging.getLogger(__name__)
 # The paper does not say how it initialises; these are the values of its public code.
 WEIGHT_STD = 0.02
 LAYER_NORM_STD = 0.02
-
-# Nothing but the user's patience bounds the length of what a recurrent model generates.
-MAX_GENERATED_POSITIONS = 10**6
 
 
 def option(default: Any, text: str) -> Any:
@@ -65,16 +61,6 @@ class DecoderConfig(FairseqDataclass):
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
-
-
-def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
-    """The configuration with the defaults of options that a checkpoint of an earlier version does not know."""
-    missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
-    if not missing:
-        return cfg
-    completed = copy.deepcopy(cfg)
-    OmegaConf.set_struct(completed, False)
-    return OmegaConf.merge(completed, missing)
 
 
 class DecoderState(NamedTuple):
@@ -257,12 +243,6 @@ def check_sizes(cfg: DecoderConfig) -> None:
     for name in ("dropout", "attention_dropout", "activation_dropout"):
         if not 0 <= getattr(cfg, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {getattr(cfg, name)}")
-
-
-def warn_of_unused(flags: list[str]) -> None:
-    """Names them in the log. Not refused: an architecture may have set one, and the command line made it void."""
-    for flag in flags:
-        logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
 
 
 def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
