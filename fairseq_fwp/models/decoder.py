@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.fast_weight_attention import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, SinusoidalDistances
+from fairseq_fwp.modules.relative_attention import Memory
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.modules.softmax_attention import KeyValueCache
 
@@ -290,7 +290,7 @@ def build_adaptive_softmax(embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: 
 
 
 def initialize(module: nn.Module) -> None:
-    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; gates and maps as they have it."""
+    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; what has `initialize()`, as it says."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=WEIGHT_STD)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -301,11 +301,6 @@ def initialize(module: nn.Module) -> None:
     if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
         nn.init.zeros_(module.bias)
-    if isinstance(module, FastWeightAttention):
-        module.reset_gates()
-    if isinstance(module, FeatureMap):
-        module.reset_parameters()
-    if isinstance(module, AdaptiveInput | ProjectedAdaptiveSoftmax):
-        module.reset_projections()
-    if isinstance(module, SinusoidalDistances | LearnedDistances):
-        module.reset_parameters()
+    initialize_itself = getattr(module, "initialize", None)
+    if initialize_itself is not None:  # after its parts, to which `apply` comes first
+        initialize_itself()
