@@ -138,9 +138,9 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         self.tables = embedding.tables
         head = nn.Linear(embedding.embedding_dim, embedding.embedding_dim, bias=False)
         self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
-        self.reset_projections()
+        self.initialize()
 
-    def reset_projections(self) -> None:
+    def initialize(self) -> None:
         """Draws the projections, the shared ones too, as the paper's public code does."""
         for projection in self.projections:
             nn.init.normal_(projection.weight, std=PROJECTION_STD)
