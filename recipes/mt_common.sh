@@ -1,13 +1,15 @@
 # Prepares parallel text, trains and scores translation models, for every recipe that has them; sourced, after env.sh, by
-# multi30k/ and wmt14_en_de/run.sh, which set here, root, data (a folder, or empty: download), out, merges (BPE), beam (flags of
-# fairseq-generate), and the function corpus FOLDER OUT, which writes OUT/tok/{train,valid,test}.{en,de}, tokenised (or
-# OUT/bpe/..., which has BPE already), and OUT/text/{valid,test}.de, untokenised, where there is such text.
+# multi30k/ and wmt14_en_de/run.sh, which set here, root, data (a folder, or empty: download), out, merges (BPE), kind (what
+# data holds, if that can be chosen), beam and generate (flags of fairseq-generate), and the function corpus FOLDER OUT, which
+# writes OUT/tok/{train,valid,test}.{en,de}, tokenised (or OUT/bpe/..., which has BPE already), and OUT/text/{valid,test}.de,
+# untokenised, where there is such text.
 # shellcheck shell=bash disable=SC2034,SC2154
 
 # shellcheck disable=SC1091
 . "$root/recipes/lm_common.sh"
 
-task=(--task translation)
+task=() # the YAMLs name it
+words=() # flags of fairseq-preprocess
 source=en
 target=de
 
@@ -35,11 +37,9 @@ read_flags() { # read_flags 'OWN FLAGS' ARGUMENT...
 }
 
 prepare() {
-  local work=$out/data.unfinished split language what="$merges merges; ${data:-downloaded}"
-  # Of the files in the folder, not of their place.
-  [ ! -d "$data" ] || what="$merges merges; $(find "$data" -maxdepth 1 -type f -printf '%f %s\n' | sort | cksum)"
+  local work=$out/data.unfinished split language what="$merges merges;${kind:+ $kind;} ${data:-downloaded}"
   if [ -d "$out/data" ]; then
-    check_same "$out/data/source.txt" "$what"
+    [ -z "$data" ] || check_same "$out/data/source.txt" "$what"
     return
   fi
   rm -rf "$work"
@@ -61,7 +61,7 @@ prepare() {
   fi
   run_to "$work/preprocess.log" fairseq-preprocess --source-lang $source --target-lang $target --joined-dictionary \
     --trainpref "$work/bpe/train" --validpref "$work/bpe/valid" --testpref "$work/bpe/test" --destdir "$work/bin" \
-    --workers "$(nproc)" || die "fairseq-preprocess failed: see $work/preprocess.log."
+    --workers "$(nproc)" "${words[@]}" || die "fairseq-preprocess failed: see $work/preprocess.log."
   # Scores are of words: BPE out again.
   mkdir -p "$work/tok"
   for split in valid test; do
@@ -72,16 +72,16 @@ prepare() {
   mv "$work" "$out/data" # only now does it count
 }
 
-translate() { # translate NAME SPLIT CHECKPOINT: into OUT/NAME/SPLIT.json
-  local folder=$out/$1 raw=() subset=$2
-  [ -e "$folder/trained" ] || die "$1 is not trained: run the stage train first."
-  [ ! -e "$folder/$2.json" ] || return 0
+translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABEL].json
+  local raw=() result="$out/$1/$2${4:+ $4}"
+  [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
+  [ ! -e "$result.json" ] || return 0
   [ ! -e "$out/data/text/$2.$target" ] || raw=(--raw "$out/data/text/$2.$target")
-  run_to "$folder/$2.generate.log" fairseq-generate "$out/data/bin" --user-dir "$root/fairseq_fwp" \
-    --task translation --source-lang $source --target-lang $target --path "$3" --gen-subset "$subset" \
-    --post-process subword_nmt --max-tokens 4000 "${beam[@]}" "${generate[@]}" ||
-    { tail -n 5 "$folder/$2.generate.log" >&2; die "the translation with $1 failed: see $folder/$2.generate.log."; }
-  run python "$tools/mt_scores.py" score "$folder/$2.generate.log" --tokenized "$out/data/tok/$2.$target" \
-    "${raw[@]}" --language $target --out "$folder/$2.json.unfinished"
-  mv "$folder/$2.json.unfinished" "$folder/$2.json"
+  run_to "$result.log" fairseq-generate "$out/data/bin" --user-dir "$root/fairseq_fwp" --task translation \
+    --source-lang $source --target-lang $target --path "$3" --gen-subset "$2" --post-process subword_nmt \
+    --max-tokens 4000 "${beam[@]}" "${generate[@]}" ||
+    { tail -n 5 "$result.log" >&2; die "the translation with $1 failed: see $result.log."; }
+  run python "$tools/mt_scores.py" score "$result.log" --tokenized "$out/data/tok/$2.$target" \
+    "${raw[@]}" --language $target --out "$result.unfinished"
+  mv "$result.unfinished" "$result.json"
 }

@@ -1,10 +1,11 @@
 """Tokenise parallel text as Moses does, and check that its sides belong together.
 
-    python recipes/mt_text.py tokenize OUT SOURCE TARGET [--max-words N] PREFIX...    # PREFIX.SOURCE[.gz] -> OUT.SOURCE
+    python recipes/mt_text.py tokenize OUT SOURCE TARGET PREFIX... [--max-words N]    # PREFIX.SOURCE[.gz] -> OUT.SOURCE
     python recipes/mt_text.py copy OUT SOURCE TARGET PREFIX...    # the same, but the text as it is
 
 Several prefixes are read one after the other. SOURCE and TARGET are languages. --max-words leaves out pairs of which a side
-is empty or has more words; without it an empty line is refused. The pairs are counted on standard output.
+is empty or has more words; without it an empty line is refused. --pairs N refuses text that has another number of pairs. They
+are counted on standard output.
 """
 
 import argparse
@@ -66,7 +67,9 @@ def pieces(pairs: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
         yield piece
 
 
-def write(out: Path, source: str, target: str, batches: Iterator[list[tuple[str, str]]], max_words: int | None) -> None:
+def write(
+    out: Path, source: str, target: str, batches: Iterator[list[tuple[str, str]]], max_words: int | None, pairs: int | None
+) -> None:
     """Writes OUT.SOURCE and OUT.TARGET, line by line in step."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = left_out = 0
@@ -83,6 +86,11 @@ def write(out: Path, source: str, target: str, batches: Iterator[list[tuple[str,
                 kept += 1
                 for file, text in zip(files, pair, strict=True):
                     file.write(text + "\n")
+    if pairs not in (None, kept + left_out):
+        raise ValueError(
+            f"{out.name} has {kept + left_out:,} pairs in place of {pairs:,}: this is another text than the recipe's. If it "
+            "is meant, add --any-text."
+        )
     print(f"{out.name}: {kept:,} pairs" + (f", {left_out:,} left out" if left_out else ""))
 
 
@@ -94,14 +102,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("target")
     parser.add_argument("prefixes", type=Path, nargs="+", metavar="PREFIX")
     parser.add_argument("--max-words", type=int)
+    parser.add_argument("--pairs", type=int)
     args = parser.parse_args(arguments)
     batches = pieces(read_pairs(args.prefixes, args.source, args.target))
     if args.stage == "copy":
-        write(args.out, args.source, args.target, batches, args.max_words)
+        write(args.out, args.source, args.target, batches, args.max_words, args.pairs)
         return
     with multiprocessing.Pool() as pool:
         tokenized = pool.imap(partial(tokenize, languages=(args.source, args.target)), batches)
-        write(args.out, args.source, args.target, tokenized, args.max_words)
+        write(args.out, args.source, args.target, tokenized, args.max_words, args.pairs)
 
 
 if __name__ == "__main__":

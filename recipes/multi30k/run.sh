@@ -3,7 +3,7 @@
 # with each map of Schlag et al. 2021, Table 1. About a quarter of an hour a model on one core; what is done is not done again.
 #
 #   bash recipes/multi30k/run.sh [prepare|train|eval|all] --data FOLDER [--out FOLDER] [--models 'NAME ...']
-#                                                                    [flags for fairseq-train]
+#                                                                    [flags for fairseq-train, or in eval for fairseq-generate]
 #
 # --data FOLDER   raw text: {train,val,test_2016_flickr}.{en,de}, or the same .gz (https://github.com/multi30k/dataset)
 # --out FOLDER    where everything goes (runs/multi30k)
@@ -22,6 +22,7 @@ merges=4000
 models="softmax sum favor dpfp delta_dpfp"
 beam=(--beam 5)
 generate=()
+kind=''
 
 corpus() { # corpus FOLDER OUT
   [ -n "$1" ] || die "give --data FOLDER with {train,val,test_2016_flickr}.{en,de} or the same .gz" \
@@ -47,8 +48,9 @@ case $stage in prepare | train | all) prepare ;; esac
 case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
 case $stage in
   eval | all)
+    [ "$stage" = all ] || generate=("${extra[@]}")
     for name in $models; do
-      for split in valid test; do translate "$name" $split "$out/$name/checkpoint_best.pt"; done
+      for split in valid test; do translate "$name" $split "$out/$name/checkpoint_best.pt" ''; done
     done
     # shellcheck disable=SC2086
     run python "$tools/mt_scores.py" table "$out" $models >"$out/table.unfinished"
