@@ -237,7 +237,12 @@ def count_diverse_beams_by_batch() -> None:
 
     def mend(step: Callable[..., Any]) -> Callable[..., Any]:
         def step_by_row(
-            self: Any, number: int, lprobs: Any, scores: Any, prev_output_tokens: Any = None, original_batch_idxs: Any = None
+            self: Any,
+            number: int,
+            lprobs: Any,
+            scores: Any,
+            prev_output_tokens: Any = None,
+            original_batch_idxs: Any = None,
         ) -> Any:
             if number == 0:
                 self.sentences = original_batch_idxs

@@ -1,7 +1,7 @@
 """The mean of the last checkpoints of a training: `python recipes/mt_average.py FOLDER COUNT OUT.pt`.
 
-FOLDER holds what --save-interval-updates left, checkpoint_EPOCH_UPDATE.pt. Parameters are averaged in float64; whole numbers,
-such as the counts of FAVOR+'s draws, are those of the last checkpoint.
+FOLDER holds what --save-interval-updates left, checkpoint_EPOCH_UPDATE.pt. Parameters are averaged in float64; whole
+numbers, such as the counts of FAVOR+'s draws, are those of the last checkpoint.
 """
 
 import re
@@ -15,7 +15,11 @@ import fairseq_fwp  # noqa: F401  (lets torch load what fairseq saves)
 
 def last_checkpoints(folder: Path, count: int) -> list[Path]:
     """The newest ones, the last one last; ValueError where there are fewer."""
-    found = {int(name[1]): path for path in folder.glob("*.pt") if (name := re.fullmatch(r"checkpoint_\d+_(\d+)\.pt", path.name))}
+    found = {
+        int(name[1]): path
+        for path in folder.glob("*.pt")
+        if (name := re.fullmatch(r"checkpoint_\d+_(\d+)\.pt", path.name))
+    }
     if not 1 <= count <= len(found):
         raise ValueError(f"{folder} has {len(found)} checkpoints of an update: give a number from 1 to that.")
     return [found[update] for update in sorted(found)[-count:]]

@@ -5,7 +5,7 @@
 # untokenised, where there is such text.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# shellcheck disable=SC1091
+# shellcheck source=recipes/lm_common.sh
 . "$root/recipes/lm_common.sh"
 
 task=() # the YAMLs name it
@@ -42,6 +42,7 @@ prepare() {
     [ -z "$data" ] || check_same "$out/data/source.txt" "$what"
     return
   fi
+  [ -z "$data" ] || [ -d "$data" ] || die "there is no folder $data."
   rm -rf "$work"
   mkdir -p "$work"
   corpus "$data" "$work"

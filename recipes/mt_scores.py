@@ -1,11 +1,11 @@
 """BLEU of what fairseq-generate printed, as people report it, after checking that every sentence is there.
 
-    python recipes/mt_scores.py score GENERATE_LOG --tokenized REFERENCE [--raw REFERENCE] --language de --out RESULT.json
+    python recipes/mt_scores.py score GENERATE_LOG --tokenized REFERENCE [--raw REFERENCE] --language de --out FILE.json
     python recipes/mt_scores.py table OUT NAME...    # the runs OUT/NAME -> Markdown
 
 Three numbers, none comparable with another: *sacreBLEU*, of detokenised text with sacrebleu's own tokens, under its
-signature (Post 2018); *tokenised*, of the recipe's tokens, as multi-bleu.perl counts; *compound-split*, the same after words
-with hyphens are split at them on both sides, as Vaswani et al. 2017 and Ott et al. 2018 report WMT14 En-De.
+signature (Post 2018); *tokenised*, of the recipe's tokens, as multi-bleu.perl counts; *compound-split*, the same after
+words with hyphens are split at them on both sides, as Vaswani et al. 2017 and Ott et al. 2018 report WMT14 En-De.
 """
 
 import argparse
@@ -25,7 +25,7 @@ COMPOUND = re.compile(r"(?<=\S)-(?=\S)")
 
 
 def read_hypotheses(log: Path) -> list[str]:
-    """The best hypothesis of each sentence, in the order of the data set; ValueError where one is missing or twice there."""
+    """The best hypothesis of each sentence, in the order of the data set; ValueError where one is missing or twice."""
     found: dict[int, str] = {}
     for number, text in HYPOTHESIS.findall(log.read_text(encoding="utf-8")):
         if int(number) in found:
@@ -68,11 +68,15 @@ def score(log: Path, tokenized: Path, raw: Path | None, language: str) -> dict[s
     references = read_references(tokenized, len(hypotheses))
     speed = read_speed(log)
     if speed["sentences"] != len(hypotheses):
-        raise ValueError(f"{log} has {len(hypotheses):,} hypotheses of {speed['sentences']:,} sentences: generate again.")
+        raise ValueError(
+            f"{log} has {len(hypotheses):,} hypotheses of {speed['sentences']:,} sentences: generate again."
+        )
     result: dict[str, object] = {
         **speed,
         "tokenised": tokenized_bleu(hypotheses, references),
-        "compound_split": tokenized_bleu(*([split_compounds(line) for line in side] for side in (hypotheses, references))),
+        "compound_split": tokenized_bleu(
+            *([split_compounds(line) for line in side] for side in (hypotheses, references))
+        ),
     }
     if raw is not None:
         detokenizer, metric = MosesDetokenizer(language), BLEU()
@@ -93,7 +97,11 @@ def table(out: Path, names: list[str]) -> list[str]:
         valid, test = (json.loads((out / name / f"{split}.json").read_text()) for split in ("valid", "test"))
         signatures |= {result.get("signature") for result in (valid, test)}
         scores = [valid.get("sacrebleu"), test.get("sacrebleu"), test["tokenised"], test["compound_split"]]
-        cells = [name, f"{training.parameters:,}", *("no raw text" if bleu is None else f"{bleu:.2f}" for bleu in scores)]
+        cells = [
+            name,
+            f"{training.parameters:,}",
+            *("no raw text" if bleu is None else f"{bleu:.2f}" for bleu in scores),
+        ]
         cells += [f"{training.updates:,}", f"{training.hours:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", "sacreBLEU: " + ", ".join(sorted(filter(None, signatures)))]
@@ -117,7 +125,11 @@ def main(arguments: list[str]) -> None:
         return
     result = score(args.log, args.tokenized, args.raw, args.language)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(", ".join(f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in result.items()))
+    print(
+        ", ".join(
+            f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in result.items()
+        )
+    )
 
 
 if __name__ == "__main__":

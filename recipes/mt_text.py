@@ -3,9 +3,9 @@
     python recipes/mt_text.py tokenize OUT SOURCE TARGET PREFIX... [--max-words N]    # PREFIX.SOURCE[.gz] -> OUT.SOURCE
     python recipes/mt_text.py copy OUT SOURCE TARGET PREFIX...    # the same, but the text as it is
 
-Several prefixes are read one after the other. SOURCE and TARGET are languages. --max-words leaves out pairs of which a side
-is empty or has more words; without it an empty line is refused. --pairs N refuses text that has another number of pairs. They
-are counted on standard output.
+Several prefixes are read one after the other. SOURCE and TARGET are languages. --max-words leaves out pairs of which a
+side is empty or has more words; without it an empty line is refused. --pairs N refuses text that has another number of
+pairs. They are counted on standard output.
 """
 
 import argparse
@@ -29,9 +29,11 @@ def read_lines(prefix: Path, language: str) -> Iterator[str]:
         raise ValueError(f"there is neither {names[0]} nor {names[1].name}: give a folder that has it.")
     try:
         # Only \n ends a line: web text is full of what Python takes for other ends.
-        with gzip.open(path, "rt", encoding="utf-8", newline="\n") if path.suffix == ".gz" else path.open(
-            encoding="utf-8", newline="\n"
-        ) as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8", newline="\n")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8", newline="\n") as file
+        ):
             for line in file:
                 yield " ".join(line.split())
     except (OSError, EOFError, UnicodeDecodeError) as error:
@@ -53,7 +55,9 @@ def read_pairs(prefixes: list[Path], source: str, target: str) -> Iterator[tuple
 def tokenize(pairs: list[tuple[str, str]], languages: tuple[str, str]) -> list[tuple[str, str]]:
     """The pairs, tokenised."""
     tokenizers = [MosesTokenizer(language) for language in languages]
-    return [tuple(one.tokenize(text, return_str=True) for one, text in zip(tokenizers, pair, strict=True)) for pair in pairs]
+    return [
+        tuple(one.tokenize(text, return_str=True) for one, text in zip(tokenizers, pair, strict=True)) for pair in pairs
+    ]
 
 
 def pieces(pairs: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
@@ -68,13 +72,21 @@ def pieces(pairs: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
 
 
 def write(
-    out: Path, source: str, target: str, batches: Iterator[list[tuple[str, str]]], max_words: int | None, pairs: int | None
+    out: Path,
+    source: str,
+    target: str,
+    batches: Iterator[list[tuple[str, str]]],
+    max_words: int | None,
+    pairs: int | None,
 ) -> None:
     """Writes OUT.SOURCE and OUT.TARGET, line by line in step."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = left_out = 0
-    files = [Path(f"{out}.{language}").open("w", encoding="utf-8") for language in (source, target)]
-    with files[0], files[1]:
+    with (
+        Path(f"{out}.{source}").open("w", encoding="utf-8") as source_file,
+        Path(f"{out}.{target}").open("w", encoding="utf-8") as target_file,
+    ):
+        files = source_file, target_file
         for batch in batches:
             for pair in batch:
                 lengths = [len(text.split()) for text in pair]
@@ -88,8 +100,8 @@ def write(
                     file.write(text + "\n")
     if pairs not in (None, kept + left_out):
         raise ValueError(
-            f"{out.name} has {kept + left_out:,} pairs in place of {pairs:,}: this is another text than the recipe's. If it "
-            "is meant, add --any-text."
+            f"{out.name} has {kept + left_out:,} pairs in place of {pairs:,}: this is another text than the recipe's. "
+            "If it is meant, add --any-text."
         )
     print(f"{out.name}: {kept:,} pairs" + (f", {left_out:,} left out" if left_out else ""))
 

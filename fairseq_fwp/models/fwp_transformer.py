@@ -1,10 +1,11 @@
 """The translation model `fwp_transformer`: fairseq's Transformer with linear attention wherever it has attention.
 
-Schlag et al. 2021, arXiv 2102.11174, Sec. 6.2 and App. E. The encoder's self-attention and the decoder's attention to the
-source are sums over a whole sequence (`LinearAttention`); the decoder's self-attention is a fast weight programmer with
-any update rule. Each can be softmax attention as well, which is then fairseq's own.
+Schlag et al. 2021, arXiv 2102.11174, Sec. 6.2 and App. E. The encoder's self-attention and the decoder's attention to
+the source are sums over a whole sequence (`LinearAttention`); the decoder's self-attention is a fast weight programmer
+with any update rule. Each can be softmax attention as well, which is then fairseq's own.
 """
 
+import logging
 from dataclasses import Field, field, fields, make_dataclass
 from typing import Any
 
@@ -12,11 +13,15 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model, register_model_architecture
-from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase, TransformerModel
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModel,
+)
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import warn_of_unused
 from fairseq_fwp.models.fwp_lm import FAST_WEIGHT_FLAGS, MAP_FLAGS, NORMALIZATION_FLAGS, FwpLanguageModelConfig
 from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -24,8 +29,10 @@ from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-# What the command line offers beside fairseq's flags of a Transformer: those of a fast weight layer, as the language model
-# has them, and where the maps go.
+logger = logging.getLogger(__name__)
+
+# What the command line offers beside fairseq's flags of a Transformer: those of a fast weight layer, as the language
+# model has them, and where the maps go.
 SHARED_FLAGS = ("decoder_update_rule", *FAST_WEIGHT_FLAGS, "fwp_backend")
 MAP_OF = {
     "encoder_feature_map": "map of the encoder's self-attention; softmax: softmax attention",
@@ -77,7 +84,9 @@ class FwpTransformerModel(TransformerModel):
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
         base_architecture(args)
         model = super().build_model(args, task)
-        warn_of_unused(unused_flags(args))
+        # Not refused: an architecture may have set one, and the command line made it void.
+        for flag in unused_flags(args):
+            logger.warning("--%s has no effect on the attentions chosen here", flag.replace("_", "-"))
         return model
 
     @classmethod
@@ -105,16 +114,18 @@ class FwpTransformerModel(TransformerModel):
 class FwpTransformerEncoder(TransformerEncoderBase):
     """fairseq's encoder with `FwpEncoderLayer`s.
 
-    readers: the linear attentions to the source that the decoder has. In generation the encoder returns, in place of a
-    vector for every token of the source, what they keep of it: a hypothesis then costs as much whatever the length of the
-    source, and beam search copies that much.
+    readers: the linear attentions to the source that the decoder has. In generation the encoder returns, in place of
+    a vector for every token of the source, what they keep of it: a hypothesis then costs as much whatever the length
+    of the source, and beam search copies that much.
     """
 
     readers: tuple[CrossAttention, ...] = ()
 
     def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(cfg, dictionary, embed_tokens)
-        self.embed_positions = count_positions(self.embed_positions, cfg.encoder.learned_pos, embed_tokens)
+        self.embed_positions: nn.Module | None = count_positions(
+            self.embed_positions, cfg.encoder.learned_pos, self.padding_idx, embed_tokens.embedding_dim
+        )
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         """One layer of the configuration."""
@@ -142,7 +153,9 @@ class FwpTransformerDecoder(TransformerDecoderBase):
 
     def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Embedding, **options: Any) -> None:
         super().__init__(cfg, dictionary, embed_tokens, **options)
-        self.embed_positions = count_positions(self.embed_positions, cfg.decoder.learned_pos, embed_tokens)
+        self.embed_positions: nn.Module | None = count_positions(
+            self.embed_positions, cfg.decoder.learned_pos, self.padding_idx, self.embed_dim
+        )
 
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
         """One layer of the configuration."""
@@ -176,11 +189,9 @@ def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
-def count_positions(positions: nn.Module | None, learned: bool, embed_tokens: nn.Embedding) -> nn.Module | None:
+def count_positions(positions: nn.Module | None, learned: bool, padding_idx: int, embed_dim: int) -> nn.Module | None:
     """Sinusoidal positions by our count; learned ones are fairseq's."""
-    if positions is None or learned:
-        return positions
-    return CountedPositions(embed_tokens.embedding_dim, embed_tokens.padding_idx)
+    return positions if positions is None or learned else CountedPositions(embed_dim, padding_idx)
 
 
 def check_options(cfg: TransformerConfig) -> None:
@@ -219,7 +230,7 @@ def unused_flags(args: Any) -> list[str]:
 
 @register_model_architecture("fwp_transformer", "fwp_transformer")
 def base_architecture(args: Any) -> None:
-    """The size of fairseq's `transformer`; delta rule, ELU+1 in all attentions, and neither normalisation of the rule."""
+    """The size of fairseq's `transformer`; delta rule, ELU+1 in all attentions, neither normalisation of the rule."""
     for option in fields(FastWeightOptions):
         if not option.name.startswith("_"):
             setattr(args, option.name, getattr(args, option.name, option.default))

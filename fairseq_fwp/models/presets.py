@@ -85,9 +85,9 @@ XL_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Translation: Schlag et al. 2021, Sec. 6.2, Table 1 and App. E. All three attentions are linear, with one map; *big* is
-# Vaswani's, with its dropout, as in fairseq's transformer_vaswani_wmt_en_de_big. FAVOR+ and DPFP have the 512 features of
-# Table 1's last column; those of the others are m = 32 (64 features), 128 (256) and 192 (384), and nu = 2 and 3 (Table 6).
+# Translation: Schlag et al. 2021, Sec. 6.2, Table 1 and App. E. All three attentions are linear, with one map; *big*
+# is Vaswani's, with its dropout, as in fairseq's transformer_vaswani_wmt_en_de_big. FAVOR+ and DPFP have the 512
+# features of Table 1's last column; the other columns are m = 32 (64 features) and 128 (256), and nu = 2 (256).
 BIG = {
     "encoder_embed_dim": 1024,
     "encoder_ffn_embed_dim": 4096,

@@ -6,7 +6,7 @@ Shapes in fairseq's layers: x (L, B, D), source (S, B, D), time first; padding (
 from typing import Any, TypeAlias
 
 import torch
-from fairseq.incremental_decoding_utils import with_incremental_state
+from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
@@ -65,12 +65,11 @@ class CrossAttention(LinearAttention):
         return self.read(query.transpose(0, 1), state).transpose(0, 1), None
 
 
-@with_incremental_state
-class CausalAttention(nn.Module):
-    """Causal self-attention over fast weights as fairseq's decoder layer calls it; it keeps its state while decoding."""
+class CausalAttention(FairseqIncrementalDecoder):
+    """Causal self-attention over fast weights as fairseq's decoder layer calls it; keeps its state while decoding."""
 
     def __init__(self, attention: FastWeightAttention) -> None:
-        super().__init__()
+        super().__init__(dictionary=None)  # that of fairseq's own attention, for the state of each
         self.attention = attention
         self.num_heads = attention.num_heads
         self.head_dim = attention.head_dim
@@ -109,7 +108,9 @@ class FwpEncoderLayer(TransformerEncoderLayerBase):
         """softmax: fairseq's own."""
         if cfg.encoder_feature_map == "softmax":
             return super().build_self_attention(embed_dim, cfg)
-        return build_linear_attention(EncoderAttention, cfg.encoder_feature_map, embed_dim, cfg.encoder_attention_heads, cfg)
+        return build_linear_attention(
+            EncoderAttention, cfg.encoder_feature_map, embed_dim, cfg.encoder_attention_heads, cfg
+        )
 
 
 class FwpDecoderLayer(TransformerDecoderLayerBase):
@@ -120,6 +121,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
         if cfg.decoder_update_rule == "softmax":
             return super().build_self_attention(embed_dim, cfg, **options)
         attention = build_attention(cfg)
+        assert isinstance(attention, FastWeightAttention)
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim)
         return CausalAttention(attention)
@@ -129,7 +131,9 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
         if cfg.cross_feature_map == "softmax":
             return super().build_encoder_attention(embed_dim, cfg)
         heads, source_dim = cfg.decoder_attention_heads, cfg.encoder_embed_dim
-        return build_linear_attention(CrossAttention, cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=source_dim)
+        return build_linear_attention(
+            CrossAttention, cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=source_dim
+        )
 
 
 def build_linear_attention(

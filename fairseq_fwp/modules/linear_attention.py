@@ -1,7 +1,7 @@
 """Linear attention to a whole sequence, not only to its past: an encoder's to itself, a decoder's to the source.
 
-What softmax attention keeps of the sequence, all its keys and values, is here one matrix and one vector per head, whatever
-the length of the sequence. The order in which it was read does not matter, so that its update rule is the sum.
+What softmax attention keeps of the sequence, all its keys and values, is here one matrix and one vector per head,
+whatever the length of the sequence. The order in which it was read does not matter: its update rule is the sum.
 
 Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d.
 """
@@ -18,15 +18,15 @@ from fairseq_fwp.modules.precision import at_least_float32
 class LinearAttention(nn.Module):
     """y_i = phi(q_i) W / (z . phi(q_i)) with W = sum_j phi(k_j)^T v_j and z = sum_j phi(k_j).
 
-    Katharopoulos et al. 2020, arXiv 2006.16236, Eqs. 4 and 5; Schlag et al. 2021, arXiv 2102.11174, Eqs. 13 to 19, with
-    the sums over the whole sequence. A map with features of either sign has no such divisor: the read-out is phi(q_i) W,
-    as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4.
+    Katharopoulos et al. 2020, arXiv 2006.16236, Eqs. 4 and 5; Schlag et al. 2021, arXiv 2102.11174, Eqs. 13 to 19,
+    with the sums over the whole sequence. A map with features of either sign has no such divisor: the read-out is
+    phi(q_i) W, as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4.
 
     embed_dim: D; num_heads: H; feature_map: a map built for d; source_dim: size of what is attended to, None = D;
     epsilon: of the divisor, None = the map's; add_epsilon: add it to the divisor (else: its lower bound).
 
-    Features, W and z are in float32 at least, also under autocast. Raises ValueError for a head count that does not divide
-    embed_dim.
+    Features, W and z are in float32 at least, also under autocast. Raises ValueError for a head count that does not
+    divide embed_dim.
     """
 
     def __init__(

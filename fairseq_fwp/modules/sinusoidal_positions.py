@@ -48,7 +48,7 @@ class CountedPositions(nn.Module):
         self.register_buffer("dtype_of_model", torch.empty(0), persistent=False)
 
     def forward(self, tokens: Tensor, incremental_state: dict[str, Any] | None = None) -> Tensor:
-        """(B, L, embed_dim) in the model's dtype; in incremental decoding (B, 1, embed_dim), for the last token alone."""
+        """(B, L, embed_dim) in the model's dtype; in incremental decoding (B, 1, embed_dim), of the last token."""
         token = tokens.ne(self.padding_idx)
         if incremental_state is not None:
             found = self.sinusoids(token.sum(1, keepdim=True) - 1)

@@ -11,9 +11,9 @@
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-# shellcheck disable=SC1091
+# shellcheck source=recipes/env.sh
 . "$here/../env.sh" ''
-# shellcheck disable=SC1091
+# shellcheck source=recipes/mt_common.sh
 . "$here/../mt_common.sh"
 
 data=''
@@ -25,12 +25,9 @@ generate=()
 kind=''
 
 corpus() { # corpus FOLDER OUT
-  [ -n "$1" ] || die "give --data FOLDER with {train,val,test_2016_flickr}.{en,de} or the same .gz" \
-    "(https://github.com/multi30k/dataset, data/task1/raw)."
-  [ -d "$1" ] || die "there is no folder $1."
   local split from
   for split in train valid test; do
-    case $split in valid) from=val ;; test) from=test_2016_flickr ;; *) from=$split ;; esac
+    case $split in valid) from='val' ;; test) from='test_2016_flickr' ;; *) from=$split ;; esac
     run python "$tools/mt_text.py" tokenize "$2/tok/$split" $source $target "$1/$from"
     [ $split = train ] || run python "$tools/mt_text.py" copy "$2/text/$split" $source $target "$1/$from"
   done
@@ -43,7 +40,12 @@ case ${1:-} in
   [!-]*) die "there is no stage $1: it is prepare, train, eval or all." ;;
 esac
 read_flags --models "$@"
-case $stage in prepare | train | all) prepare ;; esac
+case $stage in
+  prepare | train | all)
+    [ -n "$data" ] || [ -d "$out/data" ] || die "give --data FOLDER with {train,val,test_2016_flickr}.{en,de} or the same" \
+      ".gz (https://github.com/multi30k/dataset, data/task1/raw)."
+    prepare ;;
+esac
 [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
 case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
 case $stage in

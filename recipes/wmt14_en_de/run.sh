@@ -12,9 +12,9 @@
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-# shellcheck disable=SC1091
+# shellcheck source=recipes/env.sh
 . "$here/../env.sh" ''
-# shellcheck disable=SC1091
+# shellcheck source=recipes/mt_common.sh
 . "$here/../mt_common.sh"
 
 data='' conf='' average='' kind=''
@@ -64,7 +64,6 @@ corpus() { # corpus FOLDER OUT
     folder=$out/download
     download "$folder"
   fi
-  [ -d "$folder" ] || die "there is no folder $folder."
   mkdir -p "$2/raw"
   for split in train valid test; do
     case $split in

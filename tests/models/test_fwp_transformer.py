@@ -7,7 +7,6 @@ import pytest
 import torch
 from fairseq import search
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
-from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
@@ -29,7 +28,10 @@ KINDS = {
     "softmax": SOFTMAX,
     **{f"encoder-{name}": {**SOFTMAX, "encoder_feature_map": name} for name in FEATURE_MAPS},
     **{f"cross-{name}": {**SOFTMAX, "cross_feature_map": name} for name in FEATURE_MAPS},
-    **{f"decoder-{name}": {**SOFTMAX, "decoder_update_rule": "sum", "decoder_feature_map": name} for name in FEATURE_MAPS},
+    **{
+        f"decoder-{name}": {**SOFTMAX, "decoder_update_rule": "sum", "decoder_feature_map": name}
+        for name in FEATURE_MAPS
+    },
     **{f"rule-{rule}": {"decoder_update_rule": rule, "sum_normalization": True} for rule in UPDATE_RULES},
     **{
         f"all-{name}": dict.fromkeys(("encoder_feature_map", "cross_feature_map", "decoder_feature_map"), name)
@@ -114,7 +116,7 @@ def test_reordered_beams_go_on_from_their_own_past_and_source(model):
 def test_padding_changes_no_score(model, side):
     """Of source and target, in one forward and in decoding; rows of different lengths.
 
-    fairseq's own attention knows no target with padding on the left: the first row of its mask is empty, and not a number.
+    fairseq's own attention takes no target with padding on the left: the first row of its mask is empty, and NaN.
     """
     sources, targets = ([random_tokens(n) for n in lengths] for lengths in ((5, 2, 7), (4, 6, 1)))
     alone = [scores_of(model, *(x.unsqueeze(0) for x in pair))[0] for pair in zip(sources, targets, strict=True)]
@@ -168,10 +170,14 @@ DELTA = {**KINDS["all-dpfp"], "decoder_update_rule": "delta", "sum_normalization
 @pytest.mark.parametrize("penalty", [0.6, 2.0])
 def test_length_penalty(penalty):
     model = build(**DELTA)
-    for source, hypotheses in zip(RAGGED, generate(model, RAGGED, normalize_scores=True, len_penalty=penalty), strict=True):
+    for source, hypotheses in zip(
+        RAGGED, generate(model, RAGGED, normalize_scores=True, len_penalty=penalty), strict=True
+    ):
         for hypothesis in hypotheses:
             scores = rescore(model, source, hypothesis)
-            torch.testing.assert_close(hypothesis["score"].double(), scores.sum() / len(scores) ** penalty, rtol=1e-5, atol=0)
+            torch.testing.assert_close(
+                hypothesis["score"].double(), scores.sum() / len(scores) ** penalty, rtol=1e-5, atol=0
+            )
 
 
 def test_diverse_beams():
@@ -299,7 +305,9 @@ def test_presets(arch):
 
 @pytest.mark.parametrize("m, nu, features", [(128, 2, 256), (192, 3, 384), (256, 4, 512)])
 def test_features_of_table_6(m, nu, features):
-    assert FEATURE_MAPS["favor"](64, num_features=m).feature_dim == FEATURE_MAPS["dpfp"](64, nu=nu).feature_dim == features
+    assert (
+        FEATURE_MAPS["favor"](64, num_features=m).feature_dim == FEATURE_MAPS["dpfp"](64, nu=nu).feature_dim == features
+    )
 
 
 def train(model, updates):
@@ -341,7 +349,7 @@ def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
 
 
 def test_a_copy_reads_with_its_own_attentions():
-    """A deep copy, as exponential moving averages make: changing it leaves the model alone, and it remembers by itself."""
+    """A deep copy, as exponential moving averages make: changed, it leaves the model alone and reads by itself."""
     model = build(**DELTA)
     twin, source, target = copy.deepcopy(model), random_tokens(2, 4), random_tokens(2, 4)
     with torch.no_grad():
@@ -399,11 +407,16 @@ def test_alignment_with_the_full_context_is_refused():
         ({"encoder_feature_map": "dpfp", "dpfp_nu": 2}, []),
         ({"attention_dropout": 0.1}, ["attention-dropout"]),
         ({"attention_dropout": 0.1, "cross_feature_map": "softmax"}, []),
-        ({**SOFTMAX, "sum_normalization": True, "normalization_epsilon": 0.1}, ["sum-normalization", "normalization-epsilon"]),
+        (
+            {**SOFTMAX, "sum_normalization": True, "normalization_epsilon": 0.1},
+            ["sum-normalization", "normalization-epsilon"],
+        ),
         ({"decoder_update_rule": "softmax", "normalization_epsilon": 0.1}, []),
     ],
 )
 def test_flags_without_an_effect_are_named(caplog, flags, named):
     build(**flags)
-    found = [record.getMessage().split()[0].removeprefix("--") for record in caplog.records if "no effect" in record.message]
+    found = [
+        record.getMessage().split()[0].removeprefix("--") for record in caplog.records if "no effect" in record.message
+    ]
     assert found == named

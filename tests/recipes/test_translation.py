@@ -111,7 +111,9 @@ def test_wmt14_from_the_public_tokenised_set(recipes, tmp_path):
     prepared = run(recipes / "wmt14_en_de" / "run.sh", "prepare", "--data", folder, "--out", out, "--any-text")
     assert prepared.returncode == 0, prepared.stderr
     assert (out / "data" / "bin" / "train.en-de.en.bin").exists()
-    assert "subword-nmt" not in prepared.stderr and len((out / "data" / "text" / "test.de").read_text().splitlines()) == 8
+    assert (
+        "subword-nmt" not in prepared.stderr and len((out / "data" / "text" / "test.de").read_text().splitlines()) == 8
+    )
 
 
 @pytest.mark.slow
@@ -127,7 +129,9 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
     done = run(recipes / "multi30k" / "run.sh", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = (out / "table.md").read_text().splitlines()
-    assert [row.split(" | ")[0] for row in rows[2:4]] == ["| softmax", "| favor"] and rows[-1].startswith("sacreBLEU: nrefs:1")
+    assert [row.split(" | ")[0] for row in rows[2:4]] == ["| softmax", "| favor"] and rows[-1].startswith(
+        "sacreBLEU: nrefs:1"
+    )
     assert (out / "table.md").read_text() in done.stdout
 
 
@@ -199,7 +203,11 @@ REFERENCES = ["ein well-known Haus steht hier .", "die Erinnerung liest einmal &
 def generated(tmp_path, lines, sentences=2):
     log = tmp_path / "generate.log"
     summary = f"INFO:fairseq_cli.generate:Translated {sentences:,} sentences (1,234 tokens) in 2.5s (...)\n"
-    log.write_text("S-0\tsource\n" + "".join(f"H-{number}\t-0.5\t{text}\nD-{number}\t-0.5\tx\n" for number, text in lines) + summary)
+    log.write_text(
+        "S-0\tsource\n"
+        + "".join(f"H-{number}\t-0.5\t{text}\nD-{number}\t-0.5\tx\n" for number, text in lines)
+        + summary
+    )
     return log
 
 
