@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import fairseq_fwp  # noqa: F401  (lets torch load what fairseq saves)
+import fairseq_fwp.cli  # noqa: F401  (whose package lets torch load what fairseq saves)
 
 
 def last_checkpoints(folder: Path, count: int) -> list[Path]:

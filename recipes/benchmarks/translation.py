@@ -41,7 +41,7 @@ def build(name):
     from fairseq.data import Dictionary
     from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-    import fairseq_fwp  # noqa: F401  (registers the architectures)
+    import fairseq_fwp.models  # noqa: F401  (registers the architectures)
 
     arch, flags = MODELS[name]
     dictionary = Dictionary()
