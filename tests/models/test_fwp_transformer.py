@@ -5,11 +5,11 @@ from argparse import Namespace
 
 import pytest
 import torch
-from fairseq import search
+from fairseq import options, search
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 
-from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
 from fairseq_fwp.models.presets import MT_PRESETS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -132,12 +132,12 @@ def test_padding_changes_no_score(model, side):
             torch.testing.assert_close(kept, expected)
 
 
-def generate(model, source, **options):
+def generate(model, source, **settings):
     """The hypotheses of fairseq's generator for each row."""
     models = model if isinstance(model, list) else [model]
     dictionary = models[0].decoder.dictionary
-    options = {"beam_size": 4, "max_len_b": 8, "normalize_scores": False, **options}
-    generator = SequenceGenerator(models, dictionary, **options)
+    settings = {"beam_size": 4, "max_len_b": 8, "normalize_scores": False, **settings}
+    generator = SequenceGenerator(models, dictionary, **settings)
     sample = {"id": torch.arange(len(source)), "net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
     return generator.generate(models, sample)
 
@@ -195,15 +195,15 @@ def test_diverse_beams():
             assert torch.equal(hypothesis["tokens"], other["tokens"]) and hypothesis["score"] == other["score"]
 
 
-@pytest.mark.parametrize("options", [{}, {"sampling_topk": 5}, {"sampling_topp": 0.8}])
-def test_sampled_scores_equal_rescoring(options):
+@pytest.mark.parametrize("limits", [{}, {"sampling_topk": 5}, {"sampling_topp": 0.8}])
+def test_sampled_scores_equal_rescoring(limits):
     model = build(**DELTA)
-    sampling = search.Sampling(model.decoder.dictionary, **options)
+    sampling = search.Sampling(model.decoder.dictionary, **limits)
     for source, hypotheses in zip(RAGGED, generate(model, RAGGED, search_strategy=sampling), strict=True):
         for hypothesis in hypotheses:
             expected = rescore(model, source, hypothesis)
             found = hypothesis["positional_scores"].double()
-            if options:  # relative to what may be drawn, and so no smaller
+            if limits:  # relative to what may be drawn, and so no smaller
                 assert (found >= expected - 1e-5).all()
             else:
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -420,3 +420,29 @@ def test_flags_without_an_effect_are_named(caplog, flags, named):
         record.getMessage().split()[0].removeprefix("--") for record in caplog.records if "no effect" in record.message
     ]
     assert found == named
+
+
+def parse(*flags):
+    required = ["DATA", "--task", "translation", "--cpu"]
+    return options.parse_args_and_arch(options.get_training_parser(), input_args=[*required, *flags])
+
+
+def test_the_command_line_wins_over_presets_and_both_over_defaults():
+    args = parse("--arch", "delta_dpfp_mt_wmt14_en_de_big", "--cross-feature-map", "softmax", "--dpfp-nu", "2")
+    found = (args.decoder_update_rule, args.encoder_feature_map, args.decoder_feature_map, args.cross_feature_map)
+    assert found == ("delta", "dpfp", "dpfp", "softmax") and args.dpfp_nu == 2
+    assert (args.sum_normalization, args.dropout) == (True, 0.3) and not hasattr(args, "attention_normalization")
+    assert parse("--arch", "sum_mt_wmt14_en_de").attention_normalization is True
+    bare = parse("--arch", "fwp_transformer", "--attention-normalization", "--normalization-epsilon", "0.5")
+    assert (bare.attention_normalization, bare.normalization_epsilon) == (True, 0.5)
+    base_architecture(bare)
+    assert (bare.attention_normalization, bare.sum_normalization, bare.cross_feature_map) == (True, False, "elu")
+
+
+@pytest.mark.parametrize("flag", ["--encoder-feature-map", "--cross-feature-map", "--decoder-feature-map"])
+def test_the_command_line_offers_what_the_tables_hold(flag, capsys):
+    with pytest.raises(SystemExit):
+        parse("--arch", "fwp_transformer", flag, "cosine")
+    message = capsys.readouterr().err
+    assert f"argument {flag}: invalid choice: 'cosine'" in message
+    assert all(f"'{name}'" in message for name in FEATURE_MAPS)
