@@ -115,7 +115,8 @@ def convert_fast_weights(
         *transformer_xl.embeddings(tensors, vocabulary),
     ]
     weights = convert_tensors(table, tensors)
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes(tensors, options, attn_type))
+    found = notes(tensors, options, attn_type) + vocabulary.notes
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, found)
 
 
 def check_options(options: Options, attn_type: AttentionType) -> None:
