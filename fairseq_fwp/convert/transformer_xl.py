@@ -132,19 +132,14 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
         **absolute_positions(options),
         "decoder_update_rule": "softmax",
         "attention_dropout": options.get("dropatt", 0.0),
+        "final_dropout": options.get("dropout", 0.0),
     }
     table = [
         *layers(sizes["n_layer"], SEPARATE_QUERIES),
         *positions(sizes["d_model"]),
         *embeddings(tensors, vocabulary),
     ]
-    notes = dropout_notes(options) + vocabulary.notes
-    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, notes)
-
-
-def dropout_notes(options: Options) -> list[str]:
-    """Where further training of an `fwp_lm` differs; `fwp_xl_lm` has dropout wherever the public code has it."""
-    return ["dropout after the last layer, which the public code has, is left out"] if options.get("dropout") else []
+    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
 
 
 def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:

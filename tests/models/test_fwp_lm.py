@@ -322,9 +322,9 @@ def test_a_new_model_is_initialised():
     assert model.decoder.layers[1].fc1.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
-@pytest.mark.parametrize("flag", ["dropout", "activation_dropout", "attention_dropout"])
+@pytest.mark.parametrize("flag", ["dropout", "activation_dropout", "attention_dropout", "final_dropout"])
 def test_each_dropout_acts_in_training_alone(build_model, flag):
-    off = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0}
+    off = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0, "final_dropout": 0.0}
     model = build_model("softmax_lm_wt103", **{**off, flag: 0.5})
     tokens = random_tokens(2, 9)
     expected = log_probs(build_model("softmax_lm_wt103", **off), tokens)
@@ -335,14 +335,14 @@ def test_each_dropout_acts_in_training_alone(build_model, flag):
 
 
 def test_dropout_is_where_the_paper_has_it(build_model):
-    """After the embedding, and after each of the two blocks of every layer."""
-    model = build_model("delta_lm_wt103", dropout=0.25, activation_dropout=0.125)
+    """After the embedding, and after each of the two blocks of every layer; where it is asked for, in three places."""
+    model = build_model("delta_lm_wt103", dropout=0.25, activation_dropout=0.125, final_dropout=0.5)
     calls = []
     for module in model.modules():
         if isinstance(module, FairseqDropout):
             module.register_forward_hook(lambda module, *_: calls.append(module.p))
     model(random_tokens(1, 3))
-    assert calls == [0.25] + [0.25, 0.125, 0.25] * 2
+    assert calls == [0.25] + [0.25, 0.125, 0.25] * 2 + [0.5]
 
 
 def test_the_capacity_of_dpfp_reaches_the_map(build_model):
@@ -418,6 +418,7 @@ def test_flags_without_effect_are_named(build_model, caplog, arch, flags, unused
         ("decoder_ffn_embed_dim", 0),
         ("decoder_layers", -1),
         ("attention_dropout", 2.0),
+        ("final_dropout", -0.5),
         ("dropout", -0.1),
     ],
 )
