@@ -351,12 +351,18 @@ def test_settings_that_cannot_be_are_refused(build, sentence):
         build("relative", **REFUSED[sentence])
 
 
-def test_flags_without_effect_are_named(build, caplog):
-    build("shaw", untie_biases=True)
-    build("absolute", untie_biases=True, clamp_len=3)
-    build("relative", untie_biases=True, clamp_len=3)
+@pytest.mark.parametrize(
+    ("kind", "flags", "unused"),
+    [
+        ("shaw", {"untie_biases": True}, ["--untie-biases"]),
+        ("absolute", {"untie_biases": True, "clamp_len": 3}, ["--untie-biases", "--clamp-len"]),
+        ("relative", {"untie_biases": True, "clamp_len": 3}, []),
+    ],
+)
+def test_flags_without_effect_are_named(build, caplog, kind, flags, unused):
+    build(kind, **flags)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [message.split()[0] for message in warnings] == ["--untie-biases", "--untie-biases", "--clamp-len"]
+    assert [message.split()[0] for message in warnings] == unused
 
 
 def test_half_loss_refuses_a_criterion_that_counts_all_targets(build):
