@@ -200,6 +200,8 @@ def check_kind(path: str, cfg: Any) -> None:
 
 def load_state(path: str) -> dict[str, Any]:
     """What a checkpoint of fairseq holds, with its settings as "cfg"; ValueError or OSError for any other file."""
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no checkpoint {path}" + (": it is a folder" if os.path.isdir(path) else ""))
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
     except (RuntimeError, pickle.UnpicklingError) as error:
@@ -385,6 +387,7 @@ def parser() -> argparse.ArgumentParser:
         prog="fwp-eval-lm",
         description=__doc__.removeprefix("fwp-eval-lm: "),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = made.add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")

@@ -304,7 +304,8 @@ def test_from_the_command_line(folder, tmp_path):
 
 # checkpoint, data, further arguments
 REFUSALS = {
-    "no checkpoint there": (["none.pt", "data"], r"No such file .*none\.pt"),
+    "no checkpoint there": (["none.pt", "data"], r"there is no checkpoint .*none\.pt$"),
+    "a folder for a checkpoint": ([".", "data"], r"there is no checkpoint .*: it is a folder"),
     "another kind of file": (["text/test.txt", "data"], r"test\.txt \([\d,]+ bytes\) is not a complete checkpoint"),
     "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt is no checkpoint of fairseq"),
     "half a checkpoint": (["half.pt", "data"], r"half\.pt \([\d,]+ bytes\) is not a complete checkpoint"),

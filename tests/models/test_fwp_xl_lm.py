@@ -365,6 +365,17 @@ def test_flags_without_effect_are_named(build, caplog, kind, flags, unused):
     assert [message.split()[0] for message in warnings] == unused
 
 
+@pytest.mark.parametrize(
+    ("settings", "mem_len", "warned"),
+    [({}, 4, True), ({"carry_state": False}, 4, True), ({"carry_state": True}, 4, False), ({}, 0, False)],
+)
+def test_a_memory_that_nothing_fills_is_named(caplog, settings, mem_len, warned):
+    """Above all with the stock task, which would train a Transformer-XL without its recurrence."""
+    task = Namespace(target_dictionary=make_dictionary(50), args=Namespace(**settings))
+    FwpXlLanguageModel.build_model(configure("xl_lm_wt103_medium", **SMALL, mem_len=mem_len), task)
+    assert ("--carry-state" in caplog.text) == warned
+
+
 def test_half_loss_refuses_a_criterion_that_counts_all_targets(build):
     model = build("relative", half_loss=True)
     output = model(random_tokens(2, 6))
