@@ -49,9 +49,10 @@ struct ChunkScan {
 
   // The tokens of a chunk, in the order of the scan.
   struct Buffer {
-    Bfloat16 *query, *key;                // 16 x kRows
-    Bfloat16 *key_column, *value_column;  // the transposes
-    Bfloat16* more;                       // what one scan alone has
+    Bfloat16 *query, *key;   // 16 x kRows
+    Bfloat16* key_column;    // the transpose
+    Bfloat16* more;          // what one scan alone has
+    Bfloat16* value_column;  // the transpose; last, so that the others lie at distances known to the compiler
   };
   static FWP_BOTH int buffer_numbers(int warps, int more) {
     return 2 * kChunkTokens * kLine + (kRows + warps * kWarpColumns) * kColumnLine + more;
@@ -59,8 +60,8 @@ struct ChunkScan {
   FWP_DEVICE Buffer buffer(int64_t n, int more) const {
     Bfloat16* const query_ = reinterpret_cast<Bfloat16*>(shared_memory()) + n % kBuffers * buffer_numbers(warps, more);
     Bfloat16 *const key_ = query_ + kChunkTokens * kLine, *const key_column = key_ + kChunkTokens * kLine;
-    Bfloat16* const value_column = key_column + kRows * kColumnLine;
-    return {query_, key_, key_column, value_column, value_column + warps * kWarpColumns * kColumnLine};
+    Bfloat16* const more_ = key_column + kRows * kColumnLine;
+    return {query_, key_, key_column, more_, more_ + more};
   }
 
   FWP_DEVICE int64_t head() const { return blockIdx.x / unsigned(slabs); }
