@@ -142,8 +142,8 @@ struct DecayBackward {
       return value_decay[t][j];
   }
 
-  // A line at row j of what this chunk will write of its token t, and of what the chunk before it will read: a token and
-  // a column of the state `earlier` for each t. Past an end nothing is fetched in vain but time.
+  // One line, at row j, of what this chunk will write for its token t, and of what the chunk before it will read: for
+  // each t a token, and a column of `earlier`, the state before it. What lies past an end is fetched in vain.
   FWP_INLINE void fetch(int64_t first, int64_t t, int64_t j, const A* earlier) const {
     const int64_t here = first + t, before = here - kChunk;
     __builtin_prefetch(earlier + t * rows + j);

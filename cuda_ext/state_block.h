@@ -14,8 +14,8 @@ namespace fwp {
 // Bytes that a cache fetches together, on nearly every machine.
 constexpr int kLineBytes = 64;
 
-// How many tokens ahead they are fetched. Left to itself, the processor took up to twice as long where they do not lie in
-// the second-level cache.
+// How far ahead tokens are fetched. Left to itself, the processor took up to twice as long over tokens that do not lie
+// in the second-level cache; and longer still where only some of a pass's inputs and results were fetched.
 constexpr int kTokensAhead = 8;
 
 // A matrix with any strides; data may be null.
@@ -170,7 +170,7 @@ class StateBlock {
     source_stride_ = target_stride;
   }
 
-  // Whether tokens are to be fetched ahead: a pass over few rows is too short for what that costs.
+  // Whether tokens are to be fetched ahead: a pass over few rows is too short to pay for it.
   FWP_INLINE bool fetches() const { return rows > kSumRows; }
 
   // Store the new state where the last pass could not.
