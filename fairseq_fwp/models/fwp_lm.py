@@ -18,6 +18,7 @@ from fairseq_fwp.models.decoder import (
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
+from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.local_attention import LocalAttention
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
@@ -96,7 +97,11 @@ class FwpLanguageModelConfig(DecoderConfig):
     attention_window: Optional[int] = option(  # noqa: UP045
         None, "softmax: a token attends to itself and to this many less one before it; none: to all"
     )
+    attention_bias: bool = option(
+        False, "biases in the projections of the attention, as fairseq's and GPT-2's have; also of gates without one"
+    )
     no_token_positional_embeddings: bool = option(False, "no absolute positions")
+    decoder_learned_pos: bool = option(False, "learned positions, --max-target-positions of them, in place of sinusoids")
     positions_from_end: bool = option(
         False,
         "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
@@ -127,18 +132,23 @@ class FwpLanguageModel(FairseqLanguageModel):
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
-        return MAX_GENERATED_POSITIONS
+        positions = self.decoder.embed_positions
+        return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else MAX_GENERATED_POSITIONS
 
 
 class FwpDecoder(LanguageModelDecoder):
     """`LanguageModelDecoder` over fast weights or softmax attention."""
 
-    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+    def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
         if cfg.no_token_positional_embeddings:
             if cfg.positions_from_end:
                 raise ValueError("--positions-from-end counts positions, and --no-token-positional-embeddings has none")
             return None
+        if cfg.decoder_learned_pos:
+            if cfg.positions_from_end:
+                raise ValueError("--positions-from-end is of sinusoids: leave out --decoder-learned-pos")
+            return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
         if cfg.positions_from_end:
             return VaswaniPositions(cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
@@ -180,8 +190,8 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
     if cfg.decoder_update_rule == "softmax":
         if cfg.attention_window is not None:
-            return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout)
-        return SoftmaxAttention(*sizes, cfg.attention_dropout)
+            return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout, bias=cfg.attention_bias)
+        return SoftmaxAttention(*sizes, cfg.attention_dropout, bias=cfg.attention_bias)
     if cfg.decoder_feature_map not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
     check_heads(*sizes)
@@ -204,5 +214,6 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         sum_epsilon=cfg.sum_normalization_epsilon,
         scale_read_out=cfg.scale_read_out,
         norm_read_out=cfg.norm_read_out,
+        bias=cfg.attention_bias,
         backend=str(cfg.fwp_backend),
     )
