@@ -99,7 +99,9 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
                 f"--{name.replace('_', '-')} {options.get(name)} other than --decoder-embed-dim "
                 f"{options.get('decoder_embed_dim')} cannot be converted: its embeddings have a projection"
             )
-    flags, output = plain_output(options) if options.get("adaptive_softmax_cutoff") is None else adaptive_output(options)
+    check_vocabulary(tensors, len(words))
+    adaptive = options.get("adaptive_softmax_cutoff") is not None
+    flags, output = adaptive_output(options, len(words)) if adaptive else plain_output(options)
     final_norm = has_final_norm(tensors, options)
     table = [
         *layers(options.get("decoder_layers")),
@@ -109,7 +111,6 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         *(Entry(None, (name,)) for name in tensors if re.fullmatch(MARKS, name)),
     ]
     weights = convert_tensors(table, tensors)
-    check_vocabulary(weights, len(words))
     return Conversion("fwp_lm", {**common_flags(options, final_norm), **flags}, weights, words, notes(options))
 
 
@@ -150,7 +151,7 @@ def plain_output(options: Options) -> tuple[dict[str, Any], list[Entry]]:
     return {"output_layer": "untied"}, [Entry(embedding, (embedding,)), words]
 
 
-def adaptive_output(options: Options) -> tuple[dict[str, Any], list[Entry]]:
+def adaptive_output(options: Options, words: int) -> tuple[dict[str, Any], list[Entry]]:
     """The flags and entries of an adaptive input and the softmax tied to it. Raises ValueError for any other."""
     for name in ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj"):
         if not options.get(name):
@@ -158,16 +159,19 @@ def adaptive_output(options: Options) -> tuple[dict[str, Any], list[Entry]]:
                 f"an adaptive softmax without --{name.replace('_', '-')} cannot be converted: here its words and "
                 "projections are those of the input"
             )
-    cutoffs, factor = str(options.get("adaptive_softmax_cutoff")), float(options.get("adaptive_input_factor"))
+    factor = float(options.get("adaptive_input_factor"))
     if factor != int(factor) or factor < 2:
         raise ValueError(f"--adaptive-input-factor {factor:g} cannot be converted: it is a whole number from 2 on here")
+    # The last may be the number of all words.
+    given = [int(cutoff) for cutoff in str(options.get("adaptive_softmax_cutoff")).split(",")]
+    cutoffs = [cutoff for cutoff in given if cutoff < words + len(Dictionary())]
     flags = {
         "output_layer": "tied",
-        "adaptive_softmax_cutoff": cutoffs,
+        "adaptive_softmax_cutoff": ",".join(map(str, cutoffs)),
         "div_val": int(factor),
         "adaptive_softmax_dropout": options.get("adaptive_softmax_dropout", 0.0),
     }
-    return flags, [entry for index in range(cutoffs.count(",") + 2) for entry in cluster(index)]
+    return flags, [entry for index in range(len(cutoffs) + 1) for entry in cluster(index)]
 
 
 def cluster(index: int) -> list[Entry]:
@@ -217,11 +221,11 @@ def positions(options: Options) -> list[Entry]:
     return [Entry(f"{name}.table.weight", (f"{name}.weight",), lambda table: table[unused:])]
 
 
-def check_vocabulary(weights: Mapping[str, Tensor], words: int) -> None:
-    """Raises ValueError unless the embeddings are of so many words and fairseq's specials."""
-    tables = [name for name in weights if re.fullmatch(r"decoder\.embed_tokens\.(tables\.\d+\.)?weight", name)]
-    found, expected = sum(len(weights[name]) for name in tables), words + len(Dictionary())
-    if found != expected:
+def check_vocabulary(tensors: Mapping[str, Tensor], words: int) -> None:
+    """Raises ValueError unless the embeddings, where there are, are of so many words and fairseq's specials."""
+    tables = [name for name in tensors if re.fullmatch(r"decoder\.embed_tokens\.(embeddings\.\d+\.0\.)?weight", name)]
+    found, expected = sum(len(tensors[name]) for name in tables), words + len(Dictionary())
+    if tables and found != expected:
         raise ValueError(
             f"the dictionary has {expected} words with fairseq's own and the checkpoint {found}: give the dict.txt of its "
             "training with --vocabulary"
