@@ -161,14 +161,16 @@ def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], h
     size = attention.feature_map.feature_dim
     if target.state_size not in (None, size):
         raise ValueError(f"the map {target.feature_map} has {size} features, not {target.state_size}: change --state-size")
+    projections = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"])
+    attention.to(projections.dtype)
     with torch.no_grad():
-        q, k, v = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"]).chunk(3)
+        q, k, v = projections.chunk(3)
         q = q / (v.shape[0] // heads) ** 0.5
         if attention.key_dim != attention.head_dim:
             q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
         scale = torch.as_tensor(rule_initialisation(target).start(attention)).to(v)
         fill(attention, torch.cat([q, k, v * scale.view(-1, 1)]), softmax)
-    return attention.to(v.dtype)
+    return attention
 
 
 def with_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor:
