@@ -63,11 +63,17 @@ def add_target(group: Any) -> None:
     """The fields of `Target`, by the names that fairseq-train has for them."""
     rules = ["softmax", *UPDATE_RULES]
     group.add_argument("--decoder-update-rule", dest="update_rule", choices=rules, help="softmax: with a window")
-    group.add_argument("--decoder-feature-map", dest="feature_map", choices=list(FEATURE_MAPS), help="default: identity, none")
-    group.add_argument("--state-size", type=int, metavar="M", help="features of a head's keys; default: those of the map")
+    group.add_argument(
+        "--decoder-feature-map", dest="feature_map", choices=list(FEATURE_MAPS), help="default: identity, none"
+    )
+    group.add_argument(
+        "--state-size", type=int, metavar="M", help="features of a head's keys; default: those of the map"
+    )
     group.add_argument("--sum-normalization", action="store_true", default=None, help="delta is to have it with a map")
     group.add_argument("--attention-normalization", action="store_true", default=None, help="divide the read-out")
-    group.add_argument("--attention-window", dest="window", type=int, metavar="W", help="softmax: over the last W tokens")
+    group.add_argument(
+        "--attention-window", dest="window", type=int, metavar="W", help="softmax: over the last W tokens"
+    )
     group.add_argument("--decoder-attention-heads", dest="heads", type=int, metavar="H", help="default: the source's")
 
 
@@ -88,11 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser()
     args = made.parse_args(arguments)
     source = SOURCES[args.source]
-    given = {
-        name: value
-        for name, value in vars(args).items()
-        if value is not None and name not in OWN
-    }
+    given = {name: value for name, value in vars(args).items() if value is not None and name not in OWN}
     for name in given.keys() - source.options.keys():
         made.error(f"--{name} is no option of {args.source}")
     target = read_target(made, args)

@@ -34,7 +34,9 @@ def load(path: Path, export: str) -> Any:
             raise ValueError(
                 f"{path} is not a whole checkpoint: it was cut short or is another kind of file"
             ) from error
-        raise ValueError(f"{path} holds pickled objects, which could run any code, beside its weights: {export}") from error
+        raise ValueError(
+            f"{path} holds pickled objects, which could run any code, beside its weights: {export}"
+        ) from error
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
 

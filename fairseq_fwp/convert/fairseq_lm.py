@@ -53,16 +53,15 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, settings
 
 
-def read_checkpoint(
-    path: Path, model: str, defaults: FairseqDataclass
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_checkpoint(path: Path, model: str, defaults: FairseqDataclass) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights of a fairseq checkpoint, and the settings of its model and task, which must be of that model."""
     state = load(path, EXPORT)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{path} is no checkpoint of fairseq: it has no model")
     args, cfg = state.get("args"), state.get("cfg")
+    settings: dict[str, Any]
     if args is not None:
-        settings, name = vars(args), getattr(args, "arch", None)
+        settings, name = dict(vars(args)), getattr(args, "arch", None)
     elif cfg is not None and cfg.get("model") is not None:
         of_model = cfg["model"]
         settings, name = {**cfg["task"], **of_model}, of_model.get("arch") or of_model.get("_name")
@@ -76,7 +75,7 @@ def read_checkpoint(
 
 def upgrade(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights by the names that fairseq gives them since 2019."""
-    upgraded = {}
+    upgraded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if found := re.fullmatch(r"(.*self_attn\.)in_proj_(weight|bias)", name):
             parts = zip("qkv", tensor.chunk(3), strict=True)
@@ -142,7 +141,9 @@ def common_flags(options: Options, final_norm: bool) -> dict[str, Any]:
 def plain_output(options: Options) -> tuple[dict[str, Any], list[Entry]]:
     """The flags and entries of word embeddings and a softmax over all words."""
     if options.get("adaptive_input"):
-        raise ValueError("--adaptive-input without --adaptive-softmax-cutoff cannot be converted: the two go together here")
+        raise ValueError(
+            "--adaptive-input without --adaptive-softmax-cutoff cannot be converted: the two go together here"
+        )
     embedding, output = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
     if options.get("share_decoder_input_output_embed"):
         tied = Entry(None, (embedding, output), check_equal("--share-decoder-input-output-embed"))

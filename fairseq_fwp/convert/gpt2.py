@@ -97,7 +97,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def numbers_of_tokens(path: Path, given: Path | None) -> list[str]:
     """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
     if given is not None:
-        raise ValueError("--vocabulary is not for gpt2: its words are the numbers of tokens, as fairseq's --bpe gpt2 has them")
+        raise ValueError(
+            "--vocabulary is not for gpt2: its words are the numbers of tokens, as fairseq's --bpe gpt2 has them"
+        )
     config = read_config(path)
     words = [str(number) for number in range(config["vocab_size"])]
     if config["eos_token_id"] is not None:
@@ -112,7 +114,9 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
             raise ValueError(f"{CONFIG} has {name} = {options.get(name)!r}, which cannot be converted: {reason}")
     if options.get("activation_function") not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"{CONFIG} has another activation_function than {known}: {options.get('activation_function')!r}")
+        raise ValueError(
+            f"{CONFIG} has another activation_function than {known}: {options.get('activation_function')!r}"
+        )
     vocabulary = arrange(words)
     table = [
         *(entry for index in range(options.get("n_layer")) for entry in layer(index)),
@@ -127,7 +131,11 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
             lambda table: vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf),
         ),
         *(Entry(None, (name,)) for name in tensors if re.fullmatch(MASKS, name)),
-        *(Entry(None, pair, check_equal("lm_head")) for pair in [("wte.weight", "lm_head.weight")] if pair[1] in tensors),
+        *(
+            Entry(None, pair, check_equal("lm_head"))
+            for pair in [("wte.weight", "lm_head.weight")]
+            if pair[1] in tensors
+        ),
     ]
     if "wte.weight" in tensors and len(tensors["wte.weight"]) != len(words):
         raise ValueError(f"wte.weight has {len(tensors['wte.weight'])} words, and {CONFIG} says {len(words)}")

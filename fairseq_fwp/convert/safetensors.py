@@ -43,4 +43,8 @@ def _tensor(about: dict[str, Any], data: memoryview) -> Tensor:
     dtype, shape = DTYPES[about["dtype"]], about["shape"]
     if not 0 <= start <= stop <= len(data) or stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError("the offsets do not fit")
-    return torch.frombuffer(data[start:stop], dtype=dtype).reshape(shape) if stop > start else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(data[start:stop], dtype=dtype).reshape(shape)
+        if stop > start
+        else torch.empty(shape, dtype=dtype)
+    )

@@ -120,7 +120,9 @@ SOFTMAX = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
 def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of `fairseq-train` that make the new attention. Raises ValueError for a target that cannot be."""
     if target.update_rule not in UPDATE_RULES:
-        raise ValueError(f"unknown update rule {target.update_rule!r}: choose one of softmax, {', '.join(UPDATE_RULES)}")
+        raise ValueError(
+            f"unknown update rule {target.update_rule!r}: choose one of softmax, {', '.join(UPDATE_RULES)}"
+        )
     if target.feature_map not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {target.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
     if target.window is not None:
@@ -160,7 +162,9 @@ def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], h
     attention.apply(initialize)
     size = attention.feature_map.feature_dim
     if target.state_size not in (None, size):
-        raise ValueError(f"the map {target.feature_map} has {size} features, not {target.state_size}: change --state-size")
+        raise ValueError(
+            f"the map {target.feature_map} has {size} features, not {target.state_size}: change --state-size"
+        )
     projections = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"])
     attention.to(projections.dtype)
     with torch.no_grad():

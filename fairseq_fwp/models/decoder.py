@@ -1,9 +1,8 @@
 """What the language models share: the decoder around an attention, its options, its state and its initialisation."""
 
-import copy
 import logging
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -12,7 +11,7 @@ from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules import FairseqDropout, LayerNorm
-from omegaconf import II, OmegaConf
+from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
@@ -23,10 +22,10 @@ from fairseq_fwp.modules.adaptive_softmax import (
     UntiedSoftmax,
 )
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.fast_weight_attention import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, SinusoidalDistances
+from fairseq_fwp.modules.relative_attention import Memory
 from fairseq_fwp.modules.softmax_attention import KeyValueCache
 
 logger = logging.getLogger(__name__)
@@ -34,9 +33,6 @@ logger = logging.getLogger(__name__)
 # The paper does not say how it initialises; these are the values of its public code.
 WEIGHT_STD = 0.02
 LAYER_NORM_STD = 0.02
-
-# Nothing but the user's patience bounds the length of what a recurrent model generates.
-MAX_GENERATED_POSITIONS = 10**6
 
 
 def option(default: Any, text: str) -> Any:
@@ -75,16 +71,6 @@ class DecoderConfig(FairseqDataclass):
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
-
-
-def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
-    """The configuration with the defaults of options that a checkpoint of an earlier version does not know."""
-    missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
-    if not missing:
-        return cfg
-    completed = copy.deepcopy(cfg)
-    OmegaConf.set_struct(completed, False)
-    return OmegaConf.merge(completed, missing)
 
 
 class DecoderState(NamedTuple):
@@ -269,12 +255,6 @@ def check_sizes(cfg: DecoderConfig) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {getattr(cfg, name)}")
 
 
-def warn_of_unused(flags: list[str]) -> None:
-    """Names them in the log. Not refused: an architecture may have set one, and the command line made it void."""
-    for flag in flags:
-        logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
-
-
 def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
     """One decoder layer of the configuration around the attention."""
     return DecoderLayer(
@@ -323,14 +303,14 @@ def build_adaptive_softmax(
                 "choose --output-layer tied"
             )
         return UntiedSoftmax(embed_tokens)
-    kind = {"biased": str(cfg.output_layer) == "biased", "dropout": cfg.adaptive_softmax_dropout}
+    biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout
     if isinstance(embed_tokens, AdaptiveInput):
-        return ProjectedAdaptiveSoftmax(embed_tokens, **kind)
-    return TiedAdaptiveSoftmax(embed_tokens, cutoffs, **kind)
+        return ProjectedAdaptiveSoftmax(embed_tokens, biased=biased, dropout=dropout)
+    return TiedAdaptiveSoftmax(embed_tokens, cutoffs, biased=biased, dropout=dropout)
 
 
 def initialize(module: nn.Module) -> None:
-    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; gates and maps as they have it."""
+    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; what has `initialize()`, as it says."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=WEIGHT_STD)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -341,11 +321,6 @@ def initialize(module: nn.Module) -> None:
     if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
         nn.init.zeros_(module.bias)
-    if isinstance(module, FastWeightAttention):
-        module.reset_gates()
-    if isinstance(module, FeatureMap):
-        module.reset_parameters()
-    if isinstance(module, AdaptiveInput | ProjectedAdaptiveSoftmax):
-        module.reset_projections()
-    if isinstance(module, SinusoidalDistances | LearnedDistances):
-        module.reset_parameters()
+    initialize_itself = getattr(module, "initialize", None)
+    if initialize_itself is not None:  # after its parts, to which `apply` comes first
+        initialize_itself()

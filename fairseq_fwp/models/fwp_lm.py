@@ -4,17 +4,11 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models import FairseqLanguageModel, register_model
+from fairseq.models import register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import (
-    MAX_GENERATED_POSITIONS,
-    DecoderConfig,
-    LanguageModelDecoder,
-    fill_in_defaults,
-    option,
-    warn_of_unused,
-)
+from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, option
+from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
@@ -101,7 +95,9 @@ class FwpLanguageModelConfig(DecoderConfig):
         False, "biases in the projections of the attention, as fairseq's and GPT-2's have; also of gates without one"
     )
     no_token_positional_embeddings: bool = option(False, "no absolute positions")
-    decoder_learned_pos: bool = option(False, "learned positions, --max-target-positions of them, in place of sinusoids")
+    decoder_learned_pos: bool = option(
+        False, "learned positions, --max-target-positions of them, in place of sinusoids"
+    )
     positions_from_end: bool = option(
         False,
         "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
@@ -110,8 +106,10 @@ class FwpLanguageModelConfig(DecoderConfig):
 
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
-class FwpLanguageModel(FairseqLanguageModel):
+class FwpLanguageModel(LanguageModel):
     """A language model over fast weights; works with fairseq's own tasks, criteria and commands."""
+
+    config = FwpLanguageModelConfig
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -124,16 +122,30 @@ class FwpLanguageModel(FairseqLanguageModel):
         super().add_args(parser)  # which leaves alone what is there already
 
     @classmethod
-    def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
-        """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        cfg = fill_in_defaults(cfg, FwpLanguageModelConfig())
-        warn_of_unused(unused_flags(cfg))
-        return cls(FwpDecoder(cfg, task.target_dictionary))
+    def build_decoder(cls, cfg: FwpLanguageModelConfig, dictionary: Any) -> "FwpDecoder":
+        """The decoder of the configuration."""
+        return FwpDecoder(cfg, dictionary)
+
+    @classmethod
+    def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
+        """The options that this attention does not look at, where they are not at their defaults."""
+        if cfg.decoder_update_rule == "softmax":
+            unused = FAST_WEIGHT_FLAGS
+        else:
+            others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
+            unused = ("attention_window", "attention_dropout", *(flag for flags in others for flag in flags))
+            if not (cfg.sum_normalization or cfg.attention_normalization):
+                unused += NORMALIZATION_FLAGS
+            if not UPDATE_RULES[cfg.decoder_update_rule].retrieves:
+                unused += ("attention_normalization_read_out_only",)
+        default = FwpLanguageModelConfig()
+        return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
 
     def max_decoder_positions(self) -> int:
-        """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
+        """Longest generation: learned positions end, where others do not."""
         positions = self.decoder.embed_positions
-        return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else MAX_GENERATED_POSITIONS
+        known: int = super().max_decoder_positions()
+        return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else known
 
 
 class FwpDecoder(LanguageModelDecoder):
@@ -168,21 +180,6 @@ class FwpDecoder(LanguageModelDecoder):
         if decoding:  # where a sample ends is not known before it is generated: one sample follows the other
             return (self.sample_length - counts) % self.sample_length
         return counts[:, -1:] - counts
-
-
-def unused_flags(cfg: FwpLanguageModelConfig) -> list[str]:
-    """The options that the attention of this configuration does not look at, where they are not at their defaults."""
-    if cfg.decoder_update_rule == "softmax":
-        unused = FAST_WEIGHT_FLAGS
-    else:
-        others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
-        unused = ("attention_window", "attention_dropout", *(flag for flags in others for flag in flags))
-        if not (cfg.sum_normalization or cfg.attention_normalization):
-            unused += NORMALIZATION_FLAGS
-        if not UPDATE_RULES[cfg.decoder_update_rule].retrieves:
-            unused += ("attention_normalization_read_out_only",)
-    default = FwpLanguageModelConfig()
-    return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
 
 
 def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:

@@ -133,7 +133,9 @@ class AdaptiveSoftmax(nn.Module):
 class TiedAdaptiveSoftmax(AdaptiveSoftmax):
     """All words share the weight (V, D) of one embedding."""
 
-    def __init__(self, embedding: nn.Embedding, cutoffs: list[int], *, biased: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, embedding: nn.Embedding, cutoffs: list[int], *, biased: bool = True, dropout: float = 0.0
+    ) -> None:
         super().__init__(embedding, cutoffs, biased=biased, dropout=dropout)
         self.weight = embedding.weight
 
@@ -157,9 +159,9 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         dim = embedding.embedding_dim
         head = nn.Linear(dim, dim, bias=False) if biased else nn.Identity()
         self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
-        self.reset_projections()
+        self.initialize()
 
-    def reset_projections(self) -> None:
+    def initialize(self) -> None:
         """Draws the projections, the shared ones too, as the paper's public code does."""
         for projection in self.projections:
             if isinstance(projection, nn.Linear):

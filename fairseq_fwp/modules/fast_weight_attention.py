@@ -134,9 +134,9 @@ class FastWeightAttention(nn.Module):
         )
         self.read_out_norm = LayerNorm(self.head_dim) if norm_read_out else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.reset_gates()
+        self.initialize()
 
-    def reset_gates(self) -> None:
+    def initialize(self) -> None:
         """Draws the initial biases of the gates, as the rule has them."""
         for gate in self.rule.gates:
             if gate.bias:

@@ -170,7 +170,7 @@ def draw_eval_lm():
     rows = measured_goals("eval_lm")
     figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
     bars(axes, rows, [f"{row['ratio'].removeprefix('tokens per second, ')}, {row['where']}" for row in rows])
-    axes.set_title("Tokens per second of the sliding window, as a ratio (| = goal)")
+    figure.suptitle("Tokens per second of the sliding window, as a ratio (| = goal)")
     return figure
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lm_results import read_training  # noqa: E402
+from lm_results import read_training
 
 # The source as a model of this plugin, and after as much fine-tuning as the other rows.
 SOFTMAX = "softmax"
@@ -82,7 +82,15 @@ def table(corpus: dict[str, Any], out: Path) -> list[str]:
     ]  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
     own = [shown(corpus["source"].get(measure, "-")) for measure in paper_measures]
-    cells = ["source", state_size(out / SOFTMAX / "converted", first), "-", *map(shown, sources.values()), "-", "-", *own]
+    cells = [
+        "source",
+        state_size(out / SOFTMAX / "converted", first),
+        "-",
+        *map(shown, sources.values()),
+        "-",
+        "-",
+        *own,
+    ]
     lines.append("| " + " | ".join([*cells, "-", "-"]) + " |")
     for row in rows:
         folder, paper = out / row["run"], row["paper"]
@@ -117,7 +125,9 @@ def main(arguments: list[str]) -> None:
         case ["table", rows, name, out]:
             print("\n".join(table(read_corpus(Path(rows), name), Path(out))))
         case _:
-            sys.exit("usage: rows.py names|tokens|measures ROWS CORPUS | target ROWS CORPUS NAME | table ROWS CORPUS OUT")
+            sys.exit(
+                "usage: rows.py names|tokens|measures ROWS CORPUS | target ROWS CORPUS NAME | table ROWS CORPUS OUT"
+            )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ LENGTH = 20
 # The architectures that the issue of conversion is about, and the ways of fairseq's models to differ from them.
 SOURCES = {
     "wiki103": ("transformer_lm_wiki103", ADAPTIVE),
-    "wiki103 of 50 words": ("transformer_lm_wiki103", {name: "10,50" for name in ADAPTIVE}),
+    "wiki103 of 50 words": ("transformer_lm_wiki103", dict.fromkeys(ADAPTIVE, "10,50")),
     "gpt2": ("transformer_lm_gpt2_small", {}),
     "gpt3": ("transformer_lm_gpt3_small", {}),
     "shared": ("transformer_lm_gpt2_big", {"share_decoder_input_output_embed": True, "no_scale_embedding": True}),
@@ -47,7 +47,9 @@ def build_theirs(arch, flags):
     args.base_shuffle = 1  # fairseq's architectures say False, which its configuration refuses
     cfg = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), vars(args))
     dictionary = make_dictionary()
-    model = TransformerLanguageModel.build_model(cfg, Namespace(source_dictionary=dictionary, target_dictionary=dictionary))
+    model = TransformerLanguageModel.build_model(
+        cfg, Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval(), {**OmegaConf.to_container(cfg, enum_to_str=True), "_name": arch}
@@ -115,7 +117,9 @@ def test_checkpoints_of_earlier_versions(checkpoint):
     """Settings in `args`, queries, keys and values in one tensor, norms numbered, a shared weight once, no final norm."""
     theirs, settings = build_theirs("transformer_lm_gpt2_small", {"share_decoder_input_output_embed": True})
     theirs.decoder.layer_norm = None
-    old = {name: tensor for name, tensor in theirs.state_dict().items() if "layer_norm" not in name and "_proj" not in name}
+    old = {
+        name: tensor for name, tensor in theirs.state_dict().items() if "layer_norm" not in name and "_proj" not in name
+    }
     old["decoder.version"] = torch.ones(1)
     for index, layer in enumerate(theirs.decoder.layers):
         prefix = f"decoder.layers.{index}"
@@ -149,7 +153,11 @@ def test_weights_missing_or_too_many(refused):
     tensors = theirs.state_dict()
     some = {name: tensor for name, tensor in tensors.items() if name != "decoder.layers.1.fc2.bias"}
     refused(r"lacks decoder\.layers\.1\.fc2\.bias;", some, settings)
-    refused(r"has also decoder\.layers\.0\.attn_ln\.weight;", {**tensors, "decoder.layers.0.attn_ln.weight": torch.ones(16)}, settings)
+    refused(
+        r"has also decoder\.layers\.0\.attn_ln\.weight;",
+        {**tensors, "decoder.layers.0.attn_ln.weight": torch.ones(16)},
+        settings,
+    )
     other = {**tensors, "decoder.adaptive_softmax.tail.0.0.weight": torch.ones(16, 4)}
     refused("an adaptive softmax of its own cannot be converted: .* they differ there", other, settings)
     wide = {**tensors, "decoder.layers.0.fc1.bias": torch.ones(25)}

@@ -26,7 +26,12 @@ DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torc
 def make_tensors():
     shapes = {"wte.weight": (WORDS, DIM), "wpe.weight": (POSITIONS, DIM), "ln_f.weight": (DIM,), "ln_f.bias": (DIM,)}
     for index in range(LAYERS):
-        sizes = {"attn.c_attn": (DIM, 3 * DIM), "attn.c_proj": (DIM, DIM), "mlp.c_fc": (DIM, 4 * DIM), "mlp.c_proj": (4 * DIM, DIM)}
+        sizes = {
+            "attn.c_attn": (DIM, 3 * DIM),
+            "attn.c_proj": (DIM, DIM),
+            "mlp.c_fc": (DIM, 4 * DIM),
+            "mlp.c_proj": (4 * DIM, DIM),
+        }
         for name, shape in sizes.items():
             shapes |= {f"h.{index}.{name}.weight": shape, f"h.{index}.{name}.bias": shape[1:]}
         shapes |= {f"h.{index}.{norm}.{part}": (DIM,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
@@ -66,7 +71,11 @@ def save_safetensors(tensors, path):
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, tensor in tensors.items():
         content = tensor.contiguous().numpy().tobytes()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(content)]}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
         data += content
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -120,10 +129,15 @@ def test_logits(folder, dtype, tolerance):
 def test_what_transformers_saves_beside_the_weights(folder):
     """A prefix, causal masks, the output tied to the embeddings, weights in several files."""
     tensors = make_tensors()
-    whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()} | {"lm_head.weight": tensors["wte.weight"]}
+    whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()} | {
+        "lm_head.weight": tensors["wte.weight"]
+    }
     for index in range(LAYERS):
         mask = torch.ones(POSITIONS, POSITIONS, dtype=torch.uint8).tril().view(1, 1, POSITIONS, POSITIONS)
-        whole |= {f"transformer.h.{index}.attn.bias": mask, f"transformer.h.{index}.attn.masked_bias": torch.tensor(-1e4)}
+        whole |= {
+            f"transformer.h.{index}.attn.bias": mask,
+            f"transformer.h.{index}.attn.masked_bias": torch.tensor(-1e4),
+        }
     folder.save({})
     names = sorted(whole)
     parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
@@ -191,7 +205,13 @@ def test_files_that_are_not_there_or_not_whole(folder):
 
 
 def test_every_dtype_and_shape_of_the_format(tmp_path):
-    tensors = {"a": torch.randn(2, 3), "b": torch.randn(3).double(), "c": torch.randn(4).half(), "d": torch.zeros(0, 2), "e": torch.tensor(7.0)}
+    tensors = {
+        "a": torch.randn(2, 3),
+        "b": torch.randn(3).double(),
+        "c": torch.randn(4).half(),
+        "d": torch.zeros(0, 2),
+        "e": torch.tensor(7.0),
+    }
     save_safetensors(tensors, tmp_path / "x")
     found = load_safetensors(tmp_path / "x")
     assert found.keys() == tensors.keys()

@@ -39,7 +39,9 @@ def build(conversion):
 def source(request):
     """A softmax model with large random weights, as float64."""
     flags = {**FLAGS, "attention_bias": request.param}
-    cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {"max_target_positions": None, "add_bos_token": False, **flags})
+    cfg = OmegaConf.merge(
+        OmegaConf.structured(FwpLanguageModelConfig), {"max_target_positions": None, "add_bos_token": False, **flags}
+    )
     dictionary = Dictionary()
     for word in WORDS:
         dictionary.add_symbol(word)
@@ -69,7 +71,9 @@ def test_every_rule_and_map_takes_its_place(source, rule):
     tokens = torch.randint(4, 50, (2, LENGTH))
     for name, feature_map in FEATURE_MAPS.items():
         normalized = feature_map.positive
-        converted = swap(source, Target(rule, name, 4, sum_normalization=normalized, attention_normalization=normalized))
+        converted = swap(
+            source, Target(rule, name, 4, sum_normalization=normalized, attention_normalization=normalized)
+        )
         model = build(converted)
         assert model.decoder.layers[0].self_attn.feature_map.feature_dim == 4
         assert model.decoder.state_size(LENGTH) == 2 * 4 * DIM  # of either layer m D numbers
@@ -106,7 +110,9 @@ def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
             whole = of_q.T @ of_k
             left_out = torch.linalg.svdvals(whole)[size:].square().sum()
             torch.testing.assert_close((whole - new_q.T @ new_k).square().sum(), left_out, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(new_q.norm(), new_k.norm(), rtol=0.5, atol=0)  # half of the values on either side
+            torch.testing.assert_close(
+                new_q.norm(), new_k.norm(), rtol=0.5, atol=0
+            )  # half of the values on either side
 
 
 def test_features_beyond_the_dimensions_change_no_score(source):
