@@ -4,12 +4,12 @@
     fwp-convert --source fairseq-lm adaptive_lm_wiki103.v2/model.pt --out converted
     fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32
 
-CHECKPOINT is, for schlag-lm and transformer-xl, a state dict of the papers' public code. The training's options are read
-from the log.txt beside it; those given here win, and are written as the training script has them. FILE has the vocabulary
-in the order of training, one word a line (there: corpus.vocab.idx2sym). For fairseq-lm it is a checkpoint of fairseq's
-transformer_lm, for fwp-lm one of this plugin, both with their dict.txt beside them or given as FILE; for gpt2 a folder with
-config.json and model.safetensors. --out is a folder for checkpoint.pt, dict.txt (for fairseq-preprocess --srcdict) and
-flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
+For schlag-lm and transformer-xl, CHECKPOINT is a state dict of the papers' public code. The training's options are
+read from the log.txt beside it; those given here win, and are written as the training script has them. FILE has the
+vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym). For fairseq-lm it is a checkpoint
+of fairseq's transformer_lm, for fwp-lm one of this plugin, both with their dict.txt beside them or given as FILE; for
+gpt2 a folder with config.json and model.safetensors. --out is a folder for checkpoint.pt, dict.txt (for
+fairseq-preprocess --srcdict) and flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
 
 With --decoder-update-rule another attention takes the place of softmax, initialised as Mao 2022 has it; it is to be
 fine-tuned.

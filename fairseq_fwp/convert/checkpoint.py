@@ -24,7 +24,7 @@ CHECKPOINT, DICTIONARY, FLAGS = "checkpoint.pt", "dict.txt", "flags.txt"
 
 
 def load(path: Path, export: str) -> Any:
-    """What torch.save wrote into a file. Raises ValueError for one of other things than data: `export` says what to do."""
+    """What torch.save wrote into a file. Raises ValueError for other things than data; `export` says what to do."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

@@ -228,8 +228,8 @@ def check_vocabulary(tensors: Mapping[str, Tensor], words: int) -> None:
     found, expected = sum(len(tensors[name]) for name in tables), words + len(Dictionary())
     if tables and found != expected:
         raise ValueError(
-            f"the dictionary has {expected} words with fairseq's own and the checkpoint {found}: give the dict.txt of its "
-            "training with --vocabulary"
+            f"the dictionary has {expected} words with fairseq's own and the checkpoint {found}: give the dict.txt "
+            "of its training with --vocabulary"
         )
 
 

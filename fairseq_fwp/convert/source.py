@@ -30,8 +30,8 @@ class Source(NamedTuple):
     """One kind of checkpoint.
 
     options: by name, as the training script has them; read(path) -> its tensors, and the options saved with it;
-    convert(tensors, words, options) -> `Conversion`, where options are those given, else saved; words(path, given) -> the
-    vocabulary, from the file that was given or, without one, from what lies with the checkpoint.
+    convert(tensors, words, options) -> `Conversion`, where options are those given, else saved;
+    words(path, given) -> the vocabulary, from the file that was given or, without one, from what lies with the checkpoint.
     """
 
     options: dict[str, Option]

@@ -3,17 +3,17 @@
 Queries, keys, values and output keep their pretrained projections as far as the new attention has them; gates and the
 learned map start anew. Fine-tuning does the rest. D: embedding dimension, H: heads, d = D / H, m: state size.
 
-*The state size m* is what the paper leaves open: it writes the state of one head, R^(d x m), and GPT-2 has several. Here
-every head has keys and queries of m features, so that a layer's state has m D numbers, H of m x d, as in the works that it
-compares with (Kasai et al. 2021; Peng et al. 2022). Read literally, its d is that of the embeddings and a layer has one head
-with one decay of m for all values: give `heads` = 1, which has m D numbers as well.
+*The state size m* is what the paper leaves open: it writes the state of one head, R^(d x m), and GPT-2 has several.
+Here every head has keys and queries of m features, so that a layer's state has m D numbers, H of m x d, as in the works
+that it compares with (Kasai et al. 2021; Peng et al. 2022). Read literally, its d is that of the embeddings and a layer
+has one head with one decay of m for all values: that is `heads` = 1, which has m D numbers as well.
 
-*Queries and keys.* Softmax scores are q . k / sqrt(d); here the factor is in the queries. The paper's linear map from d to m
-dimensions is part of their projections (Sec. 3, below Eq. 8), and how it begins is not said. Here the two maps are those
-whose scores are nearest to the pretrained ones: the truncated singular value decomposition of Wq^T Wk of each head, biases
-included, half of the singular values on either side. Features beyond d have drawn keys and queries of zero.
+*Queries and keys.* Softmax scores are q . k / sqrt(d); here the factor is in the queries. The paper's linear map from d
+to m dimensions is part of their projections (Sec. 3, below Eq. 8), and how it begins is not said. Here the two maps are
+those whose scores are nearest to the pretrained ones: the truncated singular value decomposition of Wq^T Wk of each
+head, biases included, half of the singular values on either side. Features beyond d have drawn keys and queries of zero.
 
-*Initialisations* of the paper: `INITIALISATIONS` below. It scales W_v; the bias of values, which it does not mention, here
+*Initialisations* of the paper: `INITIALISATIONS` below. It scales W_v; the bias of values, which it does not mention,
 goes with it. Decay's biases come from its rule (uniform gate initialisation), the rest as models here begin: N(0, 0.02).
 """
 
@@ -61,7 +61,7 @@ def keep_values(attention: Any) -> float:
 
 
 def scale_by_decay(attention: Any) -> Tensor:
-    """1 - sigmoid(b_z) of every value dimension: what is added up for ever has the size of one value (Mao 2022, Sec. 3)."""
+    """1 - sigmoid(b_z) of every value dimension: what is added up has the size of one value (Mao 2022, Sec. 3)."""
     return 1 - attention.gate_biases["value_decay"].sigmoid()
 
 
@@ -77,7 +77,7 @@ def write_little(attention: Any) -> float:
 
 
 class Initialisation(NamedTuple):
-    """start(attention) sets its gates and returns the scale of pretrained values; gate_bias: the rule's gates need one."""
+    """start(attention) sets its gates and returns the scale of pretrained values; gate_bias: its gates need one."""
 
     start: Callable[[Any], Tensor | float] = keep_values
     gate_bias: bool = False
@@ -157,7 +157,7 @@ def state_size_flags(feature_map: str, size: int) -> dict[str, int]:
 
 
 def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], heads: int) -> Any:
-    """The attention of a layer, with what of softmax attention's weights goes into it; `heads`: of softmax attention."""
+    """The attention of a layer, with what goes into it of the weights of softmax attention, which has `heads`."""
     attention: Any = build_attention(cfg)
     attention.apply(initialize)
     size = attention.feature_map.feature_dim

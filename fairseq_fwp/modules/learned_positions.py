@@ -17,8 +17,8 @@ class LearnedPositions(nn.Module):
         count = self.table.num_embeddings
         if positions.numel() and int(positions.max()) >= count:
             raise ValueError(
-                f"token {int(positions.max()) + 1} has no position: the model has learned {count}, and neither reads nor "
-                "generates more than those after one another"
+                f"token {int(positions.max()) + 1} has no position: the model has learned {count}, and neither reads "
+                "nor generates more after one another"
             )
         found: Tensor = self.table(positions)
         return found

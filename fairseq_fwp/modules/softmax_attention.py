@@ -49,7 +49,7 @@ class KeyValueCache(NamedTuple):
 class SoftmaxAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v over the past (Vaswani et al. 2017).
 
-    embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as fairseq and GPT-2 have it.
+    embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as fairseq's and GPT-2's.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, *, bias: bool = False) -> None:

@@ -16,7 +16,8 @@ from tests.convert.conftest import load
 WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
 # As transformers saves it, with settings that conversion does not read left out.
 CONFIG = {
-    "activation_function": "gelu_new", "attn_pdrop": 0.2, "embd_pdrop": 0.3, "eos_token_id": 29, "layer_norm_epsilon": 1e-05,
+    "activation_function": "gelu_new", "attn_pdrop": 0.2, "embd_pdrop": 0.3, "eos_token_id": 29,
+    "layer_norm_epsilon": 1e-05,
     "model_type": "gpt2", "n_ctx": POSITIONS, "n_embd": DIM, "n_head": HEADS, "n_inner": None, "n_layer": LAYERS,
     "n_positions": POSITIONS, "resid_pdrop": 0.1, "vocab_size": WORDS,
 }  # fmt: skip

@@ -24,7 +24,8 @@ DIM, HEADS, HEAD, LENGTH = 16, 2, 8, 12
 WORDS = [f"w{index}" for index in range(46)]
 FLAGS = {
     "decoder_update_rule": "softmax", "decoder_layers": 2, "decoder_embed_dim": DIM, "decoder_ffn_embed_dim": 24,
-    "decoder_attention_heads": HEADS, "decoder_normalize_before": True, "attention_dropout": 0.1, "tokens_per_sample": LENGTH,
+    "decoder_attention_heads": HEADS, "decoder_normalize_before": True, "attention_dropout": 0.1,
+    "tokens_per_sample": LENGTH,
 }  # fmt: skip
 
 
