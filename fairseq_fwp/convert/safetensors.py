@@ -38,7 +38,7 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _tensor(about: dict[str, Any], data: memoryview) -> Tensor:
-    """A tensor as the header describes it, in the memory of the data. Raises ValueError for bytes that are not there."""
+    """A tensor as the header describes it, in the data. Raises ValueError for bytes that are not there."""
     start, stop = about["data_offsets"]
     dtype, shape = DTYPES[about["dtype"]], about["shape"]
     if not 0 <= start <= stop <= len(data) or stop - start != math.prod(shape) * dtype.itemsize:

@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
     options: by name, as the training script has them; read(path) -> its tensors, and the options saved with it;
     convert(tensors, words, options) -> `Conversion`, where options are those given, else saved;
-    words(path, given) -> the vocabulary, from the file that was given or, without one, from what lies with the checkpoint.
+    words(path, given) -> the vocabulary, from the file given or else from what lies with the checkpoint.
     """
 
     options: dict[str, Option]

@@ -11,10 +11,10 @@ has one head with one decay of m for all values: that is `heads` = 1, which has 
 *Queries and keys.* Softmax scores are q . k / sqrt(d); here the factor is in the queries. The paper's linear map from d
 to m dimensions is part of their projections (Sec. 3, below Eq. 8), and how it begins is not said. Here the two maps are
 those whose scores are nearest to the pretrained ones: the truncated singular value decomposition of Wq^T Wk of each
-head, biases included, half of the singular values on either side. Features beyond d have drawn keys and queries of zero.
+head, biases included, half of the singular values on either side. Those beyond d have drawn keys and queries of zero.
 
 *Initialisations* of the paper: `INITIALISATIONS` below. It scales W_v; the bias of values, which it does not mention,
-goes with it. Decay's biases come from its rule (uniform gate initialisation), the rest as models here begin: N(0, 0.02).
+goes with it. Decay's biases come from its rule (uniform gate initialisation), the rest as models here: N(0, 0.02).
 """
 
 from collections.abc import Callable

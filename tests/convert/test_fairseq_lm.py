@@ -114,7 +114,7 @@ def test_dropouts_are_those_of_the_training(checkpoint):
 
 
 def test_checkpoints_of_earlier_versions(checkpoint):
-    """Settings in `args`; queries, keys and values in one tensor; norms by number; a shared weight once; no final norm."""
+    """Settings in `args`; queries, keys and values in one tensor; norms by number; no final norm."""
     theirs, settings = build_theirs("transformer_lm_gpt2_small", {"share_decoder_input_output_embed": True})
     theirs.decoder.layer_norm = None
     old = {
