@@ -26,11 +26,12 @@ def test_biases_of_the_attention(build_model, rule):
     assert biases == {"in_proj.bias" if rule == "softmax" else "bias", "out_proj.bias"} | gates
     for name in biases:  # each of them matters; softmax does not see a bias of keys
         parameter = attention.get_parameter(name)
+        change = torch.randn_like(parameter)
         with torch.no_grad():
-            parameter += 1
+            parameter += change
         assert (log_probs(model, tokens) - expected).abs().max() > 1e-3
         with torch.no_grad():
-            parameter -= 1
+            parameter -= change
     plain = build_model("fwp_lm", **flags).decoder.layers[0].self_attn
     assert {name for name, _ in plain.named_parameters() if "bias" in name} == (gates if rule == "decay" else set())
 
