@@ -39,6 +39,9 @@ WRITE_STRENGTH_BIAS = -5.0
 # Mao 2022, footnote 4.
 SUM_VALUE_SCALE = 1 / 512
 
+# The weights of softmax attention.
+SOFTMAX = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
+
 
 class Target(NamedTuple):
     """The new attention.
@@ -98,23 +101,23 @@ def swap(conversion: Conversion, target: Target) -> Conversion:
         raise ValueError("another attention takes the place of softmax over all past tokens: this model has none")
     if target.update_rule == "softmax":
         return conversion._replace(flags={**flags, "attention_window": target.window})
-    flags = {**flags, **target_flags(target, flags)}
-    cfg: Any = OmegaConf.merge(
-        OmegaConf.structured(FwpLanguageModelConfig), {"max_target_positions": None, "add_bos_token": False, **flags}
-    )
+    source, flags = configure(flags), {**flags, **target_flags(target, flags)}
+    cfg = configure(flags)
     prefixes = [f"decoder.layers.{index}.self_attn." for index in range(cfg.decoder_layers)]
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         for prefix in prefixes:
             of_layer = {name: conversion.weights.get(prefix + name) for name in SOFTMAX}
-            attention = new_attention(cfg, target, of_layer, conversion.flags["decoder_attention_heads"])
+            attention = new_attention(cfg, target, of_layer, source.decoder_attention_heads)
             weights |= {prefix + name: tensor for name, tensor in attention.state_dict().items()}
     return conversion._replace(flags=flags, weights=weights)
 
 
-# The weights of softmax attention.
-SOFTMAX = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
+def configure(flags: dict[str, Any]) -> Any:
+    """The configuration of a model with these flags."""
+    of_task = {"max_target_positions": None, "add_bos_token": False}
+    return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})
 
 
 def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,18 @@ def convert(folder, out, *arguments):
     return load(out)[0]
 
 
+def test_as_many_heads_as_a_model_has_by_default():
+    """Of which a checkpoint's flags say nothing."""
+    flags = {name: value for name, value in FLAGS.items() if name != "decoder_attention_heads"}
+    weights = {f"decoder.layers.{layer}.self_attn.{name}": torch.randn(shape) for layer in (0, 1) for name, shape in (
+        ("in_proj.weight", (3 * DIM, DIM)), ("out_proj.weight", (DIM, DIM)))}  # fmt: skip
+    converted = swap(Conversion("fwp_lm", flags, weights, WORDS, []), Target("gated", state_size=2))
+    name = "decoder.layers.1.self_attn.in_proj.weight"
+    found, before = converted.weights[name], weights[name]
+    torch.testing.assert_close(found[:16] * 2**0.5, before[:16])  # as many queries as before: d = m = 2
+    assert found.shape == (3 * DIM + 8, DIM)
+
+
 def test_the_command(saved, source, tmp_path):
     tokens = torch.randint(4, 50, (2, LENGTH))
     same = convert(saved, tmp_path / "same")
