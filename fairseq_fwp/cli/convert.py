@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
         description=summary.removeprefix("fwp-convert: "),
         epilog=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a state dict, a checkpoint or a folder")
     made.add_argument("--source", required=True, choices=list(SOURCES), help="whose code the checkpoint is of")

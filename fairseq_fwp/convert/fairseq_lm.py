@@ -48,8 +48,9 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights of a checkpoint, by today's names, and its settings. Raises ValueError for any other file."""
     found, settings = read_checkpoint(path, "transformer_lm", TransformerLanguageModelConfig())
     tensors = upgrade(found)
-    if settings.get("share_decoder_input_output_embed"):  # of which earlier versions saved the one
-        tensors.setdefault("decoder.output_projection.weight", tensors["decoder.embed_tokens.weight"])
+    shared = "decoder.embed_tokens.weight"
+    if settings.get("share_decoder_input_output_embed") and shared in tensors:  # earlier versions saved it once
+        tensors.setdefault("decoder.output_projection.weight", tensors[shared])
     return tensors, settings
 
 
@@ -64,7 +65,7 @@ def read_checkpoint(path: Path, model: str, defaults: FairseqDataclass) -> tuple
         settings, name = dict(vars(args)), getattr(args, "arch", None)
     elif cfg is not None and cfg.get("model") is not None:
         of_model = cfg["model"]
-        settings, name = {**cfg["task"], **of_model}, of_model.get("arch") or of_model.get("_name")
+        settings, name = {**(cfg.get("task") or {}), **of_model}, of_model.get("arch") or of_model.get("_name")
     else:
         raise ValueError(f"{path} is no checkpoint of fairseq: it has none of its settings")
     if ARCH_MODEL_NAME_REGISTRY.get(name, name) != model:

@@ -102,6 +102,7 @@ def convert_fast_weights(
         **transformer_xl.absolute_positions(options),
         "decoder_update_rule": attn_type.update_rule,
         "decoder_feature_map": attn_type.feature_map,
+        "final_dropout": options.get("dropout", 0.0),
         **map_flags(options, attn_type),
         **normalization_flags(options, attn_type, head_dim),
     }
@@ -115,7 +116,8 @@ def convert_fast_weights(
         *transformer_xl.embeddings(tensors, vocabulary),
     ]
     weights = convert_tensors(table, tensors)
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes(tensors, options, attn_type))
+    found = notes(tensors, options, attn_type) + vocabulary.notes
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, found)
 
 
 def check_options(options: Options, attn_type: AttentionType) -> None:
@@ -184,7 +186,7 @@ def projections(tensors: Mapping[str, Tensor], attn_type: AttentionType) -> list
 
 def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionType) -> list[str]:
     """What the converted model cannot tell by itself."""
-    found = transformer_xl.dropout_notes(options)
+    found = []
     if attn_type.feature_map == "favor" and not projections(tensors, attn_type):
         found.append(
             "the state dict holds no dec_attn.proj_matrix, which the public code keeps outside of it: the random "

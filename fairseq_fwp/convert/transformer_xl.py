@@ -101,6 +101,8 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
     """Attention type 0: relative positions and a memory."""
     sizes = read_sizes(tensors)
     heads = len(_tensor(tensors, "r_w_bias"))
+    if options.get("n_head", heads) != heads:
+        raise ValueError(f"the checkpoint has {heads} heads, not {options.get('n_head')}: change --n_head")
     read_head_dim(tensors, sizes, heads, options)
     vocabulary = arrange(words)
     flags = {
@@ -120,7 +122,7 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
         *positions(sizes["d_model"]),
         *embeddings(tensors, vocabulary),
     ]
-    return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, [])
+    return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
 
 
 def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -136,18 +138,14 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
         **absolute_positions(options),
         "decoder_update_rule": "softmax",
         "attention_dropout": options.get("dropatt", 0.0),
+        "final_dropout": options.get("dropout", 0.0),
     }
     table = [
         *layers(sizes["n_layer"], SEPARATE_QUERIES),
         *positions(sizes["d_model"]),
         *embeddings(tensors, vocabulary),
     ]
-    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, dropout_notes(options))
-
-
-def dropout_notes(options: Options) -> list[str]:
-    """Where further training of an `fwp_lm` differs; `fwp_xl_lm` has dropout wherever the public code has it."""
-    return ["dropout after the last layer, which the public code has, is left out"] if options.get("dropout") else []
+    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
 
 
 def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -194,8 +192,16 @@ def common_flags(
         "activation_dropout": options.get("dropout", 0.0),
         "adaptive_softmax_cutoff": ",".join(map(str, vocabulary.cutoffs(cutoffs))) or None,
         "div_val": div_val,
-        "tokens_per_sample": options.need("tgt_len"),
+        "tokens_per_sample": read_sample_length(options),
     }
+
+
+def read_sample_length(options: Options) -> int:
+    """The tokens of a sample. Raises ValueError where there are none."""
+    length: int = options.need("tgt_len")
+    if length < 1:
+        raise ValueError(f"a sample has at least 1 token, got {length}: give the --tgt_len of the training")
+    return length
 
 
 def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options) -> tuple[list[int], int]:

@@ -29,6 +29,16 @@ class Vocabulary(NamedTuple):
         """How many words the source does not have."""
         return int((self.rows < 0).sum())
 
+    @property
+    def notes(self) -> list[str]:
+        """What whoever evaluates the model should know."""
+        if self.rows[Dictionary().eos()] >= 0:
+            return []
+        return [
+            f"the vocabulary has no end of a line ({', '.join(END_OF_LINE)}): the model gives the one that "
+            "fairseq-preprocess adds to every line the probability 0, and a loss that counts it is infinite"
+        ]
+
     def place(self, tensor: Tensor, fill: float) -> Tensor:
         """A tensor with a row for each word of the source, or of its first cluster, in our order; new rows: fill."""
         rows = self.rows[: len(tensor) + self.added]

@@ -251,8 +251,13 @@ def check_sizes(cfg: DecoderConfig) -> None:
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
     for name in ("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout"):
-        if not 0 <= getattr(cfg, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {getattr(cfg, name)}")
+        check_probability(name, getattr(cfg, name))
+
+
+def check_probability(name: str, value: float) -> None:
+    """Raises ValueError for the option of this name unless its value is a probability."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {value}")
 
 
 def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:

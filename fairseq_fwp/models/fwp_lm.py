@@ -5,9 +5,10 @@ from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
+from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, option
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability, option
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -88,6 +89,9 @@ class FwpLanguageModelConfig(DecoderConfig):
     fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
         "auto", "C++ and CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
     )
+    final_dropout: float = option(
+        0.0, "dropout probability after the last layer: that of --dropout in the papers' public code"
+    )
     attention_window: Optional[int] = option(  # noqa: UP045
         None, "softmax: a token attends to itself and to this many less one before it; none: to all"
     )
@@ -107,7 +111,12 @@ class FwpLanguageModelConfig(DecoderConfig):
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
 class FwpLanguageModel(LanguageModel):
-    """A language model over fast weights; works with fairseq's own tasks, criteria and commands."""
+    """A language model over fast weights; works with fairseq's own tasks, criteria and commands.
+
+    Dropout: Schlag et al. 2021 (App. F) have "10%" of it, and refer to their public code for more. Here --dropout is
+    after the embeddings and after each block (Vaswani et al. 2017, Sec. 5.4). Their code has it also after the
+    activation of the feed-forward block, --activation-dropout 0.1, and after the last layer, --final-dropout 0.1.
+    """
 
     config = FwpLanguageModelConfig
 
@@ -151,6 +160,11 @@ class FwpLanguageModel(LanguageModel):
 class FwpDecoder(LanguageModelDecoder):
     """`LanguageModelDecoder` over fast weights or softmax attention."""
 
+    def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
+        super().__init__(cfg, dictionary)
+        check_probability("final_dropout", cfg.final_dropout)
+        self.final_dropout = FairseqDropout(cfg.final_dropout, module_name=type(self).__name__)
+
     def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
         if cfg.no_token_positional_embeddings:
@@ -172,6 +186,12 @@ class FwpDecoder(LanguageModelDecoder):
     def build_attention(self, cfg: Any) -> nn.Module:
         """The attention of one layer."""
         return build_attention(cfg)
+
+    def _extract_features(
+        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
+    ) -> tuple[Tensor, DecoderState]:
+        x, state = super()._extract_features(tokens, state, last, decoding)
+        return self.final_dropout(x), state
 
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
         """The positions (B, L) of tokens that are the counts-th of their row."""

@@ -4,6 +4,7 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 that follows: whoever feeds segments one after the other passes it on, `detach()`ed, as the paper has it.
 """
 
+import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,8 @@ from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,6 +45,19 @@ class FwpXlLanguageModel(LanguageModel):
     """Transformer-XL; works with fairseq's own tasks, which read each sample without a memory, and with ours."""
 
     config = FwpXlLanguageModelConfig
+
+    @classmethod
+    def build_model(cls, cfg: FwpXlLanguageModelConfig, task: Any) -> "FwpXlLanguageModel":
+        """Raises ValueError where the configuration cannot be built; warns where nothing fills the memory."""
+        model: FwpXlLanguageModel = super().build_model(cfg, task)
+        settings = getattr(task, "args", None)  # none in a conversion
+        if model.decoder.mem_len and settings is not None and not getattr(settings, "carry_state", False):
+            logger.warning(
+                "segments are read without a memory of those before: --mem-len %d needs --task fwp_language_modeling "
+                "--carry-state",
+                model.decoder.mem_len,
+            )
+        return model
 
     @classmethod
     def build_decoder(cls, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> "FwpXlDecoder":

@@ -24,19 +24,20 @@ class LanguageModel(FairseqLanguageModel):
     def build_model(cls, cfg: Any, task: Any) -> "LanguageModel":
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
         cfg = fill_in_defaults(cfg, cls.config())
+        decoder = cls.build_decoder(cfg, task.target_dictionary)
         # Not refused: an architecture may have set one, and the command line made it void.
         for flag in cls.unused_flags(cfg):
             logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
-        return cls(cls.build_decoder(cfg, task.target_dictionary))
+        return cls(decoder)
 
     @classmethod
     def build_decoder(cls, cfg: Any, dictionary: Any) -> FairseqIncrementalDecoder:
-        """The decoder of the configuration, in which no option is missing."""
+        """The decoder of the configuration, in which no option is missing. Raises ValueError where it cannot be."""
         raise NotImplementedError
 
     @classmethod
     def unused_flags(cls, cfg: Any) -> list[str]:
-        """The options given that this configuration does not look at, named as its fields."""
+        """The options given that this configuration, of which a decoder was built, does not look at: its fields."""
         raise NotImplementedError
 
     def max_decoder_positions(self) -> int:

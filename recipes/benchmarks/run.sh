@@ -14,6 +14,7 @@ esac
 
 LOAD_BEFORE=$(cut -d ' ' -f 1 /proc/loadavg)
 export LOAD_BEFORE
+# shellcheck source=recipes/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots dev
 here=$root/recipes/benchmarks
 
