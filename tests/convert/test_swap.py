@@ -14,13 +14,15 @@ from fairseq_fwp import _compat
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import checkpoint
 from fairseq_fwp.convert.source import Conversion
-from fairseq_fwp.convert.swap import Target, fewer_features, swap
+from fairseq_fwp.convert.swap import SCORE_SCALE, Target, fewer_features, swap
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from tests.convert.conftest import load
 
 DIM, HEADS, HEAD, LENGTH = 16, 2, 8, 12
+# Of scores without a map.
+SCALE = SCORE_SCALE / math.sqrt(HEAD)
 WORDS = [f"w{index}" for index in range(46)]
 FLAGS = {
     "decoder_update_rule": "softmax", "decoder_layers": 2, "decoder_embed_dim": DIM, "decoder_ffn_embed_dim": 24,
@@ -94,8 +96,17 @@ def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(sou
     q, k, v = projected(source, x)
     attention = attention_of(swap(source, Target("gated", state_size=size)))
     new_q, new_k, new_v, _ = attention._project(x, None)
-    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) / math.sqrt(HEAD))
+    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
     torch.testing.assert_close(new_v, v)
+
+
+def test_a_map_sees_the_queries_of_softmax(source):
+    x = random_input()
+    q, k, _ = projected(source, x)
+    attention = attention_of(swap(source, Target("gated", "elu", attention_normalization=True)))
+    mapped = [attention.feature_map(part) for part in (q / math.sqrt(HEAD), k)]
+    for found, expected in zip(attention._project(x, None)[:2], mapped, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
@@ -120,7 +131,7 @@ def test_features_beyond_the_dimensions_change_no_score(source):
     x = random_input()
     q, k, _ = projected(source, x)
     new_q, new_k, *_ = attention_of(swap(source, Target("gated", state_size=HEAD + 3)))._project(x, None)
-    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) / math.sqrt(HEAD))
+    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
     assert new_q[..., HEAD:].eq(0).all() and new_k[..., HEAD:].ne(0).all()
 
 
@@ -132,7 +143,7 @@ def test_one_head_has_one_state_of_the_same_size(source):
     q, k, _ = projected(source, x)
     whole = swap(source, Target("gated", state_size=DIM, heads=1))
     new_q, new_k, *_ = attention_of(whole)._project(x, None)
-    expected = (q @ k.transpose(-1, -2)).sum(1, keepdim=True) / math.sqrt(HEAD)
+    expected = (q @ k.transpose(-1, -2)).sum(1, keepdim=True) * SCALE
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), expected)
 
 
@@ -229,7 +240,7 @@ def test_as_many_heads_as_a_model_has_by_default():
     converted = swap(Conversion("fwp_lm", flags, weights, WORDS, []), Target("gated", state_size=2))
     name = "decoder.layers.1.self_attn.in_proj.weight"
     found, before = converted.weights[name], weights[name]
-    torch.testing.assert_close(found[:16] * 2**0.5, before[:16])  # as many queries as before: d = m = 2
+    torch.testing.assert_close(found[:16] * 2**0.5 / SCORE_SCALE, before[:16])  # as many queries as before: d = m = 2
     assert found.shape == (3 * DIM + 8, DIM)
 
 
