@@ -13,7 +13,8 @@ to m dimensions is part of their projections (Sec. 3, below Eq. 8), and how it b
 those whose scores are nearest to the pretrained ones: the truncated singular value decomposition of Wq^T Wk of each
 head, biases included, half of the singular values on either side. Those beyond d have drawn keys and queries of zero.
 Without a map to make them positive, scores are a tenth of softmax's: nothing divides them by their sum, and as they are
-the read-out is some three times as long as that of softmax. On the PEPs a model then starts at a fifth of the perplexity.
+the read-out is some three times as long as that of softmax. A model of the PEPs then starts with a fifth of the
+perplexity.
 
 *Initialisations* of the paper: `INITIALISATIONS` below. It scales W_v; the bias of values, which it does not mention,
 goes with it. Decay's biases come from its rule (uniform gate initialisation), the rest as models here: N(0, 0.02).
