@@ -207,9 +207,9 @@ def main():
         raw,
         rows,
         "One thread, one sequence, float32, 16 layers, D = 128, 8 heads, feed-forward 2,048, 8,000 words, states of "
-        "random numbers; memory is the peak beyond the model, of a process for each name, less than 1 MB counted as 1 MB "
-        "in the ratios. Without the projections, of the operator alone, see the decoding steps above. The two caches of softmax: "
-        "copied to make room for every token, as in fairseq and here, and in place.\n",
+        "random numbers. Memory is the peak beyond the model, of a process for each name; in the ratios less than 1 MB "
+        "counts as 1 MB. The two caches of softmax: copied to make room for every token, as in fairseq and here, and in "
+        "place. A layer includes its projections; for the operators without them see the decoding steps above.\n",
     )
 
 
