@@ -208,8 +208,8 @@ def main():
         rows,
         "One thread, one sequence, float32, 16 layers, D = 128, 8 heads, feed-forward 2,048, 8,000 words, states of "
         "random numbers. Memory is the peak beyond the model, of a process for each name; in the ratios less than 1 MB "
-        "counts as 1 MB. The two caches of softmax: copied to make room for every token, as in fairseq and here, and in "
-        "place. A layer includes its projections; for the operators without them see the decoding steps above.\n",
+        "counts as 1 MB. The two caches of softmax: copied to make room for every token, as in fairseq and here, and "
+        "in place. A layer includes its projections; for the operators without them see the decoding steps above.\n",
     )
 
 
