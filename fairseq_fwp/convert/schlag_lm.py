@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_fwp.convert import transformer_xl
 from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, convert_tensors
-from fairseq_fwp.convert.vocabulary import arrange
+from fairseq_fwp.convert.vocabulary import arrange, given_words
 
 OPTIONS = {
     **transformer_xl.OPTIONS,
@@ -200,4 +200,4 @@ def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionT
     return found
 
 
-SOURCE = Source(OPTIONS, transformer_xl.read_saved, convert, transformer_xl.EXPORT)
+SOURCE = Source(OPTIONS, transformer_xl.read, convert, given_words)

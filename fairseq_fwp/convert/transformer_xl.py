@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, convert_tensors
-from fairseq_fwp.convert.vocabulary import Vocabulary, arrange
+from fairseq_fwp.convert.checkpoint import load_tensors
+from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, check_equal, convert_tensors
+from fairseq_fwp.convert.vocabulary import Vocabulary, arrange, given_words
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
@@ -70,6 +71,11 @@ RELATIVE_ATTENTION = [
     Entry("self_attn.in_proj.weight", ("dec_attn.qkv_net.weight",)),
     Entry("self_attn.positions.proj.weight", ("dec_attn.r_net.weight",)),
 ]
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state dict, and the options of its training."""
+    return load_tensors(path, EXPORT), read_saved(path.parent)
 
 
 def read_saved(folder: Path) -> dict[str, Any]:
@@ -272,7 +278,7 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
     tables, outputs = (
         [f"{module}.{index}.weight" for index in range(count)] for module in ("word_emb.emb_layers", "crit.out_layers")
     )
-    tied = [Entry(None, pair, _check_tied("--not_tied")) for pair in zip(tables, outputs, strict=True)]
+    tied = [Entry(None, pair, check_equal("--not_tied")) for pair in zip(tables, outputs, strict=True)]
     bias = Entry(
         "decoder.adaptive_softmax.bias",
         tuple(f"crit.out_layers.{index}.bias" for index in range(count)),
@@ -291,16 +297,8 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
             for index, (name, _) in enumerate(projections)
         ),
         Entry("decoder.adaptive_softmax.projections.0.weight", ("crit.out_projs.0",)),
-        *(Entry(None, pair, _check_tied("untied projections, as of --dataset lm1b,")) for pair in projections[1:]),
+        *(Entry(None, pair, check_equal("untied projections, as of --dataset lm1b,")) for pair in projections[1:]),
     ]
-
-
-def _check_tied(option: str) -> Any:
-    def check(first: Tensor, second: Tensor) -> None:
-        if not torch.equal(first, second):
-            raise ValueError(f"{option} cannot be converted: input and output are one here, and they differ there")
-
-    return check
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -325,4 +323,4 @@ def _literal(text: str) -> Any:
         return text
 
 
-SOURCE = Source(OPTIONS, read_saved, convert, EXPORT)
+SOURCE = Source(OPTIONS, read, convert, given_words)

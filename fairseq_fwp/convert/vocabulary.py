@@ -80,6 +80,28 @@ def arrange(words: list[str]) -> Vocabulary:
     return Vocabulary(rest, torch.tensor(rows + [numbers[word] for word in rest]))
 
 
+def read_dictionary(path: Path) -> list[str]:
+    """The words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
+    try:
+        dictionary = Dictionary.load(str(path))
+    except (OSError, ValueError, RuntimeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
+    words: list[str] = dictionary.symbols[dictionary.nspecial :]
+    return words
+
+
+def given_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """The words of a checkpoint that comes without them. Raises ValueError where they are not given."""
+    if given is None:
+        raise ValueError(f"{checkpoint} comes without its words: give them with --vocabulary")
+    return read_words(given)
+
+
+def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """The words of a checkpoint of fairseq: of the dict.txt given, or else of that beside it."""
+    return read_dictionary(checkpoint.parent / "dict.txt" if given is None else given)
+
+
 def read_words(path: Path) -> list[str]:
     """One word a line, the first if there are more. Raises ValueError for a file that cannot be read."""
     try:

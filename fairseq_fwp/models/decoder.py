@@ -15,13 +15,17 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
-from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_softmax import (
+    AdaptiveSoftmax,
+    ProjectedAdaptiveSoftmax,
+    TiedAdaptiveSoftmax,
+    UntiedSoftmax,
+)
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.fast_weight_attention import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.relative_attention import Memory
-from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.modules.softmax_attention import KeyValueCache
 
 logger = logging.getLogger(__name__)
@@ -57,6 +61,12 @@ class DecoderConfig(FairseqDataclass):
     div_val: int = option(
         1, "adaptive input and softmax: embeddings shrink by this factor from one cluster to the next; 1: none does"
     )
+    output_layer: ChoiceEnum(["biased", "tied", "untied"]) = option(  # type: ignore[valid-type]
+        "biased",
+        "biased: word vectors of the input and a bias each, as Transformer-XL; tied: without biases, as GPT-2 and "
+        "fairseq's adaptive input; untied: vectors of its own, as fairseq's transformer_lm",
+    )
+    adaptive_softmax_dropout: float = option(0.0, "dropout probability in the adaptive softmax")
     no_scale_embedding: bool = option(False, "do not scale embeddings by the root of their dimension")
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
@@ -110,10 +120,10 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
         self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if final_norm else None
         # Also without cutoffs, so that the criterion adaptive_loss always works.
-        self.adaptive_softmax = build_adaptive_softmax(self.embed_tokens, cutoffs)
+        self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
 
-    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+    def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
         raise NotImplementedError
 
@@ -240,7 +250,7 @@ def check_sizes(cfg: DecoderConfig) -> None:
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
-    for name in ("dropout", "attention_dropout", "activation_dropout"):
+    for name in ("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout"):
         check_probability(name, getattr(cfg, name))
 
 
@@ -287,11 +297,21 @@ def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> 
     return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
 
 
-def build_adaptive_softmax(embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> AdaptiveSoftmax:
-    """The adaptive softmax tied to the embeddings."""
+def build_adaptive_softmax(
+    cfg: DecoderConfig, embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]
+) -> AdaptiveSoftmax:
+    """The output layer over the embeddings. Raises ValueError for clusters with vectors of their own."""
+    if str(cfg.output_layer) == "untied":
+        if cutoffs or isinstance(embed_tokens, AdaptiveInput):
+            raise ValueError(
+                "--output-layer untied is a plain softmax: leave out --adaptive-softmax-cutoff and --div-val, or "
+                "choose --output-layer tied"
+            )
+        return UntiedSoftmax(embed_tokens)
+    biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout
     if isinstance(embed_tokens, AdaptiveInput):
-        return ProjectedAdaptiveSoftmax(embed_tokens)
-    return TiedAdaptiveSoftmax(embed_tokens, cutoffs)
+        return ProjectedAdaptiveSoftmax(embed_tokens, biased=biased, dropout=dropout)
+    return TiedAdaptiveSoftmax(embed_tokens, cutoffs, biased=biased, dropout=dropout)
 
 
 def initialize(module: nn.Module) -> None:

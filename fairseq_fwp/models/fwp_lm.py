@@ -13,6 +13,7 @@ from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
+from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.local_attention import LocalAttention
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
@@ -94,7 +95,13 @@ class FwpLanguageModelConfig(DecoderConfig):
     attention_window: Optional[int] = option(  # noqa: UP045
         None, "softmax: a token attends to itself and to this many less one before it; none: to all"
     )
+    attention_bias: bool = option(
+        False, "biases in the projections of the attention, as fairseq's and GPT-2's have; also of gates without one"
+    )
     no_token_positional_embeddings: bool = option(False, "no absolute positions")
+    decoder_learned_pos: bool = option(
+        False, "learned positions, --max-target-positions of them, in place of sinusoids"
+    )
     positions_from_end: bool = option(
         False,
         "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
@@ -143,6 +150,12 @@ class FwpLanguageModel(LanguageModel):
         default = FwpLanguageModelConfig()
         return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
 
+    def max_decoder_positions(self) -> int:
+        """Longest generation: learned positions end, where others do not."""
+        positions = self.decoder.embed_positions
+        known: int = super().max_decoder_positions()
+        return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else known
+
 
 class FwpDecoder(LanguageModelDecoder):
     """`LanguageModelDecoder` over fast weights or softmax attention."""
@@ -152,12 +165,16 @@ class FwpDecoder(LanguageModelDecoder):
         check_probability("final_dropout", cfg.final_dropout)
         self.final_dropout = FairseqDropout(cfg.final_dropout, module_name=type(self).__name__)
 
-    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+    def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
         if cfg.no_token_positional_embeddings:
             if cfg.positions_from_end:
                 raise ValueError("--positions-from-end counts positions, and --no-token-positional-embeddings has none")
             return None
+        if cfg.decoder_learned_pos:
+            if cfg.positions_from_end:
+                raise ValueError("--positions-from-end is of sinusoids: leave out --decoder-learned-pos")
+            return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
         if cfg.positions_from_end:
             return VaswaniPositions(cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
@@ -190,8 +207,8 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
     if cfg.decoder_update_rule == "softmax":
         if cfg.attention_window is not None:
-            return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout)
-        return SoftmaxAttention(*sizes, cfg.attention_dropout)
+            return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout, bias=cfg.attention_bias)
+        return SoftmaxAttention(*sizes, cfg.attention_dropout, bias=cfg.attention_bias)
     if cfg.decoder_feature_map not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
     check_heads(*sizes)
@@ -214,5 +231,6 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         sum_epsilon=cfg.sum_normalization_epsilon,
         scale_read_out=cfg.scale_read_out,
         norm_read_out=cfg.norm_read_out,
+        bias=cfg.attention_bias,
         backend=str(cfg.fwp_backend),
     )

@@ -118,7 +118,7 @@ class Pickled(nn.Module):
 def test_a_pickled_model_is_not_loaded(convert):
     vector = read_vector("schlag-lm/type2")
     for saved, sentence in (
-        (Pickled(), "holds a pickled model, which could run any code, and no state dict: export one in the folder of"),
+        (Pickled(), "holds pickled objects, which could run any code, beside its weights: export one in the folder of"),
         ({"epoch": 3}, "holds other things than named tensors, and so is no state dict: export one"),
         ([torch.ones(2)], "holds other things than named tensors"),
     ):
