@@ -10,9 +10,9 @@ Schlag's (Sec. 6.3, Table 4). They drop the activations of the feed-forward bloc
 paper prints 257 M parameters, but the published script and weights, which are these sizes, have 285 M; with 16 layers
 in place of 18 it would be 258 M. The models called large were trained with untied u and v.
 
-Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large`, and of a Transformer with
-local attention whose 12 layers, 768 dimensions and 121 M parameters are all that the paper says of it: heads, window
-(Roy et al. 2021) and an embedding divided by 4 are ours; with them there are 114 M below the layer and 119 M in all.
+Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large`, and of a Transformer
+with local attention whose 12 layers, 768 dimensions and 121 M parameters are all that the paper says of it: heads,
+window (Roy et al. 2021) and an embedding divided by 4 are ours, with 114 M parameters below the layer, 119 M in all.
 """
 
 from collections.abc import Callable

@@ -257,9 +257,7 @@ class FastWeightLayer(nn.Module):
                 for name, decay in zip(self.fast, decays, strict=True)
             }
 
-    def _read(
-        self, x: Tensor, hidden: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
-    ) -> Tensor:
+    def _read(self, x: Tensor, hidden: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]) -> Tensor:
         """f with the fast weights of each position; hidden = x U + a."""
 
         def change(name: str, inputs: Tensor) -> Tensor | float:
@@ -282,7 +280,8 @@ class FastWeightLayer(nn.Module):
         if name not in self.fast:
             return 0.0
         index, found = self.fast.index(name), gradients[name]
-        step = self.step_sizes[index] if self.step_sizes is not None else self.fixed_step_size
+        step = self.fixed_step_size if self.step_sizes is None else self.step_sizes[index]
+        assert step is not None
         with torch.autocast(inputs.device.type, enabled=False):
             errors = at_least_float32(found.errors)
             if found.inputs is None:
