@@ -1,8 +1,8 @@
 """Dynamic evaluation: after a window is scored, the weights take a step down the gradient of its loss.
 
 Krause, Kahembwe, Murray & Renals 2018, "Dynamic Evaluation of Neural Sequence Models" (arXiv 1709.07432), and 2019,
-"Dynamic Evaluation of Transformer Language Models" (arXiv 1904.08378). With theta the weights, theta_g the trained ones,
-and g the gradient of the mean loss of the tokens that a window scores:
+"Dynamic Evaluation of Transformer Language Models" (arXiv 1904.08378). With theta the weights, theta_g the trained
+ones, and g the gradient of the mean loss of the tokens that a window scores:
 
     SGD:  theta <- theta - lr g + decay (theta_g - theta)
     RMS:  theta <- theta - lr g / (RMS + epsilon) + min(decay RMS / mean(RMS), 1) (theta_g - theta)

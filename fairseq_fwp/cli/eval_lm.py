@@ -319,6 +319,7 @@ def evaluate(args: Namespace) -> None:
     text = load_text(task, args.data, args.gen_subset, first)
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model, text = model.to(device), Text(*(part.to(device) for part in text))
+    model.requires_grad_(protocol.dynamic is not None)
     length = len(text.tokens)
     warn_of_positions(model, protocol, length)
 

@@ -151,7 +151,7 @@ class FwlFwpDecoder(FwlDecoder, FwpDecoder):
     """A fast weight layer on `FwpDecoder`."""
 
 
-class FwlXlDecoder(FwlDecoder, FwpXlDecoder):  # type: ignore[misc]  (of a state of its own)
+class FwlXlDecoder(FwlDecoder, FwpXlDecoder):  # type: ignore[misc]
     """A fast weight layer on `FwpXlDecoder`."""
 
 

@@ -21,13 +21,12 @@ def causal_sum(q: Tensor, k: Tensor, v: Tensor, chunk: int = CHUNK) -> Tensor:
     q (B, L, Dk), k (B, M, Dk), v (B, M, Dv) -> (B, L, Dv); M at least L - 1.
     """
     length, size = q.shape[1], k.shape[2] + v.shape[2]
-    if length * size <= chunk * size + 2 * k.shape[2] * v.shape[2]:  # the scores of all are cheaper than any sum
-        chunk = max(length, 1)
+    summing = length * size > 2 * (chunk * size + 2 * k.shape[2] * v.shape[2])  # else the scores of all are cheaper
     first = k.shape[1] - length + 1  # keys that query 0 sees
     outs, memory, summed = [], None, 0
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        if start:
+        if start and summing:
             old = slice(summed, start + first)
             written = k[:, old].mT @ v[:, old]
             memory, summed = written if memory is None else memory + written, start + first

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [operators|rules|training|long|eval_lm|all]`.
+# Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [operators|rules|training|long|eval_lm|fwl|all]`.
 # Tests the operators first, and measures nothing when they fail. Results: recipes/benchmarks/results/ and RESULTS.md.
-# A quiet machine, please: operators and rules take about 5 minutes each, training 10, long 15, eval_lm 5; the first
+# A quiet machine, please: operators and rules take about 5 minutes each, training 10, long 15, eval_lm and fwl 5; the first
 # time fast-transformers is built, 5 more.
 set -euo pipefail
 
 part=${1:-all}
 case $part in
-  operators | rules | training | long | eval_lm) parts=("$part") ;;
-  all) parts=(operators rules training long eval_lm) ;;
-  *) echo "run.sh: there is no part '$part': it is operators, rules, training, long, eval_lm or all." >&2; exit 1 ;;
+  operators | rules | training | long | eval_lm | fwl) parts=("$part") ;;
+  all) parts=(operators rules training long eval_lm fwl) ;;
+  *) echo "run.sh: there is no part '$part': it is operators, rules, training, long, eval_lm, fwl or all." >&2; exit 1 ;;
 esac
 
 LOAD_BEFORE=$(cut -d ' ' -f 1 /proc/loadavg)

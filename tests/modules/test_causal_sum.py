@@ -40,6 +40,18 @@ def test_long_texts_are_summed_by_chunks(largest_tensor):
     assert seen.largest < 4096 * 64
 
 
+def test_memories_larger_than_scores_are_not_summed(largest_tensor):
+    """The sums would be of 64 x 512 numbers, the scores of a chunk are of 16 x 64 at most."""
+    q, k, v = (torch.randn(1, 64, size) for size in (64, 64, 512))
+    with largest_tensor() as seen:
+        causal_sum(q, k, v, 16)
+    assert seen.largest == 64 * 512  # what it returns
+    q, k, v = (torch.randn(1, 8, size) for size in (64, 64, 512))
+    with largest_tensor() as seen:
+        causal_sum(q, k, v, 2)
+    assert seen.largest == 8 * 512
+
+
 @pytest.mark.parametrize("chunk", [2, 64])
 def test_derivatives_of_both_orders(chunk):
     inputs = random(1, 5, 2), random(1, 6, 2), random(1, 6, 3)

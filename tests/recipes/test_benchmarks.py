@@ -117,7 +117,9 @@ def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
         report.publish("training", ["speed"], [[speed]], goals, speed)
     ledger = (tmp_path / "RESULTS.md").read_text()
     assert ledger.count("1 of 1 goals met") == 1 and "run two" in ledger and "run one" not in ledger
-    assert all(f"<!-- {part}: end -->" in ledger for part in ("operators", "rules", "training", "long", "eval_lm"))
+    assert all(
+        f"<!-- {part}: end -->" in ledger for part in ("operators", "rules", "training", "long", "eval_lm", "fwl")
+    )
 
 
 def test_nothing_is_measured_after_a_failed_test(tmp_path):
@@ -139,5 +141,5 @@ def test_an_unknown_part_is_refused():
     assert answer.returncode == 1
     assert (
         answer.stderr
-        == "run.sh: there is no part 'operator': it is operators, rules, training, long, eval_lm or all.\n"
+        == "run.sh: there is no part 'operator': it is operators, rules, training, long, eval_lm, fwl or all.\n"
     )
