@@ -226,6 +226,14 @@ def draw_translation():
     return figure
 
 
+def draw_fwl():
+    rows = measured_goals("fwl")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    bars(axes, rows, [f"{row['ratio']}, {row['where']}" for row in rows])
+    figure.suptitle("What learning costs in scoring, as a ratio to the model alone (| = goal)")
+    return figure
+
+
 def draw_gpu():
     """Goals as bars; time per token of training at growing length, and of decoding after growing contexts."""
     record = gpu_report.Record(row.values() for row in read("gpu"))
@@ -261,6 +269,7 @@ DRAW = {
     "gpu": draw_gpu,
     "eval_lm": draw_eval_lm,
     "translation": draw_translation,
+    "fwl": draw_fwl,
 }
 
 

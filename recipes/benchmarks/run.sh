@@ -5,7 +5,7 @@
 # time fast-transformers is built, 5 more.
 set -euo pipefail
 
-all=(operators rules training long generation eval_lm translation)
+all=(operators rules training long generation eval_lm translation fwl)
 part=${1:-all}
 case " ${all[*]} " in
   *" $part "*) parts=("$part") ;;

@@ -139,7 +139,7 @@ def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
     assert ledger.count("1 of 1 goals met") == 1 and "run two" in ledger and "run one" not in ledger
     assert all(
         f"<!-- {part}: end -->" in ledger
-        for part in ("operators", "rules", "training", "long", "generation", "eval_lm", "translation")
+        for part in ("operators", "rules", "training", "long", "generation", "eval_lm", "translation", "fwl")
     )
 
 
@@ -163,7 +163,7 @@ def test_an_unknown_part_is_refused():
     assert (
         answer.stderr
         == "run.sh: there is no part 'operator': choose all or one of operators rules training long generation eval_lm "
-        "translation.\n"
+        "translation fwl.\n"
     )
 
 
