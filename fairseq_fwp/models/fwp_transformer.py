@@ -5,7 +5,6 @@ the source are sums over a whole sequence (`LinearAttention`); the decoder's sel
 with any update rule. Each can be softmax attention as well, which is then fairseq's own.
 """
 
-import logging
 from dataclasses import Field, field, fields, make_dataclass
 from typing import Any
 
@@ -23,13 +22,12 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
 from fairseq_fwp.models.fwp_lm import FAST_WEIGHT_FLAGS, MAP_FLAGS, NORMALIZATION_FLAGS, FwpLanguageModelConfig
+from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-
-logger = logging.getLogger(__name__)
 
 # What the command line offers beside fairseq's flags of a Transformer: those of a fast weight layer, as the language
 # model has them, and where the maps go.
@@ -84,9 +82,7 @@ class FwpTransformerModel(TransformerModel):
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
         base_architecture(args)
         model = super().build_model(args, task)
-        # Not refused: an architecture may have set one, and the command line made it void.
-        for flag in unused_flags(args):
-            logger.warning("--%s has no effect on the attentions chosen here", flag.replace("_", "-"))
+        warn_of_unused(unused_flags(args))
         return model
 
     @classmethod
