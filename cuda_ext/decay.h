@@ -32,6 +32,17 @@ struct DecayForward {
     }
   }
 
+  FWP_INLINE void fetch(int64_t t) const {
+    q.fetch(t, block.rows);
+    k.fetch(t, block.rows);
+    v.fetch(t, block.columns);
+    out.fetch_to_write(t, block.columns);
+    if constexpr (!kGated) {
+      key_decay.fetch(t, block.rows);
+      value_decay.fetch(t, block.columns);
+    }
+  }
+
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t from) {
     const int64_t t = first + from;
@@ -42,6 +53,7 @@ struct DecayForward {
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
+      if (block.fetches()) fetch(t + s + kTokensAhead);
       value[s].load_from(v[t + s], block.columns);
       if constexpr (kGated) {
         share[s] = gate[t + s];
@@ -90,7 +102,7 @@ struct DecayBackward {
     for (int64_t j = 0; j < rows; ++j) load_row(d_final, j).store_to(work + j * kWidth, kWidth);
     for (int64_t c = (length + kChunk - 1) / kChunk; c-- > 0;) {
       const Matrix<const A> state = c ? Matrix<const A>{kept + (c - 1) * kept_stride, 1, rows} : initial;
-      run_chunk(c * kChunk, std::min(kChunk, length - c * kChunk), state);
+      run_chunk(c * kChunk, std::min(kChunk, length - c * kChunk), state, kept + (c - 2) * kept_stride);
     }
     if (!d_initial.data) return;
     for (int64_t j = 0; j < rows; ++j)
@@ -130,16 +142,39 @@ struct DecayBackward {
       return value_decay[t][j];
   }
 
+  // One line, at row j, of what this chunk will write for its token t, and of what the chunk before it will read: for
+  // each t a token, and a column of `earlier`, the state before it. What lies past an end is fetched in vain.
+  FWP_INLINE void fetch(int64_t first, int64_t t, int64_t j, const A* earlier) const {
+    const int64_t here = first + t, before = here - kChunk;
+    __builtin_prefetch(earlier + t * rows + j);
+    v.from(j).fetch(before, 1);
+    d_out.from(j).fetch(before, 1);
+    d_v.from(j).fetch_to_write(here, 1);
+    if constexpr (!kGated) {
+      value_decay.from(j).fetch(before, 1);
+      d_value_decay.from(j).fetch_to_write(here, 1);
+    }
+    if (j >= kWidth) return;
+    q.from(j).fetch(before, 1);
+    k.from(j).fetch(before, 1);
+    d_q.from(j).fetch_to_write(here, 1);
+    d_k.from(j).fetch_to_write(here, 1);
+    if constexpr (!kGated) {
+      key_decay.from(j).fetch(before, 1);
+      d_key_decay.from(j).fetch_to_write(here, 1);
+    }
+  }
+
   // Over kSumRows rows at a time, as in RowSums: the first ones' part becomes the total.
-  void run_chunk(int64_t first, int64_t tokens, const Matrix<const A>& state) {
+  void run_chunk(int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier) {
     A *total = work + (rows + kChunk * kPiece<A>)*kWidth, *part = total + kChunk * kSums;
     for (int64_t begin = 0; begin == 0 || begin < rows; begin += kSumRows) {
       A* sums = begin ? part : total;
       const int64_t end = std::min(rows, begin + kSumRows);
       std::memset(sums, 0, tokens * kSums * sizeof(A));
       int64_t j = begin;
-      for (; j + kPiece<A> <= end; j += kPiece<A>) run_rows<kPiece<A>>(j, first, tokens, state, sums);
-      for (; j < end; ++j) run_rows<1>(j, first, tokens, state, sums);
+      for (; j + kPiece<A> <= end; j += kPiece<A>) run_rows<kPiece<A>>(j, first, tokens, state, earlier, sums);
+      for (; j < end; ++j) run_rows<1>(j, first, tokens, state, earlier, sums);
       if (begin)
         for (int64_t n = 0; n < tokens * kSums; n += kLanes<A>) store(total + n, load(total + n) + load(part + n));
     }
@@ -147,11 +182,13 @@ struct DecayBackward {
   }
 
   template <int R>
-  void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state, A* sums) {
+  void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier, A* sums) {
     A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
     Group<A, NV> w[R], g[R];
     FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = load_row(state, j + r);
+    const bool begins_line = j % (kLineBytes / int64_t(sizeof(A))) == 0;
     for (int64_t t = 0; t < tokens; ++t) {
+      if (begins_line) fetch(first, t, j, earlier);
       const A *value = v[first + t] + j, *d_read = d_out[first + t] + j;
       const Group<A, NV> rate = load_rate(first + t), key = load_key(first + t);
       Group<A, NV> d_query;
@@ -217,9 +254,12 @@ struct DecayBackward {
     if constexpr (R == 1) {
       *target = sum_lanes<A>(x[0]) + (add ? *target : 0);
     } else {
-      Piece<A> sum = sums_of<A>(x), other;
-      std::memcpy(&other, target, sizeof other);
-      if (add) sum += other;
+      Piece<A> sum = sums_of<A>(x);
+      if (add) {
+        Piece<A> other;
+        std::memcpy(&other, target, sizeof other);
+        sum += other;
+      }
       std::memcpy(target, &sum, sizeof sum);
     }
   }

@@ -4,7 +4,7 @@
 # table), and the functions own_text OUT, which writes train.txt, valid.txt and test.txt, and show_sample, a filter.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# shellcheck disable=SC1091
+# shellcheck source=recipes/lm_common.sh
 . "$root/recipes/lm_common.sh"
 
 tokens=256 # per sample, in training and in evaluation

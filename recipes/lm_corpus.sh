@@ -4,7 +4,7 @@
 # NAME, which prints lines "LABEL<tab>flags of fwp-eval-lm".
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# shellcheck disable=SC1091
+# shellcheck source=recipes/lm_common.sh
 . "$root/recipes/lm_common.sh"
 
 task=()

@@ -2,6 +2,7 @@
 # Everything CI checks, after setting it up: `bash tests/run.sh [pytest's arguments]`.
 # `bash tests/run.sh lint` checks only the form; that is also the pre-commit hook.
 set -euo pipefail
+# shellcheck source=recipes/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/../recipes/env.sh" dev plots
 cd "$root"
 

@@ -43,6 +43,26 @@ struct ChunkScan {
   ScanSize size;
   bool reverse;
   int warps, slabs;
+  Input key, query, value;
+  Matrices<const float> initial;
+  Matrices<float> last;
+
+  // The tokens of a chunk, in the order of the scan.
+  struct Buffer {
+    Bfloat16 *query, *key;   // 16 x kRows
+    Bfloat16* key_column;    // the transpose
+    Bfloat16* more;          // what one scan alone has
+    Bfloat16* value_column;  // the transpose; last, so that the others lie at distances known to the compiler
+  };
+  static FWP_BOTH int buffer_numbers(int warps, int more) {
+    return 2 * kChunkTokens * kLine + (kRows + warps * kWarpColumns) * kColumnLine + more;
+  }
+  FWP_DEVICE Buffer buffer(int64_t n, int more) const {
+    Bfloat16* const query_ = reinterpret_cast<Bfloat16*>(shared_memory()) + n % kBuffers * buffer_numbers(warps, more);
+    Bfloat16 *const key_ = query_ + kChunkTokens * kLine, *const key_column = key_ + kChunkTokens * kLine;
+    Bfloat16* const more_ = key_column + kRows * kColumnLine;
+    return {query_, key_, key_column, more_, more_ + more};
+  }
 
   FWP_DEVICE int64_t head() const { return blockIdx.x / unsigned(slabs); }
   FWP_DEVICE int first_column() const { return int(blockIdx.x % unsigned(slabs)) * warps * kWarpColumns; }
@@ -61,17 +81,35 @@ struct ChunkScan {
     return left < kChunkTokens ? int(left) : kChunkTokens;
   }
 
-  // Calls fill(n) and then use(n) for each chunk, with the next one filled meanwhile.
+  // Calls fill(n) and then use(n, state) for each chunk, with the next one filled meanwhile.
   template <typename Fill, typename Use>
-  FWP_DEVICE void for_chunks(Fill fill, Use use) const {
+  FWP_DEVICE void scan(Fill fill, Use use) const {
+    State state;
+    load(initial, state);
     if (chunks() > 0) fill(0);
     __syncthreads();
     for (int64_t n = 0; n < chunks(); ++n) {
       if (n + 1 < chunks()) fill(n + 1);
-      use(n);
+      use(n, state);
       // From here on the next buffer may be used, and this one be filled.
       __syncthreads();
     }
+    store(state, last);
+  }
+
+  // Brings the tokens of chunk n, and calls also(t, i, x) for the numbers of the queries.
+  template <typename F>
+  FWP_DEVICE void fill(const Buffer& to, int64_t n, F also) const {
+    copy(query, n, 0, size.rows, kRows, [&](int t, int i, Bfloat16 x) {
+      to.query[t * kLine + i] = x;
+      also(t, i, x);
+    });
+    copy(key, n, 0, size.rows, kRows, [&](int t, int i, Bfloat16 x) {
+      to.key[t * kLine + i] = x;
+      to.key_column[i * kColumnLine + t] = x;
+    });
+    copy(value, n, first_column(), size.columns, warps * kWarpColumns,
+         [&](int t, int j, Bfloat16 x) { to.value_column[j * kColumnLine + t] = x; });
   }
 
   // Calls put(t, i, x) for the numbers `first` to `first` + width of each token; zeros beyond the last token and `limit`.

@@ -8,25 +8,16 @@
 namespace fwp::cuda {
 
 template <typename A, bool kGated>
-struct DecayForward {
-  using Number = A;
-  using Inputs = TokenInputs<A, kGated ? 2 : 3, kGated ? 1 : 2, kGated ? 1 : 0>;
+struct DecayForward : Scan<A, kGated ? 2 : 3, kGated ? 1 : 2, kGated ? 1 : 0> {
   enum Rows { kKey, kQuery, kKeyDecay };
   enum Columns { kValue, kValueDecay };
 
-  ScanSize size;
-  Plan plan;
-  Inputs inputs;
-  Matrices<const A> initial;
-  Matrices<A> last, kept;  // kept: one for each whole chunk of a head
+  Matrices<A> kept;  // one for each whole chunk of a head
   Output out;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
-    Tile<A, kRows, kColumns> state;
-    place.load(initial, place.head, state);
-    place.for_tokens(false, [&](int64_t t, const A* token) {
+    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t t, const A* token, auto& state) {
       A key[kRows], query[kRows], value[kColumns], read[kColumns];
       place.load_column(token, kValue, value);
       if constexpr (kGated) {
@@ -43,11 +34,10 @@ struct DecayForward {
       state.add(key, value);
       place.load_row(token, kQuery, query);
       state.read(query, read);
-      add_lanes(read, plan.lanes);
+      add_lanes(read, place.plan.lanes);
       place.store_columns(out, t, read);
-      if ((t + 1) % kChunk == 0) place.store(state, kept, place.head * (size.length / kChunk) + t / kChunk);
+      if ((t + 1) % kChunk == 0) place.store(state, kept, place.head * (place.size.length / kChunk) + t / kChunk);
     });
-    place.store(state, last, place.head);
   }
 };
 

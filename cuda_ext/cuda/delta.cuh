@@ -13,114 +13,83 @@ FWP_DEVICE void scaled(A factor, const A (&x)[n], A (&product)[n]) {
 }
 
 template <typename A>
-struct DeltaForward {
-  using Number = A;
-  using Inputs = TokenInputs<A, 2, 1, 1>;
+struct DeltaForward : Scan<A, 2, 1, 1> {
   enum Rows { kKey, kQuery };
 
-  ScanSize size;
-  Plan plan;
-  Inputs inputs;
-  Matrices<const A> initial;
-  Matrices<A> last;
   Output out, error;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
-    Tile<A, kRows, kColumns> state;
-    place.load(initial, place.head, state);
-    place.for_tokens(false, [&](int64_t t, const A* token) {
+    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t t, const A* token, auto& state) {
       A key[kRows], query[kRows], value[kColumns], found[kColumns], write[kColumns], read[kColumns];
       place.load_row(token, kKey, key);
       place.load_column(token, 0, value);
       state.read(key, found);
-      add_lanes(found, plan.lanes);
+      add_lanes(found, place.plan.lanes);
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) value[c] -= found[c];
       place.store_columns(error, t, value);
       scaled(place.scalar(token, 0), value, write);
       state.add(key, write);
       place.load_row(token, kQuery, query);
       state.read(query, read);
-      add_lanes(read, plan.lanes);
+      add_lanes(read, place.plan.lanes);
       place.store_columns(out, t, read);
     });
-    place.store(state, last, place.head);
   }
 };
 
 // In reverse over value columns, with G the gradient of W: d_v = beta d_write, where d_write = k G.
 template <typename A>
-struct DeltaBackwardValues {
-  using Number = A;
-  using Inputs = TokenInputs<A, 2, 1, 1>;
+struct DeltaBackwardValues : Scan<A, 2, 1, 1> {
   enum Rows { kKey, kQuery };
 
-  ScanSize size;
-  Plan plan;
-  Inputs inputs;
-  Matrices<const A> d_last;
-  Matrices<A> d_initial;
   Output d_v, d_write;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
-    Tile<A, kRows, kColumns> g;
-    place.load(d_last, place.head, g);
-    place.for_tokens(true, [&](int64_t t, const A* token) {
+    this->template scan<kRows, kColumns>(true, [&](const auto& place, int64_t t, const A* token, auto& g) {
       A key[kRows], query[kRows], d_out[kColumns], d_found[kColumns], d_value[kColumns];
       place.load_row(token, kQuery, query);
       place.load_column(token, 0, d_out);
       g.add(query, d_out);
       place.load_row(token, kKey, key);
       g.read(key, d_found);
-      add_lanes(d_found, plan.lanes);
+      add_lanes(d_found, place.plan.lanes);
       place.store_columns(d_write, t, d_found);
       scaled(place.scalar(token, 0), d_found, d_value);
       place.store_columns(d_v, t, d_value);
       g.subtract(key, d_value);
     });
-    place.store(g, d_initial, place.head);
   }
 };
 
 // Forwards over key columns of W^T: d_q = d_out W^T, the half of d_k that is -d_v W_{t-1}^T, and d_beta = d_write . e.
 template <typename A>
-struct DeltaBackwardQueries {
-  using Number = A;
-  using Inputs = TokenInputs<A, 3, 1, 1>;
+struct DeltaBackwardQueries : Scan<A, 3, 1, 1> {
   enum Rows { kError, kDWrite, kDOut };
 
-  ScanSize size;
-  Plan plan;
-  Inputs inputs;
-  Matrices<const A> initial;
   Output d_q, half_of_d_k, d_beta;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
-    Tile<A, kRows, kColumns> state;
-    place.load(initial, place.head, state);
-    place.for_tokens(false, [&](int64_t t, const A* token) {
+    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t t, const A* token, auto& state) {
       A error[kRows], d_write[kRows], d_out[kRows], key[kColumns], read[kColumns], of_rate[1] = {A(0)};
       place.load_row(token, kError, error);
       place.load_row(token, kDWrite, d_write);
       FWP_UNROLL for (int r = 0; r < kRows; ++r) of_rate[0] = fma(d_write[r], error[r], of_rate[0]);
-      add_lanes(of_rate, plan.lanes);
+      add_lanes(of_rate, place.plan.lanes);
       place.store_scalar(d_beta, t, of_rate[0]);
       const A beta = place.scalar(token, 0);
       scaled(-beta, d_write, d_write);
       state.read(d_write, read);
-      add_lanes(read, plan.lanes);
+      add_lanes(read, place.plan.lanes);
       place.store_columns(half_of_d_k, t, read);
       scaled(beta, error, error);
       place.load_column(token, 0, key);
       state.add(error, key);
       place.load_row(token, kDOut, d_out);
       state.read(d_out, read);
-      add_lanes(read, plan.lanes);
+      add_lanes(read, place.plan.lanes);
       place.store_columns(d_q, t, read);
     });
   }
@@ -128,31 +97,22 @@ struct DeltaBackwardQueries {
 
 // In reverse over key columns of G^T: the other half of d_k, beta e G^T.
 template <typename A>
-struct DeltaBackwardKeys {
-  using Number = A;
-  using Inputs = TokenInputs<A, 3, 3, 1>;
+struct DeltaBackwardKeys : Scan<A, 3, 3, 1> {
   enum Rows { kError, kDWrite, kDOut };
   enum Columns { kQuery, kKey, kHalfOfDK };
 
-  ScanSize size;
-  Plan plan;
-  Inputs inputs;
-  Matrices<const A> d_last;
   Output d_k;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
-    Tile<A, kRows, kColumns> g;
-    place.load(d_last, place.head, g);
-    place.for_tokens(true, [&](int64_t t, const A* token) {
+    this->template scan<kRows, kColumns>(true, [&](const auto& place, int64_t t, const A* token, auto& g) {
       A error[kRows], d_write[kRows], d_out[kRows], query[kColumns], key[kColumns], d_key[kColumns], half[kColumns];
       place.load_row(token, kDOut, d_out);
       place.load_column(token, kQuery, query);
       g.add(d_out, query);
       place.load_row(token, kError, error);
       g.read(error, d_key);
-      add_lanes(d_key, plan.lanes);
+      add_lanes(d_key, place.plan.lanes);
       const A beta = place.scalar(token, 0);
       place.load_column(token, kHalfOfDK, half);
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) d_key[c] = fma(beta, d_key[c], half[c]);

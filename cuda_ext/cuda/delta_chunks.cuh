@@ -15,65 +15,42 @@ struct DeltaChunks : ChunkScan<kRows> {
   using Scan = ChunkScan<kRows>;
   using Scan::kLine, Scan::kColumnLine;
   static constexpr int kFloatLine = kChunkTokens + 1;
+  static constexpr int kMore = kRows * kColumnLine + kChunkTokens;  // the transposed queries, used in reverse, and beta
 
-  Input key, query, value, beta;  // value: in reverse d_out
-  Matrices<const float> initial;
-  Matrices<float> last;
+  // The base's value is d_out in reverse.
+  Input beta;
   Output read, error;  // in reverse d_v and d_write
 
-  // The tokens of a chunk, in the order of the scan.
-  struct Buffer {
-    Bfloat16 *query, *key;                               // 16 x kRows
-    Bfloat16 *key_column, *query_column, *value_column;  // the transposes
-    Bfloat16* beta;
-  };
-  static FWP_BOTH int buffer_numbers(int warps) {
-    return 2 * kChunkTokens * kLine + (2 * kRows + warps * kWarpColumns) * kColumnLine + kChunkTokens;
-  }
   static size_t shared_bytes(int warps) {
-    return kBuffers * sizeof(Bfloat16) * buffer_numbers(warps) +
+    return kBuffers * sizeof(Bfloat16) * Scan::buffer_numbers(warps, kMore) +
            sizeof(float) * warps * (kChunkTokens + kWarpColumns) * kFloatLine;
   }
 
   FWP_DEVICE void run() const {
-    typename Scan::State state;
-    this->load(initial, state);
-    this->for_chunks([&](int64_t n) { fill(n); }, [&](int64_t n) { use(n, state); });
-    this->store(state, last);
+    this->scan([&](int64_t n) { fill(n); }, [&](int64_t n, typename Scan::State& state) { use(n, state); });
   }
 
  private:
-  FWP_DEVICE Buffer buffer(int64_t n) const {
-    Bfloat16* const query_ = reinterpret_cast<Bfloat16*>(shared_memory()) + n % kBuffers * buffer_numbers(this->warps);
-    Bfloat16 *const key_ = query_ + kChunkTokens * kLine, *const key_column = key_ + kChunkTokens * kLine;
-    Bfloat16 *const query_column = key_column + kRows * kColumnLine, *const value = query_column + kRows * kColumnLine;
-    return {query_, key_, key_column, query_column, value, value + this->warps * kWarpColumns * kColumnLine};
-  }
+  FWP_DEVICE typename Scan::Buffer buffer(int64_t n) const { return Scan::buffer(n, kMore); }
+  static FWP_DEVICE Bfloat16* rates(const typename Scan::Buffer& chunk) { return chunk.more + kRows * kColumnLine; }
   // Of this warp alone: A, 16 x 16, and E or U, a line for each of its columns.
   FWP_DEVICE float* own_products() const {
     float* const first = reinterpret_cast<float*>(reinterpret_cast<Bfloat16*>(shared_memory()) +
-                                                  kBuffers * buffer_numbers(this->warps));
+                                                  kBuffers * Scan::buffer_numbers(this->warps, kMore));
     return first + int(threadIdx.x) / kWarp * (kChunkTokens + kWarpColumns) * kFloatLine;
   }
   FWP_DEVICE float* own_columns() const { return own_products() + kChunkTokens * kFloatLine; }
 
   FWP_DEVICE void fill(int64_t n) const {
-    const Buffer to = buffer(n);
-    this->copy(query, n, 0, this->size.rows, kRows, [&](int t, int i, Bfloat16 x) {
-      to.query[t * kLine + i] = x;
-      if (kReverse) to.query_column[i * kColumnLine + t] = x;
+    const typename Scan::Buffer to = buffer(n);
+    Scan::fill(to, n, [&](int t, int i, Bfloat16 x) {
+      if (kReverse) to.more[i * kColumnLine + t] = x;
     });
-    this->copy(key, n, 0, this->size.rows, kRows, [&](int t, int i, Bfloat16 x) {
-      to.key[t * kLine + i] = x;
-      to.key_column[i * kColumnLine + t] = x;
-    });
-    this->copy(value, n, this->first_column(), this->size.columns, this->warps * kWarpColumns,
-               [&](int t, int j, Bfloat16 x) { to.value_column[j * kColumnLine + t] = x; });
-    this->copy(beta, n, 0, 1, 1, [&](int t, int, Bfloat16 x) { to.beta[t] = x; });
+    this->copy(beta, n, 0, 1, 1, [&](int t, int, Bfloat16 x) { rates(to)[t] = x; });
   }
 
   FWP_DEVICE void use(int64_t n, typename Scan::State& state) const {
-    const Buffer chunk = buffer(n);
+    const typename Scan::Buffer chunk = buffer(n);
     const Bfloat16* const values = chunk.value_column + this->own_column() * kColumnLine;
     float scores[2][4], found[2][4];
     uint32_t value[1][4], write[3][4];
@@ -94,7 +71,7 @@ struct DeltaChunks : ChunkScan<kRows> {
       FWP_UNROLL for (int e = 0; e < 4; ++e)
         own_products()[(this->line() + e / 2 * 8) * kFloatLine + 8 * s + this->pair() + e % 2] = scores[s][e];
     __syncwarp();
-    solve(n, chunk.beta);
+    solve(n, rates(chunk));
     __syncwarp();
     FWP_UNROLL for (int e = 0; e < 4; ++e) {
       const float* const at = columns + (this->line() + e % 2 * 8) * kFloatLine + this->pair() + e / 2 * 8;
@@ -103,7 +80,7 @@ struct DeltaChunks : ChunkScan<kRows> {
       FWP_UNROLL for (int m = 0; m < 3; ++m) write[m][e] = of_pair[m];
     }
     if (kReverse) {
-      this->template write_state<1>(value, chunk.query_column, 1, state);
+      this->template write_state<1>(value, chunk.more, 1, state);
     } else {
       float out[2][4];
       clear(out);
@@ -124,7 +101,7 @@ struct DeltaChunks : ChunkScan<kRows> {
   }
 
   // Turns what lies in own_columns into U, with E on the way: a lane a column.
-  FWP_DEVICE void solve(int64_t n, const Bfloat16* rates) const {
+  FWP_DEVICE void solve(int64_t n, const Bfloat16* rate) const {
     const int j = int(threadIdx.x) % kWarp, column = this->first_column() + this->own_column() + j;
     if (j >= kWarpColumns) return;
     float* const own = own_columns() + j * kFloatLine;
@@ -134,7 +111,7 @@ struct DeltaChunks : ChunkScan<kRows> {
       float e = own[t];
       FWP_UNROLL for (int s = 0; s < kChunkTokens; ++s)
         if (s < t) e = fma(-products[t * kFloatLine + s], u[s], e);
-      u[t] = number(rates[t]) * e;
+      u[t] = number(rate[t]) * e;
       own[t] = u[t];
       if (t < this->count(n) && column < this->size.columns) {
         const int64_t at = (this->head() * this->size.length + this->token_at(n, t)) * this->size.columns + column;

@@ -38,7 +38,7 @@ const char* forward_with_decay(const Call& call, Tokens q, Tokens k, Tokens v, T
                                Tokens gate, const void* state, void* out, void* new_state, void* kept) {
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
-    DecayForward<A, kGated> scan{make.along_keys()};
+    DecayForward<A, kGated> scan{{make.along_keys()}};
     if constexpr (kGated)
       scan.inputs = {{make.input(k), make.input(q)}, {make.input(v)}, {make.input(gate)}};
     else

@@ -11,8 +11,7 @@ namespace detail {
 
 // On the tensor cores, or else not: DeltaForward, or in reverse DeltaBackwardValues.
 template <bool kReverse, typename Scan>
-const char* launch_either(const Scan& scan, const Matrices<const float>& initial, const Matrices<float>& last,
-                          const Output& read, const Output& error, Type type, void* stream) {
+const char* launch_either(const Scan& scan, const Output& read, const Output& error, Type type, void* stream) {
   if (!choose_chunks(scan.size, type)) return launch(scan, stream);
   return with_rows(scan.size.rows, [&](auto rows) {
     DeltaChunks<decltype(rows)::value, kReverse> chunks{};
@@ -20,8 +19,8 @@ const char* launch_either(const Scan& scan, const Matrices<const float>& initial
     chunks.query = scan.inputs.rows[Scan::kQuery];
     chunks.value = scan.inputs.columns[0];
     chunks.beta = scan.inputs.scalars[0];
-    chunks.initial = initial;
-    chunks.last = last;
+    chunks.initial = scan.initial;
+    chunks.last = scan.last;
     chunks.read = read;
     chunks.error = error;
     return launch_chunks(chunks, scan.size, kReverse, stream);
@@ -29,10 +28,10 @@ const char* launch_either(const Scan& scan, const Matrices<const float>& initial
 }
 
 inline const char* launch_either(const DeltaForward<float>& scan, Type type, void* stream) {
-  return launch_either<false>(scan, scan.initial, scan.last, scan.out, scan.error, type, stream);
+  return launch_either<false>(scan, scan.out, scan.error, type, stream);
 }
 inline const char* launch_either(const DeltaBackwardValues<float>& scan, Type type, void* stream) {
-  return launch_either<true>(scan, scan.d_last, scan.d_initial, scan.d_v, scan.d_write, type, stream);
+  return launch_either<true>(scan, scan.d_v, scan.d_write, type, stream);
 }
 template <typename Scan>
 const char* launch_either(const Scan& scan, Type, void* stream) {
@@ -45,10 +44,10 @@ const char* delta_forward(const Call& call, Tokens q, Tokens k, Tokens v, Tokens
                                  void* out, void* new_state, void* error) {
   return detail::with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
-    const DeltaForward<A> scan{make.along_keys(),      {},
-                               {{make.input(k), make.input(q)}, {make.input(v)}, {make.input(beta)}},
-                               make.matrix(state),     make.matrix(new_state),
-                               make.output(out),       make.raw(error)};
+    const DeltaForward<A> scan{{make.along_keys(),  {},
+                                {{make.input(k), make.input(q)}, {make.input(v)}, {make.input(beta)}},
+                                make.matrix(state), make.matrix(new_state)},
+                               make.output(out), make.raw(error)};
     return detail::launch_either(scan, call.type, call.stream);
   });
 }
@@ -66,25 +65,20 @@ const char* delta_backward(const Call& call, Tokens q, Tokens k, Tokens beta, co
     void* const half = detail::in_state_type(call.type) ? d_k
                                                         : scratch + detail::bytes_of_tokens(size, call.type, size.Dv);
     const Input write = make.scratch(d_write, size.Dv), first_half = make.scratch(half, size.Dk);
-    const DeltaBackwardValues<A> values{make.along_keys(),       {},
-                                        {{key, query}, {d_out}, {rate}},
-                                        make.matrix(grad_state), make.matrix(d_state),
-                                        make.output(d_v),        make.raw(d_write)};
+    const DeltaBackwardValues<A> values{{make.along_keys(),       {},
+                                         {{key, query}, {d_out}, {rate}},
+                                         make.matrix(grad_state), make.matrix(d_state)},
+                                        make.output(d_v), make.raw(d_write)};
     const char* text = detail::launch_either(values, call.type, call.stream);
     if (!text)
-      text = detail::launch(DeltaBackwardQueries<A>{make.along_values(),
-                                                    {},
-                                                    {{e, write, d_out}, {key}, {rate}},
-                                                    make.transposed(state),
-                                                    make.output(d_q),
-                                                    make.raw(half),
-                                                    make.output(d_beta)},
+      text = detail::launch(DeltaBackwardQueries<A>{{make.along_values(), {}, {{e, write, d_out}, {key}, {rate}},
+                                                     make.transposed(state), {}},
+                                                    make.output(d_q), make.raw(half), make.output(d_beta)},
                             call.stream);
     if (!text)
-      text = detail::launch(DeltaBackwardKeys<A>{make.along_values(),
-                                                 {},
-                                                 {{e, write, d_out}, {query, key, first_half}, {rate}},
-                                                 make.transposed(grad_state),
+      text = detail::launch(DeltaBackwardKeys<A>{{make.along_values(), {},
+                                                  {{e, write, d_out}, {query, key, first_half}, {rate}},
+                                                  make.transposed(grad_state), {}},
                                                  make.output(d_k)},
                             call.stream);
     return text;

@@ -33,10 +33,10 @@ const char* sum_forward(const Call& call, Tokens q, Tokens k, Tokens v, const vo
                                void* new_state) {
   return detail::with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
-    const SumScan<A> scan{make.along_keys(),  {},
-                          {{make.input(k), make.input(q)}, {make.input(v)}, {}}, false,
-                          make.matrix(state), make.matrix(new_state),
-                          make.output(out)};
+    const SumScan<A> scan{{make.along_keys(),  {},
+                           {{make.input(k), make.input(q)}, {make.input(v)}, {}},
+                           make.matrix(state), make.matrix(new_state)},
+                          false, make.output(out)};
     return detail::launch_either(scan, call.type, call.stream);
   });
 }
@@ -46,14 +46,14 @@ const char* sum_backward(const Call& call, Tokens q, Tokens k, Tokens v, const v
   return detail::with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     const Input query = make.input(q), key = make.input(k), value = make.input(v), d_out = make.input(grad_out);
-    const SumScan<A> queries{make.along_values(), {}, {{value, d_out}, {key}, {}}, false, make.transposed(state), {},
-                             make.output(d_q)};
-    const SumScan<A> keys{make.along_values(), {}, {{d_out, value}, {query}, {}}, true, make.transposed(grad_state), {},
-                          make.output(d_k)};
-    const SumScan<A> values{make.along_keys(),       {},
-                            {{query, key}, {d_out}, {}}, true,
-                            make.matrix(grad_state), make.matrix(d_state),
-                            make.output(d_v)};
+    const SumScan<A> queries{{make.along_values(), {}, {{value, d_out}, {key}, {}}, make.transposed(state), {}},
+                             false, make.output(d_q)};
+    const SumScan<A> keys{{make.along_values(), {}, {{d_out, value}, {query}, {}}, make.transposed(grad_state), {}},
+                          true, make.output(d_k)};
+    const SumScan<A> values{{make.along_keys(),       {},
+                             {{query, key}, {d_out}, {}},
+                             make.matrix(grad_state), make.matrix(d_state)},
+                            true, make.output(d_v)};
     const char* error = nullptr;
     for (const SumScan<A>* scan : {&queries, &keys, &values})
       if (!error) error = detail::launch_either(*scan, call.type, call.stream);

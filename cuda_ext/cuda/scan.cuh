@@ -238,4 +238,27 @@ struct Place {
   }
 };
 
+// What every scan has: the tokens that it goes through, and the matrix before the first that it comes to and after the last.
+template <typename A, int kRowParts, int kColumnParts, int kScalars>
+struct Scan {
+  using Number = A;
+  using Inputs = TokenInputs<A, kRowParts, kColumnParts, kScalars>;
+
+  ScanSize size;
+  Plan plan;
+  Inputs inputs;
+  Matrices<const A> initial;
+  Matrices<A> last;
+
+  // Calls step(place, t, token, matrix) for all tokens from the first to the last, or back.
+  template <int kRows, int kColumns, typename Step>
+  FWP_DEVICE void scan(bool reverse, Step step) const {
+    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
+    Tile<A, kRows, kColumns> matrix;
+    place.load(initial, place.head, matrix);
+    place.for_tokens(reverse, [&](int64_t t, const A* token) { step(place, t, token, matrix); });
+    place.store(matrix, last, place.head);
+  }
+};
+
 }  // namespace fwp::cuda

@@ -11,50 +11,20 @@ namespace fwp::cuda {
 template <int kRows>
 struct SumChunks : ChunkScan<kRows> {
   using Scan = ChunkScan<kRows>;
-  using Scan::kLine, Scan::kColumnLine;
+  using Scan::kColumnLine;
 
-  Input key, query, value;
-  Matrices<const float> initial;
-  Matrices<float> last;
   Output out;
 
-  // The tokens of a chunk, in the order of the scan.
-  struct Buffer {
-    Bfloat16 *query, *key;                // 16 x kRows
-    Bfloat16 *key_column, *value_column;  // the transposes of key and value
-  };
-  static FWP_BOTH int buffer_numbers(int warps) {
-    return 2 * kChunkTokens * kLine + (kRows + warps * kWarpColumns) * kColumnLine;
-  }
-  static size_t shared_bytes(int warps) { return kBuffers * sizeof(Bfloat16) * buffer_numbers(warps); }
+  static size_t shared_bytes(int warps) { return kBuffers * sizeof(Bfloat16) * Scan::buffer_numbers(warps, 0); }
 
   FWP_DEVICE void run() const {
-    typename Scan::State state;
-    this->load(initial, state);
-    this->for_chunks([&](int64_t n) { fill(n); }, [&](int64_t n) { use(n, state); });
-    this->store(state, last);
+    this->scan([&](int64_t n) { this->fill(this->buffer(n, 0), n, [](int, int, Bfloat16) {}); },
+               [&](int64_t n, typename Scan::State& state) { use(n, state); });
   }
 
  private:
-  FWP_DEVICE Buffer buffer(int64_t n) const {
-    Bfloat16* const query_ = reinterpret_cast<Bfloat16*>(shared_memory()) + n % kBuffers * buffer_numbers(this->warps);
-    Bfloat16 *const key_ = query_ + kChunkTokens * kLine, *const key_column = key_ + kChunkTokens * kLine;
-    return {query_, key_, key_column, key_column + kRows * kColumnLine};
-  }
-
-  FWP_DEVICE void fill(int64_t n) const {
-    const Buffer to = buffer(n);
-    this->copy(query, n, 0, this->size.rows, kRows, [&](int t, int i, Bfloat16 x) { to.query[t * kLine + i] = x; });
-    this->copy(key, n, 0, this->size.rows, kRows, [&](int t, int i, Bfloat16 x) {
-      to.key[t * kLine + i] = x;
-      to.key_column[i * kColumnLine + t] = x;
-    });
-    this->copy(value, n, this->first_column(), this->size.columns, this->warps * kWarpColumns,
-               [&](int t, int j, Bfloat16 x) { to.value_column[j * kColumnLine + t] = x; });
-  }
-
   FWP_DEVICE void use(int64_t n, typename Scan::State& state) const {
-    const Buffer chunk = buffer(n);
+    const typename Scan::Buffer chunk = this->buffer(n, 0);
     float scores[2][4], read[2][4];
     uint32_t value[1][4];
     this->multiply_tokens(chunk.query, chunk.key, true, scores);

@@ -1,11 +1,18 @@
-"""fwp-convert: make a checkpoint of the papers' public code one of fairseq's, with the same probabilities.
+"""fwp-convert: make a checkpoint from elsewhere one of this plugin, with the same probabilities, or a recurrent one.
 
     fwp-convert --source schlag-lm state_dict.pt --vocabulary words.txt --out converted --attn_type 24 --n_head 8 ...
+    fwp-convert --source fairseq-lm adaptive_lm_wiki103.v2/model.pt --out converted
+    fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32
 
-CHECKPOINT is a state dict. The training's options are read from the log.txt beside it; those given here win, and are
-written as the training script has them. FILE has the vocabulary in the order of training, one word a line (there:
-corpus.vocab.idx2sym). --out is a folder for checkpoint.pt, dict.txt (for fairseq-preprocess --srcdict) and
-flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
+For schlag-lm and transformer-xl, CHECKPOINT is a state dict of the papers' public code. The training's options are
+read from the log.txt beside it; those given here win, and are written as the training script has them. FILE has the
+vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym). For fairseq-lm it is a checkpoint
+of fairseq's transformer_lm, for fwp-lm one of this plugin, both with their dict.txt beside them or given as FILE; for
+gpt2 a folder with config.json and model.safetensors. --out is a folder for checkpoint.pt, dict.txt (for
+fairseq-preprocess --srcdict) and flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
+
+With --decoder-update-rule another attention takes the place of softmax, initialised as Mao 2022 has it; it is to be
+fine-tuned.
 """
 
 import argparse
@@ -13,12 +20,18 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, load_tensors, write
+from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, write
 from fairseq_fwp.convert.source import Options
-from fairseq_fwp.convert.vocabulary import read_words
+from fairseq_fwp.convert.swap import Target, swap
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+# The arguments that are no options of the training script.
+OWN = ("checkpoint", "source", "vocabulary", "out", *Target._fields)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,11 +42,13 @@ def parser() -> argparse.ArgumentParser:
         description=summary.removeprefix("fwp-convert: "),
         epilog=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a state dict")
+    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a state dict, a checkpoint or a folder")
     made.add_argument("--source", required=True, choices=list(SOURCES), help="whose code the checkpoint is of")
-    made.add_argument("--vocabulary", required=True, type=Path, metavar="FILE", help="its words, one a line")
+    made.add_argument("--vocabulary", type=Path, metavar="FILE", help="its words, one a line, or its dict.txt")
     made.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for what is written")
+    add_target(made.add_argument_group("another attention in the place of softmax (Mao 2022)"))
     training = made.add_argument_group("options of the training script")
     for name, option in {
         name: option for source in SOURCES.values() for name, option in source.options.items()
@@ -45,23 +60,50 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def add_target(group: Any) -> None:
+    """The fields of `Target`, by the names that fairseq-train has for them."""
+    rules = ["softmax", *UPDATE_RULES]
+    group.add_argument("--decoder-update-rule", dest="update_rule", choices=rules, help="softmax: with a window")
+    group.add_argument(
+        "--decoder-feature-map", dest="feature_map", choices=list(FEATURE_MAPS), help="default: identity, none"
+    )
+    group.add_argument(
+        "--state-size", type=int, metavar="M", help="features of a head's keys; default: those of the map"
+    )
+    group.add_argument("--sum-normalization", action="store_true", default=None, help="delta is to have it with a map")
+    group.add_argument("--attention-normalization", action="store_true", default=None, help="divide the read-out")
+    group.add_argument(
+        "--attention-window", dest="window", type=int, metavar="W", help="softmax: over the last W tokens"
+    )
+    group.add_argument("--decoder-attention-heads", dest="heads", type=int, metavar="H", help="default: the source's")
+
+
+def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Target | None:
+    """The new attention, None = softmax stays; ends with a usage message where there is no sense in the arguments."""
+    given = {name: value for name in Target._fields if (value := getattr(args, name)) is not None}
+    if not given:
+        return None
+    if "update_rule" not in given:
+        made.error("the new attention needs --decoder-update-rule")
+    if given["update_rule"] == "softmax" and given.keys() != {"update_rule", "window"}:
+        made.error("--decoder-update-rule softmax takes --attention-window, and nothing else of another attention")
+    return Target(**given)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("hydra").setLevel(logging.WARNING)  # fairseq turns on the debugging messages of everything
     made = parser()
     args = made.parse_args(arguments)
     source = SOURCES[args.source]
-    given = {
-        name: value
-        for name, value in vars(args).items()
-        if value is not None and name not in ("checkpoint", "source", "vocabulary", "out")
-    }
+    given = {name: value for name, value in vars(args).items() if value is not None and name not in OWN}
     for name in given.keys() - source.options.keys():
         made.error(f"--{name} is no option of {args.source}")
+    target = read_target(made, args)
     try:
-        tensors = load_tensors(args.checkpoint, source.export)
-        saved = source.read_saved(args.checkpoint.parent)
-        conversion = source.convert(tensors, read_words(args.vocabulary), Options({**saved, **given}))
-        write(conversion, args.out)
+        tensors, saved = source.read(args.checkpoint)
+        words = source.words(args.checkpoint, args.vocabulary)
+        conversion = source.convert(tensors, words, Options({**saved, **given}))
+        write(conversion if target is None else swap(conversion, target), args.out)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-convert: {error}")
     print(f"wrote {args.out / CHECKPOINT}, {DICTIONARY} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")

@@ -4,11 +4,12 @@
     fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # the same in a 32nd of the time, nearly
     fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks; as `fairseq-eval-lm` has it
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # one pass, the state carried from end to end
+    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic rms --dynamic-lr 1e-5    # and learning from it
 
 The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019; carried state is that of
 Schlag et al. 2021, Table 4; `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
 in fairseq the text is one stream with the end of a line before its first token, which is scored too. The settings of
-the model and the task are those of the checkpoint.
+the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al. 2018 and 2019.
 """
 
 import argparse
@@ -20,24 +21,40 @@ import math
 import os
 import pickle
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import EnumMeta
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 import torch
 from fairseq import checkpoint_utils, tasks, utils
 from fairseq.data import data_utils
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.logging.progress_bar import progress_bar
-from fairseq.models import ARCH_MODEL_REGISTRY, FairseqLanguageModel
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, FairseqLanguageModel
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 import fairseq_fwp
-from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, batches, score, windows
+from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer, gather_statistics
+from fairseq_fwp.cli.scoring import (
+    DocumentScorer,
+    StreamScorer,
+    Text,
+    Window,
+    WindowScorer,
+    batches,
+    document_windows,
+    score,
+)
 from fairseq_fwp.modules.onednn import OneDnnLinear
+from fairseq_fwp.tasks.text_blocks import BLANK_LINE
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +64,26 @@ TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
 
 @dataclass
 class Protocol:
-    """size: tokens that a window reads; given: those that it does not score; carry: the state goes on to the next."""
+    """size: tokens that a window reads; given: those that it does not score; carry: the state goes on to the next.
+
+    dynamic: how the weights learn from what was scored; reset_after: what ends a document, after which all starts anew.
+    """
 
     size: int
     given: int
     carry: bool
+    dynamic: DynamicRule | None = None
+    reset_after: str | None = None
 
     def __str__(self) -> str:
-        if self.carry:
-            return f"state carried over segments of {self.size} tokens"
+        text = f"windows of {self.size} tokens, each after at least {self.given} given ones where the text has them"
         if not self.given:
-            return f"blocks of {self.size} tokens, each by itself"
-        return f"windows of {self.size} tokens, each after at least {self.given} given ones where the text has them"
+            text = f"blocks of {self.size} tokens, each by itself"
+        if self.carry:
+            text = f"state carried over segments of {self.size} tokens"
+        if self.dynamic is not None:
+            text += f", {self.dynamic}"
+        return text + (f", anew after {self.reset_after}" if self.reset_after else "")
 
 
 @dataclass
@@ -122,11 +147,9 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
 
     Raises ValueError or OSError where that is impossible, with what to do.
     """
-    state = load_state(path, {**overrides, "data": data})
-    cfg = convert_namespace_to_omegaconf(state["args"]) if state.get("args") is not None else state["cfg"]
-    unknown = overrides.keys() - option_names(cfg)
-    if unknown:
-        raise ValueError(f"--model-overrides names what {path} has no setting for: {', '.join(sorted(unknown))}")
+    state = load_state(path)
+    cfg, state["args"] = state["cfg"], None  # those of an earlier fairseq are in both
+    overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
     check_kind(path, cfg)
     task = tasks.setup_task(cfg.task, from_checkpoint=True)
     if task.target_dictionary is not task.source_dictionary:
@@ -137,14 +160,56 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
         mismatch = str(error).strip().splitlines()[-1].strip()
         raise ValueError(
             f"{path} does not fit its settings or {data}, a dictionary of {len(task.source_dictionary):,} words "
-            f"({mismatch}): pass the data folder that it was trained on"
+            f"({textwrap.shorten(mismatch, 200)}): pass the data folder that it was trained on"
+            + (", and no --model-overrides of its sizes" if overrides else "")
         ) from error
     return model, task, cfg
 
 
+def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides in the types of their settings.
+
+    Raises ValueError for what is no setting of the checkpoint, and for a value that its setting cannot have.
+    """
+    unknown = overrides.keys() - option_names(cfg)
+    if unknown:
+        raise ValueError(f"--model-overrides names what {path} has no setting for: {', '.join(sorted(unknown))}")
+    read = dict(overrides)
+    model = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(architecture(cfg)))
+    task = tasks.TASK_DATACLASS_REGISTRY.get(cfg.task._name)
+    groups = (group.type for group in dataclasses.fields(FairseqConfig))
+    for group in filter(dataclasses.is_dataclass, (*groups, model, task)):
+        settings = OmegaConf.structured(group)
+        for name in overrides.keys() & settings.keys():
+            try:
+                settings[name] = overrides[name]
+            except OmegaConfBaseException:
+                expected = describe(group.__dataclass_fields__[name].type)
+                raise ValueError(
+                    f"--model-overrides sets {name} to {overrides[name]!r}: it has to be {expected}"
+                ) from None
+            read[name] = settings[name]
+    return read
+
+
+def describe(annotation: Any) -> str:
+    """The values that a setting of this type takes."""
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
+    if isinstance(annotation, EnumMeta):
+        return "one of " + ", ".join(annotation.__members__)
+    if get_origin(annotation) is Union:
+        return " or ".join(map(describe, get_args(annotation)))
+    return names.get(annotation, str(annotation))
+
+
+def architecture(cfg: Any) -> str:
+    """The name of the model's architecture."""
+    return getattr(cfg.model, "arch", None) or cfg.model._name
+
+
 def check_kind(path: str, cfg: Any) -> None:
     """Raises ValueError unless the configuration is that of a language model and its task, both known here."""
-    arch, task = getattr(cfg.model, "arch", None) or cfg.model._name, cfg.task._name
+    arch, task = architecture(cfg), cfg.task._name
     if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
         raise ValueError(f"{path} holds the model {arch!r} of the task {task!r}: name its plugin with --user-dir")
     if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
@@ -154,26 +219,31 @@ def check_kind(path: str, cfg: Any) -> None:
         raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
 
 
-def load_state(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of fairseq holds; ValueError or OSError for any other file."""
+def load_state(path: str) -> dict[str, Any]:
+    """What a checkpoint of fairseq holds, with its settings as "cfg"; ValueError or OSError for any other file."""
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no checkpoint {path}" + (": it is a folder" if os.path.isdir(path) else ""))
     try:
-        state = checkpoint_utils.load_checkpoint_to_cpu(path, overrides)
+        state = checkpoint_utils.load_checkpoint_to_cpu(path)
     except (RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(str(error).strip().splitlines()[0]) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no checkpoint of fairseq") from error
-    if "model" not in state or (state.get("args") is None and state.get("cfg") is None):
+    if "model" not in state or state.get("cfg") is None:
         raise ValueError(f"{path} is no checkpoint of fairseq: it has no model, or none of its settings")
     return state
 
 
 def option_names(settings: Any) -> set[str]:
-    """The names of all settings of a configuration, of whatever depth."""
+    """The names of all settings of a configuration, of whatever depth, without those of groups of settings."""
     if isinstance(settings, DictConfig):
         settings = OmegaConf.to_container(settings)
     if isinstance(settings, Namespace):
         settings = vars(settings)
-    return set(settings).union(*map(option_names, settings.values())) if isinstance(settings, dict) else set()
+    names: set[str] = set()
+    for name, value in settings.items():
+        names |= option_names(value) if isinstance(value, dict | Namespace) else {name}
+    return names
 
 
 def load_text(task: Any, data: str, subset: str, first: int) -> Text:
@@ -199,28 +269,32 @@ def choose_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
             f"--tokens-per-sample {size} is longer than the {limit} tokens that the model was trained on: pass at most "
             f"{limit}, or allow more with --model-overrides \"{{'max_target_positions': {size}}}\""
         )
+    dynamic = None
+    if args.dynamic:
+        dynamic = DynamicRule(args.dynamic_lr, args.dynamic_decay, args.dynamic_epsilon, args.dynamic == "rms")
     if args.carry_state:
-        check_carries(model, task)
-        return Protocol(size, 0, carry=True)
+        check_carries(model, task, args.reset_after)
+        return Protocol(size, 0, True, dynamic, args.reset_after)
     given = size - args.stride if args.context_window is None else args.context_window
     if not 0 <= given < size:
         raise ValueError(
             f"of {size} tokens (--tokens-per-sample) a window scores 1 to {size}: --stride must be in that range, "
             f"--context-window from 0 to {size - 1}"
         )
-    return Protocol(size, given, carry=False)
+    return Protocol(size, given, False, dynamic, args.reset_after)
 
 
-def check_carries(model: Any, task: Any) -> None:
-    """Raises ValueError for a model without a state of constant size, and for one that forgets it at documents."""
+def check_carries(model: Any, task: Any, reset_after: str | None = None) -> None:
+    """Raises ValueError for a model without a state of constant size, and where it forgets it at other documents."""
     if not getattr(model.decoder, "carries_state", False):
         raise ValueError(
             f"this {type(model).__name__} has no state of constant size to carry: evaluate it without --carry-state"
         )
-    if getattr(task, "reset_state_after", None):
+    separator = getattr(task, "reset_state_after", None)
+    if separator and separator != reset_after:
         raise ValueError(
-            "trained with --reset-state-after, this model is to be evaluated by fairseq-validate, which forgets the "
-            "state where documents end, or without --carry-state"
+            f"trained with --reset-state-after {separator}, this model is to be evaluated so too: pass --reset-after "
+            f"{separator}, or leave out --carry-state"
         )
 
 
@@ -247,12 +321,17 @@ def evaluate(args: Namespace) -> None:
     text = load_text(task, args.data, args.gen_subset, first)
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model, text = model.to(device), Text(*(part.to(device) for part in text))
+    model.requires_grad_(protocol.dynamic is not None)
     length = len(text.tokens)
     warn_of_positions(model, protocol, length)
 
-    scorer = (StreamScorer if protocol.carry else WindowScorer)(model, text)
-    batch_size = 1 if protocol.carry else args.batch_size or max(1, TOKENS_AT_ONCE[device.type] // protocol.size)
-    plan = list(batches(windows(length, protocol.size, protocol.given), batch_size))
+    starts = document_starts(text.tokens, dictionary, args.reset_after)
+    batch_size = args.batch_size or max(1, TOKENS_AT_ONCE[device.type] // protocol.size)
+    plan = plan_windows(starts, length, protocol, batch_size)
+    rms = None
+    if protocol.dynamic is not None and protocol.dynamic.rms:
+        rms = training_statistics(model, load_text(task, args.data, "train", first), protocol, dictionary, args)
+    scorer = make_scorer(model, text, protocol, starts, rms)
     default_format = "simple" if args.no_progress_bar else "tqdm"
     bar = progress_bar(
         plan, args.log_format, args.log_interval, prefix=args.gen_subset, default_log_format=default_format
@@ -277,6 +356,47 @@ def evaluate(args: Namespace) -> None:
     if args.json:
         write_whole(args.json, result.as_json() + "\n")
     print("\n".join(result.lines()))
+
+
+def document_starts(tokens: Tensor, dictionary: Any, separator: str | None) -> list[int]:
+    """The first token of each document of a text (N,) whose documents end with the separator, or with an empty line.
+
+    Without a separator the text is one document. Raises ValueError for one that is no symbol of the dictionary.
+    """
+    if separator is None:
+        return [0]
+    if separator != BLANK_LINE and separator not in dictionary:
+        raise ValueError(f"--reset-after: {separator!r} is not in the dictionary: give a symbol of it, or {BLANK_LINE}")
+    ends = tokens.eq(dictionary.eos() if separator == BLANK_LINE else dictionary.index(separator))
+    if separator == BLANK_LINE:
+        ends &= torch.cat([ends.new_ones(1), ends[:-1]])
+    return [0, *(place + 1 for place in ends[:-1].nonzero().flatten().tolist())]
+
+
+def plan_windows(starts: list[int], length: int, protocol: Protocol, batch_size: int) -> list[list[Window]]:
+    """The batches of windows of a protocol; of one window each where one depends on those before it."""
+    one_by_one = protocol.carry or protocol.dynamic is not None
+    found = document_windows(starts, length, protocol.size, protocol.given)
+    return list(batches(found, 1 if one_by_one else batch_size))
+
+
+def make_scorer(model: Any, text: Text, protocol: Protocol, starts: list[int], rms: list[Tensor] | None) -> Any:
+    """What scores the windows of a plan."""
+    scorer: Any = (StreamScorer if protocol.carry else WindowScorer)(model, text)
+    if protocol.dynamic is not None:
+        scorer = DynamicScorer(scorer, protocol.dynamic, rms)
+    return DocumentScorer(scorer, starts) if protocol.reset_after else scorer
+
+
+def training_statistics(model: Any, text: Text, protocol: Protocol, dictionary: Any, args: Namespace) -> list[Tensor]:
+    """What the RMS rule of dynamic evaluation knows of the training text, read as the protocol reads."""
+    started, device = time.perf_counter(), next(model.parameters()).device
+    starts = document_starts(text.tokens, dictionary, protocol.reset_after)
+    plan = plan_windows(starts, len(text.tokens), protocol, 1)[: args.dynamic_statistics]
+    text = Text(*(part.to(device) for part in text))
+    rms = gather_statistics(make_scorer(model, text, dataclasses.replace(protocol, dynamic=None), starts, None), plan)
+    logger.info("gathered statistics of %s windows of train in %.1fs", f"{len(plan):,}", time.perf_counter() - started)
+    return rms
 
 
 def warn_of_positions(model: Any, protocol: Protocol, length: int) -> None:
@@ -333,11 +453,22 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def non_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fwp-eval-lm",
         description=__doc__.removeprefix("fwp-eval-lm: "),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = made.add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
@@ -354,6 +485,16 @@ def parser() -> argparse.ArgumentParser:
     protocol.add_argument(
         "--carry-state", action="store_true", help="read the text once, with the state of what came before"
     )
+    add(
+        "--reset-after",
+        metavar="SYMBOL",
+        help=f"start anew, without a state and with the trained weights, after this symbol or each {BLANK_LINE}",
+    )
+    add("--dynamic", choices=["sgd", "rms"], help="learn from each window once it is scored, by the rule of that name")
+    add("--dynamic-lr", type=non_negative, metavar="LR", help="with it, and needed: the step size")
+    add("--dynamic-decay", type=non_negative, default=0.0, metavar="D", help="pull back to the trained weights (0)")
+    add("--dynamic-epsilon", type=non_negative, default=1e-5, metavar="E", help="of rms: added to its divisors (1e-5)")
+    add("--dynamic-statistics", type=positive, metavar="N", help="of rms: windows of the training text it knows (all)")
     add("--batch-size", type=positive, metavar="N", help="windows at once; the state has but one stream")
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
     add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
@@ -378,6 +519,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = made.parse_args(arguments)
     if args.carry_state and args.batch_size not in (None, 1):
         made.error("--carry-state reads one stream: leave out --batch-size")
+    if args.dynamic and args.batch_size not in (None, 1):
+        made.error("--dynamic learns from one window after the other: leave out --batch-size")
+    if args.dynamic and args.dynamic_lr is None:
+        made.error("--dynamic needs its step size, --dynamic-lr")
+    given = [f"--dynamic-{name}" for name in ("lr", "statistics") if getattr(args, f"dynamic_{name}") is not None]
+    if given and not args.dynamic:
+        made.error(f"{given[0]} belongs to --dynamic: give that, sgd or rms")
     try:
         evaluate(args)
     except (ValueError, OSError) as error:

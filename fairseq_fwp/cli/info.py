@@ -25,13 +25,19 @@ PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegac
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the report, or with --hydra the YAML of an architecture. Exit status 2 for an unknown architecture."""
-    parser = argparse.ArgumentParser(prog="fwp-info", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fwp-info", description=__doc__, allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="build the kernels that can be built here first")
     parser.add_argument(
         "--hydra",
         metavar="ARCH",
-        choices=sorted(arch for presets in PRESETS_OF_MODELS.values() for arch in presets),
-        help="print a configuration for fairseq-hydra-train with this architecture, and nothing else",
+        # fairseq-hydra-train builds models from dataclasses, which the one for translation does not have.
+        choices=sorted(
+            arch
+            for model, presets in PRESETS_OF_MODELS.items()
+            if model in MODEL_DATACLASS_REGISTRY
+            for arch in presets
+        ),
+        help="print a configuration for fairseq-hydra-train with this architecture, of a language model, and no more",
     )
     args = parser.parse_args(argv)
     print(hydra_yaml(args.hydra) if args.hydra else report(args.build))

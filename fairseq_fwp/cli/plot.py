@@ -127,7 +127,8 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="fwp-plot", description=__doc__.split("\n")[0].removeprefix("fwp-plot: "))
+    description = __doc__.split("\n")[0].removeprefix("fwp-plot: ")
+    made = argparse.ArgumentParser(prog="fwp-plot", description=description, allow_abbrev=False)
     made.add_argument(
         "logs", nargs="+", metavar="[LABEL=]LOG", help="a log; unlabelled, its folder's name is the label"
     )

@@ -1,7 +1,16 @@
-"""Checkpoints from elsewhere as fairseq's: one file for each source, and one line in `SOURCES`. See cli/convert.py."""
+"""Checkpoints from elsewhere as fairseq's: one file for each source, and one line in `SOURCES`. See cli/convert.py.
 
-from fairseq_fwp.convert import schlag_lm, transformer_xl
+swap.py puts another attention in the place of softmax.
+"""
 
-SOURCES = {"schlag-lm": schlag_lm.SOURCE, "transformer-xl": transformer_xl.SOURCE}
+from fairseq_fwp.convert import fairseq_lm, fwp_lm, gpt2, schlag_lm, transformer_xl
+
+SOURCES = {
+    "schlag-lm": schlag_lm.SOURCE,
+    "transformer-xl": transformer_xl.SOURCE,
+    "fairseq-lm": fairseq_lm.SOURCE,
+    "gpt2": gpt2.SOURCE,
+    "fwp-lm": fwp_lm.SOURCE,
+}
 
 __all__ = ["SOURCES"]

@@ -23,10 +23,10 @@ SEED = 1
 CHECKPOINT, DICTIONARY, FLAGS = "checkpoint.pt", "dict.txt", "flags.txt"
 
 
-def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
-    """The state dict in a file. Raises ValueError for anything else, saying for a pickled model how to export one."""
+def load(path: Path, export: str) -> Any:
+    """What torch.save wrote into a file. Raises ValueError for other things than data; `export` says what to do."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
@@ -35,10 +35,15 @@ def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
                 f"{path} is not a whole checkpoint: it was cut short or is another kind of file"
             ) from error
         raise ValueError(
-            f"{path} holds a pickled model, which could run any code, and no state dict: {export}"
+            f"{path} holds pickled objects, which could run any code, beside its weights: {export}"
         ) from error
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
+
+
+def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
+    """The state dict in a file. Raises ValueError for anything else."""
+    loaded = load(path, export)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{path} holds other things than named tensors, and so is no state dict: {export}")
     return loaded
@@ -103,9 +108,11 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
     Raises ValueError naming weights that are missing, too many or of another shape.
     """
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    # A parameter that modules share has several names, of which one will do.
+    given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
     faults = [
-        *(f"{name} is missing" for name in parameters.keys() - weights.keys()),
+        *(f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in given),
         *(f"{name} has no place" for name in weights.keys() - parameters.keys() - buffers.keys()),
         *(
             f"{name} is {tuple(weight.shape)} in place of {tuple(known.shape)}"
@@ -117,8 +124,8 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
         raise ValueError(f"the weights do not fit the model of these options: {'; '.join(sorted(faults))}")
     model.to(next(iter(weights.values())).dtype)
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+        for name in weights.keys() & parameters.keys():
+            parameters[name].copy_(weights[name])
     # By now a parameter that modules share is the same under all its names.
     model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
 

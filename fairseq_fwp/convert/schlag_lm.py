@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_fwp.convert import transformer_xl
 from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, convert_tensors
-from fairseq_fwp.convert.vocabulary import arrange
+from fairseq_fwp.convert.vocabulary import arrange, given_words
 
 OPTIONS = {
     **transformer_xl.OPTIONS,
@@ -102,6 +102,7 @@ def convert_fast_weights(
         **transformer_xl.absolute_positions(options),
         "decoder_update_rule": attn_type.update_rule,
         "decoder_feature_map": attn_type.feature_map,
+        "final_dropout": options.get("dropout", 0.0),
         **map_flags(options, attn_type),
         **normalization_flags(options, attn_type, head_dim),
     }
@@ -115,7 +116,8 @@ def convert_fast_weights(
         *transformer_xl.embeddings(tensors, vocabulary),
     ]
     weights = convert_tensors(table, tensors)
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes(tensors, options, attn_type))
+    found = notes(tensors, options, attn_type) + vocabulary.notes
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, found)
 
 
 def check_options(options: Options, attn_type: AttentionType) -> None:
@@ -184,7 +186,7 @@ def projections(tensors: Mapping[str, Tensor], attn_type: AttentionType) -> list
 
 def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionType) -> list[str]:
     """What the converted model cannot tell by itself."""
-    found = transformer_xl.dropout_notes(options)
+    found = []
     if attn_type.feature_map == "favor" and not projections(tensors, attn_type):
         found.append(
             "the state dict holds no dec_attn.proj_matrix, which the public code keeps outside of it: the random "
@@ -198,4 +200,4 @@ def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionT
     return found
 
 
-SOURCE = Source(OPTIONS, transformer_xl.read_saved, convert, transformer_xl.EXPORT)
+SOURCE = Source(OPTIONS, transformer_xl.read, convert, given_words)

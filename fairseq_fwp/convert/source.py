@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -28,15 +29,15 @@ class Conversion(NamedTuple):
 class Source(NamedTuple):
     """One kind of checkpoint.
 
-    options: by name, as the training script has them; read_saved: the options that it saved beside a checkpoint;
-    convert(tensors, words, options) -> `Conversion`, where options are those given, else saved; export: how to make
-    a state dict of a pickled model, to be said where one is given.
+    options: by name, as the training script has them; read(path) -> its tensors, and the options saved with it;
+    convert(tensors, words, options) -> `Conversion`, where options are those given, else saved;
+    words(path, given) -> the vocabulary, from the file given or else from what lies with the checkpoint.
     """
 
     options: dict[str, Option]
-    read_saved: Callable[[Path], dict[str, Any]]
+    read: Callable[[Path], tuple[Mapping[str, Tensor], dict[str, Any]]]
     convert: Callable[[Mapping[str, Tensor], list[str], "Options"], Conversion]
-    export: str
+    words: Callable[[Path, Path | None], list[str]]
 
 
 class Options:
@@ -83,3 +84,13 @@ def convert_tensors(table: Iterable[Entry], tensors: Mapping[str, Tensor]) -> di
         )
     built = {entry.target: entry.build(*(tensors[name] for name in entry.sources)) for entry in table}
     return {target: tensor for target, tensor in built.items() if target is not None}
+
+
+def check_equal(option: str) -> Callable[[Tensor, Tensor], None]:
+    """A check that two tensors, one here, are alike; what is said if not begins with the option."""
+
+    def check(first: Tensor, second: Tensor) -> None:
+        if not torch.equal(first, second):
+            raise ValueError(f"{option} cannot be converted: input and output are one here, and they differ there")
+
+    return check

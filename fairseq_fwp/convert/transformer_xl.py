@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, convert_tensors
-from fairseq_fwp.convert.vocabulary import Vocabulary, arrange
+from fairseq_fwp.convert.checkpoint import load_tensors
+from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, check_equal, convert_tensors
+from fairseq_fwp.convert.vocabulary import Vocabulary, arrange, given_words
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
@@ -72,6 +73,11 @@ RELATIVE_ATTENTION = [
 ]
 
 
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state dict, and the options of its training."""
+    return load_tensors(path, EXPORT), read_saved(path.parent)
+
+
 def read_saved(folder: Path) -> dict[str, Any]:
     """The options that the training wrote into its log.txt, `    - name : value` a line; none without that file."""
     path = folder / "log.txt"
@@ -95,6 +101,8 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
     """Attention type 0: relative positions and a memory."""
     sizes = read_sizes(tensors)
     heads = len(_tensor(tensors, "r_w_bias"))
+    if options.get("n_head", heads) != heads:
+        raise ValueError(f"the checkpoint has {heads} heads, not {options.get('n_head')}: change --n_head")
     read_head_dim(tensors, sizes, heads, options)
     vocabulary = arrange(words)
     flags = {
@@ -114,7 +122,7 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
         *positions(sizes["d_model"]),
         *embeddings(tensors, vocabulary),
     ]
-    return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, [])
+    return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
 
 
 def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -130,18 +138,14 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
         **absolute_positions(options),
         "decoder_update_rule": "softmax",
         "attention_dropout": options.get("dropatt", 0.0),
+        "final_dropout": options.get("dropout", 0.0),
     }
     table = [
         *layers(sizes["n_layer"], SEPARATE_QUERIES),
         *positions(sizes["d_model"]),
         *embeddings(tensors, vocabulary),
     ]
-    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, dropout_notes(options))
-
-
-def dropout_notes(options: Options) -> list[str]:
-    """Where further training of an `fwp_lm` differs; `fwp_xl_lm` has dropout wherever the public code has it."""
-    return ["dropout after the last layer, which the public code has, is left out"] if options.get("dropout") else []
+    return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
 
 
 def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -188,8 +192,16 @@ def common_flags(
         "activation_dropout": options.get("dropout", 0.0),
         "adaptive_softmax_cutoff": ",".join(map(str, vocabulary.cutoffs(cutoffs))) or None,
         "div_val": div_val,
-        "tokens_per_sample": options.need("tgt_len"),
+        "tokens_per_sample": read_sample_length(options),
     }
+
+
+def read_sample_length(options: Options) -> int:
+    """The tokens of a sample. Raises ValueError where there are none."""
+    length: int = options.need("tgt_len")
+    if length < 1:
+        raise ValueError(f"a sample has at least 1 token, got {length}: give the --tgt_len of the training")
+    return length
 
 
 def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options) -> tuple[list[int], int]:
@@ -266,7 +278,7 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
     tables, outputs = (
         [f"{module}.{index}.weight" for index in range(count)] for module in ("word_emb.emb_layers", "crit.out_layers")
     )
-    tied = [Entry(None, pair, _check_tied("--not_tied")) for pair in zip(tables, outputs, strict=True)]
+    tied = [Entry(None, pair, check_equal("--not_tied")) for pair in zip(tables, outputs, strict=True)]
     bias = Entry(
         "decoder.adaptive_softmax.bias",
         tuple(f"crit.out_layers.{index}.bias" for index in range(count)),
@@ -285,16 +297,8 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
             for index, (name, _) in enumerate(projections)
         ),
         Entry("decoder.adaptive_softmax.projections.0.weight", ("crit.out_projs.0",)),
-        *(Entry(None, pair, _check_tied("untied projections, as of --dataset lm1b,")) for pair in projections[1:]),
+        *(Entry(None, pair, check_equal("untied projections, as of --dataset lm1b,")) for pair in projections[1:]),
     ]
-
-
-def _check_tied(option: str) -> Any:
-    def check(first: Tensor, second: Tensor) -> None:
-        if not torch.equal(first, second):
-            raise ValueError(f"{option} cannot be converted: input and output are one here, and they differ there")
-
-    return check
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -319,4 +323,4 @@ def _literal(text: str) -> Any:
         return text
 
 
-SOURCE = Source(OPTIONS, read_saved, convert, EXPORT)
+SOURCE = Source(OPTIONS, read, convert, given_words)

@@ -29,6 +29,16 @@ class Vocabulary(NamedTuple):
         """How many words the source does not have."""
         return int((self.rows < 0).sum())
 
+    @property
+    def notes(self) -> list[str]:
+        """What whoever evaluates the model should know."""
+        if self.rows[Dictionary().eos()] >= 0:
+            return []
+        return [
+            f"the vocabulary has no end of a line ({', '.join(END_OF_LINE)}): the model gives the one that "
+            "fairseq-preprocess adds to every line the probability 0, and a loss that counts it is infinite"
+        ]
+
     def place(self, tensor: Tensor, fill: float) -> Tensor:
         """A tensor with a row for each word of the source, or of its first cluster, in our order; new rows: fill."""
         rows = self.rows[: len(tensor) + self.added]
@@ -68,6 +78,28 @@ def arrange(words: list[str]) -> Vocabulary:
         if word in specials:
             raise ValueError(f"the vocabulary holds the word {word!r}, which fairseq keeps for itself: rename it there")
     return Vocabulary(rest, torch.tensor(rows + [numbers[word] for word in rest]))
+
+
+def read_dictionary(path: Path) -> list[str]:
+    """The words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
+    try:
+        dictionary = Dictionary.load(str(path))
+    except (OSError, ValueError, RuntimeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
+    words: list[str] = dictionary.symbols[dictionary.nspecial :]
+    return words
+
+
+def given_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """The words of a checkpoint that comes without them. Raises ValueError where they are not given."""
+    if given is None:
+        raise ValueError(f"{checkpoint} comes without its words: give them with --vocabulary")
+    return read_words(given)
+
+
+def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """The words of a checkpoint of fairseq: of the dict.txt given, or else of that beside it."""
+    return read_dictionary(checkpoint.parent / "dict.txt" if given is None else given)
 
 
 def read_words(path: Path) -> list[str]:

@@ -1,9 +1,8 @@
 """What the language models share: the decoder around an attention, its options, its state and its initialisation."""
 
-import copy
 import logging
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -12,17 +11,21 @@ from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules import FairseqDropout, LayerNorm
-from omegaconf import II, OmegaConf
+from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
-from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_softmax import (
+    AdaptiveSoftmax,
+    ProjectedAdaptiveSoftmax,
+    TiedAdaptiveSoftmax,
+    UntiedSoftmax,
+)
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.fast_weight_attention import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, SinusoidalDistances
-from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
+from fairseq_fwp.modules.relative_attention import Memory
 from fairseq_fwp.modules.softmax_attention import KeyValueCache
 
 logger = logging.getLogger(__name__)
@@ -30,9 +33,6 @@ logger = logging.getLogger(__name__)
 # The paper does not say how it initialises; these are the values of its public code.
 WEIGHT_STD = 0.02
 LAYER_NORM_STD = 0.02
-
-# Nothing but the user's patience bounds the length of what a recurrent model generates.
-MAX_GENERATED_POSITIONS = 10**6
 
 
 def option(default: Any, text: str) -> Any:
@@ -61,20 +61,16 @@ class DecoderConfig(FairseqDataclass):
     div_val: int = option(
         1, "adaptive input and softmax: embeddings shrink by this factor from one cluster to the next; 1: none does"
     )
+    output_layer: ChoiceEnum(["biased", "tied", "untied"]) = option(  # type: ignore[valid-type]
+        "biased",
+        "biased: word vectors of the input and a bias each, as Transformer-XL; tied: without biases, as GPT-2 and "
+        "fairseq's adaptive input; untied: vectors of its own, as fairseq's transformer_lm",
+    )
+    adaptive_softmax_dropout: float = option(0.0, "dropout probability in the adaptive softmax")
     no_scale_embedding: bool = option(False, "do not scale embeddings by the root of their dimension")
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
-
-
-def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:
-    """The configuration with the defaults of options that a checkpoint of an earlier version does not know."""
-    missing = {option.name: getattr(known, option.name) for option in fields(known) if option.name not in cfg}
-    if not missing:
-        return cfg
-    completed = copy.deepcopy(cfg)
-    OmegaConf.set_struct(completed, False)
-    return OmegaConf.merge(completed, missing)
 
 
 class DecoderState(NamedTuple):
@@ -124,10 +120,10 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
         self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if final_norm else None
         # Also without cutoffs, so that the criterion adaptive_loss always works.
-        self.adaptive_softmax = build_adaptive_softmax(self.embed_tokens, cutoffs)
+        self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
 
-    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+    def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
         raise NotImplementedError
 
@@ -254,15 +250,14 @@ def check_sizes(cfg: DecoderConfig) -> None:
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
-    for name in ("dropout", "attention_dropout", "activation_dropout"):
-        if not 0 <= getattr(cfg, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {getattr(cfg, name)}")
+    for name in ("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout"):
+        check_probability(name, getattr(cfg, name))
 
 
-def warn_of_unused(flags: list[str]) -> None:
-    """Names them in the log. Not refused: an architecture may have set one, and the command line made it void."""
-    for flag in flags:
-        logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
+def check_probability(name: str, value: float) -> None:
+    """Raises ValueError for the option of this name unless its value is a probability."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {value}")
 
 
 def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
@@ -302,15 +297,25 @@ def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> 
     return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
 
 
-def build_adaptive_softmax(embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> AdaptiveSoftmax:
-    """The adaptive softmax tied to the embeddings."""
+def build_adaptive_softmax(
+    cfg: DecoderConfig, embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]
+) -> AdaptiveSoftmax:
+    """The output layer over the embeddings. Raises ValueError for clusters with vectors of their own."""
+    if str(cfg.output_layer) == "untied":
+        if cutoffs or isinstance(embed_tokens, AdaptiveInput):
+            raise ValueError(
+                "--output-layer untied is a plain softmax: leave out --adaptive-softmax-cutoff and --div-val, or "
+                "choose --output-layer tied"
+            )
+        return UntiedSoftmax(embed_tokens)
+    biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout
     if isinstance(embed_tokens, AdaptiveInput):
-        return ProjectedAdaptiveSoftmax(embed_tokens)
-    return TiedAdaptiveSoftmax(embed_tokens, cutoffs)
+        return ProjectedAdaptiveSoftmax(embed_tokens, biased=biased, dropout=dropout)
+    return TiedAdaptiveSoftmax(embed_tokens, cutoffs, biased=biased, dropout=dropout)
 
 
 def initialize(module: nn.Module) -> None:
-    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; gates and maps as they have it."""
+    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; what has `initialize()`, as it says."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=WEIGHT_STD)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -321,11 +326,6 @@ def initialize(module: nn.Module) -> None:
     if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
         nn.init.zeros_(module.bias)
-    if isinstance(module, FastWeightAttention):
-        module.reset_gates()
-    if isinstance(module, FeatureMap):
-        module.reset_parameters()
-    if isinstance(module, AdaptiveInput | ProjectedAdaptiveSoftmax):
-        module.reset_projections()
-    if isinstance(module, SinusoidalDistances | LearnedDistances):
-        module.reset_parameters()
+    initialize_itself = getattr(module, "initialize", None)
+    if initialize_itself is not None:  # after its parts, to which `apply` comes first
+        initialize_itself()

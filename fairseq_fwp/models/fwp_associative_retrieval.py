@@ -17,8 +17,9 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fairseq_fwp.models.decoder import option, warn_of_unused
+from fairseq_fwp.models.decoder import option
 from fairseq_fwp.models.fwp_lm import MAP_FLAGS
+from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS

@@ -4,20 +4,16 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models import FairseqLanguageModel, register_model
+from fairseq.models import register_model
+from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import (
-    MAX_GENERATED_POSITIONS,
-    DecoderConfig,
-    LanguageModelDecoder,
-    fill_in_defaults,
-    option,
-    warn_of_unused,
-)
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability, option
+from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
+from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.local_attention import LocalAttention
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
@@ -93,10 +89,19 @@ class FwpLanguageModelConfig(DecoderConfig):
     fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
         "auto", "C++ and CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
     )
+    final_dropout: float = option(
+        0.0, "dropout probability after the last layer: that of --dropout in the papers' public code"
+    )
     attention_window: Optional[int] = option(  # noqa: UP045
         None, "softmax: a token attends to itself and to this many less one before it; none: to all"
     )
+    attention_bias: bool = option(
+        False, "biases in the projections of the attention, as fairseq's and GPT-2's have; also of gates without one"
+    )
     no_token_positional_embeddings: bool = option(False, "no absolute positions")
+    decoder_learned_pos: bool = option(
+        False, "learned positions, --max-target-positions of them, in place of sinusoids"
+    )
     positions_from_end: bool = option(
         False,
         "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
@@ -105,8 +110,15 @@ class FwpLanguageModelConfig(DecoderConfig):
 
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
-class FwpLanguageModel(FairseqLanguageModel):
-    """A language model over fast weights; works with fairseq's own tasks, criteria and commands."""
+class FwpLanguageModel(LanguageModel):
+    """A language model over fast weights; works with fairseq's own tasks, criteria and commands.
+
+    Dropout: Schlag et al. 2021 (App. F) have "10%" of it, and refer to their public code for more. Here --dropout is
+    after the embeddings and after each block (Vaswani et al. 2017, Sec. 5.4). Their code has it also after the
+    activation of the feed-forward block, --activation-dropout 0.1, and after the last layer, --final-dropout 0.1.
+    """
+
+    config = FwpLanguageModelConfig
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -119,26 +131,50 @@ class FwpLanguageModel(FairseqLanguageModel):
         super().add_args(parser)  # which leaves alone what is there already
 
     @classmethod
-    def build_model(cls, cfg: FwpLanguageModelConfig, task: Any) -> "FwpLanguageModel":
-        """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        cfg = fill_in_defaults(cfg, FwpLanguageModelConfig())
-        warn_of_unused(unused_flags(cfg))
-        return cls(FwpDecoder(cfg, task.target_dictionary))
+    def build_decoder(cls, cfg: FwpLanguageModelConfig, dictionary: Any) -> "FwpDecoder":
+        """The decoder of the configuration."""
+        return FwpDecoder(cfg, dictionary)
+
+    @classmethod
+    def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
+        """The options that this attention does not look at, where they are not at their defaults."""
+        if cfg.decoder_update_rule == "softmax":
+            unused = FAST_WEIGHT_FLAGS
+        else:
+            others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
+            unused = ("attention_window", "attention_dropout", *(flag for flags in others for flag in flags))
+            if not (cfg.sum_normalization or cfg.attention_normalization):
+                unused += NORMALIZATION_FLAGS
+            if not UPDATE_RULES[cfg.decoder_update_rule].retrieves:
+                unused += ("attention_normalization_read_out_only",)
+        default = FwpLanguageModelConfig()
+        return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
 
     def max_decoder_positions(self) -> int:
-        """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
-        return MAX_GENERATED_POSITIONS
+        """Longest generation: learned positions end, where others do not."""
+        positions = self.decoder.embed_positions
+        known: int = super().max_decoder_positions()
+        return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else known
 
 
 class FwpDecoder(LanguageModelDecoder):
     """`LanguageModelDecoder` over fast weights or softmax attention."""
 
-    def build_positions(self, cfg: Any) -> SinusoidalPositions | VaswaniPositions | None:
+    def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
+        super().__init__(cfg, dictionary)
+        check_probability("final_dropout", cfg.final_dropout)
+        self.final_dropout = FairseqDropout(cfg.final_dropout, module_name=type(self).__name__)
+
+    def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
         if cfg.no_token_positional_embeddings:
             if cfg.positions_from_end:
                 raise ValueError("--positions-from-end counts positions, and --no-token-positional-embeddings has none")
             return None
+        if cfg.decoder_learned_pos:
+            if cfg.positions_from_end:
+                raise ValueError("--positions-from-end is of sinusoids: leave out --decoder-learned-pos")
+            return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
         if cfg.positions_from_end:
             return VaswaniPositions(cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
@@ -151,6 +187,12 @@ class FwpDecoder(LanguageModelDecoder):
         """The attention of one layer."""
         return build_attention(cfg)
 
+    def _extract_features(
+        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
+    ) -> tuple[Tensor, DecoderState]:
+        x, state = super()._extract_features(tokens, state, last, decoding)
+        return self.final_dropout(x), state
+
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
         """The positions (B, L) of tokens that are the counts-th of their row."""
         if not isinstance(self.embed_positions, VaswaniPositions):
@@ -160,28 +202,13 @@ class FwpDecoder(LanguageModelDecoder):
         return counts[:, -1:] - counts
 
 
-def unused_flags(cfg: FwpLanguageModelConfig) -> list[str]:
-    """The options that the attention of this configuration does not look at, where they are not at their defaults."""
-    if cfg.decoder_update_rule == "softmax":
-        unused = FAST_WEIGHT_FLAGS
-    else:
-        others = (flags.values() for name, flags in MAP_FLAGS.items() if name != cfg.decoder_feature_map)
-        unused = ("attention_window", "attention_dropout", *(flag for flags in others for flag in flags))
-        if not (cfg.sum_normalization or cfg.attention_normalization):
-            unused += NORMALIZATION_FLAGS
-        if not UPDATE_RULES[cfg.decoder_update_rule].retrieves:
-            unused += ("attention_normalization_read_out_only",)
-    default = FwpLanguageModelConfig()
-    return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
-
-
 def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     """The attention of the configuration: softmax, or feature map x update rule x normalisations."""
     sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
     if cfg.decoder_update_rule == "softmax":
         if cfg.attention_window is not None:
-            return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout)
-        return SoftmaxAttention(*sizes, cfg.attention_dropout)
+            return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout, bias=cfg.attention_bias)
+        return SoftmaxAttention(*sizes, cfg.attention_dropout, bias=cfg.attention_bias)
     if cfg.decoder_feature_map not in FEATURE_MAPS:
         raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
     check_heads(*sizes)
@@ -204,5 +231,6 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         sum_epsilon=cfg.sum_normalization_epsilon,
         scale_read_out=cfg.scale_read_out,
         norm_read_out=cfg.norm_read_out,
+        bias=cfg.attention_bias,
         backend=str(cfg.fwp_backend),
     )

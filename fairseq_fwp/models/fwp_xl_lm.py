@@ -4,28 +4,24 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 that follows: whoever feeds segments one after the other passes it on, `detach()`ed, as the paper has it.
 """
 
+import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models import FairseqLanguageModel, register_model
+from fairseq.models import register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import (
-    MAX_GENERATED_POSITIONS,
-    DecoderConfig,
-    DecoderState,
-    LanguageModelDecoder,
-    fill_in_defaults,
-    option,
-    warn_of_unused,
-)
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, option
+from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,15 +41,34 @@ class FwpXlLanguageModelConfig(DecoderConfig):
 
 
 @register_model("fwp_xl_lm", dataclass=FwpXlLanguageModelConfig)
-class FwpXlLanguageModel(FairseqLanguageModel):
+class FwpXlLanguageModel(LanguageModel):
     """Transformer-XL; works with fairseq's own tasks, which read each sample without a memory, and with ours."""
+
+    config = FwpXlLanguageModelConfig
 
     @classmethod
     def build_model(cls, cfg: FwpXlLanguageModelConfig, task: Any) -> "FwpXlLanguageModel":
-        """Raises ValueError where the configuration cannot be built, naming the flag to change."""
-        cfg = fill_in_defaults(cfg, FwpXlLanguageModelConfig())
-        warn_of_unused(unused_flags(cfg))
-        return cls(FwpXlDecoder(cfg, task.target_dictionary))
+        """Raises ValueError where the configuration cannot be built; warns where nothing fills the memory."""
+        model: FwpXlLanguageModel = super().build_model(cfg, task)
+        settings = getattr(task, "args", None)  # none in a conversion
+        if model.decoder.mem_len and settings is not None and not getattr(settings, "carry_state", False):
+            logger.warning(
+                "segments are read without a memory of those before: --mem-len %d needs --task fwp_language_modeling "
+                "--carry-state",
+                model.decoder.mem_len,
+            )
+        return model
+
+    @classmethod
+    def build_decoder(cls, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> "FwpXlDecoder":
+        """The decoder of the configuration."""
+        return FwpXlDecoder(cfg, dictionary)
+
+    @classmethod
+    def unused_flags(cls, cfg: FwpXlLanguageModelConfig) -> list[str]:
+        """The options given that the positions of this configuration do not look at."""
+        unused = [] if cfg.decoder_positions == "relative" or not cfg.untie_biases else ["untie_biases"]
+        return unused + (["clamp_len"] if cfg.decoder_positions == "absolute" and cfg.clamp_len > 0 else [])
 
     def get_normalized_probs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The decoder's; in training with --half-loss a criterion that asks for it counts all targets: ValueError."""
@@ -69,10 +84,6 @@ class FwpXlLanguageModel(FairseqLanguageModel):
         second_half = target.clone()
         second_half[:, : target.shape[1] // 2] = self.decoder.padding_idx
         return second_half
-
-    def max_decoder_positions(self) -> int:
-        """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
-        return MAX_GENERATED_POSITIONS
 
 
 class FwpXlDecoder(LanguageModelDecoder):
@@ -175,12 +186,6 @@ def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
         )
     if cfg.decoder_positions == "shaw" and cfg.clamp_len < 1:
         raise ValueError("--decoder-positions shaw has one vector for each distance up to --clamp-len: give at least 1")
-
-
-def unused_flags(cfg: FwpXlLanguageModelConfig) -> list[str]:
-    """The options given that the positions of this configuration do not look at."""
-    unused = [] if cfg.decoder_positions == "relative" or not cfg.untie_biases else ["untie_biases"]
-    return unused + (["clamp_len"] if cfg.decoder_positions == "absolute" and cfg.clamp_len > 0 else [])
 
 
 def build_attention(cfg: FwpXlLanguageModelConfig) -> nn.Module:

@@ -40,9 +40,9 @@ class AdaptiveInput(nn.Module):
             for (low, high), size in zip(pairwise(self.bounds), sizes, strict=True)
         )
         self.projections: Any = nn.ModuleList(nn.Linear(size, embed_dim, bias=False) for size in sizes)
-        self.reset_projections()
+        self.initialize()
 
-    def reset_projections(self) -> None:
+    def initialize(self) -> None:
         """Draws the projections as the paper's public code does."""
         for projection in self.projections:
             nn.init.normal_(projection.weight, std=PROJECTION_STD)

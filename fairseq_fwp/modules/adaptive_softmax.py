@@ -1,10 +1,13 @@
-"""Adaptive softmaxes over tied word embeddings, with biases, as Transformer-XL and Schlag et al. 2021 use them."""
+"""Adaptive softmaxes: tied to the word embeddings and with biases, as Transformer-XL and Schlag et al. 2021 use them,
+and the others that fairseq and GPT-2 have.
+"""
 
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import PROJECTION_STD, AdaptiveInput, check_cutoffs
@@ -20,18 +23,33 @@ class AdaptiveSoftmax(nn.Module):
     fairseq's criterion `adaptive_loss` and its scorers work with both. Subclasses know how the weights are shared.
 
     embedding: of V words in D dimensions, tied; cutoffs: ascending ranks below V, may be empty, which gives a plain
-    softmax. Logits and log-probabilities are float32 (float64 for float64 weights): sums of losses overflow in fp16.
+    softmax; biased: words and clusters have a learned bias; dropout: of the features, and of a tail's projections.
+    Without biases there is still one for each word that is not learned, 0 or, for a word that a converted model did
+    not have, minus infinity. Logits and log-probabilities are float32 (float64 for float64 weights): sums of losses
+    overflow in fp16.
     """
 
-    def __init__(self, embedding: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> None:
+    def __init__(
+        self,
+        embedding: nn.Embedding | AdaptiveInput,
+        cutoffs: list[int],
+        *,
+        biased: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         check_cutoffs(cutoffs, embedding.num_embeddings, embedding.padding_idx)
         self.bounds = [0, *cutoffs, embedding.num_embeddings]
         # fairseq's adaptive_loss ignores the index of padding in every cluster, where it would be a word (in the head,
         # a cluster): tail targets start beyond it, after columns of probability zero.
         self.tail_offset = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
-        self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
-        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoffs)) if cutoffs else None
+        self.bias: Tensor
+        if biased:
+            self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
+        else:
+            self.register_buffer("bias", torch.zeros(embedding.num_embeddings))
+        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
+        self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
 
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """features (B, L, D), target (B, L) or (B L) -> per cluster the logits of the tokens in it and their targets.
@@ -39,7 +57,7 @@ class AdaptiveSoftmax(nn.Module):
         The first entry is the head, for all B L tokens. A cluster without tokens is None in both lists; the others'
         logits begin with `tail_offset` columns of minus infinity.
         """
-        features, target = features.flatten(0, -2), target.flatten()
+        features, target = self.dropout(features.flatten(0, -2)), target.flatten()
         head_target = target.clone()
         logits: list[Tensor | None] = [self._head(features)]
         targets: list[Tensor | None] = [head_target]
@@ -115,8 +133,10 @@ class AdaptiveSoftmax(nn.Module):
 class TiedAdaptiveSoftmax(AdaptiveSoftmax):
     """All words share the weight (V, D) of one embedding."""
 
-    def __init__(self, embedding: nn.Embedding, cutoffs: list[int]) -> None:
-        super().__init__(embedding, cutoffs)
+    def __init__(
+        self, embedding: nn.Embedding, cutoffs: list[int], *, biased: bool = True, dropout: float = 0.0
+    ) -> None:
+        super().__init__(embedding, cutoffs, biased=biased, dropout=dropout)
         self.weight = embedding.weight
 
     def _project(self, index: int, flat: Tensor) -> Tensor:
@@ -129,25 +149,44 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
 class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
     """Over an `AdaptiveInput`: rarer clusters score in fewer dimensions, with the input's tables and projections.
 
-    The head has a projection of its own, every other cluster the transpose of the input's, as in Transformer-XL's
-    public code.
+    Every cluster but the head has the transpose of the input's projection. The head has one of its own, as in
+    Transformer-XL's public code, or, where there are no biases, none, as in fairseq's (Baevski & Auli 2019).
     """
 
-    def __init__(self, embedding: AdaptiveInput) -> None:
-        super().__init__(embedding, embedding.bounds[1:-1])
+    def __init__(self, embedding: AdaptiveInput, *, biased: bool = True, dropout: float = 0.0) -> None:
+        super().__init__(embedding, embedding.bounds[1:-1], biased=biased, dropout=dropout)
         self.tables = embedding.tables
-        head = nn.Linear(embedding.embedding_dim, embedding.embedding_dim, bias=False)
+        dim = embedding.embedding_dim
+        head = nn.Linear(dim, dim, bias=False) if biased else nn.Identity()
         self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
-        self.reset_projections()
+        self.initialize()
 
-    def reset_projections(self) -> None:
+    def initialize(self) -> None:
         """Draws the projections, the shared ones too, as the paper's public code does."""
         for projection in self.projections:
-            nn.init.normal_(projection.weight, std=PROJECTION_STD)
+            if isinstance(projection, nn.Linear):
+                nn.init.normal_(projection.weight, std=PROJECTION_STD)
 
     def _project(self, index: int, flat: Tensor) -> Tensor:
-        weight = self.projections[index].weight
-        return F.linear(flat.to(weight.dtype), weight.T)
+        projection = self.projections[index]
+        if isinstance(projection, nn.Identity):
+            return flat.to(self._weight(index).dtype)
+        projected = F.linear(flat.to(projection.weight.dtype), projection.weight.T)
+        return self.dropout(projected) if index else projected
 
     def _weight(self, index: int) -> Tensor:
         return self.tables[index].weight
+
+
+class UntiedSoftmax(AdaptiveSoftmax):
+    """A plain softmax with a weight (V, D) of its own and no biases: fairseq's output layer unless it is shared."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__(embedding, [], biased=False)
+        self.words = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
+
+    def _project(self, index: int, flat: Tensor) -> Tensor:
+        return flat.to(self.words.weight.dtype)
+
+    def _weight(self, index: int) -> Tensor:
+        return self.words.weight

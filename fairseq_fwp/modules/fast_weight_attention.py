@@ -52,7 +52,7 @@ class FastWeightAttention(nn.Module):
     """Feature map x update rule x two normalisations (Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4).
 
     q, k, v and the rule's gates come from one projection without bias, as in the paper's Eqs. 4 and 21; gates that the
-    rule gives a bias have it beside.
+    rule gives a bias have it beside. With `bias`, as pretrained Transformers have it, all of them and the output do.
 
     embed_dim: D; num_heads: H; feature_map: a map built for key_dim; update_rule: a key of `UPDATE_RULES`;
     key_dim: size of a head's key before the map, None = D / H (Mao 2022 projects to few: its m);
@@ -63,6 +63,7 @@ class FastWeightAttention(nn.Module):
     sum_epsilon: that of sum normalisation, where it is another; None = the same;
     scale_read_out: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
     norm_read_out: layer normalisation of each head's read-out (what the public code of the rule fwm does);
+    bias: of q, k, v, the output, and the gates that the rule gives none, which start at zero;
     backend: of the operators.
 
     Raises ValueError for an unknown rule, a head count that does not divide embed_dim, an epsilon that is no number
@@ -85,6 +86,7 @@ class FastWeightAttention(nn.Module):
         sum_epsilon: float | None = None,
         scale_read_out: bool = False,
         norm_read_out: bool = False,
+        bias: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -126,14 +128,15 @@ class FastWeightAttention(nn.Module):
         }
         self.sizes = [2 * num_heads * self.key_dim, embed_dim, *gate_sizes.values()]
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=False)
+        self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None
         self.gate_biases = nn.ParameterDict(
-            {gate.name: torch.empty(gate_sizes[gate.name]) for gate in self.rule.gates if gate.bias}
+            {gate.name: torch.zeros(gate_sizes[gate.name]) for gate in self.rule.gates if gate.bias or bias}
         )
         self.read_out_norm = LayerNorm(self.head_dim) if norm_read_out else None
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.reset_gates()
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.initialize()
 
-    def reset_gates(self) -> None:
+    def initialize(self) -> None:
         """Draws the initial biases of the gates, as the rule has them."""
         for gate in self.rule.gates:
             if gate.bias:
@@ -192,6 +195,9 @@ class FastWeightAttention(nn.Module):
     def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """q, k (B, H, L, Dk), mapped and normalised; v (B, H, L, Dv); gates, (B, H, L, size) each. All of one dtype."""
         queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
+        if self.bias is not None:
+            of_queries_keys, of_values = self.bias.split(self.sizes[:2])
+            queries_keys, values = queries_keys + of_queries_keys, values + of_values
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         overflows = self.attention_normalization or not self.sum_normalization
         # What is kept for hundreds of tokens is a number just below 1, which half precision rounds to 1.
@@ -218,7 +224,7 @@ class FastWeightAttention(nn.Module):
 
     def _open(self, gate: Gate, projected: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """The gate (B, H, L), or (B, H, L, size) where it has one, from its projection (B, L, H size)."""
-        if gate.bias:
+        if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
         opened = at_least_float32(projected).sigmoid()
         if key_padding_mask is not None and gate.at_padding is not None:

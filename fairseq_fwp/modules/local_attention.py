@@ -17,8 +17,10 @@ class LocalAttention(SoftmaxAttention):
     Time and memory are O(L w), the state holds window - 1 tokens. Raises ValueError for a window below 1.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, window: int, dropout: float = 0.0) -> None:
-        super().__init__(embed_dim, num_heads, dropout)
+    def __init__(
+        self, embed_dim: int, num_heads: int, window: int, dropout: float = 0.0, *, bias: bool = False
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout, bias=bias)
         if window < 1:
             raise ValueError(
                 f"the window of attention must hold at least 1 token, got {window}: change --attention-window"

@@ -98,9 +98,9 @@ class SinusoidalDistances(nn.Module):
         self.content_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
         self.position_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
         self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
-        self.reset_parameters()
+        self.initialize()
 
-    def reset_parameters(self) -> None:
+    def initialize(self) -> None:
         """Draws u and v."""
         nn.init.normal_(self.content_bias, std=POSITION_STD)
         nn.init.normal_(self.position_bias, std=POSITION_STD)
@@ -135,9 +135,9 @@ class LearnedDistances(nn.Module):
         super().__init__()
         self.clamp_len = clamp_len
         self.table = nn.Parameter(torch.empty(num_heads, clamp_len + 1, head_dim))
-        self.reset_parameters()
+        self.initialize()
 
-    def reset_parameters(self) -> None:
+    def initialize(self) -> None:
         """Draws the vectors."""
         nn.init.normal_(self.table, std=POSITION_STD)
 

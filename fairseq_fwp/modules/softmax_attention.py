@@ -47,18 +47,18 @@ class KeyValueCache(NamedTuple):
 
 
 class SoftmaxAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the past (Vaswani et al. 2017), projections without bias.
+    """softmax(q k^T / sqrt(d)) v over the past (Vaswani et al. 2017).
 
-    embed_dim: D; num_heads: H; dropout: of the attention weights.
+    embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as fairseq's and GPT-2's.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, *, bias: bool = False) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
         self.num_heads = num_heads
         self.dropout = dropout
-        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def forward(
         self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None

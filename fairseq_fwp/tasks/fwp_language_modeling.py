@@ -156,6 +156,11 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         )
         tokens, streams, segments = len(dataset.text), batch_size * num_shards, len(iterator)
         logger.info(f"{tokens:,} tokens: {streams} streams of {segments} segments, {batch_size} in this process")
+        if self.args.carry_state and segments == 1:
+            logger.warning(
+                f"no state is carried: each of {streams} streams is one segment of {length} tokens or none; give a "
+                "smaller --batch-size or --tokens-per-sample"
+            )
         if use_cache:
             self.dataset_to_epoch_iter[dataset] = iterator
         return iterator

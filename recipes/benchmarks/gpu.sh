@@ -12,6 +12,7 @@ python=${PYTHON:-python3}
 if "$python" -c 'import fairseq, matplotlib, pytest, torch' 2>/dev/null; then
   run() { printf '+%s\n' "$(printf ' %q' "$@")" >&2; "$@"; }
 else
+  # shellcheck source=recipes/env.sh
   . "$root/recipes/env.sh" plots dev
   python=python
 fi

@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import gpu_report
 import matplotlib.pyplot as plt
+import translation
 from report import RESULTS
 
 COLOURS = plt.get_cmap("tab10").colors
@@ -166,11 +167,70 @@ def draw_rules():
     return figure
 
 
+def draw_generation():
+    """Mao 2022, Figure 1: time as a ratio to decay's after the shortest context, and memory; a row for each device."""
+    rows = read("generation")
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    figure, axes = plt.subplots(len(devices), 3, figsize=(15, 4.2 * len(devices)), layout="constrained", squeeze=False)
+    panels = [
+        ("seconds", "model", "Time of a token, whole model\n(1 = decay after the shortest context)"),
+        ("seconds", "layer", "Time of a token, an attention layer alone\n(1 = decay after the shortest context)"),
+        ("bytes", "model", "Peak memory beyond the model (MB)"),
+    ]
+    for of_device, device in zip(axes, devices, strict=True):
+        for ax, (what, of, title) in zip(of_device, panels, strict=True):
+            unit = 2**20 if what == "bytes" else None
+            for name in dict.fromkeys(row["name"] for row in rows):
+                found = {}
+                for row in rows:
+                    if [row[key] for key in ("what", "device", "of", "name")] == [what, device, of, name]:
+                        context = int(row["context"])
+                        found[context] = min(float(row["value"]), found.get(context, float("inf")))
+                unit = unit or found[min(found)]
+                ax.plot(list(found), [value / unit for value in found.values()], "o-", label=name)
+            ticks = sorted({int(row["context"]) for row in rows})
+            ax.set(xscale="log", yscale="log", xlabel=f"context (tokens), {device}", title=title)
+            ax.set_xticks(ticks, [str(tokens) for tokens in ticks], fontsize=8)
+            ax.minorticks_off()
+            ax.grid(axis="y", alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    return figure
+
+
 def draw_eval_lm():
     rows = measured_goals("eval_lm")
     figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
     bars(axes, rows, [f"{row['ratio'].removeprefix('tokens per second, ')}, {row['where']}" for row in rows])
-    axes.set_title("Tokens per second of the sliding window, as a ratio (| = goal)")
+    figure.suptitle("Tokens per second of the sliding window, as a ratio (| = goal)")
+    return figure
+
+
+def draw_translation():
+    """Generation of one sentence, as its target and as its source grows: time per target token, and peak memory."""
+    rows = read("translation")
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    panels = [(side, field) for side in ("target", "source") for field in ("seconds", "bytes")]
+    for ax, (side, field) in zip(axes, panels, strict=True):
+        for model in dict.fromkeys(row["model"] for row in rows if row["what"] == side):
+            found = smallest(rows, side, model, field)
+            scale = {"bytes": 2**-20, "seconds": 1000}[field]
+            written = {n: n if side == "target" else translation.SHORT for n in found}
+            found = {n: value * scale / (written[n] if field == "seconds" else 1) for n, value in found.items()}
+            ax.plot(list(found), list(found.values()), "o-", label=model)
+        title = "peak memory (MB)" if field == "bytes" else "milliseconds a target token"
+        ax.set(xscale="log", yscale="log", title=title, xlabel=f"tokens of the {side}")
+        ax.set_xticks(translation.LENGTHS, [str(length) for length in translation.LENGTHS])
+        ax.minorticks_off()
+        ax.grid(axis="y", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def draw_fwl():
+    rows = measured_goals("fwl")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    bars(axes, rows, [f"{row['ratio']}, {row['where']}" for row in rows])
+    figure.suptitle("What learning costs in scoring, as a ratio to the model alone (| = goal)")
     return figure
 
 
@@ -205,8 +265,11 @@ DRAW = {
     "rules": draw_rules,
     "training": draw_training,
     "long": draw_long,
+    "generation": draw_generation,
     "gpu": draw_gpu,
     "eval_lm": draw_eval_lm,
+    "translation": draw_translation,
+    "fwl": draw_fwl,
 }
 
 

@@ -11,9 +11,9 @@
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-# shellcheck disable=SC1091
+# shellcheck source=recipes/env.sh
 . "$here/../env.sh" ''
-# shellcheck disable=SC1091
+# shellcheck source=recipes/lm_corpus.sh
 . "$here/../lm_corpus.sh"
 
 data=''

@@ -13,9 +13,9 @@
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-# shellcheck disable=SC1091
+# shellcheck source=recipes/env.sh
 . "$here/../env.sh" plots
-# shellcheck disable=SC1091
+# shellcheck source=recipes/lm_comparison.sh
 . "$here/../lm_comparison.sh"
 
 data=$root/data/peps
@@ -43,7 +43,7 @@ case " $models " in
   sample() { :; } # a row's budget writes nothing worth reading
   ;;
 *" carried/"*)
-  # shellcheck disable=SC1091
+  # shellcheck source=recipes/peps/carried.sh
   . "$here/carried.sh" ;;
 esac
 [ -d "$data" ] ||

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
 
+from fairseq_fwp import _compat
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer, batches, score, windows
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -103,8 +104,11 @@ def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size): 
 
 
 def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them(build_model):  # noqa: F811
-    with pytest.raises(ValueError, match="evaluated by fairseq-validate"):
-        eval_lm.check_carries(build_model("fwp_lm"), Namespace(reset_state_after="</s>"))
+    model, task = build_model("fwp_lm"), Namespace(reset_state_after="</s>")
+    for other in (None, "blank-line"):
+        with pytest.raises(ValueError, match="pass --reset-after </s>"):
+            eval_lm.check_carries(model, task, other)
+    eval_lm.check_carries(model, task, "</s>")
 
 
 def test_a_stream_has_no_gaps(build_model):  # noqa: F811
@@ -271,6 +275,39 @@ def test_carried_state(folder, caplog):
     assert "absolute positions go on to" in caplog.text
 
 
+def test_dynamic_evaluation(folder, caplog):
+    """Without a step nothing changes; with one the result says so."""
+    plain, still = (
+        evaluate(folder, "--context-window", 0),
+        evaluate(folder, "--context-window", 0, "--dynamic", "sgd", "--dynamic-lr", 0),
+    )
+    assert still["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    rule = ["--dynamic", "rms", "--dynamic-lr", 0.001, "--dynamic-statistics", 2]
+    with caplog.at_level("INFO"):
+        moved = evaluate(folder, "--context-window", 0, *rule, "--reset-after", "</s>")
+    assert "gathered statistics of 2 windows of train" in caplog.text
+    assert moved["loss"] != pytest.approx(plain["loss"], abs=1e-5) and math.isfinite(moved["loss"])
+    assert moved["protocol"].endswith("dynamic evaluation (RMS, epsilon 1e-05, lr 0.001, decay 0), anew after </s>")
+
+
+def test_settings_are_read_in_their_types(folder):
+    expected = evaluate(folder, "--tokens-per-sample", 10)
+    assert evaluate(folder, "--model-overrides", "{'tokens_per_sample': '10'}")["loss"] == expected["loss"]
+
+
+def test_a_checkpoint_of_an_earlier_fairseq(folder):
+    """Its settings are a Namespace without groups."""
+    state = torch.load(folder / "delta.pt")
+    groups = {name: group for name, group in state["cfg"].items() if isinstance(group, dict)}
+    names = {name: group["_name"] for name, group in groups.items() if "_name" in group}
+    settings = {name: value for group in groups.values() for name, value in group.items() if name != "_name"}
+    args = Namespace(**{**settings, **names, "arch": names["model"]})
+    torch.save({**state, "args": args, "cfg": None}, folder / "earlier.pt")
+    _compat.silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
+    longer = ["--model-overrides", "{'max_target_positions': 50}", "--tokens-per-sample", 50]
+    assert evaluate(folder, *longer, path="earlier.pt")["loss"] == evaluate(folder, *longer)["loss"]
+
+
 def test_from_the_command_line(folder, tmp_path):
     answer = subprocess.run(
         [sys.executable, "-m", "fairseq_fwp.cli.eval_lm", folder / "data", "--path", folder / "delta.pt", "--cpu"]
@@ -285,7 +322,8 @@ def test_from_the_command_line(folder, tmp_path):
 
 # checkpoint, data, further arguments
 REFUSALS = {
-    "no checkpoint there": (["none.pt", "data"], r"No such file .*none\.pt"),
+    "no checkpoint there": (["none.pt", "data"], r"there is no checkpoint .*none\.pt$"),
+    "a folder for a checkpoint": ([".", "data"], r"there is no checkpoint .*: it is a folder"),
     "another kind of file": (["text/test.txt", "data"], r"test\.txt \([\d,]+ bytes\) is not a complete checkpoint"),
     "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt is no checkpoint of fairseq"),
     "half a checkpoint": (["half.pt", "data"], r"half\.pt \([\d,]+ bytes\) is not a complete checkpoint"),
@@ -300,9 +338,19 @@ REFUSALS = {
     "wide stride": (["delta.pt", "data", "--stride", 33], r"--stride must be in that range"),
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window from 0 to 31"),
     "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window from 0 to 31"),
-    "no such setting": (["delta.pt", "data", "--model-overrides", "{'heads': 3}"], r"has no setting for: heads"),
     "no state": (["softmax.pt", "data", "--carry-state"], r"FwpLanguageModel has no state of constant size"),
 }  # fmt: skip
+OVERRIDES = {
+    "{'heads': 3}": r"has no setting for: heads$",
+    "{'model': 3}": r"has no setting for: model$",
+    "{'max_target_positions': 'x'}": r"sets max_target_positions to 'x': it has to be a whole number or None$",
+    "{'seed': 1.5}": r"sets seed to 1\.5: it has to be a whole number$",
+    "{'dropout': None}": r"sets dropout to None: it has to be a number$",
+    "{'sum_normalization': 'x'}": r"sets sum_normalization to 'x': it has to be True or False$",
+    "{'fwp_backend': 'gpu'}": r"sets fwp_backend to 'gpu': it has to be one of auto, kernel, reference$",
+    "{'decoder_update_rule': 'x'}": r"unknown update rule 'x'",
+    "{'decoder_layers': 3}": r"does not fit its settings .* and no --model-overrides of its sizes$",
+}
 MISUSES = {
     "two streams": (["--carry-state", "--batch-size", 2], r"--carry-state reads one stream"),
     "two protocols": (["--carry-state", "--stride", 2], r"not allowed with"),
@@ -335,9 +383,10 @@ def damaged(folder):
     return folder
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("case", [*REFUSALS, *OVERRIDES])
 def test_refusals_are_one_sentence_and_write_nothing(damaged, tmp_path, case):
-    (path, data, *arguments), sentence = REFUSALS[case]
+    overridden = (["delta.pt", "data", "--model-overrides", case], OVERRIDES.get(case))
+    (path, data, *arguments), sentence = REFUSALS.get(case, overridden)
     out = ["--json", tmp_path / "result.json", "--scores", tmp_path / "scores.tsv"]
     with pytest.raises(SystemExit, match=sentence) as stopped:
         eval_lm.main([*map(str, [damaged / data, "--path", damaged / path, "--cpu", *out, *arguments])])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq.modules import FairseqDropout
 
 from fairseq_fwp.convert import checkpoint
 from tests.convert.conftest import WORDS, Converter, build, load, read_vector, score
@@ -79,11 +80,21 @@ def test_random_features_that_were_not_exported_are_drawn():
 
 
 def test_notes(convert, capsys):
-    convert(read_vector("schlag-lm/type24_no_pos"), carry_over_fast_weight=True, dropout=0.1)
-    notes = re.findall("^note: (.*)$", capsys.readouterr().out, re.M)
-    assert (
-        len(notes) == 2 and "--carry-state on segments of 11 tokens" in notes[1] and "after the last layer" in notes[0]
-    )
+    convert(read_vector("schlag-lm/type24_no_pos"), carry_over_fast_weight=True)
+    (note,) = re.findall("^note: (.*)$", capsys.readouterr().out, re.M)
+    assert "--carry-state on segments of 11 tokens" in note
+
+
+@pytest.mark.parametrize("name", ["schlag-lm/type24", "schlag-lm/type2", "transformer-xl/wt103"])
+def test_dropout_is_where_the_public_code_has_it(name):
+    """After the embeddings, both blocks, the feed-forward activation and the last layer, in fwp_xl_lm also of R."""
+    model, *_ = build(read_vector(name), dropout=0.25)
+    calls = []
+    for module in model.modules():
+        if isinstance(module, FairseqDropout):
+            module.register_forward_hook(lambda module, *_: calls.append(module.p))
+    model(torch.ones(1, 3, dtype=torch.long))
+    assert calls == [0.25] * (1 + 2 * (4 if "xl" in name else 3) + 1)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ REFUSALS = {
     "no type": ("type24", {"attn_type": None}, None, r"does not tell --attn_type: give it as in training"),
     "no heads": ("type2", {"n_head": None}, None, r"does not tell --n_head"),
     "no length": ("type2", {"tgt_len": None}, None, r"does not tell --tgt_len"),
+    "empty samples": ("type2", {"tgt_len": 0}, None, r"a sample has at least 1 token, got 0: give the --tgt_len"),
+    "heads of another": ("type0", {"n_head": 4}, None, r"the checkpoint has 2 heads, not 4: change --n_head"),
     "no memory": ("type0", {"mem_len": None}, None, r"does not tell --mem_len"),
     "no features": ("type25", {"performer_proj_dim": None}, None, r"does not tell --performer_proj_dim"),
     "no nu": ("type26", {"dpfp_n_roll": None}, None, r"does not tell --dpfp_n_roll"),
@@ -116,7 +118,7 @@ class Pickled(nn.Module):
 def test_a_pickled_model_is_not_loaded(convert):
     vector = read_vector("schlag-lm/type2")
     for saved, sentence in (
-        (Pickled(), "holds a pickled model, which could run any code, and no state dict: export one in the folder of"),
+        (Pickled(), "holds pickled objects, which could run any code, beside its weights: export one in the folder of"),
         ({"epoch": 3}, "holds other things than named tensors, and so is no state dict: export one"),
         ([torch.ones(2)], "holds other things than named tensors"),
     ):

@@ -71,6 +71,14 @@ def test_what_the_source_does_not_have_has_no_probability(name):
         assert (probabilities == 0).sum(-1).eq(len(dead)).all() and (probabilities[..., rows] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["schlag-lm/type24", "schlag-lm/type2", "transformer-xl/enwik8"])
+def test_a_vocabulary_without_line_ends_is_told(name):
+    vector, words = read_vector(name), [f"w{number}" for number in range(31)]
+    assert build(vector)[2].notes == []
+    (note,) = build(vector, words)[2].notes
+    assert note.startswith("the vocabulary has no end of a line (</s>, <eos>, <S>): the model gives the one that ")
+
+
 @pytest.mark.parametrize("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
 def test_training_leaves_them_without(name):
     """Minus infinity in a bias makes no gradient not a number, and stays."""

@@ -24,6 +24,25 @@ SHAPES = [
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
 
 
+def check_other_orders_and_gpus(twin, rule, inputs, gradients, found):
+    """The results `found` come out bit by bit with threads in reverse, and on a GPU of one multiprocessor."""
+    for how in ({"reverse": 1}, {"multiprocessors": 1}, {"multiprocessors": 1, "reverse": 1}):
+        other = twin.results(rule, inputs, gradients, **how)
+        for name, x in found.items():
+            assert torch.equal(other[name], x), name
+
+
+def check_absent_gradients(twin, rule, inputs):
+    """A gradient of the outputs that is not there is one of zeros."""
+    gradients, kept = cotangents(inputs), twin.forward(rule, inputs)[2]
+    for index in (0, 1):
+        absent = tuple(None if i == index else x for i, x in enumerate(gradients))
+        zeros = tuple(torch.zeros_like(x) if i == index else x for i, x in enumerate(gradients))
+        expected = twin.backward(rule, inputs, kept, zeros)
+        for name, x in twin.backward(rule, inputs, kept, absent).items():
+            assert torch.equal(x, expected[name]), name
+
+
 @every_rule
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
@@ -38,10 +57,7 @@ def test_equals_reference_in_both_orders_of_threads_and_on_any_gpu(twin, rule, s
     for name, x in truth.items():
         assert found[name].shape == x.shape and found[name].isfinite().all(), name
         assert relative_error(found[name], x) < UNIT[dtype], name
-    for how in ({"reverse": 1}, {"multiprocessors": 1}, {"multiprocessors": 1, "reverse": 1}):
-        other = twin.results(rule, inputs, gradients, **how)
-        for name, x in found.items():
-            assert torch.equal(other[name], x), name
+    check_other_orders_and_gpus(twin, rule, inputs, gradients, found)
 
 
 def check_accuracy(twin, rule, inputs):
@@ -71,17 +87,8 @@ def test_chunks_on_tensor_cores(twin, rule, shape, state):
     check_accuracy(twin, rule, inputs)
     gradients = cotangents(inputs)
     found = twin.results(rule, inputs, gradients)
-    for how in ({"reverse": 1}, {"multiprocessors": 1}, {"multiprocessors": 1, "reverse": 1}):
-        other = twin.results(rule, inputs, gradients, **how)
-        for name, x in found.items():
-            assert torch.equal(other[name], x), name
-    kept = twin.forward(rule, inputs)[2]
-    for index in (0, 1):
-        absent = tuple(None if i == index else x for i, x in enumerate(gradients))
-        zeros = tuple(torch.zeros_like(x) if i == index else x for i, x in enumerate(gradients))
-        expected = twin.backward(rule, inputs, kept, zeros)
-        for name, x in twin.backward(rule, inputs, kept, absent).items():
-            assert torch.equal(x, expected[name]), name
+    check_other_orders_and_gpus(twin, rule, inputs, gradients, found)
+    check_absent_gradients(twin, rule, inputs)
 
 
 @every_rule
@@ -116,15 +123,7 @@ def test_layout_changes_nothing(twin, rule, layout, dtype):
 @every_rule
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
 def test_an_absent_gradient_is_zero(twin, rule, state):
-    inputs = sample_inputs(rule, (2, 2, 37, 5, 6), state=state)
-    gradients = cotangents(inputs)
-    kept = twin.forward(rule, inputs)[2]
-    for index in (0, 1):
-        absent = tuple(None if i == index else x for i, x in enumerate(gradients))
-        zeros = tuple(torch.zeros_like(x) if i == index else x for i, x in enumerate(gradients))
-        expected = twin.backward(rule, inputs, kept, zeros)
-        for name, x in twin.backward(rule, inputs, kept, absent).items():
-            assert torch.equal(x, expected[name]), name
+    check_absent_gradients(twin, rule, sample_inputs(rule, (2, 2, 37, 5, 6), state=state))
 
 
 @every_rule

@@ -61,8 +61,8 @@ MUTATIONS = {
     ),
     "shuffle_of_some_lanes": Mutation(
         "sum.cuh",
-        "      add_lanes(read, plan.lanes);",
-        "      if (place.lane > 0) add_lanes(read, plan.lanes);",
+        "      add_lanes(read, place.plan.lanes);",
+        "      if (place.lane > 0) add_lanes(read, place.plan.lanes);",
         complaint="does not take part",
     ),
     "write_after_read": Mutation(
@@ -87,7 +87,7 @@ MUTATIONS = {
         complaint="does not take part",
     ),
     "warps_not_in_step": Mutation(
-        "delta_chunks.cuh", "    __syncwarp();\n    solve(n, chunk.beta);", "    solve(n, chunk.beta);", ("delta",)
+        "delta_chunks.cuh", "    __syncwarp();\n    solve(n, rates(chunk));", "    solve(n, rates(chunk));", ("delta",)
     ),
     "a_state_in_one_part": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<1>(", ("delta",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),

@@ -13,6 +13,8 @@ from fairseq.models import (
 )
 from omegaconf import OmegaConf
 
+import fairseq_fwp  # noqa: F401  (registers the models)
+
 SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from argparse import Namespace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -134,18 +135,31 @@ def test_decoding_goes_on_from_a_given_state(build_model, arch):
     torch.testing.assert_close(torch.cat(steps, 1), log_probs(model, tokens)[:, 4:])
 
 
-def test_flags_reach_the_layer(build_model):
-    flags = {"attention_normalization": True, "attention_normalization_read_out_only": True}
-    flags |= {"normalization_epsilon": 0.5, "add_normalization_epsilon": True, "scale_read_out": True}
-    flags |= {"norm_read_out": True, "decoder_feature_map": "favor", "favor_draw": "gaussian", "favor_features": 3}
-    flags |= {"sum_normalization_epsilon": 0.25, "favor_offset": 0.125}
-    layer = build_model("fwp_lm", decoder_key_dim=5, **flags).decoder.layers[0].self_attn
-    assert (layer.read_out_only, layer.epsilon, layer.add_epsilon, layer.scale) == (True, 0.5, True, 0.5)
-    assert layer.read_out_norm is not None and layer.key_dim == 5
-    assert layer.feature_map.draw == "gaussian" and layer.feature_map.projection.shape == (3, 5)
-    assert (layer.sum_epsilon, layer.feature_map.offset) == (0.25, 0.125)
-    layer = build_model("fwp_lm", decoder_feature_map="relu", relu_features=7).decoder.layers[0].self_attn
-    assert layer.feature_map.feature_dim == 7
+FAVOR = {"decoder_feature_map": "favor"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "attribute", "value"),
+    [
+        ({"decoder_key_dim": 5}, "key_dim", 5),
+        ({"sum_normalization": True}, "sum_normalization", True),
+        ({"attention_normalization": True}, "attention_normalization", True),
+        ({"attention_normalization": True, "attention_normalization_read_out_only": True}, "read_out_only", True),
+        ({"sum_normalization": True, "normalization_epsilon": 0.5}, "epsilon", 0.5),
+        ({"sum_normalization": True, "sum_normalization_epsilon": 0.25}, "sum_epsilon", 0.25),
+        ({"sum_normalization": True, "add_normalization_epsilon": True}, "add_epsilon", True),
+        ({"scale_read_out": True}, "scale", 0.5),
+        ({"norm_read_out": True}, "read_out_norm.normalized_shape", (4,)),
+        ({"fwp_backend": "kernel"}, "backend", "kernel"),
+        ({**FAVOR, "favor_draw": "gaussian"}, "feature_map.draw", "gaussian"),
+        ({**FAVOR, "favor_features": 3, "decoder_key_dim": 5}, "feature_map.projection.shape", (3, 5)),
+        ({**FAVOR, "favor_offset": 0.125}, "feature_map.offset", 0.125),
+        ({"decoder_feature_map": "relu", "relu_features": 7}, "feature_map.feature_dim", 7),
+        ({"decoder_feature_map": "dpfp", "dpfp_nu": 3}, "feature_map.feature_dim", 2 * 4 * 3),
+    ],
+)
+def test_flags_reach_the_layer(build_model, flags, attribute, value):
+    assert attrgetter(attribute)(build_model("fwp_lm", **flags).decoder.layers[0].self_attn) == value
 
 
 def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation(build_model):
@@ -322,9 +336,9 @@ def test_a_new_model_is_initialised():
     assert model.decoder.layers[1].fc1.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
-@pytest.mark.parametrize("flag", ["dropout", "activation_dropout", "attention_dropout"])
+@pytest.mark.parametrize("flag", ["dropout", "activation_dropout", "attention_dropout", "final_dropout"])
 def test_each_dropout_acts_in_training_alone(build_model, flag):
-    off = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0}
+    off = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0, "final_dropout": 0.0}
     model = build_model("softmax_lm_wt103", **{**off, flag: 0.5})
     tokens = random_tokens(2, 9)
     expected = log_probs(build_model("softmax_lm_wt103", **off), tokens)
@@ -335,19 +349,14 @@ def test_each_dropout_acts_in_training_alone(build_model, flag):
 
 
 def test_dropout_is_where_the_paper_has_it(build_model):
-    """After the embedding, and after each of the two blocks of every layer."""
-    model = build_model("delta_lm_wt103", dropout=0.25, activation_dropout=0.125)
+    """After the embedding, and after each of the two blocks of every layer; where it is asked for, in three places."""
+    model = build_model("delta_lm_wt103", dropout=0.25, activation_dropout=0.125, final_dropout=0.5)
     calls = []
     for module in model.modules():
         if isinstance(module, FairseqDropout):
             module.register_forward_hook(lambda module, *_: calls.append(module.p))
     model(random_tokens(1, 3))
-    assert calls == [0.25] + [0.25, 0.125, 0.25] * 2
-
-
-def test_the_capacity_of_dpfp_reaches_the_map(build_model):
-    model = build_model("delta_lm_wt103", decoder_feature_map="dpfp", dpfp_nu=3)
-    assert model.decoder.layers[0].self_attn.feature_map.feature_dim == 2 * 4 * 3
+    assert calls == [0.25] + [0.25, 0.125, 0.25] * 2 + [0.5]
 
 
 @pytest.mark.parametrize("cutoffs, kept", [("", []), ("20, 30", [20, 30]), ("20,50", [20]), ("20,51", [20])])
@@ -418,6 +427,7 @@ def test_flags_without_effect_are_named(build_model, caplog, arch, flags, unused
         ("decoder_ffn_embed_dim", 0),
         ("decoder_layers", -1),
         ("attention_dropout", 2.0),
+        ("final_dropout", -0.5),
         ("dropout", -0.1),
     ],
 )

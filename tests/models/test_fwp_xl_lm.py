@@ -351,12 +351,29 @@ def test_settings_that_cannot_be_are_refused(build, sentence):
         build("relative", **REFUSED[sentence])
 
 
-def test_flags_without_effect_are_named(build, caplog):
-    build("shaw", untie_biases=True)
-    build("absolute", untie_biases=True, clamp_len=3)
-    build("relative", untie_biases=True, clamp_len=3)
+@pytest.mark.parametrize(
+    ("kind", "flags", "unused"),
+    [
+        ("shaw", {"untie_biases": True}, ["--untie-biases"]),
+        ("absolute", {"untie_biases": True, "clamp_len": 3}, ["--untie-biases", "--clamp-len"]),
+        ("relative", {"untie_biases": True, "clamp_len": 3}, []),
+    ],
+)
+def test_flags_without_effect_are_named(build, caplog, kind, flags, unused):
+    build(kind, **flags)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [message.split()[0] for message in warnings] == ["--untie-biases", "--untie-biases", "--clamp-len"]
+    assert [message.split()[0] for message in warnings] == unused
+
+
+@pytest.mark.parametrize(
+    ("settings", "mem_len", "warned"),
+    [({}, 4, True), ({"carry_state": False}, 4, True), ({"carry_state": True}, 4, False), ({}, 0, False)],
+)
+def test_a_memory_that_nothing_fills_is_named(caplog, settings, mem_len, warned):
+    """Above all with the stock task, which would train a Transformer-XL without its recurrence."""
+    task = Namespace(target_dictionary=make_dictionary(50), args=Namespace(**settings))
+    FwpXlLanguageModel.build_model(configure("xl_lm_wt103_medium", **SMALL, mem_len=mem_len), task)
+    assert ("--carry-state" in caplog.text) == warned
 
 
 def test_half_loss_refuses_a_criterion_that_counts_all_targets(build):

@@ -306,7 +306,7 @@ def test_uniform_gate_initialisation():
     assert abs(opened.mean() - 0.5) < 0.03 and abs(opened.var() - 1 / 12) < 0.01
     layer = build(("decay", "identity", "neither"))
     before = layer.gate_biases["key_decay"].clone()
-    layer.reset_gates()
+    layer.initialize()
     assert not torch.equal(layer.gate_biases["key_decay"], before)
 
 

@@ -178,29 +178,23 @@ def test_takes_another_minor_release(machine):
     assert machine.build().built
 
 
-def test_refuses_a_toolkit_that_does_not_know_the_gpu(machine):
-    nvcc = machine.install("13.0", known="75 80 86")
+@pytest.mark.parametrize(
+    ("gpu", "known", "capability", "cure"),
+    [(H200, "75 80 86", "9.0a", "8.6+PTX"), (("NVIDIA GB10", (12, 1)), KNOWN, "12.1", "12.0+PTX")],
+    ids=["old toolkit", "new gpu"],
+)
+def test_refuses_a_toolkit_that_does_not_know_the_gpu(machine, gpu, known, capability, cure):
+    machine.see(gpu)
+    nvcc = machine.install("13.0", known=known)
     assert refusal(machine) == (
-        f"{nvcc} of CUDA 13.0 does not know the compute capability 9.0a; "
-        "install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to '8.6+PTX'"
+        f"{nvcc} of CUDA 13.0 does not know the compute capability {capability}; "
+        f"install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to '{cure}'"
     )
-    machine.patch.setenv("TORCH_CUDA_ARCH_LIST", "8.6+PTX")
+    machine.patch.setenv("TORCH_CUDA_ARCH_LIST", cure)
     assert machine.build().built
     (kernels,) = (call for call in machine.calls if ".cu" in call)
-    assert "-gencode=arch=compute_86,code=compute_86" in kernels
-
-
-def test_a_gpu_newer_than_the_toolkit(machine):
-    machine.see(("NVIDIA GB10", (12, 1)))
-    nvcc = machine.install("13.0")
-    assert refusal(machine) == (
-        f"{nvcc} of CUDA 13.0 does not know the compute capability 12.1; "
-        "install a newer CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to '12.0+PTX'"
-    )
-    machine.patch.setenv("TORCH_CUDA_ARCH_LIST", "12.0+PTX")
-    assert machine.build().built
-    (kernels,) = (call for call in machine.calls if ".cu" in call)
-    assert "-gencode=arch=compute_120,code=compute_120" in kernels
+    architecture = f"compute_{cure.removesuffix('+PTX').replace('.', '')}"
+    assert f"-gencode=arch={architecture},code={architecture}" in kernels
 
 
 def test_a_gpu_that_the_toolkit_does_not_know_any_more(machine):

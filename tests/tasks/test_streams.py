@@ -143,3 +143,10 @@ def test_a_process_whose_streams_have_ended_has_nothing_to_learn(make_task):
 def test_number_of_streams(make_task, limits, streams):
     task = make_task({"train": random_lines(50)}, tokens_per_sample=5)
     assert len(next(batches(task, **limits))["streams"]) == streams
+
+
+@pytest.mark.parametrize("streams, warned", [(4, False), (5, True), (9, True)])
+def test_streams_too_short_to_carry_a_state_are_named(make_task, caplog, streams, warned):
+    task = make_task({"train": [[4] * 25]}, tokens_per_sample=5, carry_state=True)
+    next(batches(task, max_sentences=streams))
+    assert ("no state is carried" in caplog.text) == warned

@@ -31,7 +31,7 @@ class LearnedRelu(FeatureMap):
         self.feature_dim = num_features
         self.linear = nn.Linear(head_dim, num_features)
 
-    def reset_parameters(self) -> None:
+    def initialize(self) -> None:
         """Draws W and b anew."""
         self.linear.reset_parameters()
 

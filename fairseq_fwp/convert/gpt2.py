@@ -1,0 +1,189 @@
+"""GPT-2 (Radford et al. 2019) in the format of Hugging Face's transformers: as `fwp_lm`, with the same logits.
+
+A folder with config.json and model.safetensors, or the several files that model.safetensors.index.json names. Our
+dictionary has the number of a token for its word, as fairseq's `--bpe gpt2` writes them, and `</s>` for <|endoftext|>.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp.convert.safetensors import load_safetensors
+from fairseq_fwp.convert.source import Conversion, Entry, Options, Source, check_equal, convert_tensors
+from fairseq_fwp.convert.vocabulary import arrange
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+# What config.json may leave out.
+DEFAULTS = {
+    "activation_function": "gelu_new",
+    "attn_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "layer_norm_epsilon": 1e-5,
+    "resid_pdrop": 0.1,
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+}
+
+# What it must say.
+SIZES = ("n_embd", "n_head", "n_layer", "vocab_size")
+
+# fairseq's names of the same functions.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_accurate",
+    "gelu_pytorch_tanh": "gelu_accurate",
+    "relu": "relu",
+    "tanh": "tanh",
+}
+
+# Settings that must be as here, with what the model does otherwise.
+EXPECTED = {
+    "model_type": ("gpt2", "it is another model"),
+    "layer_norm_epsilon": (1e-5, "its layer normalisations have another epsilon"),
+    "scale_attn_weights": (True, "its attention is not scaled"),
+    "scale_attn_by_inverse_layer_idx": (False, "its attention is scaled by the layer"),
+    "add_cross_attention": (False, "it attends to an encoder"),
+    "tie_word_embeddings": (True, "its output has embeddings of its own"),
+}
+
+# Of every layer: our name -> theirs, and whether theirs is (in, out).
+LAYER = {
+    "self_attn.in_proj": ("attn.c_attn", True),
+    "self_attn.out_proj": ("attn.c_proj", True),
+    "self_attn_layer_norm": ("ln_1", False),
+    "fc1": ("mlp.c_fc", True),
+    "fc2": ("mlp.c_proj", True),
+    "final_layer_norm": ("ln_2", False),
+}
+
+# The causal mask and the number in its place, which no training changes.
+MASKS = r"h\.\d+\.attn\.(masked_)?bias"
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: GPT-2's format is one with {CONFIG} and {WEIGHTS}")
+    config = read_config(path)
+    index = path / INDEX
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [WEIGHTS]
+    tensors = {name: tensor for file in files for name, tensor in load_safetensors(path / file).items()}
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json says, with its defaults. Raises ValueError where it does not say the sizes."""
+    config = {**DEFAULTS, **read_json(path / CONFIG)}
+    missing = [name for name in SIZES if not isinstance(config.get(name), int)]
+    if missing:
+        raise ValueError(f"{path / CONFIG} lacks {', '.join(missing)}: is it that of a GPT-2?")
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def numbers_of_tokens(path: Path, given: Path | None) -> list[str]:
+    """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
+    if given is not None:
+        raise ValueError(
+            "--vocabulary is not for gpt2: its words are the numbers of tokens, as fairseq's --bpe gpt2 has them"
+        )
+    config = read_config(path)
+    words = [str(number) for number in range(config["vocab_size"])]
+    if config["eos_token_id"] is not None:
+        words[config["eos_token_id"]] = "</s>"
+    return words
+
+
+def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    """The model of a folder, see `Source`. Raises ValueError naming what cannot be represented."""
+    for name, (value, reason) in EXPECTED.items():
+        if options.get(name, value) != value:
+            raise ValueError(f"{CONFIG} has {name} = {options.get(name)!r}, which cannot be converted: {reason}")
+    if options.get("activation_function") not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(
+            f"{CONFIG} has another activation_function than {known}: {options.get('activation_function')!r}"
+        )
+    vocabulary = arrange(words)
+    table = [
+        *(entry for index in range(options.get("n_layer")) for entry in layer(index)),
+        Entry("decoder.layer_norm.weight", ("ln_f.weight",)),
+        Entry("decoder.layer_norm.bias", ("ln_f.bias",)),
+        Entry("decoder.embed_positions.table.weight", ("wpe.weight",)),
+        Entry("decoder.embed_tokens.weight", ("wte.weight",), lambda table: vocabulary.place(table, fill=0.0)),
+        # Not learned: what fairseq's dictionary has and GPT-2 has not is never to be written.
+        Entry(
+            "decoder.adaptive_softmax.bias",
+            ("wte.weight",),
+            lambda table: vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf),
+        ),
+        *(Entry(None, (name,)) for name in tensors if re.fullmatch(MASKS, name)),
+        *(
+            Entry(None, pair, check_equal("lm_head"))
+            for pair in [("wte.weight", "lm_head.weight")]
+            if pair[1] in tensors
+        ),
+    ]
+    if "wte.weight" in tensors and len(tensors["wte.weight"]) != len(words):
+        raise ValueError(f"wte.weight has {len(tensors['wte.weight'])} words, and {CONFIG} says {len(words)}")
+    weights = convert_tensors(table, tensors)
+    return Conversion("fwp_lm", flags(options, tensors), weights, vocabulary.words, notes(options))
+
+
+def layer(index: int) -> list[Entry]:
+    """The entries of a layer."""
+    found = []
+    for ours, (theirs, across) in LAYER.items():
+        target, source = f"decoder.layers.{index}.{ours}", f"h.{index}.{theirs}"
+        turn = [lambda tensor: tensor.t().contiguous()] if across else []
+        found += [
+            Entry(f"{target}.weight", (f"{source}.weight",), *turn),
+            Entry(f"{target}.bias", (f"{source}.bias",)),
+        ]
+    return found
+
+
+def flags(options: Options, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The flags of the softmax model."""
+    positions = len(tensors["wpe.weight"])
+    return {
+        "decoder_layers": options.get("n_layer"),
+        "decoder_embed_dim": options.get("n_embd"),
+        "decoder_ffn_embed_dim": options.get("n_inner", 4 * options.get("n_embd")),
+        "decoder_attention_heads": options.get("n_head"),
+        "activation_fn": ACTIVATIONS[options.get("activation_function")],
+        "dropout": options.get("resid_pdrop"),
+        "attention_dropout": options.get("attn_pdrop"),
+        "decoder_update_rule": "softmax",
+        "attention_bias": True,
+        "decoder_normalize_before": True,
+        "decoder_learned_pos": True,
+        "no_scale_embedding": True,
+        "output_layer": "tied",
+        "tokens_per_sample": positions,
+        "max_target_positions": positions,
+    }
+
+
+def notes(options: Options) -> list[str]:
+    """What further training does differently."""
+    embedding, rest = options.get("embd_pdrop", 0.1), options.get("resid_pdrop")
+    if embedding == rest:
+        return []
+    return [f"dropout of embeddings is {rest} here, as of blocks, and was {embedding} (embd_pdrop)"]
+
+
+SOURCE = Source({}, read, convert, numbers_of_tokens)

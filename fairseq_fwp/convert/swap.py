@@ -1,0 +1,225 @@
+"""Another attention in the place of softmax in a pretrained model: Mao 2022, arXiv 2210.04243, Secs. 3 and 4.
+
+Queries, keys, values and output keep their pretrained projections as far as the new attention has them; gates and the
+learned map start anew. Fine-tuning does the rest. D: embedding dimension, H: heads, d = D / H, m: state size.
+
+*The state size m* is what the paper leaves open: it writes the state of one head, R^(d x m), and GPT-2 has several.
+Here every head has keys and queries of m features, so that a layer's state has m D numbers, H of m x d, as in the works
+that it compares with (Kasai et al. 2021; Peng et al. 2022). Read literally, its d is that of the embeddings and a layer
+has one head with one decay of m for all values: that is `heads` = 1, which has m D numbers as well.
+
+*Queries and keys.* Softmax scores are q . k / sqrt(d); here the factor is in the queries. The paper's linear map from d
+to m dimensions is part of their projections (Sec. 3, below Eq. 8), and how it begins is not said. Here the two maps are
+those whose scores are nearest to the pretrained ones: the truncated singular value decomposition of Wq^T Wk of each
+head, biases included, half of the singular values on either side. Those beyond d have drawn keys and queries of zero.
+Without a map to make them positive, scores are a tenth of softmax's: nothing divides them by their sum, and as they are
+the read-out is some three times as long as that of softmax. A model of the PEPs then starts with a fifth of the
+perplexity.
+
+*Initialisations* of the paper: `INITIALISATIONS` below. It scales W_v; the bias of values, which it does not mention,
+goes with it. Decay's biases come from its rule (uniform gate initialisation), the rest as models here: N(0, 0.02).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fairseq_fwp.convert.source import Conversion
+from fairseq_fwp.models.decoder import initialize
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, build_attention
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+# Of what is drawn: one conversion is like the other.
+SEED = 1
+
+# Mao 2022, footnote 3: a write strength of about 0.007, which is sigmoid(-5).
+WRITE_STRENGTH_BIAS = -5.0
+
+# Mao 2022, footnote 4.
+SUM_VALUE_SCALE = 1 / 512
+
+# Of scores of either sign, see above; what the paper's models begin with is not said.
+SCORE_SCALE = 0.1
+
+# The weights of softmax attention.
+SOFTMAX = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
+
+
+class Target(NamedTuple):
+    """The new attention.
+
+    update_rule, feature_map: keys of their tables; or update_rule "softmax" with a window, for local attention;
+    state_size: m, None = that of the map on heads of d; heads: None = those of the source.
+    """
+
+    update_rule: str
+    feature_map: str = "identity"
+    state_size: int | None = None
+    sum_normalization: bool = False
+    attention_normalization: bool = False
+    window: int | None = None
+    heads: int | None = None
+
+
+def keep_values(attention: Any) -> float:
+    return 1.0
+
+
+def scale_by_decay(attention: Any) -> Tensor:
+    """1 - sigmoid(b_z) of every value dimension: what is added up has the size of one value (Mao 2022, Sec. 3)."""
+    return 1 - attention.gate_biases["value_decay"].sigmoid()
+
+
+def scale_unnormalized(attention: Any) -> float:
+    """Footnote 4: nothing divides what is added up."""
+    return 1.0 if attention.attention_normalization else SUM_VALUE_SCALE
+
+
+def write_little(attention: Any) -> float:
+    """Footnote 3: the write strength; values stay as they are."""
+    nn.init.constant_(attention.gate_biases["beta"], WRITE_STRENGTH_BIAS)
+    return 1.0
+
+
+class Initialisation(NamedTuple):
+    """start(attention) sets its gates and returns the scale of pretrained values; gate_bias: its gates need one."""
+
+    start: Callable[[Any], Tensor | float] = keep_values
+    gate_bias: bool = False
+
+
+INITIALISATIONS = {
+    "sum": Initialisation(scale_unnormalized),
+    "delta": Initialisation(write_little, gate_bias=True),
+    "decay": Initialisation(scale_by_decay),
+    "fwm": Initialisation(write_little, gate_bias=True),
+}
+
+
+def swap(conversion: Conversion, target: Target) -> Conversion:
+    """The conversion with the new attention. Raises ValueError where it is none of softmax, or the target cannot be."""
+    flags = conversion.flags
+    if conversion.arch != "fwp_lm" or flags.get("decoder_update_rule") != "softmax" or flags.get("attention_window"):
+        raise ValueError("another attention takes the place of softmax over all past tokens: this model has none")
+    if target.update_rule == "softmax":
+        return conversion._replace(flags={**flags, "attention_window": target.window})
+    source, flags = configure(flags), {**flags, **target_flags(target, flags)}
+    cfg = configure(flags)
+    prefixes = [f"decoder.layers.{index}.self_attn." for index in range(cfg.decoder_layers)]
+    weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        for prefix in prefixes:
+            of_layer = {name: conversion.weights.get(prefix + name) for name in SOFTMAX}
+            attention = new_attention(cfg, target, of_layer, source.decoder_attention_heads)
+            weights |= {prefix + name: tensor for name, tensor in attention.state_dict().items()}
+    return conversion._replace(flags=flags, weights=weights)
+
+
+def configure(flags: dict[str, Any]) -> Any:
+    """The configuration of a model with these flags."""
+    of_task = {"max_target_positions": None, "add_bos_token": False}
+    return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})
+
+
+def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags of `fairseq-train` that make the new attention. Raises ValueError for a target that cannot be."""
+    if target.update_rule not in UPDATE_RULES:
+        raise ValueError(
+            f"unknown update rule {target.update_rule!r}: choose one of softmax, {', '.join(UPDATE_RULES)}"
+        )
+    if target.feature_map not in FEATURE_MAPS:
+        raise ValueError(f"unknown feature map {target.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
+    if target.window is not None:
+        raise ValueError("--attention-window is of --decoder-update-rule softmax: fast weights have no window")
+    found = {
+        "decoder_update_rule": target.update_rule,
+        "decoder_feature_map": target.feature_map,
+        "sum_normalization": target.sum_normalization,
+        "attention_normalization": target.attention_normalization,
+        "attention_dropout": 0.0,
+        "attention_bias": flags.get("attention_bias", False) or rule_initialisation(target).gate_bias,
+    }
+    if target.heads is not None:
+        found["decoder_attention_heads"] = target.heads
+    if target.state_size is not None:
+        found |= state_size_flags(target.feature_map, target.state_size)
+    return found
+
+
+def rule_initialisation(target: Target) -> Initialisation:
+    """The paper's initialisation of the target's rule; one that it has nothing to say of keeps all values."""
+    return INITIALISATIONS.get(target.update_rule, Initialisation())
+
+
+def state_size_flags(feature_map: str, size: int) -> dict[str, int]:
+    """The flags under which a map has so many features: its own, or the size of the keys that it maps."""
+    if feature_map == "relu":
+        return {"relu_features": size}
+    if feature_map == "favor":
+        return {"favor_features": size // 2}
+    return {"decoder_key_dim": size // 2 if feature_map == "dpfp" else size}
+
+
+def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], heads: int) -> Any:
+    """The attention of a layer, with what goes into it of the weights of softmax attention, which has `heads`."""
+    attention: Any = build_attention(cfg)
+    attention.apply(initialize)
+    size = attention.feature_map.feature_dim
+    if target.state_size not in (None, size):
+        raise ValueError(
+            f"the map {target.feature_map} has {size} features, not {target.state_size}: change --state-size"
+        )
+    projections = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"])
+    attention.to(projections.dtype)
+    with torch.no_grad():
+        q, k, v = projections.chunk(3)
+        q = q / (v.shape[0] // heads) ** 0.5 * (1 if attention.feature_map.positive else SCORE_SCALE)
+        if attention.key_dim != attention.head_dim:
+            q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
+        scale = torch.as_tensor(rule_initialisation(target).start(attention)).to(v)
+        fill(attention, torch.cat([q, k, v * scale.view(-1, 1)]), softmax)
+    return attention
+
+
+def with_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(rows, D + 1): a projection of vectors that end with a one."""
+    assert weight is not None
+    return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.unsqueeze(1)], dim=1)
+
+
+def fill(attention: Any, projections: Tensor, softmax: dict[str, Tensor | None]) -> None:
+    """Writes queries, keys and values (rows, D + 1), and the output's projection, into the new attention."""
+    weight, bias = projections[:, :-1], projections[:, -1]
+    attention.in_proj.weight[: len(weight)] = weight
+    attention.out_proj.weight.copy_(softmax["out_proj.weight"])
+    if attention.bias is None:
+        return
+    attention.bias.copy_(bias)
+    of_output = softmax["out_proj.bias"]
+    attention.out_proj.bias.copy_(torch.zeros_like(attention.out_proj.bias) if of_output is None else of_output)
+
+
+def fewer_features(q: Tensor, k: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    """Projections of `size` queries and keys a head (heads x size, D + 1) whose scores are nearest to those of q and k.
+
+    q, k (D, D + 1). With A = q^T k of a head, its scores are x A y; the nearest of rank `size`, in the Frobenius norm,
+    are those of the largest singular values. Features beyond their number: keys N(0, 0.02), queries zero.
+    """
+    found_q, found_k = [], []
+    for of_q, of_k in zip(q.double().chunk(heads), k.double().chunk(heads), strict=True):
+        (basis_q, root_q), (basis_k, root_k) = (torch.linalg.qr(part.T) for part in (of_q, of_k))
+        left, singular, right = torch.linalg.svd(root_q @ root_k.T)
+        kept = min(size, len(singular))
+        root = singular[:kept].sqrt()
+        new_q, new_k = of_q.new_zeros(size, of_q.shape[1]), of_k.new_zeros(size, of_k.shape[1])
+        nn.init.normal_(new_k[kept:, :-1], std=0.02)
+        new_q[:kept] = (basis_q @ left[:, :kept] * root).T
+        new_k[:kept] = (basis_k @ right[:kept].T * root).T
+        found_q.append(new_q)
+        found_k.append(new_k)
+    return torch.cat(found_q).to(q), torch.cat(found_k).to(k)

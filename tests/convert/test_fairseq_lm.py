@@ -1,0 +1,202 @@
+"""fairseq's transformer_lm, converted, has the logits of fairseq's own model; what has no place is refused by name."""
+
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from omegaconf import OmegaConf
+
+from fairseq_fwp import _compat
+from fairseq_fwp.cli.convert import main
+from tests.convert.conftest import load
+
+SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
+ADAPTIVE = {"adaptive_input_cutoff": "10,30", "adaptive_softmax_cutoff": "10,30"}
+PLAIN = {"decoder_input_dim": 16, "decoder_output_dim": 16}
+LENGTH = 20
+
+# The architectures that the issue of conversion is about, and the ways of fairseq's models to differ from them.
+SOURCES = {
+    "wiki103": ("transformer_lm_wiki103", ADAPTIVE),
+    "wiki103 of 50 words": ("transformer_lm_wiki103", dict.fromkeys(ADAPTIVE, "10,50")),
+    "gpt2": ("transformer_lm_gpt2_small", {}),
+    "gpt3": ("transformer_lm_gpt3_small", {}),
+    "shared": ("transformer_lm_gpt2_big", {"share_decoder_input_output_embed": True, "no_scale_embedding": True}),
+    "post-norm": ("transformer_lm", {**PLAIN, "activation_fn": "gelu_accurate"}),
+    "no positions": ("transformer_lm_gpt2_small", {"no_token_positional_embeddings": True, "add_bos_token": True}),
+}
+
+
+def make_dictionary():
+    dictionary = Dictionary()
+    for index in range(46):
+        dictionary.add_symbol(f"w{index}", n=46 - index)
+    return dictionary
+
+
+def build_theirs(arch, flags):
+    """fairseq's model with large random weights, in evaluation, and its settings."""
+    task = {"tokens_per_sample": LENGTH, "max_target_positions": LENGTH, "add_bos_token": False}
+    args = Namespace(**SMALL, **{**task, **flags}, tpu=False)
+    ARCH_CONFIG_REGISTRY[arch](args)
+    args.base_shuffle = 1  # fairseq's architectures say False, which its configuration refuses
+    cfg = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), vars(args))
+    dictionary = make_dictionary()
+    model = TransformerLanguageModel.build_model(
+        cfg, Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval(), {**OmegaConf.to_container(cfg, enum_to_str=True), "_name": arch}
+
+
+class Checkpoint:
+    """A file as fairseq saves it, with its dict.txt, and what the command makes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.out = folder / "model.pt", folder / "out"
+        make_dictionary().save(str(folder / "dict.txt"))
+
+    def save(self, tensors, settings, **other):
+        torch.save({"args": None, "cfg": {"model": settings, "task": {}}, "model": tensors, **other}, self.file)
+
+    def convert(self, *arguments):
+        _compat.silence_known_warnings()
+        main(["--source", "fairseq-lm", str(self.file), "--out", str(self.out), *arguments])
+        return load(self.out)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return Checkpoint(tmp_path)
+
+
+@torch.no_grad()
+def log_probs(model, tokens):
+    return model.get_normalized_probs(model(tokens), log_probs=True)
+
+
+def assert_same(ours, theirs):
+    tokens = torch.randint(4, 50, (3, LENGTH))
+    expected = log_probs(theirs, tokens)
+    assert expected.std() > 0.2  # weights that make a difference
+    torch.testing.assert_close(log_probs(ours.float(), tokens), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_logits(checkpoint, name):
+    theirs, settings = build_theirs(*SOURCES[name])
+    checkpoint.save(theirs.state_dict(), settings)
+    ours, dictionary = checkpoint.convert()
+    assert dictionary == make_dictionary()
+    assert_same(ours, theirs)
+    count = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
+    # fairseq's table of positions has rows that no token has.
+    assert count[1] - count[0] == (2 * SMALL["decoder_embed_dim"] if name == "gpt3" else 0)
+    state = {}
+    tokens = torch.randint(4, 50, (2, 6))
+    steps = [ours.get_normalized_probs(ours(tokens[:, :end], incremental_state=state), True) for end in range(1, 7)]
+    torch.testing.assert_close(torch.cat(steps, 1), log_probs(ours, tokens), rtol=0, atol=5e-6)
+
+
+def test_dropouts_are_those_of_the_training(checkpoint):
+    theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
+    checkpoint.save(theirs.state_dict(), settings)
+    decoder = checkpoint.convert()[0].decoder
+    layer = decoder.layers[0]
+    found = decoder.dropout.p, layer.dropout.p, layer.activation_dropout.p, layer.self_attn.dropout
+    assert found == (0.3, 0.3, 0.1, 0.1) and decoder.adaptive_softmax.dropout.p == 0.2
+
+
+def test_checkpoints_of_earlier_versions(checkpoint):
+    """Settings in `args`; queries, keys and values in one tensor; norms by number; no final norm."""
+    theirs, settings = build_theirs("transformer_lm_gpt2_small", {"share_decoder_input_output_embed": True})
+    theirs.decoder.layer_norm = None
+    old = {
+        name: tensor for name, tensor in theirs.state_dict().items() if "layer_norm" not in name and "_proj" not in name
+    }
+    old["decoder.version"] = torch.ones(1)
+    for index, layer in enumerate(theirs.decoder.layers):
+        prefix = f"decoder.layers.{index}"
+        attention = layer.self_attn
+        for part in ("weight", "bias"):
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            old[f"{prefix}.self_attn.in_proj_{part}"] = torch.cat([getattr(of, part) for of in projections])
+            old[f"{prefix}.self_attn.out_proj.{part}"] = getattr(attention.out_proj, part)
+            old[f"{prefix}.layer_norms.0.{part}"] = getattr(layer.self_attn_layer_norm, part)
+            old[f"{prefix}.layer_norms.1.{part}"] = getattr(layer.final_layer_norm, part)
+    known = {name: value for name, value in settings.items() if not name.startswith(("scale_", "base_", "_"))}
+    checkpoint.save(old, None, cfg=None, args=Namespace(arch="transformer_lm_gpt2_small", **known))
+    assert_same(checkpoint.convert()[0], theirs)
+
+
+@pytest.fixture
+def refused(checkpoint):
+    """refused(sentence, tensors, settings): the command says so in one line, and writes nothing."""
+
+    def check(sentence, tensors, settings, *arguments):
+        checkpoint.save(tensors, settings)
+        with pytest.raises(SystemExit, match=sentence) as refusal:
+            checkpoint.convert(*arguments)
+        assert "\n" not in str(refusal.value) and not checkpoint.out.exists()
+
+    return check
+
+
+def test_weights_missing_or_too_many(refused):
+    theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
+    tensors = theirs.state_dict()
+    some = {name: tensor for name, tensor in tensors.items() if name != "decoder.layers.1.fc2.bias"}
+    refused(r"lacks decoder\.layers\.1\.fc2\.bias;", some, settings)
+    refused(
+        r"has also decoder\.layers\.0\.attn_ln\.weight;",
+        {**tensors, "decoder.layers.0.attn_ln.weight": torch.ones(16)},
+        settings,
+    )
+    other = {**tensors, "decoder.adaptive_softmax.tail.0.0.weight": torch.ones(16, 4)}
+    refused("an adaptive softmax of its own cannot be converted: .* they differ there", other, settings)
+    wide = {**tensors, "decoder.layers.0.fc1.bias": torch.ones(25)}
+    refused(r"decoder\.layers\.0\.fc1\.bias is \(25,\) in place of \(24,\)", wide, settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"layernorm_embedding": True}, "--layernorm-embedding cannot be converted: it normalises its embeddings"),
+        ({"scale_heads": True}, "--scale-heads cannot be converted: its heads have scales"),
+        ({"decoder_input_dim": 8}, "--decoder-input-dim 8 other than --decoder-embed-dim 16"),
+        ({"tie_adaptive_proj": False}, "an adaptive softmax without --tie-adaptive-proj cannot be converted"),
+        ({"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
+        ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor 2.5 cannot be converted"),
+        ({"_name": "transformer"}, "holds the architecture 'transformer', which is none of transformer_lm"),
+    ],
+)
+def test_models_that_have_no_place(refused, changed, sentence):
+    theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
+    refused(sentence, theirs.state_dict(), {**settings, **changed})
+
+
+def test_the_dictionary_of_another_model(refused, tmp_path):
+    theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
+    other = tmp_path / "other.txt"
+    other.write_text("a 1\nb 1\n")
+    sentence = "the dictionary has 6 words with fairseq's own and the checkpoint 50: give the dict.txt of its training"
+    refused(sentence, theirs.state_dict(), settings, "--vocabulary", str(other))
+    (tmp_path / "dict.txt").unlink()
+    refused(r"the dictionary .*dict\.txt cannot be read", theirs.state_dict(), settings)
+
+
+def test_files_that_are_no_checkpoints(checkpoint):
+    for saved, sentence in (
+        ([1], "is no checkpoint of fairseq: it has no model"),
+        ({"model": {"a": torch.ones(1)}}, "has none of its settings"),
+        ({"model": {}, "args": re.compile("x")}, "holds pickled objects, .*: export what is needed with: python"),
+    ):
+        torch.save(saved, checkpoint.file)
+        with pytest.raises(SystemExit, match=sentence):
+            checkpoint.convert()

@@ -1,0 +1,220 @@
+"""GPT-2 in Hugging Face's format: the logits of a GPT-2 written out here, and refusals by name."""
+
+import json
+import math
+import struct
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fairseq_fwp import _compat
+from fairseq_fwp.cli.convert import main
+from fairseq_fwp.convert.safetensors import load_safetensors
+from tests.convert.conftest import load
+
+WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
+# As transformers saves it, with settings that conversion does not read left out.
+CONFIG = {
+    "activation_function": "gelu_new", "attn_pdrop": 0.2, "embd_pdrop": 0.3, "eos_token_id": 29,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": POSITIONS, "n_embd": DIM, "n_head": HEADS, "n_inner": None, "n_layer": LAYERS,
+    "n_positions": POSITIONS, "resid_pdrop": 0.1, "vocab_size": WORDS,
+}  # fmt: skip
+DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.uint8: "U8"}
+
+
+def make_tensors():
+    shapes = {"wte.weight": (WORDS, DIM), "wpe.weight": (POSITIONS, DIM), "ln_f.weight": (DIM,), "ln_f.bias": (DIM,)}
+    for index in range(LAYERS):
+        sizes = {
+            "attn.c_attn": (DIM, 3 * DIM),
+            "attn.c_proj": (DIM, DIM),
+            "mlp.c_fc": (DIM, 4 * DIM),
+            "mlp.c_proj": (4 * DIM, DIM),
+        }
+        for name, shape in sizes.items():
+            shapes |= {f"h.{index}.{name}.weight": shape, f"h.{index}.{name}.bias": shape[1:]}
+        shapes |= {f"h.{index}.{norm}.{part}": (DIM,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
+    return {name: 0.4 * torch.randn(shape) for name, shape in shapes.items()}
+
+
+def reference_logits(tensors, tokens):
+    """Radford et al. 2019 as OpenAI's code has it: tokens (B, L) -> logits (B, L, V)."""
+
+    def linear(x, name):
+        return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+    def norm(x, name):
+        return F.layer_norm(x, (DIM,), tensors[f"{name}.weight"], tensors[f"{name}.bias"], 1e-5)
+
+    def gelu(x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    length = tokens.shape[1]
+    x = tensors["wte.weight"][tokens] + tensors["wpe.weight"][:length]
+    for index in range(LAYERS):
+        name = f"h.{index}"
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in linear(norm(x, f"{name}.ln_1"), f"{name}.attn.c_attn").split(DIM, -1)
+        )
+        scores = q @ k.transpose(-1, -2) / math.sqrt(DIM // HEADS)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        y = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        x = x + linear(y.transpose(1, 2).flatten(2), f"{name}.attn.c_proj")
+        x = x + linear(gelu(linear(norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc")), f"{name}.mlp.c_proj")
+    return norm(x, "ln_f") @ tensors["wte.weight"].T
+
+
+def save_safetensors(tensors, path):
+    """The format, from its description: the length of a header, the header in JSON, and the bytes."""
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, tensor in tensors.items():
+        content = tensor.contiguous().numpy().tobytes()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
+        data += content
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+class Folder:
+    def __init__(self, path):
+        self.path, self.out = path / "gpt2", path / "out"
+        self.path.mkdir()
+
+    def save(self, tensors, **config):
+        (self.path / "config.json").write_text(json.dumps({**CONFIG, **config}))
+        save_safetensors(tensors, self.path / "model.safetensors")
+
+    def convert(self, *arguments):
+        _compat.silence_known_warnings()
+        main(["--source", "gpt2", str(self.path), "--out", str(self.out), *arguments])
+        return load(self.out)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+def assert_same(folder, tensors, dtype, tolerance):
+    model, dictionary = folder.convert()
+    model = model.to(dtype)
+    tokens = torch.randint(WORDS - 1, (3, POSITIONS))
+    numbers = [*map(str, range(WORDS - 1)), "</s>"]
+    ours = torch.tensor([dictionary.index(word) for word in numbers])
+    assert dictionary.unk() not in ours and dictionary.eos() == ours[-1]
+    output = model(ours[tokens])
+    expected = reference_logits({name: tensor.to(dtype) for name, tensor in tensors.items()}, tokens).log_softmax(-1)
+    assert expected.std() > 1
+    log_probs = model.get_normalized_probs(output, log_probs=True)
+    torch.testing.assert_close(log_probs[..., ours], expected, rtol=0, atol=tolerance)
+    # Words of fairseq's dictionary that GPT-2 does not have are never written.
+    rest = [index for index in range(len(dictionary)) if index not in ours]
+    assert [dictionary[index] for index in rest] == ["<s>", "<pad>", "<unk>"]
+    assert log_probs[..., rest].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
+def test_logits(folder, dtype, tolerance):
+    tensors = make_tensors()
+    folder.save(tensors)
+    assert_same(folder, tensors, dtype, tolerance)
+
+
+def test_what_transformers_saves_beside_the_weights(folder):
+    """A prefix, causal masks, the output tied to the embeddings, weights in several files."""
+    tensors = make_tensors()
+    whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()} | {
+        "lm_head.weight": tensors["wte.weight"]
+    }
+    for index in range(LAYERS):
+        mask = torch.ones(POSITIONS, POSITIONS, dtype=torch.uint8).tril().view(1, 1, POSITIONS, POSITIONS)
+        whole |= {
+            f"transformer.h.{index}.attn.bias": mask,
+            f"transformer.h.{index}.attn.masked_bias": torch.tensor(-1e4),
+        }
+    folder.save({})
+    names = sorted(whole)
+    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+    for file, of_file in parts.items():
+        save_safetensors({name: whole[name] for name in of_file}, folder.path / file)
+    index = {"weight_map": {name: file for file, of_file in parts.items() for name in of_file}}
+    (folder.path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(folder, tensors, torch.float32, 2e-5)
+
+
+def test_settings_of_the_training(folder, capsys):
+    folder.save(make_tensors())
+    model, _ = folder.convert()
+    assert model.decoder.dropout.p == 0.1 and model.decoder.layers[0].self_attn.dropout == 0.2
+    assert "note: dropout of embeddings is 0.1 here, as of blocks, and was 0.3 (embd_pdrop)" in capsys.readouterr().out
+    assert model.max_positions() == model.max_decoder_positions() == POSITIONS
+    with pytest.raises(ValueError, match=r"token 13 has no position: the model has learned 12"):
+        model(torch.full((1, POSITIONS + 1), 5))
+
+
+def changed(name, value):
+    return lambda tensors: {key: tensor for key, tensor in {**tensors, name: value}.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "sentence"),
+    [
+        (changed("h.1.mlp.c_fc.bias", None), {}, r"lacks h\.1\.mlp\.c_fc\.bias;"),
+        (changed("score.weight", torch.ones(2, DIM)), {}, r"has also score\.weight;"),
+        (changed("lm_head.weight", torch.ones(WORDS, DIM)), {}, "lm_head cannot be converted: .* they differ there"),
+        (changed("h.0.ln_1.bias", torch.ones(3)), {}, r"self_attn_layer_norm\.bias is \(3,\) in place of \(16,\)"),
+        (dict, {"vocab_size": 31}, r"wte\.weight has 30 words, and config\.json says 31"),
+        (dict, {"n_layer": 1}, r"has also h\.1\.attn"),
+        (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
+        (dict, {"scale_attn_by_inverse_layer_idx": True}, "its attention is scaled by the layer"),
+        (dict, {"activation_function": "silu"}, "another activation_function than gelu, gelu_new, .*: 'silu'"),
+        (dict, {"model_type": "gpt_neo"}, "model_type = 'gpt_neo', which cannot be converted: it is another model"),
+        (dict, {"n_head": None}, r"config\.json lacks n_head: is it that of a GPT-2\?"),
+    ],
+)
+def test_refusals(folder, change, config, sentence):
+    folder.save(change(make_tensors()), **config)
+    with pytest.raises(SystemExit, match=sentence) as refusal:
+        folder.convert()
+    assert "\n" not in str(refusal.value) and not folder.out.exists()
+
+
+def test_files_that_are_not_there_or_not_whole(folder):
+    with pytest.raises(SystemExit, match=r"config\.json cannot be read"):
+        folder.convert()
+    folder.save(make_tensors())
+    with pytest.raises(SystemExit, match="--vocabulary is not for gpt2"):
+        folder.convert("--vocabulary", "x")
+    weights = folder.path / "model.safetensors"
+    whole = weights.read_bytes()
+    for content in (b"", whole[:5], whole[:100], whole[:-4], b"x" * 100):
+        weights.write_bytes(content)
+        with pytest.raises(SystemExit, match=r"model\.safetensors is not a whole file of safetensors"):
+            folder.convert()
+    weights.unlink()
+    with pytest.raises(SystemExit, match=r"the weights .* cannot be read: No such file"):
+        folder.convert()
+    with pytest.raises(SystemExit, match="is no folder"):
+        main(["--source", "gpt2", str(weights), "--out", str(folder.out)])
+
+
+def test_every_dtype_and_shape_of_the_format(tmp_path):
+    tensors = {
+        "a": torch.randn(2, 3),
+        "b": torch.randn(3).double(),
+        "c": torch.randn(4).half(),
+        "d": torch.zeros(0, 2),
+        "e": torch.tensor(7.0),
+    }
+    save_safetensors(tensors, tmp_path / "x")
+    found = load_safetensors(tmp_path / "x")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)

@@ -1,0 +1,275 @@
+"""Another attention in the place of softmax: what is kept of the pretrained one, and how the rest begins."""
+
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_MODEL_REGISTRY
+from omegaconf import OmegaConf
+
+from fairseq_fwp import _compat
+from fairseq_fwp.cli.convert import main
+from fairseq_fwp.convert import checkpoint
+from fairseq_fwp.convert.source import Conversion
+from fairseq_fwp.convert.swap import SCORE_SCALE, Target, fewer_features, swap
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from tests.convert.conftest import load
+
+DIM, HEADS, HEAD, LENGTH = 16, 2, 8, 12
+# Of scores without a map.
+SCALE = SCORE_SCALE / math.sqrt(HEAD)
+WORDS = [f"w{index}" for index in range(46)]
+FLAGS = {
+    "decoder_update_rule": "softmax", "decoder_layers": 2, "decoder_embed_dim": DIM, "decoder_ffn_embed_dim": 24,
+    "decoder_attention_heads": HEADS, "decoder_normalize_before": True, "attention_dropout": 0.1,
+    "tokens_per_sample": LENGTH,
+}  # fmt: skip
+
+
+def build(conversion):
+    """The model of a conversion, in evaluation."""
+    flags = {"max_target_positions": None, "add_bos_token": False, "fwp_backend": "reference", **conversion.flags}
+    cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), flags)
+    return checkpoint.build(conversion, cfg, checkpoint.make_dictionary(conversion)).eval()
+
+
+@pytest.fixture(params=[True, False], ids=["biases", "no biases"])
+def source(request):
+    """A softmax model with large random weights, as float64."""
+    flags = {**FLAGS, "attention_bias": request.param}
+    cfg = OmegaConf.merge(
+        OmegaConf.structured(FwpLanguageModelConfig), {"max_target_positions": None, "add_bos_token": False, **flags}
+    )
+    dictionary = Dictionary()
+    for word in WORDS:
+        dictionary.add_symbol(word)
+    model = ARCH_MODEL_REGISTRY["fwp_lm"].build_model(cfg, Namespace(target_dictionary=dictionary)).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return Conversion("fwp_lm", flags, dict(model.named_parameters()), WORDS, [])
+
+
+def attention_of(conversion):
+    return build(conversion).decoder.layers[1].self_attn
+
+
+def projected(source, x):
+    """q, k, v (B, H, L, d) of the source's second layer."""
+    prefix = "decoder.layers.1.self_attn.in_proj."
+    y = F.linear(x, source.weights[f"{prefix}weight"], source.weights.get(f"{prefix}bias"))
+    return y.unflatten(-1, (3, HEADS, HEAD)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def random_input():
+    return torch.randn(3, LENGTH, DIM, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_every_rule_and_map_takes_its_place(source, rule):
+    tokens = torch.randint(4, 50, (2, LENGTH))
+    for name, feature_map in FEATURE_MAPS.items():
+        normalized = feature_map.positive
+        converted = swap(
+            source, Target(rule, name, 4, sum_normalization=normalized, attention_normalization=normalized)
+        )
+        model = build(converted)
+        assert model.decoder.layers[0].self_attn.feature_map.feature_dim == 4
+        assert model.decoder.state_size(LENGTH) == 2 * 4 * DIM  # of either layer m D numbers
+        assert model(tokens)[0].isfinite().all()
+        # All else is the source's.
+        for key, weight in source.weights.items():
+            if ".self_attn." not in key:
+                assert torch.equal(converted.weights[key], weight)
+        kept = "decoder.layers.1.self_attn.out_proj.weight"
+        assert torch.equal(converted.weights[kept], source.weights[kept])
+        assert "attention_dropout" not in checkpoint.command_line(converted)
+
+
+@pytest.mark.parametrize("size", [HEAD, None])
+def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(source, size):
+    x = random_input()
+    q, k, v = projected(source, x)
+    attention = attention_of(swap(source, Target("gated", state_size=size)))
+    new_q, new_k, new_v, _ = attention._project(x, None)
+    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
+    torch.testing.assert_close(new_v, v)
+
+
+def test_a_map_sees_the_queries_of_softmax(source):
+    x = random_input()
+    q, k, _ = projected(source, x)
+    attention = attention_of(swap(source, Target("gated", "elu", attention_normalization=True)))
+    mapped = [attention.feature_map(part) for part in (q / math.sqrt(HEAD), k)]
+    for found, expected in zip(attention._project(x, None)[:2], mapped, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
+    """The squared distance is that of the truncated singular values, over whitened inputs that end with a one."""
+    prefix = "decoder.layers.1.self_attn.in_proj."
+    weight = source.weights[f"{prefix}weight"].detach()
+    bias = source.weights.get(f"{prefix}bias", torch.zeros(3 * DIM)).detach().double()
+    q, k, _ = torch.cat([weight, bias[:, None]], 1).chunk(3)
+    for size in (1, 3, HEAD):
+        for of_q, of_k, new_q, new_k in zip(
+            q.chunk(HEADS), k.chunk(HEADS), *(x.chunk(HEADS) for x in fewer_features(q, k, HEADS, size)), strict=True
+        ):
+            whole = of_q.T @ of_k
+            left_out = torch.linalg.svdvals(whole)[size:].square().sum()
+            torch.testing.assert_close((whole - new_q.T @ new_k).square().sum(), left_out, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                new_q.norm(), new_k.norm(), rtol=0.5, atol=0
+            )  # half of the values on either side
+
+
+def test_features_beyond_the_dimensions_change_no_score(source):
+    x = random_input()
+    q, k, _ = projected(source, x)
+    new_q, new_k, *_ = attention_of(swap(source, Target("gated", state_size=HEAD + 3)))._project(x, None)
+    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
+    assert new_q[..., HEAD:].eq(0).all() and new_k[..., HEAD:].ne(0).all()
+
+
+def test_one_head_has_one_state_of_the_same_size(source):
+    converted = swap(source, Target("decay", state_size=4, heads=1))
+    model = build(converted)
+    assert model.decoder.layers[1].self_attn.num_heads == 1 and model.decoder.state_size(LENGTH) == 2 * 4 * DIM
+    x = random_input()
+    q, k, _ = projected(source, x)
+    whole = swap(source, Target("gated", state_size=DIM, heads=1))
+    new_q, new_k, *_ = attention_of(whole)._project(x, None)
+    expected = (q @ k.transpose(-1, -2)).sum(1, keepdim=True) * SCALE
+    torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), expected)
+
+
+def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
+    x = random_input()
+    attention = attention_of(swap(source, Target("decay", state_size=4)))
+    for gate, size in (("key_decay", 4 * HEADS), ("value_decay", DIM)):
+        opened = attention.gate_biases[gate].sigmoid()
+        assert opened.shape == (size,) and opened.min() >= 1 / size and opened.max() <= 1 - 1 / size
+        assert opened.std() > 0.15  # uniform in (0, 1): 0.29
+    *_, v = projected(source, x)
+    _, _, new_v, _ = attention._project(x, None)
+    kept = attention.gate_biases["value_decay"].sigmoid().view(HEADS, 1, HEAD)
+    torch.testing.assert_close(new_v, v * (1 - kept))
+
+
+@pytest.mark.parametrize(("normalized", "scale"), [(False, 1 / 512), (True, 1.0)])
+def test_additive_values_without_normalisation_are_a_512th(source, normalized, scale):
+    x = random_input()
+    attention = attention_of(swap(source, Target("sum", "relu", 4, attention_normalization=normalized)))
+    torch.testing.assert_close(attention._project(x, None)[2], projected(source, x)[2] * scale)
+
+
+@pytest.mark.parametrize("rule", ["delta", "fwm"])
+def test_delta_begins_with_small_writes(source, rule):
+    attention = attention_of(swap(source, Target(rule, "relu", 4, sum_normalization=True)))
+    k, v = attention._project(random_input(), None)[1:3]
+    (beta,) = attention._project(random_input(), None)[3]
+    assert beta.min() > 0.004 and beta.max() < 0.012 and beta.mean().item() == pytest.approx(0.007, abs=0.001)
+    assert k.sum(-1).le(1 + 1e-6).all() and v.std() > 0.5
+    for gate in (swap(source, Target("gated", state_size=4)),):
+        assert attention_of(gate)._project(random_input(), None)[3][0].mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_local_attention_has_the_same_weights(source):
+    converted = swap(source, Target("softmax", window=5))
+    whole, local = build(source), build(converted)
+    tokens = torch.randint(4, 50, (2, LENGTH))
+    scores, expected = (model(tokens)[0] for model in (local, whole))
+    torch.testing.assert_close(scores[:, :5], expected[:, :5])
+    assert (scores - expected)[:, 5:].abs().amin(-1).amax() > 1e-3
+    assert local.decoder.layers[0].self_attn.dropout == 0.1
+
+
+def test_one_conversion_is_like_the_other(source):
+    first, second = (swap(source, Target("decay", "relu", 4)).weights for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    first, second = (first[f"decoder.layers.{layer}.self_attn.gate_biases.key_decay"] for layer in (0, 1))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        (Target("sum", "favor", 5, attention_normalization=True), "the map favor has 4 features, not 5"),
+        (Target("sum", "dpfp", 7), "the map dpfp has 6 features, not 7: change --state-size"),
+        (Target("decay", state_size=0), "must be at least 1, got 0"),
+        (Target("decay", window=4), "fast weights have no window"),
+        (Target("decay", "identity", 4, attention_normalization=True), "features of either sign"),
+        (Target("decay", state_size=4, heads=3), "not divisible by 3 attention heads"),
+        (Target("leaky"), "unknown update rule 'leaky'"),
+        (Target("sum", "cosine"), "unknown feature map 'cosine'"),
+    ],
+)
+def test_targets_that_cannot_be(source, target, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        swap(source, target)
+
+
+def test_sources_without_softmax(source):
+    for other in (swap(source, Target("decay", state_size=4)), swap(source, Target("softmax", window=4))):
+        with pytest.raises(ValueError, match="this model has none"):
+            swap(other, Target("decay"))
+
+
+@pytest.fixture
+def saved(source, tmp_path):
+    """The folder of a softmax model as the command writes it."""
+    checkpoint.write(source, tmp_path / "softmax")
+    return tmp_path / "softmax"
+
+
+def convert(folder, out, *arguments):
+    _compat.silence_known_warnings()
+    main(["--source", "fwp-lm", str(folder / "checkpoint.pt"), "--out", str(out), *map(str, arguments)])
+    return load(out)[0]
+
+
+def test_as_many_heads_as_a_model_has_by_default():
+    """Of which a checkpoint's flags say nothing."""
+    flags = {name: value for name, value in FLAGS.items() if name != "decoder_attention_heads"}
+    weights = {f"decoder.layers.{layer}.self_attn.{name}": torch.randn(shape) for layer in (0, 1) for name, shape in (
+        ("in_proj.weight", (3 * DIM, DIM)), ("out_proj.weight", (DIM, DIM)))}  # fmt: skip
+    converted = swap(Conversion("fwp_lm", flags, weights, WORDS, []), Target("gated", state_size=2))
+    name = "decoder.layers.1.self_attn.in_proj.weight"
+    found, before = converted.weights[name], weights[name]
+    torch.testing.assert_close(found[:16] * 2**0.5 / SCORE_SCALE, before[:16])  # as many queries as before: d = m = 2
+    assert found.shape == (3 * DIM + 8, DIM)
+
+
+def test_the_command(saved, source, tmp_path):
+    tokens = torch.randint(4, 50, (2, LENGTH))
+    same = convert(saved, tmp_path / "same")
+    torch.testing.assert_close(same(tokens)[0], build(source).double()(tokens)[0], rtol=0, atol=1e-5)
+    flags = ["--decoder-update-rule", "decay", "--state-size", 4]
+    recurrent = convert(saved, tmp_path / "decay", *flags)
+    expected = build(swap(source, Target("decay", state_size=4))).double()
+    torch.testing.assert_close(recurrent(tokens)[0], expected(tokens)[0], rtol=0, atol=1e-5)
+    state = {}
+    for end in range(1, LENGTH + 1):
+        recurrent(tokens[:, :end], incremental_state=state)
+    ((kept, _),) = state.values()
+    assert [layer.weights.shape for layer in kept.layers] == 2 * [(2, HEADS, 4, HEAD)]
+    with pytest.raises(SystemExit, match="this model has none"):
+        convert(tmp_path / "decay", tmp_path / "again", *flags)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--state-size", 4], "the new attention needs --decoder-update-rule"),
+        (["--decoder-update-rule", "softmax"], "takes --attention-window, and nothing else"),
+        (["--decoder-update-rule", "softmax", "--attention-window", 4, "--state-size", 4], "and nothing else"),
+    ],
+)
+def test_arguments_without_sense(saved, tmp_path, capsys, arguments, sentence):
+    with pytest.raises(SystemExit):
+        convert(saved, tmp_path / "out", *arguments)
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""The recipe of converted models: its rows, its table, raw text in GPT-2's tokens, and all of it on tiny models."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from decay_finetune import bpe, rows
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+from flags import read_flags
+
+from fairseq_fwp.cli import convert
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "decay_finetune"
+CORPORA = ("peps", "wikitext103", "gpt2")
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_rows_are_what_the_commands_take(corpus):
+    """Each has a target of its own; the samples are as long in evaluation as in fine-tuning."""
+    found = rows.read_corpus(RECIPE / "rows.yaml", corpus)
+    targets = {}
+    for row in found["rows"]:
+        made = convert.parser()
+        flags = rows.target(found, row["run"]).split()
+        args = made.parse_args(["x.pt", "--source", "fwp-lm", "--out", "y", *flags])
+        targets[row["run"]] = convert.read_target(made, args)
+        assert row["paper"].keys() <= set(found["measures"])
+    assert len(set(targets.values())) == len(targets)
+    assert [name for name, target in targets.items() if target is None] == [
+        name for name in targets if name == "softmax"
+    ]
+    for measure in found["measures"]:
+        split, given = measure.split()
+        assert split in ("valid", "test") and 0 <= int(given) < found["tokens"]
+    flags = read_flags(RECIPE / "conf" / corpus / "finetune.yaml")
+    if "--tokens-per-sample" in flags:
+        assert flags[flags.index("--tokens-per-sample") + 1] == str(found["tokens"])
+    with pytest.raises(ValueError, match="there is no row x"):
+        rows.target(found, "x")
+    with pytest.raises(ValueError, match="has no corpus pile"):
+        rows.read_corpus(RECIPE / "rows.yaml", "pile")
+
+
+def test_a_tenth_of_the_updates():
+    source, finetune = (read_flags(RECIPE / "conf" / "peps" / f"{name}.yaml") for name in ("source", "finetune"))
+    updates = [int(flags[flags.index("--max-update") + 1]) for flags in (source, finetune)]
+    assert updates[0] == 10 * updates[1]
+
+
+def measured(folder, measure, perplexity, state=8):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{measure}.json").write_text(json.dumps({"perplexity": perplexity, "state_size": state}))
+
+
+def test_table(tmp_path):
+    corpus = {
+        "measures": ["valid 0", "test 0"],
+        "source": {},
+        "rows": [
+            {"run": "softmax", "row": "softmax", "paper": {"valid 0": 14.5}},
+            {"run": "decay", "row": "decay", "target": "x", "paper": {"valid 0": 14.6}},
+            {"run": "delta", "row": "delta", "target": "y", "paper": {"valid 0": "diverged"}},
+            {"run": "sum", "row": "sum", "target": "z", "paper": {"valid 0": 20}},
+        ],
+    }
+    for measure, perplexity in (("valid 0", 10.0), ("test 0", 11.0)):
+        measured(tmp_path / "softmax" / "converted", measure, perplexity, 1000)
+        measured(tmp_path / "softmax", measure, perplexity - 1)
+        measured(tmp_path / "decay", measure, perplexity * 1.25)
+    measured(tmp_path / "decay" / "converted", "valid 0", 4e9)
+    measured(tmp_path / "delta" / "converted", "valid 0", float("inf"))
+    (tmp_path / "delta" / "diverged").write_text("at update 3\n")
+    lines = [line.strip("| ").split(" | ") for line in rows.table(corpus, tmp_path)]
+    assert lines[0][:6] == ["row", "state", "converted, valid 0", "valid 0", "test 0", "of the source"]
+    assert lines[2:] == [
+        ["source", "1,000", "-", "10.00", "11.00", "-", "-", "-", "-", "-"],
+        ["softmax", "1,000", "10.00", "9.00", "10.00", "111.1%", "100.0%", "14.50", "100.0%", "-"],
+        ["decay", "8", "4.0e+09", "12.50", "13.75", "80.0%", "72.0%", "14.60", "99.3%", "-"],
+        ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "-"],
+        ["sum", "-", "not run", "not run", "not run", "-", "-", "20.00", "72.5%", "-"],
+    ]
+
+
+def save_vocabulary(folder, names=("vocab.json", "merges.txt"), merges=("t h", "th e")):
+    """A byte-level vocabulary: GPT-2's names of the bytes, the merges, and the end of a text."""
+    words = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges), bpe.MARK]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]))
+    return words
+
+
+@pytest.mark.parametrize("names", bpe.NAMES)
+def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
+    words = save_vocabulary(tmp_path / "vocabulary", names)
+    text, out = tmp_path / "text.txt", tmp_path / "out.txt"
+    text.write_text(f"the cat\n\n  sat é\n{bpe.MARK}\nthe end", encoding="utf-8")
+    assert bpe.encode(tmp_path / "vocabulary", text, out) == len(out.read_text().split())
+    lines = [[words[int(number)] for number in line.split()] for line in out.read_text().splitlines()]
+    assert [line[0] for line in lines] == ["the", "the"]
+    symbols = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
+    decoded = [bytes(symbols[symbol] for word in line for symbol in word).decode() for line in lines]
+    assert decoded == ["the cat\n\n  sat é", "the end"]
+    with pytest.raises(ValueError, match=r"has neither vocab\.json with merges\.txt nor encoder\.json with vocab\.bpe"):
+        bpe.encode(tmp_path, text, out)
+    text.write_text("")
+    out.unlink()
+    with pytest.raises(ValueError, match="holds no text"):
+        bpe.encode(tmp_path / "vocabulary", text, out)
+    assert not list(tmp_path.glob("out*"))
+
+
+def run(script, *arguments):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", str(script), *map(str, arguments)]
+    return subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A copy of the recipe that runs in the environment of the tests, with a tiny source and few updates."""
+    copy = tmp_path / "recipes"
+    shutil.copytree(ROOT / "recipes", copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (copy / "env.sh").write_text(f'root={str(ROOT)!r}\nrun() {{ echo "+ $*" >&2; "$@"; }}\n')
+    script = copy / "decay_finetune" / "run.sh"
+    # `merges` is no option: the text is as small as the source.
+    script.write_text(script.read_text().replace("merges=8000", "merges=30"))
+    source = copy / "decay_finetune" / "conf" / "peps" / "source.yaml"
+    small = {"decoder-layers": 1, "decoder-embed-dim": 16, "decoder-ffn-embed-dim": 16, "max-update": 4}
+    lines = [line for line in source.read_text().splitlines() if line.split(":")[0] not in small]
+    source.write_text("\n".join([*lines, *(f"{name}: {value}" for name, value in small.items()), ""]))
+    return script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tune"], "there is no stage tune: it is prepare, train, eval or all"),
+        (["all", "--corpus", "pile"], "there is no corpus pile"),
+        (["all", "--corpus", "gpt2", "--data", "."], "give --model: what --corpus gpt2 starts from"),
+        (["all", "--data", "/none"], "there is no folder /none: give --data"),
+        (["train"], "run the stage prepare first"),
+        (["all", "--save-dir", "x"], "--save-dir is set by the recipe"),
+    ],
+)
+def test_wrong_arguments_are_explained(recipe, tmp_path, arguments, sentence):
+    result = run(recipe, *arguments, "--out", tmp_path / "out")
+    assert result.returncode == 1 and sentence in result.stderr
+
+
+def make_text(folder, mark=""):
+    folder.mkdir()
+    line = "the memory is a matrix that every token reads and writes once or twice .\n"
+    for split, lines in (("train", 100), ("valid", 9), ("test", 8)):
+        (folder / f"{split}.txt").write_text(line * lines + mark + line)
+    return folder
+
+
+FEW = ["--max-update", "2", "--warmup-updates", "1", "--batch-size", "1", "--cpu"]
+
+
+@pytest.mark.slow
+def test_peps_and_what_was_interrupted(recipe, tmp_path):
+    data, out = make_text(tmp_path / "text"), tmp_path / "out"
+    arguments = ["--data", data, "--out", out, "--rows", "softmax decay_m4 delta_relu_m4 local_w32", *FEW]
+    result = run(recipe, "all", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    table = (out / "table.md").read_text()
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table.splitlines()}
+    # The source is what was converted, before it is tuned, and every row starts from it.
+    assert cells["source"][2] == cells["softmax, fine-tuned as the others are"][1]
+    assert cells["decay, m = 4"][-1].startswith("2") and cells["decay, m = 16"][1] == "not run"
+    (out / "decay_m4" / "valid 0.json").unlink()
+    shutil.rmtree(out / "local_w32")
+    again = run(recipe, "all", *arguments)
+    assert again.returncode == 0 and (out / "table.md").read_text() == table
+    commands = [line.split()[1] for line in again.stderr.splitlines() if line.startswith(("+ fairseq", "+ fwp"))]
+    assert commands.count("fwp-convert") == commands.count("fairseq-train") == 1 and commands.count("fwp-eval-lm") == 5
+    other = run(recipe, "train", *arguments, "--lr", "1")
+    assert other.returncode == 1 and "another --out" in other.stderr
+
+
+@pytest.mark.slow
+def test_wikitext103(recipe, tmp_path):
+    """From a checkpoint of fairseq's transformer_lm_wiki103, as small as it gets."""
+    from fairseq.data import Dictionary
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+    from fairseq.models.transformer_lm import TransformerLanguageModel
+
+    data, folder = make_text(tmp_path / "text"), tmp_path / "model"
+    folder.mkdir()
+    dictionary = Dictionary()
+    for word in (data / "train.txt").read_text().split():
+        dictionary.add_symbol(word)
+    dictionary.save(str(folder / "dict.txt"))
+    args = Namespace(arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=1, decoder_embed_dim=16)
+    vars(args).update(
+        decoder_ffn_embed_dim=16, decoder_attention_heads=2, tokens_per_sample=512, max_target_positions=512
+    )
+    vars(args).update(adaptive_input_cutoff="6,9", adaptive_softmax_cutoff="6,9", add_bos_token=False)
+    ARCH_CONFIG_REGISTRY[args.arch](args)
+    namespace = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    model = TransformerLanguageModel.build_model(Namespace(**vars(args)), namespace)
+    torch.save({"args": args, "model": model.state_dict()}, folder / "model.pt")
+    arguments = ["--model", folder / "model.pt", "--data", data, "--out", tmp_path / "out", "--rows", "decay_m32", *FEW]
+    result = run(recipe, "all", "--corpus", "wikitext103", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (row,) = [
+        line for line in (tmp_path / "out" / "table.md").read_text().splitlines() if line.startswith("| decay, m = 32")
+    ]
+    assert "| 22.10 | 20.70 |" in row and "not run" not in row
+
+
+@pytest.mark.slow
+def test_gpt2(recipe, tmp_path):
+    """From a folder as Hugging Face has it, with raw text."""
+    from tests.convert import test_gpt2 as gpt2
+
+    folder = tmp_path / "gpt2"
+    words = save_vocabulary(folder)
+    sizes = {"vocab_size": len(words), "eos_token_id": len(words) - 1, "n_positions": 1024}
+    tensors = gpt2.make_tensors() | {
+        "wte.weight": torch.randn(len(words), gpt2.DIM),
+        "wpe.weight": torch.randn(1024, gpt2.DIM),
+    }
+    gpt2.save_safetensors(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**gpt2.CONFIG, **sizes}))
+    data = make_text(tmp_path / "text", f"{bpe.MARK}\n")
+    arguments = ["--model", folder, "--data", data, "--out", tmp_path / "out", "--rows", "softmax decay_m4", *FEW]
+    result = run(recipe, "all", "--corpus", "gpt2", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "decay, m = 4" in result.stdout

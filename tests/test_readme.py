@@ -1,0 +1,52 @@
+"""The texts for people: their links lead somewhere, and the front page names what the tables hold."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from fairseq_fwp.models.presets import PRESETS_OF_MODELS
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [
+    path
+    for folder in ("", "fairseq_fwp", "cuda_ext", "recipes", "tests")
+    for path in (ROOT.glob("*.md") if not folder else (ROOT / folder).rglob("*.md"))
+]
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+
+
+def anchors(text):
+    """The names that headings get: lower case, no punctuation, dashes for spaces."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def expanded(pattern):
+    """All that `{a,b}_c[_d]` stands for."""
+    parts = re.split(r"(\{[^}]*\}|\[[^\]]*\])", pattern)
+    choices = [
+        part[1:-1].split(",") if part[:1] == "{" else ["", part[1:-1]] if part[:1] == "[" else [part] for part in parts
+    ]
+    return {"".join(choice) for choice in itertools.product(*choices)}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_what_is_there(path):
+    for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        other = path.parent / target if target else path
+        assert other.exists(), f"{target} is not there"
+        if anchor:
+            assert anchor in anchors(other.read_text(encoding="utf-8")), f"{target} has no heading #{anchor}"
+
+
+def test_the_front_page_names_every_rule_map_and_architecture():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    values = [value for row in rows for value in re.findall(r"`([^`]*)`", row)]
+    named = {name for value in values for name in expanded(value.removeprefix("--arch "))}
+    words = set(" ".join(values).split())
+    assert not {name for presets in PRESETS_OF_MODELS.values() for name in presets} - named
+    assert not {*UPDATE_RULES, *FEATURE_MAPS} - words
