@@ -1,14 +1,14 @@
 """Fast weight programmers for fairseq: `fairseq-train --user-dir fairseq_fwp --arch delta_lm_wt103 ...`.
 
-Importing the package mends what today's torch, numpy and Python break in fairseq (`_compat`) and registers the models
-and tasks.
+Importing the package mends what today's torch, numpy and Python break in fairseq (`_compat`) and registers the models,
+tasks and criterions.
 """
 
 from fairseq_fwp import _compat
 
 _compat.apply()
 
-from fairseq_fwp import models, ops, tasks  # noqa: E402  (fairseq must be mended before it is imported further)
+from fairseq_fwp import criterions, models, ops, tasks  # noqa: E402  (fairseq must be mended before it is imported further)
 
 __version__ = "0.1.0"
-__all__ = ["models", "ops", "tasks"]
+__all__ = ["criterions", "models", "ops", "tasks"]

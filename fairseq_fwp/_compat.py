@@ -44,6 +44,7 @@ def apply() -> None:
         refuse_unscored_tokens,
         refuse_wide_context,
         save_for_every_process,
+        count_diverse_beams_by_batch,
     ):
         mend()
 
@@ -73,6 +74,9 @@ def allow_checkpoint_types() -> None:
         + [distributed_utils._TensorPlaceholder]
         + [nodes.AnyNode, nodes.BooleanNode, nodes.FloatNode, nodes.IntegerNode, nodes.StringNode]
         + [Any, dict, list, int]
+        # What --best-checkpoint-metric bleu leaves in them: its value, and the n-grams counted.
+        + [np.ndarray, np.dtype, np.ndarray(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+        + [type(np.dtype(number)) for number in (np.float64, np.float32, np.int64, np.int32)]
     )
 
 
@@ -225,6 +229,30 @@ def save_for_every_process() -> None:
         return collect_and_save
 
     _replace(checkpoint_utils, "save_checkpoint", mend)
+
+
+def count_diverse_beams_by_batch() -> None:
+    """Diverse beams look up a table with a row per sentence of the batch by the sentence's number in the data set."""
+    from fairseq.search import DiverseBeamSearch
+
+    def mend(step: Callable[..., Any]) -> Callable[..., Any]:
+        def step_by_row(
+            self: Any,
+            number: int,
+            lprobs: Any,
+            scores: Any,
+            prev_output_tokens: Any = None,
+            original_batch_idxs: Any = None,
+        ) -> Any:
+            if number == 0:
+                self.sentences = original_batch_idxs
+            # Each sentence still in the batch, as its row in the whole batch.
+            rows = (original_batch_idxs.unsqueeze(1) == self.sentences).int().argmax(1)
+            return step(self, number, lprobs, scores, prev_output_tokens, rows)
+
+        return step_by_row
+
+    _replace(DiverseBeamSearch, "step", mend)
 
 
 def _replace(owner: Any, name: str, mend: Callable[[Callable[..., Any]], Any]) -> None:

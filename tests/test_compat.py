@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import pickle
 import warnings
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from fairseq import checkpoint_utils, trainer
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
+from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
@@ -23,6 +25,7 @@ MENDED = [
     (checkpoint_utils, "save_checkpoint"),
     (LanguageModelingTask, "setup_dictionary"),
     (LanguageModelingTask, "eval_lm_dataloader"),
+    (DiverseBeamSearch, "step"),
 ]
 
 
@@ -45,6 +48,26 @@ def test_checkpoint_types_load(value):
     torch.save({"value": value}, file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["value"] == value
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(27.7), np.float32(0.5), np.int64(3), np.array([12, 7, 4, 2]), np.array([1.5])], ids=repr
+)
+def test_numbers_of_numpy_load(value):
+    """Those that `--eval-bleu --best-checkpoint-metric bleu` leaves in a checkpoint."""
+    file = io.BytesIO()
+    torch.save({"best": value}, file, pickle_protocol=2)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["best"]
+    assert type(loaded) is type(value) and loaded.dtype == value.dtype and np.array_equal(loaded, value)
+
+
+def test_other_objects_of_numpy_do_not_load():
+    file = io.BytesIO()
+    torch.save({"best": np.array([print], dtype=object)}, file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 8])

@@ -4,11 +4,12 @@
     fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # the same in a 32nd of the time, nearly
     fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks; as `fairseq-eval-lm` has it
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # one pass, the state carried from end to end
+    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic rms --dynamic-lr 1e-5    # and learning from it
 
 The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019; carried state is that of
 Schlag et al. 2021, Table 4; `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
 in fairseq the text is one stream with the end of a line before its first token, which is scored too. The settings of
-the model and the task are those of the checkpoint.
+the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al. 2018 and 2019.
 """
 
 import argparse
@@ -38,10 +39,22 @@ from fairseq.logging.progress_bar import progress_bar
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, FairseqLanguageModel
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 import fairseq_fwp
-from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, batches, score, windows
+from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer, gather_statistics
+from fairseq_fwp.cli.scoring import (
+    DocumentScorer,
+    StreamScorer,
+    Text,
+    Window,
+    WindowScorer,
+    batches,
+    document_windows,
+    score,
+)
 from fairseq_fwp.modules.onednn import OneDnnLinear
+from fairseq_fwp.tasks.text_blocks import BLANK_LINE
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +64,26 @@ TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
 
 @dataclass
 class Protocol:
-    """size: tokens that a window reads; given: those that it does not score; carry: the state goes on to the next."""
+    """size: tokens that a window reads; given: those that it does not score; carry: the state goes on to the next.
+
+    dynamic: how the weights learn from what was scored; reset_after: what ends a document, after which all starts anew.
+    """
 
     size: int
     given: int
     carry: bool
+    dynamic: DynamicRule | None = None
+    reset_after: str | None = None
 
     def __str__(self) -> str:
-        if self.carry:
-            return f"state carried over segments of {self.size} tokens"
+        text = f"windows of {self.size} tokens, each after at least {self.given} given ones where the text has them"
         if not self.given:
-            return f"blocks of {self.size} tokens, each by itself"
-        return f"windows of {self.size} tokens, each after at least {self.given} given ones where the text has them"
+            text = f"blocks of {self.size} tokens, each by itself"
+        if self.carry:
+            text = f"state carried over segments of {self.size} tokens"
+        if self.dynamic is not None:
+            text += f", {self.dynamic}"
+        return text + (f", anew after {self.reset_after}" if self.reset_after else "")
 
 
 @dataclass
@@ -248,28 +269,32 @@ def choose_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
             f"--tokens-per-sample {size} is longer than the {limit} tokens that the model was trained on: pass at most "
             f"{limit}, or allow more with --model-overrides \"{{'max_target_positions': {size}}}\""
         )
+    dynamic = None
+    if args.dynamic:
+        dynamic = DynamicRule(args.dynamic_lr, args.dynamic_decay, args.dynamic_epsilon, args.dynamic == "rms")
     if args.carry_state:
-        check_carries(model, task)
-        return Protocol(size, 0, carry=True)
+        check_carries(model, task, args.reset_after)
+        return Protocol(size, 0, True, dynamic, args.reset_after)
     given = size - args.stride if args.context_window is None else args.context_window
     if not 0 <= given < size:
         raise ValueError(
             f"of {size} tokens (--tokens-per-sample) a window scores 1 to {size}: --stride must be in that range, "
             f"--context-window from 0 to {size - 1}"
         )
-    return Protocol(size, given, carry=False)
+    return Protocol(size, given, False, dynamic, args.reset_after)
 
 
-def check_carries(model: Any, task: Any) -> None:
-    """Raises ValueError for a model without a state of constant size, and for one that forgets it at documents."""
+def check_carries(model: Any, task: Any, reset_after: str | None = None) -> None:
+    """Raises ValueError for a model without a state of constant size, and where it forgets it at other documents."""
     if not getattr(model.decoder, "carries_state", False):
         raise ValueError(
             f"this {type(model).__name__} has no state of constant size to carry: evaluate it without --carry-state"
         )
-    if getattr(task, "reset_state_after", None):
+    separator = getattr(task, "reset_state_after", None)
+    if separator and separator != reset_after:
         raise ValueError(
-            "trained with --reset-state-after, this model is to be evaluated by fairseq-validate, which forgets the "
-            "state where documents end, or without --carry-state"
+            f"trained with --reset-state-after {separator}, this model is to be evaluated so too: pass --reset-after "
+            f"{separator}, or leave out --carry-state"
         )
 
 
@@ -296,12 +321,17 @@ def evaluate(args: Namespace) -> None:
     text = load_text(task, args.data, args.gen_subset, first)
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model, text = model.to(device), Text(*(part.to(device) for part in text))
+    model.requires_grad_(protocol.dynamic is not None)
     length = len(text.tokens)
     warn_of_positions(model, protocol, length)
 
-    scorer = (StreamScorer if protocol.carry else WindowScorer)(model, text)
-    batch_size = 1 if protocol.carry else args.batch_size or max(1, TOKENS_AT_ONCE[device.type] // protocol.size)
-    plan = list(batches(windows(length, protocol.size, protocol.given), batch_size))
+    starts = document_starts(text.tokens, dictionary, args.reset_after)
+    batch_size = args.batch_size or max(1, TOKENS_AT_ONCE[device.type] // protocol.size)
+    plan = plan_windows(starts, length, protocol, batch_size)
+    rms = None
+    if protocol.dynamic is not None and protocol.dynamic.rms:
+        rms = training_statistics(model, load_text(task, args.data, "train", first), protocol, dictionary, args)
+    scorer = make_scorer(model, text, protocol, starts, rms)
     default_format = "simple" if args.no_progress_bar else "tqdm"
     bar = progress_bar(
         plan, args.log_format, args.log_interval, prefix=args.gen_subset, default_log_format=default_format
@@ -326,6 +356,47 @@ def evaluate(args: Namespace) -> None:
     if args.json:
         write_whole(args.json, result.as_json() + "\n")
     print("\n".join(result.lines()))
+
+
+def document_starts(tokens: Tensor, dictionary: Any, separator: str | None) -> list[int]:
+    """The first token of each document of a text (N,) whose documents end with the separator, or with an empty line.
+
+    Without a separator the text is one document. Raises ValueError for one that is no symbol of the dictionary.
+    """
+    if separator is None:
+        return [0]
+    if separator != BLANK_LINE and separator not in dictionary:
+        raise ValueError(f"--reset-after: {separator!r} is not in the dictionary: give a symbol of it, or {BLANK_LINE}")
+    ends = tokens.eq(dictionary.eos() if separator == BLANK_LINE else dictionary.index(separator))
+    if separator == BLANK_LINE:
+        ends &= torch.cat([ends.new_ones(1), ends[:-1]])
+    return [0, *(place + 1 for place in ends[:-1].nonzero().flatten().tolist())]
+
+
+def plan_windows(starts: list[int], length: int, protocol: Protocol, batch_size: int) -> list[list[Window]]:
+    """The batches of windows of a protocol; of one window each where one depends on those before it."""
+    one_by_one = protocol.carry or protocol.dynamic is not None
+    found = document_windows(starts, length, protocol.size, protocol.given)
+    return list(batches(found, 1 if one_by_one else batch_size))
+
+
+def make_scorer(model: Any, text: Text, protocol: Protocol, starts: list[int], rms: list[Tensor] | None) -> Any:
+    """What scores the windows of a plan."""
+    scorer: Any = (StreamScorer if protocol.carry else WindowScorer)(model, text)
+    if protocol.dynamic is not None:
+        scorer = DynamicScorer(scorer, protocol.dynamic, rms)
+    return DocumentScorer(scorer, starts) if protocol.reset_after else scorer
+
+
+def training_statistics(model: Any, text: Text, protocol: Protocol, dictionary: Any, args: Namespace) -> list[Tensor]:
+    """What the RMS rule of dynamic evaluation knows of the training text, read as the protocol reads."""
+    started, device = time.perf_counter(), next(model.parameters()).device
+    starts = document_starts(text.tokens, dictionary, protocol.reset_after)
+    plan = plan_windows(starts, len(text.tokens), protocol, 1)[: args.dynamic_statistics]
+    text = Text(*(part.to(device) for part in text))
+    rms = gather_statistics(make_scorer(model, text, dataclasses.replace(protocol, dynamic=None), starts, None), plan)
+    logger.info("gathered statistics of %s windows of train in %.1fs", f"{len(plan):,}", time.perf_counter() - started)
+    return rms
 
 
 def warn_of_positions(model: Any, protocol: Protocol, length: int) -> None:
@@ -382,6 +453,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def non_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fwp-eval-lm",
@@ -404,6 +485,16 @@ def parser() -> argparse.ArgumentParser:
     protocol.add_argument(
         "--carry-state", action="store_true", help="read the text once, with the state of what came before"
     )
+    add(
+        "--reset-after",
+        metavar="SYMBOL",
+        help=f"start anew, without a state and with the trained weights, after this symbol or each {BLANK_LINE}",
+    )
+    add("--dynamic", choices=["sgd", "rms"], help="learn from each window once it is scored, by the rule of that name")
+    add("--dynamic-lr", type=non_negative, metavar="LR", help="with it, and needed: the step size")
+    add("--dynamic-decay", type=non_negative, default=0.0, metavar="D", help="pull back to the trained weights (0)")
+    add("--dynamic-epsilon", type=non_negative, default=1e-5, metavar="E", help="of rms: added to its divisors (1e-5)")
+    add("--dynamic-statistics", type=positive, metavar="N", help="of rms: windows of the training text it knows (all)")
     add("--batch-size", type=positive, metavar="N", help="windows at once; the state has but one stream")
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
     add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
@@ -428,6 +519,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = made.parse_args(arguments)
     if args.carry_state and args.batch_size not in (None, 1):
         made.error("--carry-state reads one stream: leave out --batch-size")
+    if args.dynamic and args.batch_size not in (None, 1):
+        made.error("--dynamic learns from one window after the other: leave out --batch-size")
+    if args.dynamic and args.dynamic_lr is None:
+        made.error("--dynamic needs its step size, --dynamic-lr")
+    given = [f"--dynamic-{name}" for name in ("lr", "statistics") if getattr(args, f"dynamic_{name}") is not None]
+    if given and not args.dynamic:
+        made.error(f"{given[0]} belongs to --dynamic: give that, sgd or rms")
     try:
         evaluate(args)
     except (ValueError, OSError) as error:

@@ -30,8 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--hydra",
         metavar="ARCH",
-        choices=sorted(arch for presets in PRESETS_OF_MODELS.values() for arch in presets),
-        help="print a configuration for fairseq-hydra-train with this architecture, and nothing else",
+        # fairseq-hydra-train builds models from dataclasses, which the one for translation does not have.
+        choices=sorted(
+            arch
+            for model, presets in PRESETS_OF_MODELS.items()
+            if model in MODEL_DATACLASS_REGISTRY
+            for arch in presets
+        ),
+        help="print a configuration for fairseq-hydra-train with this architecture, of a language model, and no more",
     )
     args = parser.parse_args(argv)
     print(hydra_yaml(args.hydra) if args.hydra else report(args.build))

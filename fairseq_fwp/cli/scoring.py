@@ -8,7 +8,7 @@ reads, n that it scores.
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,13 @@ def windows(length: int, size: int, given: int) -> Iterator[Window]:
         window = Window(window.end - given, window.end, min(window.end + step, length))
 
 
+def document_windows(starts: Iterable[int], length: int, size: int, given: int) -> Iterator[Window]:
+    """The windows of each document of a text of `length` tokens; the documents begin with the tokens `starts`."""
+    for start, end in pairwise([*starts, length]):
+        for window in windows(end - start, size, given):
+            yield Window(*(start + place for place in window))
+
+
 def batches(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
     """Up to `size` consecutive windows that read and score the same numbers of tokens."""
     for _, alike in groupby(found, lambda window: (window.end - window.start, window.end - window.first)):
@@ -53,8 +60,8 @@ def batches(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
             yield batch
 
 
-class WindowScorer:
-    """Scores each window by itself, as if nothing had come before it."""
+class Scorer:
+    """Scores batches of windows of a text with a model, in evaluation mode."""
 
     def __init__(self, model: Any, text: Text) -> None:
         self.model = model.eval()
@@ -62,6 +69,51 @@ class WindowScorer:
 
     @torch.no_grad()
     def __call__(self, batch: list[Window]) -> Tensor:
+        return self.log_probs(batch)
+
+    def log_probs(self, batch: list[Window]) -> Tensor:
+        """The same, with a graph where gradients are enabled."""
+        raise NotImplementedError
+
+    def restart(self, first: int) -> None:
+        """To be called where token `first` starts a document: what was before is forgotten."""
+        raise NotImplementedError
+
+
+class DocumentScorer:
+    """A scorer that restarts where a document does; `starts` are their first tokens, which windows begin with."""
+
+    def __init__(self, scorer: Any, starts: Iterable[int]) -> None:
+        self.scorer = scorer
+        self.starts = frozenset(starts)
+
+    @property
+    def model(self) -> Any:
+        """What scores."""
+        return self.scorer.model
+
+    def __call__(self, batch: list[Window]) -> Tensor:
+        self._restart(batch)
+        return self.scorer(batch)
+
+    def log_probs(self, batch: list[Window]) -> Tensor:
+        """The same, with a graph where gradients are enabled."""
+        self._restart(batch)
+        return self.scorer.log_probs(batch)
+
+    def _restart(self, batch: list[Window]) -> None:
+        if batch[0].first in self.starts:
+            self.scorer.restart(batch[0].first)
+
+
+class WindowScorer(Scorer):
+    """Scores each window by itself, as if nothing had come before it."""
+
+    def restart(self, first: int) -> None:
+        """Nothing is remembered."""
+
+    def log_probs(self, batch: list[Window]) -> Tensor:
+        """Of the tokens that the windows score."""
         inputs = torch.stack([self.text.inputs[window.start : window.end] for window in batch])
         tokens = torch.stack([self.text.tokens[window.first : window.end] for window in batch])
         decoder, scored = self.model.decoder, tokens.shape[1]
@@ -72,26 +124,29 @@ class WindowScorer:
         return target_log_prob(self.model, output, tokens).flatten()
 
 
-class StreamScorer:
+class StreamScorer(Scorer):
     """Scores windows one after the other, each with the state that the one before it left.
 
     The decoder takes `state` and returns a new one as "state" in its second value.
     """
 
     def __init__(self, model: Any, text: Text) -> None:
-        self.model = model.eval()
-        self.text = text
-        self.state: Any = None
-        self.read = 0
+        super().__init__(model, text)
+        self.restart(0)
 
-    @torch.no_grad()
-    def __call__(self, batch: list[Window]) -> Tensor:
+    def restart(self, first: int) -> None:
+        """The next window is read without a state."""
+        self.state: Any = None
+        self.read = first
+
+    def log_probs(self, batch: list[Window]) -> Tensor:
+        """Of the window's tokens; gradients do not flow into the windows before it."""
         (window,) = batch
         if not self.read == window.start == window.first:
             raise ValueError(f"the state has read {self.read} tokens, which {window} does not go on from")
         read = slice(window.start, window.end)
         output, extra = self.model.decoder(self.text.inputs[read].unsqueeze(0), state=self.state)
-        self.state, self.read = extra["state"], window.end
+        self.state, self.read = extra["state"].detach(), window.end
         return target_log_prob(self.model, output, self.text.tokens[read].unsqueeze(0)).flatten()
 
 

@@ -25,9 +25,7 @@ class LanguageModel(FairseqLanguageModel):
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
         cfg = fill_in_defaults(cfg, cls.config())
         decoder = cls.build_decoder(cfg, task.target_dictionary)
-        # Not refused: an architecture may have set one, and the command line made it void.
-        for flag in cls.unused_flags(cfg):
-            logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
+        warn_of_unused(cls.unused_flags(cfg))
         return cls(decoder)
 
     @classmethod
@@ -43,6 +41,12 @@ class LanguageModel(FairseqLanguageModel):
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
         return MAX_GENERATED_POSITIONS
+
+
+def warn_of_unused(flags: list[str]) -> None:
+    """Names them in the log. Not refused: an architecture may have set one, and the command line made it void."""
+    for flag in flags:
+        logger.warning("--%s has no effect on the attention chosen here", flag.replace("_", "-"))
 
 
 def fill_in_defaults(cfg: Any, known: FairseqDataclass) -> Any:

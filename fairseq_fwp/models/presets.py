@@ -9,6 +9,10 @@ Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that
 Schlag's (Sec. 6.3, Table 4). They drop the activations of the feed-forward blocks too. For `xl_lm_wt103_large` the
 paper prints 257 M parameters, but the published script and weights, which are these sizes, have 285 M; with 16 layers
 in place of 18 it would be 258 M. The models called large were trained with untied u and v.
+
+Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large`, and of a Transformer
+with local attention whose 12 layers, 768 dimensions and 121 M parameters are all that the paper says of it: heads,
+window (Roy et al. 2021) and an embedding divided by 4 are ours, with 114 M parameters below the layer, 119 M in all.
 """
 
 from collections.abc import Callable
@@ -85,7 +89,58 @@ XL_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-PRESETS_OF_MODELS = {"fwp_lm": PRESETS, "fwp_xl_lm": XL_PRESETS}
+FWL_PRESETS: dict[str, dict[str, Any]] = {
+    "fwl_xl_lm_wt103": {"fwl_base": "fwp_xl_lm", **XL_PRESETS["xl_lm_wt103_large"]},
+    "fwl_local_lm_wt103": {
+        **SOFTMAX,
+        "decoder_layers": 12,
+        "decoder_embed_dim": 768,
+        "decoder_ffn_embed_dim": 3072,
+        "decoder_attention_heads": 12,
+        "attention_window": 256,
+        "div_val": 4,
+        **WT103,
+    },
+}
+
+# Translation: Schlag et al. 2021, Sec. 6.2, Table 1 and App. E. All three attentions are linear, with one map; *big*
+# is Vaswani's, with its dropout, as in fairseq's transformer_vaswani_wmt_en_de_big. FAVOR+ and DPFP have the 512
+# features of Table 1's last column; the other columns are m = 32 (64 features) and 128 (256), and nu = 2 (256).
+BIG = {
+    "encoder_embed_dim": 1024,
+    "encoder_ffn_embed_dim": 4096,
+    "encoder_attention_heads": 16,
+    "decoder_embed_dim": 1024,
+    "decoder_ffn_embed_dim": 4096,
+    "decoder_attention_heads": 16,
+    "dropout": 0.3,
+}
+MT_SIZES: dict[str, dict[str, Any]] = {"": {}, "_big": BIG}
+MT_MAPS: dict[str, dict[str, Any]] = {"elu": {}, "favor": {"favor_features": 256}, "dpfp": {"dpfp_nu": 4}}
+
+MT_PRESETS: dict[str, dict[str, Any]] = {
+    f"softmax_mt_wmt14_en_de{size}": {
+        **SOFTMAX, "encoder_feature_map": "softmax", "cross_feature_map": "softmax", **sizes
+    }
+    for size, sizes in MT_SIZES.items()
+} | {
+    f"{rule}{'' if name == 'elu' else f'_{name}'}_mt_wmt14_en_de{size}": {
+        **rules,
+        **{f"{position}_feature_map": name for position in ("encoder", "decoder", "cross")},
+        **features,
+        **sizes,
+    }
+    for rule, rules in (("sum", SUM), ("delta", DELTA))
+    for name, features in MT_MAPS.items()
+    for size, sizes in MT_SIZES.items()
+}  # fmt: skip
+
+PRESETS_OF_MODELS = {
+    "fwp_lm": PRESETS,
+    "fwp_xl_lm": XL_PRESETS,
+    "fwp_fwl_lm": FWL_PRESETS,
+    "fwp_transformer": MT_PRESETS,
+}
 
 
 def register(name: str, preset: dict[str, Any], model: str = "fwp_lm") -> None:

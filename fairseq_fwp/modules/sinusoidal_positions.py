@@ -1,6 +1,7 @@
 """Absolute sinusoidal positions for any integer positions, so that decoding and streams can go on from a count."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,33 @@ class SinusoidalPositions(nn.Module):
         angles = (positions + self.offset).unsqueeze(-1) * torch.exp(-math.log(10000) * exponents)
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=-1).float()
         return F.pad(sinusoids, (0, self.embed_dim % 2))
+
+
+class CountedPositions(nn.Module):
+    """`SinusoidalPositions` of tokens (B, L) themselves, as fairseq's Transformer calls it; padding is not counted.
+
+    fairseq's own computes its whole table anew for every token that it generates beyond the table's end, and takes
+    padding before a prefix for a part of it.
+    """
+
+    # fairseq's encoder and decoder ask for it; sinusoids have no last position.
+    max_positions = 10**6
+
+    def __init__(self, embed_dim: int, padding_idx: int) -> None:
+        super().__init__()
+        self.padding_idx = padding_idx
+        self.sinusoids = SinusoidalPositions(embed_dim, offset=padding_idx + 1)
+        self.register_buffer("dtype_of_model", torch.empty(0), persistent=False)
+
+    def forward(self, tokens: Tensor, incremental_state: dict[str, Any] | None = None) -> Tensor:
+        """(B, L, embed_dim) in the model's dtype; in incremental decoding (B, 1, embed_dim), of the last token."""
+        token = tokens.ne(self.padding_idx)
+        if incremental_state is not None:
+            found = self.sinusoids(token.sum(1, keepdim=True) - 1)
+        else:
+            table = self.sinusoids(torch.arange(tokens.shape[1], device=tokens.device))
+            found = F.embedding((token.cumsum(1) - 1).clamp(min=0), table)
+        return found.to(self.dtype_of_model)
 
 
 class VaswaniPositions(nn.Module):

@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import gpu_report
 import matplotlib.pyplot as plt
+import translation
 from report import RESULTS
 
 COLOURS = plt.get_cmap("tab10").colors
@@ -204,6 +205,35 @@ def draw_eval_lm():
     return figure
 
 
+def draw_translation():
+    """Generation of one sentence, as its target and as its source grows: time per target token, and peak memory."""
+    rows = read("translation")
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    panels = [(side, field) for side in ("target", "source") for field in ("seconds", "bytes")]
+    for ax, (side, field) in zip(axes, panels, strict=True):
+        for model in dict.fromkeys(row["model"] for row in rows if row["what"] == side):
+            found = smallest(rows, side, model, field)
+            scale = {"bytes": 2**-20, "seconds": 1000}[field]
+            written = {n: n if side == "target" else translation.SHORT for n in found}
+            found = {n: value * scale / (written[n] if field == "seconds" else 1) for n, value in found.items()}
+            ax.plot(list(found), list(found.values()), "o-", label=model)
+        title = "peak memory (MB)" if field == "bytes" else "milliseconds a target token"
+        ax.set(xscale="log", yscale="log", title=title, xlabel=f"tokens of the {side}")
+        ax.set_xticks(translation.LENGTHS, [str(length) for length in translation.LENGTHS])
+        ax.minorticks_off()
+        ax.grid(axis="y", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def draw_fwl():
+    rows = measured_goals("fwl")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    bars(axes, rows, [f"{row['ratio']}, {row['where']}" for row in rows])
+    figure.suptitle("What learning costs in scoring, as a ratio to the model alone (| = goal)")
+    return figure
+
+
 def draw_gpu():
     """Goals as bars; time per token of training at growing length, and of decoding after growing contexts."""
     record = gpu_report.Record(row.values() for row in read("gpu"))
@@ -238,6 +268,8 @@ DRAW = {
     "generation": draw_generation,
     "gpu": draw_gpu,
     "eval_lm": draw_eval_lm,
+    "translation": draw_translation,
+    "fwl": draw_fwl,
 }
 
 

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [operators|rules|training|long|generation|eval_lm|all]`.
+# Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [PART]`, a part of those below or all.
 # Tests the operators first, and measures nothing when they fail. Results: recipes/benchmarks/results/ and RESULTS.md.
-# A quiet machine, please: operators and rules take about 5 minutes each, training 10, long 15, generation 3, eval_lm 5; the first
+# A quiet machine, please: training takes about 10 minutes, long 15, the other parts 3 to 5 each; the first
 # time fast-transformers is built, 5 more.
 set -euo pipefail
 
+all=(operators rules training long generation eval_lm translation fwl)
 part=${1:-all}
-case $part in
-  operators | rules | training | long | generation | eval_lm) parts=("$part") ;;
-  all) parts=(operators rules training long generation eval_lm) ;;
-  *) echo "run.sh: there is no part '$part': it is operators, rules, training, long, generation, eval_lm or all." >&2; exit 1 ;;
+case " ${all[*]} " in
+  *" $part "*) parts=("$part") ;;
+  *)
+    [ "$part" = all ] || { echo "run.sh: there is no part '$part': choose all or one of ${all[*]}." >&2; exit 1; }
+    parts=("${all[@]}") ;;
 esac
 
 LOAD_BEFORE=$(cut -d ' ' -f 1 /proc/loadavg)

@@ -104,8 +104,11 @@ def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size): 
 
 
 def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them(build_model):  # noqa: F811
-    with pytest.raises(ValueError, match="evaluated by fairseq-validate"):
-        eval_lm.check_carries(build_model("fwp_lm"), Namespace(reset_state_after="</s>"))
+    model, task = build_model("fwp_lm"), Namespace(reset_state_after="</s>")
+    for other in (None, "blank-line"):
+        with pytest.raises(ValueError, match="pass --reset-after </s>"):
+            eval_lm.check_carries(model, task, other)
+    eval_lm.check_carries(model, task, "</s>")
 
 
 def test_a_stream_has_no_gaps(build_model):  # noqa: F811
@@ -270,6 +273,21 @@ def test_carried_state(folder, caplog):
     piece = evaluate(folder, "--model-overrides", longer, "--tokens-per-sample", 1000)
     assert whole["loss"] == pytest.approx(piece["loss"], rel=1e-6)
     assert "absolute positions go on to" in caplog.text
+
+
+def test_dynamic_evaluation(folder, caplog):
+    """Without a step nothing changes; with one the result says so."""
+    plain, still = (
+        evaluate(folder, "--context-window", 0),
+        evaluate(folder, "--context-window", 0, "--dynamic", "sgd", "--dynamic-lr", 0),
+    )
+    assert still["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    rule = ["--dynamic", "rms", "--dynamic-lr", 0.001, "--dynamic-statistics", 2]
+    with caplog.at_level("INFO"):
+        moved = evaluate(folder, "--context-window", 0, *rule, "--reset-after", "</s>")
+    assert "gathered statistics of 2 windows of train" in caplog.text
+    assert moved["loss"] != pytest.approx(plain["loss"], abs=1e-5) and math.isfinite(moved["loss"])
+    assert moved["protocol"].endswith("dynamic evaluation (RMS, epsilon 1e-05, lr 0.001, decay 0), anew after </s>")
 
 
 def test_settings_are_read_in_their_types(folder):

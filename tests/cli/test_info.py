@@ -26,7 +26,7 @@ def test_the_report_names_everything(capsys):
         assert f"\n  {name}" in report
 
 
-@pytest.mark.parametrize("name, arch", ARCHS)
+@pytest.mark.parametrize("name, arch", [pair for pair in ARCHS if pair[0] != "fwp_transformer"])
 def test_a_hydra_configuration_holds_the_preset(capsys, name, arch):
     info.main(["--hydra", arch])
     model = yaml.safe_load(capsys.readouterr().out)["model"]
@@ -34,8 +34,9 @@ def test_a_hydra_configuration_holds_the_preset(capsys, name, arch):
     assert PRESETS_OF_MODELS[name][arch].items() <= model.items()
 
 
-def test_an_unknown_architecture_is_refused(capsys):
+@pytest.mark.parametrize("arch", ["nonsense", "sum_mt_wmt14_en_de"])
+def test_an_architecture_that_hydra_cannot_have_is_refused(capsys, arch):
     with pytest.raises(SystemExit) as stopped:
-        info.main(["--hydra", "nonsense"])
+        info.main(["--hydra", arch])
     assert stopped.value.code == 2
-    assert "invalid choice: 'nonsense'" in capsys.readouterr().err
+    assert f"invalid choice: '{arch}'" in capsys.readouterr().err

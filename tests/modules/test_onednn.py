@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.modules.onednn import OneDnnLinear
@@ -46,10 +47,35 @@ def test_layouts():
     torch.testing.assert_close(actual, x @ weight.T)
 
 
-@pytest.mark.parametrize("dtype, gradients", [(torch.float32, True), (torch.float64, False), (torch.bfloat16, False)])
+@pytest.mark.parametrize("dtype, gradients", [(torch.float64, True), (torch.float64, False), (torch.bfloat16, False)])
 def test_the_rest_goes_torchs_way(dtype, gradients):
     x, weight = torch.randn(3, 4, dtype=dtype), torch.randn(5, 4, dtype=dtype, requires_grad=gradients)
     with torch.set_grad_enabled(gradients):
         actual, taken_over = linear(x, weight, None)
     assert not taken_over and actual.requires_grad == gradients
     torch.testing.assert_close(actual, F.linear(x, weight))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_both_orders(bias):
+    """Of inputs, weights and biases, against float64; and no gradient of a weight is computed that nobody asks for."""
+    layer, x = nn.Linear(24, 40, bias=bias), torch.randn(3, 7, 24)
+
+    def derivatives(layer, x):
+        x = x.clone().requires_grad_()
+        inputs = [x, *layer.parameters()]
+        first = torch.autograd.grad(layer(x).square().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(value.square().sum() for value in first), inputs)
+        return [*torch.autograd.grad(layer(x).square().sum(), inputs), *first, *second]
+
+    with OneDnnLinear():
+        found = derivatives(layer, x)
+    for value, expected in zip(found, derivatives(layer.double(), x.double()), strict=True):
+        torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=1e-4 * expected.abs().max().item())
+
+
+def test_no_gradient_is_computed_that_nobody_asks_for():
+    layer, x = nn.Linear(24, 40), torch.randn(7, 24, requires_grad=True)
+    with OneDnnLinear(), Calls() as calls:
+        torch.autograd.grad(layer(x).sum(), x)
+    assert not any("aten.mm" in name or "aten.addmm" in name for name in calls.names)  # which that of the weight is

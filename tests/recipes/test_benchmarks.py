@@ -107,6 +107,26 @@ def test_what_was_stopped_says_where_and_why(load):
     assert row[5:] == ["not measured", "a at 1: needs more than 9 GB"]
 
 
+def test_translation_is_measured_as_long_as_asked_for(load):
+    translation = load("translation")
+    found = translation.generate("sum", source_length=5, target_length=12)
+    assert found["seconds"] > 0 and found["bytes"] >= 0
+    steps = {name: translation.training_step(name) for name in translation.MODELS}
+    assert list(steps) == ["sum", "favor", "dpfp", "delta_dpfp", "softmax"]
+    results = {
+        (side, name, length): [{"seconds": length * (1 + repetition), "bytes": 10} for repetition in range(2)]
+        for side in ("target", "source")
+        for name in translation.GENERATE
+        for length in translation.LENGTHS
+    }
+    results["target", "softmax", 4096] = [{"stopped": "takes more than 200 s"}] * 2
+    rows = translation.goal_rows(results, {name: [1.0, 2.0] for name in translation.MODELS})
+    by_name = {(row[0], row[1]): row[3:6] for row in rows}
+    assert by_name["sum, growth of time per token", "target 64 -> 4096 tokens"] == ["1.00", "1.00", "yes"]
+    assert by_name["softmax, growth of time per token", "target 64 -> 4096 tokens"][2] == "not measured"
+    assert by_name["softmax over delta_dpfp, time", "source of 4096 tokens"][0] == "1.00"
+
+
 def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
     report = load("report")
     monkeypatch.setattr(report, "HERE", tmp_path)
@@ -119,7 +139,7 @@ def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
     assert ledger.count("1 of 1 goals met") == 1 and "run two" in ledger and "run one" not in ledger
     assert all(
         f"<!-- {part}: end -->" in ledger
-        for part in ("operators", "rules", "training", "long", "generation", "eval_lm")
+        for part in ("operators", "rules", "training", "long", "generation", "eval_lm", "translation", "fwl")
     )
 
 
@@ -142,7 +162,8 @@ def test_an_unknown_part_is_refused():
     assert answer.returncode == 1
     assert (
         answer.stderr
-        == "run.sh: there is no part 'operator': it is operators, rules, training, long, generation, eval_lm or all.\n"
+        == "run.sh: there is no part 'operator': choose all or one of operators rules training long generation eval_lm "
+        "translation fwl.\n"
     )
 
 

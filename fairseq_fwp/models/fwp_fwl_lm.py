@@ -1,0 +1,189 @@
+"""The language model `fwp_fwl_lm`: any other one here with a fast weight layer on top (Clark et al. 2022).
+
+arXiv 2212.02475; the layer and its equations are in modules/fast_weight_layer.py. What it learns of a token it knows
+from reading the token after it, so that scoring, training and decoding are the models' own, and a "state" is the one of
+the model below together with what the layer has learnt.
+"""
+
+import logging
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, NamedTuple, Optional
+
+import torch
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import register_model
+from torch import Tensor
+
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize, option
+from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
+from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
+from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, FastWeightLayer, FastWeightLayerState
+from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig):
+    """The options of the layer, and those of both models that it can be put on."""
+
+    fwl_base: ChoiceEnum(["fwp_lm", "fwp_xl_lm"]) = option(  # type: ignore[valid-type]
+        "fwp_lm", "the model below the fast weight layer, built by its own flags"
+    )
+    fwl_hidden_dim: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
+        None, "units of the fast weight layer; none: four times the embedding dimension, as in the paper"
+    )
+    fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
+        "both", "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none"
+    )
+    fwl_step_size: Optional[float] = option(  # noqa: UP045
+        None, "one fixed step size for all fast weights; none: one for each, learned from 0.01 on"
+    )
+    fwl_decay: Optional[float] = option(  # noqa: UP045
+        None, "one fixed decay of what earlier segments taught; none: one for each fast weight, learned from 0.9 on"
+    )
+    fwl_divide_gradients: bool = option(
+        False, "divide gradients by the tokens of the batch, as the paper's public code does; no generation then"
+    )
+
+
+class FwlState(NamedTuple):
+    """The state of the model below, and of the fast weight layer."""
+
+    base: DecoderState
+    layer: FastWeightLayerState
+
+    def detach(self) -> "FwlState":
+        """The same values, cut from the graph."""
+        return FwlState(self.base.detach(), self.layer.detach())
+
+    def reorder(self, new_order: Tensor) -> "FwlState":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        return FwlState(self.base.reorder(new_order), self.layer.reorder(new_order))
+
+    def reset(self, rows: Tensor) -> "FwlState":
+        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
+        return FwlState(self.base.reset(rows), self.layer.reset(rows))
+
+
+# A checkpoint in mid-epoch holds the state of its streams.
+torch.serialization.add_safe_globals([FwlState])
+
+
+class FwlDecoder(LanguageModelDecoder):
+    """To be put before another decoder among the bases of a class: a fast weight layer on that decoder's features.
+
+    Incremental decoding gives what a stream of segments of --tokens-per-sample tokens gives.
+    """
+
+    half_loss = False  # of decoders that have no such option
+
+    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
+        super().__init__(cfg, dictionary)
+        entries = 0
+        if cfg.fwl_fast_weights == "softmax-bias":
+            self.adaptive_softmax = build_shifted_softmax(self.embed_tokens, self.adaptive_softmax.bounds[1:-1])
+            self.adaptive_softmax.apply(initialize)
+            entries = self.adaptive_softmax.shift_entries
+        self.fast_weight_layer = FastWeightLayer(
+            cfg.decoder_embed_dim,
+            4 * cfg.decoder_embed_dim if cfg.fwl_hidden_dim is None else cfg.fwl_hidden_dim,
+            str(cfg.fwl_fast_weights),
+            entries,
+            cfg.fwl_step_size,
+            cfg.fwl_decay,
+            cfg.fwl_divide_gradients,
+        )
+        self.fast_weight_layer.apply(initialize)
+
+    def extract_features(  # type: ignore[override]
+        self, tokens: Tensor, state: FwlState | None = None, last: int | None = None
+    ) -> tuple[Tensor, FwlState]:
+        """tokens (B, L), one segment, after those that `state` has read -> features (B, L, D) and the new state.
+
+        last: features (B, last, D) of the last tokens alone.
+        """
+        x, base = super().extract_features(tokens, None if state is None else state.base)
+        y, layer = self._adapt(x, tokens, None if state is None else state.layer)
+        return y if last is None else y[:, y.shape[1] - last :], FwlState(base, layer)
+
+    def extract_unread_features(  # type: ignore[override]
+        self, tokens: Tensor, state: FwlState | None, read: int
+    ) -> tuple[Tensor, FwlState]:
+        """The same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
+        if self.fast_weight_layer.divide:
+            raise ValueError("--fwl-divide-gradients makes a token's step depend on its batch: no text is generated so")
+        x, base = super().extract_unread_features(tokens, None if state is None else state.base, read)
+        layer = None if state is None else state.layer
+        length, pieces = self.sample_length, []
+        ends = range(read - read % length + length, tokens.shape[1], length)
+        for start, stop in pairwise([read, *ends, tokens.shape[1]]):
+            part = x[:, start - read : stop - read]
+            y, layer = self._adapt(part, tokens[:, start:stop], layer, same_segment=start % length > 0)
+            pieces.append(y)
+        assert layer is not None
+        return torch.cat(pieces, 1), FwlState(base, layer)
+
+    def _adapt(
+        self, x: Tensor, tokens: Tensor, state: FastWeightLayerState | None, same_segment: bool = False
+    ) -> tuple[Tensor, FastWeightLayerState]:
+        padding = tokens.eq(self.padding_idx)
+        mask = padding if padding.any() else None
+        log_prob = self.adaptive_softmax.target_log_prob
+        return self.fast_weight_layer(x, tokens, log_prob, state, mask, same_segment)
+
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried."""
+        return super().state_size(length, carried) + self.fast_weight_layer.state_size(length, carried)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        """Completes a checkpoint of the model below, from which fine-tuning starts, by the layer as it is."""
+        super().upgrade_state_dict_named(state_dict, name)
+        prefix = f"{name}.fast_weight_layer"
+        if not any(key.startswith(f"{prefix}.") for key in state_dict):
+            logger.info("the checkpoint has no fast weight layer: a new one begins to learn")
+            state_dict.update(self.fast_weight_layer.state_dict(prefix=f"{prefix}."))
+        return state_dict
+
+
+class FwlFwpDecoder(FwlDecoder, FwpDecoder):
+    """A fast weight layer on `FwpDecoder`."""
+
+
+class FwlXlDecoder(FwlDecoder, FwpXlDecoder):  # type: ignore[misc]
+    """A fast weight layer on `FwpXlDecoder`."""
+
+
+# For each model below: the decoder, and the model whose options are looked at.
+BASES: dict[str, tuple[type[FwlDecoder], Any]] = {
+    "fwp_lm": (FwlFwpDecoder, FwpLanguageModel),
+    "fwp_xl_lm": (FwlXlDecoder, FwpXlLanguageModel),
+}
+
+
+@register_model("fwp_fwl_lm", dataclass=FwpFwlLanguageModelConfig)
+class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
+    """A language model that learns while it reads; works wherever the models that it is built on do."""
+
+    config = FwpFwlLanguageModelConfig
+
+    @classmethod
+    def build_decoder(cls, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> FwlDecoder:
+        """The decoder of the configuration."""
+        decoder, _ = BASES[str(cfg.fwl_base)]
+        return decoder(cfg, dictionary)
+
+    @classmethod
+    def unused_flags(cls, cfg: FwpFwlLanguageModelConfig) -> list[str]:
+        """The options that neither the layer nor the model below looks at, where they are not at their defaults."""
+        _, base = BASES[str(cfg.fwl_base)]
+        shared = {option.name for option in fields(DecoderConfig)}
+        others = [
+            (option.name, option.default)
+            for name, (_, model) in BASES.items()
+            if name != cfg.fwl_base
+            for option in fields(model.config)
+            if option.name not in shared
+        ]
+        return base.unused_flags(cfg) + [name for name, default in others if getattr(cfg, name) != default]

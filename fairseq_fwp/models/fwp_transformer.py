@@ -1,0 +1,232 @@
+"""The translation model `fwp_transformer`: fairseq's Transformer with linear attention wherever it has attention.
+
+Schlag et al. 2021, arXiv 2102.11174, Sec. 6.2 and App. E. The encoder's self-attention and the decoder's attention to
+the source are sums over a whole sequence (`LinearAttention`); the decoder's self-attention is a fast weight programmer
+with any update rule. Each can be softmax attention as well, which is then fairseq's own.
+"""
+
+from dataclasses import Field, field, fields, make_dataclass
+from typing import Any
+
+from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModel,
+)
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from torch import Tensor, nn
+
+from fairseq_fwp.models.fwp_lm import FAST_WEIGHT_FLAGS, MAP_FLAGS, NORMALIZATION_FLAGS, FwpLanguageModelConfig
+from fairseq_fwp.models.language_model import warn_of_unused
+from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+# What the command line offers beside fairseq's flags of a Transformer: those of a fast weight layer, as the language
+# model has them, and where the maps go.
+SHARED_FLAGS = ("decoder_update_rule", *FAST_WEIGHT_FLAGS, "fwp_backend")
+MAP_OF = {
+    "encoder_feature_map": "map of the encoder's self-attention; softmax: softmax attention",
+    "cross_feature_map": "map of the decoder's attention to the source; softmax: softmax attention",
+}
+# What only the decoder's self-attention looks at.
+CAUSAL_FLAGS = ("decoder_key_dim", "sum_normalization", "attention_normalization", "sum_normalization_epsilon") + (
+    "attention_normalization_read_out_only", "scale_read_out", "norm_read_out"
+)  # fmt: skip
+
+
+def _same(option: Field) -> Any:
+    return option.name, option.type, field(default=option.default, metadata=option.metadata)
+
+
+FastWeightOptions = make_dataclass(
+    "FastWeightOptions",
+    [
+        *(_same(option) for option in fields(FwpLanguageModelConfig) if option.name in SHARED_FLAGS),
+        *((name, str, field(default="elu", metadata={"help": text})) for name, text in MAP_OF.items()),
+    ],
+    bases=(FairseqDataclass,),
+)
+
+
+@register_model("fwp_transformer")
+class FwpTransformerModel(TransformerModel):
+    """A Transformer for translation over fast weights; works with fairseq's own tasks, criteria and commands."""
+
+    def __init__(self, args: Any, encoder: "FwpTransformerEncoder", decoder: "FwpTransformerDecoder") -> None:
+        super().__init__(args, encoder, decoder)
+        # A tuple, which registers nothing: they are the decoder's.
+        encoder.readers = tuple(module for module in decoder.modules() if isinstance(module, CrossAttention))
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """fairseq's flags of a Transformer and ours, with what the tables hold now as choices."""
+        super().add_args(parser)
+        choices = {"decoder_update_rule": ["softmax", *UPDATE_RULES], "decoder_feature_map": list(FEATURE_MAPS)}
+        choices |= {name: ["softmax", *FEATURE_MAPS] for name in MAP_OF}
+        for option in fields(FastWeightOptions):
+            if option.name in choices:
+                flag = f"--{option.name.replace('_', '-')}"
+                parser.add_argument(flag, choices=choices[option.name], help=option.metadata["help"])
+        gen_parser_from_dataclass(parser, FastWeightOptions(), delete_default=True)  # leaves alone what is there
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "FwpTransformerModel":
+        """Raises ValueError where the configuration cannot be built, naming the flag to change."""
+        base_architecture(args)
+        model = super().build_model(args, task)
+        warn_of_unused(unused_flags(args))
+        return model
+
+    @classmethod
+    def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerEncoder":
+        """The encoder of the configuration."""
+        cfg = TransformerConfig.from_namespace(cfg)
+        check_options(cfg)
+        return FwpTransformerEncoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg: Any, tgt_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerDecoder":
+        """The decoder of the configuration."""
+        cfg = TransformerConfig.from_namespace(cfg)
+        return FwpTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As fairseq's; in training, random feature maps are drawn anew first, once a mini-batch."""
+        if self.training:
+            for module in self.modules():
+                if isinstance(module, FeatureMap):
+                    module.resample()
+        return super().forward(*args, **kwargs)
+
+
+class FwpTransformerEncoder(TransformerEncoderBase):
+    """fairseq's encoder with `FwpEncoderLayer`s.
+
+    readers: the linear attentions to the source that the decoder has. In generation the encoder returns, in place of
+    a vector for every token of the source, what they keep of it: a hypothesis then costs as much whatever the length
+    of the source, and beam search copies that much.
+    """
+
+    readers: tuple[CrossAttention, ...] = ()
+
+    def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__(cfg, dictionary, embed_tokens)
+        self.embed_positions: nn.Module | None = count_positions(
+            self.embed_positions, cfg.encoder.learned_pos, self.padding_idx, embed_tokens.embedding_dim
+        )
+
+    def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
+        """One layer of the configuration."""
+        return wrap(FwpEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+
+    def forward_torchscript(self, net_input: dict[str, Tensor]) -> dict[str, list[Any]]:
+        """What fairseq's generator asks an encoder for."""
+        out = super().forward_torchscript(net_input)
+        if not self.readers:
+            return out
+        source, padding = out["encoder_out"][0].transpose(0, 1), out["encoder_padding_mask"][0]
+        memory = SourceMemory({reader: reader.summarize(source, padding) for reader in self.readers})
+        return {name: [memory] if name == "encoder_out" else [] for name in out}
+
+    def reorder_encoder_out(self, encoder_out: dict[str, list[Any]], new_order: Tensor) -> dict[str, list[Any]]:
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        (first,) = encoder_out["encoder_out"]
+        if isinstance(first, SourceMemory):
+            return {**encoder_out, "encoder_out": [first.reorder(new_order)]}
+        return super().reorder_encoder_out(encoder_out, new_order)
+
+
+class FwpTransformerDecoder(TransformerDecoderBase):
+    """fairseq's decoder with `FwpDecoderLayer`s. Fast weights see no mask: none of a row for every token is made."""
+
+    def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Embedding, **options: Any) -> None:
+        super().__init__(cfg, dictionary, embed_tokens, **options)
+        self.embed_positions: nn.Module | None = count_positions(
+            self.embed_positions, cfg.decoder.learned_pos, self.padding_idx, self.embed_dim
+        )
+
+    def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
+        """One layer of the configuration."""
+        return wrap(FwpDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
+        """(L, L) for softmax attention; None for fast weights, which have no future."""
+        return super().buffered_future_mask(tensor) if self.cfg.decoder_update_rule == "softmax" else None
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Any]] | None = None,
+        incremental_state: dict[str, Any] | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """prev_output_tokens (B, L) -> features (B, L, D); with an incremental_state, of the last token alone."""
+        if full_context_alignment and self.cfg.decoder_update_rule != "softmax":
+            raise ValueError("alignment with the full context needs softmax attention: --decoder-update-rule softmax")
+        return super().extract_features(
+            prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
+        )
+
+
+def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
+    """As fairseq wraps its layers: for --checkpoint-activations, and for --ddp-backend fully_sharded."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+def count_positions(positions: nn.Module | None, learned: bool, padding_idx: int, embed_dim: int) -> nn.Module | None:
+    """Sinusoidal positions by our count; learned ones are fairseq's."""
+    return positions if positions is None or learned else CountedPositions(embed_dim, padding_idx)
+
+
+def check_options(cfg: TransformerConfig) -> None:
+    """Raises ValueError for options of fairseq's attention that a configured linear one does not have."""
+    if cfg.cross_self_attention and cfg.decoder_update_rule != "softmax":
+        raise ValueError("--cross-self-attention attends to source and target at once: it needs softmax attention")
+    if cfg.quant_noise.pq > 0 and not uses_softmax_alone(cfg):
+        raise ValueError("--quant-noise-pq is for fairseq's own attention: all three must be softmax, or leave it out")
+
+
+def attentions(cfg: Any) -> tuple[str, str, str]:
+    """The map of each attention, or softmax: of the encoder, of the decoder to itself, and of that to the source."""
+    causal = "softmax" if cfg.decoder_update_rule == "softmax" else cfg.decoder_feature_map
+    return cfg.encoder_feature_map, causal, cfg.cross_feature_map
+
+
+def uses_softmax_alone(cfg: Any) -> bool:
+    """Whether no attention is linear."""
+    return set(attentions(cfg)) == {"softmax"}
+
+
+def unused_flags(args: Any) -> list[str]:
+    """The options that no attention of this configuration looks at, where they are not at their defaults."""
+    maps = set(attentions(args))
+    unused = [flag for name, flags in MAP_FLAGS.items() if name not in maps for flag in flags.values()]
+    if args.decoder_update_rule == "softmax":
+        unused += ["decoder_feature_map", *CAUSAL_FLAGS]
+    elif not UPDATE_RULES[args.decoder_update_rule].retrieves:
+        unused.append("attention_normalization_read_out_only")
+    if maps == {"softmax"}:
+        unused += NORMALIZATION_FLAGS
+    default = FastWeightOptions()
+    found = [flag for flag in dict.fromkeys(unused) if getattr(args, flag) != getattr(default, flag)]
+    return found if "softmax" in maps or not args.attention_dropout else [*found, "attention_dropout"]
+
+
+@register_model_architecture("fwp_transformer", "fwp_transformer")
+def base_architecture(args: Any) -> None:
+    """The size of fairseq's `transformer`; delta rule, ELU+1 in all attentions, neither normalisation of the rule."""
+    for option in fields(FastWeightOptions):
+        if not option.name.startswith("_"):
+            setattr(args, option.name, getattr(args, option.name, option.default))

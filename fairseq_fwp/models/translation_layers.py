@@ -1,0 +1,175 @@
+"""fairseq's encoder and decoder layers with other attentions, and the attentions in the form that those layers call.
+
+Shapes in fairseq's layers: x (L, B, D), source (S, B, D), time first; padding (B, S), True at padding.
+"""
+
+from typing import Any, TypeAlias
+
+import torch
+from fairseq.models import FairseqIncrementalDecoder
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
+
+from fairseq_fwp.models.fwp_lm import MAP_FLAGS, build_attention
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.linear_attention import LinearAttention
+
+IncrementalState: TypeAlias = dict[str, Any] | None
+
+
+class SourceMemory(dict[nn.Module, FastWeightState]):
+    """What each cross-attention of a decoder keeps of the source: all that generation needs of it."""
+
+    def reorder(self, new_order: Tensor) -> "SourceMemory":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        return SourceMemory({attention: state.reorder(new_order) for attention, state in self.items()})
+
+
+class EncoderAttention(LinearAttention):
+    """Linear self-attention as fairseq's encoder layer calls it."""
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """query (L, B, D), which key and value are too -> (L, B, D), and None for the weights that it does not have."""
+        if attn_mask is not None:
+            raise ValueError("linear attention sees the whole sequence: it takes padding, but no attention mask")
+        x = query.transpose(0, 1)
+        return super().forward(x, x, key_padding_mask).transpose(0, 1), None
+
+
+class CrossAttention(LinearAttention):
+    """Linear attention to the source as fairseq's decoder layer calls it."""
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor | SourceMemory,
+        value: Tensor | SourceMemory,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState = None,
+        static_kv: bool = True,
+        need_weights: bool = False,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, None]:
+        """query (L, B, D) to the source (S, B, D) or to what is kept of it -> (L, B, D), and None for the weights."""
+        state = key[self] if isinstance(key, SourceMemory) else self.summarize(key.transpose(0, 1), key_padding_mask)
+        return self.read(query.transpose(0, 1), state).transpose(0, 1), None
+
+
+class CausalAttention(FairseqIncrementalDecoder):
+    """Causal self-attention over fast weights as fairseq's decoder layer calls it; keeps its state while decoding."""
+
+    def __init__(self, attention: FastWeightAttention) -> None:
+        super().__init__(dictionary=None)  # that of fairseq's own attention, for the state of each
+        self.attention = attention
+        self.num_heads = attention.num_heads
+        self.head_dim = attention.head_dim
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+    ) -> tuple[Tensor, None]:
+        """query (L, B, D), which key and value are too -> (L, B, D), and None for the weights that it does not have."""
+        state = self.get_incremental_state(incremental_state, "state")
+        y, state = self.attention(query.transpose(0, 1), state, key_padding_mask)
+        self.set_incremental_state(incremental_state, "state", state)
+        return y.transpose(0, 1), None
+
+    def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
+        """Keeps the rows new_order of the decoding state, as beam search selects them."""
+        state = self.get_incremental_state(incremental_state, "state")
+        if state is not None:
+            self.set_incremental_state(incremental_state, "state", state.reorder(new_order))
+
+    def _get_input_buffer(self, incremental_state: IncrementalState) -> dict[str, Any]:
+        """Where fairseq's layer looks for past keys: there are none."""
+        return {}
+
+
+class FwpEncoderLayer(TransformerEncoderLayerBase):
+    """fairseq's encoder layer with the attention that --encoder-feature-map names."""
+
+    def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        """softmax: fairseq's own."""
+        if cfg.encoder_feature_map == "softmax":
+            return super().build_self_attention(embed_dim, cfg)
+        return build_linear_attention(
+            EncoderAttention, cfg.encoder_feature_map, embed_dim, cfg.encoder_attention_heads, cfg
+        )
+
+
+class FwpDecoderLayer(TransformerDecoderLayerBase):
+    """fairseq's decoder layer with the attentions that --decoder-update-rule and --cross-feature-map name."""
+
+    def build_self_attention(self, embed_dim: int, cfg: Any, **options: Any) -> nn.Module:
+        """softmax: fairseq's own."""
+        if cfg.decoder_update_rule == "softmax":
+            return super().build_self_attention(embed_dim, cfg, **options)
+        attention = build_attention(cfg)
+        assert isinstance(attention, FastWeightAttention)
+        q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
+        initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim)
+        return CausalAttention(attention)
+
+    def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        """softmax: fairseq's own."""
+        if cfg.cross_feature_map == "softmax":
+            return super().build_encoder_attention(embed_dim, cfg)
+        heads, source_dim = cfg.decoder_attention_heads, cfg.encoder_embed_dim
+        return build_linear_attention(
+            CrossAttention, cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=source_dim
+        )
+
+
+def build_linear_attention(
+    kind: type[LinearAttention], feature_map: str, embed_dim: int, num_heads: int, cfg: Any, **options: Any
+) -> LinearAttention:
+    """A linear attention with the map of that name."""
+    attention = kind(
+        embed_dim,
+        num_heads,
+        build_map(feature_map, embed_dim // num_heads, cfg),
+        epsilon=cfg.normalization_epsilon,
+        add_epsilon=cfg.add_normalization_epsilon,
+        **options,
+    )
+    k, v = attention.kv_proj.weight.chunk(2)
+    initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim)
+    return attention
+
+
+def build_map(name: str, head_dim: int, cfg: Any) -> FeatureMap:
+    """The map of that name, with its arguments from the configuration."""
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"unknown feature map {name!r}: choose softmax or one of {', '.join(FEATURE_MAPS)}")
+    arguments = {argument: getattr(cfg, flag) for argument, flag in MAP_FLAGS.get(name, {}).items()}
+    return FEATURE_MAPS[name](head_dim, **arguments)
+
+
+def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int) -> None:
+    """Projections as fairseq's softmax attention draws them, queries and keys each times d^(-1/4).
+
+    So q . k starts as large as in softmax attention, which divides it by sqrt(d): FAVOR+, which estimates exp(q . k),
+    starts as an estimate of that attention.
+    """
+    gain = 2**-0.5
+    with torch.no_grad():
+        for weight in q_k:
+            nn.init.xavier_uniform_(weight, gain * head_dim**-0.25)
+        nn.init.xavier_uniform_(v, gain)
+        nn.init.xavier_uniform_(out_proj.weight)

@@ -1,0 +1,221 @@
+"""Memories that store associations one after the other and are read after the last: the synthetic retrieval task's.
+
+Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1: values are one-hot vectors, a read-out has one number for
+each. Shapes: B batch, L writes, Q queries, S values, d key_dim, Dk feature_dim of the map; q (B, Q, d) and k (B, L, d)
+before the map, values (B, L) the index of each one-hot vector, out (B, Q, S).
+
+A value here is an index, and S may be in the hundreds. Where the rule allows, the memory is therefore read from the
+query backwards. Unrolled, what a query retrieves is
+
+    q W_L = sum_t c_t v_t        c_t = s_t (r_t . k_t)        r_L = q
+
+with s_t the strength of the write at t, and r_(t-1) what the rule makes of r_t when it writes a zero under k_t:
+r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the operator itself, run in
+reverse on values of zero from the state q, gives all c_t in O(L Dk) for a query, where the matrix W takes O(L Dk S).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.normalization import (
+    NORMALIZATION_EPSILON,
+    bound,
+    normalize_retrieval,
+    running_normalizer,
+    sum_normalize,
+)
+from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+
+class SoftmaxMemory(nn.Module):
+    """softmax(q k^T / sqrt(d)) over all writes (Schlag et al. 2021, Eq. 10): stores every pair, the baseline.
+
+    num_values: S.
+    """
+
+    def __init__(self, num_values: int) -> None:
+        super().__init__()
+        self.num_values = num_values
+
+    def gate_projections(self, in_features: int) -> nn.ModuleDict:
+        """None."""
+        return nn.ModuleDict()
+
+    def resample(self) -> None:
+        """Nothing is random."""
+
+    @staticmethod
+    def initialize(weight: Tensor) -> None:
+        """A projection to keys or queries, as the paper's public code starts it."""
+        nn.init.xavier_uniform_(weight)
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
+        """What each query retrieves, (B, Q, S); gates is empty."""
+        products = k @ q.transpose(1, 2) / math.sqrt(q.shape[-1])
+        return distribute(products.softmax(1), values, self.num_values)
+
+
+class FastWeightMemory(nn.Module):
+    """Feature map x update rule x two normalisations, the parts of `FastWeightAttention` around associations.
+
+    feature_map: a map built for d; update_rule: a key of `UPDATE_RULES`; num_values: S; sum_normalization: divide
+    mapped q and k by their sums (Schlag 2021, Eq. 29); attention_normalization: divide the read-out by z . q, and what
+    a rule retrieves before it writes by z . k (Eqs. 26-28); norm_read_out: layer normalisation of the read-out without
+    weights, which the public code has for the rule fwm; backend: of the operators.
+
+    Raises ValueError for an unknown rule, and for a normalisation with a map whose features may be negative.
+    """
+
+    def __init__(
+        self,
+        feature_map: FeatureMap,
+        update_rule: str,
+        num_values: int,
+        *,
+        sum_normalization: bool = False,
+        attention_normalization: bool = False,
+        norm_read_out: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if update_rule not in UPDATE_RULES:
+            raise ValueError(f"unknown update rule {update_rule!r}: choose one of {', '.join(UPDATE_RULES)}")
+        if (sum_normalization or attention_normalization) and not feature_map.positive:
+            raise ValueError(
+                f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation divide "
+                "by sums of features: choose another map, or an architecture without normalisations"
+            )
+        self.feature_map = feature_map
+        self.rule = UPDATE_RULES[update_rule]
+        self.read_weights = READ_WEIGHTS.get(update_rule)
+        self.num_values = num_values
+        self.sum_normalization = sum_normalization
+        self.attention_normalization = attention_normalization
+        self.norm_read_out = norm_read_out
+        self.backend = backend
+        # Features that sum to one are no smaller with one map than with another.
+        self.divisor_epsilon = NORMALIZATION_EPSILON if sum_normalization else feature_map.epsilon
+
+    def gate_projections(self, in_features: int) -> nn.ModuleDict:
+        """Linear maps from what is written to the logits of each gate, with a bias where the rule gives it one."""
+        projections = nn.ModuleDict()
+        for gate in self.rule.gates:
+            size = gate.size(self.feature_map.feature_dim, self.num_values) if gate.size else 1
+            projections[gate.name] = linear = nn.Linear(in_features, size, bias=gate.bias is not None)
+            if gate.bias is not None:
+                linear.bias = nn.Parameter(gate.bias(size))
+        return projections
+
+    def resample(self) -> None:
+        """Draws the random features anew, for each mini-batch in training."""
+        self.feature_map.resample()
+
+    @staticmethod
+    def initialize(weight: Tensor) -> None:
+        """A projection (d, ...) to keys or queries, as the paper's public code starts it."""
+        limit = weight.shape[0] ** -0.5
+        nn.init.uniform_(weight, -limit, limit)
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
+        """What each query retrieves, (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
+        q, k = self._map(q), self._map(k)
+        opened = [
+            at_least_float32(logits).sigmoid().unsqueeze(1) if gate.size else at_least_float32(logits).sigmoid().mT
+            for gate, logits in zip(self.rule.gates, gates, strict=True)
+        ]
+        retrieval = self.attention_normalization and self.rule.retrieves
+        written, scale = self._normalize_retrieval(k) if retrieval else (k, k.new_ones(1))
+        if self.read_weights is None:
+            out = self._read_state(q, written, values, scale, opened)
+        else:
+            weights = self.read_weights(self.rule.operator, q, written, opened, self.backend)
+            out = distribute(weights * scale, values, self.num_values)
+        if self.attention_normalization:
+            out = out / bound(self._divisor(q, k, opened, out), self.divisor_epsilon)
+        return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
+
+    def _map(self, x: Tensor) -> Tensor:
+        features = at_least_float32(self.feature_map(x))
+        return sum_normalize(features, self.feature_map.epsilon) if self.sum_normalization else features
+
+    def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor], out: Tensor) -> Tensor:
+        """q . z_L (B, Q, 1): z is the sum of the keys, or for a rule that forgets its own memory for values of one."""
+        if self.rule.retrieves:
+            return q @ k.sum(1).unsqueeze(-1)
+        if self.read_weights is not None:
+            return out.sum(-1, keepdim=True)  # as the one-hot vectors sum to values of one
+        gates = [] if self.rule.forgets is None else [gate.contiguous() for gate in self.rule.forgets(*gates)]
+        return q @ self._write(k, k.new_ones(*k.shape[:2], 1), gates)
+
+    def _normalize_retrieval(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """k, and what its values are multiplied by (B, L, 1), so that what the rule retrieves is normalised."""
+        z = running_normalizer(k.unsqueeze(1))
+        ones = k.new_ones(k.shape[0], 1, k.shape[1], 1)
+        k, scale = normalize_retrieval(k.unsqueeze(1), ones, z, self.divisor_epsilon)
+        return k.squeeze(1), scale.squeeze(1)
+
+    def _read_state(self, q: Tensor, k: Tensor, values: Tensor, scale: Tensor, gates: list[Tensor]) -> Tensor:
+        """Through the matrix, for rules that have no shorter way."""
+        return q @ self._write(k, functional.one_hot(values, self.num_values) * scale, gates)
+
+    def _write(self, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:
+        """The memory (B, Dk, Dv) after all of v (B, L, Dv). What the operator reads on the way is not used."""
+        k = k.unsqueeze(1)
+        return self.rule.operator(k, k, v.unsqueeze(1), *gates, backend=self.backend)[1].squeeze(1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"feature_dim={self.feature_map.feature_dim}, num_values={self.num_values}, "
+            f"sum_normalization={self.sum_normalization}, attention_normalization={self.attention_normalization}, "
+            f"backend={self.backend!r}"
+        )
+
+
+def distribute(weights: Tensor, values: Tensor, num_values: int) -> Tensor:
+    """sum_t weights_t v_t with one-hot v_t: weights (B, L, Q) -> (B, Q, S)."""
+    out = weights.new_zeros(weights.shape[0], num_values, weights.shape[2])
+    return out.scatter_add(1, values.unsqueeze(-1).expand_as(weights), weights).mT
+
+
+def sum_read_weights(operator: Any, q: Tensor, k: Tensor, gates: list[Tensor], backend: str) -> Tensor:
+    """c (B, L, Q) of the sum rule, which leaves r = q as it is."""
+    return k @ q.mT
+
+
+def gated_read_weights(operator: Any, q: Tensor, k: Tensor, gates: list[Tensor], backend: str) -> Tensor:
+    """c (B, L, Q) of the gated rule, which writes with 1 - g."""
+    return (1 - gates[0]).mT * _reverse_reads(operator, q, k, gates[0], backend)
+
+
+def delta_read_weights(operator: Any, q: Tensor, k: Tensor, gates: list[Tensor], backend: str) -> Tensor:
+    """c (B, L, Q) of the delta rule, which writes with beta."""
+    return gates[0].mT * _reverse_reads(operator, q, k, gates[0], backend)
+
+
+def _reverse_reads(operator: Any, q: Tensor, k: Tensor, gate: Tensor, backend: str) -> Tensor:
+    """r_t . k_t (B, L, Q) with gate (B, 1, L).
+
+    The operator reads after each write, so the read behind write t is that with the key of write t - 1.
+    """
+    k = k.flip(1).unsqueeze(1)
+    gate = gate.flip(2)
+    state = q.mT.unsqueeze(1)
+    writes, reads = k[:, :, :-1], k[:, :, 1:]
+    zeros = k.new_zeros(*writes.shape[:3], q.shape[1])
+    out, _ = operator(reads, writes, zeros, gate[:, :, :-1], state, backend=backend)
+    return torch.cat([k[:, :, :1] @ state, out], dim=2).squeeze(1).flip(1)
+
+
+# Rules whose memory is linear in the values, each of which they treat alike; others are read through the matrix.
+READ_WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor, list[Tensor], str], Tensor]] = {
+    "sum": sum_read_weights,
+    "gated": gated_read_weights,
+    "delta": delta_read_weights,
+}

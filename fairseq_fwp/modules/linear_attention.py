@@ -1,0 +1,85 @@
+"""Linear attention to a whole sequence, not only to its past: an encoder's to itself, a decoder's to the source.
+
+What softmax attention keeps of the sequence, all its keys and values, is here one matrix and one vector per head,
+whatever the length of the sequence. The order in which it was read does not matter: its update rule is the sum.
+
+Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fwp.modules.fast_weight_attention import FastWeightState, check_heads
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.normalization import bound
+from fairseq_fwp.modules.precision import at_least_float32
+
+
+class LinearAttention(nn.Module):
+    """y_i = phi(q_i) W / (z . phi(q_i)) with W = sum_j phi(k_j)^T v_j and z = sum_j phi(k_j).
+
+    Katharopoulos et al. 2020, arXiv 2006.16236, Eqs. 4 and 5; Schlag et al. 2021, arXiv 2102.11174, Eqs. 13 to 19,
+    with the sums over the whole sequence. A map with features of either sign has no such divisor: the read-out is
+    phi(q_i) W, as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4.
+
+    embed_dim: D; num_heads: H; feature_map: a map built for d; source_dim: size of what is attended to, None = D;
+    epsilon: of the divisor, None = the map's; add_epsilon: add it to the divisor (else: its lower bound).
+
+    Features, W and z are in float32 at least, also under autocast. Raises ValueError for a head count that does not
+    divide embed_dim.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        feature_map: FeatureMap,
+        *,
+        source_dim: int | None = None,
+        epsilon: float | None = None,
+        add_epsilon: bool = False,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.feature_map = feature_map
+        self.epsilon = feature_map.epsilon if epsilon is None else epsilon
+        self.add_epsilon = add_epsilon
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.kv_proj = nn.Linear(embed_dim if source_dim is None else source_dim, 2 * embed_dim, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+
+    def forward(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """x (B, L, D) attends to source (B, S, source_dim) -> (B, L, D)."""
+        return self.read(x, self.summarize(source, key_padding_mask))
+
+    def summarize(self, source: Tensor, key_padding_mask: Tensor | None = None) -> FastWeightState:
+        """What is kept of source (B, S, source_dim): W (B, H, Dk, Dv), and z (B, H, Dk) for a positive map.
+
+        key_padding_mask (B, S): True at what is no part of the sequence.
+        """
+        k, v = (self._split_heads(x) for x in self.kv_proj(source).chunk(2, dim=-1))
+        k, v = at_least_float32(self.feature_map(k)), at_least_float32(v)
+        if key_padding_mask is not None:
+            k = k.masked_fill(key_padding_mask[:, None, :, None], 0)
+        with torch.autocast(k.device.type, enabled=False):
+            weights = k.transpose(-1, -2) @ v.to(k.dtype)
+        return FastWeightState(weights, k.sum(2) if self.feature_map.positive else None)
+
+    def read(self, x: Tensor, state: FastWeightState) -> Tensor:
+        """What x (B, L, D) reads from a summary of B sequences, (B, L, D)."""
+        q = at_least_float32(self.feature_map(self._split_heads(self.q_proj(x))))
+        with torch.autocast(q.device.type, enabled=False):
+            out = q @ state.weights.to(q.dtype)
+            if state.normalizer is not None:
+                divisor = q @ state.normalizer.to(q.dtype).unsqueeze(-1)
+                out = out / bound(divisor, self.epsilon, self.add_epsilon)
+        return self.out_proj(out.transpose(1, 2).flatten(2).to(x.dtype))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """(B, L, D) -> (B, H, L, d)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, epsilon={self.epsilon}, add_epsilon={self.add_epsilon}"

@@ -1,0 +1,199 @@
+"""The task `fwp_associative_retrieval`: pairs of keys and values are written, then a key is asked for its value."""
+
+import logging
+import math
+import zlib
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.dataclass import FairseqDataclass
+from fairseq.tasks import FairseqTask, register_task
+from omegaconf import II
+
+from fairseq_fwp.tasks.associations import Associations, Setting
+
+logger = logging.getLogger(__name__)
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class FwpAssociativeRetrievalTaskConfig(FairseqDataclass):
+    """Defaults: setting 1 of the paper; with --with-replacement its setting 2."""
+
+    num_keys: int = _field(20, "number S of keys, and of values")
+    with_replacement: bool = _field(False, "draw keys and values for each pair: the last value of a key counts")
+    length: Optional[int] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+        None, "pairs of a sequence; none: S, with replacement 2 S"
+    )
+    valid_length: Optional[int] = _field(  # noqa: UP045
+        None, "pairs of a sequence in evaluation (the paper's public code has S in both settings); none: --length"
+    )
+    updates_per_epoch: int = _field(100, "updates between two evaluations")
+    valid_sequences: int = _field(20, "sequences of an evaluation, each asked for all of its keys")
+    stop_loss: float = _field(0.001, "training ends when an evaluation is no worse; 0: never for that")
+    stop_updates: int = _field(1000, "training ends after this many updates without a better evaluation; 0: never")
+    seed: int = II("common.seed")
+    update_freq: Any = II("optimization.update_freq")
+
+
+@dataclass
+class Progress:
+    """How far a training got: the best loss, its update, and the last update that was evaluated."""
+
+    best_loss: float = math.inf
+    best_update: int = 0
+    evaluated_update: int = 0
+
+
+@register_task("fwp_associative_retrieval", dataclass=FwpAssociativeRetrievalTaskConfig)
+class FwpAssociativeRetrievalTask(FairseqTask):
+    """Synthetic retrieval (Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1).
+
+    Nothing is read: every sequence is generated from --seed, in training as in evaluation, and none comes twice. An
+    epoch is what lies between two evaluations. How far the training got is saved with the checkpoint, so that an
+    interrupted run ends where an uninterrupted one does.
+    """
+
+    cfg: FwpAssociativeRetrievalTaskConfig
+
+    def __init__(self, cfg: FwpAssociativeRetrievalTaskConfig) -> None:
+        super().__init__(cfg)
+        self.num_keys = cfg.num_keys
+        self.progress = Progress()
+
+    @classmethod
+    def setup_task(cls, cfg: FwpAssociativeRetrievalTaskConfig, **kwargs: Any) -> "FwpAssociativeRetrievalTask":
+        """Raises ValueError for settings without a sequence."""
+        for name in ("num_keys", "length", "valid_length", "updates_per_epoch", "valid_sequences"):
+            value = getattr(cfg, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        task = cls(cfg)
+        for flag, length in (("--length", task._length(False)), ("--valid-length", task._length(True))):
+            if length > cfg.num_keys and not cfg.with_replacement:
+                raise ValueError(
+                    f"{flag} {length} is more than the {cfg.num_keys} keys that can be drawn without replacement: give "
+                    "a smaller one, more --num-keys, or --with-replacement"
+                )
+        return task
+
+    def _length(self, evaluation: bool) -> int:
+        """Pairs of a sequence."""
+        length = self.cfg.valid_length if evaluation else None
+        if length is None:
+            length = self.cfg.length
+        return self.num_keys * (2 if self.cfg.with_replacement else 1) if length is None else length
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loss is small enough, or has not become smaller for too long."""
+        waited = self.progress.evaluated_update - self.progress.best_update
+        return self.progress.best_loss <= self.cfg.stop_loss or 0 < self.cfg.stop_updates <= waited
+
+    def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
+        """The sequences of a split: "train" are endlessly many with one query each, all others for evaluation."""
+        training = split == "train"
+        self.datasets[split] = Associations(
+            Setting(self.num_keys, self._length(not training), self.cfg.with_replacement),
+            (self.cfg.seed, zlib.crc32(split.encode())),
+            count=None if training else self.cfg.valid_sequences,
+            all_queries=not training,
+        )
+
+    def get_batch_iterator(
+        self,
+        dataset: Associations,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        num_workers: int = 0,
+        epoch: int = 1,
+        data_buffer_size: int = 0,
+        disable_iterator_cache: bool = False,
+        **options: Any,
+    ) -> EpochBatchIterator:
+        """Batches of max_sentences sequences. Raises ValueError without that number."""
+        if max_sentences is None:
+            raise ValueError("no number of sequences: give --batch-size, how many a process reads at once")
+        if not disable_iterator_cache and dataset in self.dataset_to_epoch_iter:
+            return self.dataset_to_epoch_iter[dataset]
+        dataset.set_epoch(epoch)
+        training = dataset.count is None
+        count = dataset.count or self.cfg.updates_per_epoch * self.cfg.update_freq[0] * num_shards * max_sentences
+        iterator = (TrainingIterator if training else EpochBatchIterator)(
+            dataset,
+            dataset.collater,
+            [range(start, min(start + max_sentences, count)) for start in range(0, count, max_sentences)],
+            num_shards=num_shards,
+            shard_id=shard_id,
+            num_workers=num_workers,
+            epoch=epoch,
+            buffer_size=data_buffer_size,
+            disable_shuffling=True,
+        )
+        if training:
+            iterator.task = self
+        if not disable_iterator_cache:
+            self.dataset_to_epoch_iter[dataset] = iterator
+        return iterator
+
+    def begin_valid_epoch(self, epoch: int, model: Any) -> None:
+        """Other sequences for each evaluation."""
+        for split, dataset in self.datasets.items():
+            if split != "train":
+                dataset.set_epoch(epoch)
+
+    def post_validate(self, model: Any, stats: dict[str, Any], agg: Any) -> None:
+        """Notes the loss of an evaluation; of several subsets the first counts, as for the best checkpoint.
+
+        What an interruption evaluates in mid-epoch does not: the training would not end where it does without it.
+        """
+        loss, update = stats["loss"], stats["num_updates"]
+        progress = self.progress
+        if update <= progress.evaluated_update or update % self.cfg.updates_per_epoch:
+            return
+        progress.evaluated_update = update
+        if loss < progress.best_loss:
+            progress.best_loss, progress.best_update = loss, update
+        if self.ended:
+            logger.info(f"the training ends: best loss {progress.best_loss:g} at update {progress.best_update:,}")
+
+    @property
+    def source_dictionary(self) -> None:
+        """None: keys are numbers."""
+
+    @property
+    def target_dictionary(self) -> None:
+        """None: values are numbers."""
+
+
+class TrainingIterator(EpochBatchIterator):
+    """Batches in their order, epoch after epoch, until the task has ended."""
+
+    task: FwpAssociativeRetrievalTask
+
+    @property
+    def next_epoch_idx(self) -> float:
+        """The next epoch's number; after the last not a number, which is <= no --max-epoch.
+
+        fairseq trains `while next_epoch_idx <= max_epoch` and has no other way to end at a loss.
+        """
+        if self.task.ended and (self._cur_epoch_itr is None or self.end_of_epoch()):
+            return math.nan
+        return super().next_epoch_idx
+
+    def state_dict(self) -> dict[str, Any]:
+        """fairseq's, which goes into checkpoints, and how far the training got."""
+        return {**super().state_dict(), "progress": asdict(self.task.progress)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises RuntimeError for a checkpoint of another task."""
+        if "progress" not in state_dict:
+            raise RuntimeError("the checkpoint is of another task: give --reset-dataloader to begin with its model")
+        self.task.progress = Progress(**state_dict["progress"])
+        super().load_state_dict(state_dict)

@@ -1,0 +1,212 @@
+"""Train a grid of points of the synthetic retrieval task, several at once, each by fairseq-train in its own process.
+
+    python recipes/associative_retrieval/retrieval_grid.py CONF [--out FOLDER] [--workers N] [--plan]
+
+What is finished is not run again, and what was interrupted goes on from its last checkpoint. Each point has a folder
+OUT/NAME with its `train.log`, and `finished` once it is. --plan prints the points and what they cost, and runs none.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# No result is worth more than this many updates since the last checkpoint.
+SAVE_INTERVAL = ["--save-interval", "5", "--no-epoch-checkpoints"]
+# A size counts as solved below: one question in fifty unanswered, where no answer at all costs 1/2.
+SOLVED = 0.01
+# What fairseq says when a gradient is NaN or infinite.
+NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale)", re.MULTILINE)
+
+
+class Point(NamedTuple):
+    """One training: its flags, and the seconds it takes on one core."""
+
+    flags: dict[str, str]
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """A folder's name."""
+        others = (f"{flag}={value}" for flag, value in self.flags.items() if flag != "arch")
+        return ",".join([self.flags["arch"], *others])
+
+    @property
+    def size(self) -> int:
+        """S, the number of keys."""
+        return int(self.flags["num-keys"])
+
+    def command(self, common: dict[str, str], folder: Path) -> list[str]:
+        """What trains it."""
+        words = ["fairseq-train", "--user-dir", str(ROOT / "fairseq_fwp"), "--save-dir", str(folder), *SAVE_INTERVAL]
+        for flag, value in {**common, **self.flags}.items():
+            words += [f"--{flag}"] if value == "true" else [f"--{flag}", value]
+        return [*words, "--log-format", "json", "--log-interval", "1000000"]
+
+
+class Outcome(NamedTuple):
+    """What a log says: evaluations are (update, loss)."""
+
+    evaluations: list[tuple[int, float]]
+    seconds: float
+    feature_dim: int | None
+    diverged: bool
+
+    @property
+    def best(self) -> float:
+        """The paper's measure; infinite without an evaluation."""
+        return min((loss for _, loss in self.evaluations if loss == loss), default=float("inf"))
+
+
+def read_rows(path: Path) -> Iterator[tuple[list[Point], bool]]:
+    """The points of each combination of an entry's lists, by S, and whether they end at an unsolved one."""
+    # BaseLoader leaves every value the string it is in the file.
+    for row in yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader):
+        ends = row.pop("until-unsolved", "") == "true"
+        rate = float(row.pop("seconds-per-key"))
+        sizes = row.pop("num-keys")
+        sizes = sizes if isinstance(sizes, list) else [sizes]
+        lists = [value if isinstance(value, list) else [value] for value in row.values()]
+        for values in itertools.product(*lists):
+            flags = dict(zip(row, values, strict=True))
+            yield [Point({**flags, "num-keys": size}, rate * int(size)) for size in sizes], ends
+
+
+def read_jobs(path: Path) -> list[list[Point]]:
+    """What is run one after the other: single points, but those that end at an unsolved one."""
+    jobs = []
+    for points, ends in read_rows(path):
+        jobs += [points] if ends else [[point] for point in points]
+    return jobs
+
+
+def read_outcome(log: Path) -> Outcome:
+    """What a training said, of several starts those evaluations that counted."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    evaluations: list[tuple[int, float]] = []
+    seconds = 0.0
+    for found in re.finditer(r"\| (\{\".*\})$", text, re.MULTILINE):
+        entry = json.loads(found[1])
+        if "valid_loss" in entry:
+            update = int(entry["valid_num_updates"])
+            evaluations = [known for known in evaluations if known[0] < update]
+            evaluations.append((update, float(entry["valid_loss"])))
+        seconds = float(entry.get("train_wall", seconds))
+    dim = re.search(r"feature_dim=(\d+)", text)
+    return Outcome(evaluations, seconds, int(dim[1]) if dim else None, NOT_FINITE.search(text) is not None)
+
+
+def train(job: list[Point], common: dict[str, str], out: Path) -> None:
+    """Run by a process of its own: the points of a job, each again in a process, which fairseq leaves dirty."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interruption needs no traceback
+    for point in job:
+        folder = out / point.name
+        if not (folder / "finished").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            process = multiprocessing.Process(target=train_point, args=(point.command(common, folder), folder))
+            process.start()
+            process.join()
+            outcome = read_outcome(folder / "train.log")
+            if process.exitcode and not outcome.diverged:
+                sys.exit(1)
+            for checkpoint in folder.glob("*.pt"):
+                checkpoint.unlink()
+            (folder / "finished").touch()
+        if read_outcome(folder / "train.log").best > SOLVED:
+            return
+
+
+def train_point(command: list[str], folder: Path) -> None:
+    """fairseq-train in this process, what it says in train.log."""
+    from fairseq_cli.train import cli_main
+
+    log = os.open(folder / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    print("+", *command, flush=True)
+    sys.argv = command
+    cli_main()
+
+
+def run(jobs: list[list[Point]], common: dict[str, str], out: Path, workers: int) -> list[str]:
+    """Trains all, `workers` at once; the names of what failed."""
+    # Imported once, before the processes part: it takes as long as many a point.
+    import fairseq_cli.train  # noqa: F401
+
+    import fairseq_fwp.cli  # noqa: F401
+
+    waiting, running, failed = list(reversed(jobs)), {}, []
+    with tqdm(total=len(jobs), unit="job", smoothing=0) as bar:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                job = waiting.pop()
+                process = multiprocessing.Process(target=train, args=(job, common, out))
+                process.start()
+                running[process.sentinel] = (process, job)
+            for sentinel in wait(list(running)):
+                process, job = running.pop(sentinel)
+                process.join()
+                bar.update()
+                for point in job:
+                    if (out / point.name / "finished").exists():
+                        outcome = read_outcome(out / point.name / "train.log")
+                        updates = outcome.evaluations[-1][0] if outcome.evaluations else 0
+                        bar.write(
+                            f"{point.name}: {outcome.best:.5f} after {updates:,} updates, {outcome.seconds:.0f} s"
+                        )
+                if process.exitcode:
+                    failed.append(job[0].name)
+    return failed
+
+
+def plan(jobs: list[list[Point]], out: Path, workers: int) -> str:
+    """What is left to do and what it costs."""
+    left = [point for job in jobs for point in job if not (out / point.name / "finished").exists()]
+    done = sum(map(len, jobs)) - len(left)
+    minutes = sum(point.seconds for point in left) / 60
+    return (
+        f"{len(left)} points to train ({done} are finished): at most about {minutes:,.0f} minutes of a core "
+        f"(AMD EPYC, Zen 4), {minutes / workers:,.0f} minutes with {workers} at once."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("conf", type=Path, metavar="CONF", help="the grid, such as conf/quick.yaml")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/associative_retrieval", help="where everything goes")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="points at once (one a core)")
+    parser.add_argument("--plan", action="store_true", help="print what would be run, and its cost")
+    args = parser.parse_args()
+    if args.workers < 1:
+        sys.exit(f"retrieval_grid.py: --workers must be at least 1, got {args.workers}")
+    jobs = read_jobs(args.conf)
+    common = yaml.load((HERE / "conf/common.yaml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    if args.plan:
+        print(*(point.name for job in jobs for point in job), sep="\n")
+    print(plan(jobs, args.out, args.workers), flush=True)
+    if args.plan:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # a core each: threads of several processes would only wait for each other
+    try:
+        failed = run(jobs, common, args.out, args.workers)
+    except KeyboardInterrupt:
+        sys.exit("\nretrieval_grid.py: stopped; the same command goes on.")
+    if failed:
+        sys.exit(f"retrieval_grid.py: failed, see train.log in {args.out} of: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What scoring costs with a fast weight layer and with dynamic evaluation, against the model alone (run.sh does it).
+
+The two models of Clark et al. 2022 (arXiv 2212.02475), untrained, on words that follow Zipf's law: Transformer-XL large
+reads segments of 128 tokens with a memory of 1,600 (Dai et al. 2019), local attention blocks of 1,024. Operations are
+those of matrix products, counted by PyTorch (torch.utils.flop_counter); times are those of the scorers of fwp-eval-lm.
+"""
+
+from argparse import Namespace
+
+import torch
+from eval_lm import VOCABULARY, make_dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
+from omegaconf import OmegaConf
+from report import Contender, Goal, goal_row, interleave, publish, ratios, say
+from torch.utils.flop_counter import FlopCounterMode
+
+from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer
+from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer
+from fairseq_fwp.models.presets import FWL_PRESETS
+from fairseq_fwp.modules.onednn import OneDnnLinear
+
+MEMORY = {"mem_len": 1600, "clamp_len": 1000, "same_length": True}
+# Architecture with the layer: the one without it and its flags, the flags of both, tokens read before, tokens at once.
+MODELS = {
+    "fwl_xl_lm_wt103": ("xl_lm_wt103_large", {}, MEMORY, 1600, 128),
+    "fwl_local_lm_wt103": ("fwp_lm", FWL_PRESETS["fwl_local_lm_wt103"], {}, 0, 1024),
+}
+BASE, LAYER, DYNAMIC = "the model alone", "fast weight layer", "dynamic evaluation"
+ROUNDS = 5
+THREADS = 2
+
+
+def make_model(arch, flags, dictionary, length):
+    args = Namespace(tokens_per_sample=length, max_target_positions=None, add_bos_token=False, **flags)
+    ARCH_CONFIG_REGISTRY[arch](args)
+    config = OmegaConf.structured(MODEL_DATACLASS_REGISTRY[ARCH_MODEL_NAME_REGISTRY[arch]])
+    config = OmegaConf.merge(config, {key: value for key, value in vars(args).items() if key in config})
+    return ARCH_MODEL_REGISTRY[arch].build_model(config, Namespace(target_dictionary=dictionary)).eval()
+
+
+def make_text(dictionary, length):
+    special = dictionary.nspecial
+    frequencies = 1 / torch.arange(1, VOCABULARY - special + 1)
+    drawn = torch.multinomial(frequencies, length + 1, replacement=True, generator=torch.Generator().manual_seed(1))
+    return Text(drawn[:-1] + special, drawn[1:] + special)
+
+
+def scoring(scorer, before, length):
+    """A call that scores one window, always the same one; with tokens before it, after the state that these leave."""
+    window = Window(before, before, before + length)
+    reader = getattr(scorer, "scorer", scorer)
+    if before:
+        reader([Window(0, 0, before)])
+        state = reader.state
+
+    def call():
+        if before:
+            reader.state, reader.read = state, before
+        return scorer([window])
+
+    return call
+
+
+def make_contenders(arch, dictionary):
+    """{name: call}: the three, on one text."""
+    base, own, flags, before, length = MODELS[arch]
+    text = make_text(dictionary, before + length)
+    kind = StreamScorer if before else WindowScorer
+    alone = make_model(base, {**flags, **own}, dictionary, max(before, length))
+    layered = make_model(arch, flags, dictionary, max(before, length)).requires_grad_(False)
+    # A step so small that the weights stay what they are, however often the call is repeated.
+    learning = DynamicScorer(kind(alone, text), DynamicRule(1e-30))
+    scorers = {BASE: kind(alone, text), LAYER: kind(layered, text), DYNAMIC: learning}
+    return {name: scoring(scorer, before, length) for name, scorer in scorers.items()}
+
+
+def with_onednn(call):
+    """The call as fwp-eval-lm makes it."""
+
+    def wrapped():
+        with OneDnnLinear():
+            return call()
+
+    return wrapped
+
+
+def count(call):
+    """Operations of the matrix products in a call; the counter does not know oneDNN's, so torch's own are taken."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def main():
+    dictionary = make_dictionary()
+    raw, rows, paragraphs = [], [], []
+    for arch in MODELS:
+        say(f"building {arch}")
+        calls = make_contenders(arch, dictionary)
+        work = {name: count(call) for name, call in calls.items()}
+        contenders = {name: Contender(with_onednn(call), THREADS) for name, call in calls.items()}
+        times = interleave(contenders, ROUNDS, arch)
+        raw += [[arch, name, i, f"{s:.4f}", work[name]] for name in times for i, s in enumerate(times[name])]
+        for name, most, longest in ((LAYER, 1.3, 1.2), (DYNAMIC, None, None)):
+            goal = Goal(f"operations, {name} vs {BASE}", arch, most, at_most=True)
+            rows.append(goal_row(goal, work[name] / work[BASE]))
+            goal = Goal(f"time, {name} vs {BASE}", arch, longest, at_most=True)
+            rows.append(goal_row(goal, ratios(times[name], times[BASE])))
+        *_, length = MODELS[arch]
+        speeds = ", ".join(f"{length / min(times[name]):.1f} with {name}" for name in times)
+        paragraphs.append(f"{arch}: tokens a second, {speeds}; {work[BASE] / length / 1e6:.0f} MFLOP a token alone.\n")
+    publish(
+        "fwl",
+        ["arch", "contender", "round", "seconds", "operations"],
+        raw,
+        rows,
+        f"{THREADS} threads, {VOCABULARY:,} words, one window at a time.\n",
+        *paragraphs,
+    )
+
+
+if __name__ == "__main__":
+    main()

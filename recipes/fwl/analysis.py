@@ -1,0 +1,133 @@
+"""Where a model gains on another: Figure 2 of Clark et al. 2022 (arXiv 2212.02475), from files of fwp-eval-lm --scores.
+
+    python recipes/fwl/analysis.py BASE.tsv OTHER.tsv DICT.txt PICTURE.png [--block N]
+
+The mean improvement of a token's log-probability (base e) by its place in its document, by how often its type stands
+in the training text (the dictionary's counts), and by how often it has occurred in the document before. A document
+begins with a heading like those of WikiText, a line that starts with = and not with = =; for models that read blocks
+of N tokens, each by itself, a block is one. Bars have 95% intervals of the mean, as if tokens were independent. The
+numbers go to PICTURE.csv.
+"""
+
+import argparse
+import csv
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+END = "</s>"  # of a line
+
+
+class Token(NamedTuple):
+    """gain: of its log-probability; place: tokens of the document before it; seen: how many of these are like it."""
+
+    word: str
+    gain: float
+    place: int
+    seen: int
+
+
+def read_scores(path: Path) -> list[tuple[str, float]]:
+    """The tokens of a text, with their log-probabilities."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [(row["token"], float(row["log_prob"])) for row in rows]
+
+
+def document_starts(words: list[str], block: int | None) -> set[int]:
+    """The places of the first tokens of documents."""
+    if block:
+        return set(range(0, len(words), block))
+    lines = [0, *(place + 1 for place, word in enumerate(words) if word == END)]
+    return {0} | {place for place in lines if words[place : place + 1] == ["="] and words[place + 1] != "="}
+
+
+def compare(base: Path, other: Path, block: int | None = None) -> Iterator[Token]:
+    """The tokens that both files score. Raises ValueError where they score different texts."""
+    ours, theirs = read_scores(base), read_scores(other)
+    words = [word for word, _ in ours]
+    if words != [word for word, _ in theirs]:
+        raise ValueError(f"{base} and {other} score different texts: evaluate both models on one.")
+    starts, start, seen = document_starts(words, block), 0, Counter[str]()
+    for place, ((word, old), (_, new)) in enumerate(zip(ours, theirs, strict=True)):
+        if place in starts:
+            start, seen = place, Counter()
+        yield Token(word, new - old, place - start, seen[word])
+        seen[word] += 1
+
+
+def read_counts(path: Path) -> dict[str, int]:
+    """How often each word stands in the training text."""
+    lines = (line.rsplit(" ", 1) for line in path.read_text(encoding="utf-8").splitlines())
+    return {word: int(count) for word, count in lines}
+
+
+def group(tokens: list[Token], value: Callable[[Token], float], edges: list[float]) -> list[tuple]:
+    """(label, tokens, mean gain, half of its 95% interval) of the tokens with edges[i] <= value < edges[i + 1]."""
+    found = []
+    for low, high in zip(edges, [*edges[1:], math.inf], strict=True):
+        gains = [token.gain for token in tokens if low <= value(token) < high]
+        label = f"{low:,}" if high == low + 1 else f"{low:,}+" if high == math.inf else f"{low:,}-{high - 1:,}"
+        if len(gains) > 1:
+            found.append((label, len(gains), fmean(gains), 1.96 * stdev(gains) / math.sqrt(len(gains))))
+    return found
+
+
+def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]]:
+    """The three groupings of the figure; line ends, which the dictionary does not count, are left out of the second."""
+    counted = [token for token in tokens if token.word in counts]
+    return {
+        "position in the document": group(tokens, lambda token: token.place, [0, 64, 128, 256, 384, 512, 1024, 4096]),
+        "count in the training text": group(
+            counted, lambda token: counts[token.word], [0, 10, 30, 100, 300, 1000, 3000, 10000]
+        ),
+        "occurrences before it in the document": group(tokens, lambda token: token.seen, [0, 1, 2, 4, 8, 16, 64]),
+    }
+
+
+def draw(found: dict[str, list[tuple]], path: Path) -> None:
+    """One panel for each grouping, on one scale."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install 'fairseq_fwp[plots]'.") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(found), figsize=(12, 3.8), sharey=True, layout="constrained")
+    for panel, (title, groups) in zip(axes, found.items(), strict=True):
+        labels, _, means, errors = zip(*groups, strict=True)
+        panel.bar(labels, means, yerr=errors, color="#0072B2", ecolor="#555555", capsize=2)
+        panel.axhline(0, color="#333333", lw=0.8)
+        panel.set_xlabel(title)
+        panel.tick_params(axis="x", labelrotation=35, labelsize=8)
+        panel.grid(axis="y", alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("gain in log-probability (nats)")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("base", "other", "dictionary", "picture"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--block", type=int, metavar="N")
+    args = parser.parse_args(arguments)
+    tokens = list(compare(args.base, args.other, args.block))
+    found = panels(tokens, read_counts(args.dictionary))
+    draw(found, args.picture)
+    with args.picture.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        rows = ((title, *row[:2], *(f"{number:.5f}" for number in row[2:])) for title in found for row in found[title])
+        csv.writer(file).writerows([("by", "group", "tokens", "gain", "half_interval"), *rows])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"analysis.py: {error}")

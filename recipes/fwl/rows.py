@@ -1,0 +1,70 @@
+"""What the rows of run.sh came to.
+
+python recipes/fwl/rows.py best FOLDER LABEL    # the value V with the best "FOLDER/valid LABEL V.json"
+python recipes/fwl/rows.py table OUT            # the rows of OUT/local and OUT/xl -> Markdown
+"""
+
+import json
+import sys
+from pathlib import Path
+
+# Row of Table 2 of Clark et al. 2022, the folder and label of ours, and the paper's valid perplexity by base.
+ROWS = [
+    ("No FWLs", "base", "plain", {"local": 25.1, "xl": 17.3}),
+    ("the layer, without fast weights", "slow", "plain", {}),
+    ("FWLs", "fwl", "plain", {"local": 22.4, "xl": 15.9}),
+    ("Test-time only", "slow", "test-time", {"local": 24.1, "xl": 16.7}),
+    ("Bias only", "bias", "plain", {"local": 25.0, "xl": 17.3}),
+    ("Dynamic evaluation, RMS", "base", "rms", {"local": 22.4, "xl": 15.8}),
+    ("Dynamic evaluation, SGD", "base", "sgd", {}),
+]
+
+
+def results(folder: Path, split: str, label: str) -> dict[str, dict]:
+    """The results of a split under a label, by what follows it in the file's name."""
+    files = folder.glob(f"{split} {label}*.json")
+    return {file.stem.removeprefix(f"{split} {label}").strip(): json.loads(file.read_text()) for file in files}
+
+
+def best(folder: Path, label: str) -> str:
+    """The value that serves the validation text best."""
+    found = results(folder, "valid", label)
+    if not found:
+        raise ValueError(f"{folder} has no result on the validation text for {label}: run the stage eval first.")
+    return min(found, key=lambda value: found[value]["loss"])
+
+
+def table(out: Path) -> list[str]:
+    """A table for each base; tokens a second are of the test text, from its first token to its last."""
+    lines = []
+    for base, title in (("local", "Local attention"), ("xl", "Transformer-XL")):
+        heads = ["row of Table 2", f"conf/{base}/", "step", "valid", "test", "tokens/s, test", "paper valid"]
+        lines += [f"**{title}**", "", "| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * 5]
+        for row, name, label, paper in ROWS:
+            folder = out / base / name
+            valid = results(folder, "valid", label)
+            value = best(folder, label) if valid else ""
+            test = results(folder, "test", label).get(value)
+            ours = [f"{found['perplexity']:.2f}" if found else "not run" for found in (valid.get(value), test)]
+            speed = f"{test['tokens'] / test['seconds']:,.0f}" if test else "-"
+            cells = [row, f"{name}.yaml", value or "-", *ours, speed, str(paper.get(base, "-"))]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    return lines[:-1]
+
+
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["best", folder, label]:
+            print(best(Path(folder), label))
+        case ["table", out]:
+            print("\n".join(table(Path(out))))
+        case _:
+            sys.exit("usage: rows.py best FOLDER LABEL | table OUT")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"rows.py: {error}")

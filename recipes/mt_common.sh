@@ -1,0 +1,88 @@
+# Prepares parallel text, trains and scores translation models, for every recipe that has them; sourced, after env.sh, by
+# multi30k/ and wmt14_en_de/run.sh, which set here, root, data (a folder, or empty: download), out, merges (BPE), kind (what
+# data holds, if that can be chosen), beam and generate (flags of fairseq-generate), and the function corpus FOLDER OUT, which
+# writes OUT/tok/{train,valid,test}.{en,de}, tokenised (or OUT/bpe/..., which has BPE already), and OUT/text/{valid,test}.de,
+# untokenised, where there is such text.
+# shellcheck shell=bash disable=SC2034,SC2154
+
+# shellcheck source=recipes/lm_common.sh
+. "$root/recipes/lm_common.sh"
+
+task=() # the YAMLs name it
+words=() # flags of fairseq-preprocess
+source=en
+target=de
+
+# Flags that all stages have; what is left goes to fairseq-train, or in eval to fairseq-generate.
+read_flags() { # read_flags 'OWN FLAGS' ARGUMENT...
+  local own=$1
+  shift
+  extra=()
+  while [ $# -gt 0 ]; do
+    case " $own --data --out " in
+      *" ${1%%=*} "*)
+        [ "${1%%=*}" = "$1" ] || die "write ${1%%=*} and its value as two words."
+        [ -n "${2:-}" ] || die "$1 needs a value."
+        printf -v "${1#--}" %s "$2"
+        shift 2
+        continue ;;
+    esac
+    [ "${1%%=*}" != --save-dir ] || die "--save-dir is set by the recipe (--out): leave it out."
+    extra+=("$1")
+    shift
+  done
+  # A name like -x would be taken for an option by what it is passed to.
+  [[ $out = /* ]] || out=$PWD/$out
+  [[ -z $data || $data = /* ]] || data=$PWD/$data
+}
+
+prepare() {
+  local work=$out/data.unfinished split language what="$merges merges;${kind:+ $kind;} ${data:-downloaded}"
+  if [ -d "$out/data" ]; then
+    [ -z "$data" ] || check_same "$out/data/source.txt" "$what"
+    return
+  fi
+  [ -z "$data" ] || [ -d "$data" ] || die "there is no folder $data."
+  rm -rf "$work"
+  mkdir -p "$work"
+  corpus "$data" "$work"
+  if [ ! -d "$work/bpe" ]; then
+    mkdir "$work/bpe"
+    # One vocabulary for both languages; the merges come from the training text alone.
+    cat "$work/tok/train.$source" "$work/tok/train.$target" >"$work/both"
+    run_to "$work/bpe/learn.log" subword-nmt learn-bpe -s "$merges" -i "$work/both" -o "$work/bpe/codes" ||
+      die "learning BPE failed: see $work/bpe/learn.log."
+    rm "$work/both"
+    for split in train valid test; do
+      for language in $source $target; do
+        run subword-nmt apply-bpe -c "$work/bpe/codes" --num-workers "$(nproc)" \
+          -i "$work/tok/$split.$language" -o "$work/bpe/$split.$language"
+      done
+    done
+  fi
+  run_to "$work/preprocess.log" fairseq-preprocess --source-lang $source --target-lang $target --joined-dictionary \
+    --trainpref "$work/bpe/train" --validpref "$work/bpe/valid" --testpref "$work/bpe/test" --destdir "$work/bin" \
+    --workers "$(nproc)" "${words[@]}" || die "fairseq-preprocess failed: see $work/preprocess.log."
+  # Scores are of words: BPE out again.
+  mkdir -p "$work/tok"
+  for split in valid test; do
+    sed -E 's/@@( |$)//g' "$work/bpe/$split.$target" >"$work/tok/$split.$target"
+  done
+  rm -f "$work"/{tok,bpe}/train.{en,de}
+  echo "$what" >"$work/source.txt"
+  mv "$work" "$out/data" # only now does it count
+}
+
+translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABEL].json
+  local raw=() result="$out/$1/$2${4:+ $4}"
+  [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
+  [ ! -e "$result.json" ] || return 0
+  [ ! -e "$out/data/text/$2.$target" ] || raw=(--raw "$out/data/text/$2.$target")
+  run_to "$result.log" fairseq-generate "$out/data/bin" --user-dir "$root/fairseq_fwp" --task translation \
+    --source-lang $source --target-lang $target --path "$3" --gen-subset "$2" --post-process subword_nmt \
+    --max-tokens 4000 "${beam[@]}" "${generate[@]}" ||
+    { tail -n 5 "$result.log" >&2; die "the translation with $1 failed: see $result.log."; }
+  run python "$tools/mt_scores.py" score "$result.log" --tokenized "$out/data/tok/$2.$target" \
+    "${raw[@]}" --language $target --out "$result.unfinished"
+  mv "$result.unfinished" "$result.json"
+}

@@ -1,0 +1,173 @@
+"""Dynamic evaluation agrees with a loop that follows the papers' formulas weight by weight, and its flags."""
+
+import copy
+
+import pytest
+import torch
+from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
+
+from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer, gather_statistics
+from fairseq_fwp.cli.eval_lm import Protocol, document_starts, make_scorer, plan_windows
+from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, score
+
+LENGTH, SIZE = 37, 8
+MODELS = {
+    "delta": ("fwp_lm", {"sum_normalization": True, "no_token_positional_embeddings": True}),
+    "local": ("fwp_lm", {"decoder_update_rule": "softmax", "attention_window": 3}),
+    "softmax": ("fwp_lm", {"decoder_update_rule": "softmax"}),
+    "adaptive": ("fwp_lm", {"decoder_update_rule": "softmax", "adaptive_softmax_cutoff": "10,30"}),
+    "Transformer-XL": ("fwp_xl_lm", {"mem_len": 6}),
+    "fast weight layer": ("fwp_fwl_lm", {"fwl_base": "fwp_xl_lm", "mem_len": 6, "fwl_step_size": 0.02}),
+}
+CARRIED = [name for name in MODELS if name not in ("softmax", "adaptive")]
+RULES = {
+    "sgd": DynamicRule(0.05),
+    "sgd, decay": DynamicRule(0.05, decay=0.3),
+    "rms": DynamicRule(0.002, epsilon=1e-3, rms=True),
+    "rms, decay": DynamicRule(0.002, decay=0.3, epsilon=1e-3, rms=True),
+}
+
+
+def random_text(length=LENGTH):
+    tokens = torch.randint(4, 50, (length,))
+    return Text(torch.cat([torch.tensor([2]), tokens[:-1]]), tokens)
+
+
+def loss_of(model, text, start, first, end, state):
+    """The mean loss of tokens first to end - 1 after inputs[start:], and the next state."""
+    output, extra = model.decoder(text.inputs[None, start:end], state=state)
+    log_probs = model.get_normalized_probs((output, extra), log_probs=True)[0, first - start :]
+    found = log_probs.gather(1, text.tokens[first:end, None]).squeeze(1)
+    return -found.mean(), found.detach(), extra["state"].detach()
+
+
+def segments(length, size, given):
+    """Where windows start, what they score, and where they end."""
+    step = size - given
+    read = size // step * step
+    return [(0, 0, min(read, length))] + [
+        (first - given, first, min(first + step, length)) for first in range(read, length, step)
+    ]
+
+
+def brute_force(model, text, rule, training, given, carry, starts=(0,)):
+    """One number after the other, on a copy of the model."""
+    model = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    squares = dict.fromkeys(names, 0)
+    state, places = None, segments(len(training.tokens), SIZE, given)
+    for start, first, end in places:
+        model.zero_grad()
+        loss, _, after = loss_of(model, training, start, first, end, state)
+        state = after if carry else None
+        loss.backward()
+        for name, weight in model.named_parameters():
+            squares[name] = squares[name] + (0 if weight.grad is None else weight.grad**2)
+    rms = {name: torch.sqrt(torch.as_tensor(squares[name]) / len(places)) for name in names}
+    flat = torch.cat([value.expand_as(trained[name]).flatten() for name, value in rms.items()])
+    scores, state = [], None
+    for document, until in zip(starts, [*starts[1:], len(text.tokens)], strict=True):
+        state = None
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(trained[name])
+        for start, first, end in segments(until - document, SIZE, given):
+            model.zero_grad()
+            places = document + start, document + first, document + end
+            loss, found, after = loss_of(model, text, *places, state)
+            state = after if carry else None
+            scores.append(found)
+            loss.backward()
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                    if rule.rms:
+                        pull = torch.clamp(rule.decay * rms[name] / flat.mean(), max=1)
+                        step = rule.lr * grad / (rms[name] + rule.epsilon)
+                    else:
+                        pull, step = rule.decay, rule.lr * grad
+                    weight += pull * (trained[name] - weight) - step
+    return torch.cat(scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "rule"),
+    [
+        *(("Transformer-XL", None, rule) for rule in RULES),
+        *((name, None, "rms, decay") for name in CARRIED if name != "Transformer-XL"),
+        ("softmax", 5, "rms, decay"),
+        ("adaptive", 0, "sgd, decay"),
+    ],
+)
+def test_it_is_the_loop_over_windows(build_model, name, given, rule):  # noqa: F811
+    """given: tokens that a window only reads; None: the state is carried."""
+    rule, (arch, flags) = RULES[rule], MODELS[name]
+    model, text, training = build_model(arch, **flags), random_text(), random_text(29)
+    protocol = Protocol(SIZE, given or 0, given is None, rule)
+    expected = brute_force(model, text, rule, training, given or 0, given is None)
+    rms = None
+    if rule.rms:
+        plan = plan_windows([0], 29, protocol, 1)
+        rms = gather_statistics((StreamScorer if protocol.carry else WindowScorer)(model, training), plan)
+    scorer = make_scorer(model, text, protocol, [0], rms)
+    actual = score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH)
+    torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("starts", [[0, 11, 12, 30], [0]], ids=str)
+def test_documents_start_with_the_trained_weights(build_model, carry, starts):  # noqa: F811
+    arch, flags = MODELS["Transformer-XL"]
+    model, text, rule = build_model(arch, **flags), random_text(), RULES["sgd, decay"]
+    protocol = Protocol(SIZE, 0, carry, rule, "</s>")
+    expected = brute_force(model, text, rule, random_text(9), 0, carry, starts)
+    scorer = make_scorer(model, text, protocol, starts, None)
+    actual = score(scorer, plan_windows(starts, LENGTH, protocol, 1), LENGTH)
+    torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
+
+
+def test_where_documents_start():
+    dictionary = make_dictionary(50)
+    end, word = dictionary.eos(), dictionary.index("w3")
+    tokens = torch.tensor([5, end, end, 6, word, 20, end, end, end, 8, word, end])
+    assert document_starts(tokens, dictionary, None) == [0]
+    assert document_starts(tokens, dictionary, "w3") == [0, 5, 11]
+    assert document_starts(tokens, dictionary, "blank-line") == [0, 3, 8, 9]
+    assert document_starts(torch.tensor([end, 5, end]), dictionary, "blank-line") == [0, 1]
+    with pytest.raises(ValueError, match="'nothing' is not in the dictionary"):
+        document_starts(tokens, dictionary, "nothing")
+
+
+def test_rules_need_their_statistics(build_model):  # noqa: F811
+    scorer = WindowScorer(build_model("fwp_lm"), random_text())
+    with pytest.raises(ValueError, match="the RMS rule, and it alone"):
+        DynamicScorer(scorer, RULES["rms"])
+    with pytest.raises(ValueError, match="no window of the training text"):
+        gather_statistics(scorer, [])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_it_says_what_it_did(rule):
+    assert str(Protocol(8, 0, True, RULES[rule], "</s>")).endswith(f"{RULES[rule]}, anew after </s>")
+    assert rule[:3].upper() in str(RULES[rule])
+
+
+MISUSES = {
+    "no step size": (["--dynamic", "sgd"], "--dynamic needs its step size, --dynamic-lr"),
+    "a step without a rule": (["--dynamic-lr", "1"], "--dynamic-lr belongs to --dynamic"),
+    "statistics without a rule": (["--dynamic-statistics", "1"], "--dynamic-statistics belongs to --dynamic"),
+    "batches": (["--dynamic", "sgd", "--dynamic-lr", "1", "--batch-size", "2"], "leave out --batch-size"),
+    "negative": (["--dynamic", "sgd", "--dynamic-lr", "-1"], "'-1' is no number from 0 on"),
+    "no number": (["--dynamic", "sgd", "--dynamic-lr", "big"], "'big' is no number from 0 on"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_misuse_is_refused_at_once(capsys, case):
+    arguments, sentence = MISUSES[case]
+    with pytest.raises(SystemExit) as stopped:
+        eval_lm.main(["data", "--path", "delta.pt", *arguments])
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]

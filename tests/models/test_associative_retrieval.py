@@ -1,0 +1,110 @@
+"""The model of the synthetic retrieval task: its projections, architectures and refusals."""
+
+from argparse import Namespace
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fairseq.models import ARCH_MODEL_REGISTRY
+
+from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrieval, FwpAssociativeRetrievalConfig
+from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+S = 6
+
+
+def build(**flags):
+    defaults = {option.name: option.default for option in fields(FwpAssociativeRetrievalConfig)}
+    return FwpAssociativeRetrieval.build_model(Namespace(**{**defaults, **flags}), Namespace(num_keys=S))
+
+
+def inputs(length=5, queries=2):
+    return torch.randint(S, (3, length)), torch.randint(S, (3, length)), torch.randint(S, (3, queries))
+
+
+@pytest.mark.parametrize("arch", RETRIEVAL_PRESETS)
+def test_architectures(arch):
+    """Named after what they are, with the sizes that the paper or its public code has."""
+    assert ARCH_MODEL_REGISTRY[arch] is FwpAssociativeRetrieval
+    preset = RETRIEVAL_PRESETS[arch]
+    rule, feature_map = preset["update_rule"], preset.get("feature_map", "")
+    number = str(preset.get("dpfp_nu") or preset.get("favor_features") or "")
+    assert arch == "_".join(filter(None, [rule, feature_map + number, "retrieval"]))
+    model = build(**preset)
+    assert model.embedding.weight.shape == (S, 13)  # 1.1 for each of the keys and values
+    assert model.key_proj.weight.shape == (64, 13 + S) and model.query_proj.weight.shape == (64, 13)
+    assert model(*inputs()).shape == (3, 2, S)
+
+
+@pytest.mark.parametrize("rule", ["sum", "delta", "decay"])
+def test_projections_are_of_concatenated_embeddings(rule):
+    """k = W_K [e(k); v] and the gates alike, though neither a one-hot vector nor a concatenation is ever made."""
+    model = build(update_rule=rule).double()
+    keys, values, queries = inputs()
+    written = torch.cat([model.embedding(keys), F.one_hot(values, S).double()], -1)
+    expected = model.memory(
+        model.query_proj(model.embedding(queries)),
+        model.key_proj(written),
+        values,
+        [projection(written) for projection in model.gate_projs.values()],
+    )
+    torch.testing.assert_close(model(keys, values, queries), expected)
+
+
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize("rule", [*UPDATE_RULES, "softmax"])
+def test_every_combination_learns(rule, feature_map):
+    """All parameters get gradients."""
+    model = build(update_rule=rule, feature_map=feature_map, key_dim=8)
+    model(*inputs()).square().sum().backward()
+    unused = {"memory.feature_map.linear.weight", "memory.feature_map.linear.bias"} if rule == "softmax" else set()
+    for name, parameter in model.named_parameters():
+        assert name in unused or (parameter.grad is not None and parameter.grad.isfinite().all()), name
+        assert name in unused or parameter.grad.any(), name
+
+
+def test_a_query_retrieves_its_value_whatever_the_other_queries_are():
+    model = build(update_rule="delta", sum_normalization=True).double()
+    keys, values, queries = inputs(queries=4)
+    together = model(keys, values, queries)
+    apart = torch.cat([model(keys, values, queries[:, [i]]) for i in range(4)], 1)
+    torch.testing.assert_close(together, apart)
+
+
+def test_favor_draws_in_training_alone():
+    model = build(update_rule="sum", feature_map="favor", attention_normalization=True, embed_dim=4)
+    given = inputs()
+    assert not torch.equal(model(*given), model(*given))
+    model.eval()
+    assert torch.equal(model(*given), model(*given))
+
+
+@pytest.mark.parametrize(
+    "flags, unused",
+    [
+        ({"update_rule": "softmax", "feature_map": "dpfp", "dpfp_nu": 2}, ["feature-map", "dpfp-nu"]),
+        ({"feature_map": "relu", "dpfp_nu": 2, "relu_features": 3}, ["dpfp-nu"]),
+        ({"feature_map": "favor", "favor_features": 8}, []),
+    ],
+)
+def test_options_without_effect_are_named(flags, unused, caplog):
+    build(**flags)
+    assert [record.args for record in caplog.records] == [(flag,) for flag in unused]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"key_dim": 0}, "--key-dim must be at least 1, got 0"),
+        ({"embed_dim": 0}, "--embed-dim must be at least 1, got 0"),
+        ({"feature_map": "nonsense"}, "unknown feature map 'nonsense': choose one of elu"),
+        ({"update_rule": "nonsense"}, "unknown update rule 'nonsense'"),
+        ({"feature_map": "tanh", "sum_normalization": True}, "features of either sign"),
+    ],
+)
+def test_refusals(flags, message):
+    with pytest.raises(ValueError, match=message):
+        build(**flags)

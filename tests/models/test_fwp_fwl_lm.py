@@ -1,0 +1,268 @@
+"""Laws of the language models with a fast weight layer: streams, decoding, fine-tuning, and the variants."""
+
+import io
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.sequence_generator import SequenceGenerator
+
+from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel, FwpFwlLanguageModelConfig
+from fairseq_fwp.models.presets import FWL_PRESETS
+
+from .conftest import configure, log_probs, make_dictionary, random_tokens
+
+XL = {"fwl_base": "fwp_xl_lm", "mem_len": 6}
+LOCAL = {"decoder_update_rule": "softmax", "attention_window": 3}
+KINDS = {
+    "local": LOCAL,
+    "Transformer-XL": XL,
+    "softmax": {"decoder_update_rule": "softmax"},
+    "delta": {"sum_normalization": True, "no_token_positional_embeddings": True},
+    "adaptive": {**LOCAL, "adaptive_softmax_cutoff": "10,30"},
+    "projected": {**XL, "div_val": 2, "adaptive_softmax_cutoff": "10,30"},
+    "first": {**LOCAL, "fwl_fast_weights": "first"},
+    "second": {**XL, "fwl_fast_weights": "second"},
+    "softmax bias": {**LOCAL, "fwl_fast_weights": "softmax-bias", "adaptive_softmax_cutoff": "10,30"},
+    "test-time only": {**XL, "fwl_step_size": 0.05, "fwl_decay": 1.0},
+    "none": {**LOCAL, "fwl_fast_weights": "none"},
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def build(build_model):
+    """build(kind, **flags) -> a model whose segments are of 4 tokens; small steps, for gradients here are large."""
+
+    def build(kind, **flags):
+        model = build_model("fwp_fwl_lm", **{"tokens_per_sample": 4, "dropout": 0.0, **KINDS[kind], **flags})
+        sizes = model.decoder.fast_weight_layer.step_sizes
+        if sizes is not None:
+            with torch.no_grad():
+                sizes.copy_(torch.linspace(0.01, 0.05, len(sizes)))
+        return model
+
+    return build
+
+
+def by_segments(model, tokens, lengths, state=None):
+    """Log-probabilities of segments read one after the other, and the last state."""
+    scores = []
+    for segment in tokens.split(lengths, 1):
+        out = model(segment, state=state)
+        scores.append(model.get_normalized_probs(out, log_probs=True))
+        state = out[1]["state"].detach()
+    return torch.cat(scores, 1), state
+
+
+@pytest.mark.parametrize("pieces", [[1] * 11, [6, 1, 4], [11]], ids=str)
+@pytest.mark.parametrize("carried", [False, True])
+def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
+    """Token by token or in one pass, over the ends of segments of 4 tokens: it is the parallel form, carried on."""
+    model, tokens = build(kind), random_tokens(2, 11)
+    state = by_segments(model, random_tokens(2, 8), 4)[1] if carried else None
+    expected, _ = by_segments(model, tokens, 4, state)
+    kept, end, scores = {}, 0, []
+    for piece in pieces:
+        end += piece
+        scores.append(log_probs(model, tokens[:, :end], incremental_state=kept, state=state))
+    torch.testing.assert_close(torch.cat(scores, 1), expected)
+
+
+def test_reading_teaches(build, kind):
+    """The layer is not idle: with steps of zero the scores are others, but for the first token."""
+    model, tokens = build(kind), random_tokens(2, 8)
+    scores, _ = by_segments(model, tokens, 4)
+    layer = model.decoder.fast_weight_layer
+    layer.step_sizes, layer.fixed_step_size = None, 0.0
+    slow, _ = by_segments(model, tokens, 4)
+    torch.testing.assert_close(scores[:, 0], slow[:, 0])
+    if kind == "none":
+        assert torch.equal(scores, slow)
+    else:
+        assert (scores[:, 1:] - slow[:, 1:]).abs().amax((0, 2)).min() > 1e-6
+
+
+def test_the_past_does_not_depend_on_the_future(build, kind):
+    model, tokens = build(kind, tokens_per_sample=9), random_tokens(2, 9)
+    changed = tokens.clone()
+    changed[:, 5:] ^= 1
+    ours, theirs = model(tokens)[0], model(changed)[0]
+    torch.testing.assert_close(ours[:, :5], theirs[:, :5], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(ours[:, 5:], theirs[:, 5:])
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_beam_search_scores_equal_rescoring(build, kind, beam):
+    """Over several segments, with prompts of two lengths in the batch: each beam goes on from what it has learnt."""
+    model = build(kind)
+    dictionary, prompts = model.decoder.dictionary, random_tokens(2, 3)
+    prompts[1, 2] = dictionary.pad()
+    generator = SequenceGenerator(
+        [model], dictionary, beam_size=beam, max_len_b=9, normalize_scores=False, eos=dictionary.eos()
+    )
+    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.tensor([3, 2])}}
+    for hypotheses in generator.generate([model], sample, prefix_tokens=prompts):
+        for hypothesis in hypotheses:
+            tokens = hypothesis["tokens"]
+            inputs = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens[:-1]]).unsqueeze(0)
+            rescored = by_segments(model, inputs, 4)[0][0].gather(1, tokens.unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(hypothesis["positional_scores"].double(), rescored, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_changes_no_score_here_or_later(build, kind):
+    model, rows = build(kind), [random_tokens(1, n) for n in (6, 4, 5, 2)]
+    batch = torch.full((4, 9), model.decoder.padding_idx)
+    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([7, 8])]
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        batch[row, place] = tokens[0]
+    more = random_tokens(4, 3)
+    scores, state = by_segments(model, batch, 9)
+    after, _ = by_segments(model, more, 3, state)
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        expected, alone = by_segments(model, tokens, tokens.shape[1])
+        torch.testing.assert_close(scores[row, place], expected[0])
+        torch.testing.assert_close(after[row], by_segments(model, more[row : row + 1], 3, alone)[0][0])
+
+
+def test_carried_states_are_reordered_and_reset(build, kind):
+    model, tokens = build(kind), random_tokens(3, 9)
+    _, state = by_segments(model, tokens[:, :5], 5)
+    order = torch.tensor([1, 0, 1])
+    expected, _ = by_segments(model, tokens[order], [5, 4])
+    torch.testing.assert_close(log_probs(model, tokens[order][:, 5:], state=state.reorder(order)), expected[:, 5:])
+    scores = log_probs(model, tokens[:, 5:], state=state.reset(torch.tensor([False, True, False])))
+    torch.testing.assert_close(scores[1:2], log_probs(model, tokens[1:2, 5:]))
+    torch.testing.assert_close(
+        scores[::2], log_probs(model, tokens[::2, 5:], state=state.reorder(torch.tensor([0, 2])))
+    )
+    assert model.decoder.carries_state == (kind != "softmax")
+
+
+@pytest.mark.parametrize("last", [1, 3])
+def test_features_of_the_last_tokens_alone(build, kind, last):
+    model, tokens = build(kind), random_tokens(2, 4)
+    decoder = model.decoder
+    torch.testing.assert_close(
+        decoder.extract_features(tokens, last=last)[0], decoder.extract_features(tokens)[0][:, -last:]
+    )
+
+
+def test_it_is_trained_saved_and_resumed_with_its_state(build, kind):
+    """With fairseq's adaptive loss: the next losses are the same, bit by bit; every parameter has a gradient."""
+
+    def train(model, optimizer, state, segments):
+        criterion, losses = AdaptiveLoss(Namespace(target_dictionary=model.decoder.dictionary), False), []
+        for segment in segments:
+            out = model(segment[:, :-1], state=state)
+            state = out[1]["state"].detach()
+            model.forward = lambda out=out, **kwargs: out
+            loss, size, _ = criterion(model, {
+                "net_input": {}, "target": segment[:, 1:].contiguous(), "ntokens": 8, "nsentences": 2,
+            })  # fmt: skip
+            del model.forward
+            optimizer.zero_grad()
+            (loss / size).backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, state
+
+    model, segments = build(kind).train(), random_tokens(6, 2, 5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    _, state = train(model, optimizer, None, segments[:3])
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), state], file)
+    expected, _ = train(model, optimizer, state, segments[3:])
+    file.seek(0)
+    weights, moments, state = torch.load(file, weights_only=True)
+    resumed = build(kind).train()
+    resumed.load_state_dict(weights)
+    optimizer = torch.optim.Adam(resumed.parameters(), lr=1e-3)
+    optimizer.load_state_dict(moments)
+    assert train(resumed, optimizer, state, segments[3:])[0] == expected
+
+
+@pytest.mark.parametrize("base", ["fwp_lm", "fwp_xl_lm"])
+def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base):
+    """What fairseq does for --finetune-from-model: the base's weights are taken, the layer keeps its own."""
+    below = build_model(base)
+    above = build_model("fwp_fwl_lm", fwl_base=base)
+    own = {name: value.clone() for name, value in above.decoder.fast_weight_layer.state_dict().items()}
+    above.load_state_dict(below.state_dict(), strict=True)
+    for name, value in below.state_dict().items():
+        assert torch.equal(above.state_dict()[name], value)
+    for name, value in own.items():
+        assert torch.equal(above.decoder.fast_weight_layer.state_dict()[name], value)
+    damaged = above.state_dict()
+    del damaged["decoder.fast_weight_layer.first.bias"]
+    with pytest.raises(RuntimeError, match=r"first\.bias"):
+        above.load_state_dict(damaged, strict=True)
+
+
+def test_a_layer_trained_without_fast_weights_takes_them_on_at_test_time(build):
+    trained, evaluated = build("none"), build("local", fwl_step_size=0.05, fwl_decay=1.0)
+    evaluated.load_state_dict(trained.state_dict(), strict=True)
+    tokens = random_tokens(1, 4)
+    assert not torch.allclose(log_probs(trained, tokens), log_probs(evaluated, tokens))
+
+
+def test_half_of_the_loss_below_it(build):
+    model = build("Transformer-XL", half_loss=True).train()
+    target = random_tokens(2, 4)
+    assert model.get_targets({"target": target}, None)[:, :2].eq(model.decoder.padding_idx).all()
+    assert torch.equal(build("local").train().get_targets({"target": target}, None), target)
+
+
+def test_divided_gradients_generate_no_text(build):
+    model = build("local", fwl_divide_gradients=True)
+    with pytest.raises(ValueError, match="--fwl-divide-gradients"):
+        model(random_tokens(1, 2), incremental_state={})
+
+
+def test_unused_options_are_named():
+    def unused(**flags):
+        return FwpFwlLanguageModel.unused_flags(FwpFwlLanguageModelConfig(**flags))
+
+    assert unused(decoder_update_rule="softmax", attention_window=4) == []
+    assert unused(decoder_update_rule="softmax", mem_len=3) == ["mem_len"]
+    assert unused(fwl_base="fwp_xl_lm", mem_len=3) == []
+    assert unused(fwl_base="fwp_xl_lm", attention_window=4, mem_len=3) == ["attention_window"]
+
+
+def test_the_state_is_counted(build, kind):
+    """As many numbers as the state holds after a segment and a carried one."""
+
+    def numbers(value):
+        if isinstance(value, torch.Tensor):
+            return value.numel() if value.is_floating_point() else 0
+        values = value.values() if isinstance(value, dict) else value
+        return sum(map(numbers, values)) if value is not None else 0
+
+    model = build(kind)
+    layer = model.decoder.fast_weight_layer
+    _, state = by_segments(model, random_tokens(1, 8), 4)
+    assert numbers(state.layer) == layer.state_size(4, carried=True)
+    assert model.decoder.state_size(4, True) == layer.state_size(4, True) + super(
+        type(model.decoder).__mro__[1], model.decoder
+    ).state_size(4, True)
+    _, state = by_segments(model, random_tokens(1, 4), 4)
+    assert numbers(state.layer) == layer.state_size(4)
+
+
+@pytest.mark.parametrize("arch", FWL_PRESETS)
+def test_presets_have_the_papers_sizes(arch):
+    """Clark et al. 2022, Sec. 3: 121 M parameters (119 M with the layer), and Transformer-XL large (see its test)."""
+    with torch.device("meta"):
+        task = Namespace(target_dictionary=make_dictionary(267_735))
+        model = FwpFwlLanguageModel.build_model(configure(arch), task)
+    layer = sum(parameter.numel() for parameter in model.decoder.fast_weight_layer.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    dim = 1024 if "xl" in arch else 768
+    assert layer == 8 * dim * dim + 7 * dim + 12
+    assert round((count - layer) / 1e6) == (285 if "xl" in arch else 114)

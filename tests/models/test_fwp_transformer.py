@@ -1,0 +1,448 @@
+"""Laws of the translation model: for every map in every position, and every rule of the decoder."""
+
+import copy
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq import options, search
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.sequence_generator import SequenceGenerator
+
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
+from fairseq_fwp.models.presets import MT_PRESETS
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+from .conftest import make_dictionary, random_tokens
+
+SMALL = {
+    f"{side}_{size}": value
+    for side in ("encoder", "decoder")
+    for size, value in (("layers", 2), ("embed_dim", 16), ("ffn_embed_dim", 24), ("attention_heads", 4))
+}
+VOCABULARY = 50
+SOFTMAX = {"encoder_feature_map": "softmax", "cross_feature_map": "softmax", "decoder_update_rule": "softmax"}
+# One position at a time, the others softmax; every rule with linear attention around it; and all at once.
+KINDS = {
+    "softmax": SOFTMAX,
+    **{f"encoder-{name}": {**SOFTMAX, "encoder_feature_map": name} for name in FEATURE_MAPS},
+    **{f"cross-{name}": {**SOFTMAX, "cross_feature_map": name} for name in FEATURE_MAPS},
+    **{
+        f"decoder-{name}": {**SOFTMAX, "decoder_update_rule": "sum", "decoder_feature_map": name}
+        for name in FEATURE_MAPS
+    },
+    **{f"rule-{rule}": {"decoder_update_rule": rule, "sum_normalization": True} for rule in UPDATE_RULES},
+    **{
+        f"all-{name}": dict.fromkeys(("encoder_feature_map", "cross_feature_map", "decoder_feature_map"), name)
+        for name in FEATURE_MAPS
+    },
+    "all-attention-normalised": {"decoder_update_rule": "sum", "attention_normalization": True},
+}
+
+
+def task(vocabulary=VOCABULARY):
+    dictionary = make_dictionary(vocabulary)
+    return Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+
+
+def build(arch="fwp_transformer", vocabulary=VOCABULARY, **flags):
+    """A small float64 model in evaluation mode, as `--arch arch` and the flags build it."""
+    if ARCH_MODEL_REGISTRY[arch] is FwpTransformerModel:
+        flags = {"fwp_backend": "reference", **flags}
+    args = Namespace(**{**SMALL, "share_all_embeddings": True, "dropout": 0.1, **flags})
+    ARCH_CONFIG_REGISTRY[arch](args)
+    model = ARCH_MODEL_REGISTRY[arch].build_model(args, task(vocabulary))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") and "norm" not in name:
+                parameter.normal_(std=0.1)
+    return model.double().eval()
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    return build(**KINDS[request.param])
+
+
+def scores_of(model, source, target):
+    """Log-probabilities (B, L, V) of one forward, in float64: fairseq's own are in float32."""
+    return model(source, None, target)[0].log_softmax(-1)
+
+
+def pad(rows, side, extra=0):
+    """The rows in one batch, with padding on that side."""
+    length = max(map(len, rows)) + extra
+    batch = torch.ones(len(rows), length, dtype=torch.long)  # <pad> is 1
+    for padded, row in zip(batch, rows, strict=True):
+        padded[length - len(row) :] = row if side == "left" else padded[length - len(row) :]
+        padded[: len(row)] = row if side == "right" else padded[: len(row)]
+    return batch
+
+
+def steps_of(model, memory, target, state=None, start=0):
+    """Log-probabilities token by token, as the generator asks for them."""
+    state = {} if state is None else state
+    steps = []
+    for end in range(start + 1, target.shape[1] + 1):
+        steps.append(model.decoder(target[:, :end], encoder_out=memory, incremental_state=state)[0].log_softmax(-1))
+    return torch.cat(steps, 1)
+
+
+def remember(model, source):
+    return model.encoder.forward_torchscript({"src_tokens": source, "src_lengths": source.ne(1).sum(1)})
+
+
+def test_incremental_equals_teacher_forced(model):
+    source, target = random_tokens(3, 6), random_tokens(3, 7)
+    whole = scores_of(model, source, target)
+    torch.testing.assert_close(steps_of(model, remember(model, source), target), whole)
+    # Also from what the encoder returns in training, which holds the whole source.
+    torch.testing.assert_close(steps_of(model, model.encoder(source), target), whole)
+
+
+def test_reordered_beams_go_on_from_their_own_past_and_source(model):
+    source, target, state = random_tokens(3, 6), random_tokens(3, 6), {}
+    memory = remember(model, source)
+    steps_of(model, memory, target[:, :4], state)
+    order = torch.tensor([2, 2, 0, 1])
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    memory = model.encoder.reorder_encoder_out(memory, order)
+    found = steps_of(model, memory, target[order], state, start=4)
+    torch.testing.assert_close(found, scores_of(model, source[order], target[order])[:, 4:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_score(model, side):
+    """Of source and target, in one forward and in decoding; rows of different lengths.
+
+    fairseq's own attention takes no target with padding on the left: the first row of its mask is empty, and NaN.
+    """
+    sources, targets = ([random_tokens(n) for n in lengths] for lengths in ((5, 2, 7), (4, 6, 1)))
+    alone = [scores_of(model, *(x.unsqueeze(0) for x in pair))[0] for pair in zip(sources, targets, strict=True)]
+    source, softmax = pad(sources, side, extra=2), model.decoder.cfg.decoder_update_rule == "softmax"
+    for at in ("right",) if softmax else ("left", "right"):
+        found = scores_of(model, source, pad(targets, at, extra=1))
+        for row, expected in zip(found, alone, strict=True):
+            kept = row[len(row) - len(expected) :] if at == "left" else row[: len(expected)]
+            torch.testing.assert_close(kept, expected)
+        found = steps_of(model, remember(model, source), pad(targets, at, extra=1))
+        for row, expected in zip(found, alone, strict=True):
+            kept = row[len(row) - len(expected) :] if at == "left" else row[: len(expected)]
+            torch.testing.assert_close(kept, expected)
+
+
+def generate(model, source, **settings):
+    """The hypotheses of fairseq's generator for each row."""
+    models = model if isinstance(model, list) else [model]
+    dictionary = models[0].decoder.dictionary
+    settings = {"beam_size": 4, "max_len_b": 8, "normalize_scores": False, **settings}
+    generator = SequenceGenerator(models, dictionary, **settings)
+    sample = {"id": torch.arange(len(source)), "net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
+    return generator.generate(models, sample)
+
+
+def rescore(model, source, hypothesis):
+    """What one full forward of the whole hypothesis gives each of its tokens."""
+    models = model if isinstance(model, list) else [model]
+    tokens = hypothesis["tokens"]
+    previous = torch.cat([tokens.new_tensor([2]), tokens[:-1]]).unsqueeze(0)  # </s> is 2
+    source = source[source.ne(1)].unsqueeze(0)
+    probabilities = torch.stack([scores_of(single, source, previous)[0].exp() for single in models]).mean(0)
+    return probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1).log()
+
+
+RAGGED = pad([random_tokens(n) for n in (6, 3, 4)], "left")
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_beam_scores_equal_rescoring(model, beam):
+    for source, hypotheses in zip(RAGGED, generate(model, RAGGED, beam_size=beam), strict=True):
+        assert len(hypotheses) == beam
+        for hypothesis in hypotheses:
+            found = hypothesis["positional_scores"].double()
+            torch.testing.assert_close(found, rescore(model, source, hypothesis), rtol=1e-5, atol=1e-5)
+
+
+DELTA = {**KINDS["all-dpfp"], "decoder_update_rule": "delta", "sum_normalization": True}
+
+
+@pytest.mark.parametrize("penalty", [0.6, 2.0])
+def test_length_penalty(penalty):
+    model = build(**DELTA)
+    for source, hypotheses in zip(
+        RAGGED, generate(model, RAGGED, normalize_scores=True, len_penalty=penalty), strict=True
+    ):
+        for hypothesis in hypotheses:
+            scores = rescore(model, source, hypothesis)
+            torch.testing.assert_close(
+                hypothesis["score"].double(), scores.sum() / len(scores) ** penalty, rtol=1e-5, atol=0
+            )
+
+
+def test_diverse_beams():
+    """Groups that begin differently, and the same ones for sentences that lie elsewhere in the data set."""
+    model = build(**DELTA)
+    dictionary, found = model.decoder.dictionary, []
+    for numbers in (torch.arange(3), torch.tensor([40, 7, 2])):
+        diverse = search.DiverseBeamSearch(dictionary, num_groups=2, diversity_strength=1.0, diversity_discount=0.5)
+        generator = SequenceGenerator([model], dictionary, beam_size=4, max_len_b=8, search_strategy=diverse)
+        net_input = {"src_tokens": RAGGED, "src_lengths": RAGGED.ne(1).sum(1)}
+        found.append(generator.generate([model], {"id": numbers, "net_input": net_input}))
+    for here, elsewhere in zip(*found, strict=True):
+        assert len({hypothesis["tokens"][0].item() for hypothesis in here}) > 1
+        for hypothesis, other in zip(here, elsewhere, strict=True):
+            assert torch.equal(hypothesis["tokens"], other["tokens"]) and hypothesis["score"] == other["score"]
+
+
+@pytest.mark.parametrize("limits", [{}, {"sampling_topk": 5}, {"sampling_topp": 0.8}])
+def test_sampled_scores_equal_rescoring(limits):
+    model = build(**DELTA)
+    sampling = search.Sampling(model.decoder.dictionary, **limits)
+    for source, hypotheses in zip(RAGGED, generate(model, RAGGED, search_strategy=sampling), strict=True):
+        for hypothesis in hypotheses:
+            expected = rescore(model, source, hypothesis)
+            found = hypothesis["positional_scores"].double()
+            if limits:  # relative to what may be drawn, and so no smaller
+                assert (found >= expected - 1e-5).all()
+            else:
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ensembles_of_different_attentions():
+    models = [build(**DELTA), build(**SOFTMAX), build(**KINDS["all-favor"])]
+    for source, hypotheses in zip(RAGGED, generate(models, RAGGED), strict=True):
+        for hypothesis in hypotheses:
+            found = hypothesis["positional_scores"].double()
+            torch.testing.assert_close(found, rescore(models, source, hypothesis), rtol=1e-5, atol=1e-5)
+
+
+def numbers_in(value):
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(numbers_in(part) for part in values)
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_a_hypothesis_costs_as_much_for_any_source_and_any_length(rule, name):
+    maps = {f"{position}_feature_map": name for position in ("encoder", "cross", "decoder")}
+    model, sizes = build(decoder_update_rule=rule, **maps), set()
+    for length in (4, 20):
+        memory, state, target = remember(model, random_tokens(2, length)), {}, random_tokens(2, 6)
+        for end in range(1, 7):
+            model.decoder(target[:, :end], encoder_out=memory, incremental_state=state)
+            sizes.add((numbers_in(state), numbers_in(memory)))
+    assert len(sizes) == 1 and min(sizes)[0] > 0 and min(sizes)[1] > 0
+
+
+def test_what_softmax_attention_keeps_grows():
+    model, sizes = build(**SOFTMAX), []
+    for length in (4, 20):
+        memory, state = remember(model, random_tokens(2, length)), {}
+        model.decoder(random_tokens(2, 1), encoder_out=memory, incremental_state=state)
+        sizes.append((numbers_in(state), numbers_in(memory)))
+    assert sizes[1][0] > 2 * sizes[0][0] and sizes[1][1] > 4 * sizes[0][1]
+
+
+def test_no_tensor_grows_faster_than_the_sentence(largest_tensor):
+    model = build("delta_dpfp_mt_wmt14_en_de", fwp_backend="auto", dpfp_nu=1, max_target_positions=4096).float()
+    largest = {}
+    for length in (512, 2048):
+        with largest_tensor() as mode, torch.no_grad():
+            model(random_tokens(1, length), None, random_tokens(1, length))
+        largest[length] = mode.largest
+    assert largest[2048] <= 4 * largest[512] < 512**2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"encoder_normalize_before": True, "decoder_normalize_before": True, "layernorm_embedding": True},
+        {"encoder_learned_pos": True, "decoder_learned_pos": True, "no_scale_embedding": True},
+        {"no_token_positional_embeddings": True, "share_all_embeddings": False},
+    ],
+)
+def test_softmax_everywhere_is_fairseqs_transformer(flags):
+    """The same parameters, the same initialisation from one seed, the same scores."""
+    built = []
+    for arch, kind in (("transformer", {}), ("fwp_transformer", SOFTMAX)):
+        torch.manual_seed(3)
+        built.append(build(arch, **kind, **flags))
+    theirs, ours = built
+    assert theirs.state_dict().keys() == ours.state_dict().keys()
+    source, target = pad([random_tokens(5), random_tokens(3)], "left"), random_tokens(2, 6)
+    expected = scores_of(theirs, source, target)
+    # Our positions are computed in float64, fairseq's in float32.
+    torch.testing.assert_close(scores_of(ours, source, target), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", MT_PRESETS)
+def test_presets(arch):
+    """Sizes of Vaswani's base and big model; maps and rules as the names say; 512 features where a map has a choice."""
+    args = Namespace(share_all_embeddings=True, encoder_layers=1, decoder_layers=1)
+    ARCH_CONFIG_REGISTRY[arch](args)
+    stock = Namespace()
+    ARCH_CONFIG_REGISTRY["transformer_vaswani_wmt_en_de_big" if arch.endswith("_big") else "transformer"](stock)
+    with torch.device("meta"):
+        model = ARCH_MODEL_REGISTRY[arch].build_model(args, task())
+    for name in ("encoder_embed_dim", "decoder_ffn_embed_dim", "encoder_attention_heads", "dropout"):
+        assert getattr(args, name) == getattr(stock, name)
+    rule, *rest = arch.removesuffix("_big").removesuffix("_mt_wmt14_en_de").split("_")
+    encoder, decoder = model.encoder.layers[0], model.decoder.layers[0]
+    if rule == "softmax":
+        assert not any(hasattr(module, "feature_map") for module in model.modules())
+        return
+    causal = decoder.self_attn.attention
+    assert causal.rule is UPDATE_RULES[rule] and causal.sum_normalization == (rule == "delta")
+    assert causal.attention_normalization == (rule == "sum")
+    for attention in (encoder.self_attn, decoder.encoder_attn, causal):
+        assert type(attention.feature_map) is FEATURE_MAPS[rest[0] if rest else "elu"]
+        assert attention.feature_map.feature_dim == (512 if rest else 64)
+
+
+@pytest.mark.parametrize("m, nu, features", [(128, 2, 256), (192, 3, 384), (256, 4, 512)])
+def test_features_of_table_6(m, nu, features):
+    assert (
+        FEATURE_MAPS["favor"](64, num_features=m).feature_dim == FEATURE_MAPS["dpfp"](64, nu=nu).feature_dim == features
+    )
+
+
+def train(model, updates):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for source, target in updates:
+        scores = scores_of(model, source, target[:, :-1])
+        loss = torch.nn.functional.nll_loss(scores.transpose(1, 2), target[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("checkpoint_activations", [False, True])
+def test_every_parameter_is_trained_and_saved(checkpoint_activations, tmp_path):
+    kind = {**KINDS["all-relu"], "decoder_update_rule": "decay", "sum_normalization": True}
+    model = build(**kind, checkpoint_activations=checkpoint_activations, dropout=0.0).train()
+    updates = [(random_tokens(2, 5), random_tokens(2, 6)) for _ in range(3)]
+    before = copy.deepcopy(model.state_dict())
+    losses = train(model, updates)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    torch.save(before, tmp_path / "model.pt")
+    again = build(**kind, dropout=0.0).train()
+    again.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert train(again, updates) == pytest.approx(losses)
+
+
+def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
+    model = build(**KINDS["all-favor"], checkpoint_activations=True)
+    maps = [module for module in model.modules() if type(module) is FEATURE_MAPS["favor"]]
+    source, target = random_tokens(2, 5), random_tokens(2, 5)
+    model(source, None, target)
+    assert len(maps) == 6 and {int(feature_map.draws) for feature_map in maps} == {1}
+    model.train()(source, None, target)[0].sum().backward()
+    assert {int(feature_map.draws) for feature_map in maps} == {2}
+    assert len({feature_map.projection.sum().item() for feature_map in maps}) == 6
+
+
+def test_a_copy_reads_with_its_own_attentions():
+    """A deep copy, as exponential moving averages make: changed, it leaves the model alone and reads by itself."""
+    model = build(**DELTA)
+    twin, source, target = copy.deepcopy(model), random_tokens(2, 4), random_tokens(2, 4)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    for each in (model, twin):
+        torch.testing.assert_close(steps_of(each, remember(each, source), target), scores_of(each, source, target))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
+def test_half_precision(name, dtype):
+    model = build(**{**KINDS[f"all-{name}"], "decoder_update_rule": "delta", "sum_normalization": True}).float()
+    source, target = random_tokens(2, 12), random_tokens(2, 12)
+    expected = scores_of(model, source, target)
+    half = copy.deepcopy(model).to(dtype)
+    for found in (scores_of(half, source, target), steps_of(half, remember(half, source), target)):
+        assert (found.float() - expected).abs().mean() < 0.05 * expected.std()
+
+
+def test_positions_go_on_beyond_any_table():
+    """fairseq's table ends with --max-target-positions; ours has none."""
+    model = build(**DELTA, decoder_layers=1, max_target_positions=8)
+    source, target = random_tokens(1, 3), random_tokens(1, 40)
+    torch.testing.assert_close(steps_of(model, remember(model, source), target), scores_of(model, source, target))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"cross_self_attention": True, "no_cross_attention": True}, "--cross-self-attention attends to source and"),
+        ({"quant_noise_pq": 0.1}, "--quant-noise-pq is for fairseq's own attention"),
+        ({"encoder_feature_map": "cosine"}, "unknown feature map 'cosine': choose softmax or one of elu, "),
+        ({"decoder_feature_map": "softmax"}, "unknown feature map 'softmax'"),
+        ({"decoder_feature_map": "identity", "sum_normalization": True}, "features of either sign"),
+        ({"encoder_attention_heads": 3}, "16 is not divisible by 3 attention heads"),
+        ({"decoder_update_rule": "hebb"}, "unknown update rule 'hebb'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        build(**flags)
+
+
+def test_alignment_with_the_full_context_is_refused():
+    model = build(**DELTA)
+    with pytest.raises(ValueError, match="needs softmax attention"):
+        model.decoder(random_tokens(1, 2), encoder_out=model.encoder(random_tokens(1, 3)), full_context_alignment=True)
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ({"dpfp_nu": 2}, ["dpfp-nu"]),
+        ({"encoder_feature_map": "dpfp", "dpfp_nu": 2}, []),
+        ({"attention_dropout": 0.1}, ["attention-dropout"]),
+        ({"attention_dropout": 0.1, "cross_feature_map": "softmax"}, []),
+        (
+            {**SOFTMAX, "sum_normalization": True, "normalization_epsilon": 0.1},
+            ["sum-normalization", "normalization-epsilon"],
+        ),
+        ({"decoder_update_rule": "softmax", "normalization_epsilon": 0.1}, []),
+    ],
+)
+def test_flags_without_an_effect_are_named(caplog, flags, named):
+    build(**flags)
+    found = [
+        record.getMessage().split()[0].removeprefix("--") for record in caplog.records if "no effect" in record.message
+    ]
+    assert found == named
+
+
+def parse(*flags):
+    required = ["DATA", "--task", "translation", "--cpu"]
+    return options.parse_args_and_arch(options.get_training_parser(), input_args=[*required, *flags])
+
+
+def test_the_command_line_wins_over_presets_and_both_over_defaults():
+    args = parse("--arch", "delta_dpfp_mt_wmt14_en_de_big", "--cross-feature-map", "softmax", "--dpfp-nu", "2")
+    found = (args.decoder_update_rule, args.encoder_feature_map, args.decoder_feature_map, args.cross_feature_map)
+    assert found == ("delta", "dpfp", "dpfp", "softmax") and args.dpfp_nu == 2
+    assert (args.sum_normalization, args.dropout) == (True, 0.3) and not hasattr(args, "attention_normalization")
+    assert parse("--arch", "sum_mt_wmt14_en_de").attention_normalization is True
+    bare = parse("--arch", "fwp_transformer", "--attention-normalization", "--normalization-epsilon", "0.5")
+    assert (bare.attention_normalization, bare.normalization_epsilon) == (True, 0.5)
+    base_architecture(bare)
+    assert (bare.attention_normalization, bare.sum_normalization, bare.cross_feature_map) == (True, False, "elu")
+
+
+@pytest.mark.parametrize("flag", ["--encoder-feature-map", "--cross-feature-map", "--decoder-feature-map"])
+def test_the_command_line_offers_what_the_tables_hold(flag, capsys):
+    with pytest.raises(SystemExit):
+        parse("--arch", "fwp_transformer", flag, "cosine")
+    message = capsys.readouterr().err
+    assert f"argument {flag}: invalid choice: 'cosine'" in message
+    assert all(f"'{name}'" in message for name in FEATURE_MAPS)

@@ -1,0 +1,128 @@
+"""Memories read from the query backwards, or through the matrix, hold what the papers' equations say."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fairseq_fwp.modules.associative_memory import READ_WEIGHTS, FastWeightMemory, SoftmaxMemory
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+B, L, Q, S, D = 2, 7, 3, 5, 4
+NORMALIZATIONS = [{}, {"sum_normalization": True}, {"attention_normalization": True}]
+
+
+def inputs(memory, length=L):
+    """q, k, values and the logits of the gates, in float64 with gradients."""
+    sizes = [projection.out_features for projection in memory.gate_projections(1).values()]
+    made = [
+        torch.randn(B, n, size).double().requires_grad_() for n, size in [(Q, D), *((length, n) for n in [D, *sizes])]
+    ]
+    q, k, *gates = made
+    return q, k, torch.randint(S, (B, length)), gates
+
+
+def make(rule, map_name="elu", **settings):
+    return FastWeightMemory(FEATURE_MAPS[map_name](D).double(), rule, S, backend="reference", **settings)
+
+
+def by_equation(rule, q, k, values, gates, norm):
+    """Schlag et al. 2021, Eqs. 17-29, and Mao 2022, Eqs. 5 and 7, one write after the other in the papers' terms.
+
+    q, k mapped; gates after their sigmoid, (B, L, size) each. The normaliser of a rule that forgets forgets too.
+    """
+    if norm.get("sum_normalization"):
+        q, k = (x / x.sum(-1, keepdim=True) for x in (q, k))
+    normalized = norm.get("attention_normalization")
+    out = []
+    for b in range(B):
+        w, z = torch.zeros(k.shape[-1], S).double(), torch.zeros(k.shape[-1]).double()
+        for t, index in enumerate(values[b].tolist()):
+            key, value, gate = k[b, t], F.one_hot(torch.tensor(index), S).double(), [g[b, t] for g in gates]
+            old = key @ w
+            if normalized and rule in ("delta", "fwm"):
+                old = old / (key @ z) if t else torch.zeros(S).double()
+            if rule == "sum":
+                w, z = w + torch.outer(key, value), z + key
+            elif rule == "gated":
+                w = gate[0] * w + (1 - gate[0]) * torch.outer(key, value)
+                z = gate[0] * z + (1 - gate[0]) * key
+            elif rule == "decay":
+                w = torch.outer(*gate) * w + torch.outer(key, value)
+                z = gate[0] * z + key
+            elif rule in ("delta", "fwm"):
+                w, z = w + gate[0] * torch.outer(key, value - old), z + key
+                if rule == "fwm":
+                    w = w / w.norm().clamp(min=1) if t else w
+            else:
+                raise NotImplementedError(f"write the equation of {rule} here")
+        read = q[b] @ w
+        out.append(read / (q[b] @ z).unsqueeze(-1) if normalized else read)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("norm", NORMALIZATIONS)
+@pytest.mark.parametrize("map_name", FEATURE_MAPS)
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_every_combination_is_the_papers_equations(rule, map_name, norm):
+    if norm and not FEATURE_MAPS[map_name](D).positive:
+        with pytest.raises(ValueError, match="features of either sign"):
+            make(rule, map_name, **norm)
+        return
+    memory = make(rule, map_name, **norm)
+    q, k, values, gates = inputs(memory)
+    if map_name in ("dpfp", "relu"):  # a vector that maps to zero has no sum to divide by
+        q, k = ((x.abs() + 0.1).detach().requires_grad_() for x in (q, k))
+        if map_name == "relu":
+            nn.init.uniform_(memory.feature_map.linear.weight, 0.1, 1)
+    expected = by_equation(
+        rule, memory.feature_map(q), memory.feature_map(k), values, [gate.sigmoid() for gate in gates], norm
+    )
+    torch.testing.assert_close(memory(q, k, values, gates), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, L])
+@pytest.mark.parametrize("norm", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", READ_WEIGHTS)
+def test_reading_backwards_is_reading_the_matrix(rule, norm, length):
+    """The same numbers and gradients, by kernels too."""
+    memory = make(rule, **norm)
+    q, k, values, gates = inputs(memory, length)
+    cotangent = torch.randn(B, Q, S).double()
+    backwards = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
+    memory.backend = "auto"
+    by_kernel = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
+    memory.read_weights = None
+    matrix = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
+    torch.testing.assert_close(backwards, matrix)
+    torch.testing.assert_close(by_kernel, matrix)
+
+
+def test_softmax():
+    memory = SoftmaxMemory(S)
+    assert not memory.gate_projections(3)
+    q, k, values, _ = inputs(make("sum"))
+    expected = (q @ k.mT / D**0.5).softmax(-1) @ F.one_hot(values, S).double()
+    torch.testing.assert_close(memory(q, k, values, []), expected)
+
+
+def test_layer_normalisation_of_the_read_out():
+    memory, plain = make("fwm", "tanh", norm_read_out=True), make("fwm", "tanh")
+    q, k, values, gates = inputs(memory)
+    read = plain(q, k, values, gates)
+    centred = read - read.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(memory(q, k, values, gates), expected)
+
+
+def test_gates_have_the_biases_of_their_rule():
+    delta, decay = (make(rule).gate_projections(3) for rule in ("delta", "decay"))
+    assert delta["beta"].bias is None
+    assert decay["key_decay"].bias.shape == (D,) and decay["value_decay"].bias.shape == (S,)
+    assert decay["key_decay"].bias.requires_grad
+
+
+def test_unknown_rule():
+    with pytest.raises(ValueError, match="unknown update rule 'nonsense': choose one of sum"):
+        make("nonsense")

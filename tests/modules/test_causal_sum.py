@@ -1,0 +1,59 @@
+"""Linear attention by chunks is the sum rule, and its derivatives are those of the loop."""
+
+import pytest
+import torch
+
+from fairseq_fwp import ops
+from fairseq_fwp.modules.causal_sum import causal_sum, cumulative_sum
+
+
+def random(*sizes):
+    return torch.randn(*sizes, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9, 40])
+@pytest.mark.parametrize("chunk", [1, 3, 8, 64])
+def test_it_is_the_sum_rule(length, chunk):
+    q, k, v = random(2, length, 3), random(2, length, 3), random(2, length, 5)
+    expected, _ = ops.sum_rule(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), backend="reference")
+    torch.testing.assert_close(causal_sum(q, k, v, chunk), expected.squeeze(1))
+
+
+@pytest.mark.parametrize("length", [1, 5, 30])
+@pytest.mark.parametrize("keys", [-1, 0, 4])
+def test_each_query_sees_one_key_more_and_the_last_sees_all(length, keys):
+    keys += length
+    q, k, v = random(2, length, 3), random(2, keys, 3), random(2, keys, 5)
+    first = keys - length + 1
+    expected = [(q[:, t : t + 1] @ k[:, : first + t].mT) @ v[:, : first + t] for t in range(length)]
+    for chunk in (1, 4, 64):
+        torch.testing.assert_close(causal_sum(q, k, v, chunk), torch.cat(expected, 1))
+    sums = [v[:, : first + t].sum(1, keepdim=True) for t in range(length)]
+    torch.testing.assert_close(cumulative_sum(v, length), torch.cat(sums, 1))
+
+
+def test_long_texts_are_summed_by_chunks(largest_tensor):
+    """Else the scores would be the largest tensor, and grow with the square of the length."""
+    q, k, v = (torch.randn(1, 4096, size) for size in (8, 8, 8))
+    with largest_tensor() as seen:
+        causal_sum(q, k, v)
+    assert seen.largest < 4096 * 64
+
+
+def test_memories_larger_than_scores_are_not_summed(largest_tensor):
+    """The sums would be of 64 x 512 numbers, the scores of a chunk are of 16 x 64 at most."""
+    q, k, v = (torch.randn(1, 64, size) for size in (64, 64, 512))
+    with largest_tensor() as seen:
+        causal_sum(q, k, v, 16)
+    assert seen.largest == 64 * 512  # what it returns
+    q, k, v = (torch.randn(1, 8, size) for size in (64, 64, 512))
+    with largest_tensor() as seen:
+        causal_sum(q, k, v, 2)
+    assert seen.largest == 8 * 512
+
+
+@pytest.mark.parametrize("chunk", [2, 64])
+def test_derivatives_of_both_orders(chunk):
+    inputs = random(1, 5, 2), random(1, 6, 2), random(1, 6, 3)
+    assert torch.autograd.gradcheck(lambda *x: causal_sum(*x, chunk), inputs)
+    assert torch.autograd.gradgradcheck(lambda *x: causal_sum(*x, chunk), inputs)

@@ -1,0 +1,305 @@
+"""The fast weight layer is what it says: one position after the other, by autograd, in float64.
+
+Shapes: B batch, L tokens, D features, V words.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fairseq_fwp.modules.adaptive_input import AdaptiveInput
+from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, FastWeightLayer
+from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
+
+DIM, HIDDEN, WORDS = 6, 10, 23
+SOFTMAXES = {"plain": [], "adaptive": [7, 15], "projected": [7, 15]}
+FAST = list(FAST_WEIGHTS)
+# Every softmax with all fast weights, every choice of these with one softmax.
+PAIRS = [*(("both", kind) for kind in SOFTMAXES), *((fast, "adaptive") for fast in FAST if fast != "both")]
+
+
+def build_softmax(kind, fast):
+    cutoffs = SOFTMAXES[kind]
+    words = AdaptiveInput(WORDS, DIM, cutoffs, 2, 1) if kind == "projected" else nn.Embedding(WORDS, DIM, 1)
+    if fast == "softmax-bias":
+        return build_shifted_softmax(words, cutoffs)
+    return ProjectedAdaptiveSoftmax(words) if kind == "projected" else TiedAdaptiveSoftmax(words, cutoffs)
+
+
+def build(fast="both", kind="plain", **options):
+    """A layer and an output softmax with large weights, step sizes that differ, in float64."""
+    softmax = build_softmax(kind, fast)
+    layer = FastWeightLayer(DIM, HIDDEN, fast, getattr(softmax, "shift_entries", 0), **options)
+    for module in (layer, softmax):
+        for parameter in module.double().parameters():
+            nn.init.normal_(parameter, std=0.5)
+    return layer, softmax
+
+
+def random_features(batch, length):
+    return torch.randn(batch, length, DIM, dtype=torch.float64, requires_grad=True)
+
+
+def random_tokens(batch, length):
+    return torch.randint(2, WORDS, (batch, length))
+
+
+def weights_of(layer, softmax):
+    """The weights of f, as the paper names them, and the softmax's biases: those of words, then of clusters."""
+    clusters = () if softmax.clusters is None else (softmax.clusters.bias,)
+    return {
+        "first.weight": layer.first.weight.mT, "first.bias": layer.first.bias,
+        "second.weight": layer.second.weight.mT, "second.bias": layer.second.bias,
+        "norm.weight": layer.norm.weight, "norm.bias": layer.norm.bias,
+        "softmax.bias": torch.cat([softmax.bias, *clusters]),
+    }  # fmt: skip
+
+
+def apply(weights, h):
+    """f of one h (D,)."""
+    squares = (h @ weights["first.weight"] + weights["first.bias"]).relu().square()
+    outputs = squares @ weights["second.weight"] + weights["second.bias"]
+    return F.layer_norm(outputs, (DIM,)) * weights["norm.weight"] + weights["norm.bias"]
+
+
+def loss_of(softmax, weights, y, token):
+    """With the weights' bias of the softmax, where that is fast."""
+    if "softmax.bias" in weights and hasattr(softmax, "shift_entries"):
+        clusters = () if softmax.clusters is None else (softmax.clusters.bias,)
+        y = torch.cat([y, weights["softmax.bias"] - torch.cat([softmax.bias, *clusters]).detach()])
+    return -softmax.target_log_prob(y[None], token[None])[0]
+
+
+class Brute:
+    """One row, position by position; `segments` as the paper's formula has them."""
+
+    def __init__(self, layer, softmax):
+        self.layer, self.softmax = layer, softmax
+        self.weights = weights_of(layer, softmax)
+        self.fast = layer.fast
+        self.steps = dict(zip(layer.fast, layer.step_sizes if layer.step_sizes is not None else (), strict=False))
+        self.decays = dict(zip(layer.fast, layer.decays.sigmoid() if layer.decays is not None else (), strict=False))
+
+    def gradient(self, h, token):
+        """dL / d theta at one position, with a graph."""
+        slow = self.weights
+        if "softmax.bias" in self.fast:  # a leaf in its place: the softmax's own bias is not what autograd asks for
+            slow = {**slow, "softmax.bias": slow["softmax.bias"].detach().requires_grad_()}
+        loss = loss_of(self.softmax, slow, apply(slow, h), token)
+        found = torch.autograd.grad(loss, [slow[name] for name in self.fast], create_graph=True)
+        return dict(zip(self.fast, found, strict=True))
+
+    def segment(self, features, tokens, following, delta):
+        """y (L, D + shifts), and the gradients of all positions with `following`, what the last one is to predict."""
+        total = {name: torch.zeros_like(self.weights[name]) for name in self.fast}
+        ys = []
+        for t, h in enumerate(features):
+            changed = {name: self.steps[name] * (delta.get(name, 0) + total[name]) for name in self.fast}
+            fast = {name: value - changed.get(name, 0) for name, value in self.weights.items()}
+            y = apply(fast, h)
+            ys.append(torch.cat([y, -changed["softmax.bias"]]) if self.layer.bias_entries else y)
+            token = tokens[t + 1] if t + 1 < len(tokens) else following
+            if token is not None and self.fast:
+                for name, value in self.gradient(h, token).items():
+                    total[name] = total[name] + value
+        return torch.stack(ys), total
+
+    def stream(self, segments):
+        """segments of (features (L, D), tokens (L,)) -> y of each, as Clark et al. 2022, Sec. 3, carry Delta."""
+        delta, ys = {}, []
+        for index, (features, tokens) in enumerate(segments):
+            following = segments[index + 1][1][0] if index + 1 < len(segments) else None
+            y, total = self.segment(features, tokens, following, delta)
+            ys.append(y)
+            # gamma has a gradient of one step, as the layer's: Delta of before comes without a graph.
+            delta = {
+                name: self.decays[name] * delta[name].detach() + total[name].detach() if delta else total[name].detach()
+                for name in self.fast
+            }
+        return ys
+
+
+@pytest.fixture(params=FAST)
+def fast(request):
+    return request.param
+
+
+def check_gradients(ours, expected, inputs):
+    """Of a random projection of all values, by every input."""
+    direction = torch.randn_like(ours)
+    found, wanted = (
+        torch.autograd.grad((values * direction).sum(), inputs, retain_graph=True, materialize_grads=True)
+        for values in (ours, expected)
+    )
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other)
+    return found
+
+
+@pytest.mark.parametrize(("fast", "kind"), PAIRS)
+def test_one_pass_is_the_loop_over_positions(fast, kind):
+    """Values, and derivatives through the updates: by features, weights, step sizes and the softmax's weights."""
+    (layer, softmax), x, tokens = build(fast, kind), random_features(2, 5), random_tokens(2, 5)
+    brute = Brute(layer, softmax)
+    expected = torch.stack([brute.segment(x[row], tokens[row], None, {})[0] for row in range(2)])
+    ours, _ = layer(x, tokens, softmax.target_log_prob)
+    torch.testing.assert_close(ours, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, tokens, softmax.target_log_prob)[0], expected)
+    names, parameters = zip(*[*layer.named_parameters(), *softmax.named_parameters()], strict=True)
+    found = dict(zip(("x", *names), check_gradients(ours, expected, (x, *parameters)), strict=True))
+    if fast != "none":
+        assert found["step_sizes"].abs().min() > 0 and found["bias"].abs().sum() > 0
+        first_order, _ = FirstOrder(layer)(x, tokens, softmax.target_log_prob)
+        assert not torch.allclose(torch.autograd.grad(first_order.square().sum(), x)[0], found["x"])
+
+
+class FirstOrder:
+    """The layer with gradients that are constants: what a wrong second order would be."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, *arguments):
+        learn = self.layer._learn
+        self.layer._learn = lambda *inputs: {name: found.detach() for name, found in learn(*inputs).items()}
+        try:
+            return self.layer(*arguments)
+        finally:
+            del self.layer._learn
+
+
+def test_the_sum_is_strict(fast):
+    """What is to be predicted at t changes nothing at t, and something after it."""
+    (layer, softmax), x, tokens = build(fast), random_features(1, 6), random_tokens(1, 6)
+    changed = tokens.clone()
+    changed[0, 3] = tokens[0, 3] % 20 + 2  # the target of position 2
+    ours, theirs = (layer(x, given, softmax.target_log_prob)[0] for given in (tokens, changed))
+    assert torch.equal(ours[:, :3], theirs[:, :3])
+    assert torch.equal(ours[:, 3], theirs[:, 3]) == (fast == "none")
+
+
+@pytest.mark.parametrize("lengths", [(4, 3, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize(("fast", "kind"), PAIRS)
+def test_segments_carry_what_was_learnt(fast, kind, lengths):
+    """Delta, gamma and the loss of a segment's last position, with all derivatives of the last segment."""
+    layer, softmax = build(fast, kind)
+    features = [random_features(2, length) for length in lengths]
+    tokens = [random_tokens(2, length) for length in lengths]
+    brute, state, ours = Brute(layer, softmax), None, []
+    for x, given in zip(features, tokens, strict=True):
+        y, state = layer(x, given, softmax.target_log_prob, state)
+        ours.append(y)
+    rows = [brute.stream([(x[row], given[row]) for x, given in zip(features, tokens, strict=True)]) for row in range(2)]
+    for y, *expected in zip(ours, *rows, strict=True):
+        torch.testing.assert_close(y, torch.stack(expected))
+    inputs = (features[-1], *layer.parameters(), *softmax.parameters())
+    check_gradients(ours[-1], torch.stack([row[-1] for row in rows]), inputs)
+    if fast != "none":
+        assert torch.autograd.grad(ours[-1].sum(), features[0], allow_unused=True)[0] is None
+        (of_decay,) = torch.autograd.grad(ours[-1].sum(), layer.decays)
+        assert of_decay.abs().min() > 0
+
+
+def test_pieces_of_a_segment_are_the_segment(fast):
+    layer, softmax = build(fast)
+    x, tokens, before = random_features(2, 9), random_tokens(2, 9), random_tokens(2, 3)
+    _, state = layer(random_features(2, 3), before, softmax.target_log_prob)
+    expected, after = layer(x, tokens, softmax.target_log_prob, state)
+    for pieces in ([1] * 9, [4, 1, 4]):
+        ours, kept, start = [], state, 0
+        for piece in pieces:
+            part = slice(start, start + piece)
+            y, kept = layer(x[:, part], tokens[:, part], softmax.target_log_prob, kept, same_segment=start > 0)
+            ours.append(y)
+            start += piece
+        torch.testing.assert_close(torch.cat(ours, 1), expected)
+        for name, gradients in after.gradients.items():
+            torch.testing.assert_close(kept.gradients[name], gradients)
+            torch.testing.assert_close(kept.sums[name], after.sums[name])
+
+
+def test_padding_changes_nothing(fast):
+    """On the left, on the right, between tokens, and of a whole segment; here and in the segments after it."""
+    layer, softmax = build(fast)
+    places = [[2, 3, 4, 5], [0, 1, 2], [0, 2, 5], []]
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    for row, kept in enumerate(places):
+        mask[row, kept] = False
+    first, second, third = (random_features(4, length) for length in (3, 6, 2))
+    given = [random_tokens(4, length) for length in (3, 6, 2)]
+    given[1][mask] = 1
+    state, ours = None, []
+    for x, tokens, padding in zip((first, second, third), given, (None, mask, None), strict=True):
+        y, state = layer(x, tokens, softmax.target_log_prob, state, padding)
+        ours.append(y)
+    for row, kept in enumerate(places):
+        state = None
+        for index, x in enumerate((first, second, third)):
+            own = torch.tensor(kept if index == 1 else range(x.shape[1]), dtype=torch.long)
+            if index == 1 and not len(own):
+                continue
+            alone = given[index][row : row + 1, own]
+            y, state = layer(x[row : row + 1, own], alone, softmax.target_log_prob, state)
+            if index < 2 or len(kept):  # an empty segment still ends the one before it
+                torch.testing.assert_close(y[0], ours[index][row, own])
+
+
+def test_states_are_reordered_and_reset(fast):
+    (layer, softmax), more, tokens = build(fast), random_features(3, 4), random_tokens(3, 4)
+    state = None
+    for _ in range(2):
+        _, state = layer(random_features(3, 4), random_tokens(3, 4), softmax.target_log_prob, state)
+    expected, _ = layer(more, tokens, softmax.target_log_prob, state)
+    order = torch.tensor([2, 0, 2])
+    ours, _ = layer(more[order], tokens[order], softmax.target_log_prob, state.reorder(order))
+    torch.testing.assert_close(ours, expected[order])
+    fresh, _ = layer(more, tokens, softmax.target_log_prob)
+    ours, _ = layer(more, tokens, softmax.target_log_prob, state.reset(torch.tensor([False, True, False])))
+    torch.testing.assert_close(ours, torch.stack([expected[0], fresh[1], expected[2]]))
+
+
+def test_one_fixed_step_size_and_decay():
+    """They are what the learned ones would be, were they all so; nothing is learned then."""
+    layer, softmax = build()
+    fixed = FastWeightLayer(DIM, HIDDEN, step_size=0.25, decay=0.5).double()
+    fixed.load_state_dict({k: v for k, v in layer.state_dict().items() if k not in ("step_sizes", "decays")})
+    nn.init.constant_(layer.step_sizes, 0.25)
+    nn.init.constant_(layer.decays, 0.0)
+    expected = ours = None
+    for _ in range(3):
+        x, tokens = random_features(2, 3), random_tokens(2, 3)
+        expected, ours = (
+            either(x, tokens, softmax.target_log_prob, before and before[1])
+            for either, before in ((layer, expected), (fixed, ours))
+        )
+        torch.testing.assert_close(ours[0], expected[0])
+
+
+def test_divided_gradients_are_smaller_steps():
+    layer, softmax = build(divide=True)
+    x, tokens = random_features(2, 5), random_tokens(2, 5)
+    ours, _ = layer(x, tokens, softmax.target_log_prob)
+    layer.divide = False
+    with torch.no_grad():
+        layer.step_sizes /= 8  # losses of 2 x 5 tokens, the last of which nobody knows
+    torch.testing.assert_close(ours, layer(x, tokens, softmax.target_log_prob)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close(dtype):
+    layer, softmax = build()
+    x, tokens = random_features(2, 12), random_tokens(2, 12)
+    with torch.no_grad():
+        layer.step_sizes.fill_(0.01)
+        expected, _ = layer(x, tokens, softmax.target_log_prob)
+        ours, _ = layer.to(dtype)(x.to(dtype), tokens, softmax.to(dtype).target_log_prob)
+    assert ours.dtype == dtype
+    assert (ours - expected).abs().mean() < 0.03 * expected.abs().mean()
+
+
+def test_an_empty_hidden_layer_is_refused():
+    with pytest.raises(ValueError, match="--fwl-hidden-dim"):
+        FastWeightLayer(DIM, 0)

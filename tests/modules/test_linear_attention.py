@@ -1,0 +1,164 @@
+"""Linear attention to a whole sequence: the paper's equation, padding, precision, a summary of constant size."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.feature_maps.favor import Favor
+from fairseq_fwp.modules.linear_attention import LinearAttention
+
+DIM, HEADS, SOURCE_DIM = 12, 3, 10
+POSITIVE = [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive]
+
+
+@pytest.fixture(params=FEATURE_MAPS)
+def layer(request):
+    return build(request.param)
+
+
+def build(name, **options):
+    return LinearAttention(DIM, HEADS, FEATURE_MAPS[name](DIM // HEADS), source_dim=SOURCE_DIM, **options).double()
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def by_definition(layer, x, source, padding=None):
+    """Eq. 13 of Schlag et al. 2021 over the whole sequence, one query, key and head after the other."""
+    rows = []
+    for b in range(len(x)):
+        q, kv = layer.q_proj(x[b]), layer.kv_proj(source[b])
+        heads = []
+        for h in range(HEADS):
+            at = slice(h * DIM // HEADS, (h + 1) * DIM // HEADS)
+            k, v = layer.feature_map(kv[:, :DIM][:, at]), kv[:, DIM:][:, at]
+            reads = []
+            for query in layer.feature_map(q[:, at]):
+                kept = [j for j in range(len(source[b])) if padding is None or not padding[b, j]]
+                numerator = sum((k[j] @ query) * v[j] for j in kept)
+                divisor = sum(k[j] @ query for j in kept).clamp(min=layer.epsilon)
+                reads.append(numerator / divisor if layer.feature_map.positive else numerator)
+            heads.append(torch.stack(reads))
+        rows.append(torch.cat(heads, -1))
+    return layer.out_proj(torch.stack(rows))
+
+
+def test_equation_13(layer):
+    x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
+    padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])
+    torch.testing.assert_close(layer(x, source), by_definition(layer, x, source))
+    torch.testing.assert_close(layer(x, source, padding), by_definition(layer, x, source, padding))
+
+
+def test_gradients(layer):
+    x, source = random(2, 3, DIM).requires_grad_(), random(2, 4, SOURCE_DIM).requires_grad_()
+    padding = torch.tensor([[True, False, False, False], [False] * 4])
+    assert torch.autograd.gradcheck(lambda *inputs: layer(*inputs, padding), (x, source))
+
+
+def test_padding_adds_nothing_wherever_it_stands(layer):
+    x, source = random(2, 4, DIM), random(2, 5, SOURCE_DIM)
+    padded = torch.full((2, 8, SOURCE_DIM), math.inf).double()  # not even this
+    kept = torch.tensor([[1, 2, 4, 6, 7], [0, 1, 2, 3, 4]])
+    padded.scatter_(1, kept.unsqueeze(-1).expand(-1, -1, SOURCE_DIM), source)
+    padding = torch.ones(2, 8, dtype=torch.bool).scatter_(1, kept, False)
+    padded = padded.masked_fill(padding.unsqueeze(-1), 1e3)
+    torch.testing.assert_close(layer(x, padded, padding), layer(x, source))
+
+
+def test_a_source_of_padding_alone_reads_nothing(layer):
+    out = layer(random(1, 2, DIM), random(1, 3, SOURCE_DIM), torch.ones(1, 3, dtype=torch.bool))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_order_does_not_matter(layer):
+    x, source = random(1, 2, DIM), random(1, 7, SOURCE_DIM)
+    torch.testing.assert_close(layer(x, source[:, torch.randperm(7)]), layer(x, source))
+
+
+def test_the_summary_is_as_large_for_any_source_and_can_be_reordered(layer):
+    x, order = random(3, 2, DIM), torch.tensor([2, 0, 0, 1])
+    sizes = set()
+    for length in (1, 9):
+        source = random(3, length, SOURCE_DIM)
+        state = layer.summarize(source)
+        sizes.add(tuple(None if part is None else tuple(part.shape) for part in state))
+        torch.testing.assert_close(layer.read(x[order], state.reorder(order)), layer(x, source)[order])
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_constant_values_are_read_back(name):
+    """A read-out that is an average of the values, whatever the map."""
+    layer = build(name)
+    with torch.no_grad():
+        layer.kv_proj.weight[DIM:] = 0
+        layer.kv_proj.weight[DIM:, 0] = 1
+        layer.out_proj.weight.copy_(torch.eye(DIM))
+    source = random(2, 40, SOURCE_DIM)
+    source[..., 0] = 1
+    reads = layer(random(2, 20, DIM), source)
+    written = reads != 0  # a query without a feature reads nothing
+    torch.testing.assert_close(reads[written], torch.ones_like(reads)[written], rtol=1e-4, atol=1e-4)
+    assert written.double().mean() > 0.7
+
+
+def test_epsilons_reach_the_divisor():
+    x, source = random(1, 2, DIM), random(1, 3, SOURCE_DIM)
+    bounded, added = (build("elu", epsilon=100.0, add_epsilon=add) for add in (False, True))
+    added.load_state_dict(bounded.state_dict())
+    bounded.out_proj.weight.data.copy_(torch.eye(DIM))
+    added.out_proj.weight.data.copy_(torch.eye(DIM))
+    state = bounded.summarize(source)
+    q = bounded.feature_map(bounded._split_heads(bounded.q_proj(x)))
+    numerator, z = (q @ state.weights), (q * state.normalizer.unsqueeze(2)).sum(-1, keepdim=True)
+    for layer, divisor in ((bounded, torch.full_like(z, 100)), (added, z + 100)):
+        torch.testing.assert_close(layer(x, source), (numerator / divisor).transpose(1, 2).flatten(2))
+
+
+def test_favor_estimates_softmax_attention():
+    """With many random features, the attention that it is an estimate of."""
+    layer = LinearAttention(8, 1, Favor(8, num_features=20_000)).double()
+    with torch.no_grad():
+        for projection in (layer.q_proj, layer.kv_proj):
+            projection.weight.mul_(0.5)
+    x, source = random(1, 5, 8), random(1, 6, 8)
+    k, v = layer.kv_proj(source).chunk(2, -1)
+    expected = layer.out_proj((layer.q_proj(x) @ k.transpose(1, 2)).softmax(-1) @ v)
+    torch.testing.assert_close(layer(x, source), expected, rtol=0, atol=0.05 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast(layer, dtype):
+    """A half layer, and a float32 layer under autocast: near float32, with a summary in float32."""
+    layer = layer.float()
+    x, source = torch.randn(2, 6, DIM), torch.randn(2, 50, SOURCE_DIM)
+    expected = layer(x, source)
+    scale = expected.abs().max()
+    with torch.autocast("cpu", dtype):
+        out, state = layer(x, source), layer.summarize(source)
+    assert out.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in state)
+    torch.testing.assert_close(out.float() / scale, expected / scale, rtol=0, atol=0.1)
+    half = copy.deepcopy(layer).to(dtype)
+    out, state = half(x.to(dtype), source.to(dtype)), half.summarize(source.to(dtype))
+    assert out.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in state)
+    torch.testing.assert_close(out.float() / scale, expected / scale, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_no_tensor_has_a_row_for_every_pair_of_tokens(name, largest_tensor):
+    layer, largest = build(name).float(), {}
+    for length in (256, 1024):
+        with largest_tensor() as mode, torch.no_grad():
+            layer(torch.randn(1, length, DIM), torch.randn(1, length, SOURCE_DIM))
+        largest[length] = mode.largest
+    assert largest[1024] <= 4 * largest[256] < 256**2 * HEADS
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="12 is not divisible by 5 attention heads"):
+        LinearAttention(12, 5, FEATURE_MAPS["elu"](2))
