@@ -17,9 +17,9 @@
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
-# shellcheck disable=SC1091
+# shellcheck source=recipes/env.sh
 . "$here/../env.sh" plots
-# shellcheck disable=SC1091
+# shellcheck source=recipes/lm_comparison.sh
 . "$here/../lm_comparison.sh" # prepare: the PEPs in pieces of words
 
 corpus=peps model='' data='' out='' rows='' merges=8000
