@@ -34,6 +34,7 @@ setup(
         "PyYAML",
         "sacrebleu",
         "sacremoses",
+        "safetensors",
         "subword-nmt",
         # torch.utils.cpp_extension compiles the kernels with both.
         "ninja",

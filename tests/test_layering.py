@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
-PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "sacrebleu", "tqdm", "yaml"}
+PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "sacrebleu", "safetensors", "tqdm", "yaml"}
 ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "tasks", "criterions")}
 
 # What each room of the package may import besides itself and the standard library. Imports never point backwards.

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from fairseq_fwp.convert.safetensors import load_safetensors
 from fairseq_fwp.convert.source import Conversion, Entry, Options, Source, check_equal, convert_tensors
 from fairseq_fwp.convert.vocabulary import arrange
 
@@ -73,8 +74,18 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     config = read_config(path)
     index = path / INDEX
     files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [WEIGHTS]
-    tensors = {name: tensor for file in files for name, tensor in load_safetensors(path / file).items()}
+    tensors = {name: tensor for file in files for name, tensor in read_weights(path / file).items()}
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file. Raises ValueError for one that is not there, not whole, or no safetensors."""
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise ValueError(f"the weights {path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole file of safetensors: it was cut short or is another kind") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:

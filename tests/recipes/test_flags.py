@@ -15,7 +15,11 @@ from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig
 
 ROOT = Path(__file__).parents[2]
-CONFS = sorted(path for path in ROOT.glob("recipes/*/conf/**/*.yaml") if path.name != "common.yaml")
+# The grids of associative_retrieval are lists of such files; test_associative_grid.py parses their points.
+GRIDS = ROOT / "recipes" / "associative_retrieval" / "conf"
+CONFS = sorted(
+    path for path in ROOT.glob("recipes/*/conf/**/*.yaml") if path.name != "common.yaml" and path.parent != GRIDS
+)
 GRID = ROOT / "recipes" / "peps" / "conf" / "grid"
 GRID_ROWS = sorted(path for path in CONFS if path.parent == GRID)
 
