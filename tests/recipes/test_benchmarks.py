@@ -117,9 +117,8 @@ def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
         report.publish("training", ["speed"], [[speed]], goals, speed)
     ledger = (tmp_path / "RESULTS.md").read_text()
     assert ledger.count("1 of 1 goals met") == 1 and "run two" in ledger and "run one" not in ledger
-    assert all(
-        f"<!-- {part}: end -->" in ledger for part in ("operators", "rules", "training", "long", "eval_lm", "fwl")
-    )
+    parts = ("operators", "rules", "training", "long", "eval_lm", "fwl")
+    assert all(f"<!-- {part}: end -->" in ledger for part in parts)
 
 
 def test_nothing_is_measured_after_a_failed_test(tmp_path):
