@@ -43,8 +43,8 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
     fwl_decay: Optional[float] = option(  # noqa: UP045
         None, "one fixed decay of what earlier segments taught; none: one for each fast weight, learned from 0.9 on"
     )
-    fwl_divide_gradients: bool = option(
-        False, "divide gradients by the tokens of the batch, as the paper's public code does; no generation then"
+    fwl_divide_gradients_by: float = option(
+        1.0, "1: gradients of single tokens, as in the paper; tokens of a training batch: as in its public code"
     )
 
 
@@ -93,7 +93,7 @@ class FwlDecoder(LanguageModelDecoder):
             entries,
             cfg.fwl_step_size,
             cfg.fwl_decay,
-            cfg.fwl_divide_gradients,
+            cfg.fwl_divide_gradients_by,
         )
         self.fast_weight_layer.apply(initialize)
 
@@ -112,8 +112,6 @@ class FwlDecoder(LanguageModelDecoder):
         self, tokens: Tensor, state: FwlState | None, read: int
     ) -> tuple[Tensor, FwlState]:
         """The same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
-        if self.fast_weight_layer.divide:
-            raise ValueError("--fwl-divide-gradients makes a token's step depend on its batch: no text is generated so")
         x, base = super().extract_unread_features(tokens, None if state is None else state.base, read)
         layer = None if state is None else state.layer
         length, pieces = self.sample_length, []

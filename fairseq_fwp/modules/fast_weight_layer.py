@@ -112,9 +112,10 @@ class FastWeightLayer(nn.Module):
     """f_theta' above, from the features of a language model to those of its output softmax.
 
     embed_dim: D; hidden_dim: F; fast: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", how many that bias has;
-    step_size, decay: one for all weights, fixed, in place of learned ones for each; divide: gradients are divided by
-    the number of losses in the batch, as the paper's public code has it (the paper: by nothing), so that a step depends
-    on the batch. Raises ValueError for sizes below 1.
+    step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
+    by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
+    training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
+    ValueError for no hidden unit and a divisor that is not above 0.
     """
 
     def __init__(
@@ -125,17 +126,19 @@ class FastWeightLayer(nn.Module):
         bias_entries: int = 0,
         step_size: float | None = None,
         decay: float | None = None,
-        divide: bool = False,
+        divisor: float = 1.0,
     ) -> None:
         super().__init__()
         if hidden_dim < 1:
             raise ValueError(f"the hidden layer must have at least 1 unit, got {hidden_dim}: change --fwl-hidden-dim")
+        if divisor <= 0:
+            raise ValueError(f"gradients are divided by a number above 0: change --fwl-divide-gradients-by {divisor}")
         self.first = nn.Linear(embed_dim, hidden_dim)
         self.second = nn.Linear(hidden_dim, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
         self.fast = FAST_WEIGHTS[fast]
         self.bias_entries = bias_entries
-        self.divide = divide
+        self.divisor = divisor
         self.fixed_step_size, self.fixed_decay = step_size, decay
         count = len(self.fast)
         learned = count > 0 and step_size is None
@@ -221,9 +224,7 @@ class FastWeightLayer(nn.Module):
             y = normal * self.norm.weight + self.norm.bias
             if self.bias_entries:
                 y = torch.cat([y, y.new_zeros(*y.shape[:-1], self.bias_entries)], -1)
-            loss = -log_prob(y[known], targets[known]).sum()
-            if self.divide:
-                loss = loss / known.sum().clamp(min=1)
+            loss = -log_prob(y[known], targets[known]).sum() / self.divisor
             wanted = {"first": hidden, "second": outputs, "y": y}
             if FIRST[0] not in self.fast:
                 del wanted["first"]

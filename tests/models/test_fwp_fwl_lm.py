@@ -219,12 +219,6 @@ def test_half_of_the_loss_below_it(build):
     assert torch.equal(build("local").train().get_targets({"target": target}, None), target)
 
 
-def test_divided_gradients_generate_no_text(build):
-    model = build("local", fwl_divide_gradients=True)
-    with pytest.raises(ValueError, match="--fwl-divide-gradients"):
-        model(random_tokens(1, 2), incremental_state={})
-
-
 def test_unused_options_are_named():
     def unused(**flags):
         return FwpFwlLanguageModel.unused_flags(FwpFwlLanguageModelConfig(**flags))

@@ -279,12 +279,12 @@ def test_one_fixed_step_size_and_decay():
 
 
 def test_divided_gradients_are_smaller_steps():
-    layer, softmax = build(divide=True)
+    layer, softmax = build(divisor=8)
     x, tokens = random_features(2, 5), random_tokens(2, 5)
     ours, _ = layer(x, tokens, softmax.target_log_prob)
-    layer.divide = False
+    layer.divisor = 1
     with torch.no_grad():
-        layer.step_sizes /= 8  # losses of 2 x 5 tokens, the last of which nobody knows
+        layer.step_sizes /= 8
     torch.testing.assert_close(ours, layer(x, tokens, softmax.target_log_prob)[0])
 
 
@@ -300,6 +300,8 @@ def test_half_precision_is_close(dtype):
     assert (ours - expected).abs().mean() < 0.03 * expected.abs().mean()
 
 
-def test_an_empty_hidden_layer_is_refused():
+def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="--fwl-hidden-dim"):
         FastWeightLayer(DIM, 0)
+    with pytest.raises(ValueError, match="--fwl-divide-gradients-by"):
+        FastWeightLayer(DIM, 4, divisor=0)
