@@ -31,14 +31,14 @@ from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 # What the command line offers beside fairseq's flags of a Transformer: those of a fast weight layer, as the language
 # model has them, and where the maps go.
-SHARED_FLAGS = ("decoder_update_rule", *FAST_WEIGHT_FLAGS, "fwp_backend")
+SHARED_FLAGS = ("decoder_update_rule", *FAST_WEIGHT_FLAGS, "attention_bias", "fwp_backend")
 MAP_OF = {
     "encoder_feature_map": "map of the encoder's self-attention; softmax: softmax attention",
     "cross_feature_map": "map of the decoder's attention to the source; softmax: softmax attention",
 }
 # What only the decoder's self-attention looks at.
 CAUSAL_FLAGS = ("decoder_key_dim", "sum_normalization", "attention_normalization", "sum_normalization_epsilon") + (
-    "attention_normalization_read_out_only", "scale_read_out", "norm_read_out"
+    "attention_normalization_read_out_only", "scale_read_out", "norm_read_out", "attention_bias"
 )  # fmt: skip
 
 

@@ -50,12 +50,13 @@ class FwpXlLanguageModel(LanguageModel):
     def build_model(cls, cfg: FwpXlLanguageModelConfig, task: Any) -> "FwpXlLanguageModel":
         """Raises ValueError where the configuration cannot be built; warns where nothing fills the memory."""
         model: FwpXlLanguageModel = super().build_model(cfg, task)
+        memory = getattr(model.decoder, "mem_len", 0)  # none below a fast weight layer on another model
         settings = getattr(task, "args", None)  # none in a conversion
-        if model.decoder.mem_len and settings is not None and not getattr(settings, "carry_state", False):
+        if memory and settings is not None and not getattr(settings, "carry_state", False):
             logger.warning(
                 "segments are read without a memory of those before: --mem-len %d needs --task fwp_language_modeling "
                 "--carry-state",
-                model.decoder.mem_len,
+                memory,
             )
         return model
 
