@@ -185,7 +185,7 @@ def test_diverse_beams():
     model = build(**DELTA)
     dictionary, found = model.decoder.dictionary, []
     for numbers in (torch.arange(3), torch.tensor([40, 7, 2])):
-        diverse = search.DiverseBeamSearch(dictionary, num_groups=2, diversity_strength=1.0, diversity_discount=0.5)
+        diverse = search.DiverseBeamSearch(dictionary, num_groups=2, diversity_strength=100.0, diversity_discount=0.5)
         generator = SequenceGenerator([model], dictionary, beam_size=4, max_len_b=8, search_strategy=diverse)
         net_input = {"src_tokens": RAGGED, "src_lengths": RAGGED.ne(1).sum(1)}
         found.append(generator.generate([model], {"id": numbers, "net_input": net_input}))
