@@ -83,7 +83,7 @@ def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]
     return {
         "position in the document": group(tokens, lambda token: token.place, [0, 64, 128, 256, 384, 512, 1024, 4096]),
         "count in the training text": group(
-            counted, lambda token: counts[token.word], [0, 10, 30, 100, 300, 1000, 3000, 10000]
+            counted, lambda token: counts[token.word], [0, 100, 300, 1000, 3000, 10000]
         ),
         "occurrences before it in the document": group(tokens, lambda token: token.seen, [0, 1, 2, 4, 8, 16, 64]),
     }

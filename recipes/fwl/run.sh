@@ -26,7 +26,7 @@ protocols=(valid test)
 task=()
 # Rates of dynamic evaluation, and step sizes of "test-time only": the best on the validation text is reported.
 sgd="0.03 0.1 0.3"
-rms="3e-5 1e-4 3e-4"
+rms="1e-6 3e-6 1e-5"
 steps="3e-4 1e-3 3e-3 1e-2"
 statistics=1000 # windows of the training text for RMS
 
