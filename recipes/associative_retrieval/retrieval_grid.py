@@ -145,8 +145,10 @@ def run(jobs: list[list[Point]], common: dict[str, str], out: Path, workers: int
     """Trains all, `workers` at once; the names of what failed."""
     # Imported once, before the processes part: it takes as long as many a point.
     import fairseq_cli.train  # noqa: F401
+    from fairseq.utils import import_user_module
 
-    import fairseq_fwp.cli  # noqa: F401
+    # By the path that every point names it by: fairseq refuses a second one, such as that in site-packages.
+    import_user_module(argparse.Namespace(user_dir=str(ROOT / "fairseq_fwp")))
 
     waiting, running, failed = list(reversed(jobs)), {}, []
     with tqdm(total=len(jobs), unit="job", smoothing=0) as bar:
