@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fairseq_fwp.models.decoder import option
-from fairseq_fwp.models.fwp_lm import MAP_FLAGS
+from fairseq_fwp.models.fwp_lm import MAP_FLAGS, build_map
 from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -125,11 +125,8 @@ def build_softmax(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> Softma
 
 def build_fast_weights(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> FastWeightMemory:
     """Feature map x update rule x normalisations."""
-    if cfg.feature_map not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {cfg.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
-    arguments = {name: getattr(cfg, flag) for name, flag in MAP_FLAGS.get(cfg.feature_map, {}).items()}
     return FastWeightMemory(
-        FEATURE_MAPS[cfg.feature_map](cfg.key_dim, **arguments),
+        build_map(cfg.feature_map, cfg.key_dim, cfg),
         cfg.update_rule,
         num_values,
         sum_normalization=cfg.sum_normalization,

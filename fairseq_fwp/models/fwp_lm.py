@@ -13,6 +13,7 @@ from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.local_attention import LocalAttention
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
@@ -202,6 +203,17 @@ class FwpDecoder(LanguageModelDecoder):
         return counts[:, -1:] - counts
 
 
+def build_map(name: str, head_dim: int, cfg: Any, besides: str = "") -> FeatureMap:
+    """The map of that name, with its arguments from the configuration. Raises ValueError for another name.
+
+    besides: words for what can be chosen besides the maps.
+    """
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"unknown feature map {name!r}: choose {besides}one of {', '.join(FEATURE_MAPS)}")
+    arguments = {argument: getattr(cfg, flag) for argument, flag in MAP_FLAGS.get(name, {}).items()}
+    return FEATURE_MAPS[name](head_dim, **arguments)
+
+
 def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
     """The attention of the configuration: softmax, or feature map x update rule x normalisations."""
     sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
@@ -209,18 +221,15 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         if cfg.attention_window is not None:
             return LocalAttention(*sizes, cfg.attention_window, cfg.attention_dropout, bias=cfg.attention_bias)
         return SoftmaxAttention(*sizes, cfg.attention_dropout, bias=cfg.attention_bias)
-    if cfg.decoder_feature_map not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {cfg.decoder_feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
     check_heads(*sizes)
     key_dim = cfg.decoder_key_dim
     if key_dim is None:
         key_dim = cfg.decoder_embed_dim // cfg.decoder_attention_heads
     if key_dim < 1:
         raise ValueError(f"the size of a head's keys must be at least 1, got {key_dim}: change --decoder-key-dim")
-    arguments = {name: getattr(cfg, flag) for name, flag in MAP_FLAGS.get(cfg.decoder_feature_map, {}).items()}
     return FastWeightAttention(
         *sizes,
-        FEATURE_MAPS[cfg.decoder_feature_map](key_dim, **arguments),
+        build_map(cfg.decoder_feature_map, key_dim, cfg),
         cfg.decoder_update_rule,
         key_dim=key_dim,
         sum_normalization=cfg.sum_normalization,

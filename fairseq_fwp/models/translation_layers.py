@@ -10,10 +10,8 @@ from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from fairseq_fwp.models.fwp_lm import MAP_FLAGS, build_attention
+from fairseq_fwp.models.fwp_lm import build_attention, build_map
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.linear_attention import LinearAttention
 
 IncrementalState: TypeAlias = dict[str, Any] | None
@@ -143,7 +141,7 @@ def build_linear_attention(
     attention = kind(
         embed_dim,
         num_heads,
-        build_map(feature_map, embed_dim // num_heads, cfg),
+        build_map(feature_map, embed_dim // num_heads, cfg, besides="softmax or "),
         epsilon=cfg.normalization_epsilon,
         add_epsilon=cfg.add_normalization_epsilon,
         **options,
@@ -151,14 +149,6 @@ def build_linear_attention(
     k, v = attention.kv_proj.weight.chunk(2)
     initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim)
     return attention
-
-
-def build_map(name: str, head_dim: int, cfg: Any) -> FeatureMap:
-    """The map of that name, with its arguments from the configuration."""
-    if name not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {name!r}: choose softmax or one of {', '.join(FEATURE_MAPS)}")
-    arguments = {argument: getattr(cfg, flag) for argument, flag in MAP_FLAGS.get(name, {}).items()}
-    return FEATURE_MAPS[name](head_dim, **arguments)
 
 
 def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int) -> None:
