@@ -77,7 +77,7 @@ void decay_start(const DecayInputs& in, const Tensor& out, const Tensor& state) 
 template <bool kGated>
 void decay_scan(const DecayInputs& in, const Tensor& out, const Tensor& final, const Tensor& kept) {
   const Sizes& size = in.size;
-  FWP_DISPATCH(in.type, for_blocks<A>(size, size.Dk, size.Dv,
+  FWP_DISPATCH(in.type, for_blocks<A, 4>(size, size.Dk, size.Dv,
                                       [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
     constexpr int NV = decltype(vectors)::value;
     StateBlock<A, NV> block(size.Dk, n, matrix<const A>(in.initial, h, j), matrix<A>(final, h, j), work);
@@ -89,11 +89,9 @@ void decay_scan(const DecayInputs& in, const Tensor& out, const Tensor& final, c
                                      tokens_or_null<const A>(in.value_decay, h).from(j),
                                      rates_or_null<const A>(in.gate, h),
                                      tokens<A>(out, h).from(j),
+                                     {tokens<A>(kept, h).data + j, size.Dv},
                                      0};
-    if constexpr (NV == 4)
-      scan.template run<1, true>(0);
-    else
-      scan.run_chunks(size.L, tokens<A>(kept, h).data + j, size.Dv);
+    scan.run_chunks(size.L);
     block.finish();
   });)
 }
