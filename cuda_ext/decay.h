@@ -15,7 +15,7 @@ constexpr int64_t kChunk = 32;
 
 template <typename A, int NV, bool kGated>
 struct DecayForward {
-  static constexpr int kGroup = NV == 4 ? 2 : kTokens;
+  static constexpr int kGroup = NV == 4 ? 2 : kTokens;  // what the registers hold
 
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, v, key_decay, value_decay;
@@ -184,7 +184,7 @@ struct DecayBackward {
 
   template <int R>
   void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier, A* sums) {
-    const DecayBackward self = *this;  // stores may change what others can see: all would be loaded again
+    const DecayBackward self = *this;  // for all the compiler knows, a store may change *this, but not what is local
     A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
     Group<A, NV> w[R], g[R];
     FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = self.load_row(state, j + r);
