@@ -141,6 +141,8 @@ def draw_losses(axes: Any, results: list[Result], styles: dict[str, Any], publis
         axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, ms=7, mfc="none", lw=0.8, alpha=0.8)
         if "knee" in paper:
             axes.axvline(paper["knee"], color=colour, ls=":", lw=1.2)
+            place = {"transform": axes.get_xaxis_transform(), "va": "top", "fontsize": 9}
+            axes.text(paper["knee"], 1, f" {paper['knee']}", color=colour, **place)
     axes.plot([], [], "o--", color="0.4", ms=7, mfc="none", lw=0.8, label="empty: the paper's runs")
     axes.set_xlabel("number of keys S")
     axes.set_ylabel("best evaluation loss")
@@ -157,36 +159,44 @@ def draw_curves(axes: Any, results: list[Result], styles: dict[str, Any]) -> Non
     axes.set_ylabel("evaluation loss")
 
 
-def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, float]]:
-    """The loss by S / feature dimension, of every rule with every map."""
-    losses: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
+def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, Result]]:
+    """Of every rule with every map what S / feature dimension came to."""
+    cells: dict[tuple[str, str], dict[float, Result]] = defaultdict(dict)
     for result in results:
         flags, dim = result.point.flags, result.outcome.feature_dim
-        if "update-rule" in flags and dim:
-            losses[flags["update-rule"], flags["feature-map"]][result.size / dim] = result.outcome.best
-    return losses
+        if "update-rule" in flags and dim and result.outcome.evaluations:
+            cells[flags["update-rule"], flags["feature-map"]][result.size / dim] = result
+    return cells
 
 
-def draw_capacity(axes: Any, losses: dict[tuple[str, str], dict[float, float]]) -> Any:
-    """A row for each rule, a block for each map, in it the loss over S / feature dimension."""
-    rules = list(dict.fromkeys(rule for rule, _ in losses))
-    maps = list(dict.fromkeys(feature_map for _, feature_map in losses))
-    ratios = sorted({ratio for found in losses.values() for ratio in found})
+def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Result]]) -> Any:
+    """A row for each rule, a block for each map, in it S / feature dimension: the loss and the keys that are held.
+
+    A key that is lost costs 1 / 2, so that S (1 - 2 loss) are held.
+    """
+    rules = list(dict.fromkeys(rule for rule, _ in cells))
+    maps = list(dict.fromkeys(feature_map for _, feature_map in cells))
+    ratios = sorted({ratio for found in cells.values() for ratio in found})
     columns = list(itertools.product(maps, ratios))
-    nothing = float("nan")
-    shown = [[losses.get((rule, name), {}).get(ratio, nothing) for name, ratio in columns] for rule in rules]
-    image = axes.imshow(shown, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
+    losses = [[float("nan")] * len(columns) for _ in rules]
+    for (y, rule), (x, (feature_map, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
+        if result := cells.get((rule, feature_map), {}).get(ratio):
+            losses[y][x] = loss = result.outcome.best
+            held = max(0, round(result.size * (1 - 2 * loss)))
+            axes.text(x, y, held, ha="center", va="center", fontsize=8, color="white" if loss < 0.1 else "black")
+    image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
     axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
     axes.set_yticks(range(len(rules)), rules)
-    axes.set_xlabel("S / feature dimension; white: 1, where theory has the knee")
+    axes.set_xlabel("S / D, keys over features; white line: 1")
+    dims = {name: found.outcome.feature_dim for (_, name), row in cells.items() for found in row.values()}
     above = axes.secondary_xaxis("top")
     middles = [(index + 0.5) * len(ratios) - 0.5 for index in range(len(maps))]
-    above.set_xticks(middles, maps)
+    above.set_xticks(middles, [f"{feature_map}, D = {dims[feature_map]}" for feature_map in maps])
     for start in range(0, len(columns), len(ratios)):
         axes.axvline(start - 0.5, color="black", lw=2)
         axes.axvline(start + sum(ratio <= 1 for ratio in ratios) - 0.5, color="white", lw=1.5)
-    for shown_axis in (axes, above):
-        shown_axis.tick_params(length=0)
+    for ticks in (axes, above):
+        ticks.tick_params(length=0)
     return image
 
 
@@ -206,8 +216,8 @@ def draw_ratio(axes: Any, results: list[Result]) -> None:
         axes.plot(ratios, [median(values) for values in losses.values()], marker + "-", color=colour, ms=5, label=label)
     axes.axvline(1, color="0.4", ls=":")
     ratios = [1 + step / 100 for step in range(26)]
-    axes.plot(ratios, [(1 - 1 / ratio) / 2 for ratio in ratios], "--", color="0.4", label="least possible")
-    axes.set_xlabel("S / feature dimension")
+    axes.plot(ratios, [(1 - 1 / ratio) / 2 for ratio in ratios], "--", color="0.4", label="least possible: (1 - D / S) / 2")
+    axes.set_xlabel("S / D, keys over features")
     axes.set_ylabel("best evaluation loss, median of seeds")
 
 
@@ -246,7 +256,8 @@ def draw(results: list[Result], published: dict[str, Any], out: Path) -> list[Pa
     if around_knees:
         title = "Figure 2: setting 1, sum rule; dotted: the published knees"
         save("figure2.png", title, draw_losses, around_knees, STYLES, published["setting 1"])
-        save("ratio.png", "Setting 1: the loss leaves zero at S = feature dimension", draw_ratio, around_knees)
+        title = "Setting 1: D features hold at most D keys"
+        save("ratio.png", title, draw_ratio, around_knees)
     if curves := [result for result in second if result.size == FIGURE_3_SIZE]:
         title = "Figure 3: setting 2, 20 keys, 40 pairs; a line a seed"
         save("figure3.png", title, draw_curves, curves, RULE_STYLES, log=True)
@@ -256,7 +267,7 @@ def draw(results: list[Result], published: dict[str, Any], out: Path) -> list[Pa
         title = "Figure 5: setting 2, 2 S pairs"
         save("figure5.png", title, draw_losses, second, RULE_STYLES, published["setting 2"], log=True)
     if cells := by_rule_and_map(results):
-        title = "Setting 1, keys of size 16: every rule with every map"
+        title = "Setting 1, every rule with every map: keys that are held, of S"
         save("capacity.png", title, draw_capacity, cells, size=(12, 3.4))
     return drawn
 
