@@ -82,14 +82,8 @@ def write_tables(results: list[Result], out: Path) -> None:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["point", "S", "feature_dim", "best_loss", "at_update", "updates", "seconds", "diverged"])
         for point, outcome in results:
-            losses = {loss: update for update, loss in reversed(outcome.evaluations)}
-            row = [
-                point.name,
-                point.size,
-                outcome.feature_dim or "",
-                f"{outcome.best:.3g}",
-                losses.get(outcome.best, ""),
-            ]
+            at_update = next((update for update, loss in outcome.evaluations if loss == outcome.best), "")
+            row = [point.name, point.size, outcome.feature_dim or "", f"{outcome.best:.3g}", at_update]
             table.writerow([*row, outcome.updates, f"{outcome.seconds:.0f}", "yes" if outcome.diverged else ""])
     with (out / "curves.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
@@ -100,7 +94,7 @@ def write_tables(results: list[Result], out: Path) -> None:
 
 def markdown(results: list[Result], published: dict[str, Any]) -> list[str]:
     """The lines of a table of the paper's models, a row for all seeds of a point, with the paper's loss beside ours."""
-    heads = ["setting", "model", "S", "best loss of each seed", "updates", "paper"]
+    heads = ["setting", "model", "S", "best loss of each run", "updates", "paper"]
     lines = ["| " + " | ".join(heads) + " |", "| --- | --- | ---: | --- | --- | ---: |"]
     rows: dict[tuple[str, str, int, str], list[Result]] = defaultdict(list)
     for result in results:
@@ -216,7 +210,8 @@ def draw_ratio(axes: Any, results: list[Result]) -> None:
         axes.plot(ratios, [median(values) for values in losses.values()], marker + "-", color=colour, ms=5, label=label)
     axes.axvline(1, color="0.4", ls=":")
     ratios = [1 + step / 100 for step in range(26)]
-    axes.plot(ratios, [(1 - 1 / ratio) / 2 for ratio in ratios], "--", color="0.4", label="least possible: (1 - D / S) / 2")
+    least = [(1 - 1 / ratio) / 2 for ratio in ratios]
+    axes.plot(ratios, least, "--", color="0.4", label="least possible: (1 - D / S) / 2")
     axes.set_xlabel("S / D, keys over features")
     axes.set_ylabel("best evaluation loss, median of seeds")
 
