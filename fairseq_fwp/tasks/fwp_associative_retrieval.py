@@ -43,7 +43,7 @@ class FwpAssociativeRetrievalTaskConfig(FairseqDataclass):
 # What is refused below.
 SMALLEST = {
     **dict.fromkeys(["num_keys", "length", "valid_length", "updates_per_epoch", "valid_sequences"], 1),
-    **dict.fromkeys(["stop_loss", "stop_updates", "seed"], 0),
+    **dict.fromkeys(["stop_loss", "stop_updates"], 0),
 }
 
 

@@ -137,7 +137,6 @@ def test_training_ends_when_solved_or_without_progress(losses, ended):
         ({"valid_length": 0}, "--valid-length must be at least 1, got 0"),
         ({"stop_loss": math.nan}, "--stop-loss must be at least 0, got nan"),
         ({"stop_updates": -1}, "--stop-updates must be at least 0, got -1"),
-        ({"seed": -1}, "--seed must be at least 0, got -1"),
         ({"length": 21}, "--length 21 is more than the 20 keys"),
         ({"valid_length": 21}, "--valid-length 21 is more than the 20 keys"),
     ],
