@@ -64,6 +64,11 @@ class Result(NamedTuple):
         """Whether it is of setting 2."""
         return "with-replacement" in self.point.flags
 
+    @property
+    def held(self) -> int:
+        """How many of S keys are answered, as one that is not costs 1 / 2."""
+        return round(max(0, self.size * (1 - 2 * self.outcome.best)))
+
 
 def read_results(confs: list[Path], out: Path) -> list[Result]:
     """The finished points of the grids, in their order."""
@@ -158,16 +163,13 @@ def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, 
     cells: dict[tuple[str, str], dict[float, Result]] = defaultdict(dict)
     for result in results:
         flags, dim = result.point.flags, result.outcome.feature_dim
-        if "update-rule" in flags and dim and result.outcome.evaluations:
+        if "update-rule" in flags and dim:
             cells[flags["update-rule"], flags["feature-map"]][result.size / dim] = result
     return cells
 
 
 def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Result]]) -> Any:
-    """A row for each rule, a block for each map, in it S / feature dimension: the loss and the keys that are held.
-
-    A key that is lost costs 1 / 2, so that S (1 - 2 loss) are held.
-    """
+    """A row for each rule, a block for each map, in it S / feature dimension: the loss, and the keys that are held."""
     rules = list(dict.fromkeys(rule for rule, _ in cells))
     maps = list(dict.fromkeys(feature_map for _, feature_map in cells))
     ratios = sorted({ratio for found in cells.values() for ratio in found})
@@ -176,8 +178,8 @@ def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Result]]) 
     for (y, rule), (x, (feature_map, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
         if result := cells.get((rule, feature_map), {}).get(ratio):
             losses[y][x] = loss = result.outcome.best
-            held = max(0, round(result.size * (1 - 2 * loss)))
-            axes.text(x, y, held, ha="center", va="center", fontsize=8, color="white" if loss < 0.1 else "black")
+            colour = "white" if loss < 0.1 else "black"
+            axes.text(x, y, result.held, ha="center", va="center", fontsize=8, color=colour)
     image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
     axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
     axes.set_yticks(range(len(rules)), rules)

@@ -104,6 +104,7 @@ def test_tables_and_pictures(conf, tmp_path):
         ("sum", "elu"): {0.5: 0.001, 1: 0.001, 1.25: 0.3},
         ("sum", "tanh"): {0.5: 0.001, 1: 0.001},
     }
+    assert [cells["sum", "elu"][ratio].held for ratio in (0.5, 1, 1.25)] == [8, 16, 8]
     report.write_tables(results, tmp_path)
     rows = (tmp_path / "points.csv").read_text().splitlines()
     assert len(rows) == 16 and rows[1] == '"sum_retrieval,seed=1,num-keys=8",8,16,0.001,200,200,3,'
