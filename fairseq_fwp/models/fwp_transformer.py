@@ -98,6 +98,11 @@ class FwpTransformerModel(TransformerModel):
         cfg = TransformerConfig.from_namespace(cfg)
         return FwpTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
+    @property
+    def full_context_alignment(self) -> bool:
+        """fairseq's generator then takes the alignment of a hypothesis from a forward of it, not from decoding."""
+        return any(reader.gives_weights for reader in self.encoder.readers)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As fairseq's; in training, random feature maps are drawn anew first, once a mini-batch."""
         if self.training:

@@ -45,7 +45,17 @@ class EncoderAttention(LinearAttention):
 
 
 class CrossAttention(LinearAttention):
-    """Linear attention to the source as fairseq's decoder layer calls it."""
+    """Linear attention to the source as fairseq's decoder layer calls it.
+
+    gives_weights: whether the decoder's last layer gets the weights that it asks for whenever it does not train. Only
+    --print-alignment looks at them, and they are as many as there are pairs of tokens.
+    """
+
+    gives_weights = False
+
+    def make_generation_fast_(self, need_attn: bool = False, **kwargs: Any) -> None:
+        """fairseq's word before it generates: need_attn for --print-alignment."""
+        self.gives_weights = need_attn
 
     def forward(  # type: ignore[override]
         self,
@@ -57,10 +67,16 @@ class CrossAttention(LinearAttention):
         static_kv: bool = True,
         need_weights: bool = False,
         need_head_weights: bool = False,
-    ) -> tuple[Tensor, None]:
-        """query (L, B, D) to the source (S, B, D) or to what is kept of it -> (L, B, D), and None for the weights."""
-        state = key[self] if isinstance(key, SourceMemory) else self.summarize(key.transpose(0, 1), key_padding_mask)
-        return self.read(query.transpose(0, 1), state).transpose(0, 1), None
+    ) -> tuple[Tensor, Tensor | None]:
+        """query (L, B, D) to the source (S, B, D) or to what is kept of it -> (L, B, D), and (H, B, L, S) or None."""
+        x = query.transpose(0, 1)
+        if isinstance(key, SourceMemory):
+            return self.read(x, key[self]).transpose(0, 1), None
+        source = key.transpose(0, 1)
+        y = self.read(x, self.summarize(source, key_padding_mask)).transpose(0, 1)
+        if not (need_head_weights and self.gives_weights):
+            return y, None
+        return y, self.weights(x, source, key_padding_mask).transpose(0, 1)
 
 
 class CausalAttention(FairseqIncrementalDecoder):

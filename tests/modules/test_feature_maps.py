@@ -87,6 +87,7 @@ def test_dpfp_pairs_every_neighbour_within_reach():
         ("favor", {"num_features": 0}, "at least one random feature vector, got 0: change --favor-features"),
         ("favor", {"draw": "sobol"}, "'sobol' of FAVOR.: choose --favor-draw from orthogonal, gaussian, authors"),
         ("favor", {"offset": -0.1}, "so is no offset: got -0.1, change --favor-offset"),
+        ("favor", {"redraw": -1}, "0 for never: got -1, change --favor-redraw"),
         ("relu", {"num_features": -1}, "at least one feature, got -1: change --relu-features"),
     ],
 )
@@ -269,6 +270,22 @@ def test_a_loaded_state_continues_the_sequence(draw):
         assert not torch.equal(favor.projection, previous)
         assert torch.equal(favor.projection, resumed.projection)
     assert resumed.draws == 5
+
+
+@pytest.mark.parametrize("redraw, expected", [(1, [1] * 7), (3, [0, 0, 1, 0, 0, 1, 0]), (0, [0] * 7)])
+def test_favor_draws_anew_as_often_as_it_is_told(redraw, expected):
+    """Also when it goes on from a state, of any number of draws, and with a matrix that was given."""
+    favor, found = Favor(HEAD_DIM, 4, redraw=redraw), []
+    favor.load_state_dict({**favor.state_dict(), "projection": torch.randn(4, HEAD_DIM)})
+    for _ in expected:
+        previous = favor.projection
+        favor.resample()
+        found.append(not torch.equal(favor.projection, previous))
+        resumed = Favor(HEAD_DIM, 4, redraw=redraw)
+        resumed.load_state_dict(favor.state_dict())
+        assert torch.equal(resumed.projection, favor.projection)
+        assert ("projection" in favor.state_dict()) == (not any(found))
+    assert found == list(map(bool, expected)) and favor.draws == 8
 
 
 def test_resampling_before_backward_keeps_the_gradient():

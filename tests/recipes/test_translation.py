@@ -230,8 +230,11 @@ def test_scores(tmp_path):
     assert "sacrebleu" not in mt_scores.score(log, tmp_path / "tok.de", None, "de")
 
 
-def test_a_word_is_split_at_each_hyphen():
-    assert mt_scores.split_compounds("a-b-c - -d e-") == "a ##AT##-##AT## b ##AT##-##AT## c - -d e-"
+def test_words_are_split_at_hyphens_as_the_literature_does():
+    """Matches do not overlap: hyphens with a single letter or nothing in between are not both split."""
+    split = mt_scores.split_compounds
+    assert split("state-of-the-art") == " ##AT##-##AT## ".join(["state", "of", "the", "art"])
+    assert split("a-b-c x--y - -d e-") == "a ##AT##-##AT## b-c x ##AT##-##AT## -y - -d e-"
 
 
 @pytest.mark.parametrize(
@@ -284,4 +287,4 @@ def test_models_of_multi30k_differ_in_their_attentions_only():
         if conf.name != "common.yaml":
             assert row.pop("arch").endswith("_mt_wmt14_en_de") and row.pop("include") == "common.yaml"
             rest |= row.keys()
-    assert rest == {"favor-features", "dpfp-nu"}
+    assert rest == {"favor-features", "favor-redraw", "dpfp-nu"}
