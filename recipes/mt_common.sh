@@ -74,11 +74,11 @@ prepare() {
 }
 
 translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABEL].json, unless it is there
-  local raw=() result="$out/$1/$2${4:+ $4}" flags="${beam[*]} ${generate[*]}"
+  local raw=() result="$out/$1/$2${4:+ $4}" settings="${beam[*]} ${generate[*]}"
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
   # Scores of other flags, but that of the device, give way.
-  flags=${flags// --cpu/}
-  [ ! -e "$result.json" ] || [ "$(cat "$result.flags" 2>/dev/null)" != "$flags" ] || return 0
+  settings=${settings// --cpu/}
+  [ ! -e "$result.json" ] || [ "$(cat "$result.flags" 2>/dev/null)" != "$settings" ] || return 0
   rm -f "$result.json"
   [ ! -e "$out/data/text/$2.$target" ] || raw=(--raw "$out/data/text/$2.$target")
   run_to "$result.log" fairseq-generate "$out/data/bin" --user-dir "$root/fairseq_fwp" --task translation \
@@ -87,6 +87,6 @@ translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABE
     { tail -n 5 "$result.log" >&2; die "the translation with $1 failed: see $result.log."; }
   run python "$tools/mt_scores.py" score "$result.log" --tokenized "$out/data/tok/$2.$target" \
     "${raw[@]}" --language $target --out "$result.unfinished"
-  echo "$flags" >"$result.flags"
+  echo "$settings" >"$result.flags"
   mv "$result.unfinished" "$result.json"
 }
