@@ -74,7 +74,7 @@ prepare() {
 }
 
 translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABEL].json, unless it is there
-  local raw=() result="$out/$1/$2${4:+ $4}" settings="${beam[*]} ${generate[*]}"
+  local raw=() result="$out/$1/$2${4:+ $4}" settings="${beam[*]}${generate[*]:+ ${generate[*]}}"
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
   # Scores of other flags, but that of the device, give way.
   settings=${settings// --cpu/}
