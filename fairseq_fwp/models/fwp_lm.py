@@ -28,6 +28,7 @@ MAP_FLAGS = {
         "draw": "favor_draw",
         "offset": "favor_offset",
         "redraw": "favor_redraw",
+        "softmax_scale": "favor_softmax_scale",
     },
     "relu": {"num_features": "relu_features"},
 }
@@ -70,6 +71,7 @@ class FwpLanguageModelConfig(DecoderConfig):
         0.0, "added to the exponentials of the favor map: 1e-4 in the papers' public code, none in the papers"
     )
     favor_redraw: int = option(1, "in training the favor map draws anew every so many mini-batches; 0: never")
+    favor_softmax_scale: bool = option(False, "the favor map estimates exp(q . k / sqrt(d)) (Choromanski 2021)")
     relu_features: Optional[int] = option(  # noqa: UP045
         None, "features of the learned relu map; none: key dimension"
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.models.fwp_lm import build_attention, build_map
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.linear_attention import LinearAttention
 
 IncrementalState: TypeAlias = dict[str, Any] | None
@@ -137,7 +138,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
         attention = build_attention(cfg)
         assert isinstance(attention, FastWeightAttention)
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
-        initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim)
+        initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
@@ -163,12 +164,12 @@ def build_linear_attention(
         **options,
     )
     k, v = attention.kv_proj.weight.chunk(2)
-    initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim)
+    initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim, attention.feature_map)
     return attention
 
 
-def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int) -> None:
-    """Projections as fairseq's softmax attention draws them, queries and keys each times d^(-1/4).
+def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int, feature_map: FeatureMap) -> None:
+    """Projections as fairseq's softmax attention draws them, queries and keys each times d^(-1/4), here or in the map.
 
     So q . k starts as large as in softmax attention, which divides it by sqrt(d): FAVOR+, which estimates exp(q . k),
     starts as an estimate of that attention.
@@ -176,6 +177,6 @@ def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim
     gain = 2**-0.5
     with torch.no_grad():
         for weight in q_k:
-            nn.init.xavier_uniform_(weight, gain * head_dim**-0.25)
+            nn.init.xavier_uniform_(weight, gain * head_dim**-0.25 / feature_map.scale)
         nn.init.xavier_uniform_(v, gain)
         nn.init.xavier_uniform_(out_proj.weight)

@@ -401,15 +401,17 @@ def test_alignment(kind):
     None is computed before fairseq says that it will be needed.
     """
     model = build(**KINDS[kind])
-    target = random_tokens(1, 4)
-    if KINDS[kind].get("cross_feature_map") != "softmax":
-        assert model(RAGGED[:1], None, target)[1]["attn"] == [None]
-    model.make_generation_fast_(need_attn=True)
     generator = SequenceGeneratorWithAlignment(
         [model, model], model.decoder.dictionary, print_alignment="soft", beam_size=2, max_len_b=8
     )
     net_input = {"src_tokens": RAGGED, "src_lengths": RAGGED.ne(1).sum(1)}
-    hypotheses = generator.generate([model], {"id": torch.arange(3), "net_input": net_input})
+    sample = {"id": torch.arange(3), "net_input": net_input}
+    if KINDS[kind].get("cross_feature_map") != "softmax":
+        assert model(RAGGED[:1], None, random_tokens(1, 4))[1]["attn"] == [None]
+        with pytest.raises(ValueError, match="need_attn=True"):
+            generator.generate([model], sample)
+    model.make_generation_fast_(need_attn=True)
+    hypotheses = generator.generate([model], sample)
     for row, beam in zip(RAGGED, hypotheses, strict=True):
         for hypothesis in beam:
             tokens = hypothesis["tokens"]

@@ -349,6 +349,15 @@ def test_an_offset_is_added_to_the_exponentials_of_favor():
     torch.testing.assert_close(shifted(x), plain(x) + 1e-2 / 10**0.5)
 
 
+def test_favor_estimates_softmax_attention_of_scaled_products():
+    plain = Favor(16, 5)
+    scaled = Favor(16, 5, softmax_scale=True)
+    scaled.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(scaled(x), plain(x / 2))
+    assert (plain.scale, scaled.scale) == (1.0, 0.5)
+
+
 def test_a_matrix_that_comes_with_the_state_lasts_until_the_next_draw():
     feature_map, matrix = Favor(8, 5), torch.randn(5, 8)
     own = feature_map.state_dict()

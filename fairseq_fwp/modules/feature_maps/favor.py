@@ -21,12 +21,13 @@ SEED_RANGE = 2**32
 class Favor(FeatureMap):
     """phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)], so that the mean of phi(q) . phi(k) is exp(q . k).
 
-    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32: without
-    Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
+    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32: by
+    default without Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
 
     num_features: m, by default half of head_dim (rounded up), which makes feature_dim = 2 m that of ELU+1 as in the
     paper's Table 2; draw: a key of `DRAWS`, the distribution of R; offset: added to the exponentials, none in either
-    paper and 1e-4 in the latter's public code; redraw: every so many calls of `resample` draw R anew, 0 = never.
+    paper and 1e-4 in the latter's public code; redraw: every so many calls of `resample` draw R anew, 0 = never;
+    softmax_scale: x times d^(-1/4) takes the place of x, as in Choromanski's paper, for exp(q . k / sqrt(d)).
 
     Maps (..., d) of any floating dtype to (..., 2 m) in float32 (float64 stays), >= 0. No maximum over a sequence is
     subtracted: that would look into the future and differ from decoding token by token. The exponent
@@ -61,6 +62,7 @@ class Favor(FeatureMap):
         draw: str = "orthogonal",
         offset: float = 0.0,
         redraw: int = 1,
+        softmax_scale: bool = False,
     ) -> None:
         super().__init__()
         num_features = (head_dim + 1) // 2 if num_features is None else num_features
@@ -82,6 +84,7 @@ class Favor(FeatureMap):
         self.draw = draw
         self.offset = offset
         self.redraw = redraw
+        self.scale = head_dim**-0.25 if softmax_scale else 1.0
         self.given = False
         # Not saved: it follows from the others, and an average of several checkpoints would shrink it.
         self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32), persistent=False)
@@ -90,7 +93,7 @@ class Favor(FeatureMap):
         self._draw()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = at_least_float32(x)
+        x = at_least_float32(x) * self.scale
         with torch.autocast(x.device.type, enabled=False):
             products = functional.linear(x, self.projection.to(x.dtype))
         log_scale = (x.square().sum(-1, keepdim=True) + math.log(self.feature_dim)) / 2
@@ -140,7 +143,7 @@ class Favor(FeatureMap):
         return self
 
     def extra_repr(self) -> str:
-        return f"num_features={self.feature_dim // 2}, draw={self.draw!r}, redraw={self.redraw}"
+        return f"num_features={self.feature_dim // 2}, draw={self.draw!r}, redraw={self.redraw}, scale={self.scale}"
 
 
 def gaussian_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
