@@ -182,6 +182,8 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
         (["empty"], "pair 2 of out has an empty side"),
         (["fine", "--pairs", "4"], "out has 3 pairs in place of 4"),
         (["binary"], "cannot be read as UTF-8 text"),
+        (["cut"], "cut.en.gz cannot be read as UTF-8 text"),
+        (["damaged"], "damaged.en.gz cannot be read as UTF-8 text"),
     ],
 )
 def test_text_that_does_not_belong_together_is_refused(tmp_path, monkeypatch, arguments, message):
@@ -191,6 +193,10 @@ def test_text_that_does_not_belong_together_is_refused(tmp_path, monkeypatch, ar
             (tmp_path / f"{name}.{language}").write_text(text)
     (tmp_path / "binary.en").write_bytes(b"\xff\xfe\n")
     (tmp_path / "binary.de").write_bytes(b"a\n")
+    packed = gzip.compress(random.Random(0).randbytes(500).hex().encode() + b"\n")
+    for name, text in (("cut", packed[:-30]), ("damaged", packed[:99] + bytes(99) + packed[198:])):
+        (tmp_path / f"{name}.en.gz").write_bytes(text)
+        (tmp_path / f"{name}.de").write_text("a\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         mt_text.main(["copy", "out", "en", "de", *arguments])

@@ -93,10 +93,10 @@ class Favor(FeatureMap):
         self._draw()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = at_least_float32(x) * self.scale
+        x = at_least_float32(x)
         with torch.autocast(x.device.type, enabled=False):
-            products = functional.linear(x, self.projection.to(x.dtype))
-        log_scale = (x.square().sum(-1, keepdim=True) + math.log(self.feature_dim)) / 2
+            products = functional.linear(x, self.projection.to(x.dtype) * self.scale)
+        log_scale = (x.square().sum(-1, keepdim=True) * self.scale**2 + math.log(self.feature_dim)) / 2
         features = torch.cat([products - log_scale, -products - log_scale], dim=-1).exp()
         return features + self.offset * self.feature_dim**-0.5 if self.offset else features
 
