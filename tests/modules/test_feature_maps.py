@@ -86,7 +86,8 @@ def test_dpfp_pairs_every_neighbour_within_reach():
         ],
         ("favor", {"num_features": 0}, "at least one random feature vector, got 0: change --favor-features"),
         ("favor", {"draw": "sobol"}, "'sobol' of FAVOR.: choose --favor-draw from orthogonal, gaussian, authors"),
-        ("favor", {"offset": -0.1}, "so is no offset: got -0.1, change --favor-offset"),
+        ("favor", {"offset": -0.1}, "so is its offset: got -0.1, change --favor-offset"),
+        ("favor", {"offset": math.nan}, "so is its offset: got nan, change --favor-offset"),
         ("relu", {"num_features": -1}, "at least one feature, got -1: change --relu-features"),
     ],
 )
