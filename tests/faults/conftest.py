@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_server import Commands
 from hypothesis import HealthCheck, Phase, settings
 
 TESTS = Path(__file__).parents[1]
@@ -34,3 +35,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """fairseq's commands, ready to start."""
+    server = Commands()
+    yield server
+    server.close()
