@@ -4,6 +4,7 @@ FOLDER holds what --save-interval-updates left, checkpoint_EPOCH_UPDATE.pt. Para
 numbers, such as the counts of FAVOR+'s draws, are those of the last checkpoint.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -44,5 +45,7 @@ if __name__ == "__main__":
         chosen = last_checkpoints(Path(sys.argv[1]), int(sys.argv[2]))
     except ValueError as error:
         sys.exit(f"mt_average.py: {error}")
-    torch.save(average(chosen), sys.argv[3])
+    unfinished = f"{sys.argv[3]}.unfinished"
+    torch.save(average(chosen), unfinished)
+    os.replace(unfinished, sys.argv[3])
     print(f"the mean of {', '.join(path.name for path in chosen)}")

@@ -17,7 +17,9 @@ TESTS = Path(__file__).parents[1]
 LAWS = [TESTS / "ops" / f"test_{name}.py" for name in ("rules", "delta_short", "decay_short")]
 FUZZING = TESTS / "faults" / "test_fuzz_operators.py"
 # Not of kernels, and slow under a sanitizer.
-OTHERS = "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift"
+OTHERS = (
+    "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift"
+)
 FLAGS = {
     "address": "-fsanitize=address -fno-omit-frame-pointer -g1",
     "undefined": "-fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr -g1",
@@ -60,8 +62,16 @@ def test_nothing_is_found(kind, laws):
 
 
 MISTAKES = {
-    "address": ("simd.h", "for (int64_t i = 0; i < n; ++i) p[i] = part[i];", "for (int64_t i = 0; i <= n; ++i) p[i] = part[i];"),
-    "undefined": ("simd.h", "return n >= kLanes<A> ? load(p) : load_fewer(p, n);", "return (int(n) << 31 << 1) ? load(p) : load_fewer(p, n);"),
+    "address": (
+        "simd.h",
+        "for (int64_t i = 0; i < n; ++i) p[i] = part[i];",
+        "for (int64_t i = 0; i <= n; ++i) p[i] = part[i];",
+    ),
+    "undefined": (
+        "simd.h",
+        "return n >= kLanes<A> ? load(p) : load_fewer(p, n);",
+        "return (int(n) << 31 << 1) ? load(p) : load_fewer(p, n);",
+    ),
 }
 
 
