@@ -113,13 +113,9 @@ def keep_batches_of_first_epoch() -> None:
         def get_with_seed_of_first_epoch(
             self: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **kwargs: Any
         ) -> Any:
-            keeps = not kwargs.get("disable_iterator_cache") and not kwargs.get("update_epoch_batch_itr")
-            if (
-                epoch == 1
-                or not keeps
-                or not self.can_reuse_epoch_itr(dataset)
-                or dataset in self.dataset_to_epoch_iter
-            ):
+            anew = any(map(kwargs.get, ("disable_iterator_cache", "update_epoch_batch_itr")))
+            kept = self.can_reuse_epoch_itr(dataset) and not anew and not getattr(self.cfg, "rebuild_batches", False)
+            if epoch == 1 or not kept or dataset in self.dataset_to_epoch_iter:
                 return get_batch_iterator(self, dataset, *args, seed=seed, epoch=epoch, **kwargs)
             # Batches are made by the sum of both, shuffled by the iterator's own seed and epoch.
             iterator = get_batch_iterator(self, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **kwargs)
@@ -186,6 +182,8 @@ def explain_damaged_checkpoints() -> None:
                     "file; copy it again, or use another checkpoint of the same folder"
                 ) from error
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if _holds_model(path):
+                    raise
                 raise RuntimeError(
                     f"{path} is no checkpoint of fairseq: give one that fairseq-train has written, or make one of it "
                     "with fwp-convert"
@@ -194,6 +192,15 @@ def explain_damaged_checkpoints() -> None:
         return load_or_explain
 
     replace(checkpoint_utils, "load_checkpoint_to_cpu", mend)
+
+
+def _holds_model(path: str) -> bool:
+    """Whether a file is, for all we can tell, a checkpoint of fairseq."""
+    try:
+        found = torch.load(path, map_location="cpu")
+    except Exception:  # whatever a damaged pickle leads to
+        return False
+    return isinstance(found, dict) and "model" in found
 
 
 def explain_missing_dictionary() -> None:

@@ -15,11 +15,12 @@ STREAMS = ["--task", "fwp_language_modeling", "--carry-state", "--tokens-per-sam
 TRANSLATION = ["--task", "translation", "--source-lang", "en", "--target-lang", "de", "--ddp-backend", "legacy_ddp"]
 TRANSLATION += ["--criterion", "label_smoothed_cross_entropy", "--share-all-embeddings", *SIZE]
 TRANSLATION += ["--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16]
+TRANSLATION += ["--encoder-attention-heads", 2]
 # One process that adds up several batches draws FAVOR+'s features for each; as streams the batches of all are one.
 FAMILIES = {
     "fast weights": [*SAMPLES, "--arch", "delta_lm_wt103"],
     "softmax": [*SAMPLES, "--arch", "softmax_lm_wt103"],
-    "Transformer-XL": [*STREAMS, "--arch", "xl_lm_wt103_medium", "--mem-len", 8],
+    "Transformer-XL": [*STREAMS, "--arch", "xl_lm_wt103_medium", "--mem-len", 8, "--activation-dropout", 0],
     "carried fast weights": [*STREAMS, "--arch", "delta_favor_lm_wt103"],
     "fast weight layer": [*SAMPLES, "--arch", "fwp_fwl_lm"],
     "translation": [*TRANSLATION, "--arch", "delta_dpfp_mt_wmt14_en_de"],
@@ -53,9 +54,9 @@ def train(commands, data, folder, family, processes, updates=UPDATES, batch=2, t
     streams = "--carry-state" in FAMILIES[family]
     size = ["--batch-size", batch * together if streams else batch, "--update-freq", 1 if streams else together]
     arguments = [
-        data, *FAMILIES[family], *size, "--optimizer", "adam", "--lr", LR, "--cpu", "--dropout", 0, "--save-dir", folder,
-        "--max-update", updates, "--required-batch-size-multiple", 1, "--log-format", "simple", "--log-interval", 1,
-        *flags,
+        data, *FAMILIES[family], *size, "--optimizer", "adam", "--lr", LR, "--cpu", "--dropout", 0,
+        "--save-dir", folder, "--max-update", updates, "--required-batch-size-multiple", 1, "--log-format", "simple",
+        "--log-interval", 1, *flags,
     ]  # fmt: skip
     assert commands.run("fairseq-train", *arguments, log=folder / "log", processes=processes) == status
     return [float(loss) for loss in re.findall(r"train_inner.* loss=([\d.]+)", (folder / "log").read_text())]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairseq_fwp.convert.checkpoint import configure
@@ -44,8 +44,9 @@ FLAGS = {
     ),
     **dict.fromkeys(
         ["sum-normalization", "attention-normalization", "attention-normalization-read-out-only", "scale-read-out",
-         "add-normalization-epsilon", "norm-read-out", "attention-bias", "no-token-positional-embeddings", "same-length",
-         "decoder-learned-pos", "positions-from-end", "untie-biases", "half-loss", "decoder-normalize-before"],
+         "add-normalization-epsilon", "norm-read-out", "attention-bias", "no-token-positional-embeddings",
+         "same-length", "decoder-learned-pos", "positions-from-end", "untie-biases", "half-loss",
+         "decoder-normalize-before"],
         SWITCH,
     ),
 }  # fmt: skip
@@ -62,6 +63,7 @@ def dictionary():
     return words
 
 
+@settings(max_examples=settings().max_examples // 4)  # fairseq's parser takes its time
 @given(arch=st.sampled_from(ARCHITECTURES), flags=chosen)
 def test_a_model_that_trains_or_one_sentence(dictionary, tmp_path_factory, arch, flags):
     words = ["--task", "language_modeling", "--arch", arch]
