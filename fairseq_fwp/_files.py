@@ -205,6 +205,8 @@ def _not_saved(path: str, error: BaseException) -> OSError:
 def _reason(error: BaseException) -> str:
     """What the system said: torch's writer, on top of it, says no more than a position."""
     cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
+    return str(error).partition("\n")[0]
