@@ -8,6 +8,8 @@ import torch
 from fairseq.data import Dictionary, indexed_dataset
 from small_text import write_text
 
+import fairseq_fwp  # noqa: F401  (lets torch load what fairseq saves)
+
 SIZE = ["--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--decoder-attention-heads", 2]
 ADAPTIVE = ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]
 SAMPLES = ["--task", "language_modeling", "--tokens-per-sample", 16, *ADAPTIVE, *SIZE]
