@@ -17,7 +17,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "ops")]
 EXAMPLES = os.environ.get("FWP_FUZZ_EXAMPLES")
 settings.register_profile(
     "faults",
-    max_examples=int(EXAMPLES or 40),
+    max_examples=int(EXAMPLES or 25),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,

@@ -63,7 +63,7 @@ def dictionary():
     return words
 
 
-@settings(max_examples=settings().max_examples // 4)  # fairseq's parser takes its time
+@settings(max_examples=settings().max_examples // 2)  # fairseq's parser takes its time
 @given(arch=st.sampled_from(ARCHITECTURES), flags=chosen)
 def test_a_model_that_trains_or_one_sentence(dictionary, tmp_path_factory, arch, flags):
     words = ["--task", "language_modeling", "--arch", arch]
