@@ -45,7 +45,8 @@ class Favor(FeatureMap):
     A state that holds a projection all the same, as a converted model's does, is loaded with it, and saved with it
     until the next draw.
 
-    Raises ValueError if num_features is not positive, the draw is unknown, or the offset or redraw negative.
+    Raises ValueError if num_features is not positive, the draw is unknown, the offset not in [0, infinity), or redraw
+    negative.
     """
 
     positive = True
@@ -72,9 +73,10 @@ class Favor(FeatureMap):
             )
         if draw not in DRAWS:
             raise ValueError(f"unknown draw {draw!r} of FAVOR+: choose --favor-draw from {', '.join(DRAWS)}")
-        if offset < 0:
+        if not 0 <= offset < math.inf:
             raise ValueError(
-                f"FAVOR+'s features are not negative, and so is no offset: got {offset}, change --favor-offset"
+                f"FAVOR+'s features are numbers that are not negative, and so is its offset: got {offset}, change "
+                "--favor-offset"
             )
         if redraw < 0:
             raise ValueError(
