@@ -262,6 +262,25 @@ def test_the_command(saved, source, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "weight", "sentence"),
+    [
+        ("in_proj.weight", None, "is missing"),
+        ("out_proj.weight", torch.ones(DIM, 3), r"is \(16, 3\) in place of \(16, 16\)"),
+        ("gate.weight", torch.ones(DIM), "has no place"),
+    ],
+)
+def test_attention_that_is_not_whole_is_named(saved, tmp_path, name, weight, sentence):
+    """Although another takes its place."""
+    name = f"decoder.layers.1.self_attn.{name}"
+    state = torch.load(saved / "checkpoint.pt", weights_only=True)
+    state["model"] = {key: tensor for key, tensor in {**state["model"], name: weight}.items() if tensor is not None}
+    torch.save(state, saved / "checkpoint.pt")
+    with pytest.raises(SystemExit, match=f"^fwp-convert: the weights do not fit .*: {name} {sentence}$"):
+        convert(saved, tmp_path / "out", "--decoder-update-rule", "decay", "--state-size", 4)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--state-size", 4], "the new attention needs --decoder-update-rule"),

@@ -164,6 +164,28 @@ def make_text(folder, mark=""):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("found", "given", "same"),
+    [
+        (
+            "--lr 1e-3 --min-lr 2e-05 --adam-betas \\(0.9\\,\\ 0.98\\)",
+            "--lr 0.001 --min-lr 2e-5 --adam-betas \\(0.9\\,\\ 0.98\\)",
+            True,
+        ),
+        ("--lr 1e-3", "--lr 1e-4", False),
+        ("--lr 1e-3", "--lr 1e-3 --amp", False),
+        ("--lr 1e-3 --amp", "--lr 1e-3", False),
+        ("--arch a", "--arch b", False),
+    ],
+)
+def test_settings_compare_numbers_by_their_value(tmp_path, found, given, same):
+    (tmp_path / "settings.txt").write_text(f"{found} \n")
+    command = 'root=$1; . "$1/recipes/lm_common.sh"; check_same "$2" "$3"'
+    arguments = ["bash", "-c", command, "bash", str(ROOT), str(tmp_path / "settings.txt"), f"{given} "]
+    result = subprocess.run(arguments, capture_output=True, text=True)
+    assert result.returncode == (0 if same else 1) and ("another --out" in result.stderr) != same
+
+
 FEW = ["--max-update", "2", "--warmup-updates", "1", "--batch-size", "1", "--cpu"]
 
 
