@@ -75,6 +75,9 @@ def add_target(group: Any) -> None:
     group.add_argument(
         "--attention-window", dest="window", type=int, metavar="W", help="softmax: over the last W tokens"
     )
+    group.add_argument(
+        "--decay-spans", type=int, metavar="T", help="decay: begin with memories of 1 to T tokens; default: as Mao 2022"
+    )
     group.add_argument("--decoder-attention-heads", dest="heads", type=int, metavar="H", help="default: the source's")
 
 

@@ -160,6 +160,29 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
     torch.testing.assert_close(new_v, v * (1 - kept))
 
 
+@pytest.mark.parametrize("size", [4, HEAD])
+def test_decay_that_begins_with_spans(source, size):
+    """Of 1 to T tokens; the scores of a token with itself are those of the nearest features, each times its scale."""
+    longest, x = 81, random_input()
+    attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
+    q, k, v, _ = attention._project(x, None)
+    spans = longest ** ((torch.arange(size, dtype=torch.float64) + 0.5) / size)
+    biases = {name: bias.double().sigmoid() for name, bias in attention.gate_biases.items()}
+    torch.testing.assert_close(biases["key_decay"], (spans / (1 + spans)).repeat(HEADS))
+    torch.testing.assert_close(biases["value_decay"], torch.full((DIM,), longest / (1 + longest), dtype=torch.float64))
+    torch.testing.assert_close(v, projected(source, x)[2])
+    # Without the scale the features are the nearest to softmax, the one with the largest singular value first.
+    _, key, *_ = attention_of(swap(source, Target("gated", state_size=size)))._project(x, None)
+    scaled = k * (1 + spans).sqrt()
+    sizes = scaled.norm(dim=(0, 2)) * q.norm(dim=(0, 2))
+    assert (sizes[:, 0] > sizes[:, -1]).all()
+    if size == HEAD:
+        old_q, old_k, _ = projected(source, x)
+        torch.testing.assert_close(q @ scaled.transpose(-1, -2), old_q @ old_k.transpose(-1, -2) * SCALE)
+    else:
+        torch.testing.assert_close(scaled, key)
+
+
 @pytest.mark.parametrize(("normalized", "scale"), [(False, 1 / 512), (True, 1.0)])
 def test_additive_values_without_normalisation_are_a_512th(source, normalized, scale):
     x = random_input()
@@ -204,6 +227,9 @@ def test_one_conversion_is_like_the_other(source):
         (Target("decay", window=4), "fast weights have no window"),
         (Target("decay", "identity", 4, attention_normalization=True), "features of either sign"),
         (Target("decay", state_size=4, heads=3), "not divisible by 3 attention heads"),
+        (Target("gated", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
+        (Target("decay", "relu", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
+        (Target("decay", decay_spans=0), "--decay-spans is a number of tokens, at least 1: got 0"),
         (Target("leaky"), "unknown update rule 'leaky'"),
         (Target("sum", "cosine"), "unknown feature map 'cosine'"),
     ],

@@ -69,6 +69,7 @@ def test_table(tmp_path):
             {"run": "decay", "row": "decay", "target": "x", "paper": {"valid 0": 14.6}},
             {"run": "delta", "row": "delta", "target": "y", "paper": {"valid 0": "diverged"}},
             {"run": "sum", "row": "sum", "target": "z", "paper": {"valid 0": 20}},
+            {"run": "ours", "row": "ours", "target": "y", "paper": {}},
         ],
     }
     for measure, perplexity in (("valid 0", 10.0), ("test 0", 11.0)):
@@ -86,6 +87,7 @@ def test_table(tmp_path):
         ["decay", "8", "4.0e+09", "12.50", "13.75", "80.0%", "72.0%", "14.60", "99.3%", "-"],
         ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "-"],
         ["sum", "-", "not run", "not run", "not run", "-", "-", "20.00", "72.5%", "-"],
+        ["ours", "-", "not run", "not run", "not run", "-", "-", "-", "-", "-"],
     ]
 
 
