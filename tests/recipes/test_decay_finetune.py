@@ -120,6 +120,24 @@ def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_vocabulary_of_another_model_is_refused(tmp_path):
+    """In place of tokens that the model does not know, which would be read as unknown words."""
+    save_vocabulary(tmp_path)
+    text, out = tmp_path / "text.txt", tmp_path / "out.txt"
+    text.write_text("the cat\n")
+    (tmp_path / "config.json").write_text('{"vocab_size": 258}')
+    with pytest.raises(ValueError, match=r"vocab\.json has tokens up to number 258, and the model of .* 258 words"):
+        bpe.encode(tmp_path, text, out)
+    (tmp_path / "config.json").write_text('{"vocab_size": 259}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nc a\n")
+    with pytest.raises(ValueError, match=r"the merges in .* make 'ca', which its vocabulary lacks"):
+        bpe.encode(tmp_path, text, out)
+    (tmp_path / "vocab.json").write_text('{"a": 1')
+    with pytest.raises(ValueError, match=r"vocab\.json or merges\.txt is no vocabulary of GPT-2"):
+        bpe.encode(tmp_path, text, out)
+    assert not list(tmp_path.glob("out*"))
+
+
 def run(script, *arguments):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", str(script), *map(str, arguments)]
