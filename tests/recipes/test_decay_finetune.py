@@ -155,6 +155,7 @@ def recipe(tmp_path):
     script.write_text(script.read_text().replace("merges=8000", "merges=30"))
     source = copy / "decay_finetune" / "conf" / "peps" / "source.yaml"
     small = {"decoder-layers": 1, "decoder-embed-dim": 16, "decoder-ffn-embed-dim": 16, "max-update": 4}
+    small |= {"adaptive-input-cutoff": 8, "adaptive-softmax-cutoff": 8}  # of some thirty words
     lines = [line for line in source.read_text().splitlines() if line.split(":")[0] not in small]
     source.write_text("\n".join([*lines, *(f"{name}: {value}" for name, value in small.items()), ""]))
     return script
@@ -212,7 +213,7 @@ FEW = ["--max-update", "2", "--warmup-updates", "1", "--batch-size", "1", "--cpu
 @pytest.mark.slow
 def test_peps_and_what_was_interrupted(recipe, tmp_path):
     data, out = make_text(tmp_path / "text"), tmp_path / "out"
-    arguments = ["--data", data, "--out", out, "--rows", "softmax decay_m4 delta_relu_m4 local_w32", *FEW]
+    arguments = ["--data", data, "--out", out, "--rows", "softmax decay_m4 decay_m4_spans delta_relu_m4 local_w32", *FEW]
     result = run(recipe, "all", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     table = (out / "table.md").read_text()
