@@ -133,7 +133,11 @@ def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
             for name, weight in weights.items()
             if (known := parameters.get(name, buffers.get(name))) is not None and known.shape != weight.shape
         ),
-        *(f"{name} is of {weight.dtype}" for name, weight in weights.items() if not weight.is_floating_point()),
+        *(
+            f"{name} is of {weights[name].dtype}"
+            for name in weights.keys() & parameters.keys()
+            if not weights[name].is_floating_point()
+        ),
     ]
     if faults:
         raise ValueError(f"the weights do not fit the model of these options: {'; '.join(sorted(faults))}")
@@ -146,7 +150,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """
     check_fit(model, weights)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    model.to(reduce(torch.promote_types, {weight.dtype for weight in weights.values()}))
+    model.to(reduce(torch.promote_types, {weights[name].dtype for name in weights.keys() & parameters.keys()}))
     with torch.no_grad():
         for name in weights.keys() & parameters.keys():
             parameters[name].copy_(weights[name])

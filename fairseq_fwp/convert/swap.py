@@ -22,7 +22,8 @@ goes with it. Decay's biases come from its rule (uniform gate initialisation), t
 *Spans of memory* (`decay_spans`) are a choice beside the paper's. Under uniform gates a state forgets by products of
 two uniform numbers, with a mean of 1/4: of two hundred of its numbers one remembers ten tokens. The paper goes on for
 100,000 updates; where there are few hundred, features had better begin with memories of one token up to a whole sample,
-evenly spaced in the logarithm, as the time scales of state space models do (S4D: Gu et al. 2022, arXiv 2206.11893).
+evenly spaced in the logarithm, as the time scales of state space models do (S4D: Gu et al. 2022, arXiv 2206.11893), and
+one of them with the mean of the last values: `spread_spans`.
 """
 
 import math
@@ -52,6 +53,9 @@ SUM_VALUE_SCALE = 1 / 512
 # Of scores of either sign, see above; what the paper's models begin with is not said.
 SCORE_SCALE = 0.1
 
+# Of queries and keys (H m, D + 1) and values (D, D + 1), whose last column is the bias.
+Projections = tuple[Tensor, Tensor, Tensor]
+
 # The weights of softmax attention.
 SOFTMAX = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
 
@@ -74,58 +78,58 @@ class Target(NamedTuple):
     decay_spans: int | None = None
 
 
-class Scales(NamedTuple):
-    """What pretrained keys and values are multiplied by: a number, or (H m,) and (D,)."""
-
-    keys: Tensor | float = 1.0
-    values: Tensor | float = 1.0
+def keep(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    return q, k, v
 
 
-def keep(attention: Any) -> Scales:
-    return Scales()
+def scale_by_decay(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """W_v by 1 - sigmoid(b_z) of every dimension: what is added up has the size of one value (Mao 2022, Sec. 3)."""
+    return q, k, v * (1 - attention.gate_biases["value_decay"].sigmoid()).to(v).unsqueeze(1)
 
 
-def scale_by_decay(attention: Any) -> Scales:
-    """1 - sigmoid(b_z) of every value dimension: what is added up has the size of one value (Mao 2022, Sec. 3)."""
-    return Scales(values=1 - attention.gate_biases["value_decay"].sigmoid())
+def scale_unnormalized(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """Footnote 4: nothing divides what is added up."""
+    return q, k, v if attention.attention_normalization else v * SUM_VALUE_SCALE
 
 
-def spread_spans(attention: Any, longest: int) -> Scales:
+def write_little(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """Footnote 3: the write strength; values stay as they are."""
+    nn.init.constant_(attention.gate_biases["beta"], WRITE_STRENGTH_BIAS)
+    return q, k, v
+
+
+def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) -> Projections:
     """Feature i of m remembers s = longest^((i + 1/2) / m) tokens, its decay being s / (1 + s), and values `longest`.
 
     The features with the largest singular values forget first. Keys are scaled by the root of what is forgotten: sums
-    of terms of either sign then have the size of one, whatever their span.
+    of terms of either sign then have the size of one, whatever their span. The last feature gives way to what scores of
+    either sign lack beside softmax, the mean of the values: here of some sqrt(longest) tokens.
     """
-    keys, values = (attention.gate_biases[f"{of}_decay"] for of in ("key", "value"))
-    size = attention.feature_map.feature_dim
-    keys.copy_(math.log(longest) * (torch.arange(size) + 0.5).repeat(attention.num_heads) / size)
-    nn.init.constant_(values, math.log(longest))
-    return Scales(keys=(1 - keys.sigmoid()).sqrt())
-
-
-def scale_unnormalized(attention: Any) -> Scales:
-    """Footnote 4: nothing divides what is added up."""
-    return Scales() if attention.attention_normalization else Scales(values=SUM_VALUE_SCALE)
-
-
-def write_little(attention: Any) -> Scales:
-    """Footnote 3: the write strength; values stay as they are."""
-    nn.init.constant_(attention.gate_biases["beta"], WRITE_STRENGTH_BIAS)
-    return Scales()
+    heads, size = attention.num_heads, attention.key_dim
+    spans = longest ** ((torch.arange(size) + 0.5) / size)
+    spans[-1] = longest**0.5
+    attention.gate_biases["key_decay"].copy_(spans.log().repeat(heads))
+    nn.init.constant_(attention.gate_biases["value_decay"], math.log(longest))
+    root = (1 + spans).rsqrt().to(k)
+    q, k = q.unflatten(0, (heads, size)).clone(), k.unflatten(0, (heads, size)) * root.unsqueeze(1)
+    for x in (q, k):
+        x[:, -1] = 0
+        x[:, -1, -1] = root[-1]  # the bias: q . k = 1 / (1 + s), which all decays of that feature add up to one
+    return q.flatten(0, 1), k.flatten(0, 1), v
 
 
 class Initialisation(NamedTuple):
-    """start(attention) sets its gates; gate_bias: its gates need one."""
+    """start(attention, q, k, v) sets its gates and returns what the pretrained projections become; bias: needs one."""
 
-    start: Callable[[Any], Scales] = keep
-    gate_bias: bool = False
+    start: Callable[..., Projections] = keep
+    bias: bool = False
 
 
 INITIALISATIONS = {
     "sum": Initialisation(scale_unnormalized),
-    "delta": Initialisation(write_little, gate_bias=True),
+    "delta": Initialisation(write_little, bias=True),
     "decay": Initialisation(scale_by_decay),
-    "fwm": Initialisation(write_little, gate_bias=True),
+    "fwm": Initialisation(write_little, bias=True),
 }
 
 
@@ -172,7 +176,7 @@ def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
         "sum_normalization": target.sum_normalization,
         "attention_normalization": target.attention_normalization,
         "attention_dropout": 0.0,
-        "attention_bias": flags.get("attention_bias", False) or rule_initialisation(target).gate_bias,
+        "attention_bias": flags.get("attention_bias", False) or rule_initialisation(target).bias,
     }
     if target.heads is not None:
         found["decoder_attention_heads"] = target.heads
@@ -192,9 +196,9 @@ def check_spans(target: Target) -> None:
 
 
 def rule_initialisation(target: Target) -> Initialisation:
-    """The initialisation of the target's rule; one that the paper has nothing to say of keeps keys and values."""
+    """The initialisation of the target's rule; one that the paper has nothing to say of keeps all projections."""
     if target.decay_spans is not None:
-        return Initialisation(partial(spread_spans, longest=target.decay_spans))
+        return Initialisation(partial(spread_spans, longest=target.decay_spans), bias=True)
     return INITIALISATIONS.get(target.update_rule, Initialisation())
 
 
@@ -224,9 +228,7 @@ def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], h
         # Spans go by singular values, also where there are as many features as dimensions.
         if attention.key_dim != attention.head_dim or target.decay_spans is not None:
             q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
-        scales = rule_initialisation(target).start(attention)
-        k, v = (x * torch.as_tensor(scale).to(x).view(-1, 1) for x, scale in zip((k, v), scales, strict=True))
-        fill(attention, torch.cat([q, k, v]), softmax)
+        fill(attention, torch.cat(rule_initialisation(target).start(attention, q, k, v)), softmax)
     return attention
 
 

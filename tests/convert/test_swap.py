@@ -160,27 +160,28 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
     torch.testing.assert_close(new_v, v * (1 - kept))
 
 
-@pytest.mark.parametrize("size", [4, HEAD])
+@pytest.mark.parametrize("size", [4, HEAD + 1])
 def test_decay_that_begins_with_spans(source, size):
-    """Of 1 to T tokens; the scores of a token with itself are those of the nearest features, each times its scale."""
+    """Scores are the nearest to those of softmax but for the last feature, whose read-out is a mean of the values."""
     longest, x = 81, random_input()
     attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
     q, k, v, _ = attention._project(x, None)
     spans = longest ** ((torch.arange(size, dtype=torch.float64) + 0.5) / size)
+    spans[-1] = 9
     biases = {name: bias.double().sigmoid() for name, bias in attention.gate_biases.items()}
     torch.testing.assert_close(biases["key_decay"], (spans / (1 + spans)).repeat(HEADS))
     torch.testing.assert_close(biases["value_decay"], torch.full((DIM,), longest / (1 + longest), dtype=torch.float64))
-    torch.testing.assert_close(v, projected(source, x)[2])
-    # Without the scale the features are the nearest to softmax, the one with the largest singular value first.
-    _, key, *_ = attention_of(swap(source, Target("gated", state_size=size)))._project(x, None)
-    scaled = k * (1 + spans).sqrt()
-    sizes = scaled.norm(dim=(0, 2)) * q.norm(dim=(0, 2))
-    assert (sizes[:, 0] > sizes[:, -1]).all()
-    if size == HEAD:
-        old_q, old_k, _ = projected(source, x)
-        torch.testing.assert_close(q @ scaled.transpose(-1, -2), old_q @ old_k.transpose(-1, -2) * SCALE)
-    else:
-        torch.testing.assert_close(scaled, key)
+    old_q, old_k, old_v = projected(source, x)
+    torch.testing.assert_close(v, old_v)
+    weights = q * k * (1 + spans).sqrt()  # of a token with itself, by feature
+    if size > HEAD:
+        torch.testing.assert_close(weights[..., :-1].sum(-1), (old_q * old_k).sum(-1) * SCALE)
+    rows = HEADS * size
+    queries = torch.cat([attention.in_proj.weight[:rows], attention.bias[:rows, None]], dim=1)
+    singular = queries.unflatten(0, (HEADS, size)).norm(dim=-1)[:, :-1]
+    assert (singular.diff() <= 0).all() and (singular[:, 0] > singular[:, 2]).all()
+    # Decays of the last feature add up to one: 1 / 10 of each value, times 0.9 for every token since.
+    torch.testing.assert_close(q[..., -1] * k[..., -1], torch.full(q.shape[:-1], 0.1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("normalized", "scale"), [(False, 1 / 512), (True, 1.0)])

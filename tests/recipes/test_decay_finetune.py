@@ -213,7 +213,15 @@ FEW = ["--max-update", "2", "--warmup-updates", "1", "--batch-size", "1", "--cpu
 @pytest.mark.slow
 def test_peps_and_what_was_interrupted(recipe, tmp_path):
     data, out = make_text(tmp_path / "text"), tmp_path / "out"
-    arguments = ["--data", data, "--out", out, "--rows", "softmax decay_m4 decay_m4_spans delta_relu_m4 local_w32", *FEW]
+    arguments = [
+        "--data",
+        data,
+        "--out",
+        out,
+        "--rows",
+        "softmax decay_m4 decay_m4_spans delta_relu_m4 local_w32",
+        *FEW,
+    ]
     result = run(recipe, "all", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     table = (out / "table.md").read_text()
