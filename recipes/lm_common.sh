@@ -8,9 +8,13 @@ export TQDM_MININTERVAL=5 # seconds; a log file would get thousands of progress 
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
-# What lies there was made from what this file says; anything else needs a folder of its own.
+# What lies there was made from what this file says, numbers by their value (2e-5 is 0.00002); anything else needs a folder
+# of its own.
 check_same() { # check_same FILE TEXT
-  [ "$(cat "$1")" = "$2" ] || die "$(dirname "$1") was made with other settings (see $1): give another --out."
+  printf '%s\n' "$(cat "$1")" "$2" | awk '
+    NR == 1 { count = split($0, found) }
+    NR == 2 { other = split($0, given) != count; for (i in found) if (found[i] != given[i]) other = 1 }
+    END { exit NR != 2 || other }' || die "$(dirname "$1") was made with other settings (see $1): give another --out."
 }
 
 run_to() { # run_to LOG COMMAND...: as run, but what the command says goes to LOG

@@ -24,7 +24,7 @@ from typing import Any
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, write
+from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, check, write
 from fairseq_fwp.convert.source import Options
 from fairseq_fwp.convert.swap import Target, swap
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -75,6 +75,9 @@ def add_target(group: Any) -> None:
     group.add_argument(
         "--attention-window", dest="window", type=int, metavar="W", help="softmax: over the last W tokens"
     )
+    group.add_argument(
+        "--decay-spans", type=int, metavar="T", help="decay: begin with memories of 1 to T tokens; default: as Mao 2022"
+    )
     group.add_argument("--decoder-attention-heads", dest="heads", type=int, metavar="H", help="default: the source's")
 
 
@@ -103,9 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tensors, saved = source.read(args.checkpoint)
         words = source.words(args.checkpoint, args.vocabulary)
         conversion = source.convert(tensors, words, Options({**saved, **given}))
-        write(conversion if target is None else swap(conversion, target), args.out)
+        if target is not None:
+            check(conversion)
+            conversion = swap(conversion, target)
+        write(conversion, args.out)
     except (ValueError, OSError) as error:
-        sys.exit(f"fwp-convert: {error}")
+        sys.exit(f"fwp-convert: {' '.join(str(error).split())}")
     print(f"wrote {args.out / CHECKPOINT}, {DICTIONARY} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
     for note in conversion.notes:
         print(f"note: {note}")

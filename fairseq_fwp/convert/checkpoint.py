@@ -4,8 +4,9 @@ import os
 import pickle
 import shutil
 from argparse import Namespace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from fairseq import options
@@ -27,8 +28,8 @@ def load(path: Path, export: str) -> Any:
     """What torch.save wrote into a file. Raises ValueError for other things than data; `export` says what to do."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror or error}") from error
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except pickle.UnpicklingError as error:
         if "global" not in str(error).lower():
             raise ValueError(
@@ -37,7 +38,7 @@ def load(path: Path, export: str) -> Any:
         raise ValueError(
             f"{path} holds pickled objects, which could run any code, beside its weights: {export}"
         ) from error
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+    except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
 
 
@@ -70,6 +71,16 @@ def write(conversion: Conversion, out: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def check(conversion: Conversion) -> None:
+    """Raises ValueError unless the weights are those of the model of the flags, which holds no numbers here."""
+    cfg = configure(command_line(conversion), Path())
+    with torch.device("meta"):
+        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(
+            cfg.model, Namespace(target_dictionary=make_dictionary(conversion))
+        )
+    check_fit(model, conversion.weights)
+
+
 def make_dictionary(conversion: Conversion) -> Dictionary:
     """fairseq's dictionary of the conversion's words. How often they occur is not known: once each."""
     dictionary = Dictionary()
@@ -79,8 +90,14 @@ def make_dictionary(conversion: Conversion) -> Dictionary:
 
 
 def configure(flags: list[str], data: Path) -> Any:
-    """What `fairseq-train` makes of the flags, with the data in a folder."""
-    args = options.parse_args_and_arch(options.get_training_parser(), [str(data.absolute()), *flags])
+    """What `fairseq-train` makes of the flags, with the data in a folder. Raises ValueError where it refuses them."""
+    parser = options.get_training_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"fairseq-train refuses the settings of the checkpoint: {message}")
+
+    parser.error = refuse  # in place of its usage and the end of the process
+    args = options.parse_args_and_arch(parser, [str(data.absolute()), *flags])
     return convert_namespace_to_omegaconf(args)
 
 
@@ -103,11 +120,8 @@ def command_line(conversion: Conversion) -> list[str]:
     return found + ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]
 
 
-def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Gives every parameter its weight, and buffers those that there are; the model takes the weights' dtype.
-
-    Raises ValueError naming weights that are missing, too many or of another shape.
-    """
+def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Raises ValueError naming weights that are missing, too many, of another shape or whole numbers."""
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     # A parameter that modules share has several names, of which one will do.
     given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
@@ -119,10 +133,24 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
             for name, weight in weights.items()
             if (known := parameters.get(name, buffers.get(name))) is not None and known.shape != weight.shape
         ),
+        *(
+            f"{name} is of {weights[name].dtype}"
+            for name in weights.keys() & parameters.keys()
+            if not weights[name].is_floating_point()
+        ),
     ]
     if faults:
         raise ValueError(f"the weights do not fit the model of these options: {'; '.join(sorted(faults))}")
-    model.to(next(iter(weights.values())).dtype)
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Gives every parameter its weight, and buffers those that there are; the model takes the widest of their dtypes.
+
+    Raises ValueError for weights that do not fit.
+    """
+    check_fit(model, weights)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    model.to(reduce(torch.promote_types, {weights[name].dtype for name in weights.keys() & parameters.keys()}))
     with torch.no_grad():
         for name in weights.keys() & parameters.keys():
             parameters[name].copy_(weights[name])

@@ -6,6 +6,7 @@ tensor, are read too. What a checkpoint does not tell has the default of fairseq
 """
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,15 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
 
 from fairseq_fwp.convert.checkpoint import load
-from fairseq_fwp.convert.source import Conversion, Entry, Options, Source, check_equal, convert_tensors
+from fairseq_fwp.convert.source import (
+    Conversion,
+    Entry,
+    Options,
+    Source,
+    check_equal,
+    convert_tensors,
+    whole_numbers,
+)
 from fairseq_fwp.convert.vocabulary import dictionary_words
 
 EXPORT = (
@@ -61,10 +70,11 @@ def read_checkpoint(path: Path, model: str, defaults: FairseqDataclass) -> tuple
         raise ValueError(f"{path} is no checkpoint of fairseq: it has no model")
     args, cfg = state.get("args"), state.get("cfg")
     settings: dict[str, Any]
-    if args is not None:
+    if not all(isinstance(weight, Tensor) for weight in state["model"].values()):
+        raise ValueError(f"{path} is no checkpoint of fairseq: its model has other things than tensors")
+    if isinstance(args, Namespace):
         settings, name = dict(vars(args)), getattr(args, "arch", None)
-    elif cfg is not None and cfg.get("model") is not None:
-        of_model = cfg["model"]
+    elif isinstance(cfg, dict) and isinstance(of_model := cfg.get("model"), dict):
         settings, name = {**(cfg.get("task") or {}), **of_model}, of_model.get("arch") or of_model.get("_name")
     else:
         raise ValueError(f"{path} is no checkpoint of fairseq: it has none of its settings")
@@ -165,7 +175,7 @@ def adaptive_output(options: Options, words: int) -> tuple[dict[str, Any], list[
     if factor != int(factor) or factor < 2:
         raise ValueError(f"--adaptive-input-factor {factor:g} cannot be converted: it is a whole number from 2 on here")
     # The last may be the number of all words.
-    given = [int(cutoff) for cutoff in str(options.get("adaptive_softmax_cutoff")).split(",")]
+    given = whole_numbers("--adaptive-softmax-cutoff", options.get("adaptive_softmax_cutoff"))
     cutoffs = [cutoff for cutoff in given if cutoff < words + len(Dictionary())]
     flags = {
         "output_layer": "tied",

@@ -72,10 +72,19 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: GPT-2's format is one with {CONFIG} and {WEIGHTS}")
     config = read_config(path)
-    index = path / INDEX
-    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [WEIGHTS]
-    tensors = {name: tensor for file in files for name, tensor in read_weights(path / file).items()}
+    tensors = {name: tensor for file in weight_files(path) for name, tensor in read_weights(path / file).items()}
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config
+
+
+def weight_files(path: Path) -> list[str]:
+    """The names of the files in a folder that hold its weights. Raises ValueError for an index that names none."""
+    index = path / INDEX
+    if not index.exists():
+        return [WEIGHTS]
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{index} has no weight_map, which names a file for every weight")
+    return sorted(set(files.values()))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -89,19 +98,25 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json says, with its defaults. Raises ValueError where it does not say the sizes."""
+    """What config.json says, with its defaults. Raises ValueError where it does not say the sizes, or they disagree."""
     config = {**DEFAULTS, **read_json(path / CONFIG)}
     missing = [name for name in SIZES if not isinstance(config.get(name), int)]
     if missing:
         raise ValueError(f"{path / CONFIG} lacks {', '.join(missing)}: is it that of a GPT-2?")
+    eos, words = config["eos_token_id"], config["vocab_size"]
+    if eos is not None and not (isinstance(eos, int) and 0 <= eos < words):
+        raise ValueError(f"{path / CONFIG} has eos_token_id = {eos!r}, which is no token of its vocabulary of {words}")
     return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises ValueError for any other file."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
     return found
 
 

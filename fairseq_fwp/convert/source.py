@@ -70,7 +70,10 @@ class Entry(NamedTuple):
 
 
 def convert_tensors(table: Iterable[Entry], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every target of the table. Raises ValueError naming tensors that are missing, and those that no entry reads."""
+    """Every target of the table.
+
+    Raises ValueError naming tensors that are missing, those that no entry reads, and those that hold whole numbers.
+    """
     table = list(table)
     known = {name for entry in table for name in entry.sources}
     faults = [
@@ -82,8 +85,19 @@ def convert_tensors(table: Iterable[Entry], tensors: Mapping[str, Tensor]) -> di
         raise ValueError(
             f"the state dict is not that of a model with these options: it {' and '.join(faults)}; check the options"
         )
+    for name in (name for entry in table if entry.target is not None for name in entry.sources):
+        if not tensors[name].is_floating_point():
+            raise ValueError(f"{name} is of {tensors[name].dtype}: weights that were quantised cannot be converted")
     built = {entry.target: entry.build(*(tensors[name] for name in entry.sources)) for entry in table}
     return {target: tensor for target, tensor in built.items() if target is not None}
+
+
+def whole_numbers(option: str, text: Any) -> list[int]:
+    """The numbers of an option, which commas part. Raises ValueError for other text."""
+    try:
+        return [int(number) for number in str(text).split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes whole numbers like 20000,40000, got {text!r}") from None
 
 
 def check_equal(option: str) -> Callable[[Tensor, Tensor], None]:

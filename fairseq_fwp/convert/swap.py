@@ -18,9 +18,17 @@ perplexity.
 
 *Initialisations* of the paper: `INITIALISATIONS` below. It scales W_v; the bias of values, which it does not mention,
 goes with it. Decay's biases come from its rule (uniform gate initialisation), the rest as models here: N(0, 0.02).
+
+*Spans of memory* (`decay_spans`) are a choice beside the paper's. Under uniform gates a state forgets by products of
+two uniform numbers, with a mean of 1/4: of two hundred of its numbers one remembers ten tokens. The paper goes on for
+100,000 updates; where there are few hundred, features had better begin with memories of one token up to a whole sample,
+evenly spaced in the logarithm, as the time scales of state space models do (S4D: Gu et al. 2022, arXiv 2206.11893), and
+one of them with the mean of the last values: `spread_spans`.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +53,9 @@ SUM_VALUE_SCALE = 1 / 512
 # Of scores of either sign, see above; what the paper's models begin with is not said.
 SCORE_SCALE = 0.1
 
+# Of queries and keys (H m, D + 1) and values (D, D + 1), whose last column is the bias.
+Projections = tuple[Tensor, Tensor, Tensor]
+
 # The weights of softmax attention.
 SOFTMAX = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
 
@@ -53,7 +64,8 @@ class Target(NamedTuple):
     """The new attention.
 
     update_rule, feature_map: keys of their tables; or update_rule "softmax" with a window, for local attention;
-    state_size: m, None = that of the map on heads of d; heads: None = those of the source.
+    state_size: m, None = that of the map on heads of d; heads: None = those of the source;
+    decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
     """
 
     update_rule: str
@@ -63,40 +75,61 @@ class Target(NamedTuple):
     attention_normalization: bool = False
     window: int | None = None
     heads: int | None = None
+    decay_spans: int | None = None
 
 
-def keep_values(attention: Any) -> float:
-    return 1.0
+def keep(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    return q, k, v
 
 
-def scale_by_decay(attention: Any) -> Tensor:
-    """1 - sigmoid(b_z) of every value dimension: what is added up has the size of one value (Mao 2022, Sec. 3)."""
-    return 1 - attention.gate_biases["value_decay"].sigmoid()
+def scale_by_decay(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """W_v by 1 - sigmoid(b_z) of every dimension: what is added up has the size of one value (Mao 2022, Sec. 3)."""
+    return q, k, v * (1 - attention.gate_biases["value_decay"].sigmoid()).to(v).unsqueeze(1)
 
 
-def scale_unnormalized(attention: Any) -> float:
+def scale_unnormalized(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
     """Footnote 4: nothing divides what is added up."""
-    return 1.0 if attention.attention_normalization else SUM_VALUE_SCALE
+    return q, k, v if attention.attention_normalization else v * SUM_VALUE_SCALE
 
 
-def write_little(attention: Any) -> float:
+def write_little(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
     """Footnote 3: the write strength; values stay as they are."""
     nn.init.constant_(attention.gate_biases["beta"], WRITE_STRENGTH_BIAS)
-    return 1.0
+    return q, k, v
+
+
+def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) -> Projections:
+    """Feature i of m remembers s = longest^((i + 1/2) / m) tokens, its decay being s / (1 + s), and values `longest`.
+
+    The features with the largest singular values forget first. Keys are scaled by the root of what is forgotten: sums
+    of terms of either sign then have the size of one, whatever their span. The last feature gives way to what scores of
+    either sign lack beside softmax, the mean of the values: here of some sqrt(longest) tokens.
+    """
+    heads, size = attention.num_heads, attention.key_dim
+    spans = longest ** ((torch.arange(size) + 0.5) / size)
+    spans[-1] = longest**0.5
+    attention.gate_biases["key_decay"].copy_(spans.log().repeat(heads))
+    nn.init.constant_(attention.gate_biases["value_decay"], math.log(longest))
+    root = (1 + spans).rsqrt().to(k)
+    q, k = q.unflatten(0, (heads, size)).clone(), k.unflatten(0, (heads, size)) * root.unsqueeze(1)
+    for x in (q, k):
+        x[:, -1] = 0
+        x[:, -1, -1] = root[-1]  # the bias: q . k = 1 / (1 + s), which all decays of that feature add up to one
+    return q.flatten(0, 1), k.flatten(0, 1), v
 
 
 class Initialisation(NamedTuple):
-    """start(attention) sets its gates and returns the scale of pretrained values; gate_bias: its gates need one."""
+    """start(attention, q, k, v) sets its gates and returns what the pretrained projections become; bias: needs one."""
 
-    start: Callable[[Any], Tensor | float] = keep_values
-    gate_bias: bool = False
+    start: Callable[..., Projections] = keep
+    bias: bool = False
 
 
 INITIALISATIONS = {
     "sum": Initialisation(scale_unnormalized),
-    "delta": Initialisation(write_little, gate_bias=True),
+    "delta": Initialisation(write_little, bias=True),
     "decay": Initialisation(scale_by_decay),
-    "fwm": Initialisation(write_little, gate_bias=True),
+    "fwm": Initialisation(write_little, bias=True),
 }
 
 
@@ -136,13 +169,14 @@ def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"unknown feature map {target.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
     if target.window is not None:
         raise ValueError("--attention-window is of --decoder-update-rule softmax: fast weights have no window")
+    check_spans(target)
     found = {
         "decoder_update_rule": target.update_rule,
         "decoder_feature_map": target.feature_map,
         "sum_normalization": target.sum_normalization,
         "attention_normalization": target.attention_normalization,
         "attention_dropout": 0.0,
-        "attention_bias": flags.get("attention_bias", False) or rule_initialisation(target).gate_bias,
+        "attention_bias": flags.get("attention_bias", False) or rule_initialisation(target).bias,
     }
     if target.heads is not None:
         found["decoder_attention_heads"] = target.heads
@@ -151,8 +185,20 @@ def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_spans(target: Target) -> None:
+    """Raises ValueError for spans that cannot be."""
+    if target.decay_spans is None:
+        return
+    if target.update_rule != "decay" or target.feature_map != "identity":
+        raise ValueError("--decay-spans is of --decoder-update-rule decay without a map: leave it out")
+    if target.decay_spans < 1:
+        raise ValueError(f"--decay-spans is a number of tokens, at least 1: got {target.decay_spans}")
+
+
 def rule_initialisation(target: Target) -> Initialisation:
-    """The paper's initialisation of the target's rule; one that it has nothing to say of keeps all values."""
+    """The initialisation of the target's rule; one that the paper has nothing to say of keeps all projections."""
+    if target.decay_spans is not None:
+        return Initialisation(partial(spread_spans, longest=target.decay_spans), bias=True)
     return INITIALISATIONS.get(target.update_rule, Initialisation())
 
 
@@ -179,10 +225,10 @@ def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], h
     with torch.no_grad():
         q, k, v = projections.chunk(3)
         q = q / (v.shape[0] // heads) ** 0.5 * (1 if attention.feature_map.positive else SCORE_SCALE)
-        if attention.key_dim != attention.head_dim:
+        # Spans go by singular values, also where there are as many features as dimensions.
+        if attention.key_dim != attention.head_dim or target.decay_spans is not None:
             q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
-        scale = torch.as_tensor(rule_initialisation(target).start(attention)).to(v)
-        fill(attention, torch.cat([q, k, v * scale.view(-1, 1)]), softmax)
+        fill(attention, torch.cat(rule_initialisation(target).start(attention, q, k, v)), softmax)
     return attention
 
 

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp.convert.checkpoint import load_tensors
-from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, check_equal, convert_tensors
+from fairseq_fwp.convert.source import (
+    Conversion,
+    Entry,
+    Option,
+    Options,
+    Source,
+    check_equal,
+    convert_tensors,
+    whole_numbers,
+)
 from fairseq_fwp.convert.vocabulary import Vocabulary, arrange, given_words
 
 OPTIONS = {
@@ -223,7 +232,7 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
     text = options.get("cutoffs")
     if text is None and options.need("dataset") not in CUTOFFS:
         raise ValueError(f"--dataset {options.need('dataset')} has no cutoffs that are known: give --cutoffs")
-    cutoffs = CUTOFFS[options.need("dataset")] if text is None else _numbers(text)
+    cutoffs = CUTOFFS[options.need("dataset")] if text is None else whole_numbers("--cutoffs", text)
     if len(cutoffs) != clusters:
         raise ValueError(f"the adaptive softmax has {clusters} cutoffs, not {len(cutoffs)}: change --cutoffs")
     return cutoffs, 1
@@ -307,13 +316,6 @@ def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
             f"the state dict is not that of a model with these options: it lacks {name}; check the options"
         )
     return tensors[name]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--cutoffs takes whole numbers like 20000,40000, got {text!r}") from None
 
 
 def _literal(text: str) -> Any:

@@ -84,7 +84,7 @@ def read_dictionary(path: Path) -> list[str]:
     """The words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
     try:
         dictionary = Dictionary.load(str(path))
-    except (OSError, ValueError, RuntimeError, UnicodeDecodeError) as error:
+    except Exception as error:  # what fairseq raises for another encoding is nothing else
         raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
     words: list[str] = dictionary.symbols[dictionary.nspecial :]
     return words

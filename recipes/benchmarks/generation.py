@@ -1,10 +1,10 @@
 """Time and memory of generating the next token after contexts of 256 to 16,384: Mao 2022, arXiv 2210.04243, Figure 1.
 
-Whole models and their attention layers alone, one sequence, float32, one thread, and a GPU where there is one; the
-sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with 8,000 words. The
-paper plots decay, delta and attention. Attention keeps its keys and values in a cache: as fairseq's and this package's,
-which for every token is copied to make room; and one in place, made beforehand for as many as there will be, which is
-the least that attention can do.
+Whole models and their attention layers alone, one sequence and eight at once, float32, one thread, and a GPU where
+there is one; the sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with
+8,000 words. The paper plots decay, delta and attention, and does not say of how many sequences. Attention keeps its
+keys and values in a cache: as fairseq's and this package's, which for every token is copied to make room; and one in
+place, made beforehand for as many as there will be, which is the least that attention can do.
 """
 
 import os
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +27,16 @@ from fairseq_fwp.modules.softmax_attention import KeyValueCache, SoftmaxAttentio
 
 VOCABULARY = 8000
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384)
+# One alone, and as many as sampling or a beam goes on with at once: they share the weights, and nothing of a cache.
+SEQUENCES = (1, 8)
 ROUNDS = 5
 DECAY, DELTA, SOFTMAX, IN_PLACE = "decay", "delta", "softmax", "softmax, cache in place"
 NAMES = (DECAY, DELTA, SOFTMAX, IN_PLACE)
-WHERE = {"model": "whole model", "layer": "an attention layer"}
+WHERE = {"model": "whole model", "layers": "attention layers alone"}
 # The paper's claim is a picture; these are what its readers may expect: at 8,192 tokens.
-GOAL_CONTEXT, GOALS = 8192, {"model": 5, "layer": 50}
+GOAL_CONTEXT, GOALS = 8192, {"model": 5, "layers": 50}
+# Of which the peak memory is taken.
+CALLS = 3
 # Bytes below which a process's memory says nothing: pages that the allocator has not given back.
 LEAST_MEMORY = 2**20
 
@@ -65,32 +70,34 @@ def build(name, device):
     return model.eval().to(device)
 
 
-def layer_state(name, model, context):
+def layer_state(name, attention, sequences, context):
     """What a layer remembers of a context. Its numbers are random: they change nothing of the time that it takes."""
-    attention = model.decoder.layers[0].self_attn
     device = attention.out_proj.weight.device
-    heads, size = attention.num_heads, attention.out_proj.in_features // attention.num_heads
+    heads, dim = attention.num_heads, attention.out_proj.in_features
     if name in (SOFTMAX, IN_PLACE):
         tokens = context + 1 if name == IN_PLACE else context
-        return KeyValueCache(*(torch.randn(1, heads, tokens, size, device=device) for _ in range(2)))
-    x = torch.randn(1, 1, attention.out_proj.in_features, device=device)
+        return KeyValueCache(*(torch.randn(sequences, heads, tokens, dim // heads, device=device) for _ in range(2)))
     with torch.no_grad():
-        return attention(x)[1]
+        return attention(torch.randn(sequences, 1, dim, device=device))[1]
 
 
-def prepare(what, name, model, context):
-    """The call that is measured: the next token's log-probabilities, or what an attention layer makes of its vector."""
+def prepare(what, name, model, sequences, context):
+    """The call that is measured: the next token's log-probabilities, or what the attention layers make of vectors."""
     device = next(model.parameters()).device
-    if what == "layer":
-        attention, state = model.decoder.layers[0].self_attn, layer_state(name, model, context)
-        call = partial(attention, torch.randn(1, 1, attention.out_proj.in_features, device=device), state)
-    else:
-        states = tuple(layer_state(name, model, context) for _ in model.decoder.layers)
-        state = DecoderState(states, torch.tensor([context], device=device))
-        token = torch.randint(4, VOCABULARY, (1, 1), device=device)
+    attentions = [layer.self_attn for layer in model.decoder.layers]
+    states = tuple(layer_state(name, attention, sequences, context) for attention in attentions)
+    if what == "layers":
+        x = torch.randn(sequences, 1, attentions[0].out_proj.in_features, device=device)
 
         def call():
-            return model.get_normalized_probs(model.decoder(token, state=state), log_probs=True)
+            return [attention(x, state)[0] for attention, state in zip(attentions, states, strict=True)]
+
+    else:
+        state = DecoderState(states, torch.full((sequences,), context, device=device))
+        tokens = torch.randint(4, VOCABULARY, (sequences, 1), device=device)
+
+        def call():
+            return model.get_normalized_probs(model.decoder(tokens, state=state), log_probs=True)
 
     return partial(without_gradients, call, device)
 
@@ -115,50 +122,55 @@ def check(device):
             raise ValueError("the cache in place computes something else: nothing is measured")
 
 
-def print_memory(name, device):
+def print_memory(name, device, sequences):
     """Peak bytes of generating a token beyond the model itself: the state, and whatever is made on the way.
 
     One line for each context. They rise, so that the highest mark of the process is that of the last.
     """
-    model = build(name, torch.device(device))
-    prepare("model", name, model, 1)()  # loads the kernels
+    model, sequences = build(name, torch.device(device)), int(sequences)
+    call = prepare("model", name, model, sequences, 1)
+    for _ in range(CALLS):  # loads the kernels, and fills the pools of memory
+        call()
+    del call
     # What that took is there again for the first context.
-    kept = sum(x.nbytes for x in layer_state(name, model, 1) if x is not None) * len(model.decoder.layers)
+    states = [layer_state(name, layer.self_attn, sequences, 1) for layer in model.decoder.layers]
+    kept = sum(x.nbytes for state in states for x in state if x is not None)
+    del states
     before = torch.cuda.memory_allocated() if device == "cuda" else memory("VmRSS")
     for context in CONTEXTS:
-        call = prepare("model", name, model, context)
-        for _ in range(3):
+        call = prepare("model", name, model, sequences, context)
+        for _ in range(CALLS):
             call()
         print((torch.cuda.max_memory_allocated() if device == "cuda" else memory("VmHWM")) - before + kept)
         del call
 
 
-def measure_memory(name, device):
-    """{(name, context): bytes}"""
+def measure_memory(name, device, sequences):
+    """{(name, sequences, context): bytes}"""
     # Freed memory goes back at once, so that what is resident is what is in use.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "memory", name, device]
+    command = [sys.executable, __file__, "memory", name, device, str(sequences)]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     if answer.returncode:
         raise SystemExit(f"the memory of {name} could not be measured: {answer.stderr.strip().splitlines()[-1]}")
-    return {(name, context): int(line) for context, line in zip(CONTEXTS, answer.stdout.split(), strict=True)}
+    lines = zip(CONTEXTS, answer.stdout.split(), strict=True)
+    return {(name, sequences, context): int(line) for context, line in lines}
 
 
 def measure(device):
-    """Rows of the CSV, and {(what, name, context): seconds} and {(name, context): bytes} of a device."""
+    """Rows of the CSV, and {(what, name, sequences, context): seconds} and {(name, sequences, context): bytes}."""
     check(torch.device(device))
     models = {name: build(name, torch.device(device)) for name in NAMES}
     seconds = {}
-    for what in WHERE:
-        for context in CONTEXTS:
-            contenders = {name: Contender(prepare(what, name, models[name], context)) for name in NAMES}
-            title = f"{WHERE[what]} on {device}, context {context}"
-            found = interleave(contenders, ROUNDS, title)
-            seconds |= {(what, name, context): times for name, times in found.items()}
+    for what, sequences, context in product(WHERE, SEQUENCES, CONTEXTS):
+        contenders = {name: Contender(prepare(what, name, models[name], sequences, context)) for name in NAMES}
+        title = f"{WHERE[what]} on {device}, {sequences} at once, context {context}"
+        found = interleave(contenders, ROUNDS, title)
+        seconds |= {(what, name, sequences, context): times for name, times in found.items()}
     used = {}
-    for name in NAMES:
-        say(f"memory of {name} on {device}, in a process of its own")
-        used |= measure_memory(name, device)
+    for name, sequences in product(NAMES, SEQUENCES):
+        say(f"memory of {name} on {device}, {sequences} at once, in a process of its own")
+        used |= measure_memory(name, device, sequences)
     raw = [["seconds", device, *key, i, second] for key, times in seconds.items() for i, second in enumerate(times)]
     raw += [["bytes", device, "model", *key, 0, size] for key, size in used.items()]
     return raw, seconds, used
@@ -166,31 +178,39 @@ def measure(device):
 
 def goal_rows(device, seconds, used):
     """The ratios of a device."""
-    rows, growth = [], f"{device}, context {CONTEXTS[0]} -> {CONTEXTS[-1]}"
-    for what, bound in GOALS.items():
+    rows = []
+    for sequences in SEQUENCES:
+        where = f"{device}, {sequences} at once"
+        rows += speed_rows(f"{where}, context {GOAL_CONTEXT}", seconds, sequences)
+        rows += growth_rows(f"{where}, context {CONTEXTS[0]} -> {CONTEXTS[-1]}", seconds, used, sequences)
         for slow in (SOFTMAX, IN_PLACE):
-            for name in (DECAY, DELTA):
-                goal = Goal(
-                    f"time of a token, {slow} vs {name}, {WHERE[what]}",
-                    f"{device}, context {GOAL_CONTEXT}",
-                    bound if slow == SOFTMAX else None,
-                )
-                rows.append(
-                    goal_row(goal, ratios(seconds[what, slow, GOAL_CONTEXT], seconds[what, name, GOAL_CONTEXT]))
-                )
+            goal = Goal(f"peak memory, {slow} vs {DECAY}, whole model", f"{where}, context {GOAL_CONTEXT}")
+            least = max(used[DECAY, sequences, GOAL_CONTEXT], LEAST_MEMORY)
+            rows.append(goal_row(goal, used[slow, sequences, GOAL_CONTEXT] / least))
+    return rows
+
+
+def speed_rows(where, seconds, sequences):
+    """Softmax's time of a token over that of the fast weights."""
+    rows = []
+    for (what, bound), slow, name in product(GOALS.items(), (SOFTMAX, IN_PLACE), (DECAY, DELTA)):
+        goal = Goal(f"time of a token, {slow} vs {name}, {WHERE[what]}", where, bound if slow == SOFTMAX else None)
+        slower, faster = (seconds[what, of, sequences, GOAL_CONTEXT] for of in (slow, name))
+        rows.append(goal_row(goal, ratios(slower, faster)))
+    return rows
+
+
+def growth_rows(where, seconds, used, sequences):
+    """Time and peak memory of a token after the longest context over those after the shortest."""
+    bounds, rows = {DECAY: 1.2, DELTA: 1.2}, []
     for name in NAMES:
-        ours = name in (DECAY, DELTA)
-        goal = Goal(f"{name}, growth of the time of a token, whole model", growth, 1.2 if ours else None, at_most=True)
-        rows.append(goal_row(goal, ratios(seconds["model", name, CONTEXTS[-1]], seconds["model", name, CONTEXTS[0]])))
+        goal = Goal(f"{name}, growth of the time of a token, whole model", where, bounds.get(name), at_most=True)
+        last, first = (seconds["model", name, sequences, CONTEXTS[end]] for end in (-1, 0))
+        rows.append(goal_row(goal, ratios(last, first)))
     for name in NAMES:
-        goal = Goal(
-            f"{name}, growth of peak memory, whole model", growth, 1.2 if name in (DECAY, DELTA) else None, True
-        )
-        last, first = (max(used[name, CONTEXTS[end]], LEAST_MEMORY) for end in (-1, 0))
+        goal = Goal(f"{name}, growth of peak memory, whole model", where, bounds.get(name), at_most=True)
+        last, first = (max(used[name, sequences, CONTEXTS[end]], LEAST_MEMORY) for end in (-1, 0))
         rows.append(goal_row(goal, last / first))
-    for slow in (SOFTMAX, IN_PLACE):
-        goal = Goal(f"peak memory, {slow} vs {DECAY}, whole model", f"{device}, context {GOAL_CONTEXT}")
-        rows.append(goal_row(goal, used[slow, GOAL_CONTEXT] / max(used[DECAY, GOAL_CONTEXT], LEAST_MEMORY)))
     return rows
 
 
@@ -203,13 +223,13 @@ def main():
         rows += goal_rows(device, seconds, used)
     publish(
         "generation",
-        ["what", "device", "of", "name", "context", "round", "value"],
+        ["what", "device", "of", "name", "sequences", "context", "round", "value"],
         raw,
         rows,
-        "One thread, one sequence, float32, 16 layers, D = 128, 8 heads, feed-forward 2,048, 8,000 words, states of "
-        "random numbers. Memory is the peak beyond the model, of a process for each name; in the ratios less than 1 MB "
-        "counts as 1 MB. The two caches of softmax: copied to make room for every token, as in fairseq and here, and "
-        "in place. A layer includes its projections; for the operators without them see the decoding steps above.\n",
+        "One thread, float32, 16 layers, D = 128, 8 heads, feed-forward 2,048, 8,000 words, states of random numbers. "
+        "Memory is the peak beyond the model, of a process for each name; in the ratios less than 1 MB counts as 1 MB. "
+        "The two caches of softmax: copied to make room for every token, as in fairseq and here, and in place. The "
+        "attention layers include their projections; for the operators without them see the decoding steps above.\n",
     )
 
 

@@ -168,28 +168,33 @@ def draw_rules():
 
 
 def draw_generation():
-    """Mao 2022, Figure 1: time as a ratio to decay's after the shortest context, and memory; a row for each device."""
+    """Mao 2022, Figure 1: time as a ratio to decay's after the shortest context, and memory.
+
+    A row of pictures for each device and number of sequences.
+    """
     rows = read("generation")
-    devices = list(dict.fromkeys(row["device"] for row in rows))
-    figure, axes = plt.subplots(len(devices), 3, figsize=(15, 4.2 * len(devices)), layout="constrained", squeeze=False)
+    places = list(dict.fromkeys((row["device"], row["sequences"]) for row in rows))
+    figure, axes = plt.subplots(len(places), 3, figsize=(15, 4.2 * len(places)), layout="constrained", squeeze=False)
     panels = [
         ("seconds", "model", "Time of a token, whole model\n(1 = decay after the shortest context)"),
-        ("seconds", "layer", "Time of a token, an attention layer alone\n(1 = decay after the shortest context)"),
+        ("seconds", "layers", "Time of a token, attention layers alone\n(1 = decay after the shortest context)"),
         ("bytes", "model", "Peak memory beyond the model (MB)"),
     ]
-    for of_device, device in zip(axes, devices, strict=True):
-        for ax, (what, of, title) in zip(of_device, panels, strict=True):
+    for of_place, place in zip(axes, places, strict=True):
+        for ax, (what, of, title) in zip(of_place, panels, strict=True):
             unit = 2**20 if what == "bytes" else None
             for name in dict.fromkeys(row["name"] for row in rows):
                 found = {}
                 for row in rows:
-                    if [row[key] for key in ("what", "device", "of", "name")] == [what, device, of, name]:
+                    if [row[key] for key in ("what", "device", "sequences", "of", "name")] == [what, *place, of, name]:
                         context = int(row["context"])
                         found[context] = min(float(row["value"]), found.get(context, float("inf")))
                 unit = unit or found[min(found)]
                 ax.plot(list(found), [value / unit for value in found.values()], "o-", label=name)
             ticks = sorted({int(row["context"]) for row in rows})
-            ax.set(xscale="log", yscale="log", xlabel=f"context (tokens), {device}", title=title)
+            device, sequences = place
+            how_many = "one sequence" if sequences == "1" else f"{sequences} sequences at once"
+            ax.set(xscale="log", yscale="log", xlabel=f"context (tokens), {device}, {how_many}", title=title)
             ax.set_xticks(ticks, [str(tokens) for tokens in ticks], fontsize=8)
             ax.minorticks_off()
             ax.grid(axis="y", alpha=0.3)

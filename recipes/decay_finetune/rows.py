@@ -96,7 +96,7 @@ def table(corpus: dict[str, Any], out: Path) -> list[str]:
         folder, paper = out / row["run"], row["paper"]
         where = (folder / "diverged").exists()
         ours = {measure: "diverged" if where else perplexity(folder, measure) for measure in measures}
-        compared = next(iter(paper))
+        compared = next(iter(paper), None)
         cells = [
             row["row"],
             state_size(folder / "converted", first),
@@ -105,7 +105,7 @@ def table(corpus: dict[str, Any], out: Path) -> list[str]:
             recovered(sources[first], ours[first]),
             recovered(tuned, ours[first]),
             *(shown(paper.get(measure, "-")) for measure in paper_measures),
-            recovered(paper_source.get(compared), paper[compared]),
+            recovered(paper_source.get(compared), paper.get(compared)),
             f"{read_training(folder / 'train.log').updates:,}" if (folder / "train.log").exists() else "-",
         ]
         lines.append("| " + " | ".join(cells) + " |")

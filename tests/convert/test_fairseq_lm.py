@@ -173,6 +173,7 @@ def test_weights_missing_or_too_many(refused):
         ({"tie_adaptive_proj": False}, "an adaptive softmax without --tie-adaptive-proj cannot be converted"),
         ({"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
         ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor 2.5 cannot be converted"),
+        ({"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff takes whole numbers like .*, got '10,x'"),
         ({"_name": "transformer"}, "holds the architecture 'transformer', which is none of transformer_lm"),
     ],
 )
@@ -187,6 +188,8 @@ def test_the_dictionary_of_another_model(refused, tmp_path):
     other.write_text("a 1\nb 1\n")
     sentence = "the dictionary has 6 words with fairseq's own and the checkpoint 50: give the dict.txt of its training"
     refused(sentence, theirs.state_dict(), settings, "--vocabulary", str(other))
+    (tmp_path / "dict.txt").write_bytes(b"\xff\xfe 1\n")
+    refused(r"the dictionary .*dict\.txt cannot be read: Incorrect encoding", theirs.state_dict(), settings)
     (tmp_path / "dict.txt").unlink()
     refused(r"the dictionary .*dict\.txt cannot be read", theirs.state_dict(), settings)
 
@@ -195,6 +198,8 @@ def test_files_that_are_no_checkpoints(checkpoint):
     for saved, sentence in (
         ([1], "is no checkpoint of fairseq: it has no model"),
         ({"model": {"a": torch.ones(1)}}, "has none of its settings"),
+        ({"model": {"a": torch.ones(1)}, "cfg": [1]}, "has none of its settings"),
+        ({"model": {"a": 1}}, "its model has other things than tensors"),
         ({"model": {}, "args": re.compile("x")}, "holds pickled objects, .*: export what is needed with: python"),
     ):
         torch.save(saved, checkpoint.file)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -160,6 +161,14 @@ def changed(name, value):
         (dict, {"activation_function": "silu"}, "another activation_function than gelu, gelu_new, .*: 'silu'"),
         (dict, {"model_type": "gpt_neo"}, "model_type = 'gpt_neo', which cannot be converted: it is another model"),
         (dict, {"n_head": None}, r"config\.json lacks n_head: is it that of a GPT-2\?"),
+        (dict, {"n_inner": "wide"}, "refuses the settings .*--decoder-ffn-embed-dim: invalid int value: 'wide'"),
+        (dict, {"vocab_size": 29}, r"eos_token_id = 29, which is no token of its vocabulary of 29"),
+        (dict, {"eos_token_id": [29]}, r"eos_token_id = \[29\], which is no token of its vocabulary of 30"),
+        (
+            changed("h.0.mlp.c_fc.weight", torch.ones(DIM, 4 * DIM, dtype=torch.int8)),
+            {},
+            r"h\.0\.mlp\.c_fc\.weight is of torch\.int8",
+        ),
     ],
 )
 def test_refusals(folder, change, config, sentence):
@@ -169,12 +178,49 @@ def test_refusals(folder, change, config, sentence):
     assert "\n" not in str(refusal.value) and not folder.out.exists()
 
 
+def test_attention_of_other_shapes_is_named_before_another_takes_its_place(folder):
+    folder.save(changed("h.1.attn.c_attn.weight", torch.ones(DIM, 3 * DIM - 1))(make_tensors()))
+    with pytest.raises(
+        SystemExit, match=r"layers\.1\.self_attn\.in_proj\.weight is \(47, 16\) in place of \(48, 16\)$"
+    ):
+        folder.convert("--decoder-update-rule", "decay", "--state-size", "4")
+    assert not folder.out.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
+    """The softmax model of rounded weights has the logits of just those weights, and fast weights take their place."""
+    tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
+    folder.save(tensors)
+    assert_same(folder, tensors, torch.float32, 2e-5)
+    saved = torch.load(folder.out / "checkpoint.pt", weights_only=True)["model"]
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
+    shutil.rmtree(folder.out)
+    model, _ = folder.convert("--decoder-update-rule", "decay", "--state-size", "4")
+    assert model(torch.randint(4, WORDS, (1, POSITIONS)))[0].isfinite().all()
+    shutil.rmtree(folder.out)
+    mixed = {name: tensor.float() if "wpe" in name else tensor for name, tensor in tensors.items()}
+    mixed["wpe.weight"] += 1e-5 * torch.randn(POSITIONS, DIM)
+    folder.save(mixed)
+    assert_same(folder, mixed, torch.float64, 1e-12)
+
+
 def test_files_that_are_not_there_or_not_whole(folder):
     with pytest.raises(SystemExit, match=r"config\.json cannot be read"):
         folder.convert()
     folder.save(make_tensors())
     with pytest.raises(SystemExit, match="--vocabulary is not for gpt2"):
         folder.convert("--vocabulary", "x")
+    index = folder.path / "model.safetensors.index.json"
+    for content, sentence in (
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "has no weight_map"),
+        ("[]", "no JSON object"),
+    ):
+        index.write_text(content)
+        with pytest.raises(SystemExit, match=sentence):
+            folder.convert()
+    index.unlink()
     weights = folder.path / "model.safetensors"
     whole = weights.read_bytes()
     for content in (b"", whole[:5], whole[:100], whole[:-4], b"x" * 100):

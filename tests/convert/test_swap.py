@@ -160,6 +160,30 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
     torch.testing.assert_close(new_v, v * (1 - kept))
 
 
+@pytest.mark.parametrize("size", [4, HEAD + 1])
+def test_decay_that_begins_with_spans(source, size):
+    """Scores are the nearest to those of softmax but for the last feature, whose read-out is a mean of the values."""
+    longest, x = 81, random_input()
+    attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
+    q, k, v, _ = attention._project(x, None)
+    spans = longest ** ((torch.arange(size, dtype=torch.float64) + 0.5) / size)
+    spans[-1] = 9
+    biases = {name: bias.double().sigmoid() for name, bias in attention.gate_biases.items()}
+    torch.testing.assert_close(biases["key_decay"], (spans / (1 + spans)).repeat(HEADS))
+    torch.testing.assert_close(biases["value_decay"], torch.full((DIM,), longest / (1 + longest), dtype=torch.float64))
+    old_q, old_k, old_v = projected(source, x)
+    torch.testing.assert_close(v, old_v)
+    weights = q * k * (1 + spans).sqrt()  # of a token with itself, by feature
+    if size > HEAD:
+        torch.testing.assert_close(weights[..., :-1].sum(-1), (old_q * old_k).sum(-1) * SCALE)
+    rows = HEADS * size
+    queries = torch.cat([attention.in_proj.weight[:rows], attention.bias[:rows, None]], dim=1)
+    singular = queries.unflatten(0, (HEADS, size)).norm(dim=-1)[:, :-1]
+    assert (singular.diff() <= 0).all() and (singular[:, 0] > singular[:, 2]).all()
+    # Decays of the last feature add up to one: 1 / 10 of each value, times 0.9 for every token since.
+    torch.testing.assert_close(q[..., -1] * k[..., -1], torch.full(q.shape[:-1], 0.1, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(("normalized", "scale"), [(False, 1 / 512), (True, 1.0)])
 def test_additive_values_without_normalisation_are_a_512th(source, normalized, scale):
     x = random_input()
@@ -204,6 +228,9 @@ def test_one_conversion_is_like_the_other(source):
         (Target("decay", window=4), "fast weights have no window"),
         (Target("decay", "identity", 4, attention_normalization=True), "features of either sign"),
         (Target("decay", state_size=4, heads=3), "not divisible by 3 attention heads"),
+        (Target("gated", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
+        (Target("decay", "relu", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
+        (Target("decay", decay_spans=0), "--decay-spans is a number of tokens, at least 1: got 0"),
         (Target("leaky"), "unknown update rule 'leaky'"),
         (Target("sum", "cosine"), "unknown feature map 'cosine'"),
     ],
@@ -259,6 +286,25 @@ def test_the_command(saved, source, tmp_path):
     assert [layer.weights.shape for layer in kept.layers] == 2 * [(2, HEADS, 4, HEAD)]
     with pytest.raises(SystemExit, match="this model has none"):
         convert(tmp_path / "decay", tmp_path / "again", *flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "sentence"),
+    [
+        ("in_proj.weight", None, "is missing"),
+        ("out_proj.weight", torch.ones(DIM, 3), r"is \(16, 3\) in place of \(16, 16\)"),
+        ("gate.weight", torch.ones(DIM), "has no place"),
+    ],
+)
+def test_attention_that_is_not_whole_is_named(saved, tmp_path, name, weight, sentence):
+    """Although another takes its place."""
+    name = f"decoder.layers.1.self_attn.{name}"
+    state = torch.load(saved / "checkpoint.pt", weights_only=True)
+    state["model"] = {key: tensor for key, tensor in {**state["model"], name: weight}.items() if tensor is not None}
+    torch.save(state, saved / "checkpoint.pt")
+    with pytest.raises(SystemExit, match=f"^fwp-convert: the weights do not fit .*: {name} {sentence}$"):
+        convert(saved, tmp_path / "out", "--decoder-update-rule", "decay", "--state-size", 4)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

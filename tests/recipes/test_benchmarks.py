@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,9 @@ def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch
     generation.check(cpu)
     for name in generation.NAMES:
         model = generation.build(name, cpu)
-        assert generation.prepare("model", name, model, 3)().shape == (1, 1, 20)
-        assert generation.prepare("layer", name, model, 3)()[0].shape == (1, 1, 128)
+        assert generation.prepare("model", name, model, 2, 3)().shape == (2, 1, 20)
+        of_layers = generation.prepare("layers", name, model, 2, 3)()
+        assert [x.shape for x in of_layers] == 16 * [(2, 1, 128)]
     monkeypatch.setattr(generation.InPlaceAttention, "forward", lambda self, x, state, mask=None: (x, state))
     with pytest.raises(ValueError, match="computes something else"):
         generation.check(cpu)
@@ -185,15 +187,12 @@ def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch
 def test_rows_of_generation(load):
     generation = load("generation")
     speed = {"decay": 1, "delta": 2, "softmax": 10, "softmax, cache in place": 5}
-    seconds = {
-        (what, name, n): [speed[name] * 1.0] * 2
-        for what in ("model", "layer")
-        for name in speed
-        for n in generation.CONTEXTS
-    }
-    used = {(name, n): speed[name] * n for name in speed for n in generation.CONTEXTS}
+    cases = list(product(speed, generation.SEQUENCES, generation.CONTEXTS))
+    seconds = {(what, *case): [speed[case[0]] * 1.0] * 2 for what in generation.WHERE for case in cases}
+    used = {case: speed[case[0]] * case[2] for case in cases}
     rows = {row[0]: row for row in generation.goal_rows("cpu", seconds, used)}
+    assert {row[1].split(", ")[1] for row in generation.goal_rows("cpu", seconds, used)} == {"1 at once", "8 at once"}
     assert rows["time of a token, softmax vs decay, whole model"][2:6] == [">= 5", "10.00", "10.00", "yes"]
-    assert rows["time of a token, softmax vs decay, an attention layer"][5] == "**no**"
+    assert rows["time of a token, softmax vs decay, attention layers alone"][5] == "**no**"
     assert rows["decay, growth of peak memory, whole model"][3:6] == ["1.00", "-", "yes"]  # less than a page or two
     assert rows["decay, growth of the time of a token, whole model"][5] == "yes"

@@ -69,6 +69,7 @@ def test_table(tmp_path):
             {"run": "decay", "row": "decay", "target": "x", "paper": {"valid 0": 14.6}},
             {"run": "delta", "row": "delta", "target": "y", "paper": {"valid 0": "diverged"}},
             {"run": "sum", "row": "sum", "target": "z", "paper": {"valid 0": 20}},
+            {"run": "ours", "row": "ours", "target": "y", "paper": {}},
         ],
     }
     for measure, perplexity in (("valid 0", 10.0), ("test 0", 11.0)):
@@ -86,6 +87,7 @@ def test_table(tmp_path):
         ["decay", "8", "4.0e+09", "12.50", "13.75", "80.0%", "72.0%", "14.60", "99.3%", "-"],
         ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "-"],
         ["sum", "-", "not run", "not run", "not run", "-", "-", "20.00", "72.5%", "-"],
+        ["ours", "-", "not run", "not run", "not run", "-", "-", "-", "-", "-"],
     ]
 
 
@@ -118,6 +120,24 @@ def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_vocabulary_of_another_model_is_refused(tmp_path):
+    """In place of tokens that the model does not know, which would be read as unknown words."""
+    save_vocabulary(tmp_path)
+    text, out = tmp_path / "text.txt", tmp_path / "out.txt"
+    text.write_text("the cat\n")
+    (tmp_path / "config.json").write_text('{"vocab_size": 258}')
+    with pytest.raises(ValueError, match=r"vocab\.json has tokens up to number 258, and the model of .* 258 words"):
+        bpe.encode(tmp_path, text, out)
+    (tmp_path / "config.json").write_text('{"vocab_size": 259}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nc a\n")
+    with pytest.raises(ValueError, match=r"the merges in .* make 'ca', which its vocabulary lacks"):
+        bpe.encode(tmp_path, text, out)
+    (tmp_path / "vocab.json").write_text('{"a": 1')
+    with pytest.raises(ValueError, match=r"vocab\.json or merges\.txt is no vocabulary of GPT-2"):
+        bpe.encode(tmp_path, text, out)
+    assert not list(tmp_path.glob("out*"))
+
+
 def run(script, *arguments):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", str(script), *map(str, arguments)]
@@ -135,6 +155,7 @@ def recipe(tmp_path):
     script.write_text(script.read_text().replace("merges=8000", "merges=30"))
     source = copy / "decay_finetune" / "conf" / "peps" / "source.yaml"
     small = {"decoder-layers": 1, "decoder-embed-dim": 16, "decoder-ffn-embed-dim": 16, "max-update": 4}
+    small |= {"adaptive-input-cutoff": 8, "adaptive-softmax-cutoff": 8}  # of some thirty words
     lines = [line for line in source.read_text().splitlines() if line.split(":")[0] not in small]
     source.write_text("\n".join([*lines, *(f"{name}: {value}" for name, value in small.items()), ""]))
     return script
@@ -164,13 +185,43 @@ def make_text(folder, mark=""):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("found", "given", "same"),
+    [
+        (
+            "--lr 1e-3 --min-lr 2e-05 --adam-betas \\(0.9\\,\\ 0.98\\)",
+            "--lr 0.001 --min-lr 2e-5 --adam-betas \\(0.9\\,\\ 0.98\\)",
+            True,
+        ),
+        ("--lr 1e-3", "--lr 1e-4", False),
+        ("--lr 1e-3", "--lr 1e-3 --amp", False),
+        ("--lr 1e-3 --amp", "--lr 1e-3", False),
+        ("--arch a", "--arch b", False),
+    ],
+)
+def test_settings_compare_numbers_by_their_value(tmp_path, found, given, same):
+    (tmp_path / "settings.txt").write_text(f"{found} \n")
+    command = 'root=$1; . "$1/recipes/lm_common.sh"; check_same "$2" "$3"'
+    arguments = ["bash", "-c", command, "bash", str(ROOT), str(tmp_path / "settings.txt"), f"{given} "]
+    result = subprocess.run(arguments, capture_output=True, text=True)
+    assert result.returncode == (0 if same else 1) and ("another --out" in result.stderr) != same
+
+
 FEW = ["--max-update", "2", "--warmup-updates", "1", "--batch-size", "1", "--cpu"]
 
 
 @pytest.mark.slow
 def test_peps_and_what_was_interrupted(recipe, tmp_path):
     data, out = make_text(tmp_path / "text"), tmp_path / "out"
-    arguments = ["--data", data, "--out", out, "--rows", "softmax decay_m4 delta_relu_m4 local_w32", *FEW]
+    arguments = [
+        "--data",
+        data,
+        "--out",
+        out,
+        "--rows",
+        "softmax decay_m4 decay_m4_spans delta_relu_m4 local_w32",
+        *FEW,
+    ]
     result = run(recipe, "all", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     table = (out / "table.md").read_text()
