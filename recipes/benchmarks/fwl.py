@@ -12,7 +12,7 @@ from eval_lm import VOCABULARY, make_dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 from report import Contender, Goal, goal_row, interleave, publish, ratios, say
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer
 from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer
@@ -28,6 +28,17 @@ MODELS = {
 BASE, LAYER, DYNAMIC = "the model alone", "fast weight layer", "dynamic evaluation"
 ROUNDS = 5
 THREADS = 2
+
+
+# PyTorch's counter knows the attention of a GPU, and not that of a CPU.
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def count_attention(queries, keys, values, *_, out_shape=None, **__):
+    return sdpa_flop_count(queries, keys, values)
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def count_attention_backward(gradient, queries, keys, values, *_, out_shape=None, **__):
+    return sdpa_backward_flop_count(gradient, queries, keys, values)
 
 
 def make_model(arch, flags, dictionary, length):

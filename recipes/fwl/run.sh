@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Fast weight layers (Clark et al. 2022) beside dynamic evaluation, on two small models of the Python Enhancement Proposals:
-# local attention, read in blocks, and Transformer-XL, read in segments. About an hour on 2 cores; nothing is done twice.
+# local attention, read in blocks, and Transformer-XL, read in segments. About an hour on 2 cores; nothing is done twice,
+# but speeds, "speed *.json", are worth measuring again on a quiet machine once all else is there: remove them, and eval.
 #
 #   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
 #                                                                    [flags for fairseq-train]
 #
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
 # --out FOLDER    where everything goes (runs/fwl)
-# --models ...    which of conf/{local,xl}/*.yaml: base is trained first, and the others go on from it
+# --models ...    which of conf/{local,xl}/*.yaml, in this order: slow goes on from base, and the others from slow
 #
 # The paper's models, on WikiText-103, are conf/wt103/*.yaml for recipes/wikitext103/run.sh; each says how.
 set -euo pipefail
@@ -21,15 +22,15 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 data=$root/data/peps
 out=$root/runs/fwl
 merges=8000
-models="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bias"
+models="local/base local/slow local/fwl local/longer local/bias xl/base xl/slow xl/fwl xl/longer xl/bias"
 protocols=(valid test)
 task=()
 # Rates of dynamic evaluation, and step sizes of "test-time only": the best on the validation text is reported.
-sgd="0.03 0.1 0.3"
-rms="1e-6 3e-6 1e-5"
-steps="3e-4 1e-3 3e-3 1e-2"
-statistics=1000 # windows of the training text for RMS
-
+sgd="0.05 0.1"
+rms="3e-4"
+steps="0.01"
+statistics=400 # windows of the training text for RMS
+speed_lines=400 # of the test text, to measure speeds on
 
 # Reads as in training: blocks, or segments with the state carried on.
 reading() {
@@ -39,31 +40,60 @@ reading() {
   esac
 }
 
-# evaluate_by NAME SPLIT LABEL FLAGS...: with the log-probability of each token beside the result.
-evaluate_by() {
-  local how
-  read -ra how <<<"$(reading "$1")"
-  score "$1" "$2" "$3" "${how[@]}" --scores "$out/$1/$2 $3.tsv" "${@:4}"
-}
-
-# tune NAME LABEL VALUES FLAGS...: @ in the flags is each value on the validation text, and the best of them on the test text.
-tune() {
-  local value best flags=("${@:4}")
-  for value in $3; do evaluate_by "$1" valid "$2 $value" "${flags[@]//@/$value}"; done
-  best=$(python "$here/rows.py" best "$out/$1" "$2")
-  evaluate_by "$1" test "$2 $best" "${flags[@]//@/$best}"
-}
-
-evaluate_row() { # evaluate_row NAME
-  local split
-  for split in valid test; do evaluate_by "$1" "$split" plain; done
+# ways NAME: how a model is evaluated, a line of "LABEL|VALUES|FLAGS" each, where @ stands for one of the values.
+ways() {
+  echo "plain||"
   case $1 in
     */base)
-      tune "$1" sgd "$sgd" --dynamic sgd --dynamic-lr @
-      tune "$1" rms "$rms" --dynamic rms --dynamic-statistics "$statistics" --dynamic-lr @ ;;
+      echo "sgd|$sgd|--dynamic sgd --dynamic-lr @"
+      echo "rms|$rms|--dynamic rms --dynamic-epsilon 1e-3 --dynamic-statistics $statistics --dynamic-lr @" ;;
     */slow)
-      tune "$1" test-time "$steps" --model-overrides "{'fwl_fast_weights':'both','fwl_decay':1.0,'fwl_step_size':@}" ;;
+      echo "test-time|$steps|--model-overrides {'fwl_fast_weights':'first','fwl_divide_gradients_by':8.0,'fwl_decay':0.9,'fwl_step_size':@}" ;;
   esac
+}
+
+# for_ways NAME FUNCTION: FUNCTION NAME LABEL VALUES FLAGS for each.
+for_ways() {
+  local line lines label values flags
+  mapfile -t lines < <(ways "$1")
+  for line in "${lines[@]}"; do
+    IFS='|' read -r label values flags <<<"$line"
+    "$2" "$1" "$label" "$values" "$flags"
+  done
+}
+
+# evaluate_by NAME SPLIT LABEL VALUE FLAGS: with the log-probability of each token beside the result.
+evaluate_by() {
+  local flags name="$2 $3${4:+ $4}"
+  read -ra flags <<<"$(reading "$1") ${5//@/$4}"
+  score "$1" "$2" "${name#"$2 "}" "${flags[@]}" --scores "$out/$1/$name.tsv"
+}
+
+# Each value on the validation text, and the best of them on the test text.
+evaluate_way() { # evaluate_way NAME LABEL VALUES FLAGS
+  local value values
+  read -ra values <<<"$3"
+  for value in "${values[@]:-}"; do evaluate_by "$1" valid "$2" "$value" "$4"; done
+  evaluate_by "$1" test "$2" "$(python "$here/rows.py" best "$out/$1" "$2")" "$4"
+}
+
+# The first lines of the test text, for speeds; the statistics of RMS come from a training text beside it.
+prepare_speed() {
+  [ ! -d "$out/speed" ] || return 0
+  rm -rf "$out/speed.unfinished"
+  mkdir "$out/speed.unfinished"
+  head -n "$speed_lines" "$text/test.txt" >"$out/speed.unfinished/text"
+  run_to "$out/speed.unfinished/preprocess.log" fairseq-preprocess --only-source --srcdict "$out/data/bin/dict.txt" \
+    --testpref "$out/speed.unfinished/text" --destdir "$out/speed.unfinished"
+  cp "$out"/data/bin/train.{bin,idx} "$out/speed.unfinished"
+  mv "$out/speed.unfinished" "$out/speed"
+}
+
+measure_way() { # measure_way NAME LABEL VALUES FLAGS
+  local flags result="$out/$1/speed $2.json"
+  [ ! -e "$result" ] || return 0
+  read -ra flags <<<"$(reading "$1") ${4//@/$(python "$here/rows.py" best "$out/$1" "$2")}"
+  run fwp-eval-lm "$out/speed" --path "$out/$1/checkpoint_best.pt" --no-progress-bar --json "$result" "${flags[@]}"
 }
 
 analyse() { # analyse BASE FLAGS...: where the layer helps
@@ -84,14 +114,19 @@ case $stage in
   train | all)
     for name in $models; do
       extra=("${flags_for_all[@]}")
-      base=$out/${name%/*}/base/checkpoint_best.pt
-      [ "$name" = "${name%/*}/base" ] || extra+=(--finetune-from-model "$base")
+      case $name in
+        */base) ;;
+        */slow) extra+=(--finetune-from-model "$out/${name%/*}/base/checkpoint_best.pt") ;;
+        *) extra+=(--finetune-from-model "$out/${name%/*}/slow/checkpoint_best.pt") ;;
+      esac
       train "$name" "$here/conf/$name.yaml"
     done ;;
 esac
 case $stage in
   eval | all)
-    for name in $models; do evaluate_row "$name"; done
+    for name in $models; do for_ways "$name" evaluate_way; done
+    prepare_speed
+    for name in $models; do for_ways "$name" measure_way; done
     run python "$here/rows.py" table "$out" | tee "$out/table.md"
     analyse local --block 512
     analyse xl ;;
