@@ -12,7 +12,6 @@ from pathlib import Path
 ROWS = [
     ("No FWLs", "base", "plain", {"local": 25.1, "xl": 17.3}),
     ("the layer, without fast weights", "slow", "plain", {}),
-    ("the same, trained on as long as FWLs", "longer", "plain", {}),
     ("FWLs", "fwl", "plain", {"local": 22.4, "xl": 15.9}),
     ("Test-time only", "slow", "test-time", {"local": 24.1, "xl": 16.7}),
     ("Bias only", "bias", "plain", {"local": 25.0, "xl": 17.3}),

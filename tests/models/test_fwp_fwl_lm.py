@@ -206,7 +206,7 @@ def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base):
 
 
 def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
-    """From a layer without fast weights all is taken; steps and decays begin to be learned. Of others none is missing."""
+    """All of a layer without fast weights is taken; steps and decays are new, and nothing else may be missing."""
     slow, fast = build("none"), build("local")
     start = {name: getattr(fast.decoder.fast_weight_layer, name).clone() for name in ("step_sizes", "decays")}
     fast.load_state_dict(slow.state_dict(), strict=True)

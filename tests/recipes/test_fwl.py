@@ -89,7 +89,7 @@ def test_all_stages(tmp_path):
     script = recipes / "fwl" / "run.sh"
     script.write_text(script.read_text().replace("merges=8000", "merges=60").replace("statistics=400", "statistics=3"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    arguments = ["--data", folder, "--out", out, "--models", "xl/base xl/slow xl/fwl xl/longer xl/bias"]
+    arguments = ["--data", folder, "--out", out, "--models", "xl/base xl/slow xl/fwl xl/bias"]
     arguments += ["--adaptive-softmax-cutoff", "", "--max-update", "4", "--warmup-updates", "1", "--batch-size", "2"]
     command = ["bash", *map(str, [script, "all", *arguments])]
     answer = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
