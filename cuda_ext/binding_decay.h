@@ -77,25 +77,29 @@ void decay_start(const DecayInputs& in, const Tensor& out, const Tensor& state) 
 template <bool kGated>
 void decay_scan(const DecayInputs& in, const Tensor& out, const Tensor& final, const Tensor& kept) {
   const Sizes& size = in.size;
-  FWP_DISPATCH(in.type, for_blocks<A>(size, size.Dk, size.Dv,
-                                      [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
-    constexpr int NV = decltype(vectors)::value;
-    StateBlock<A, NV> block(size.Dk, n, matrix<const A>(in.initial, h, j), matrix<A>(final, h, j), work);
-    DecayForward<A, NV, kGated> scan{block,
-                                     tokens<const A>(in.q, h),
-                                     tokens<const A>(in.k, h),
-                                     tokens<const A>(in.v, h).from(j),
-                                     tokens_or_null<const A>(in.key_decay, h),
-                                     tokens_or_null<const A>(in.value_decay, h).from(j),
-                                     rates_or_null<const A>(in.gate, h),
-                                     tokens<A>(out, h).from(j),
-                                     0};
-    if constexpr (NV == 4)
-      scan.template run<1, true>(0);
+  FWP_DISPATCH(in.type, {
+    const auto run_block = [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+      constexpr int NV = decltype(vectors)::value;
+      StateBlock<A, NV> block(size.Dk, n, matrix<const A>(in.initial, h, j), matrix<A>(final, h, j), work);
+      DecayForward<A, NV, kGated>{block,
+                                  tokens<const A>(in.q, h),
+                                  tokens<const A>(in.k, h),
+                                  tokens<const A>(in.v, h).from(j),
+                                  tokens_or_null<const A>(in.key_decay, h),
+                                  tokens_or_null<const A>(in.value_decay, h).from(j),
+                                  rates_or_null<const A>(in.gate, h),
+                                  tokens<A>(out, h).from(j),
+                                  {tokens<A>(kept, h).data + j, size.Dv},
+                                  0}
+          .run_chunks(size.L);
+      block.finish();
+    };
+    // Each block reads all keys, queries and key decays: half as many are worth passes of two tokens.
+    if (kTokens == 4)
+      for_blocks<A, 4>(size, size.Dk, size.Dv, run_block);
     else
-      scan.run_chunks(size.L, tokens<A>(kept, h).data + j, size.Dv);
-    block.finish();
-  });)
+      for_blocks<A>(size, size.Dk, size.Dv, run_block);
+  })
 }
 
 // Out, the last state, and the state after each whole chunk, but for those in the midst of the start.

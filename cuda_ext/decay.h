@@ -15,20 +15,21 @@ constexpr int64_t kChunk = 32;
 
 template <typename A, int NV, bool kGated>
 struct DecayForward {
+  static constexpr int kGroup = NV == 4 ? 2 : kTokens;  // what the registers hold
+
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, v, key_decay, value_decay;
   Rates<const A> gate;  // instead of both decays, if kGated
   Tokens<A> out;
-  int64_t first;  // token from which run counts
+  Tokens<A> kept;  // rows of the state after the chunk that begins with `first`: those of all whole chunks are kept
+  int64_t first;   // token from which run counts
 
-  // kept: the state after each whole chunk, rows x row_stride.
-  void run_chunks(int64_t length, A* kept, int64_t row_stride) {
+  void run_chunks(int64_t length) {
     for (first = 0; first < length; first += kChunk) {
-      for_token_groups(std::min(kChunk, length - first), *this);
+      for_token_groups<kGroup>(std::min(kChunk, length - first), *this);
       if (first + kChunk > length) return;
-      block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept + i * row_stride, block.columns); },
-                      [] {});
-      kept += block.rows * row_stride;
+      block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept[i], block.columns); }, [] {});
+      kept.data = kept[block.rows];
     }
   }
 
@@ -183,20 +184,21 @@ struct DecayBackward {
 
   template <int R>
   void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier, A* sums) {
+    const DecayBackward self = *this;  // for all the compiler knows, a store may change *this, but not what is local
     A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
     Group<A, NV> w[R], g[R];
-    FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = load_row(state, j + r);
+    FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = self.load_row(state, j + r);
     const bool begins_line = j % (kLineBytes / int64_t(sizeof(A))) == 0;
     for (int64_t t = 0; t < tokens; ++t) {
-      if (begins_line) fetch(first, t, j, earlier);
-      const A *value = v[first + t] + j, *d_read = d_out[first + t] + j;
-      const Group<A, NV> rate = load_rate(first + t), key = load_key(first + t);
+      if (begins_line) self.fetch(first, t, j, earlier);
+      const A *value = self.v[first + t] + j, *d_read = self.d_out[first + t] + j;
+      const Group<A, NV> rate = self.load_rate(first + t), key = self.load_key(first + t);
       Group<A, NV> d_query;
       A* d_q_sum = sums + t * kSums;
       d_query.load_from(d_q_sum, kWidth);
       FWP_UNROLL for (int r = 0; r < R; ++r) {
         w[r].store_to(states + (t * R + r) * kWidth, kWidth);
-        fade(w[r], rate, value_rate(first + t, j + r));
+        fade(w[r], rate, self.value_rate(first + t, j + r));
         w[r].add(value[r], key);
         d_query.add(d_read[r], w[r]);
       }
@@ -204,16 +206,16 @@ struct DecayBackward {
     }
     FWP_UNROLL for (int r = 0; r < R; ++r) g[r].load_from(d_rows + r * kWidth, kWidth);
     for (int64_t t = tokens; t-- > 0;) {
-      const A *value = v[first + t] + j, *d_read = d_out[first + t] + j;
-      const Group<A, NV> rate = load_rate(first + t), key = load_key(first + t);
+      const A *value = self.v[first + t] + j, *d_read = self.d_out[first + t] + j;
+      const Group<A, NV> rate = self.load_rate(first + t), key = self.load_key(first + t);
       Group<A, NV> query, d_key, d_rate;
-      query.load_from(q[first + t], columns);
+      query.load_from(self.q[first + t], self.columns);
       A* d_k_sum = sums + t * kSums + kWidth;
       d_key.load_from(d_k_sum, kWidth);
       d_rate.clear();
       Vector<A> d_value[R], d_value_rate[R];
       FWP_UNROLL for (int r = 0; r < R; ++r) {
-        const A value_rate_r = value_rate(first + t, j + r);
+        const A value_rate_r = self.value_rate(first + t, j + r);
         Group<A, NV> before;
         before.load_from(states + (t * R + r) * kWidth, kWidth);
         d_value[r] = d_value_rate[r] = Vector<A>{};
@@ -234,8 +236,8 @@ struct DecayBackward {
       d_key.store_to(d_k_sum, kWidth);
       FWP_UNROLL for (int n = 0; n < NV; ++n) d_rate.x[n] += load(d_k_sum + kWidth + n * kLanes<A>);
       d_rate.store_to(d_k_sum + kWidth, kWidth);
-      add_sums(d_value, d_v[first + t] + j);
-      if constexpr (!kGated) add_sums(d_value_rate, d_value_decay[first + t] + j);
+      self.add_sums(d_value, self.d_v[first + t] + j);
+      if constexpr (!kGated) self.add_sums(d_value_rate, self.d_value_decay[first + t] + j);
     }
     FWP_UNROLL for (int r = 0; r < R; ++r) g[r].store_to(d_rows + r * kWidth, kWidth);
   }

@@ -11,6 +11,7 @@ from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import PROJECTION_STD, AdaptiveInput, check_cutoffs
+from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.precision import at_least_float32
 
 
@@ -48,7 +49,7 @@ class AdaptiveSoftmax(nn.Module):
             self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
         else:
             self.register_buffer("bias", torch.zeros(embedding.num_embeddings))
-        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
+        self.clusters = Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
         self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
 
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
@@ -109,7 +110,7 @@ class AdaptiveSoftmax(nn.Module):
     def _words(self, index: int, flat: Tensor) -> Tensor:
         """The logits of the words of a cluster, 0 = the head."""
         bias = self.bias[self.bounds[index] : self.bounds[index + 1]]
-        return at_least_float32(F.linear(self._project(index, flat), self._weight(index), bias))
+        return at_least_float32(linear(self._project(index, flat), self._weight(index), bias))
 
     def _project(self, index: int, flat: Tensor) -> Tensor:
         """The features in the space of a cluster's embeddings, in their dtype."""
@@ -157,7 +158,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         super().__init__(embedding, embedding.bounds[1:-1], biased=biased, dropout=dropout)
         self.tables = embedding.tables
         dim = embedding.embedding_dim
-        head = nn.Linear(dim, dim, bias=False) if biased else nn.Identity()
+        head = Linear(dim, dim, bias=False) if biased else nn.Identity()
         self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
         self.initialize()
 
@@ -171,7 +172,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         projection = self.projections[index]
         if isinstance(projection, nn.Identity):
             return flat.to(self._weight(index).dtype)
-        projected = F.linear(flat.to(projection.weight.dtype), projection.weight.T)
+        projected = linear(flat.to(projection.weight.dtype), projection.weight.T)
         return self.dropout(projected) if index else projected
 
     def _weight(self, index: int) -> Tensor:
@@ -183,7 +184,7 @@ class UntiedSoftmax(AdaptiveSoftmax):
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__(embedding, [], biased=False)
-        self.words = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
+        self.words = Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
 
     def _project(self, index: int, flat: Tensor) -> Tensor:
         return flat.to(self.words.weight.dtype)

@@ -6,6 +6,8 @@ from typing import Any
 from fairseq.modules import FairseqDropout, LayerNorm
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.onednn import Linear
+
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks with residual connections (Vaswani et al. 2017, Sec. 3.1).
@@ -28,8 +30,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = attention
         self.self_attn_layer_norm = LayerNorm(embed_dim)
-        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
-        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
+        self.fc1 = Linear(embed_dim, ffn_embed_dim)
+        self.fc2 = Linear(ffn_embed_dim, embed_dim)
         self.final_layer_norm = LayerNorm(embed_dim)
         self.activation = activation
         self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)

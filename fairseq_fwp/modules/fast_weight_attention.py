@@ -19,6 +19,7 @@ from fairseq_fwp.modules.normalization import (
     running_normalizer,
     sum_normalize,
 )
+from fairseq_fwp.modules.onednn import Linear
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate
 
@@ -127,13 +128,13 @@ class FastWeightAttention(nn.Module):
             for gate in self.rule.gates
         }
         self.sizes = [2 * num_heads * self.key_dim, embed_dim, *gate_sizes.values()]
-        self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=False)
+        self.in_proj = Linear(embed_dim, sum(self.sizes), bias=False)
         self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None
         self.gate_biases = nn.ParameterDict(
             {gate.name: torch.zeros(gate_sizes[gate.name]) for gate in self.rule.gates if gate.bias or bias}
         )
         self.read_out_norm = LayerNorm(self.head_dim) if norm_read_out else None
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
         self.initialize()
 
     def initialize(self) -> None:

@@ -1,35 +1,82 @@
-"""Linear layers of float32 on a CPU through oneDNN, for evaluation."""
+"""Linear layers of float32 on a CPU through oneDNN, where torch's own library is slow.
+
+torch multiplies float32 matrices with MKL, which on processors other than Intel's leaves AVX-512 unused: on one core
+of an AMD EPYC it reaches 95 GFLOP/s, oneDNN 215. The products of both are as exact.
+"""
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+# With fewer rows, oneDNN is no faster than MKL (measured with 128 to 512 columns).
+MIN_ROWS = 256
+
+
+class Linear(nn.Linear):
+    """torch's layer, through oneDNN where that is faster; see `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, through oneDNN for float32 and MIN_ROWS rows or more on a CPU of AMD's.
+
+    For rows whose number stays the same or comes again: oneDNN prepares itself for each, which takes 0.5 to 1 ms.
+    """
+    if x.numel() < MIN_ROWS * x.shape[-1] or not _is_taken_over(x, weight) or not mkl_is_slow():
+        return F.linear(x, weight, bias)
+    return _through_onednn(x, weight, bias)
 
 
 class OneDnnLinear(TorchFunctionMode):
-    """`with OneDnnLinear(): ...` sends `F.linear` to oneDNN, whose products of float32 are as exact as torch's own.
+    """`with OneDnnLinear(): ...` sends every `F.linear` of float32 on a CPU to oneDNN, also those of fairseq's modules.
 
-    torch multiplies float32 matrices with MKL, which on processors other than Intel's leaves AVX-512 unused: on one
-    core of an AMD EPYC it reaches 95 GFLOP/s, oneDNN 215. Gradients of the inputs are such products too, those of the
-    weights and all second derivatives are torch's, and every other device or dtype takes torch's way.
+    Gradients are such products too, second derivatives are torch's, and every other device or dtype takes torch's way.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and self.available and not kwargs:
-            x, weight, *bias = args
-            if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
-                linear: Callable[..., Any] = _Linear.apply if torch.is_grad_enabled() else _product
-                return linear(x, weight, bias[0] if bias else None)
+        if func is F.linear and not kwargs and _is_taken_over(*args[:2]):
+            return _through_onednn(*args)
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def mkl_is_slow() -> bool:
+    """Whether this processor is one of AMD's, as Linux names it."""
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+@cache
+def _is_available() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _is_taken_over(x: Tensor, weight: Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and _is_available()
+    )
+
+
+def _through_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias)
+    return _product(x, weight, bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,10 +96,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        # Where a graph of the gradient is wanted, its own derivatives are too.
-        back = torch.matmul if torch.is_grad_enabled() else lambda rows, weight: _product(rows, weight.T)
+        # Where a graph of the gradients is wanted, their own derivatives are too.
+        product = F.linear if torch.is_grad_enabled() else _product
         return (
-            back(rows, weight).view_as(x) if of_x else None,
-            rows.T @ x.reshape(-1, x.shape[-1]) if of_weight else None,
+            product(rows, weight.T).view_as(x) if of_x else None,
+            product(rows.T, x.reshape(-1, x.shape[-1]).T) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )

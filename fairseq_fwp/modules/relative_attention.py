@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.alignment import Alignment, join_padding, reset_padding
 from fairseq_fwp.modules.fast_weight_attention import check_heads
+from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
 # The paper does not say how it initialises; this is the value of its public code, of u, v and learned vectors.
@@ -94,7 +95,7 @@ class SinusoidalDistances(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, clamp_len: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.clamp_len = clamp_len
-        self.proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.proj = Linear(embed_dim, embed_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
         self.position_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
         self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
@@ -172,8 +173,8 @@ class RelativeAttention(nn.Module):
         self.positions = positions
         self.window = window
         self.dropout = dropout
-        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.in_proj = Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.out_proj = Linear(embed_dim, embed_dim, bias=False)
 
     def forward(
         self, x: Tensor, state: Memory | RelativeCache | None = None, key_padding_mask: Tensor | None = None
@@ -203,7 +204,7 @@ class RelativeAttention(nn.Module):
     def cache(self, memory: Memory) -> RelativeCache:
         """The memory with its keys and values, for decoding; valid as long as the weights do not change."""
         embed_dim = self.in_proj.in_features
-        keys, values = self._heads(F.linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
+        keys, values = self._heads(linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
         return RelativeCache(keys, values, keys.new_zeros(self.num_heads, 0, keys.shape[-1]), memory.padding)
 
     def _heads(self, projected: Tensor) -> Tensor:

@@ -40,6 +40,13 @@ class FwpAssociativeRetrievalTaskConfig(FairseqDataclass):
     update_freq: Any = II("optimization.update_freq")
 
 
+# What is refused below.
+SMALLEST = {
+    **dict.fromkeys(["num_keys", "length", "valid_length", "updates_per_epoch", "valid_sequences"], 1),
+    **dict.fromkeys(["stop_loss", "stop_updates"], 0),
+}
+
+
 @dataclass
 class Progress:
     """How far a training got: the best loss, its update, and the last update that was evaluated."""
@@ -68,10 +75,10 @@ class FwpAssociativeRetrievalTask(FairseqTask):
     @classmethod
     def setup_task(cls, cfg: FwpAssociativeRetrievalTaskConfig, **kwargs: Any) -> "FwpAssociativeRetrievalTask":
         """Raises ValueError for settings without a sequence."""
-        for name in ("num_keys", "length", "valid_length", "updates_per_epoch", "valid_sequences"):
+        for name, smallest in SMALLEST.items():
             value = getattr(cfg, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            if value is not None and not value >= smallest:  # as NaN is not
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, got {value}")
         task = cls(cfg)
         for flag, length in (("--length", task._length(False)), ("--valid-length", task._length(True))):
             if length > cfg.num_keys and not cfg.with_replacement:

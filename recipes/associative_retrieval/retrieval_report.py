@@ -1,6 +1,6 @@
 """Tables and pictures of the trained points: the paper's Figures 2 to 5, and the capacity of every rule with every map.
 
-    python recipes/associative_retrieval/retrieval_report.py CONF [--out FOLDER]
+    python recipes/associative_retrieval/retrieval_report.py CONF... [--out FOLDER]
 
 Writes points.csv (a row for each finished point), curves.csv (each of its evaluations), table.md (a row for all seeds
 of a point of the paper's models) and the pictures for which there are points: figure2.png to figure5.png, ratio.png
@@ -9,6 +9,7 @@ and capacity.png. An empty place in a picture is a point that was not run.
 
 import argparse
 import csv
+import itertools
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import yaml
-from retrieval_grid import HERE, ROOT, SOLVED, Outcome, Point, read_jobs, read_outcome
+from retrieval_grid import HERE, ROOT, Outcome, Point, is_finished, read_outcome, read_points
 
 # A word, and Okabe and Ito's colours, which stay distinct for colour-blind readers, for each of the paper's models.
 STYLES = {
@@ -39,6 +40,9 @@ RULE_STYLES = {
     "delta_dpfp1_retrieval": ("delta, DPFP-1: the paper's", "#0072B2", "o"),
     "delta_dpfp2_retrieval": ("delta, DPFP-2", "#000000", "*"),
 }
+# The sizes whose learning curves the paper draws.
+FIGURE_3_SIZE = 20
+FIGURE_4_SIZE = 600
 
 
 class Result(NamedTuple):
@@ -60,10 +64,15 @@ class Result(NamedTuple):
         """Whether it is of setting 2."""
         return "with-replacement" in self.point.flags
 
+    @property
+    def held(self) -> int:
+        """How many of S keys are answered, as one that is not costs 1 / 2."""
+        return round(max(0, self.size * (1 - 2 * self.outcome.best)))
 
-def read_results(conf: Path, out: Path) -> list[Result]:
-    """The finished points of the grid, in its order."""
-    points = [point for job in read_jobs(conf) for point in job if (out / point.name / "finished").exists()]
+
+def read_results(confs: list[Path], out: Path) -> list[Result]:
+    """The finished points of the grids, in their order."""
+    points = [point for point in read_points(confs) if is_finished(point, out)]
     return [Result(point, read_outcome(out / point.name / "train.log")) for point in points]
 
 
@@ -78,16 +87,9 @@ def write_tables(results: list[Result], out: Path) -> None:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["point", "S", "feature_dim", "best_loss", "at_update", "updates", "seconds", "diverged"])
         for point, outcome in results:
-            losses = {loss: update for update, loss in reversed(outcome.evaluations)}
-            updates = outcome.evaluations[-1][0] if outcome.evaluations else 0
-            row = [
-                point.name,
-                point.size,
-                outcome.feature_dim or "",
-                f"{outcome.best:.3g}",
-                losses.get(outcome.best, ""),
-            ]
-            table.writerow([*row, updates, f"{outcome.seconds:.0f}", "yes" if outcome.diverged else ""])
+            at_update = next((update for update, loss in outcome.evaluations if loss == outcome.best), "")
+            row = [point.name, point.size, outcome.feature_dim or "", f"{outcome.best:.3g}", at_update]
+            table.writerow([*row, outcome.updates, f"{outcome.seconds:.0f}", "yes" if outcome.diverged else ""])
     with (out / "curves.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["point", "update", "loss"])
@@ -97,7 +99,7 @@ def write_tables(results: list[Result], out: Path) -> None:
 
 def markdown(results: list[Result], published: dict[str, Any]) -> list[str]:
     """The lines of a table of the paper's models, a row for all seeds of a point, with the paper's loss beside ours."""
-    heads = ["setting", "model", "S", "best loss of each seed", "updates", "paper"]
+    heads = ["setting", "model", "S", "best loss of each run", "updates", "paper"]
     lines = ["| " + " | ".join(heads) + " |", "| --- | --- | ---: | --- | --- | ---: |"]
     rows: dict[tuple[str, str, int, str], list[Result]] = defaultdict(list)
     for result in results:
@@ -109,7 +111,7 @@ def markdown(results: list[Result], published: dict[str, Any]) -> list[str]:
     for (setting, shown, size, arch), found in sorted(rows.items()):
         theirs = published[f"setting {setting}"].get(arch, {}).get("losses", {}).get(size, "-")
         losses = ", ".join(f"{result.outcome.best:.2g}" for result in found)
-        updates = ", ".join(f"{result.outcome.evaluations[-1][0]:,}" for result in found if result.outcome.evaluations)
+        updates = ", ".join(f"{result.outcome.updates:,}" for result in found)
         lines.append(f"| {setting} | {shown} | {size} | {losses} | {updates} | {theirs} |")
     return lines
 
@@ -122,10 +124,9 @@ def by_size(results: list[Result]) -> dict[int, list[float]]:
     return dict(sorted(losses.items()))
 
 
-def draw_losses(
-    axes: Any, results: list[Result], styles: dict[str, Any], published: dict[str, Any], largest: int
-) -> None:
+def draw_losses(axes: Any, results: list[Result], styles: dict[str, Any], published: dict[str, Any]) -> None:
     """Full symbols and a line through their medians: ours; empty symbols: the paper's; dotted: its knees."""
+    largest = max(result.size for result in results)
     for arch, (label, colour, marker) in styles.items():
         losses = by_size([result for result in results if result.arch == arch])
         paper = published.get(arch, {})
@@ -139,7 +140,11 @@ def draw_losses(
         axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, ms=7, mfc="none", lw=0.8, alpha=0.8)
         if "knee" in paper:
             axes.axvline(paper["knee"], color=colour, ls=":", lw=1.2)
+            place = {"transform": axes.get_xaxis_transform(), "va": "top", "fontsize": 9}
+            axes.text(paper["knee"], 1, f" {paper['knee']}", color=colour, **place)
     axes.plot([], [], "o--", color="0.4", ms=7, mfc="none", lw=0.8, label="empty: the paper's runs")
+    axes.set_xlabel("number of keys S")
+    axes.set_ylabel("best evaluation loss")
 
 
 def draw_curves(axes: Any, results: list[Result], styles: dict[str, Any]) -> None:
@@ -153,41 +158,50 @@ def draw_curves(axes: Any, results: list[Result], styles: dict[str, Any]) -> Non
     axes.set_ylabel("evaluation loss")
 
 
-def capacity(results: list[Result]) -> dict[tuple[str, str], tuple[int, int, bool]]:
-    """Of every (rule, map): the largest S that was solved, the feature dimension, and whether a larger one was not."""
-    cells: dict[tuple[str, str], tuple[int, int, bool]] = {}
-    for point, outcome in results:
-        rule, feature_map = point.flags.get("update-rule"), point.flags.get("feature-map", "")
-        if rule is None:
-            continue
-        largest, dim, ended = cells.get((rule, feature_map), (0, outcome.feature_dim or 0, False))
-        solved = outcome.best <= SOLVED
-        cells[rule, feature_map] = (max(largest, point.size if solved else 0), dim, ended or not solved)
+def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, Result]]:
+    """Of every rule with every map what S / feature dimension came to."""
+    cells: dict[tuple[str, str], dict[float, Result]] = defaultdict(dict)
+    for result in results:
+        flags, dim = result.point.flags, result.outcome.feature_dim
+        if "update-rule" in flags and dim:
+            cells[flags["update-rule"], flags["feature-map"]][result.size / dim] = result
     return cells
 
 
-def draw_capacity(axes: Any, cells: dict[tuple[str, str], tuple[int, int, bool]]) -> Any:
-    """A cell for every rule with every map: its capacity, and that over the feature dimension as its colour."""
-    rules = list(dict.fromkeys(rule for rule, feature_map in cells if feature_map))
-    maps = list(dict.fromkeys(feature_map for _, feature_map in cells if feature_map))
-    shown = [[cells.get((rule, feature_map), (0, 1, False)) for feature_map in maps] for rule in rules]
-    image = axes.imshow([[largest / dim for largest, dim, _ in row] for row in shown], cmap="viridis", vmin=0, vmax=1.5)
-    for y, row in enumerate(shown):
-        for x, (largest, dim, ended) in enumerate(row):
-            said = f"{largest}" if largest else "< 8"
-            colour = "black" if largest / dim > 0.9 else "white"
-            axes.text(x, y, said + ("" if ended else "+"), ha="center", va="center", color=colour, fontsize=11)
-    dims = {feature_map: dim for (_, feature_map), (_, dim, _) in cells.items()}
-    axes.set_xticks(range(len(maps)), [f"{feature_map}\n({dims[feature_map]})" for feature_map in maps])
+def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Result]]) -> Any:
+    """A row for each rule, a block for each map, in it S / feature dimension: the loss, and the keys that are held."""
+    rules = list(dict.fromkeys(rule for rule, _ in cells))
+    maps = list(dict.fromkeys(feature_map for _, feature_map in cells))
+    ratios = sorted({ratio for found in cells.values() for ratio in found})
+    columns = list(itertools.product(maps, ratios))
+    losses = [[float("nan")] * len(columns) for _ in rules]
+    for (y, rule), (x, (feature_map, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
+        if result := cells.get((rule, feature_map), {}).get(ratio):
+            losses[y][x] = loss = result.outcome.best
+            colour = "white" if loss < 0.1 else "black"
+            axes.text(x, y, result.held, ha="center", va="center", fontsize=8, color=colour)
+    image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
+    axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
     axes.set_yticks(range(len(rules)), rules)
-    axes.set_xlabel("feature map (its feature dimension)")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
+    axes.set_xlabel("S / D, keys over features; white line: 1")
+    dims = {name: found.outcome.feature_dim for (_, name), row in cells.items() for found in row.values()}
+    above = axes.secondary_xaxis("top")
+    middles = [(index + 0.5) * len(ratios) - 0.5 for index in range(len(maps))]
+    above.set_xticks(middles, [f"{feature_map}, D = {dims[feature_map]}" for feature_map in maps])
+    for start in range(0, len(columns), len(ratios)):
+        axes.axvline(start - 0.5, color="black", lw=2)
+        axes.axvline(start + sum(ratio <= 1 for ratio in ratios) - 0.5, color="white", lw=1.5)
+    for ticks in (axes, above):
+        ticks.tick_params(length=0)
     return image
 
 
 def draw_ratio(axes: Any, results: list[Result]) -> None:
-    """Loss over S / feature dimension of every model of setting 1 that normalises its read-out."""
+    """Loss over S / D, the feature dimension, and what it cannot be below.
+
+    All read-outs for the S queries of a sequence are a matrix of rank D, and those it should be one of rank S with
+    singular values of 1: half the squared distance is at least (S - D) / 2, the mean over queries (1 - D / S) / 2.
+    """
     for arch, (label, colour, marker) in STYLES.items():
         found = [result for result in results if result.arch == arch and result.outcome.feature_dim]
         if not found or "favor" in arch:
@@ -197,7 +211,10 @@ def draw_ratio(axes: Any, results: list[Result]) -> None:
         ratios = [size / dim for size in losses]
         axes.plot(ratios, [median(values) for values in losses.values()], marker + "-", color=colour, ms=5, label=label)
     axes.axvline(1, color="0.4", ls=":")
-    axes.set_xlabel("S / feature dimension")
+    ratios = [1 + step / 100 for step in range(26)]
+    least = [(1 - 1 / ratio) / 2 for ratio in ratios]
+    axes.plot(ratios, least, "--", color="0.4", label="least possible: (1 - D / S) / 2")
+    axes.set_xlabel("S / D, keys over features")
     axes.set_ylabel("best evaluation loss, median of seeds")
 
 
@@ -210,72 +227,56 @@ def draw(results: list[Result], published: dict[str, Any], out: Path) -> list[Pa
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    named = [result for result in results if result.arch in {**STYLES, **RULE_STYLES}]
+    named = [result for result in results if result.arch in {**STYLES, **RULE_STYLES} and result.outcome.evaluations]
     first = [result for result in named if not result.replaced]
     # Evaluated as our other points are.
     second = [result for result in named if result.replaced and "valid-length" not in result.point.flags]
+    around_knees = [result for result in first if result.size != FIGURE_4_SIZE]
     drawn = []
 
-    def save(name: str, make: Any, title: str, log: bool = False, legend: bool = True, size: Any = (8.4, 4.8)) -> None:
+    def save(name: str, title: str, draw_on: Any, *given: Any, log: bool = False, size: Any = (8.4, 4.8)) -> None:
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        made = make(axes)
+        image = draw_on(axes, *given)
         axes.set_title(title, loc="left", fontsize=11)
         if log:
             axes.set_yscale("log")
-        if legend:
+        if image:
+            figure.colorbar(image, label="best evaluation loss", pad=0.01)
+        else:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-        else:
-            figure.colorbar(made, label="capacity / feature dimension")
         figure.savefig(out / name, dpi=130)
         pyplot.close(figure)
         drawn.append(out / name)
 
-    def losses(found: list[Result], styles: dict[str, Any], setting: str) -> Any:
-        largest = max(result.size for result in found)
-
-        def make(axes: Any) -> None:
-            draw_losses(axes, found, styles, published[setting], largest)
-            axes.set_xlabel("number of keys S")
-            axes.set_ylabel("best evaluation loss")
-
-        return make
-
-    capacities = [result for result in first if result.size < 600] or first
-    if first:
+    if around_knees:
         title = "Figure 2: setting 1, sum rule; dotted: the published knees"
-        save("figure2.png", losses(capacities, STYLES, "setting 1"), title)
-        save(
-            "ratio.png",
-            lambda axes: draw_ratio(axes, first),
-            "Setting 1: the loss leaves zero at S = feature dimension",
-        )
-    if curves := [result for result in second if result.size == 20 and result.outcome.evaluations]:
+        save("figure2.png", title, draw_losses, around_knees, STYLES, published["setting 1"])
+        title = "Setting 1: D features hold at most D keys"
+        save("ratio.png", title, draw_ratio, around_knees)
+    if curves := [result for result in second if result.size == FIGURE_3_SIZE]:
         title = "Figure 3: setting 2, 20 keys, 40 pairs; a line a seed"
-        save("figure3.png", lambda axes: draw_curves(axes, curves, RULE_STYLES), title, log=True)
-    if curves := [result for result in first if result.size == 600 and result.outcome.evaluations]:
-        title = "Figure 4: setting 1, 600 keys"
-        save("figure4.png", lambda axes: draw_curves(axes, curves, STYLES), title)
+        save("figure3.png", title, draw_curves, curves, RULE_STYLES, log=True)
+    if curves := [result for result in first if result.size == FIGURE_4_SIZE]:
+        save("figure4.png", "Figure 4: setting 1, 600 keys", draw_curves, curves, STYLES)
     if second:
         title = "Figure 5: setting 2, 2 S pairs"
-        save("figure5.png", losses(second, RULE_STYLES, "setting 2"), title, log=True)
-    if cells := capacity(results):
-        softmax = cells.get(("softmax", ""))
-        title = "Largest S solved (loss below 0.01), setting 1, keys of size 16"
-        title += f"; softmax: {softmax[0]}{'' if softmax[2] else '+'}" if softmax else ""
-        save("capacity.png", lambda axes: draw_capacity(axes, cells), title, legend=False, size=(8.4, 4.4))
+        save("figure5.png", title, draw_losses, second, RULE_STYLES, published["setting 2"], log=True)
+    if cells := by_rule_and_map(results):
+        title = "Setting 1, every rule with every map: keys that are held, of S"
+        save("capacity.png", title, draw_capacity, cells, size=(12, 3.4))
     return drawn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("conf", type=Path, metavar="CONF", help="the grid, such as conf/quick.yaml")
+    parser.add_argument("conf", type=Path, nargs="+", metavar="CONF", help="grids, such as conf/quick.yaml")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/associative_retrieval", help="where the points lie")
     args = parser.parse_args()
     results = read_results(args.conf, args.out)
     if not results:
-        sys.exit(f"retrieval_report.py: no point of {args.conf} is finished in {args.out}: train them first (run.sh).")
+        sys.exit(f"retrieval_report.py: no point of these grids is finished in {args.out}: train them first (run.sh).")
     published = read_published()
     write_tables(results, args.out)
     (args.out / "table.md").write_text("\n".join(markdown(results, published)) + "\n", encoding="utf-8")

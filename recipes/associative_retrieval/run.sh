@@ -2,9 +2,10 @@
 # Synthetic associative retrieval (Schlag, Irie & Schmidhuber 2021, Sec. 6.1): trains a grid and draws Figures 2 to 5.
 # What is done is not done again; an interrupted grid goes on with the same command.
 #
-#   bash recipes/associative_retrieval/run.sh [plan|train|report|all] [--conf YAML] [--out FOLDER] [--workers N]
+#   bash recipes/associative_retrieval/run.sh [plan|train|report|all] [--conf YAML]... [--out FOLDER] [--workers N]
 #
-# --conf YAML     conf/quick.yaml (the default: half an hour on 2 cores), conf/full.yaml or one of your own
+# --conf YAML     conf/quick.yaml (the default: half an hour on 2 cores), conf/slow.yaml (nearer to the knees and more keys),
+#                 conf/capacity.yaml (every rule with every map), conf/full.yaml or one of your own; may be given again
 # --out FOLDER    where everything goes (runs/associative_retrieval)
 # --workers N     points at once (the number of cores)
 set -euo pipefail
@@ -15,7 +16,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
-stage=all conf=$here/conf/quick.yaml out=$root/runs/associative_retrieval workers=()
+stage=all confs=() out=$root/runs/associative_retrieval workers=()
 case ${1:-} in
   plan | train | report | all) stage=$1; shift ;;
   -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
@@ -24,15 +25,16 @@ esac
 while [ $# -gt 0 ]; do
   [ -n "${2:-}" ] || die "$1 needs a value."
   case $1 in
-    --conf) conf=$2 ;;
+    --conf) confs+=("$2") ;;
     --out) out=$2 ;;
     --workers) workers=(--workers "$2") ;;
     *) die "there is no $1: it is --conf, --out or --workers." ;;
   esac
   shift 2
 done
-[ -e "$conf" ] || die "there is no $conf."
+[ ${#confs[@]} -gt 0 ] || confs=("$here/conf/quick.yaml")
+for conf in "${confs[@]}"; do [ -e "$conf" ] || die "there is no $conf."; done
 
-if [ "$stage" = plan ]; then run python "$here/retrieval_grid.py" "$conf" --out "$out" --plan "${workers[@]}"; fi
-case $stage in train | all) run python "$here/retrieval_grid.py" "$conf" --out "$out" "${workers[@]}" ;; esac
-case $stage in report | all) run python "$here/retrieval_report.py" "$conf" --out "$out" ;; esac
+if [ "$stage" = plan ]; then run python "$here/retrieval_grid.py" "${confs[@]}" --out "$out" --plan "${workers[@]}"; fi
+case $stage in train | all) run python "$here/retrieval_grid.py" "${confs[@]}" --out "$out" "${workers[@]}" ;; esac
+case $stage in report | all) run python "$here/retrieval_report.py" "${confs[@]}" --out "$out" ;; esac

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_fwp.modules.onednn import OneDnnLinear
+from fairseq_fwp.modules import onednn
+from fairseq_fwp.modules.onednn import MIN_ROWS, Linear, OneDnnLinear
 
 
 class Calls(TorchDispatchMode):
@@ -78,4 +79,29 @@ def test_no_gradient_of_a_frozen_weight_is_computed():
     layer, x = nn.Linear(24, 40).requires_grad_(False), torch.randn(7, 24, requires_grad=True)
     with OneDnnLinear(), Calls() as calls:
         torch.autograd.grad(layer(x).sum(), x)
-    assert not any("aten.mm" in name or "aten.addmm" in name for name in calls.names)  # which that of the weight is
+    products = [name for name in calls.names if "mkldnn" in name or "mm" in name]
+    assert len(products) == 2  # the layer's own, and the gradient of x
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+@pytest.mark.parametrize("rows", [MIN_ROWS - 1, MIN_ROWS])
+def test_a_layer_takes_onednn_where_it_is_faster(rows, is_slow, monkeypatch):
+    monkeypatch.setattr(onednn, "mkl_is_slow", lambda: is_slow)
+    layer, x = Linear(24, 40), torch.randn(rows, 24, requires_grad=True)
+    with Calls() as calls:
+        out = layer(x)
+        gradients = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+    products = [name for name in calls.names if "mkldnn" in name]
+    assert len(products) == (3 if is_slow and rows == MIN_ROWS else 0)
+    exact, x64 = nn.Linear(24, 40).double(), x.detach().double().requires_grad_()
+    exact.load_state_dict(layer.state_dict())
+    expected = exact(x64)
+    wanted = torch.autograd.grad(expected.square().sum(), [x64, *exact.parameters()])
+    for value, reference in zip((out, *gradients), (expected, *wanted), strict=True):
+        torch.testing.assert_close(value.double(), reference, rtol=2e-5, atol=2e-5 * reference.abs().max().item())
+
+
+def test_autocast_keeps_its_type(monkeypatch):
+    monkeypatch.setattr(onednn, "mkl_is_slow", lambda: True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Linear(24, 40)(torch.randn(MIN_ROWS, 24)).dtype == torch.bfloat16

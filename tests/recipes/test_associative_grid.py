@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,33 +42,31 @@ def conf(tmp_path):
         {"arch": "delta_retrieval", "num-keys": 20, "with-replacement": "true", "seconds-per-key": 3},
         {"arch": "sum_retrieval", "num-keys": 600, "seed": 1, "seconds-per-key": 0.1},
         {"arch": "fwp_associative_retrieval", "update-rule": "sum", "feature-map": ["elu", "tanh"],
-         "num-keys": [8, 12, 16], "until-unsolved": "true", "seconds-per-key": 1},
+         "num-keys": [8, 16, 20], "seconds-per-key": 1},
     ]  # fmt: skip
     path = tmp_path / "grid.yaml"
     path.write_text(yaml.safe_dump(rows))
     return path
 
 
-def test_lists_multiply_and_sizes_stay_together_where_they_end_early(conf):
-    jobs = grid.read_jobs(conf)
-    assert [len(job) for job in jobs] == [1] * 10 + [3, 3]
-    names = [point.name for job in jobs for point in job]
+def test_lists_multiply(conf):
+    points = grid.read_points([conf])
+    names = [point.name for point in points]
     assert len(set(names)) == len(names) == 16
     assert names[:3] == [f"sum_retrieval,seed={seed},num-keys={size}" for seed, size in [(1, 8), (1, 20), (2, 8)]]
-    assert [point.size for point in jobs[-1]] == [8, 12, 16]
-    assert sum(point.seconds for job in jobs for point in job) == 3 * (4 * 28 + 20) + 60 + 2 * 36
+    assert sum(point.seconds for point in points) == 3 * (4 * 28 + 20) + 60 + 2 * 44
+    assert grid.read_points([conf, conf]) == points  # what two grids have is trained once
 
 
 @pytest.mark.parametrize("conf", CONFS, ids=lambda path: path.stem)
 def test_every_point_is_a_valid_command(conf, tmp_path):
-    """By fairseq's own parser, one point of each entry's combinations."""
-    for job in [points for points, _ in grid.read_rows(conf)]:
-        command = job[0].command(COMMON, tmp_path / job[0].name)
+    """By fairseq's own parser, one of those that only differ in seed and size."""
+    points = {re.sub(r",(seed|num-keys)=\d+", "", point.name): point for point in grid.read_points([conf])}
+    for point in points.values():
+        command = point.command(COMMON, tmp_path / point.name)
         args = options.parse_args_and_arch(options.get_training_parser(), command[1:])
-        assert args.arch == job[0].flags["arch"] and args.num_keys == job[0].size
-        assert args.save_dir == str(tmp_path / job[0].name)
-    names = [point.name for job in grid.read_jobs(conf) for point in job]
-    assert len(set(names)) == len(names)
+        assert args.arch == point.flags["arch"] and args.num_keys == point.size
+        assert args.save_dir == str(tmp_path / point.name)
 
 
 def test_a_log_of_two_starts_counts_each_evaluation_once(tmp_path):
@@ -83,30 +82,33 @@ def test_a_log_of_two_starts_counts_each_evaluation_once(tmp_path):
     assert nothing.best == float("inf") and not nothing.diverged
 
 
-def test_plan_counts_what_is_left(conf, tmp_path):
-    jobs = grid.read_jobs(conf)
-    write_log(tmp_path, jobs[0][0], [(100, 0.1)])
-    said = grid.plan(jobs, tmp_path, workers=2)
-    assert said.startswith("15 points to train (1 are finished): at most about 8 minutes of a core")
+def test_plan_counts_what_is_left(conf):
+    points = grid.read_points([conf])
+    said = grid.plan(points[1:], 1, workers=2)
+    assert said.startswith("15 points to train (1 are finished): at most about 9 minutes of a core")
     assert said.endswith("4 minutes with 2 at once.")
 
 
 def test_tables_and_pictures(conf, tmp_path):
-    """Of what is there: sum with elu is solved at 8 alone, tanh at 8 and 12 so far."""
-    for job in grid.read_jobs(conf):
-        for point in job:
-            rule_map = point.flags.get("feature-map")
-            if (rule_map, point.size) in [("elu", 16), ("tanh", 16)]:
-                continue
-            loss = 0.3 if (rule_map, point.size) == ("elu", 12) else 0.001
+    """Of what is there: sum with tanh was not run at 20."""
+    for point in grid.read_points([conf]):
+        rule_map = point.flags.get("feature-map")
+        if (rule_map, point.size) != ("tanh", 20):
+            loss = 0.3 if (rule_map, point.size) == ("elu", 20) else 0.001
             write_log(tmp_path, point, [(100, 0.4), (200, loss)])
-    results = report.read_results(conf, tmp_path)
-    assert len(results) == 14
-    assert report.capacity(results) == {("sum", "elu"): (8, 16, True), ("sum", "tanh"): (12, 16, False)}
+    results = report.read_results([conf], tmp_path)
+    assert len(results) == 15
+    cells = report.by_rule_and_map(results)
+    losses = {name: {ratio: found.outcome.best for ratio, found in row.items()} for name, row in cells.items()}
+    assert losses == {
+        ("sum", "elu"): {0.5: 0.001, 1: 0.001, 1.25: 0.3},
+        ("sum", "tanh"): {0.5: 0.001, 1: 0.001},
+    }
+    assert [cells["sum", "elu"][ratio].held for ratio in (0.5, 1, 1.25)] == [8, 16, 8]
     report.write_tables(results, tmp_path)
     rows = (tmp_path / "points.csv").read_text().splitlines()
-    assert len(rows) == 15 and rows[1] == '"sum_retrieval,seed=1,num-keys=8",8,16,0.001,200,200,3,'
-    assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 2 * 14
+    assert len(rows) == 16 and rows[1] == '"sum_retrieval,seed=1,num-keys=8",8,16,0.001,200,200,3,'
+    assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 2 * 15
     published = report.read_published()
     lines = report.markdown(results, published)
     assert lines[2] == "| 1 | sum | 8 | 0.001, 0.001 | 200, 200 | - |"
@@ -135,26 +137,26 @@ def run_grid(conf, out, *flags, script="retrieval_grid.py"):
 
 def test_points_are_trained_once_and_failures_are_named(tmp_path):
     rows = [
-        {"arch": "sum_retrieval", "key-dim": 4, "num-keys": [3, 4, 5], "max-update": 2, "until-unsolved": "true",
-         "seconds-per-key": 1},
+        {"arch": "sum_retrieval", "key-dim": 4, "num-keys": [3, 4], "max-update": 2, "seconds-per-key": 1},
         {"arch": "sum_retrieval", "key-dim": 0, "num-keys": 3, "max-update": 2, "seconds-per-key": 1},
-    ]  # fmt: skip
+    ]
     conf = tmp_path / "grid.yaml"
     conf.write_text(yaml.safe_dump(rows))
     result = run_grid(conf, tmp_path / "out", "--workers", "2")
-    assert result.returncode == 1 and "4 points to train (0 are finished)" in result.stdout
+    assert result.returncode == 1 and "3 points to train (0 are finished)" in result.stdout
     assert "failed, see train.log" in result.stderr and "key-dim=0" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
-    (finished,) = (path.parent for path in (tmp_path / "out").glob("*/finished"))
-    # Two updates solve nothing: the larger sizes are not tried.
-    assert finished.name == "sum_retrieval,key-dim=4,max-update=2,num-keys=3"
-    assert sorted(path.name for path in finished.iterdir()) == ["finished", "train.log"]
-    before = (finished / "train.log").read_text()
+    finished = sorted(path.parent for path in (tmp_path / "out").glob("*/finished"))
+    assert [folder.name for folder in finished] == [
+        f"sum_retrieval,key-dim=4,max-update=2,num-keys={size}" for size in (3, 4)
+    ]
+    assert sorted(path.name for path in finished[0].iterdir()) == ["finished", "train.log"]
+    before = (finished[0] / "train.log").read_text()
     assert before.startswith("+ fairseq-train --user-dir") and "--num-keys 3" in before
     conf.write_text(yaml.safe_dump(rows[:1]))
     again = run_grid(conf, tmp_path / "out")
-    assert again.returncode == 0 and "2 points to train (1 are finished)" in again.stdout
-    assert (finished / "train.log").read_text() == before
+    assert again.returncode == 0 and "0 points to train (2 are finished)" in again.stdout
+    assert (finished[0] / "train.log").read_text() == before
 
 
 def test_refusals(conf, tmp_path):

@@ -134,6 +134,9 @@ def test_training_ends_when_solved_or_without_progress(losses, ended):
     "flags, message",
     [
         ({"num_keys": 0}, "--num-keys must be at least 1, got 0"),
+        ({"valid_length": 0}, "--valid-length must be at least 1, got 0"),
+        ({"stop_loss": math.nan}, "--stop-loss must be at least 0, got nan"),
+        ({"stop_updates": -1}, "--stop-updates must be at least 0, got -1"),
         ({"length": 21}, "--length 21 is more than the 20 keys"),
         ({"valid_length": 21}, "--valid-length 21 is more than the 20 keys"),
     ],
