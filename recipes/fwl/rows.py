@@ -14,6 +14,7 @@ ROWS = [
     ("the layer, without fast weights", "slow", "plain", {}),
     ("FWLs", "fwl", "plain", {"local": 22.4, "xl": 15.9}),
     ("Test-time only", "slow", "test-time", {"local": 24.1, "xl": 16.7}),
+    ("Bias only, at test time", "slow", "test-bias", {}),
     ("Bias only", "bias", "plain", {"local": 25.0, "xl": 17.3}),
     ("Dynamic evaluation, RMS", "base", "rms", {"local": 22.4, "xl": 15.8}),
     ("Dynamic evaluation, SGD", "base", "sgd", {}),

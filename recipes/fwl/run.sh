@@ -8,7 +8,7 @@
 #
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
 # --out FOLDER    where everything goes (runs/fwl)
-# --models ...    which of conf/{local,xl}/*.yaml, base is trained first, and the others go on from it
+# --models ...    which of conf/{local,xl}/*.yaml: base is trained first, and the others go on from it
 #
 # The paper's models, on WikiText-103, are conf/wt103/*.yaml for recipes/wikitext103/run.sh; each says how.
 set -euo pipefail
@@ -25,12 +25,14 @@ merges=8000
 models="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bias"
 protocols=(valid test)
 task=()
-# Rates of dynamic evaluation, and step sizes of "test-time only": the best on the validation text is reported.
+# Rates of dynamic evaluation, and step sizes of fast weights at test time: the best on the validation text is reported.
 sgd="0.03 0.05 0.1"
 rms="3e-4"
 steps="0.01"
-# "Test-time only": U and a alone, see RESULTS.md; training gives no gamma for it.
-overrides="{'fwl_fast_weights':'first','fwl_divide_gradients_by':8.0,'fwl_decay':0.9,'fwl_step_size':@}"
+bias_steps="0.03 0.1"
+# "Test-time only" takes steps of U and a alone, see RESULTS.md; gamma is that with which training begins.
+test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':8.0,'fwl_decay':0.9,'fwl_step_size':@}"
+test_bias="{'fwl_fast_weights':'softmax-bias','fwl_divide_gradients_by':1.0,'fwl_decay':0.9,'fwl_step_size':@}"
 statistics=400 # windows of the training text for RMS
 speed_lines=400 # of the test text, to measure speeds on
 
@@ -50,7 +52,8 @@ ways() {
       echo "sgd|$sgd|--dynamic sgd --dynamic-lr @"
       echo "rms|$rms|--dynamic rms --dynamic-epsilon 1e-3 --dynamic-statistics $statistics --dynamic-lr @" ;;
     */slow)
-      echo "test-time|$steps|--model-overrides $overrides" ;;
+      echo "test-time|$steps|--model-overrides $test_time"
+      echo "test-bias|$bias_steps|--model-overrides $test_bias" ;;
   esac
 }
 
