@@ -26,10 +26,10 @@ models="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bia
 protocols=(valid test)
 task=()
 # Rates of dynamic evaluation, and step sizes of fast weights at test time: the best on the validation text is reported.
-sgd="0.03 0.05 0.1"
-rms="3e-4"
+sgd="0.05 0.1"
+rms="3e-4 1e-3"
 steps="0.01"
-bias_steps="0.03 0.1"
+bias_steps="0.03"
 # "Test-time only" takes steps of U and a alone, see RESULTS.md; gamma is that with which training begins.
 test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':8.0,'fwl_decay':0.9,'fwl_step_size':@}"
 test_bias="{'fwl_fast_weights':'softmax-bias','fwl_divide_gradients_by':1.0,'fwl_decay':0.9,'fwl_step_size':@}"
