@@ -103,7 +103,8 @@ struct DecayBackward {
     for (int64_t j = 0; j < rows; ++j) load_row(d_final, j).store_to(work + j * kWidth, kWidth);
     for (int64_t c = (length + kChunk - 1) / kChunk; c-- > 0;) {
       const Matrix<const A> state = c ? Matrix<const A>{kept + (c - 1) * kept_stride, 1, rows} : initial;
-      run_chunk(c * kChunk, std::min(kChunk, length - c * kChunk), state, kept + (c - 2) * kept_stride);
+      run_chunk(c * kChunk, std::min(kChunk, length - c * kChunk), state,
+                c > 1 ? kept + (c - 2) * kept_stride : nullptr);
     }
     if (!d_initial.data) return;
     for (int64_t j = 0; j < rows; ++j)
@@ -147,7 +148,7 @@ struct DecayBackward {
   // each t a token, and a column of `earlier`, the state before it. What lies past an end is fetched in vain.
   FWP_INLINE void fetch(int64_t first, int64_t t, int64_t j, const A* earlier) const {
     const int64_t here = first + t, before = here - kChunk;
-    __builtin_prefetch(earlier + t * rows + j);
+    if (earlier) __builtin_prefetch(earlier + t * rows + j);
     v.from(j).fetch(before, 1);
     d_out.from(j).fetch(before, 1);
     d_v.from(j).fetch_to_write(here, 1);

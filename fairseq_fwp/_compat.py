@@ -4,12 +4,14 @@ A mend replaces one attribute of one fairseq module, never a file. `apply()` run
 """
 
 import argparse
+import errno
 import functools
 import importlib.util
 import logging
 import operator
 import os
 import pickle
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -37,6 +39,7 @@ def apply() -> None:
         restore_numpy_compat,
         allow_checkpoint_types,
         keep_last_batch,
+        keep_batches_of_first_epoch,
         forget_tpu,
         pass_over_missing_biases,
         explain_damaged_checkpoints,
@@ -96,7 +99,32 @@ def keep_last_batch() -> None:
 
         return batch_all
 
-    _replace(data_utils, "batch_by_size", mend)
+    replace(data_utils, "batch_by_size", mend)
+
+
+def keep_batches_of_first_epoch() -> None:
+    """fairseq deals the text into batches once and shuffles those in every epoch; resumed, it deals by another seed.
+
+    In mid-epoch a resumed run would read some samples again, others never, and at its end go on in another order.
+    """
+    from fairseq.tasks import FairseqTask
+
+    def mend(get_batch_iterator: Callable[..., Any]) -> Callable[..., Any]:
+        def get_with_seed_of_first_epoch(
+            self: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **kwargs: Any
+        ) -> Any:
+            anew = any(map(kwargs.get, ("disable_iterator_cache", "update_epoch_batch_itr")))
+            kept = self.can_reuse_epoch_itr(dataset) and not anew and not getattr(self.cfg, "rebuild_batches", False)
+            if epoch == 1 or not kept or dataset in self.dataset_to_epoch_iter:
+                return get_batch_iterator(self, dataset, *args, seed=seed, epoch=epoch, **kwargs)
+            # Batches are made by the sum of both, shuffled by the iterator's own seed and epoch.
+            iterator = get_batch_iterator(self, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **kwargs)
+            iterator.seed = seed
+            return iterator
+
+        return get_with_seed_of_first_epoch
+
+    replace(FairseqTask, "get_batch_iterator", mend)
 
 
 def forget_tpu() -> None:
@@ -111,7 +139,7 @@ def forget_tpu() -> None:
 
         return call_without_tpu
 
-    _replace(distributed_utils, "call_main", mend)
+    replace(distributed_utils, "call_main", mend)
 
 
 def pass_over_missing_biases() -> None:
@@ -127,7 +155,7 @@ def pass_over_missing_biases() -> None:
 
         return catalog_parameters
 
-    _replace(trainer, "_catalog_shared_params", mend)
+    replace(trainer, "_catalog_shared_params", mend)
 
 
 def explain_damaged_checkpoints() -> None:
@@ -138,18 +166,41 @@ def explain_damaged_checkpoints() -> None:
         def load_or_explain(path: str, *args: Any, **kwargs: Any) -> Any:
             try:
                 return load(path, *args, **kwargs)
-            except (RuntimeError, EOFError, IsADirectoryError, pickle.UnpicklingError) as error:
-                if "unsupported global" in str(error).lower():  # whole, but holds a type that torch does not trust
+            except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+                # A zip archive that was cut short sends its reader to places before its beginning.
+                if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):
                     raise
+                # Whole, but with objects beside its tensors.
+                if untrusted := re.search(r"GLOBAL (\S+)|unrecognized|only build", str(error)):
+                    raise RuntimeError(
+                        f"{path} holds pickled objects ({untrusted[1] or 'of unknown types'}), which could run any "
+                        "code: if you trust where it comes from, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
+                    ) from error
                 size = os.path.getsize(path) if os.path.exists(path) else 0
                 raise RuntimeError(
                     f"{path} ({size:,} bytes) is not a complete checkpoint: it was cut short or is another kind of "
                     "file; copy it again, or use another checkpoint of the same folder"
                 ) from error
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if _holds_model(path):
+                    raise
+                raise RuntimeError(
+                    f"{path} is no checkpoint of fairseq: give one that fairseq-train has written, or make one of it "
+                    "with fwp-convert"
+                ) from error
 
         return load_or_explain
 
-    _replace(checkpoint_utils, "load_checkpoint_to_cpu", mend)
+    replace(checkpoint_utils, "load_checkpoint_to_cpu", mend)
+
+
+def _holds_model(path: str) -> bool:
+    """Whether a file is, for all we can tell, a checkpoint of fairseq."""
+    try:
+        found = torch.load(path, map_location="cpu")
+    except Exception:  # whatever a damaged pickle leads to
+        return False
+    return isinstance(found, dict) and "model" in found
 
 
 def explain_missing_dictionary() -> None:
@@ -169,7 +220,7 @@ def explain_missing_dictionary() -> None:
 
         return classmethod(setup_or_explain)  # type: ignore[return-value]
 
-    _replace(LanguageModelingTask, "setup_dictionary", mend)
+    replace(LanguageModelingTask, "setup_dictionary", mend)
 
 
 def refuse_unscored_tokens() -> None:
@@ -196,7 +247,7 @@ def refuse_unscored_tokens() -> None:
 
         return check_lengths
 
-    _replace(LanguageModelingTask, "eval_lm_dataloader", mend)
+    replace(LanguageModelingTask, "eval_lm_dataloader", mend)
 
 
 def refuse_wide_context() -> None:
@@ -213,7 +264,7 @@ def refuse_wide_context() -> None:
 
         return check_room
 
-    _replace(LanguageModelingTask, "load_dataset", mend)
+    replace(LanguageModelingTask, "load_dataset", mend)
 
 
 def save_for_every_process() -> None:
@@ -228,7 +279,7 @@ def save_for_every_process() -> None:
 
         return collect_and_save
 
-    _replace(checkpoint_utils, "save_checkpoint", mend)
+    replace(checkpoint_utils, "save_checkpoint", mend)
 
 
 def count_diverse_beams_by_batch() -> None:
@@ -252,10 +303,10 @@ def count_diverse_beams_by_batch() -> None:
 
         return step_by_row
 
-    _replace(DiverseBeamSearch, "step", mend)
+    replace(DiverseBeamSearch, "step", mend)
 
 
-def _replace(owner: Any, name: str, mend: Callable[[Callable[..., Any]], Any]) -> None:
+def replace(owner: Any, name: str, mend: Callable[[Callable[..., Any]], Any]) -> None:
     """Replaces owner.name by mend(owner.name), once."""
     original = getattr(owner, name)
     if getattr(original, "mended_by", None) == __name__:

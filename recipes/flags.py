@@ -29,7 +29,8 @@ def read_flags(path: Path) -> list[str]:
         raise ValueError(f"{path} must be a flat list of `flag: value` lines.")
     flags = []
     for name, value in settings.items():
-        if not isinstance(value, str) or value in ("", "false"):
+        # The shell reads one argument a line.
+        if not isinstance(value, str) or value in ("", "false") or len(f"{name}{value}".splitlines()) > 1:
             raise ValueError(f"{path}: {name} needs one plain value (`true` for a switch; leave out what is off).")
         if name == "include":
             flags += read_flags(path.parent / value)

@@ -21,7 +21,10 @@ run_to() { # run_to LOG COMMAND...: as run, but what the command says goes to LO
 train() { # train NAME CONF
   local flags settings where start=(fairseq-train)
   # $LAUNCH, if set, is what starts a program in several processes, such as torchrun or srun with their flags.
-  [ -z "${LAUNCH:-}" ] || read -ra start <<<"$LAUNCH $(command -v fairseq-train)"
+  if [ -n "${LAUNCH:-}" ]; then
+    read -ra start <<<"$LAUNCH"
+    start+=("$(command -v fairseq-train)")
+  fi
   flags=$(python "$tools/flags.py" "$2")
   mapfile -t flags <<<"$flags"
   settings=$(printf '%q ' "${flags[@]}" "${extra[@]}")

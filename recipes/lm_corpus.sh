@@ -89,7 +89,7 @@ main() {
   [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
   [ -f "$conf" ] || conf=$here/$conf
   [ -f "$conf" ] || die "give --conf conf/NAME.yaml: there are $(cd "$here/conf" && find . -name '*.yaml' ! -name common.yaml | sort | cut -c 3- | paste -sd ' ')."
-  name=$(realpath --relative-to "$here/conf" "$conf")
+  name=$(realpath --relative-to "$here/conf" -- "$conf")
   name=${name%.yaml}
   name=${name//..\//}
   case $stage in

@@ -13,10 +13,12 @@ import json
 import math
 import re
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 START = re.compile(r"^\+ (?:.*[ /])?fairseq-train ", re.MULTILINE)
+TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ", re.MULTILINE)
 # fairseq's words for a gradient that is NaN or infinite (with --fp16: that stays so at every scale of the loss).
 NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale reached)", re.MULTILINE)
 
@@ -46,7 +48,7 @@ class Training(NamedTuple):
 
     parameters: int
     updates: int
-    hours: float
+    hours: float  # of all starts together
     validations: list[tuple[int, float]]
     not_finite: bool  # the last start ended at a gradient that is NaN or infinite
 
@@ -57,18 +59,25 @@ def read_training(log: Path) -> Training:
     parameters = re.search(r"num\. shared model params: ([\d,]+)", text)
     if not parameters:
         raise ValueError(f"{log} is no log of fairseq-train that came as far as its model.")
-    updates, seconds, validations = 0, 0.0, []
+    updates, validations = 0, []
     for found in re.finditer(r"\| (\{\".*\})$", text, re.MULTILINE):
         entry = json.loads(found[1])
-        seconds = float(entry.get("wall", seconds))
         if "num_updates" in entry:
             updates = int(entry["num_updates"])
         if "valid_ppl" in entry:
             updates = int(entry["valid_num_updates"])
             validations = [known for known in validations if known[0] < updates]
             validations.append((updates, float(entry["valid_ppl"])))
-    not_finite = NOT_FINITE.search(START.split(text)[-1]) is not None
-    return Training(int(parameters[1].replace(",", "")), updates, seconds / 3600, validations, not_finite)
+    starts = START.split(text)
+    not_finite = NOT_FINITE.search(starts[-1]) is not None
+    hours = sum(map(hours_of, starts))
+    return Training(int(parameters[1].replace(",", "")), updates, hours, validations, not_finite)
+
+
+def hours_of(start: str) -> float:
+    """From the first to the last line of one start; fairseq's own clock stands still once a run was resumed."""
+    times = [datetime.fromisoformat(time) for time in TIME.findall(start)]
+    return (times[-1] - times[0]).total_seconds() / 3600 if times else 0.0
 
 
 def diverged(log: Path) -> str:

@@ -44,5 +44,6 @@ if __name__ == "__main__":
         chosen = last_checkpoints(Path(sys.argv[1]), int(sys.argv[2]))
     except ValueError as error:
         sys.exit(f"mt_average.py: {error}")
-    torch.save(average(chosen), sys.argv[3])
+    torch.save(average(chosen), f"{sys.argv[3]}.unfinished")
+    Path(f"{sys.argv[3]}.unfinished").replace(sys.argv[3])
     print(f"the mean of {', '.join(path.name for path in chosen)}")

@@ -73,10 +73,13 @@ prepare() {
   mv "$work" "$out/data" # only now does it count
 }
 
-translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABEL].json
-  local raw=() result="$out/$1/$2${4:+ $4}"
+translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABEL].json, unless it is there
+  local raw=() result="$out/$1/$2${4:+ $4}" settings="${beam[*]}${generate[*]:+ ${generate[*]}}"
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
-  [ ! -e "$result.json" ] || return 0
+  # Scores of other flags, but that of the device, give way.
+  settings=${settings// --cpu/}
+  [ ! -e "$result.json" ] || [ "$(cat "$result.flags" 2>/dev/null)" != "$settings" ] || return 0
+  rm -f "$result.json"
   [ ! -e "$out/data/text/$2.$target" ] || raw=(--raw "$out/data/text/$2.$target")
   run_to "$result.log" fairseq-generate "$out/data/bin" --user-dir "$root/fairseq_fwp" --task translation \
     --source-lang $source --target-lang $target --path "$3" --gen-subset "$2" --post-process subword_nmt \
@@ -84,5 +87,6 @@ translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABE
     { tail -n 5 "$result.log" >&2; die "the translation with $1 failed: see $result.log."; }
   run python "$tools/mt_scores.py" score "$result.log" --tokenized "$out/data/tok/$2.$target" \
     "${raw[@]}" --language $target --out "$result.unfinished"
+  echo "$settings" >"$result.flags"
   mv "$result.unfinished" "$result.json"
 }

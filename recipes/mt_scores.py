@@ -20,8 +20,8 @@ from sacremoses import MosesDetokenizer
 
 HYPOTHESIS = re.compile(r"^H-(\d+)\t[^\t]*\t(.*)$", re.MULTILINE)
 SUMMARY = re.compile(r"Translated ([\d,]+) sentences \(([\d,]+) tokens\) in ([\d.]+)s")
-# On both sides of the hyphen, so that a word with several is split at each.
-COMPOUND = re.compile(r"(?<=\S)-(?=\S)")
+# That of the literature's scripts, without look-around: of "a-b-c" they split the first hyphen alone.
+COMPOUND = re.compile(r"(\S)-(\S)")
 
 
 def read_hypotheses(log: Path) -> list[str]:
@@ -47,7 +47,7 @@ def read_speed(log: Path) -> dict[str, float]:
 
 
 def split_compounds(line: str) -> str:
-    return COMPOUND.sub(" ##AT##-##AT## ", line)
+    return COMPOUND.sub(r"\1 ##AT##-##AT## \2", line)
 
 
 def tokenized_bleu(hypotheses: list[str], references: list[str]) -> float:

@@ -12,6 +12,7 @@ import argparse
 import gzip
 import multiprocessing
 import sys
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ def read_lines(prefix: Path, language: str) -> Iterator[str]:
         ):
             for line in file:
                 yield " ".join(line.split())
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}.") from error
 
 

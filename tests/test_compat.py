@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils, trainer
-from fairseq.data import data_utils
+from fairseq.data import data_utils, indexed_dataset
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
 from fairseq.search import DiverseBeamSearch
+from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
-from fairseq_fwp import _compat
+from fairseq_fwp import _compat, _files
 
 MENDED = [
     (data_utils, "batch_by_size"),
+    (FairseqTask, "get_batch_iterator"),
     (distributed_utils, "call_main"),
     (trainer, "_catalog_shared_params"),
     (checkpoint_utils, "load_checkpoint_to_cpu"),
@@ -26,6 +29,11 @@ MENDED = [
     (LanguageModelingTask, "setup_dictionary"),
     (LanguageModelingTask, "eval_lm_dataloader"),
     (DiverseBeamSearch, "step"),
+    (checkpoint_utils, "torch_persistent_save"),
+    (checkpoint_utils, "verify_checkpoint_directory"),
+    (PathManager, "copy"),
+    (indexed_dataset, "make_dataset"),
+    (indexed_dataset.MMapIndexedDataset, "__del__"),
 ]
 
 
@@ -33,6 +41,7 @@ def test_a_second_call_changes_nothing():
     before = [getattr(owner, name) for owner, name in MENDED]
     assert all(function.mended_by == _compat.__name__ for function in before)
     _compat.apply()
+    _files.apply()
     assert [getattr(owner, name) for owner, name in MENDED] == before
 
 

@@ -18,6 +18,7 @@ ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "tasks",
 ROOMS = {
     "__init__": {"fairseq_fwp"},
     "_compat": CONFIG,
+    "_files": CONFIG | {"fairseq_fwp._compat"},
     "ops": {"torch"},
     "modules": {"torch", "fairseq.modules", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules"},

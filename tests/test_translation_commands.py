@@ -4,13 +4,14 @@ import random
 import re
 
 import pytest
+import torch
 from test_commands import run
 
 SIZE = [f"--{side}-{size}" for side in ("encoder", "decoder") for size in ("layers", "embed-dim", "ffn-embed-dim")]
 SIZE = [word for flag, value in zip(SIZE, (2, 16, 24) * 2, strict=True) for word in (flag, str(value))]
 SIZE += ["--encoder-attention-heads", "2", "--decoder-attention-heads", "2", "--share-all-embeddings"]
 TRAINING = ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1", "--optimizer", "adam"]
-TRAINING += ["--lr", "0.01", "--max-tokens", "200", "--cpu", "--max-update", "4"]
+TRAINING += ["--lr", "0.01", "--max-tokens", "200", "--cpu"]
 BLEU = ["--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 9}', "--best-checkpoint-metric", "bleu"]
 SENTENCES = {"train": 60, "valid": 11, "test": 13}  # no multiples of 8
 
@@ -29,12 +30,27 @@ def folder(tmp_path_factory):
         "fairseq-preprocess", "--source-lang", "en", "--target-lang", "de", "--joined-dictionary", *prefixes,
         "--destdir", folder / "bin", "--workers", "1",
     )  # fmt: skip
-    log = run(
-        "fairseq-train", folder / "bin", "--task", "translation", "--arch", "delta_favor_mt_wmt14_en_de", *SIZE,
-        *TRAINING, *BLEU, "--maximize-best-checkpoint-metric", "--save-dir", folder / "checkpoints",
-    )  # fmt: skip
+    log = train(folder, "checkpoints", 4)
     assert re.search(r"\| valid .* \| bleu \d", log) and "Warning" not in log
     return folder
+
+
+def train(folder, name, updates):
+    return run(
+        "fairseq-train", folder / "bin", "--task", "translation", "--arch", "delta_favor_mt_wmt14_en_de", *SIZE,
+        *TRAINING, *BLEU, "--maximize-best-checkpoint-metric", "--max-update", updates, "--save-dir", folder / name,
+    )  # fmt: skip
+
+
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(folder):
+    """Dropout, the order of the sentences, the draws of FAVOR+ and the optimiser, from the middle of an epoch."""
+    train(folder, "stopped", 3)
+    train(folder, "stopped", 4)
+    whole, resumed = (
+        torch.load(folder / name / "checkpoint_last.pt", weights_only=False) for name in ("checkpoints", "stopped")
+    )
+    assert resumed["optimizer_history"][-1]["num_updates"] == 4
+    assert all(torch.equal(value, resumed["model"][name]) for name, value in whole["model"].items())
 
 
 def hypotheses(output):
@@ -55,6 +71,22 @@ def test_every_sentence_is_translated(folder, options):
     copies = 2 if "--nbest" in options else 1
     assert hypotheses(output) == sorted(copies * list(range(SENTENCES["test"])))
     assert f"Translated {SENTENCES['test']} sentences" in output
+
+
+def test_alignments(folder):
+    """Of each word of each translation to a word of the source, with an attention that keeps no word of it."""
+    output = run(
+        "fairseq-generate", folder / "bin", "--task", "translation", "--cpu", "--max-tokens", "60", "--max-len-b", "12",
+        "--path", folder / "checkpoints" / "checkpoint_best.pt", "--beam", "2", "--print-alignment",
+    )  # fmt: skip
+    sources, words, alignments = (
+        dict(re.findall(rf"^{kind}-(\d+)\t(?:-?[\d.]+\t)?(.*)$", output, re.MULTILINE)) for kind in "SHA"
+    )
+    assert len(alignments) == SENTENCES["test"]
+    for number, alignment in alignments.items():
+        pairs = [tuple(map(int, pair.split("-"))) for pair in alignment.split()]
+        assert [target for _, target in pairs] == list(range(len(words[number].split())))
+        assert all(0 <= place < len(sources[number].split()) for place, _ in pairs)
 
 
 def test_sentences_from_standard_input(folder):

@@ -46,6 +46,8 @@ class FwpAssociativeRetrievalConfig(FairseqDataclass):
         "orthogonal", "how the favor map draws its vectors"
     )
     favor_offset: float = option(0.0, "added to the exponentials of the favor map")
+    favor_redraw: int = option(1, "in training the favor map draws anew every so many mini-batches; 0: never")
+    favor_softmax_scale: bool = option(False, "the favor map estimates exp(q . k / sqrt(d)) (Choromanski 2021)")
     relu_features: Optional[int] = option(  # noqa: UP045
         None, "features of the learned relu map; none: key dimension"
     )

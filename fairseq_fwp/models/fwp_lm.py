@@ -23,7 +23,13 @@ from fairseq_fwp.modules.update_rules import UPDATE_RULES
 # The arguments of a map, and the fields of the configuration they come from.
 MAP_FLAGS = {
     "dpfp": {"nu": "dpfp_nu"},
-    "favor": {"num_features": "favor_features", "draw": "favor_draw", "offset": "favor_offset"},
+    "favor": {
+        "num_features": "favor_features",
+        "draw": "favor_draw",
+        "offset": "favor_offset",
+        "redraw": "favor_redraw",
+        "softmax_scale": "favor_softmax_scale",
+    },
     "relu": {"num_features": "relu_features"},
 }
 
@@ -64,6 +70,8 @@ class FwpLanguageModelConfig(DecoderConfig):
     favor_offset: float = option(
         0.0, "added to the exponentials of the favor map: 1e-4 in the papers' public code, none in the papers"
     )
+    favor_redraw: int = option(1, "in training the favor map draws anew every so many mini-batches; 0: never")
+    favor_softmax_scale: bool = option(False, "the favor map estimates exp(q . k / sqrt(d)) (Choromanski 2021)")
     relu_features: Optional[int] = option(  # noqa: UP045
         None, "features of the learned relu map; none: key dimension"
     )

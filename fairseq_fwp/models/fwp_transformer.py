@@ -98,6 +98,19 @@ class FwpTransformerModel(TransformerModel):
         cfg = TransformerConfig.from_namespace(cfg)
         return FwpTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
+    @property
+    def full_context_alignment(self) -> bool:
+        """fairseq's generator then takes the alignment of a hypothesis from a forward of it, not from decoding.
+
+        Raises ValueError, once an alignment is wanted, if the model was not made ready to give the weights.
+        """
+        if not all(reader.gives_weights for reader in self.encoder.readers):
+            raise ValueError(
+                "linear attention to the source gives weights for alignments only to a model that was made ready for "
+                "them: generate with --print-alignment, or call make_generation_fast_(need_attn=True) first"
+            )
+        return bool(self.encoder.readers)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As fairseq's; in training, random feature maps are drawn anew first, once a mini-batch."""
         if self.training:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.models.fwp_lm import build_attention, build_map
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.linear_attention import LinearAttention
 
 IncrementalState: TypeAlias = dict[str, Any] | None
@@ -45,7 +46,17 @@ class EncoderAttention(LinearAttention):
 
 
 class CrossAttention(LinearAttention):
-    """Linear attention to the source as fairseq's decoder layer calls it."""
+    """Linear attention to the source as fairseq's decoder layer calls it.
+
+    gives_weights: whether the decoder's last layer gets the weights that it asks for whenever it does not train. Only
+    --print-alignment looks at them, and they are as many as there are pairs of tokens.
+    """
+
+    gives_weights = False
+
+    def make_generation_fast_(self, need_attn: bool = False, **kwargs: Any) -> None:
+        """fairseq's word before it generates: need_attn for --print-alignment."""
+        self.gives_weights = need_attn
 
     def forward(  # type: ignore[override]
         self,
@@ -57,10 +68,16 @@ class CrossAttention(LinearAttention):
         static_kv: bool = True,
         need_weights: bool = False,
         need_head_weights: bool = False,
-    ) -> tuple[Tensor, None]:
-        """query (L, B, D) to the source (S, B, D) or to what is kept of it -> (L, B, D), and None for the weights."""
-        state = key[self] if isinstance(key, SourceMemory) else self.summarize(key.transpose(0, 1), key_padding_mask)
-        return self.read(query.transpose(0, 1), state).transpose(0, 1), None
+    ) -> tuple[Tensor, Tensor | None]:
+        """query (L, B, D) to the source (S, B, D) or to what is kept of it -> (L, B, D), and (H, B, L, S) or None."""
+        x = query.transpose(0, 1)
+        if isinstance(key, SourceMemory):
+            return self.read(x, key[self]).transpose(0, 1), None
+        source = key.transpose(0, 1)
+        y = self.read(x, self.summarize(source, key_padding_mask)).transpose(0, 1)
+        if not (need_head_weights and self.gives_weights):
+            return y, None
+        return y, self.weights(x, source, key_padding_mask).transpose(0, 1)
 
 
 class CausalAttention(FairseqIncrementalDecoder):
@@ -121,7 +138,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
         attention = build_attention(cfg)
         assert isinstance(attention, FastWeightAttention)
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
-        initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim)
+        initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
@@ -147,12 +164,12 @@ def build_linear_attention(
         **options,
     )
     k, v = attention.kv_proj.weight.chunk(2)
-    initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim)
+    initialize((attention.q_proj.weight, k), v, attention.out_proj, attention.head_dim, attention.feature_map)
     return attention
 
 
-def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int) -> None:
-    """Projections as fairseq's softmax attention draws them, queries and keys each times d^(-1/4).
+def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int, feature_map: FeatureMap) -> None:
+    """Projections as fairseq's softmax attention draws them, queries and keys each times d^(-1/4), here or in the map.
 
     So q . k starts as large as in softmax attention, which divides it by sqrt(d): FAVOR+, which estimates exp(q . k),
     starts as an estimate of that attention.
@@ -160,6 +177,6 @@ def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim
     gain = 2**-0.5
     with torch.no_grad():
         for weight in q_k:
-            nn.init.xavier_uniform_(weight, gain * head_dim**-0.25)
+            nn.init.xavier_uniform_(weight, gain * head_dim**-0.25 / feature_map.scale)
         nn.init.xavier_uniform_(v, gain)
         nn.init.xavier_uniform_(out_proj.weight)

@@ -243,8 +243,8 @@ class FastWeightAttention(nn.Module):
 
 
 def check_heads(embed_dim: int, num_heads: int) -> None:
-    """Raises ValueError unless num_heads divides embed_dim."""
-    if num_heads < 1 or embed_dim % num_heads:
+    """Raises ValueError unless num_heads divides embed_dim, and leaves something to each."""
+    if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
         raise ValueError(
             f"the embedding dimension {embed_dim} is not divisible by {num_heads} attention heads: change "
             "--decoder-embed-dim or --decoder-attention-heads"

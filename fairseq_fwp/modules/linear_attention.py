@@ -59,10 +59,7 @@ class LinearAttention(nn.Module):
 
         key_padding_mask (B, S): True at what is no part of the sequence.
         """
-        k, v = (self._split_heads(x) for x in self.kv_proj(source).chunk(2, dim=-1))
-        k, v = at_least_float32(self.feature_map(k)), at_least_float32(v)
-        if key_padding_mask is not None:
-            k = k.masked_fill(key_padding_mask[:, None, :, None], 0)
+        k, v = self._keys_and_values(source, key_padding_mask)
         with torch.autocast(k.device.type, enabled=False):
             weights = k.transpose(-1, -2) @ v.to(k.dtype)
         return FastWeightState(weights, k.sum(2) if self.feature_map.positive else None)
@@ -76,6 +73,25 @@ class LinearAttention(nn.Module):
                 divisor = q @ state.normalizer.to(q.dtype).unsqueeze(-1)
                 out = out / bound(divisor, self.epsilon, self.add_epsilon)
         return self.out_proj(out.transpose(1, 2).flatten(2).to(x.dtype))
+
+    def weights(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """The factors a of the values in what x (B, L, D) reads, y_i = sum_j a_ij v_j: (B, H, L, S).
+
+        For looking at: reading needs no number for every pair of tokens.
+        """
+        q = at_least_float32(self.feature_map(self._split_heads(self.q_proj(x))))
+        k, _ = self._keys_and_values(source, key_padding_mask)
+        with torch.autocast(q.device.type, enabled=False):
+            products = q @ k.transpose(-1, -2)
+            if not self.feature_map.positive:
+                return products
+            return products / bound(products.sum(-1, keepdim=True), self.epsilon, self.add_epsilon)
+
+    def _keys_and_values(self, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mapped keys (B, H, S, Dk), zero at padding, and values (B, H, S, Dv)."""
+        k, v = (self._split_heads(x) for x in self.kv_proj(source).chunk(2, dim=-1))
+        k, v = at_least_float32(self.feature_map(k)), at_least_float32(v)
+        return k if key_padding_mask is None else k.masked_fill(key_padding_mask[:, None, :, None], 0), v
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, L, D) -> (B, H, L, d)."""

@@ -50,6 +50,7 @@ def check_arguments(
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{rule}: {name} must be a tensor, got {type(tensor).__name__}")
+        _expect_strides(rule, name, tensor)
     if q.dim() != 4:
         raise ValueError(f"{rule}: q must have shape (B, H, L, Dk), got {tuple(q.shape)}")
     if v.dim() != 4:
@@ -71,9 +72,16 @@ def check_arguments(
     if state is not None:
         if not isinstance(state, Tensor):
             raise TypeError(f"{rule}: state must be a tensor or None, got {type(state).__name__}")
+        _expect_strides(rule, "state", state)
         _expect_shape(rule, "state", state, (batch, heads, key_size, v.shape[3]), "shape (B, H, Dk, Dv)")
         _expect_dtype(rule, "state", state, state_dtype(q.dtype), f"dtype for {q.dtype} inputs")
         _expect_device(rule, "state", state, q.device)
+
+
+def _expect_strides(rule: str, name: str, tensor: Tensor) -> None:
+    # The dispatcher has no kernel for any other layout, and would call the operator's Python body again and again.
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{rule}: {name} must be a dense tensor, got one of layout {tensor.layout}")
 
 
 def _expect_shape(rule: str, name: str, tensor: Tensor, shape: tuple[int, ...], what: str) -> None:

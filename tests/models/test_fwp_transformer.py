@@ -7,7 +7,7 @@ import pytest
 import torch
 from fairseq import options, search
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
-from fairseq.sequence_generator import SequenceGenerator
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
 from fairseq_fwp.models.presets import MT_PRESETS
@@ -392,6 +392,33 @@ def test_positions_go_on_beyond_any_table():
 def test_what_cannot_be_built_is_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         build(**flags)
+
+
+@pytest.mark.parametrize("kind", ["all-elu", "all-favor", "cross-identity", "encoder-dpfp", "softmax"])
+def test_alignment(kind):
+    """That of a hypothesis is the attention to the source of a forward of it alone, as in fairseq's own model.
+
+    None is computed before fairseq says that it will be needed.
+    """
+    model = build(**KINDS[kind])
+    generator = SequenceGeneratorWithAlignment(
+        [model, model], model.decoder.dictionary, print_alignment="soft", beam_size=2, max_len_b=8
+    )
+    net_input = {"src_tokens": RAGGED, "src_lengths": RAGGED.ne(1).sum(1)}
+    sample = {"id": torch.arange(3), "net_input": net_input}
+    if KINDS[kind].get("cross_feature_map") != "softmax":
+        assert model(RAGGED[:1], None, random_tokens(1, 4))[1]["attn"] == [None]
+        with pytest.raises(ValueError, match="need_attn=True"):
+            generator.generate([model], sample)
+    model.make_generation_fast_(need_attn=True)
+    hypotheses = generator.generate([model], sample)
+    for row, beam in zip(RAGGED, hypotheses, strict=True):
+        for hypothesis in beam:
+            tokens = hypothesis["tokens"]
+            previous = torch.cat([tokens.new_tensor([2]), tokens[:-1]]).unsqueeze(0)
+            (expected,) = model(row[row.ne(1)].unsqueeze(0), None, previous)[1]["attn"]
+            found = torch.tensor([[float(weight) for weight in weights] for weights in hypothesis["alignment"]])
+            torch.testing.assert_close(found, expected[0, : len(found)].float(), rtol=0, atol=1e-6)
 
 
 def test_alignment_with_the_full_context_is_refused():

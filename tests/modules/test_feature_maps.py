@@ -86,7 +86,9 @@ def test_dpfp_pairs_every_neighbour_within_reach():
         ],
         ("favor", {"num_features": 0}, "at least one random feature vector, got 0: change --favor-features"),
         ("favor", {"draw": "sobol"}, "'sobol' of FAVOR.: choose --favor-draw from orthogonal, gaussian, authors"),
-        ("favor", {"offset": -0.1}, "so is no offset: got -0.1, change --favor-offset"),
+        ("favor", {"offset": -0.1}, "so is its offset: got -0.1, change --favor-offset"),
+        ("favor", {"offset": math.nan}, "so is its offset: got nan, change --favor-offset"),
+        ("favor", {"redraw": -1}, "0 for never: got -1, change --favor-redraw"),
         ("relu", {"num_features": -1}, "at least one feature, got -1: change --relu-features"),
     ],
 )
@@ -271,6 +273,22 @@ def test_a_loaded_state_continues_the_sequence(draw):
     assert resumed.draws == 5
 
 
+@pytest.mark.parametrize("redraw, expected", [(1, [1] * 7), (3, [0, 0, 1, 0, 0, 1, 0]), (0, [0] * 7)])
+def test_favor_draws_anew_as_often_as_it_is_told(redraw, expected):
+    """Also when it goes on from a state, of any number of draws, and with a matrix that was given."""
+    favor, found = Favor(HEAD_DIM, 4, redraw=redraw), []
+    favor.load_state_dict({**favor.state_dict(), "projection": torch.randn(4, HEAD_DIM)})
+    for _ in expected:
+        previous = favor.projection
+        favor.resample()
+        found.append(not torch.equal(favor.projection, previous))
+        resumed = Favor(HEAD_DIM, 4, redraw=redraw)
+        resumed.load_state_dict(favor.state_dict())
+        assert torch.equal(resumed.projection, favor.projection)
+        assert ("projection" in favor.state_dict()) == (not any(found))
+    assert found == list(map(bool, expected)) and favor.draws == 8
+
+
 def test_resampling_before_backward_keeps_the_gradient():
     favor = Favor(HEAD_DIM)
     x = torch.randn(4, HEAD_DIM, requires_grad=True)
@@ -330,6 +348,15 @@ def test_an_offset_is_added_to_the_exponentials_of_favor():
     shifted.load_state_dict(plain.state_dict())
     x = torch.randn(4, 8)
     torch.testing.assert_close(shifted(x), plain(x) + 1e-2 / 10**0.5)
+
+
+def test_favor_estimates_softmax_attention_of_scaled_products():
+    plain = Favor(16, 5)
+    scaled = Favor(16, 5, softmax_scale=True)
+    scaled.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(scaled(x), plain(x / 2))
+    assert (plain.scale, scaled.scale) == (1.0, 0.5)
 
 
 def test_a_matrix_that_comes_with_the_state_lasts_until_the_next_draw():

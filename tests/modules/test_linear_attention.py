@@ -54,6 +54,15 @@ def test_equation_13(layer):
     torch.testing.assert_close(layer(x, source, padding), by_definition(layer, x, source, padding))
 
 
+def test_weights_are_the_factors_of_the_values(layer):
+    x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
+    padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])
+    weights = layer.weights(x, source, padding)
+    values = layer._split_heads(layer.kv_proj(source)[..., DIM:])
+    torch.testing.assert_close(layer.out_proj((weights @ values).transpose(1, 2).flatten(2)), layer(x, source, padding))
+    assert not weights[0, :, :, [0, 3]].any() and weights.shape == (2, HEADS, 4, 6)
+
+
 def test_gradients(layer):
     x, source = random(2, 3, DIM).requires_grad_(), random(2, 4, SOURCE_DIM).requires_grad_()
     padding = torch.tensor([[True, False, False, False], [False] * 4])

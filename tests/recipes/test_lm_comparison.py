@@ -72,10 +72,10 @@ def test_all_stages(text, tmp_path):
 
 
 DIVERGED = """\
-| INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
-| INFO | train_inner | {"ppl": "90", "num_updates": "50", "wall": "36"}
-| INFO | valid | {"valid_ppl": "88.25", "valid_num_updates": "60", "wall": "72"}
-| INFO | valid | {"valid_ppl": "nan", "valid_num_updates": "90"}
+2026-11-21 23:59:00 | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
+2026-11-21 23:59:36 | INFO | train_inner | {"ppl": "90", "num_updates": "50", "wall": "36"}
+2026-11-22 00:00:12 | INFO | valid | {"valid_ppl": "88.25", "valid_num_updates": "60", "wall": "72"}
+2026-11-22 00:00:48 | INFO | valid | {"valid_ppl": "nan", "valid_num_updates": "90"}
 Traceback (most recent call last):
 FloatingPointError: gradients are Nan/Inf
 """
@@ -133,9 +133,10 @@ def test_what_ended_the_last_start_counts(tmp_path):
 
 def test_training_that_is_done_again_counts_once(tmp_path):
     log = tmp_path / "train.log"
-    entry = '| INFO | valid | {"valid_ppl": "7.5", "valid_num_updates": "60", "wall": "18"}\n'
-    log.write_text(DIVERGED + entry)
-    assert lm_results.read_training(log) == (1234, 60, 18 / 3600, [(60, 7.5)], True)
+    start = "+ fairseq-train DATA\n2026-11-22 07:00:00 | INFO | fairseq.trainer | Loaded checkpoint\n"
+    entry = '2026-11-22 07:00:18 | INFO | valid | {"valid_ppl": "7.5", "valid_num_updates": "60", "wall": "0"}\n'
+    log.write_text(DIVERGED + start + entry)
+    assert lm_results.read_training(log) == (1234, 60, pytest.approx((108 + 18) / 3600), [(60, 7.5)], False)
 
 
 @pytest.mark.parametrize(

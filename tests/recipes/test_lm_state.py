@@ -22,7 +22,8 @@ def out(tmp_path):
     """Delta has diverged, sum has not been run, Transformer-XL has been evaluated by one of two protocols."""
     for run in ("delta", "xl"):
         (tmp_path / "carried" / run).mkdir(parents=True)
-        log = '| INFO | num. shared model params: 1,234\n| INFO | {"num_updates": "50", "wall": "36"}\n'
+        log = "2026-11-21 07:00:00 | INFO | fairseq_cli.train | num. shared model params: 1,234\n"
+        log += '2026-11-21 07:00:36 | INFO | train_inner | {"num_updates": "50", "wall": "36"}\n'
         (tmp_path / "carried" / run / "train.log").write_text(log)
     (tmp_path / "carried" / "delta" / "diverged").write_text("gradient not finite after update 7\n")
     (tmp_path / "carried" / "xl" / "trained").touch()

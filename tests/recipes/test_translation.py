@@ -182,6 +182,8 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
         (["empty"], "pair 2 of out has an empty side"),
         (["fine", "--pairs", "4"], "out has 3 pairs in place of 4"),
         (["binary"], "cannot be read as UTF-8 text"),
+        (["cut"], "cut.en.gz cannot be read as UTF-8 text"),
+        (["damaged"], "damaged.en.gz cannot be read as UTF-8 text"),
     ],
 )
 def test_text_that_does_not_belong_together_is_refused(tmp_path, monkeypatch, arguments, message):
@@ -191,6 +193,10 @@ def test_text_that_does_not_belong_together_is_refused(tmp_path, monkeypatch, ar
             (tmp_path / f"{name}.{language}").write_text(text)
     (tmp_path / "binary.en").write_bytes(b"\xff\xfe\n")
     (tmp_path / "binary.de").write_bytes(b"a\n")
+    packed = gzip.compress(random.Random(0).randbytes(500).hex().encode() + b"\n")
+    for name, text in (("cut", packed[:-30]), ("damaged", packed[:99] + bytes(99) + packed[198:])):
+        (tmp_path / f"{name}.en.gz").write_bytes(text)
+        (tmp_path / f"{name}.de").write_text("a\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         mt_text.main(["copy", "out", "en", "de", *arguments])
@@ -230,8 +236,11 @@ def test_scores(tmp_path):
     assert "sacrebleu" not in mt_scores.score(log, tmp_path / "tok.de", None, "de")
 
 
-def test_a_word_is_split_at_each_hyphen():
-    assert mt_scores.split_compounds("a-b-c - -d e-") == "a ##AT##-##AT## b ##AT##-##AT## c - -d e-"
+def test_words_are_split_at_hyphens_as_the_literature_does():
+    """Matches do not overlap: hyphens with a single letter or nothing in between are not both split."""
+    split = mt_scores.split_compounds
+    assert split("state-of-the-art") == " ##AT##-##AT## ".join(["state", "of", "the", "art"])
+    assert split("a-b-c x--y - -d e-") == "a ##AT##-##AT## b-c x ##AT##-##AT## -y - -d e-"
 
 
 @pytest.mark.parametrize(

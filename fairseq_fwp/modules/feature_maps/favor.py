@@ -21,12 +21,13 @@ SEED_RANGE = 2**32
 class Favor(FeatureMap):
     """phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)], so that the mean of phi(q) . phi(k) is exp(q . k).
 
-    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32: without
-    Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
+    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32: by
+    default without Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
 
     num_features: m, by default half of head_dim (rounded up), which makes feature_dim = 2 m that of ELU+1 as in the
     paper's Table 2; draw: a key of `DRAWS`, the distribution of R; offset: added to the exponentials, none in either
-    paper and 1e-4 in the latter's public code.
+    paper and 1e-4 in the latter's public code; redraw: every so many calls of `resample` draw R anew, 0 = never;
+    softmax_scale: x times d^(-1/4) takes the place of x, as in Choromanski's paper, for exp(q . k / sqrt(d)).
 
     Maps (..., d) of any floating dtype to (..., 2 m) in float32 (float64 stays), >= 0. No maximum over a sequence is
     subtracted: that would look into the future and differ from decoding token by token. The exponent
@@ -37,14 +38,15 @@ class Favor(FeatureMap):
     without any other writes and reads nothing (the normalisations' lower bounds keep it zero).
 
     Buffers: projection R, in float32 also in a model of half precision (in float64 in one of float64), and not saved;
-    seed and draws, the number of draws so far, which alone determine R, and which stay on the CPU, where R is drawn,
-    when a state is loaded too: an average of checkpoints has a draw like any other. The seed
+    seed and draws, the draws so far that redraw = 1 would have made, which with redraw determine R, and which stay on
+    the CPU, where R is drawn, when a state is loaded too: an average of checkpoints has a draw like any other. The seed
     comes from torch's default generator at construction; a draw neither reads nor changes that generator. So workers
     that build the same model from one seed draw the same matrices, and a resumed run continues the sequence.
     A state that holds a projection all the same, as a converted model's does, is loaded with it, and saved with it
     until the next draw.
 
-    Raises ValueError if num_features is not positive, the draw is unknown or the offset negative.
+    Raises ValueError if num_features is not positive, the draw is unknown, the offset not in [0, infinity), or redraw
+    negative.
     """
 
     positive = True
@@ -55,7 +57,13 @@ class Favor(FeatureMap):
     draws: Tensor
 
     def __init__(
-        self, head_dim: int, num_features: int | None = None, draw: str = "orthogonal", offset: float = 0.0
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        draw: str = "orthogonal",
+        offset: float = 0.0,
+        redraw: int = 1,
+        softmax_scale: bool = False,
     ) -> None:
         super().__init__()
         num_features = (head_dim + 1) // 2 if num_features is None else num_features
@@ -65,38 +73,47 @@ class Favor(FeatureMap):
             )
         if draw not in DRAWS:
             raise ValueError(f"unknown draw {draw!r} of FAVOR+: choose --favor-draw from {', '.join(DRAWS)}")
-        if offset < 0:
+        if not 0 <= offset < math.inf:
             raise ValueError(
-                f"FAVOR+'s features are not negative, and so is no offset: got {offset}, change --favor-offset"
+                f"FAVOR+'s features are numbers that are not negative, and so is its offset: got {offset}, change "
+                "--favor-offset"
+            )
+        if redraw < 0:
+            raise ValueError(
+                f"FAVOR+ draws anew every so many mini-batches, 0 for never: got {redraw}, change --favor-redraw"
             )
         self.feature_dim = 2 * num_features
         self.draw = draw
         self.offset = offset
+        self.redraw = redraw
+        self.scale = head_dim**-0.25 if softmax_scale else 1.0
         self.given = False
         # Not saved: it follows from the others, and an average of several checkpoints would shrink it.
         self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32), persistent=False)
         self.register_buffer("seed", torch.randint(SEED_RANGE, (), device="cpu"))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device="cpu"))
-        self.resample()
+        self.register_buffer("draws", torch.ones((), dtype=torch.int64, device="cpu"))
+        self._draw()
 
     def forward(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)
         with torch.autocast(x.device.type, enabled=False):
-            products = functional.linear(x, self.projection.to(x.dtype))
-        log_scale = (x.square().sum(-1, keepdim=True) + math.log(self.feature_dim)) / 2
+            products = functional.linear(x, self.projection.to(x.dtype) * self.scale)
+        log_scale = (x.square().sum(-1, keepdim=True) * self.scale**2 + math.log(self.feature_dim)) / 2
         features = torch.cat([products - log_scale, -products - log_scale], dim=-1).exp()
         return features + self.offset * self.feature_dim**-0.5 if self.offset else features
 
     def resample(self) -> None:
-        """Draws R anew, on the CPU: the same matrix whatever device the model is on."""
+        """Draws R anew where `redraw` says so, on the CPU: the same matrix whatever device the model is on."""
         # New tensors: a backward pass still to come needs the old matrix, and a held state its count.
         self.draws = self.draws + 1
-        self.given = False
-        self._draw()
+        if self.redraw and int(self.draws - 1) % self.redraw == 0:
+            self.given = False
+            self._draw()
 
     def _draw(self) -> None:
         """R of the current number of draws."""
-        generator = torch.Generator().manual_seed(int(self.seed + self.draws) % SEED_RANGE)
+        number = -(-int(self.draws) // self.redraw) if self.redraw else 1
+        generator = torch.Generator().manual_seed((int(self.seed) + number) % SEED_RANGE)
         num_features, head_dim = self.projection.shape
         self.projection = DRAWS[self.draw](num_features, head_dim, generator).to(self.projection)
 
@@ -128,7 +145,7 @@ class Favor(FeatureMap):
         return self
 
     def extra_repr(self) -> str:
-        return f"num_features={self.feature_dim // 2}, draw={self.draw!r}"
+        return f"num_features={self.feature_dim // 2}, draw={self.draw!r}, redraw={self.redraw}, scale={self.scale}"
 
 
 def gaussian_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:

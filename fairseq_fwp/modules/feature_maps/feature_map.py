@@ -9,13 +9,14 @@ class FeatureMap(nn.Module):
     """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
 
     feature_dim: the size of its output; positive: whether its features are never negative, as every division by a
-    sum of features needs; epsilon: the lower bound of such a sum. A map that learns has
-    `initialize()`, which draws its initial values.
+    sum of features needs; epsilon: the lower bound of such a sum; scale: a factor of its vectors, applied before all
+    else. A map that learns has `initialize()`, which draws its initial values.
     """
 
     feature_dim: int
     positive: bool
     epsilon: float = NORMALIZATION_EPSILON
+    scale: float = 1.0
 
     def resample(self) -> None:
         """Draws the random features anew: for each mini-batch in training, never in evaluation. Here: none to draw."""

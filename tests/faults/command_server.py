@@ -1,0 +1,186 @@
+"""Runs fairseq's commands in forks of a process that has imported everything, so that one can be killed every second.
+
+The process reads one command a line, a JSON object as `Commands.start` writes it, answers with the number of the
+process that runs it, and, when that has ended, with how: an exit status, or the negative number of a signal.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).parents[2]
+
+
+class Commands:
+    """A server, and the one command that it runs at a time."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._answer() == "ready"
+
+    def start(
+        self,
+        program: str,
+        *arguments: object,
+        log: Path,
+        die_at: str = "",
+        file_size: int | None = None,
+        processes: int = 1,
+    ) -> int:
+        """Number of the process; its output goes to the end of `log`, that of other ranks to `log`.RANK.
+
+        die_at: where the command kills itself, see `_die_at`; file_size: no file may grow beyond these bytes;
+        processes: how many train together.
+        """
+        words = [program, *map(str, arguments), "--user-dir", str(ROOT / "fairseq_fwp")]
+        order = {"arguments": words, "log": str(log), "die_at": die_at}
+        order |= {"file_size": file_size, "processes": processes}
+        assert self.server.stdin is not None
+        self.server.stdin.write(json.dumps(order) + "\n")
+        self.server.stdin.flush()
+        return int(self._answer())
+
+    def wait(self) -> int:
+        """The exit status of the command, or the negative number of the signal that has ended it."""
+        return int(self._answer())
+
+    def run(self, program: str, *arguments: object, **options: object) -> int:
+        """start and wait."""
+        self.start(program, *arguments, **options)  # type: ignore[arg-type]
+        return self.wait()
+
+    def close(self) -> None:
+        assert self.server.stdin is not None
+        self.server.stdin.close()
+        self.server.wait()
+
+    def _answer(self) -> str:
+        assert self.server.stdout is not None
+        return self.server.stdout.readline().strip()
+
+
+def _die_at(place: str, folder: str) -> None:
+    """Make this process kill itself: "event 7", before the 7th change of a file below `folder`; "save 2" in the midst
+    of writing a checkpoint for the second time; "copy 1" in the midst of copying one."""
+    import torch
+
+    kind, number = place.split()
+    left = int(number)
+
+    def due() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def audit(event: str, arguments: tuple) -> None:
+        changes = event in ("os.rename", "os.remove") or (event == "open" and str(arguments[1]).startswith("w"))
+        if changes and folder in str(arguments[0]) and due():
+            die()
+
+    def half_saved(obj: object, file: object) -> None:
+        written = file.tell()  # type: ignore[attr-defined]
+        save(obj, file)
+        if due():
+            os.ftruncate(file.fileno(), (written + file.tell()) // 2)  # type: ignore[attr-defined]
+            die()
+
+    def half_copied(source: str, target: str, **options: object) -> str:
+        copied = copy(source, target, **options)
+        if due():
+            os.truncate(target, os.path.getsize(target) // 2)
+            die()
+        return copied
+
+    save, copy = torch.save, shutil.copyfile
+    if kind == "event":
+        sys.addaudithook(audit)
+    elif kind == "save":
+        torch.save = half_saved
+    else:
+        shutil.copyfile = half_copied  # type: ignore[assignment]
+
+
+def _train_together(order: dict) -> None:
+    """Fork a process for every rank, and end as the worst of them does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"tcp://localhost:{free.getsockname()[1]}"
+    flags = ["--distributed-world-size", str(order["processes"]), "--distributed-backend", "gloo", "--device-id", "0"]
+    flags += ["--distributed-no-spawn", "--distributed-init-method", address, "--distributed-rank"]
+    children = []
+    for rank in range(order["processes"]):
+        child = os.fork()
+        if child == 0:
+            log = order["log"] + (f".{rank}" if rank else "")
+            own = {"arguments": [*order["arguments"], *flags, str(rank)], "log": log, "processes": 1}
+            _run(order | own)
+        children.append(child)
+    sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children))
+
+
+def _obey(order: dict) -> None:
+    """Run a command in this process."""
+    from fairseq_cli import eval_lm, generate, train
+
+    if order["processes"] > 1:
+        _train_together(order)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    arguments = order["arguments"]
+    if order["file_size"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], order["file_size"]))
+    if order["die_at"]:
+        _die_at(order["die_at"], arguments[arguments.index("--save-dir") + 1])
+    sys.argv = arguments
+    main = {"fairseq-train": train, "fairseq-eval-lm": eval_lm, "fairseq-generate": generate}[arguments[0]].cli_main
+    main()
+
+
+def _run(order: dict) -> NoReturn:
+    """Run a command in this process, and end it as Python would."""
+    status = 0
+    try:
+        _obey(order)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _serve() -> None:
+    import fairseq_cli.eval_lm
+    import fairseq_cli.generate
+    import fairseq_cli.train  # noqa: F401
+
+    import fairseq_fwp  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    print("ready", file=answers)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            answers.close()
+            _run(json.loads(line))
+        print(child, file=answers)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,45 @@
+"""What the tests of faults share: the table of rules, the helpers of the commands' tests, and how hard to search."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from command_server import Commands
+from hypothesis import HealthCheck, Phase, settings
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "ops")]
+
+# CI looks at few inputs, and always at the same ones; FWP_FUZZ_EXAMPLES=5000 looks for new ones.
+EXAMPLES = os.environ.get("FWP_FUZZ_EXAMPLES")
+settings.register_profile(
+    "faults",
+    max_examples=int(EXAMPLES or 25),
+    derandomize=EXAMPLES is None,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("faults")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As for the operators: the reference is thousands of tiny operations."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """fairseq's commands, ready to start."""
+    server = Commands()
+    yield server
+    server.close()

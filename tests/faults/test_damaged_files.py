@@ -1,0 +1,237 @@
+"""Checkpoints and texts that are cut short, changed or of another kind are refused in one sentence that names them."""
+
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary, data_utils
+from fairseq.file_io import PathManager
+from hypothesis import given
+from hypothesis import strategies as st
+from small_text import write_text
+
+import fairseq_fwp
+from fairseq_fwp import _files
+
+DAMAGES = ["cut short", "longer", "empty", "index cut short", "index of zeros", "another dictionary"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """What fairseq saves, in small: its bytes."""
+    path = tmp_path_factory.mktemp("checkpoint") / "whole.pt"
+    state = {"args": None, "cfg": {"model": {"_name": "fwp_lm"}}, "model": {"weight": torch.randn(50, 20)}}
+    history = {"criterion_name": "c", "optimizer_name": "o", "lr_scheduler_state": {}, "num_updates": 3}
+    iterator = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 2}}
+    state |= {"optimizer_history": [history], "extra_state": iterator, "last_optimizer_state": None, "task_state": {}}
+    torch.save(state, path)
+    assert checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]["weight"].shape == (50, 20)
+    return path.read_bytes()
+
+
+def refused(path):
+    """The sentence with which loading a file is refused, "" where it is loaded."""
+    try:
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    except RuntimeError as error:
+        assert str(path) in str(error) and "\n" not in str(error) and ": " in str(error)
+        return str(error)
+    return ""
+
+
+@given(length=st.floats(0, 1, exclude_max=True))
+def test_a_checkpoint_cut_anywhere(checkpoint, tmp_path_factory, length):
+    path = tmp_path_factory.getbasetemp() / "cut.pt"
+    path.write_bytes(checkpoint[: int(length * len(checkpoint))])
+    assert "is not a complete checkpoint" in refused(path)
+
+
+@given(damage=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_checkpoint_changed_anywhere_is_loaded_or_refused(checkpoint, tmp_path_factory, damage):
+    path, content = tmp_path_factory.getbasetemp() / "changed.pt", bytearray(checkpoint)
+    for place, value in damage:
+        content[int(place * len(content))] = value
+    path.write_bytes(content)
+    refused(path)
+
+
+FOREIGN = {
+    "state dict": lambda path: torch.save({"weight": torch.ones(2)}, path),
+    "tensor": lambda path: torch.save(torch.ones(2), path),
+    "list": lambda path: torch.save([1, 2], path),
+    "module": lambda path: torch.save(torch.nn.Linear(2, 2), path),
+    "arrays": lambda path: np.savez(path.open("wb"), a=np.ones(2)),
+    "text": lambda path: path.write_text("not a checkpoint\n"),
+    "pickle": lambda path: path.write_bytes(pickle.dumps({"model": {}})),
+    "folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_kinds_of_files(tmp_path, kind):
+    path = tmp_path / "checkpoint.pt"
+    FOREIGN[kind](path)
+    assert refused(path)
+
+
+def damage_text(folder, damage):
+    """Damages the text `train`; the words of the sentence that must refuse it."""
+    text, index = folder / "train.bin", folder / "train.idx"
+    if damage == "cut short":
+        os.truncate(text, text.stat().st_size - 2)
+        return r"train.bin has [\d,]+ bytes where its index counts [\d,]+: it was cut short"
+    if damage == "longer":
+        text.write_bytes(text.read_bytes() + b"\0\0")
+        return r"train.bin has [\d,]+ bytes where its index counts [\d,]+: .* the text of another index"
+    if damage == "empty":
+        text.write_bytes(b"")
+        return r"train.bin\)? is empty: preprocess"
+    if damage == "index cut short":
+        os.truncate(index, index.stat().st_size // 2)
+        return r"train.idx is no whole index"
+    if damage == "index of zeros":
+        index.write_bytes(bytes(index.stat().st_size))
+        return r"train.idx is no whole index"
+    lines = (folder / "dict.txt").read_text().splitlines(keepends=True)
+    (folder / "dict.txt").write_text("".join(lines[: len(lines) // 2]))
+    return r"train.bin has a word of number \d+, and the dictionary beside it \d+ words"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_texts(tmp_path, damage):
+    write_text(tmp_path)
+    sentence = damage_text(tmp_path, damage)
+    dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
+    with pytest.raises(ValueError, match=sentence) as error:
+        data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
+    assert "\n" not in str(error.value)
+
+
+def test_an_index_of_nothing_and_the_widest_dictionary(tmp_path):
+    """The last word of a dictionary is no reason to refuse a text, nor are lines of nothing but their ends."""
+    write_text(tmp_path, words=6)
+    dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
+    dataset = data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
+    assert max(int(line.max()) for line in dataset) == len(dictionary) - 1
+
+
+TASKS = {
+    "samples": ["--task", "language_modeling", "--batch-size", 4],
+    "streams": ["--task", "fwp_language_modeling", "--carry-state", "--batch-size", 4],
+}
+
+
+def training(data, save_dir, task, *flags):
+    size = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--tokens-per-sample", 16]
+    criterion = ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--optimizer", "adam", "--lr", 1e-3]
+    return [data, "--arch", "delta_lm_wt103", *TASKS[task], *size, *criterion, "--cpu", "--save-dir", save_dir, *flags]
+
+
+def last_line(log):
+    return log.read_text().strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_training_on_a_damaged_text_ends_at_once_and_leaves_what_was_saved(commands, tmp_path, task, damage):
+    data, save_dir = tmp_path / "data", tmp_path / "save"
+    data.mkdir()
+    write_text(data)
+    assert commands.run("fairseq-train", *training(data, save_dir, task, "--max-update", 2), log=tmp_path / "1") == 0
+    saved = {path: path.read_bytes() for path in save_dir.iterdir()}
+    sentence = damage_text(data, damage)
+    status = commands.run("fairseq-train", *training(data, save_dir, task, "--max-update", 4), log=tmp_path / "2")
+    assert status == 1
+    if damage == "another dictionary":  # "valid" is read first
+        sentence = sentence.replace("train.bin", "valid.bin")
+    assert re.search(sentence, last_line(tmp_path / "2")), last_line(tmp_path / "2")
+    assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_a_disk_that_is_full(commands, tmp_path, task):
+    """The limit on the size of a file stands for it: the system refuses to write on in the midst of a checkpoint."""
+    save_dir, data = tmp_path / "save", tmp_path / "data"
+    data.mkdir()
+    write_text(data)
+    flags = ["--save-interval-updates", 2, "--log-format", "simple"]
+    begin = ["fairseq-train", *training(data, save_dir, task, *flags, "--max-update", 2)]
+    assert commands.run(*begin, log=tmp_path / "1") == 0
+    saved = {path: path.read_bytes() for path in save_dir.iterdir()}
+    size = (save_dir / "checkpoint_last.pt").stat().st_size
+    go_on = ["fairseq-train", *training(data, save_dir, task, *flags, "--max-update", 6)]
+    for limit in (size // 2, size - 1):
+        assert commands.run(*go_on, log=tmp_path / "2", file_size=limit) == 1
+        assert "could not be saved (File too large): what was saved before it is whole" in last_line(tmp_path / "2")
+        assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
+    assert commands.run(*go_on, log=tmp_path / "3") == 0
+    whole = [tmp_path / "whole", task, *flags, "--max-update", 6]
+    assert commands.run("fairseq-train", *training(data, *whole), log=tmp_path / "4") == 0
+    one, other = (torch.load(folder / "checkpoint_last.pt")["model"] for folder in (save_dir, tmp_path / "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_copy_on_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "last").write_bytes(b"old")
+
+    def no_room(source, target):
+        shutil.os.truncate(os.open(target, os.O_CREAT | os.O_WRONLY), 1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", no_room)
+    with pytest.raises(OSError, match=r"last could not be saved \(No space left on device\)"):
+        PathManager.copy(str(tmp_path / "new"), str(tmp_path / "last"), overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "new"]
+    assert (tmp_path / "last").read_bytes() == b"old"
+
+
+def test_a_save_is_tried_again_from_its_beginning(tmp_path, monkeypatch):
+    save, calls = torch.save, []
+
+    def fail_twice(obj, file):
+        calls.append(file)
+        file.write(b"half of it")
+        if len(calls) < 3:
+            raise OSError(5, "Input/output error")
+        file.seek(0)
+        file.truncate()
+        save(obj, file)
+
+    monkeypatch.setattr(torch, "save", fail_twice)
+    monkeypatch.setattr(_files, "PAUSE", 0)
+    checkpoint_utils.torch_persistent_save({"a": 1}, str(tmp_path / "checkpoint.pt"))
+    assert len(set(map(id, calls))) == 3 and torch.load(tmp_path / "checkpoint.pt") == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="root writes into read-only folders")
+def test_a_folder_that_cannot_be_written(tmp_path):
+    """Refused before the first update; a text that can only be read is enough to train on."""
+    data, save_dir = tmp_path / "data", tmp_path / "save"
+    data.mkdir()
+    write_text(data)
+    save_dir.mkdir()
+    for folder in (data, save_dir):
+        folder.chmod(0o500)
+    drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
+    program = Path(sys.executable).with_name("fairseq-train")
+    user_dir = ["--user-dir", Path(fairseq_fwp.__file__).parent]
+    for folder, status in ((save_dir, 1), (tmp_path / "other", 0)):
+        command = [*drop, program, *training(data, folder, "samples", "--max-update", 1), *user_dir]
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert result.returncode == status, result.stderr
+        if status:
+            expected = f"OSError: --save-dir {save_dir} cannot be written (Permission denied): give a folder that can"
+            assert result.stderr.strip().splitlines()[-1] == expected

@@ -1,0 +1,135 @@
+"""Every operator under inputs that nobody would choose: any sizes, strides, dtypes and values.
+
+Shapes: B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
+"""
+
+import functools
+
+import pytest
+import torch
+from fuzz_values import arrange, dtypes, equal, layouts, seeds, special, values
+from hypothesis import given
+from hypothesis import strategies as st
+from rule_cases import RULES, cotangents, fastest_backend, relative_error, results, sample_inputs
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+# Below, at and beyond vectors, blocks of columns, groups of tokens, chunks and the sizes where quadratic forms begin.
+SIZES = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 130)
+LENGTHS = (0, 1, 2, 3, 4, 5, 31, 32, 33, 63, 65, 70)
+shapes = st.tuples(st.integers(0, 3), st.integers(0, 3), *(st.sampled_from(sizes) for sizes in (LENGTHS, SIZES, SIZES)))
+full_shapes = shapes.map(lambda shape: tuple(max(1, n) for n in shape))
+
+
+def draw_inputs(rule, shape, dtype, state, seed):
+    inputs = sample_inputs(rule, shape, dtype, state=state, seed=seed)
+    return inputs, cotangents(inputs, seed=seed + 1)
+
+
+def fastest(rule):
+    return functools.partial(RULES[rule].function, backend=fastest_backend(rule))
+
+
+@every_rule
+@given(
+    shape=shapes,
+    dtype=dtypes,
+    state=st.booleans(),
+    seed=seeds,
+    strides=st.lists(layouts, min_size=7, max_size=7),
+    sprinkled=st.sampled_from(["nothing", "zero", "denormal"]),
+    threads=st.integers(1, 3),
+)
+def test_what_the_loop_gives(rule, shape, dtype, state, seed, strides, sprinkled, threads):
+    """With and without gradients, nothing given is changed, and the error is that of the loop in the same precision."""
+    inputs, gradients = draw_inputs(rule, shape, dtype, state or shape[2] == 0, seed)
+    torch.manual_seed(seed)
+    if sprinkled != "nothing":
+        for x in filter(lambda x: x is not None, inputs.values()):
+            x.masked_fill_(torch.rand(x.shape) < 0.3, special(sprinkled, x.dtype))
+    names = [name for name, x in inputs.items() if x is not None]
+    strange = inputs | {name: arrange(inputs[name], layout) for name, layout in zip(names, strides, strict=False)}
+    before = {name: strange[name].clone() for name in names}
+    torch.set_num_threads(threads)
+    found = results(fastest(rule), strange, tuple(arrange(x, strides[-1]) for x in gradients))
+    with torch.no_grad():
+        assert torch.equal(fastest(rule)(**strange)[0], found["out"])
+    torch.set_num_threads(1)
+    assert all(torch.equal(strange[name], x) for name, x in before.items())
+    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
+    truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
+    loop = results(RULES[rule].reference, inputs, gradients)
+    for name, x in truth.items():
+        assert found[name].shape == x.shape and found[name].dtype == loop[name].dtype, name
+        # Twice that of the loop, and some rounding errors of sums of up to 130: the loop may be right by luck.
+        allowed = 2 * relative_error(loop[name], x) + 64 * torch.finfo(loop["state"].dtype).eps
+        assert relative_error(found[name], x) <= allowed, name
+
+
+@every_rule
+@given(shape=full_shapes, dtype=dtypes, state=st.booleans(), seed=seeds, value=values, data=st.data())
+def test_a_value_stays_where_the_rule_lets_it_go(rule, shape, dtype, state, seed, value, data):
+    """Whatever stands in one vector of one token, other sequences and heads do not change by a bit; nor does what is
+    read before that token, nor the gradients of tokens after it from what is read there."""
+    inputs, (d_out, d_state) = draw_inputs(rule, shape, dtype, state, seed)
+    given = {name: x for name, x in inputs.items() if x is not None} | {"d_out": d_out, "d_state": d_state}
+    where = data.draw(st.sampled_from(sorted(given)))
+    batch, head, token = (data.draw(st.integers(0, n - 1)) for n in shape[:3])
+    clean = results(fastest(rule), inputs, (d_out, d_state))
+    at = (batch, head) if "state" in where else (batch, head, token)
+    given[where][at] = special(value, given[where].dtype)
+    spoilt = results(fastest(rule), inputs, (d_out, d_state))
+    healthy = torch.ones(shape[:2], dtype=torch.bool)
+    healthy[batch, head] = False
+    for name, x in clean.items():
+        assert equal(spoilt[name][healthy], x[healthy]), name
+    if where in ("d_out", "d_state"):
+        assert all(torch.equal(spoilt[name], clean[name]) for name in ("out", "state"))
+    elif where != "state":
+        assert equal(spoilt["out"][batch, head, :token], clean["out"][batch, head, :token])
+    if where == "d_out":
+        after = (batch, head, slice(token + 1, None))
+        for name in inputs.keys() - {"state"}:
+            assert equal(spoilt[f"d_{name}"][after], clean[f"d_{name}"][after]), name
+
+
+@every_rule
+@given(shape=full_shapes, dtype=dtypes, gradients=st.booleans(), reference=st.booleans(), data=st.data())
+def test_what_does_not_fit_is_refused_in_one_sentence(rule, shape, dtype, gradients, reference, data):
+    inputs = sample_inputs(rule, shape, dtype)
+    name = data.draw(st.sampled_from(list(inputs)))
+    inputs[name] = data.draw(st.sampled_from(list(unfit(inputs[name]))))
+    function = functools.partial(RULES[rule].function, backend="reference") if reference else fastest(rule)
+    # What q is on decides where the others must be, and there are no kernels for that.
+    sentence = rf"^({rule}_rule: [^\n]* must [^\n]*, got [^\n]*|no compiled kernel for meta: [^\n]*)$"
+    with (
+        torch.set_grad_enabled(gradients),
+        pytest.raises((ValueError, TypeError, RuntimeError), match=sentence),
+    ):
+        function(**inputs)
+
+
+def unfit(x):
+    """Tensors, and other things, in the place of a tensor that fits."""
+    yield x.unsqueeze(0)
+    yield x[0]
+    yield x.flatten()
+    for dimension in range(x.dim()):
+        yield torch.cat([x, x], dimension)
+    yield x.to(torch.float64 if x.dtype != torch.float64 else torch.float32)
+    yield x.to(torch.complex64)
+    yield x.to(torch.int32)
+    yield x.bool()
+    yield x.to("meta")
+    yield x.to_sparse()
+    yield x.tolist()
+    yield 1.0
+
+
+@every_rule
+@pytest.mark.parametrize("size", [2**40, 2**62])
+def test_states_beyond_any_memory_are_refused(rule, size):
+    """The keys are views of one number, and need no memory themselves."""
+    inputs = sample_inputs(rule, (1, 1, 1, 1, 4), torch.float32, state=False)
+    inputs |= {name: inputs[name].expand(1, 1, 1, size) for name in ("q", "k", "key_decay") if name in inputs}
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"allocate|overflow"):
+        fastest(rule)(**inputs)

@@ -1,0 +1,108 @@
+"""Training that is killed goes on to the very bits of an uninterrupted run, and nothing that was saved is ever lost."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+import torch
+from small_text import write_text
+from test_commands import ADAPTIVE, BATCH, OPTIMIZATION, SIZE
+
+KILLS = 20
+TASKS = {
+    "samples": ["--task", "language_modeling", *BATCH],
+    "streams": ["--task", "fwp_language_modeling", "--carry-state", "--tokens-per-sample", 8, "--batch-size", 6],
+}
+# Three epochs, with checkpoints in their midst and at their ends.
+SAVING = ["--save-interval-updates", 2, "--keep-interval-updates", 1, "--keep-last-epochs", 1]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def arguments(data, save_dir, task, *flags):
+    return [
+        data, "--arch", "delta_favor_lm_wt103", *SIZE, *TASKS[task], *OPTIMIZATION, *ADAPTIVE, *SAVING, "--cpu",
+        "--save-dir", save_dir, "--max-epoch", 3, *flags,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def whole(request, data, commands, tmp_path_factory):
+    """The task, the folder of an uninterrupted run, and the seconds that it took."""
+    folder, start = tmp_path_factory.mktemp("whole"), time.monotonic()
+    assert commands.run("fairseq-train", *arguments(data, folder, request.param), log=folder / "log") == 0
+    return request.param, folder, time.monotonic() - start
+
+
+def losses(folder):
+    """Every loss that the log has, by update."""
+    found = re.findall(r"train_inner .* loss=([\d.]+).* num_updates=(\d+)", (folder / "log").read_text())
+    return {(int(update), loss) for loss, update in found}
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_every_checkpoint_is_whole(folder):
+    for path in folder.glob("*.pt"):
+        load(path)
+
+
+def assert_same_run(folder, expected):
+    assert losses(folder) == losses(expected)
+    names = {path.name for path in expected.iterdir()}
+    assert {path.name for path in folder.iterdir()} == names
+    for name in names - {"log"}:
+        found, saved = load(folder / name), load(expected / name)
+        for parameter, value in saved["model"].items():
+            assert torch.equal(found["model"][parameter], value), (name, parameter)
+        assert found["extra_state"]["best"] == saved["extra_state"]["best"]
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments(whole, data, commands, tmp_path):
+    """Most of them strike the start, an update, a save or a validation; what runs to its end begins anew."""
+    task, expected, seconds = whole
+    chooser = random.Random(int(os.environ.get("FWP_TEST_SEED", "0")))
+    folders = (tmp_path / f"run{number}" for number in range(KILLS + 1))
+    killed, folder = 0, next(folders)
+    while killed < KILLS:
+        folder.mkdir(exist_ok=True)
+        process = commands.start("fairseq-train", *arguments(data, folder, task), log=folder / "log")
+        time.sleep(chooser.uniform(0, seconds))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        status = commands.wait()
+        assert status in (0, -signal.SIGKILL)
+        assert_every_checkpoint_is_whole(folder)
+        killed += status != 0
+        if status == 0:
+            assert_same_run(folder, expected)
+            folder = next(folders)
+    folder.mkdir(exist_ok=True)
+    assert commands.run("fairseq-train", *arguments(data, folder, task), log=folder / "log") == 0
+    assert_same_run(folder, expected)
+
+
+PLACES = [*(f"event {number}" for number in range(1, 12)), "save 1", "save 3", "copy 1", "copy 2", "copy 4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_in_the_midst_of_saving(whole, data, commands, tmp_path, place):
+    task, expected, _ = whole
+    folder = tmp_path / "save"
+    folder.mkdir()
+    command = ["fairseq-train", *arguments(data, folder, task)]
+    assert commands.run(*command, log=folder / "log", die_at=place) == -signal.SIGKILL
+    assert_every_checkpoint_is_whole(folder)
+    assert commands.run(*command, log=folder / "log") == 0
+    assert_same_run(folder, expected)

@@ -1,0 +1,97 @@
+"""Two and four processes on a CPU train what one process trains with the batches of all."""
+
+import random
+import re
+
+import pytest
+import torch
+from fairseq.data import Dictionary, indexed_dataset
+from small_text import write_text
+
+import fairseq_fwp  # noqa: F401  (lets torch load what fairseq saves)
+
+SIZE = ["--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--decoder-attention-heads", 2]
+ADAPTIVE = ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]
+SAMPLES = ["--task", "language_modeling", "--tokens-per-sample", 16, *ADAPTIVE, *SIZE]
+STREAMS = ["--task", "fwp_language_modeling", "--carry-state", "--tokens-per-sample", 8, *ADAPTIVE, *SIZE]
+TRANSLATION = ["--task", "translation", "--source-lang", "en", "--target-lang", "de", "--ddp-backend", "legacy_ddp"]
+TRANSLATION += ["--criterion", "label_smoothed_cross_entropy", "--share-all-embeddings", *SIZE]
+TRANSLATION += ["--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16]
+TRANSLATION += ["--encoder-attention-heads", 2]
+# One process that adds up several batches draws FAVOR+'s features for each; as streams the batches of all are one.
+FAMILIES = {
+    "fast weights": [*SAMPLES, "--arch", "delta_lm_wt103"],
+    "softmax": [*SAMPLES, "--arch", "softmax_lm_wt103"],
+    "Transformer-XL": [*STREAMS, "--arch", "xl_lm_wt103_medium", "--mem-len", 8, "--activation-dropout", 0],
+    "carried fast weights": [*STREAMS, "--arch", "delta_favor_lm_wt103"],
+    "fast weight layer": [*SAMPLES, "--arch", "fwp_fwl_lm"],
+    "translation": [*TRANSLATION, "--arch", "delta_dpfp_mt_wmt14_en_de"],
+}
+
+UPDATES, LR = 6, 1e-3
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A text, and as many pairs of sentences, all in the words of one dictionary."""
+    folder, chooser = write_text(tmp_path_factory.mktemp("text"), lines=200), random.Random(2)
+    dictionary = Dictionary.load(str(folder / "dict.txt"))
+    for language in ("en", "de"):
+        dictionary.save(str(folder / f"dict.{language}.txt"))
+        for split in ("train", "valid"):
+            path = f"{folder / split}.en-de.{language}"
+            builder = indexed_dataset.make_builder(f"{path}.bin", impl="mmap", vocab_size=len(dictionary))
+            for _ in range(64):
+                length = chooser.randrange(1, 9)
+                builder.add_item(torch.tensor([*(chooser.randrange(4, 40) for _ in range(length)), 2]))
+            builder.finalize(f"{path}.idx")
+    return folder
+
+
+def train(commands, data, folder, family, processes, updates=UPDATES, batch=2, together=1, status=0, flags=()):
+    """The losses of each update; together: batches that this process adds up, in the place of other processes."""
+    folder.mkdir(exist_ok=True)
+    streams = "--carry-state" in FAMILIES[family]
+    size = ["--batch-size", batch * together if streams else batch, "--update-freq", 1 if streams else together]
+    arguments = [
+        data, *FAMILIES[family], *size, "--optimizer", "adam", "--lr", LR, "--cpu", "--dropout", 0,
+        "--save-dir", folder, "--max-update", updates, "--required-batch-size-multiple", 1, "--log-format", "simple",
+        "--log-interval", 1, *flags,
+    ]  # fmt: skip
+    assert commands.run("fairseq-train", *arguments, log=folder / "log", processes=processes) == status
+    return [float(loss) for loss in re.findall(r"train_inner.* loss=([\d.]+)", (folder / "log").read_text())]
+
+
+def model(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_learn_what_one_learns(commands, data, tmp_path, family, processes):
+    """To rounding errors, which Adam makes larger where a gradient is nearly zero: an update is at most 1e-3 there."""
+    found = train(commands, data, tmp_path / "many", family, processes)
+    expected = train(commands, data, tmp_path / "one", family, 1, together=processes)
+    assert len(found) == len(expected) == UPDATES and found == pytest.approx(expected, abs=2e-3)
+    many, one = model(tmp_path / "many"), model(tmp_path / "one")
+    differences = torch.cat([(many[name].double() - one[name].double()).flatten() for name in one])
+    assert differences.abs().max() <= UPDATES * LR and differences.square().mean().sqrt() < LR / 100
+
+
+@pytest.mark.parametrize("before, now", [(2, 4), (2, 1), (1, 2)])
+def test_states_in_mid_epoch_are_of_their_number_of_processes(commands, data, tmp_path, before, now):
+    train(commands, data, tmp_path, "carried fast weights", before, updates=2)
+    saved = (tmp_path / "checkpoint_last.pt").read_bytes()
+    train(commands, data, tmp_path, "carried fast weights", now, status=1)
+    sentence = rf"in the middle of an epoch with processes {before} \(now {now}\).*, where these streams cannot go on"
+    assert re.search(sentence, (tmp_path / "log").read_text())
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == saved
+    found = train(commands, data, tmp_path, "carried fast weights", now, updates=3, flags=["--reset-dataloader"])
+    assert len(found) == 3
+
+
+def test_samples_go_on_with_another_number_of_processes(commands, data, tmp_path):
+    train(commands, data, tmp_path, "fast weights", 2, updates=2)
+    assert len(train(commands, data, tmp_path, "fast weights", 4)) == UPDATES

@@ -1,0 +1,53 @@
+"""A run that begins in a later epoch reads the batches that it would have read, had it never stopped."""
+
+import itertools
+
+import numpy as np
+import pytest
+from fairseq.data import FairseqDataset
+from fairseq.tasks import FairseqTask
+
+import fairseq_fwp  # noqa: F401  (mends fairseq)
+
+SEED = 5
+
+
+class Shuffled(FairseqDataset):
+    """Numbers in random order, as the stock tasks have their samples."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return index
+
+    def num_tokens(self, index):
+        return 1
+
+    def size(self, index):
+        return 1
+
+    def ordered_indices(self):
+        return np.random.permutation(len(self))
+
+    def collater(self, samples):
+        return samples
+
+
+def iterator(epoch, iterations=0):
+    """As fairseq's trainer asks for it, at the beginning or from a checkpoint."""
+    found = FairseqTask(None).get_batch_iterator(Shuffled(), max_sentences=3, seed=SEED, epoch=epoch)
+    if epoch > 1 or iterations:
+        found.load_state_dict({"version": 2, "epoch": epoch, "iterations_in_epoch": iterations, "shuffle": True})
+    return found
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 3])
+@pytest.mark.parametrize("iterations", [0, 3, 7])
+def test_the_rest_of_an_epoch_and_the_next(epoch, iterations):
+    whole = iterator(1)
+    epochs = [list(whole.next_epoch_itr()) for _ in range(4)]
+    assert all(sorted(itertools.chain(*batches)) == list(range(23)) for batches in epochs) and epochs[0] != epochs[1]
+    resumed = iterator(epoch, iterations)
+    assert list(resumed.next_epoch_itr()) == epochs[epoch - 1][iterations:]
+    assert list(resumed.next_epoch_itr()) == epochs[epoch]

@@ -1,0 +1,90 @@
+"""The CPU kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer, run the laws of the operators.
+
+The sanitizers are flags of the compiler, CXX, so that the library lies beside the others in the cache. The one for
+addresses has to be in the process before Python is (but not in the compiler's, which it would slow down); tensors come
+from its memory then, with guards around each.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from isolated import PACKAGE, PREAMBLE
+
+TESTS = Path(__file__).parents[1]
+LAWS = [TESTS / "ops" / f"test_{name}.py" for name in ("rules", "delta_short", "decay_short")]
+FUZZING = TESTS / "faults" / "test_fuzz_operators.py"
+# Not of kernels, and slow under a sanitizer.
+OTHERS = (
+    "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift"
+)
+FLAGS = {
+    "address": "-fsanitize=address -fno-omit-frame-pointer -g1",
+    "undefined": "-fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr -g1",
+}
+SCRIPT = """
+import torch
+from fairseq_fwp import ops
+x = torch.rand(1, 1, 3, 5)
+print(ops.sum_rule(x, x, x, backend="kernel")[0].shape)
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizers' libraries are asked of g++"),
+]
+
+
+def environment(kind, **more):
+    watched = {**os.environ, "CXX": f"env -u LD_PRELOAD g++ {FLAGS[kind]}", "OMP_NUM_THREADS": "1", **more}
+    if kind == "address":
+        library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+        watched["LD_PRELOAD"] = library.stdout.strip()
+        watched["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0"
+    watched["UBSAN_OPTIONS"] = "print_stacktrace=1"
+    return watched
+
+
+def run(kind, *arguments, **more):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment(kind, **more), cwd=TESTS.parent, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("laws", ["laws", "fuzzing"])
+@pytest.mark.parametrize("kind", FLAGS)
+def test_nothing_is_found(kind, laws):
+    files = LAWS if laws == "laws" else [FUZZING]
+    found = run(kind, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", OTHERS, *files)
+    assert found.returncode == 0, (found.stdout + found.stderr)[-6000:]
+    assert "passed" in found.stdout and "runtime error" not in found.stderr
+
+
+# In simd.h: one number too many is written, or a shift is wider than its number.
+MISTAKES = {
+    "address": ("i < n; ++i) p[i] = part[i];", "i <= n; ++i) p[i] = part[i];", "heap-buffer-overflow"),
+    "undefined": (
+        "n >= kLanes<A> ? load(p)",
+        "n >= (kLanes<A> << (n + 64)) ? load(p)",
+        "runtime error: shift exponent",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_mistake_is_found(tmp_path, kind):
+    sources = tmp_path / "cuda_ext"
+    shutil.copytree(PACKAGE.parent / "cuda_ext", sources)
+    right, wrong, sentence = MISTAKES[kind]
+    text = (sources / "simd.h").read_text()
+    assert text.count(right) == 1
+    (sources / "simd.h").write_text(text.replace(right, wrong))
+    elsewhere = f"""
+from pathlib import Path
+from fairseq_fwp.ops import compiler
+compiler._source_folder = lambda: Path({str(sources)!r})
+"""
+    found = run(kind, "-c", PREAMBLE + elsewhere + SCRIPT, FWP_CACHE_DIR=str(tmp_path / "cache"))
+    assert found.returncode != 0 and sentence in found.stderr, found.stdout + found.stderr

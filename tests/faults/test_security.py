@@ -1,0 +1,253 @@
+"""What comes from elsewhere runs nothing: checkpoints, their configurations, paths, archives and settings."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import fairseq.models
+import pytest
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.data import Dictionary
+from small_text import write_text
+
+from fairseq_fwp import _files
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+
+class Touch:
+    """Pickled, a call that makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.path}'",)
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """A file that nothing must have made."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists()
+
+
+def test_the_canary_dies_of_a_pickle_that_is_trusted(tmp_path):
+    path = tmp_path / "canary"
+    torch.save({"model": Touch(path)}, tmp_path / "checkpoint.pt")
+    torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("place", ["model", "cfg", "extra_state"])
+def test_objects_in_a_checkpoint_are_refused_with_what_trusts_them(tmp_path, canary, place):
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"model": {}, "cfg": {}, "args": None, "extra_state": {}, place: Touch(canary)}, path)
+    sentence = r"checkpoint.pt holds pickled objects \(\S*system\), .* set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1$"
+    with pytest.raises(RuntimeError, match=sentence) as error:
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", ["fairseq-eval-lm", "fairseq-generate", "fairseq-train", "fwp-eval-lm", "fwp-convert"]
+)
+def test_every_command_refuses_them(tmp_path, canary, command):
+    write_text(tmp_path)
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"model": Touch(canary), "cfg": None, "args": None}, path)
+    arguments = {
+        "fairseq-eval-lm": [tmp_path, "--path", path],
+        "fairseq-generate": [tmp_path, "--path", path, "--task", "language_modeling"],
+        "fairseq-train": [tmp_path, "--task", "language_modeling", "--arch", "fwp_lm", "--batch-size", 1]
+        + ["--optimizer", "adam", "--restore-file", path, "--save-dir", tmp_path / "save", "--cpu", "--max-update", 1],
+        "fwp-eval-lm": [tmp_path, "--path", path],
+        "fwp-convert": [
+            path,
+            "--source",
+            "schlag-lm",
+            "--out",
+            tmp_path / "out",
+            "--vocabulary",
+            tmp_path / "dict.txt",
+        ],
+    }[command]
+    program = [Path(sys.executable).with_name(command)]
+    if command.startswith("fwp"):
+        program = [sys.executable, "-m", f"fairseq_fwp.cli.{command.removeprefix('fwp-').replace('-', '_')}"]
+    else:
+        arguments += ["--user-dir", ROOT / "fairseq_fwp"]
+    result = subprocess.run(list(map(str, [*program, *arguments])), capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and "pickled objects" in result.stderr.strip().splitlines()[-1], result.stderr
+
+
+def test_a_configuration_is_no_code(tmp_path, canary):
+    """One of fairseq's own models, whose filters of characters fairseq evaluates."""
+    write_text(tmp_path)
+    code = f"[__import__('pathlib').Path({str(canary)!r}).touch()]"
+    model = {"_name": "transformer_lm", "character_embeddings": True, "character_filters": code}
+    task = {"_name": "language_modeling", "data": str(tmp_path), "max_target_positions": 64, "tokens_per_sample": 64}
+    config = {"model": model, "task": task | {"add_bos_token": False}, "criterion": None, "common": {"tpu": False}}
+    history = [{"optimizer_name": "adam", "lr_scheduler_state": {}, "num_updates": 1}]
+    state = {"cfg": config, "args": None, "model": {}, "optimizer_history": history, "extra_state": {}}
+    torch.save(state | {"last_optimizer_state": None, "task_state": {}}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="is code, and is not run"):
+        checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint.pt")])
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("[(512, 3)] * 2 + [(1, -2)]", [(512, 3), (512, 3), (1, -2)]),
+        ("(0.9, 0.98)", (0.9, 0.98)),
+        ("1e-3,2", (1e-3, 2)),
+        (" {'a': [True, None]}", {"a": [True, None]}),
+    ],
+)
+def test_settings_mean_what_they_meant(text, value):
+    assert _files.evaluate(text) == value == eval(text)
+    assert utils.eval_str_list("1,2.5") == [1.0, 2.5] and utils.eval_bool("True")
+    assert fairseq.models.transformer_lm.eval is _files.evaluate
+
+
+@pytest.mark.parametrize(
+    "text", ["print(1)", "a", "().__class__", "[x for x in 'ab']", "lambda: 1", "f'{1}'", "1 +", "{**a}"]
+)
+def test_code_is_refused(text):
+    with pytest.raises(ValueError, match=r"is code, and is not run|is no number, string or list of them"):
+        _files.evaluate(text)
+
+
+def shell_function(recipe, name):
+    """The text of a function of a recipe's run.sh."""
+    return re.search(rf"^{name}\(\) {{.*?^}}", (RECIPES / recipe / "run.sh").read_text(), re.M | re.S)[0]
+
+
+def evil_zip(path, victim):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in (
+            "../escaped",
+            str(victim / "escaped"),
+            "a/../../escaped",
+            "wikitext-103/wiki.train.tokens",
+            "enwik8",
+        ):
+            archive.writestr(name, "x")
+
+
+def evil_tar(path, victim):
+    with tarfile.open(path, "w:gz") as archive:
+        link = tarfile.TarInfo("x.de-en.de")
+        link.type, link.linkname = tarfile.SYMTYPE, str(victim)
+        archive.addfile(link)
+        for name in (
+            "../escaped.de-en.de",
+            f"{victim}/escaped.de-en.de",
+            "x.de-en.de/escaped.de-en.en",
+            "a/y.de-en.en",
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+
+
+@pytest.mark.parametrize("recipe", ["wikitext103", "enwik8", "wmt14_en_de"])
+def test_archives_unpack_nothing_outside_their_folder(tmp_path, recipe):
+    """With an archive in the place of the download, whose checksum would have refused it."""
+    tools, folder, victim = (tmp_path / name for name in ("tools", "out/download", "victim"))
+    for made in (tools, folder, victim):
+        made.mkdir(parents=True)
+    make = evil_tar if recipe == "wmt14_en_de" else evil_zip
+    make(tmp_path / "archive", victim)
+    (tools / "fetch.py").write_text(f"import shutil, sys\nshutil.copy({str(tmp_path / 'archive')!r}, sys.argv[1])\n")
+    archives = 'archives=("a.tgz 0 page *.de-en.??")' if recipe == "wmt14_en_de" else ""
+    script = (
+        f'set -u\nrun() {{ "$@"; }}\ntools={tools}\n{archives}\n{shell_function(recipe, "download")}\ndownload "$1"'
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-c", script, "run.sh", folder], capture_output=True, text=True, env=os.environ | {"PATH": path}
+    )
+    assert any(path.is_file() and "archive" not in path.name for path in folder.rglob("*")), result.stderr
+    assert not [path for path in tmp_path.rglob("*escaped*") if not path.is_relative_to(folder)], result.stderr
+
+
+# Spaces, quotes, code, a newline, a pattern, and a dash at the beginning.
+AWKWARD = "-a b'c\"d$(touch pwned)`touch pwned`;touch pwned\n* \\é"
+
+
+def recipe_in(folder, script, *arguments):
+    """A recipe with the programs of this environment, run in a folder."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", "-c", script, "run.sh", *map(str, arguments)]
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+COMPARISON = f"""set -euo pipefail
+root={ROOT} here={RECIPES}/quickstart data= out=none merges=60 models=delta prompt=the per_word=
+protocols=(valid)
+run() {{ "$@"; }}
+show_sample() {{ cat; }}
+. {RECIPES}/lm_comparison.sh
+read_arguments "$@"
+compare"""
+CORPUS = f"""set -euo pipefail
+root={ROOT} here={RECIPES}/wikitext103 data= out=none counts=()
+run() {{ "$@"; }}
+. {RECIPES}/lm_corpus.sh
+{shell_function("wikitext103", "corpus_text")}
+main "$@\""""
+TRANSLATION = f"""set -euo pipefail
+root={ROOT} here={RECIPES}/multi30k data= out=none merges=60 kind= beam=(--beam 2) generate=()
+run() {{ "$@"; }}
+. {RECIPES}/mt_common.sh
+{shell_function("multi30k", "corpus")}
+read_flags --models "$@"
+prepare"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, stage", [(COMPARISON, ["prepare"]), (CORPUS, ["prepare", "--any-text"]), (TRANSLATION, [])]
+)
+def test_recipes_take_any_path(tmp_path, script, stage):
+    """Relative ones, whose names begin with a dash; nothing that they say is run."""
+    data = tmp_path / AWKWARD
+    data.mkdir()
+    line = "the memory is a matrix that every token reads and writes $(touch pwned) `touch pwned`\n"
+    for name in (
+        "train.txt",
+        "valid.txt",
+        "test.txt",
+        *(f"{s}.{t}" for s in ("train", "val", "test_2016_flickr") for t in ("en", "de")),
+    ):
+        (data / name).write_text(line * 40)
+    for _ in range(2):  # prepared, and found prepared
+        result = recipe_in(tmp_path, script, *stage, "--data", AWKWARD, "--out", AWKWARD + " out")
+        assert result.returncode == 0, result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {AWKWARD, AWKWARD + " out"}
+    assert not list(tmp_path.rglob("pwned*")) and list((tmp_path / (AWKWARD + " out")).rglob("dict*.txt"))
+
+
+def test_a_setting_of_several_lines_is_refused(tmp_path):
+    """Each line would become a flag of its own."""
+    (tmp_path / "x.yaml").write_text('dropout: "0.1\\n--user-dir\\nevil"\n')
+    result = subprocess.run(
+        [sys.executable, RECIPES / "flags.py", tmp_path / "x.yaml"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1 and "dropout needs one plain value" in result.stderr
+
+
+def test_a_dictionary_runs_nothing(tmp_path, canary):
+    (tmp_path / "dict.txt").write_text(f"$(touch {canary}) 1\n`touch {canary}` 1\n")
+    assert len(Dictionary.load(str(tmp_path / "dict.txt"))) == 6
