@@ -162,8 +162,8 @@ def test_an_unknown_part_is_refused():
     assert answer.returncode == 1
     assert (
         answer.stderr
-        == "run.sh: there is no part 'operator': choose from operators rules training long generation eval_lm translation "
-        "fwl.\n"
+        == "run.sh: there is no part 'operator': choose from operators rules training long generation eval_lm "
+        "translation fwl.\n"
     )
 
 
