@@ -136,12 +136,19 @@ class FwlDecoder(LanguageModelDecoder):
         return super().state_size(length, carried) + self.fast_weight_layer.state_size(length, carried)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Completes a checkpoint of the model below, from which fine-tuning starts, by the layer as it is."""
+        """Completes the checkpoint from which fine-tuning starts by what training has not learned yet, as it is.
+
+        That is the layer, for a model without one, or the steps and decays of one whose weights were not fast.
+        """
         super().upgrade_state_dict_named(state_dict, name)
-        prefix = f"{name}.fast_weight_layer"
-        if not any(key.startswith(f"{prefix}.") for key in state_dict):
-            logger.info("the checkpoint has no fast weight layer: a new one begins to learn")
-            state_dict.update(self.fast_weight_layer.state_dict(prefix=f"{prefix}."))
+        prefix = f"{name}.fast_weight_layer."
+        learned = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+        new = self.fast_weight_layer.state_dict()
+        if learned:
+            new = {key: value for key, value in new.items() if key in ("step_sizes", "decays") and key not in learned}
+        if new:
+            logger.info("the checkpoint has no fast weights yet: new in the layer are %s", ", ".join(new))
+            state_dict.update({f"{prefix}{key}": value for key, value in new.items()})
         return state_dict
 
 

@@ -38,7 +38,7 @@ SOFTMAX = ("softmax.bias",)
 # Which weights are fast: both layers, one of them, the output softmax's bias alone (Table 2, "bias only"), or none.
 FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}
 
-# (features (n, D), tokens (n,)) -> the tokens' log-probabilities (n,)
+# (features (B, M, D), tokens (B, M)) -> the tokens' log-probabilities (B, M)
 LogProb = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -224,7 +224,7 @@ class FastWeightLayer(nn.Module):
             y = normal * self.norm.weight + self.norm.bias
             if self.bias_entries:
                 y = torch.cat([y, y.new_zeros(*y.shape[:-1], self.bias_entries)], -1)
-            loss = -log_prob(y[known], targets[known]).sum() / self.divisor
+            loss = -log_prob(y, targets).where(known, 0).sum() / self.divisor
             wanted = {"first": hidden, "second": outputs, "y": y}
             if FIRST[0] not in self.fast:
                 del wanted["first"]

@@ -96,8 +96,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        # Where a graph of the gradients is wanted, their own derivatives are too.
-        product = F.linear if torch.is_grad_enabled() else _product
+        # Where a graph of the gradients is wanted, their own derivatives are too; oneDNN has no sums over no rows.
+        product = F.linear if torch.is_grad_enabled() or not len(rows) else _product
         return (
             product(rows, weight.T).view_as(x) if of_x else None,
             product(rows.T, x.reshape(-1, x.shape[-1]).T) if of_weight else None,

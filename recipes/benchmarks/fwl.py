@@ -12,7 +12,7 @@ from eval_lm import VOCABULARY, make_dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 from report import Contender, Goal, goal_row, interleave, publish, ratios, say
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer
 from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer
@@ -22,12 +22,23 @@ from fairseq_fwp.modules.onednn import OneDnnLinear
 MEMORY = {"mem_len": 1600, "clamp_len": 1000, "same_length": True}
 # Architecture with the layer: the one without it and its flags, the flags of both, tokens read before, tokens at once.
 MODELS = {
-    "fwl_xl_lm_wt103": ("xl_lm_wt103_large", {}, MEMORY, 1600, 128),
+    "fwl_xl_lm_wt103": ("xl_lm_wt103_large", {}, MEMORY, 1664, 128),
     "fwl_local_lm_wt103": ("fwp_lm", FWL_PRESETS["fwl_local_lm_wt103"], {}, 0, 1024),
 }
 BASE, LAYER, DYNAMIC = "the model alone", "fast weight layer", "dynamic evaluation"
 ROUNDS = 5
 THREADS = 2
+
+
+# PyTorch's counter knows the attention of a GPU, and not that of a CPU.
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def count_attention(queries, keys, values, *_, out_shape=None, **__):
+    return sdpa_flop_count(queries, keys, values)
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def count_attention_backward(gradient, queries, keys, values, *_, out_shape=None, **__):
+    return sdpa_backward_flop_count(gradient, queries, keys, values)
 
 
 def make_model(arch, flags, dictionary, length):
@@ -46,11 +57,15 @@ def make_text(dictionary, length):
 
 
 def scoring(scorer, before, length):
-    """A call that scores one window, always the same one; with tokens before it, after the state that these leave."""
+    """A call that scores one window, always the same one; with tokens before it, after the state that these leave.
+
+    They are read in windows of that length too: a layer learns from the last of them while it scores the window.
+    """
     window = Window(before, before, before + length)
     reader = getattr(scorer, "scorer", scorer)
     if before:
-        reader([Window(0, 0, before)])
+        for start in range(0, before, length):
+            reader([Window(start, start, start + length)])
         state = reader.state
 
     def call():
@@ -66,8 +81,8 @@ def make_contenders(arch, dictionary):
     base, own, flags, before, length = MODELS[arch]
     text = make_text(dictionary, before + length)
     kind = StreamScorer if before else WindowScorer
-    alone = make_model(base, {**flags, **own}, dictionary, max(before, length))
-    layered = make_model(arch, flags, dictionary, max(before, length)).requires_grad_(False)
+    alone = make_model(base, {**flags, **own}, dictionary, length)
+    layered = make_model(arch, flags, dictionary, length).requires_grad_(False)
     # A step so small that the weights stay what they are, however often the call is repeated.
     learning = DynamicScorer(kind(alone, text), DynamicRule(1e-30))
     scorers = {BASE: kind(alone, text), LAYER: kind(layered, text), DYNAMIC: learning}

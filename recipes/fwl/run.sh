@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fast weight layers (Clark et al. 2022) beside dynamic evaluation, on two small models of the Python Enhancement Proposals:
-# local attention, read in blocks, and Transformer-XL, read in segments. About an hour on 2 cores; nothing is done twice.
+# local attention, read in blocks, and Transformer-XL, read in segments. About an hour on 2 cores; nothing is done twice,
+# but speeds, "speed *.json", are worth measuring again on a quiet machine once all else is there: remove them, and eval.
 #
 #   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
 #                                                                    [flags for fairseq-train]
@@ -24,12 +25,16 @@ merges=8000
 models="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bias"
 protocols=(valid test)
 task=()
-# Rates of dynamic evaluation, and step sizes of "test-time only": the best on the validation text is reported.
-sgd="0.03 0.1 0.3"
-rms="1e-6 3e-6 1e-5"
-steps="3e-4 1e-3 3e-3 1e-2"
-statistics=1000 # windows of the training text for RMS
-
+# Rates of dynamic evaluation, and step sizes of fast weights at test time: the best on the validation text is reported.
+sgd="0.05 0.1"
+rms="3e-4 1e-3"
+steps="0.01"
+bias_steps="0.03"
+# "Test-time only" takes steps of U and a alone, see RESULTS.md; gamma is that with which training begins.
+test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':8.0,'fwl_decay':0.9,'fwl_step_size':@}"
+test_bias="{'fwl_fast_weights':'softmax-bias','fwl_divide_gradients_by':1.0,'fwl_decay':0.9,'fwl_step_size':@}"
+statistics=400 # windows of the training text for RMS
+speed_lines=400 # of the test text, to measure speeds on
 
 # Reads as in training: blocks, or segments with the state carried on.
 reading() {
@@ -39,31 +44,61 @@ reading() {
   esac
 }
 
-# evaluate_by NAME SPLIT LABEL FLAGS...: with the log-probability of each token beside the result.
-evaluate_by() {
-  local how
-  read -ra how <<<"$(reading "$1")"
-  score "$1" "$2" "$3" "${how[@]}" --scores "$out/$1/$2 $3.tsv" "${@:4}"
-}
-
-# tune NAME LABEL VALUES FLAGS...: @ in the flags is each value on the validation text, and the best of them on the test text.
-tune() {
-  local value best flags=("${@:4}")
-  for value in $3; do evaluate_by "$1" valid "$2 $value" "${flags[@]//@/$value}"; done
-  best=$(python "$here/rows.py" best "$out/$1" "$2")
-  evaluate_by "$1" test "$2 $best" "${flags[@]//@/$best}"
-}
-
-evaluate_row() { # evaluate_row NAME
-  local split
-  for split in valid test; do evaluate_by "$1" "$split" plain; done
+# ways NAME: how a model is evaluated, a line of "LABEL|VALUES|FLAGS" each, where @ stands for one of the values.
+ways() {
+  echo "plain||"
   case $1 in
     */base)
-      tune "$1" sgd "$sgd" --dynamic sgd --dynamic-lr @
-      tune "$1" rms "$rms" --dynamic rms --dynamic-statistics "$statistics" --dynamic-lr @ ;;
+      echo "sgd|$sgd|--dynamic sgd --dynamic-lr @"
+      echo "rms|$rms|--dynamic rms --dynamic-epsilon 1e-3 --dynamic-statistics $statistics --dynamic-lr @" ;;
     */slow)
-      tune "$1" test-time "$steps" --model-overrides "{'fwl_fast_weights':'both','fwl_decay':1.0,'fwl_step_size':@}" ;;
+      echo "test-time|$steps|--model-overrides $test_time"
+      echo "test-bias|$bias_steps|--model-overrides $test_bias" ;;
   esac
+}
+
+# for_ways NAME FUNCTION: FUNCTION NAME LABEL VALUES FLAGS for each.
+for_ways() {
+  local line lines label values flags
+  mapfile -t lines < <(ways "$1")
+  for line in "${lines[@]}"; do
+    IFS='|' read -r label values flags <<<"$line"
+    "$2" "$1" "$label" "$values" "$flags"
+  done
+}
+
+# evaluate_by NAME SPLIT LABEL VALUE FLAGS: with the log-probability of each token beside the result.
+evaluate_by() {
+  local flags label="$3${4:+ $4}"
+  read -ra flags <<<"$(reading "$1") ${5//@/$4}"
+  score "$1" "$2" "$label" "${flags[@]}" --scores "$out/$1/$2 $label.tsv"
+}
+
+# Each value on the validation text, and the best of them on the test text.
+evaluate_way() { # evaluate_way NAME LABEL VALUES FLAGS
+  local value values
+  read -ra values <<<"$3"
+  for value in "${values[@]:-}"; do evaluate_by "$1" valid "$2" "$value" "$4"; done
+  evaluate_by "$1" test "$2" "$(python "$here/rows.py" best "$out/$1" "$2")" "$4"
+}
+
+# The first lines of the test text, for speeds; the statistics of RMS come from a training text beside it.
+prepare_speed() {
+  [ ! -d "$out/speed" ] || return 0
+  rm -rf "$out/speed.unfinished"
+  mkdir "$out/speed.unfinished"
+  head -n "$speed_lines" "$text/test.txt" >"$out/speed.unfinished/text"
+  run_to "$out/speed.unfinished/preprocess.log" fairseq-preprocess --only-source --srcdict "$out/data/bin/dict.txt" \
+    --testpref "$out/speed.unfinished/text" --destdir "$out/speed.unfinished"
+  cp "$out"/data/bin/train.{bin,idx} "$out/speed.unfinished"
+  mv "$out/speed.unfinished" "$out/speed"
+}
+
+measure_way() { # measure_way NAME LABEL VALUES FLAGS
+  local flags result="$out/$1/speed $2.json"
+  [ ! -e "$result" ] || return 0
+  read -ra flags <<<"$(reading "$1") ${4//@/$(python "$here/rows.py" best "$out/$1" "$2")}"
+  run fwp-eval-lm "$out/speed" --path "$out/$1/checkpoint_best.pt" --no-progress-bar --json "$result" "${flags[@]}"
 }
 
 analyse() { # analyse BASE FLAGS...: where the layer helps
@@ -91,7 +126,9 @@ case $stage in
 esac
 case $stage in
   eval | all)
-    for name in $models; do evaluate_row "$name"; done
+    for name in $models; do for_ways "$name" evaluate_way; done
+    prepare_speed
+    for name in $models; do for_ways "$name" measure_way; done
     run python "$here/rows.py" table "$out" | tee "$out/table.md"
     analyse local --block 512
     analyse xl ;;

@@ -205,6 +205,21 @@ def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base):
         above.load_state_dict(damaged, strict=True)
 
 
+def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
+    """All of a layer without fast weights is taken; steps and decays are new, and nothing else may be missing."""
+    slow, fast = build("none"), build("local")
+    start = {name: getattr(fast.decoder.fast_weight_layer, name).clone() for name in ("step_sizes", "decays")}
+    fast.load_state_dict(slow.state_dict(), strict=True)
+    for name, value in slow.state_dict().items():
+        assert torch.equal(fast.state_dict()[name], value)
+    for name, value in start.items():
+        assert torch.equal(getattr(fast.decoder.fast_weight_layer, name), value)
+    damaged = slow.state_dict()
+    del damaged["decoder.fast_weight_layer.norm.bias"]
+    with pytest.raises(RuntimeError, match=r"norm\.bias"):
+        fast.load_state_dict(damaged, strict=True)
+
+
 def test_a_layer_trained_without_fast_weights_takes_them_on_at_test_time(build):
     trained, evaluated = build("none"), build("local", fwl_step_size=0.05, fwl_decay=1.0)
     evaluated.load_state_dict(trained.state_dict(), strict=True)

@@ -105,3 +105,10 @@ def test_autocast_keeps_its_type(monkeypatch):
     monkeypatch.setattr(onednn, "mkl_is_slow", lambda: True)
     with torch.autocast("cpu", torch.bfloat16):
         assert Linear(24, 40)(torch.randn(MIN_ROWS, 24)).dtype == torch.bfloat16
+
+
+def test_no_rows_have_gradients():
+    layer = torch.nn.Linear(3, 4)
+    with OneDnnLinear():
+        layer(torch.empty(0, 3)).sum().backward()
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
