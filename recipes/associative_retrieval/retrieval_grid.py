@@ -3,8 +3,8 @@
     python recipes/associative_retrieval/retrieval_grid.py CONF... [--out FOLDER] [--workers N] [--plan]
 
 What is finished is not run again, and what was interrupted goes on from its last checkpoint. Each point has a folder
-OUT/NAME with its `train.log`, and once it is finished `finished`, which says what the log does. --plan prints the points
-and what they cost, and runs none.
+OUT/NAME with its `train.log`, and once it is finished `finished`, which says what the log does. --plan prints the
+points and what they cost, and runs none.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import fcntl
 import io
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -153,6 +154,16 @@ def number(flag: str, value: str, kind: type[int] | type[float]) -> float:
     raise ValueError(f"expected a positive {'integer' if kind is int else 'number'} as {flag}, got {value!r}")
 
 
+def import_fairseq() -> None:
+    """Once, before the processes part: it takes as long as many a point."""
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
+    import fairseq_cli.train  # noqa: F401  (before all of fairseq: the format of the logs is its own)
+    from fairseq.utils import import_user_module
+
+    # By the path that every point names it by: fairseq refuses a second one, such as that in site-packages.
+    import_user_module(argparse.Namespace(user_dir=str(ROOT / "fairseq_fwp")))
+
+
 def check(points: list[Point], common: dict[str, str], out: Path) -> None:
     """Parses the commands as fairseq-train will, of those that only repeat others' flags one. Raises ValueError."""
     from fairseq import options
@@ -221,13 +232,6 @@ def train(point: Point, common: dict[str, str], folder: Path) -> None:
 
 def run(points: list[Point], common: dict[str, str], out: Path, workers: int) -> list[str]:
     """Trains all, `workers` at once; the names of those that failed."""
-    # Imported once, before the processes part: it takes as long as many a point.
-    import fairseq_cli.train  # noqa: F401
-    from fairseq.utils import import_user_module
-
-    # By the path that every point names it by: fairseq refuses a second one, such as that in site-packages.
-    import_user_module(argparse.Namespace(user_dir=str(ROOT / "fairseq_fwp")))
-
     waiting, running, failed = list(reversed(points)), {}, []
     try:
         with tqdm(total=len(points), unit="point", smoothing=0) as bar:
@@ -319,6 +323,7 @@ def run_grid(args: argparse.Namespace) -> list[str]:
     common = yaml.load((HERE / "conf/common.yaml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     if not args.plan:
         lock(args.out)
+    import_fairseq()
     check(points, common, args.out)
     left = [point for point in points if read_finished(args.out / point.name) is None]
     if args.plan:

@@ -396,6 +396,7 @@ def test_refusals(conf, tmp_path):
 def test_run_sh(tmp_path, arguments, status, said):
     copy = tmp_path / "recipes"
     shutil.copytree(FOLDER, copy / FOLDER.name, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (tmp_path / "fairseq_fwp").symlink_to(FOLDER.parents[1] / "fairseq_fwp")
     (copy / "env.sh").write_text(f'root={str(tmp_path)!r}\nrun() {{ "$@"; }}\n')
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", copy / FOLDER.name / "run.sh", *arguments]
