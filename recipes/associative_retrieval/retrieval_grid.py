@@ -106,11 +106,11 @@ def read_points(paths: list[Path]) -> list[Point]:
     """
     points: dict[str, Point] = {}  # by name, so that what two grids have is trained once
     for path in paths:
-        for number, entry in enumerate(read_entries(path), 1):
+        for index, entry in enumerate(read_entries(path), 1):
             try:
                 points.update((point.name, point) for point in combinations(entry))
             except ValueError as error:
-                raise ValueError(f"{path}, entry {number}: {error}") from None
+                raise ValueError(f"{path}, entry {index}: {error}") from None
     return list(points.values())
 
 
