@@ -40,6 +40,8 @@ RULE_STYLES = {
     "delta_dpfp1_retrieval": ("delta, DPFP-1: the paper's", "#0072B2", "o"),
     "delta_dpfp2_retrieval": ("delta, DPFP-2", "#000000", "*"),
 }
+# The model's own; to ask it, fairseq would have to be imported.
+DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
 FIGURE_3_SIZE = 20
 FIGURE_4_SIZE = 600
@@ -172,15 +174,13 @@ class Cell(NamedTuple):
 
 def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, Cell]]:
     """Of every rule with every map what S / feature dimension came to in setting 1."""
-    # Imported here, since fairseq takes seconds.
-    from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig as Default
-
     cells: dict[tuple[str, str], dict[float, Cell]] = defaultdict(dict)
     for result in results:
         flags, dim = result.point.flags, result.outcome.feature_dim
         if result.arch == "fwp_associative_retrieval" and dim and not result.replaced:
-            row = cells[flags.get("update-rule", Default.update_rule), flags.get("feature-map", Default.feature_map)]
-            row.setdefault(result.size / dim, Cell(result.size, dim, [])).losses.append(result.outcome.best)
+            rule, feature_map = ({**DEFAULTS, **flags}[flag] for flag in DEFAULTS)
+            cell = cells[rule, feature_map].setdefault(result.size / dim, Cell(result.size, dim, []))
+            cell.losses.append(result.outcome.best)
     return cells
 
 

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from fairseq import options
 
+from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
+
 FOLDER = Path(__file__).parents[2] / "recipes/associative_retrieval"
 
 sys.path.append(str(FOLDER))  # its files import each other
@@ -233,10 +235,12 @@ def made(arch, size, loss, dim=16, curve=None, **flags):
 def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
     arch = "fwp_associative_retrieval"
     results = [made(arch, 16, loss, seed=str(seed)) for seed, loss in enumerate([0.3, 0.25, 0.1])]
-    results.append(made(arch, 16, 0.4, **{"with-replacement": "true"}))
+    results.append(made(arch, 16, 0.4, with_replacement="true"))
     results.append(made(arch, 8, 0.2, update_rule="delta", feature_map="tanh", with_replacement="false"))
     cells = report.by_rule_and_map(results)
     assert cells.keys() == {("sum", "elu"), ("delta", "tanh")}  # without flags: the model's defaults
+    model = FwpAssociativeRetrievalConfig()
+    assert {"update-rule": model.update_rule, "feature-map": model.feature_map} == report.DEFAULTS
     assert cells["sum", "elu"][1].loss == 0.25 and cells["sum", "elu"][1].held == 8
     assert cells["delta", "tanh"][0.5].loss == 0.2
 
