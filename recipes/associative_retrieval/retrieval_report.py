@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import yaml
-from retrieval_grid import HERE, ROOT, Outcome, Point, is_finished, read_outcome, read_points
+from retrieval_grid import HERE, ROOT, Outcome, Point, read_finished, read_points
 
 # A word, and Okabe and Ito's colours, which stay distinct for colour-blind readers, for each of the paper's models.
 STYLES = {
@@ -40,6 +40,8 @@ RULE_STYLES = {
     "delta_dpfp1_retrieval": ("delta, DPFP-1: the paper's", "#0072B2", "o"),
     "delta_dpfp2_retrieval": ("delta, DPFP-2", "#000000", "*"),
 }
+# The model's own; to ask it, fairseq would have to be imported.
+DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
 FIGURE_3_SIZE = 20
 FIGURE_4_SIZE = 600
@@ -62,18 +64,13 @@ class Result(NamedTuple):
     @property
     def replaced(self) -> bool:
         """Whether it is of setting 2."""
-        return "with-replacement" in self.point.flags
-
-    @property
-    def held(self) -> int:
-        """How many of S keys are answered, as one that is not costs 1 / 2."""
-        return round(max(0, self.size * (1 - 2 * self.outcome.best)))
+        return self.point.flags.get("with-replacement") == "true"
 
 
 def read_results(confs: list[Path], out: Path) -> list[Result]:
     """The finished points of the grids, in their order."""
-    points = [point for point in read_points(confs) if is_finished(point, out)]
-    return [Result(point, read_outcome(out / point.name / "train.log")) for point in points]
+    outcomes = ((point, read_finished(out / point.name)) for point in read_points(confs))
+    return [Result(point, outcome) for point, outcome in outcomes if outcome]
 
 
 def read_published() -> dict[str, Any]:
@@ -94,7 +91,7 @@ def write_tables(results: list[Result], out: Path) -> None:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["point", "update", "loss"])
         for point, outcome in results:
-            table.writerows([point.name, update, f"{loss:.3g}"] for update, loss in outcome.evaluations)
+            table.writerows([point.name, update, f"{loss:.6g}"] for update, loss in outcome.evaluations)
 
 
 def markdown(results: list[Result], published: dict[str, Any]) -> list[str]:
@@ -158,17 +155,36 @@ def draw_curves(axes: Any, results: list[Result], styles: dict[str, Any]) -> Non
     axes.set_ylabel("evaluation loss")
 
 
-def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, Result]]:
-    """Of every rule with every map what S / feature dimension came to."""
-    cells: dict[tuple[str, str], dict[float, Result]] = defaultdict(dict)
+class Cell(NamedTuple):
+    """What all seeds of a rule with a map came to at one number of keys."""
+
+    size: int
+    feature_dim: int
+    losses: list[float]
+
+    @property
+    def loss(self) -> float:
+        return median(self.losses)
+
+    @property
+    def held(self) -> int:
+        """How many of S keys are answered, as one that is not costs 1 / 2."""
+        return round(max(0, self.size * (1 - 2 * self.loss)))
+
+
+def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, Cell]]:
+    """Of every rule with every map what S / feature dimension came to in setting 1."""
+    cells: dict[tuple[str, str], dict[float, Cell]] = defaultdict(dict)
     for result in results:
         flags, dim = result.point.flags, result.outcome.feature_dim
-        if "update-rule" in flags and dim:
-            cells[flags["update-rule"], flags["feature-map"]][result.size / dim] = result
+        if result.arch == "fwp_associative_retrieval" and dim and not result.replaced:
+            rule, feature_map = ({**DEFAULTS, **flags}[flag] for flag in DEFAULTS)
+            cell = cells[rule, feature_map].setdefault(result.size / dim, Cell(result.size, dim, []))
+            cell.losses.append(result.outcome.best)
     return cells
 
 
-def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Result]]) -> Any:
+def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Cell]]) -> Any:
     """A row for each rule, a block for each map, in it S / feature dimension: the loss, and the keys that are held."""
     rules = list(dict.fromkeys(rule for rule, _ in cells))
     maps = list(dict.fromkeys(feature_map for _, feature_map in cells))
@@ -176,15 +192,15 @@ def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Result]]) 
     columns = list(itertools.product(maps, ratios))
     losses = [[float("nan")] * len(columns) for _ in rules]
     for (y, rule), (x, (feature_map, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
-        if result := cells.get((rule, feature_map), {}).get(ratio):
-            losses[y][x] = loss = result.outcome.best
-            colour = "white" if loss < 0.1 else "black"
-            axes.text(x, y, result.held, ha="center", va="center", fontsize=8, color=colour)
+        if cell := cells.get((rule, feature_map), {}).get(ratio):
+            losses[y][x] = cell.loss
+            colour = "white" if cell.loss < 0.1 else "black"
+            axes.text(x, y, cell.held, ha="center", va="center", fontsize=8, color=colour)
     image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
     axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
     axes.set_yticks(range(len(rules)), rules)
     axes.set_xlabel("S / D, keys over features; white line: 1")
-    dims = {name: found.outcome.feature_dim for (_, name), row in cells.items() for found in row.values()}
+    dims = {name: cell.feature_dim for (_, name), row in cells.items() for cell in row.values()}
     above = axes.secondary_xaxis("top")
     middles = [(index + 0.5) * len(ratios) - 0.5 for index in range(len(maps))]
     above.set_xticks(middles, [f"{feature_map}, D = {dims[feature_map]}" for feature_map in maps])
@@ -251,7 +267,7 @@ def draw(results: list[Result], published: dict[str, Any], out: Path) -> list[Pa
         drawn.append(out / name)
 
     if around_knees:
-        title = "Figure 2: setting 1, sum rule; dotted: the published knees"
+        title = "Figure 2: setting 1, sum rule; dotted: features (softmax: the paper's 340)"
         save("figure2.png", title, draw_losses, around_knees, STYLES, published["setting 1"])
         title = "Setting 1: D features hold at most D keys"
         save("ratio.png", title, draw_ratio, around_knees)
@@ -274,7 +290,10 @@ def main() -> None:
     parser.add_argument("conf", type=Path, nargs="+", metavar="CONF", help="grids, such as conf/quick.yaml")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/associative_retrieval", help="where the points lie")
     args = parser.parse_args()
-    results = read_results(args.conf, args.out)
+    try:
+        results = read_results(args.conf, args.out)
+    except (OSError, ValueError) as error:
+        sys.exit(f"retrieval_report.py: {error}")
     if not results:
         sys.exit(f"retrieval_report.py: no point of these grids is finished in {args.out}: train them first (run.sh).")
     published = read_published()

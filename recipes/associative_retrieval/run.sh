@@ -16,22 +16,27 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
-stage=all confs=() out=$root/runs/associative_retrieval workers=()
-case ${1:-} in
-  plan | train | report | all) stage=$1; shift ;;
-  -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
-  [!-]*) die "there is no stage $1: it is plan, train, report or all." ;;
-esac
+stage='' confs=() out=$root/runs/associative_retrieval workers=()
 while [ $# -gt 0 ]; do
-  [ -n "${2:-}" ] || die "$1 needs a value."
+  case $1 in
+    -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
+    plan | train | report | all)
+      [ -z "$stage" ] || die "there are two stages, $stage and $1: name one."
+      stage=$1
+      shift
+      continue ;;
+    --conf | --out | --workers) [ -n "${2:-}" ] || die "$1 needs a value." ;;
+    -*) die "there is no $1: it is --conf, --out or --workers." ;;
+    *) die "there is no stage $1: it is plan, train, report or all." ;;
+  esac
   case $1 in
     --conf) confs+=("$2") ;;
     --out) out=$2 ;;
     --workers) workers=(--workers "$2") ;;
-    *) die "there is no $1: it is --conf, --out or --workers." ;;
   esac
   shift 2
 done
+stage=${stage:-all}
 [ ${#confs[@]} -gt 0 ] || confs=("$here/conf/quick.yaml")
 for conf in "${confs[@]}"; do [ -e "$conf" ] || die "there is no $conf."; done
 

@@ -1,16 +1,21 @@
 """The grid of retrieval trainings: its points, what their logs say, and its pictures."""
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from fairseq import options
+
+from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
 
 FOLDER = Path(__file__).parents[2] / "recipes/associative_retrieval"
 
@@ -32,7 +37,7 @@ def write_log(out, point, evaluations, dim=16, more=""):
         values = {"epoch": 1, "valid_loss": str(loss), "valid_num_updates": str(update)}
         lines += [f"| INFO | valid | {json.dumps(values)}", '| INFO | train | {"epoch": 1, "train_wall": "3"}']
     (folder / "train.log").write_text("\n".join([*lines, more]))
-    (folder / "finished").touch()
+    grid.finish(folder, grid.read_outcome(folder / "train.log"))
 
 
 @pytest.fixture
@@ -69,6 +74,68 @@ def test_every_point_is_a_valid_command(conf, tmp_path):
         assert args.save_dir == str(tmp_path / point.name)
 
 
+def test_a_point_goes_before_what_all_share(tmp_path):
+    point = grid.Point({"arch": "a", "lr": "1", "cpu": "false", "with-replacement": "true", "num-keys": "3"}, 1)
+    words = point.command({"lr": "2", "cpu": "true", "batch-size": "32"}, tmp_path)
+    assert [words[words.index(flag) + 1] for flag in ("--lr", "--batch-size", "--num-keys")] == ["1", "32", "3"]
+    assert words.count("--lr") == 1 and "--cpu" not in words and "false" not in words
+    assert words[words.index("--with-replacement") + 1].startswith("--")
+
+
+def test_what_all_share_is_the_papers():
+    assert {flag: COMMON[flag] for flag in ("optimizer", "lr", "batch-size")} == {
+        "optimizer": "adam",
+        "lr": "1e-3",
+        "batch-size": "32",
+    }
+
+
+ENTRY = "- {arch: sum_retrieval, num-keys: 3, seconds-per-key: 1"
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "grid.yaml: expected a list of entries, as in conf/quick.yaml, got nothing"),
+        ("arch: sum_retrieval", "expected a list of entries, as in conf/quick.yaml, got a mapping"),
+        ("sum_retrieval", "expected a list of entries, as in conf/quick.yaml, got one value"),
+        (ENTRY, "grid.yaml: expected YAML, got while parsing a flow mapping"),
+        (f"{ENTRY}}}\n- delta", "grid.yaml, entry 2: expected flags and their values, got 'delta'"),
+        ("- {arch: a, num-keys: 3}", "entry 1: expected seconds-per-key, got only arch, num-keys"),
+        ("- {arch: a, seconds-per-key: 3}", "entry 1: expected num-keys, got only arch, seconds-per-key"),
+        ("- {num-keys: 2, seconds-per-key: 3}", "entry 1: expected arch, got only num-keys, seconds-per-key"),
+        ("- {arch: a, num-keys: [], seconds-per-key: 3}", "expected a value or a list of values of num-keys, got []"),
+        (f"{ENTRY}, lr: {{a: 1}}}}", "expected a value or a list of values of lr, got {'a': '1'}"),
+        (f"{ENTRY}, lr: }}", "expected a value or a list of values of lr, got ''"),
+        ("- {arch: a, num-keys: [3, x], seconds-per-key: 3}", "expected a positive integer as num-keys, got 'x'"),
+        ("- {arch: a, num-keys: 0, seconds-per-key: 3}", "expected a positive integer as num-keys, got '0'"),
+        ("- {arch: a, num-keys: 3, seconds-per-key: inf}", "expected a positive number as seconds-per-key, got 'inf'"),
+        ("- {arch: a, num-keys: 3, seconds-per-key: [1, 2]}", "expected one value of seconds-per-key, got ['1', '2']"),
+    ],
+)
+def test_grids_without_a_meaning(tmp_path, text, said):
+    conf = tmp_path / "grid.yaml"
+    conf.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        grid.read_points([conf])
+
+
+@pytest.mark.parametrize(
+    "more, reason",
+    [
+        ("arch: summ_retrieval", "argument --arch/-a: invalid choice: 'summ_retrieval'"),
+        ("seed: [1, one]", "argument --seed: invalid int value: 'one'"),
+        ("with-replacement: False", "unrecognized arguments: False"),
+    ],
+)
+def test_flags_that_fairseq_refuses_are_no_plan(tmp_path, more, reason):
+    conf = tmp_path / "grid.yaml"
+    conf.write_text(f"{ENTRY}, {more}}}" if "arch" not in more else f"{ENTRY.replace('arch: sum_retrieval', more)}}}")
+    with pytest.raises(ValueError, match="fairseq-train refuses its flags: ") as error:
+        grid.check(grid.read_points([conf]), COMMON, tmp_path)
+    assert str(error.value).endswith(reason) and "\n" not in str(error.value)
+
+
 def test_a_log_of_two_starts_counts_each_evaluation_once(tmp_path):
     log = tmp_path / "train.log"
     log.write_text("")
@@ -79,7 +146,43 @@ def test_a_log_of_two_starts_counts_each_evaluation_once(tmp_path):
     assert found.evaluations[:2] == [(100, 0.4), (200, 0.2)] and found.evaluations[2][0] == 300
     assert found.best == 0.2 and found.feature_dim == 16 and found.seconds == 3 and found.diverged
     nothing = grid.read_outcome(tmp_path / "missing.log")
-    assert nothing.best == float("inf") and not nothing.diverged
+    assert nothing.best == float("inf") and not nothing.diverged and not nothing.counts
+
+
+def test_the_best_evaluation_counts_not_the_last(tmp_path):
+    point = grid.Point({"arch": "a", "num-keys": "8"}, 1)
+    write_log(tmp_path, point, [(100, 0.4), (200, 0.123456789), (300, 0.25)])
+    outcome = grid.read_finished(tmp_path / point.name)
+    assert outcome.best == 0.123456789 and outcome.updates == 300
+    report.write_tables([report.Result(point, outcome)], tmp_path)
+    assert (tmp_path / "points.csv").read_text().splitlines()[1] == '"a,num-keys=8",8,16,0.123,200,300,3,'
+    curve = (tmp_path / "curves.csv").read_text().splitlines()[1:]
+    assert [line.rsplit(",", 2)[1:] for line in curve] == [["100", "0.4"], ["200", "0.123457"], ["300", "0.25"]]
+
+
+def test_damaged_points_are_named(tmp_path):
+    point = grid.Point({"arch": "a", "num-keys": "8"}, 1)
+    folder = tmp_path / point.name
+    assert grid.read_finished(folder) is None
+    write_log(tmp_path, point, [(100, 0.4), (200, 0.3), (300, 0.2)])
+    whole = (folder / "train.log").read_text()
+    damage = f"^{re.escape(str(folder))} is damaged: .*; remove the folder to train the point again.$"
+
+    (folder / "train.log").write_text(whole[: whole.index('"300"')])
+    with pytest.raises(ValueError, match=damage) as error:
+        grid.read_finished(folder)
+    assert "finished with best loss 0.2, 300 updates, its train.log has best loss 0.3, 200" in str(error.value)
+
+    (folder / "train.log").write_text(whole + 'now | {"epoch": 4, | {"epoch": 5, "valid_loss": "0.1"}')
+    with pytest.raises(ValueError, match=damage):
+        grid.read_finished(folder)
+
+    (folder / "finished").write_text("")  # as earlier versions left it
+    (folder / "train.log").write_text(whole)
+    assert grid.read_finished(folder).best == 0.2
+    (folder / "train.log").unlink()
+    with pytest.raises(ValueError, match=damage):
+        grid.read_finished(folder)
 
 
 def test_plan_counts_what_is_left(conf):
@@ -87,6 +190,8 @@ def test_plan_counts_what_is_left(conf):
     said = grid.plan(points[1:], 1, workers=2)
     assert said.startswith("15 points to train (1 are finished): at most about 9 minutes of a core")
     assert said.endswith("4 minutes with 2 at once.")
+    said = grid.plan([grid.Point({"arch": "a", "num-keys": "3"}, 0.5)], 0, workers=2)
+    assert "at most about 2 s of a core" in said and said.endswith("1 s with 2 at once.")
 
 
 def test_tables_and_pictures(conf, tmp_path):
@@ -99,7 +204,7 @@ def test_tables_and_pictures(conf, tmp_path):
     results = report.read_results([conf], tmp_path)
     assert len(results) == 15
     cells = report.by_rule_and_map(results)
-    losses = {name: {ratio: found.outcome.best for ratio, found in row.items()} for name, row in cells.items()}
+    losses = {name: {ratio: cell.loss for ratio, cell in row.items()} for name, row in cells.items()}
     assert losses == {
         ("sum", "elu"): {0.5: 0.001, 1: 0.001, 1.25: 0.3},
         ("sum", "tanh"): {0.5: 0.001, 1: 0.001},
@@ -120,6 +225,69 @@ def test_tables_and_pictures(conf, tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def made(arch, size, loss, dim=16, curve=None, **flags):
+    """A result as it is read."""
+    point = grid.Point({"arch": arch, **{flag.replace("_", "-"): value for flag, value in flags.items()}}, 1)
+    point.flags["num-keys"] = str(size)
+    return report.Result(point, grid.Outcome(curve or [(100, 0.5), (200, loss)], 3.0, dim, False))
+
+
+def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
+    arch = "fwp_associative_retrieval"
+    results = [made(arch, 16, loss, seed=str(seed)) for seed, loss in enumerate([0.3, 0.25, 0.1])]
+    results.append(made(arch, 16, 0.4, with_replacement="true"))
+    results.append(made(arch, 8, 0.2, update_rule="delta", feature_map="tanh", with_replacement="false"))
+    cells = report.by_rule_and_map(results)
+    assert cells.keys() == {("sum", "elu"), ("delta", "tanh")}  # without flags: the model's defaults
+    model = FwpAssociativeRetrievalConfig()
+    assert {"update-rule": model.update_rule, "feature-map": model.feature_map} == report.DEFAULTS
+    assert cells["sum", "elu"][1].loss == 0.25 and cells["sum", "elu"][1].held == 8
+    assert cells["delta", "tanh"][0.5].loss == 0.2
+
+
+def lines_of(axes):
+    """What is drawn: (x, y) of each line of numbers, without those that only stand for an entry of the legend."""
+    return [tuple(map(tuple, line.get_xydata().tolist())) for line in axes.get_lines() if len(line.get_xydata())]
+
+
+def test_pictures_show_the_right_points(tmp_path, monkeypatch):
+    figures = []
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    results = [made("sum_retrieval", 20, loss, seed=str(seed)) for seed, loss in enumerate([0.3, 0.01, 0.02])]
+    results.append(made("sum_dpfp1_retrieval", 20, 0.05, curve=[(100, 0.05)]))
+    replaced = {"with_replacement": "true"}
+    results.append(made("sum_dpfp1_retrieval", 20, 0.06, curve=[(100, 0.06)], **replaced))
+    results.append(made("sum_dpfp1_retrieval", 20, 0.07, curve=[(100, 0.07)], valid_length="20", **replaced))
+    results.append(made("sum_retrieval", 600, 0.45, curve=[(100, 0.45)]))
+    published = {
+        "setting 1": {"sum_retrieval": {"knee": 64, "losses": {20: 0.001, 60: 0.1}}},
+        "setting 2": {"sum_dpfp1_retrieval": {"losses": {20: 0.002}}},
+    }
+    drawn = [path.stem for path in report.draw(results, published, tmp_path)]
+    shown = {name: lines_of(figure.axes[0]) for name, figure in zip(drawn, figures, strict=True)}
+    titles = {name: figure.axes[0].get_title(loc="left") for name, figure in zip(drawn, figures, strict=True)}
+    monkeypatch.undo()
+    pyplot.close("all")
+    assert drawn == ["figure2", "ratio", "figure3", "figure4", "figure5"]
+    assert titles["figure2"].endswith("dotted: features (softmax: the paper's 340)")
+    assert shown["figure2"] == [
+        ((20, 0.02),),  # the median
+        ((20, 0.3), (20, 0.01), (20, 0.02)),
+        ((20, 0.001),),  # the paper's, up to our largest S
+        ((64, 0), (64, 1)),
+        ((20, 0.05),),
+        ((20, 0.05),),
+    ]
+    *ours, one, bound = shown["ratio"]
+    assert ours == [((1.25, 0.02),), ((1.25, 0.05),)] and one == ((1, 0), (1, 1))
+    assert bound[0] == (1, 0) and bound[-1] == pytest.approx((1.25, 0.1))  # (1 - 1 / 1.25) / 2
+    assert bound[10] == pytest.approx((1.1, (1 - 1 / 1.1) / 2))
+    assert shown["figure3"] == [((100, 0.06),), ((100, 0.06),)]
+    assert shown["figure4"] == [((100, 0.45),), ((100, 0.45),)]
+    assert shown["figure5"] == [((20, 0.06),), ((20, 0.06),), ((20, 0.002),)]
+
+
 def test_published_numbers_are_of_architectures_that_are_drawn():
     published = report.read_published()
     assert published["setting 1"].keys() == report.STYLES.keys()
@@ -138,16 +306,19 @@ def run_grid(conf, out, *flags, script="retrieval_grid.py"):
 def test_points_are_trained_once_and_failures_are_named(tmp_path):
     rows = [
         {"arch": "sum_retrieval", "key-dim": 4, "num-keys": [3, 4], "max-update": 2, "seconds-per-key": 1},
+        {"arch": "sum_dpfp1_retrieval", "lr": "1e30", "num-keys": 3, "max-update": 5, "seconds-per-key": 1},
         {"arch": "sum_retrieval", "key-dim": 0, "num-keys": 3, "max-update": 2, "seconds-per-key": 1},
     ]
     conf = tmp_path / "grid.yaml"
     conf.write_text(yaml.safe_dump(rows))
     result = run_grid(conf, tmp_path / "out", "--workers", "2")
-    assert result.returncode == 1 and "3 points to train (0 are finished)" in result.stdout
-    assert "failed, see train.log" in result.stderr and "key-dim=0" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
-    finished = sorted(path.parent for path in (tmp_path / "out").glob("*/finished"))
-    assert [folder.name for folder in finished] == [
+    assert result.returncode == 1 and "4 points to train (0 are finished)" in result.stdout
+    said = result.stderr.splitlines()[-1]
+    assert said.count("max-update") == 1 and "key-dim=0" in said and said.endswith("run.sh report draws the others.")
+    assert "failed, see train.log" in said and "Traceback" not in result.stderr
+    diverged, *finished = sorted(path.parent for path in (tmp_path / "out").glob("*/finished"))
+    assert grid.read_finished(diverged).diverged
+    assert diverged.name.startswith("sum_dpfp1") and [folder.name for folder in finished] == [
         f"sum_retrieval,key-dim=4,max-update=2,num-keys={size}" for size in (3, 4)
     ]
     assert sorted(path.name for path in finished[0].iterdir()) == ["finished", "train.log"]
@@ -159,9 +330,55 @@ def test_points_are_trained_once_and_failures_are_named(tmp_path):
     assert (finished[0] / "train.log").read_text() == before
 
 
+def interrupt(conf, out, how):
+    """Ends a grid, and its process alone, at its first checkpoint."""
+    (point,) = grid.read_points([conf])
+    log = out / point.name / "train.log"
+    before = log.stat().st_size if log.exists() else 0
+    command = [sys.executable, FOLDER / "retrieval_grid.py", conf, "--out", out, "--workers", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (log.exists() and b"Saved checkpoint" in log.read_bytes()[before:]):
+            time.sleep(0.01)
+        process.send_signal(how)
+        said = process.communicate()[1]
+    assert process.returncode == 1 and said.endswith("stopped; the same command goes on.\n")
+    # A training that went on would have the lock still.
+    with (out / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.slow
+def test_an_interrupted_grid_leaves_no_training_and_goes_on(tmp_path):
+    flags = {"key-dim": 4, "updates-per-epoch": 20, "stop-loss": 0, "stop-updates": 0, "max-update": 600}
+    conf, out = tmp_path / "grid.yaml", tmp_path / "out"
+    conf.write_text(yaml.safe_dump([{"arch": "sum_retrieval", **flags, "num-keys": 3, "seconds-per-key": 1}]))
+    interrupt(conf, out, signal.SIGINT)
+    interrupt(conf, out, signal.SIGTERM)
+    result = run_grid(conf, out)
+    assert result.returncode == 0, result.stderr
+    (point,) = grid.read_points([conf])
+    updates = [update for update, _ in grid.read_finished(out / point.name).evaluations]
+    assert updates == list(range(20, 601, 20))
+    log = (out / point.name / "train.log").read_text()
+    assert log.count("+ fairseq-train") == 3 and log.count("Loaded checkpoint") == 2
+
+
+def test_a_folder_has_one_grid(conf, tmp_path):
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        result = run_grid(conf, tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"retrieval_grid.py: another grid runs in {tmp_path}: ")
+    assert result.stderr.count("\n") == 1
+
+
 def test_refusals(conf, tmp_path):
     result = run_grid(conf, tmp_path, script="retrieval_report.py")
     assert result.returncode == 1 and "train them first" in result.stderr and "Traceback" not in result.stderr
+    (tmp_path / "empty.yaml").touch()
+    for script in ("retrieval_grid.py", "retrieval_report.py"):
+        result = run_grid(tmp_path / "empty.yaml", tmp_path, script=script)
+        assert result.returncode == 1 and result.stderr.startswith(f"{script}: {tmp_path}/empty.yaml: expected a list")
     result = run_grid(conf, tmp_path, "--workers", "0")
     assert result.returncode == 1 and "--workers must be at least 1" in result.stderr
 
@@ -175,11 +392,15 @@ def test_refusals(conf, tmp_path):
         (["plan", "--conf", "missing.yaml"], 1, "there is no missing.yaml."),
         (["plan", "--size", "3"], 1, "there is no --size: it is --conf, --out or --workers."),
         (["plan", "--workers"], 1, "--workers needs a value."),
+        (["--conf", "missing.yaml", "plan"], 1, "there is no missing.yaml."),
+        (["plan", "report"], 1, "there are two stages, plan and report: name one."),
+        (["plan", "-h"], 0, "bash recipes/associative_retrieval/run.sh [plan|train|report|all]"),
     ],
 )
 def test_run_sh(tmp_path, arguments, status, said):
     copy = tmp_path / "recipes"
     shutil.copytree(FOLDER, copy / FOLDER.name, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (tmp_path / "fairseq_fwp").symlink_to(FOLDER.parents[1] / "fairseq_fwp")
     (copy / "env.sh").write_text(f'root={str(tmp_path)!r}\nrun() {{ "$@"; }}\n')
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", copy / FOLDER.name / "run.sh", *arguments]

@@ -11,6 +11,8 @@ import pytest
 import torch
 from test_commands import run
 
+from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
+from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
 from fairseq_fwp.tasks.associations import NOT_ASKED, Associations, Setting
 from fairseq_fwp.tasks.fwp_associative_retrieval import (
     FwpAssociativeRetrievalTask,
@@ -89,6 +91,28 @@ def test_lengths_and_queries_of_both_settings():
             for batch in made:
                 assert batch["net_input"]["keys"].shape[1] == batch["net_input"]["values"].shape[1] == length
                 assert batch["net_input"]["queries"].shape[1] == batch["target"].shape[1] == queries
+
+
+def test_an_epoch_has_the_batches_of_all_its_updates():
+    assert len(batches(make_task(num_keys=4, updates_per_epoch=3, update_freq=[2]))) == 6
+
+
+def test_defaults_are_the_papers():
+    task = make_task().cfg
+    assert (task.num_keys, task.with_replacement, task.length, task.valid_length) == (20, False, None, None)
+    assert (task.updates_per_epoch, task.valid_sequences) == (100, 20)
+    assert (task.stop_loss, task.stop_updates) == (0.001, 1000)
+    assert FwpAssociativeRetrievalConfig().key_dim == 64
+
+
+def test_each_rule_is_normalised_as_the_paper_has_it():
+    of_rule = {"softmax": None, "delta": "sum_normalization", "fwm": "norm_read_out"}
+    for name, preset in RETRIEVAL_PRESETS.items():
+        expected = of_rule.get(preset["update_rule"], "attention_normalization")
+        if name == "sum_tanh_retrieval":  # its features may be negative
+            expected = None
+        assert [flag for flag in preset if "norm" in flag] == ([expected] if expected else []), name
+        assert expected is None or preset[expected] is True
 
 
 def test_processes_read_different_sequences():
