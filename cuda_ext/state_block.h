@@ -27,8 +27,8 @@ struct Matrix {
 
 // Where element i of p is, or would be: p may be null and i past an end, which arithmetic with pointers does not allow.
 template <typename A>
-FWP_INLINE const void* address(const A* p, int64_t i) {
-  return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) + uintptr_t(i) * sizeof(A));
+FWP_INLINE A* address(A* p, int64_t i) {
+  return reinterpret_cast<A*>(reinterpret_cast<uintptr_t>(p) + uintptr_t(i) * sizeof(A));
 }
 
 // One vector a token; the elements of a vector are neighbours in memory.
@@ -45,8 +45,8 @@ struct Tokens {
   FWP_INLINE void fetch_to_write(int64_t t, int64_t count) const {
     for (int64_t i = 0; i < count; i += kLineBytes / int64_t(sizeof(A))) __builtin_prefetch(address(data, t * stride + i), 1);
   }
-  Tokens from(int64_t column) const { return {data + column, stride}; }
-  Tokens reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
+  Tokens from(int64_t column) const { return {address(data, column), stride}; }
+  Tokens reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
 };
 
 template <typename A>
@@ -54,7 +54,7 @@ struct Rates {  // one number a token
   A* data;
   int64_t stride;
   A& operator[](int64_t t) const { return data[t * stride]; }
-  Rates reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
+  Rates reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
 };
 
 template <typename A, int NV>
