@@ -4,6 +4,7 @@ A mend replaces one attribute of one fairseq module, never a file. `apply()` run
 """
 
 import argparse
+import codecs
 import contextlib
 import errno
 import functools
@@ -83,6 +84,7 @@ def allow_checkpoint_types() -> None:
         # What --best-checkpoint-metric bleu leaves in them: its value, and the n-grams counted.
         + [np.ndarray, np.dtype, np.ndarray(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
         + [type(np.dtype(number)) for number in (np.float64, np.float32, np.int64, np.int32)]
+        + [codecs.encode]  # their bytes; torch 2.4 does not allow it by itself
     )
 
 
