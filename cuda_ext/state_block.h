@@ -34,16 +34,17 @@ FWP_INLINE A* address(A* p, int64_t i) {
 // One vector a token; the elements of a vector are neighbours in memory.
 template <typename A>
 struct Tokens {
+  static constexpr int64_t kLine = kLineBytes / int64_t(sizeof(A));
   A* data;
   int64_t stride;
   A* operator[](int64_t t) const { return data + t * stride; }
   // Into the cache: the first `count` elements of token t, which may lie past the end.
   FWP_INLINE void fetch(int64_t t, int64_t count) const {
-    for (int64_t i = 0; i < count; i += kLineBytes / int64_t(sizeof(A))) __builtin_prefetch(address(data, t * stride + i));
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address(data, t * stride + i));
   }
   // The same for what will be written: a store waits for its line as a load does.
   FWP_INLINE void fetch_to_write(int64_t t, int64_t count) const {
-    for (int64_t i = 0; i < count; i += kLineBytes / int64_t(sizeof(A))) __builtin_prefetch(address(data, t * stride + i), 1);
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address(data, t * stride + i), 1);
   }
   Tokens from(int64_t column) const { return {address(data, column), stride}; }
   Tokens reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }

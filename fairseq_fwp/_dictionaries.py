@@ -36,7 +36,7 @@ def fingerprints(task: Any) -> dict[str, str]:
 
 
 def difference(task: Any, saved: dict[str, str]) -> str:
-    """The sentence that says with which other dictionaries a model was trained; "" with the same, or if none is known."""
+    """What is to be said of a model that was trained with other dictionaries; "" with the same, or if none is known."""
     now = fingerprints(task)
     different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
     if not different:

@@ -52,13 +52,15 @@ def load_to_evaluate(save_dir, data):
     return checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides={"data": str(data)})
 
 
-SENTENCE = r"data has another target dictionary \(40 words, \w{12}\) than the model was trained with \(40 words, \w{12}\)"
+SIZE = r"\(40 words, \w{12}\)"
+SENTENCE = rf"data has another target dictionary {SIZE} than the model was trained with {SIZE}"
 
 
 def test_a_training_does_not_go_on_with_other_words(data, save_dir):
     saved = {path: path.read_bytes() for path in save_dir.iterdir()}
     rewrite(data, reverse)
-    with pytest.raises(ValueError, match=rf"^\S+checkpoint_last.pt cannot go on: \S+{SENTENCE}: pass .*--srcdict") as error:
+    expected = rf"^\S+checkpoint_last.pt cannot go on: \S+{SENTENCE}: pass .*--srcdict"
+    with pytest.raises(ValueError, match=expected) as error:
         train(data, save_dir, "--max-update", 4)
     assert "\n" not in str(error.value)
     assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved

@@ -37,13 +37,16 @@ pytestmark = [
 ]
 
 
+def library_path(name):
+    asked = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return asked.stdout.strip()
+
+
 def environment(kind, **more):
     watched = {**os.environ, "CXX": f"env -u LD_PRELOAD g++ {FLAGS[kind]}", "OMP_NUM_THREADS": "1", **more}
     if kind == "address":
         # The second beside it: the sanitizer looks for what throws exceptions when the process starts.
-        asked = (["g++", f"-print-file-name={name}.so"] for name in ("libasan", "libstdc++"))
-        paths = (subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for command in asked)
-        watched["LD_PRELOAD"] = " ".join(paths)
+        watched["LD_PRELOAD"] = f"{library_path('libasan.so')} {library_path('libstdc++.so')}"
         watched["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0"
     watched["UBSAN_OPTIONS"] = "print_stacktrace=1"
     return watched
