@@ -210,12 +210,17 @@ def explain_damaged_checkpoints() -> None:
                     "file; copy it again, or use another checkpoint of the same folder"
                 ) from error
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                if _holds_model(path):
-                    raise
-                raise RuntimeError(
-                    f"{path} is no checkpoint of fairseq: give one that fairseq-train has written, or make one of it "
-                    "with fwp-convert"
-                ) from error
+                if not _holds_model(path):
+                    raise RuntimeError(
+                        f"{path} is no checkpoint of fairseq: give one that fairseq-train has written, or make one of "
+                        "it with fwp-convert"
+                    ) from error
+                if isinstance(error, KeyError):
+                    raise RuntimeError(
+                        f"{path} has a model, but not all that fairseq saves beside it (no {error}): it was damaged, "
+                        "or written by something else; copy it again, or use another checkpoint of the same folder"
+                    ) from error
+                raise
 
         return load_or_explain
 
