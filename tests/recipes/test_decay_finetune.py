@@ -79,13 +79,16 @@ def test_table(tmp_path):
     measured(tmp_path / "decay" / "converted", "valid 0", 4e9)
     measured(tmp_path / "delta" / "converted", "valid 0", float("inf"))
     (tmp_path / "delta" / "diverged").write_text("at update 3\n")
+    (tmp_path / "delta" / "train.log").write_text('num. shared model params: 9\n | {"num_updates": "3"}\n')
+    (tmp_path / "sum").mkdir()
+    (tmp_path / "sum" / "train.log").write_text("+ fairseq-train that has just begun\n")
     lines = [line.strip("| ").split(" | ") for line in rows.table(corpus, tmp_path)]
     assert lines[0][:6] == ["row", "state", "converted, valid 0", "valid 0", "test 0", "of the source"]
     assert lines[2:] == [
         ["source", "1,000", "-", "10.00", "11.00", "-", "-", "-", "-", "-"],
         ["softmax", "1,000", "10.00", "9.00", "10.00", "111.1%", "100.0%", "14.50", "100.0%", "-"],
         ["decay", "8", "4.0e+09", "12.50", "13.75", "80.0%", "72.0%", "14.60", "99.3%", "-"],
-        ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "-"],
+        ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "3"],
         ["sum", "-", "not run", "not run", "not run", "-", "-", "20.00", "72.5%", "-"],
         ["ours", "-", "not run", "not run", "not run", "-", "-", "-", "-", "-"],
     ]
