@@ -141,10 +141,14 @@ def test_a_vocabulary_of_another_model_is_refused(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-def run(script, *arguments):
+def run_command(*command, **options):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", str(script), *map(str, arguments)]
-    return subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    environment = os.environ | {"PATH": path}
+    return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, **options)
+
+
+def run(script, *arguments):
+    return run_command("bash", script, *arguments)
 
 
 @pytest.fixture
@@ -292,3 +296,12 @@ def test_gpt2(recipe, tmp_path):
     result = run(recipe, "all", "--corpus", "gpt2", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "decay, m = 4" in result.stdout
+    # What is written generates, as the README has it: the folder of the conversion has the dictionary.
+    tuned, vocabulary = tmp_path / "out" / "decay_m4", (folder / "vocab.json", folder / "merges.txt")
+    said = run_command(
+        "fairseq-interactive", tuned / "converted", "--user-dir", ROOT / "fairseq_fwp", "--task", "language_modeling",
+        "--path", tuned / "checkpoint_best.pt", "--bpe", "gpt2", "--gpt2-encoder-json", vocabulary[0],
+        "--gpt2-vocab-bpe", vocabulary[1], "--sampling", "--beam", 1, "--max-len-b", 12, "--cpu", input="the memory\n",
+    )  # fmt: skip
+    (text,) = [line.split("\t")[2] for line in said.stdout.splitlines() if line.startswith("D-0\t")]
+    assert text.startswith("the memory") and len(text) > len("the memory")
