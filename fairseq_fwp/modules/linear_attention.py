@@ -58,7 +58,8 @@ class LinearAttention(nn.Module):
             return self.read(x, self.summarize(source, key_padding_mask))
         weights, v = self._weights_and_values(x, source, key_padding_mask)
         with torch.autocast(v.device.type, enabled=False):
-            return self._merge_heads(weights @ v.to(weights.dtype), x.dtype)
+            out = weights @ v.to(weights.dtype)
+        return self._merge_heads(out, x.dtype)
 
     def summarize(self, source: Tensor, key_padding_mask: Tensor | None = None) -> FastWeightState:
         """What is kept of source (B, S, source_dim): W (B, H, Dk, Dv), and z (B, H, Dk) for a positive map.
