@@ -120,8 +120,9 @@ class FwpTransformerModel(TransformerModel):
         for module in self.modules():
             if isinstance(module, FeatureMap):
                 module.resample()
-        # Batches come again in every epoch, and with them their numbers of rows.
-        with OneDnnLinear() if mkl_is_slow() else nullcontext():
+        on_cpu = next(self.parameters()).device.type == "cpu"
+        # Batches come again in every epoch, and with them their numbers of rows, which oneDNN has then prepared for.
+        with OneDnnLinear() if on_cpu and mkl_is_slow() else nullcontext():
             return super().forward(*args, **kwargs)
 
 
