@@ -195,7 +195,7 @@ class FastWeightAttention(nn.Module):
         )
 
     def _read_by_scores(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, FastWeightState]:
-        """`_read` for the sum rule and no state: out_t = sum over i <= t of (q_t . k_i) v_i, divided by that of ones."""
+        """`_read` for the sum rule and no state: out_t = sum over i <= t of (q_t . k_i) v_i, normalised."""
         scores = (q @ k.mT).tril()
         out = scores @ v
         if not self.attention_normalization:

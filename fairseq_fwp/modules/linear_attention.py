@@ -89,7 +89,7 @@ class LinearAttention(nn.Module):
         return self._weights_and_values(x, source, key_padding_mask)[0]
 
     def _scores_are_cheaper(self, queries: int, keys: int) -> bool:
-        """Whether a sequence is so short that a number for every pair of tokens costs less than W, as most sentences."""
+        """Whether a number for every pair of tokens costs less than W: true of short sequences, as most sentences."""
         sizes = self.feature_map.feature_dim, self.head_dim
         return queries * keys * sum(sizes) < (queries + keys) * math.prod(sizes)
 

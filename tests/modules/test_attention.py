@@ -65,7 +65,7 @@ def test_two_pieces_with_the_carried_state_equal_the_whole(layer):
 @pytest.mark.parametrize("length, by_scores", [(6, True), (12, False)])
 @pytest.mark.parametrize("kind", [kind for kind in FAST_WEIGHTS if kind[0] == "sum"], ids="-".join)
 def test_short_sequences_are_read_by_their_scores(kind, length, by_scores, monkeypatch):
-    """Without a state the sum rule is attention: read-out, state, what follows on it, and all gradients are the same."""
+    """Without a state the sum rule is attention: read-out, state, what follows on it, and gradients are the same."""
     layer = FastWeightAttention(32, 2, FEATURE_MAPS[kind[1]](16), "sum", **NORMALIZATIONS[kind[2]]).double().eval()
     x = torch.randn(2, length, 32, dtype=torch.float64, requires_grad=True)
     padding = torch.zeros(2, length, dtype=torch.bool)
