@@ -42,18 +42,19 @@ inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const 
   FWP_DISPATCH(out.scalar_type(), for_blocks<A>(size, size.Dk, size.Dv,
                                                 [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
     constexpr int NV = decltype(vectors)::value;
-    StateBlock<A, NV> block(size.Dk, n, matrix<const A>(initial, h, j), matrix<A>(final, h, j), work);
-    DeltaForward<A, NV> scan{block, size.L, tokens<const A>(q, h), tokens<const A>(k, h),
-                             tokens<const A>(v, h).from(j), rates<const A>(beta, h), tokens<A>(out, h).from(j),
-                             tokens<A>(error, h).from(j), {}};
-    if constexpr (NV == 4) {
-      scan.template start<1>();
-      scan.template run<1, true>(0);
-    } else {
-      if (size.L > 0) scan.template start<scan.kGroup>();
-      for_token_groups<scan.kGroup>(size.L, scan);
-    }
-    block.finish();
+    with_block<A, NV>(size.Dk, n, matrix<const A>(initial, h, j), matrix<A>(final, h, j), work,
+                      [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
+      DeltaForward<A, NV> scan{block, size.L, tokens<const A>(q, h), tokens<const A>(k, h),
+                               tokens<const A>(v, h).from(j), rates<const A>(beta, h), tokens<A>(out, h).from(j),
+                               tokens<A>(error, h).from(j), {}};
+      if constexpr (NV == 4) {
+        scan.template start<1>();
+        scan.template run<1, true>(0);
+      } else {
+        if (size.L > 0) scan.template start<scan.kGroup>();
+        for_token_groups<scan.kGroup>(size.L, scan);
+      }
+    });
   });)
 }
 
@@ -74,30 +75,33 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
       with_vectors<4>(vectors, [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
         const int64_t j = index * width;
-        StateBlock<A, NV> block(size.Dk, std::min(width, size.Dv - j), matrix<const A>(d_final, h, j),
-                                matrix<A>(d_initial, h, j), work);
-        DeltaBackwardWrites<A, NV> scan{
-            block, tokens<const A>(q, h).reversed(L), tokens<const A>(k, h).reversed(L),
-            tokens<const A>(d_out, h).from(j).reversed(L), tokens<const A>(error, h).from(j).reversed(L),
-            rates<const A>(beta, h).reversed(L), tokens<A>(d_k_parts.select(0, part), h).reversed(L),
-            tokens<A>(d_v, h).from(j).reversed(L), rates<A>(d_beta_parts.select(0, part), h).reversed(L), add,
-            work + size.Dk * width, {}, {}};
-        scan.start();
-        for_token_groups<scan.kGroup>(L, scan);
-        if (d_initial.defined() && L > 0) scan.finish();
-        block.finish();
+        with_block<A, NV>(size.Dk, std::min(width, size.Dv - j), matrix<const A>(d_final, h, j),
+                          matrix<A>(d_initial, h, j), work,
+                          [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
+          DeltaBackwardWrites<A, NV> scan{
+              block, tokens<const A>(q, h).reversed(L), tokens<const A>(k, h).reversed(L),
+              tokens<const A>(d_out, h).from(j).reversed(L), tokens<const A>(error, h).from(j).reversed(L),
+              rates<const A>(beta, h).reversed(L), tokens<A>(d_k_parts.select(0, part), h).reversed(L),
+              tokens<A>(d_v, h).from(j).reversed(L), rates<A>(d_beta_parts.select(0, part), h).reversed(L), add,
+              work + size.Dk * width, {}, {}};
+          scan.start();
+          for_token_groups<scan.kGroup>(L, scan);
+          if (d_initial.defined() && L > 0) scan.finish();
+        });
       });
     });
     shared.add_parts(d_k, d_k_parts);
     shared.add_parts(d_beta, d_beta_parts);
     for_blocks<A, 2>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
-      StateBlock<A, NV> block(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work);
-      DeltaBackwardReads<A, NV> scan{
-          block, tokens<const A>(k, h).from(j), tokens<const A>(d_out, h), tokens<const A>(error, h),
-          tokens<const A>(d_v, h), rates<const A>(beta, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
-          work + size.Dv * block.kWidth};
-      for_token_groups<scan.kGroup>(L, scan);
+      with_block<A, NV>(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work,
+                        [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
+        DeltaBackwardReads<A, NV> scan{
+            block, tokens<const A>(k, h).from(j), tokens<const A>(d_out, h), tokens<const A>(error, h),
+            tokens<const A>(d_v, h), rates<const A>(beta, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
+            work + size.Dv * block.kWidth};
+        for_token_groups<scan.kGroup>(L, scan);
+      });
     });
   })
 }

@@ -91,30 +91,12 @@ FWP_INLINE Vector<A> shuffle(Vector<A> a, Vector<A> b, Source) {
   }(std::make_integer_sequence<int, kLanes<A>>());
 }
 
-// The sum of all lanes, by halves: each step is one addition of narrower vectors.
-template <typename A, int N>
-FWP_INLINE A sum_halves(const A* p) {
-  if constexpr (N * sizeof(A) > 16) {
-    typedef A Half __attribute__((vector_size(N / 2 * sizeof(A))));
-    Half low, high;
-    std::memcpy(&low, p, sizeof low);
-    std::memcpy(&high, p + N / 2, sizeof high);
-    low += high;
-    A part[N / 2];
-    std::memcpy(part, &low, sizeof low);
-    return sum_halves<A, N / 2>(part);
-  } else {
-    A sum = p[0];
-    for (int i = 1; i < N; ++i) sum += p[i];
-    return sum;
-  }
-}
-
-template <typename A>
+// The sum of all lanes, by halves that change places: through memory, the parts would wait for the whole to be stored.
+template <typename A, int half = kLanes<A> / 2>
 FWP_INLINE A sum_lanes(Vector<A> x) {
-  A part[kLanes<A>];
-  store(part, x);
-  return sum_halves<A, kLanes<A>>(part);
+  x += shuffle<A>(x, x, [](int lane) { return lane ^ half; });
+  if constexpr (half > 1) return sum_lanes<A, half / 2>(x);
+  return x[0];
 }
 
 // As many numbers as 16 bytes hold: so many sums across lanes are made together.
@@ -154,20 +136,19 @@ FWP_INLINE Piece<A> sums_of(const Vector<A>* x) {
   return piece[0];
 }
 
-// Of two runs of `half` lanes in each of two vectors, those of x in every first run, those of y in every second one.
-template <bool kUpper, int half, typename A>
-FWP_INLINE Vector<A> halves(Vector<A> x, Vector<A> y) {
-  return shuffle<A>(x, y, [](int lane) {
-    const int within = lane % (2 * half);
-    return lane - within + (within < half ? within : within - half + kLanes<A>) + (kUpper ? half : 0);
-  });
+// Of vectors in runs of `half` lanes: the sums of x's runs by twos in every first run, those of y's in every second one.
+template <int half, typename A>
+FWP_INLINE Vector<A> sum_runs(Vector<A> x, Vector<A> y) {
+  // What is in its place already is taken by a blend, which is cheaper than a shuffle.
+  return shuffle<A>(x, y, [](int lane) { return lane % (2 * half) < half ? lane : kLanes<A> + lane; }) +
+         shuffle<A>(x, y, [](int lane) { return lane % (2 * half) < half ? lane + half : kLanes<A> + lane - half; });
 }
 
 // The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one.
 template <typename A, int half = kLanes<A> / 2>
 FWP_INLINE void sum_lanes_of_each(Vector<A>* x) {
   FWP_UNROLL for (int n = 0; n < half; ++n)
-    x[n] = halves<false, half, A>(x[n], x[n + half]) + halves<true, half, A>(x[n], x[n + half]);
+    x[n] = sum_runs<half, A>(x[n], x[n + half]);
   if constexpr (half > 1) sum_lanes_of_each<A, half / 2>(x);
 }
 

@@ -189,6 +189,24 @@ class StateBlock {
   int64_t source_stride_;
 };
 
+// Call f(block), and store the new state. The sizes of a full block, and of one that is square and one vector wide, are
+// constants to the f that takes it: passes over short rows are a tenth to a seventh faster for it.
+template <typename A, int NV, typename F>
+FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initial, Matrix<A> final, A* work, F f) {
+  constexpr int64_t width = NV * kLanes<A>;
+  const auto run = [&](int64_t rows, int64_t columns) __attribute__((always_inline)) {
+    StateBlock<A, NV> block(rows, columns, initial, final, work);
+    f(block);
+    block.finish();
+  };
+  if (columns < width)
+    run(rows, columns);
+  else if (NV == 1 && rows == width)
+    run(width, width);
+  else
+    run(rows, width);
+}
+
 // Call scan.run<T, last group?>(first token) over all tokens, T = kGroup at a time.
 template <int kGroup = kTokens, typename Scan>
 FWP_INLINE void for_token_groups(int64_t length, Scan& scan) {

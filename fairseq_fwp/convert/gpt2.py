@@ -77,9 +77,14 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def weight_files(path: Path) -> list[str]:
-    """The names of the files in a folder that hold its weights. Raises ValueError for an index that names none."""
+    """The names of the files in a folder that hold its weights. Raises ValueError where there are none, or unnamed."""
     index = path / INDEX
     if not index.exists():
+        if not (path / WEIGHTS).exists():
+            raise ValueError(
+                f"{path} has neither {WEIGHTS} nor {INDEX}: weights in another format, such as pytorch_model.bin, are "
+                "to be saved as safetensors first"
+            )
         return [WEIGHTS]
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):

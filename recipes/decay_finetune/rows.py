@@ -67,6 +67,13 @@ def state_size(folder: Path, measure: str) -> str:
     return "-" if size is None else f"{size:,}"
 
 
+def updates(folder: Path) -> str:
+    """Those of a fine-tuning that has come to its end; -: none has."""
+    if not any((folder / end).exists() for end in ("trained", "diverged")):
+        return "-"
+    return f"{read_training(folder / 'train.log').updates:,}"
+
+
 def table(corpus: dict[str, Any], out: Path) -> list[str]:
     """The source, then a line for each row."""
     measures = corpus["measures"]
@@ -106,7 +113,7 @@ def table(corpus: dict[str, Any], out: Path) -> list[str]:
             recovered(tuned, ours[first]),
             *(shown(paper.get(measure, "-")) for measure in paper_measures),
             recovered(paper_source.get(compared), paper.get(compared)),
-            f"{read_training(folder / 'train.log').updates:,}" if (folder / "train.log").exists() else "-",
+            updates(folder),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

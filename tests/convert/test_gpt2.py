@@ -228,7 +228,10 @@ def test_files_that_are_not_there_or_not_whole(folder):
         with pytest.raises(SystemExit, match=r"model\.safetensors is not a whole file of safetensors"):
             folder.convert()
     weights.unlink()
-    with pytest.raises(SystemExit, match=r"the weights .* cannot be read: No such file"):
+    with pytest.raises(SystemExit, match=r"has neither model\.safetensors nor .*\.index\.json: weights in another"):
+        folder.convert()
+    index.write_text('{"weight_map": {"a": "part.safetensors"}}')
+    with pytest.raises(SystemExit, match=r"the weights .*part\.safetensors cannot be read: No such file"):
         folder.convert()
     with pytest.raises(SystemExit, match="is no folder"):
         main(["--source", "gpt2", str(weights), "--out", str(folder.out)])

@@ -79,13 +79,16 @@ def test_table(tmp_path):
     measured(tmp_path / "decay" / "converted", "valid 0", 4e9)
     measured(tmp_path / "delta" / "converted", "valid 0", float("inf"))
     (tmp_path / "delta" / "diverged").write_text("at update 3\n")
+    (tmp_path / "delta" / "train.log").write_text('num. shared model params: 9\n | {"num_updates": "3"}\n')
+    (tmp_path / "sum").mkdir()
+    (tmp_path / "sum" / "train.log").write_text("+ fairseq-train that has just begun\n")
     lines = [line.strip("| ").split(" | ") for line in rows.table(corpus, tmp_path)]
     assert lines[0][:6] == ["row", "state", "converted, valid 0", "valid 0", "test 0", "of the source"]
     assert lines[2:] == [
         ["source", "1,000", "-", "10.00", "11.00", "-", "-", "-", "-", "-"],
         ["softmax", "1,000", "10.00", "9.00", "10.00", "111.1%", "100.0%", "14.50", "100.0%", "-"],
         ["decay", "8", "4.0e+09", "12.50", "13.75", "80.0%", "72.0%", "14.60", "99.3%", "-"],
-        ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "-"],
+        ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "3"],
         ["sum", "-", "not run", "not run", "not run", "-", "-", "20.00", "72.5%", "-"],
         ["ours", "-", "not run", "not run", "not run", "-", "-", "-", "-", "-"],
     ]
@@ -138,10 +141,14 @@ def test_a_vocabulary_of_another_model_is_refused(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-def run(script, *arguments):
+def run_command(*command, **options):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", str(script), *map(str, arguments)]
-    return subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    environment = os.environ | {"PATH": path}
+    return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, **options)
+
+
+def run(script, *arguments):
+    return run_command("bash", script, *arguments)
 
 
 @pytest.fixture
@@ -233,8 +240,10 @@ def test_peps_and_what_was_interrupted(recipe, tmp_path):
     shutil.rmtree(out / "local_w32")
     again = run(recipe, "all", *arguments)
     assert again.returncode == 0 and (out / "table.md").read_text() == table
+    # What was missing was done, and nothing twice: the measure of one row, and another row with its three.
     commands = [line.split()[1] for line in again.stderr.splitlines() if line.startswith(("+ fairseq", "+ fwp"))]
-    assert commands.count("fwp-convert") == commands.count("fairseq-train") == 1 and commands.count("fwp-eval-lm") == 5
+    assert sorted(commands) == ["fwp-convert", *4 * ["fwp-eval-lm"]]
+    assert {log.read_text().count("+ fairseq-train ") for log in out.glob("*/train.log")} == {1}
     other = run(recipe, "train", *arguments, "--lr", "1")
     assert other.returncode == 1 and "another --out" in other.stderr
 
@@ -289,3 +298,12 @@ def test_gpt2(recipe, tmp_path):
     result = run(recipe, "all", "--corpus", "gpt2", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "decay, m = 4" in result.stdout
+    # What is written generates, as the README has it: the folder of the conversion has the dictionary.
+    tuned, vocabulary = tmp_path / "out" / "decay_m4", (folder / "vocab.json", folder / "merges.txt")
+    said = run_command(
+        "fairseq-interactive", tuned / "converted", "--user-dir", ROOT / "fairseq_fwp", "--task", "language_modeling",
+        "--path", tuned / "checkpoint_best.pt", "--bpe", "gpt2", "--gpt2-encoder-json", vocabulary[0],
+        "--gpt2-vocab-bpe", vocabulary[1], "--sampling", "--beam", 1, "--max-len-b", 12, "--cpu", input="the memory\n",
+    )  # fmt: skip
+    (text,) = [line.split("\t")[2] for line in said.stdout.splitlines() if line.startswith("D-0\t")]
+    assert text.startswith("the memory") and len(text) > len("the memory")

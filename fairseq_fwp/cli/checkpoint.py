@@ -1,0 +1,120 @@
+"""The language model in a checkpoint of fairseq, on a data folder, with settings changed where that is asked for."""
+
+import dataclasses
+import os
+import pickle
+import textwrap
+from argparse import Namespace
+from enum import EnumMeta
+from typing import Any, Union, get_args, get_origin
+
+from fairseq import checkpoint_utils, tasks
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.utils import overwrite_args_by_name
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, FairseqLanguageModel
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The model of a checkpoint, its task on the data folder, and the configuration of both.
+
+    Raises ValueError or OSError where that is impossible, with what to do.
+    """
+    state = load_state(path)
+    cfg, state["args"] = state["cfg"], None  # those of an earlier fairseq are in both
+    overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
+    check_kind(path, cfg)
+    task = tasks.setup_task(cfg.task, from_checkpoint=True)
+    if task.target_dictionary is not task.source_dictionary:
+        raise ValueError(f"{path} was trained with --output-dictionary-size, and so cannot score every word")
+    try:
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
+    except RuntimeError as error:
+        mismatch = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"{path} does not fit its settings or {data}, a dictionary of {len(task.source_dictionary):,} words "
+            f"({textwrap.shorten(mismatch, 200)}): pass the data folder that it was trained on"
+            + (", and no --model-overrides of its sizes" if overrides else "")
+        ) from error
+    return model, task, cfg
+
+
+def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides in the types of their settings.
+
+    Raises ValueError for what is no setting of the checkpoint, and for a value that its setting cannot have.
+    """
+    unknown = overrides.keys() - option_names(cfg)
+    if unknown:
+        raise ValueError(f"--model-overrides names what {path} has no setting for: {', '.join(sorted(unknown))}")
+    read = dict(overrides)
+    model = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(architecture(cfg)))
+    task = tasks.TASK_DATACLASS_REGISTRY.get(cfg.task._name)
+    groups = (group.type for group in dataclasses.fields(FairseqConfig))
+    for group in filter(dataclasses.is_dataclass, (*groups, model, task)):
+        settings = OmegaConf.structured(group)
+        for name in overrides.keys() & settings.keys():
+            try:
+                settings[name] = overrides[name]
+            except OmegaConfBaseException:
+                expected = describe(group.__dataclass_fields__[name].type)
+                raise ValueError(
+                    f"--model-overrides sets {name} to {overrides[name]!r}: it has to be {expected}"
+                ) from None
+            read[name] = settings[name]
+    return read
+
+
+def describe(annotation: Any) -> str:
+    """The values that a setting of this type takes."""
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
+    if isinstance(annotation, EnumMeta):
+        return "one of " + ", ".join(annotation.__members__)
+    if get_origin(annotation) is Union:
+        return " or ".join(map(describe, get_args(annotation)))
+    return names.get(annotation, str(annotation))
+
+
+def architecture(cfg: Any) -> str:
+    """The name of the model's architecture."""
+    return getattr(cfg.model, "arch", None) or cfg.model._name
+
+
+def check_kind(path: str, cfg: Any) -> None:
+    """Raises ValueError unless the configuration is that of a language model and its task, both known here."""
+    arch, task = architecture(cfg), cfg.task._name
+    if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
+        raise ValueError(f"{path} holds the model {arch!r} of the task {task!r}: name its plugin with --user-dir")
+    if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
+        raise ValueError(f"{path} holds the model {arch!r}, which is no language model")
+    # The task of ours reads it but once, before the text.
+    if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
+        raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
+
+
+def load_state(path: str) -> dict[str, Any]:
+    """What a checkpoint of fairseq holds, with its settings as "cfg"; ValueError or OSError for any other file."""
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no checkpoint {path}" + (": it is a folder" if os.path.isdir(path) else ""))
+    try:
+        state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no checkpoint of fairseq") from error
+    if "model" not in state or state.get("cfg") is None:
+        raise ValueError(f"{path} is no checkpoint of fairseq: it has no model, or none of its settings")
+    return state
+
+
+def option_names(settings: Any) -> set[str]:
+    """The names of all settings of a configuration, of whatever depth, without those of groups of settings."""
+    if isinstance(settings, DictConfig):
+        settings = OmegaConf.to_container(settings)
+    if isinstance(settings, Namespace):
+        settings = vars(settings)
+    names: set[str] = set()
+    for name, value in settings.items():
+        names |= option_names(value) if isinstance(value, dict | Namespace) else {name}
+    return names
