@@ -25,22 +25,29 @@ struct Matrix {
   int64_t row_stride, column_stride;
 };
 
+// Where element i of p is, or would be: p may be null and i past an end, which arithmetic with pointers does not allow.
+template <typename A>
+FWP_INLINE A* address(A* p, int64_t i) {
+  return reinterpret_cast<A*>(reinterpret_cast<uintptr_t>(p) + uintptr_t(i) * sizeof(A));
+}
+
 // One vector a token; the elements of a vector are neighbours in memory.
 template <typename A>
 struct Tokens {
+  static constexpr int64_t kLine = kLineBytes / int64_t(sizeof(A));
   A* data;
   int64_t stride;
   A* operator[](int64_t t) const { return data + t * stride; }
   // Into the cache: the first `count` elements of token t, which may lie past the end.
   FWP_INLINE void fetch(int64_t t, int64_t count) const {
-    for (int64_t i = 0; i < count; i += kLineBytes / int64_t(sizeof(A))) __builtin_prefetch(data + t * stride + i);
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address(data, t * stride + i));
   }
   // The same for what will be written: a store waits for its line as a load does.
   FWP_INLINE void fetch_to_write(int64_t t, int64_t count) const {
-    for (int64_t i = 0; i < count; i += kLineBytes / int64_t(sizeof(A))) __builtin_prefetch(data + t * stride + i, 1);
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address(data, t * stride + i), 1);
   }
-  Tokens from(int64_t column) const { return {data + column, stride}; }
-  Tokens reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
+  Tokens from(int64_t column) const { return {address(data, column), stride}; }
+  Tokens reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
 };
 
 template <typename A>
@@ -48,7 +55,7 @@ struct Rates {  // one number a token
   A* data;
   int64_t stride;
   A& operator[](int64_t t) const { return data[t * stride]; }
-  Rates reversed(int64_t length) const { return {data + (length - 1) * stride, -stride}; }
+  Rates reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
 };
 
 template <typename A, int NV>
@@ -144,7 +151,7 @@ class StateBlock {
         Group<A, NV> w;
         w.load_from(source_ + i * source_stride_, kWidth);
         FWP_UNROLL for (int n = 0; n < NV; ++n)
-          __builtin_prefetch(source_ + (i + kRowsAhead) * source_stride_ + n * kLanes<A>);
+          __builtin_prefetch(address(source_, (i + kRowsAhead) * source_stride_ + n * kLanes<A>));
         f(i, w);
       }
       settle();

@@ -4,6 +4,8 @@ A mend replaces one attribute of one fairseq module, never a file. `apply()` run
 """
 
 import argparse
+import codecs
+import contextlib
 import errno
 import functools
 import importlib.util
@@ -14,7 +16,7 @@ import pickle
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,9 @@ KNOWN_WARNINGS = (
     (r"'pin_memory' argument is set as true but no accelerator is found", UserWarning),
 )
 
+# What torch.load asks the environment.
+TRUST, DISTRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
 
 def apply() -> None:
     """Runs every mend; a second call changes nothing."""
@@ -41,6 +46,7 @@ def apply() -> None:
         keep_last_batch,
         keep_batches_of_first_epoch,
         forget_tpu,
+        join_launched_processes,
         pass_over_missing_biases,
         explain_damaged_checkpoints,
         explain_missing_dictionary,
@@ -67,8 +73,6 @@ def restore_numpy_compat() -> None:
 
 def allow_checkpoint_types() -> None:
     """torch >= 2.6 unpickles tensors only; fairseq's checkpoints and object broadcasts hold these types too."""
-    if not hasattr(torch.serialization, "add_safe_globals"):
-        return
     from fairseq.distributed import utils as distributed_utils
     from omegaconf import DictConfig, ListConfig, base, nodes
 
@@ -80,6 +84,7 @@ def allow_checkpoint_types() -> None:
         # What --best-checkpoint-metric bleu leaves in them: its value, and the n-grams counted.
         + [np.ndarray, np.dtype, np.ndarray(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
         + [type(np.dtype(number)) for number in (np.float64, np.float32, np.int64, np.int32)]
+        + [codecs.encode]  # their bytes; torch 2.4 does not allow it by itself
     )
 
 
@@ -142,6 +147,28 @@ def forget_tpu() -> None:
     replace(distributed_utils, "call_main", mend)
 
 
+def join_launched_processes() -> None:
+    """Of processes that torchrun starts with one GPU or none each, fairseq has every one train alone, to one folder."""
+    from fairseq.distributed import utils as distributed_utils
+
+    def mend(infer: Callable[..., None]) -> Callable[..., None]:
+        def infer_or_join(cfg: Any, *args: Any, **kwargs: Any) -> None:
+            launched = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
+            together = int(os.environ["WORLD_SIZE"]) if launched else 1
+            if together == 1 or cfg.distributed_init_method is not None or cfg.tpu:
+                return infer(cfg, *args, **kwargs)
+            cfg.distributed_world_size = together  # 1 is fairseq's word for a process that is alone
+            if torch.cuda.device_count():
+                return infer(cfg, *args, **kwargs)
+            cfg.distributed_init_method, cfg.distributed_no_spawn = "env://", True
+            cfg.distributed_rank, cfg.device_id = int(os.environ["RANK"]), 0
+            return None
+
+        return infer_or_join
+
+    replace(distributed_utils, "infer_init_method", mend)
+
+
 def pass_over_missing_biases() -> None:
     """fairseq logs every pair of layers without a bias as sharing one parameter."""
     from fairseq import trainer
@@ -165,7 +192,8 @@ def explain_damaged_checkpoints() -> None:
     def mend(load: Callable[..., Any]) -> Callable[..., Any]:
         def load_or_explain(path: str, *args: Any, **kwargs: Any) -> Any:
             try:
-                return load(path, *args, **kwargs)
+                with _weights_only():
+                    return load(path, *args, **kwargs)
             except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
                 # A zip archive that was cut short sends its reader to places before its beginning.
                 if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):
@@ -174,7 +202,7 @@ def explain_damaged_checkpoints() -> None:
                 if untrusted := re.search(r"GLOBAL (\S+)|unrecognized|only build", str(error)):
                     raise RuntimeError(
                         f"{path} holds pickled objects ({untrusted[1] or 'of unknown types'}), which could run any "
-                        "code: if you trust where it comes from, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
+                        f"code: if you trust where it comes from, set {TRUST}=1"
                     ) from error
                 size = os.path.getsize(path) if os.path.exists(path) else 0
                 raise RuntimeError(
@@ -182,22 +210,44 @@ def explain_damaged_checkpoints() -> None:
                     "file; copy it again, or use another checkpoint of the same folder"
                 ) from error
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                if _holds_model(path):
-                    raise
-                raise RuntimeError(
-                    f"{path} is no checkpoint of fairseq: give one that fairseq-train has written, or make one of it "
-                    "with fwp-convert"
-                ) from error
+                if not _holds_model(path):
+                    raise RuntimeError(
+                        f"{path} is no checkpoint of fairseq: give one that fairseq-train has written, or make one of "
+                        "it with fwp-convert"
+                    ) from error
+                if isinstance(error, KeyError):
+                    raise RuntimeError(
+                        f"{path} has a model, but not all that fairseq saves beside it (no {error}): it was damaged, "
+                        "or written by something else; copy it again, or use another checkpoint of the same folder"
+                    ) from error
+                raise
 
         return load_or_explain
 
     replace(checkpoint_utils, "load_checkpoint_to_cpu", mend)
 
 
+@contextlib.contextmanager
+def _weights_only() -> Iterator[None]:
+    """torch 2.4 and 2.5 run what is pickled in a file unless they are told not to, as later ones are unless trusted."""
+    if os.environ.get(TRUST, "").lower() in ("1", "y", "yes", "true"):  # torch's own words
+        yield
+        return
+    before = os.environ.get(DISTRUST)
+    os.environ[DISTRUST] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(DISTRUST)
+        if before is not None:
+            os.environ[DISTRUST] = before
+
+
 def _holds_model(path: str) -> bool:
     """Whether a file is, for all we can tell, a checkpoint of fairseq."""
     try:
-        found = torch.load(path, map_location="cpu")
+        with _weights_only():
+            found = torch.load(path, map_location="cpu")
     except Exception:  # whatever a damaged pickle leads to
         return False
     return isinstance(found, dict) and "model" in found

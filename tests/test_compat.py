@@ -17,12 +17,13 @@ from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
-from fairseq_fwp import _compat, _files
+from fairseq_fwp import _compat, _dictionaries, _files
 
 MENDED = [
     (data_utils, "batch_by_size"),
     (FairseqTask, "get_batch_iterator"),
     (distributed_utils, "call_main"),
+    (distributed_utils, "infer_init_method"),
     (trainer, "_catalog_shared_params"),
     (checkpoint_utils, "load_checkpoint_to_cpu"),
     (checkpoint_utils, "save_checkpoint"),
@@ -32,6 +33,9 @@ MENDED = [
     (checkpoint_utils, "torch_persistent_save"),
     (checkpoint_utils, "verify_checkpoint_directory"),
     (PathManager, "copy"),
+    (trainer.Trainer, "state_dict"),
+    (trainer.Trainer, "load_checkpoint"),
+    (FairseqTask, "load_state_dict"),
     (indexed_dataset, "make_dataset"),
     (indexed_dataset.MMapIndexedDataset, "__del__"),
 ]
@@ -42,6 +46,7 @@ def test_a_second_call_changes_nothing():
     assert all(function.mended_by == _compat.__name__ for function in before)
     _compat.apply()
     _files.apply()
+    _dictionaries.apply()
     assert [getattr(owner, name) for owner, name in MENDED] == before
 
 

@@ -19,13 +19,14 @@ ROOMS = {
     "__init__": {"fairseq_fwp"},
     "_compat": CONFIG,
     "_files": CONFIG | {"fairseq_fwp._compat"},
+    "_dictionaries": CONFIG | {"fairseq_fwp._compat"},
     "ops": {"torch"},
     "modules": {"torch", "fairseq.modules", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules"},
     # They know a model by its methods alone.
     "tasks": CONFIG,
     "criterions": CONFIG,
-    "convert": PEOPLE | ABOVE,
+    "convert": PEOPLE | ABOVE | {"fairseq_fwp._dictionaries"},
     "cli": PEOPLE | {"fairseq_fwp"},
 }
 

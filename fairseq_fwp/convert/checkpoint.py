@@ -16,6 +16,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fairseq_fwp._dictionaries import KEY, fingerprints
 from fairseq_fwp.convert.source import Conversion
 
 # Of FAVOR+'s draws, where they do not come with the weights: one conversion is like the other.
@@ -63,7 +64,7 @@ def write(conversion: Conversion, out: Path) -> None:
     unfinished = out.with_name(f".{out.name}-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        torch.save(checkpoint(cfg, model), unfinished / CHECKPOINT)
+        torch.save(checkpoint(cfg, model, dictionary), unfinished / CHECKPOINT)
         dictionary.save(str(unfinished / DICTIONARY))
         (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
         os.replace(unfinished, out)
@@ -158,15 +159,16 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
     model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
 
 
-def checkpoint(cfg: Any, model: nn.Module) -> dict[str, Any]:
+def checkpoint(cfg: Any, model: nn.Module, dictionary: Dictionary) -> dict[str, Any]:
     """What fairseq saves, before the first update."""
+    known = {KEY: fingerprints(Namespace(source_dictionary=dictionary, target_dictionary=dictionary))}
     return {
         "args": None,
         "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
         "model": model.state_dict(),
         "criterion": None,
         "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
-        "task_state": {},
-        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+        "task_state": known,
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **known},
         "last_optimizer_state": None,
     }

@@ -330,7 +330,7 @@ REFUSALS = {
     "diverged": (["diverged.pt", "data"], r"probabilities that are not above 0: it has diverged"),
     "translation": (["translation.pt", "data"], r"the model 'transformer', which is no language model"),
     "a plugin's": (["plugin.pt", "data"], r"the model 'my_lm' of the task .*: name its plugin with --user-dir"),
-    "another dictionary": (["delta.pt", "data2"], r"does not fit .*data2, a dictionary of 16 words .*pass the data"),
+    "another dictionary": (["delta.pt", "data2"], r"data2 has another .*dictionary \(16 words, .*pass the data"),
     "no dictionary": (["delta.pt", "text"], r"no dict\.txt in the data folder"),
     "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"no subset 'valid' in .* can be test, train"),
     "no text": (["delta.pt", "empty"], r"nothing to evaluate: test in .* has no tokens"),

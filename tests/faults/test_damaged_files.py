@@ -65,6 +65,7 @@ def test_a_checkpoint_changed_anywhere_is_loaded_or_refused(checkpoint, tmp_path
 
 FOREIGN = {
     "state dict": lambda path: torch.save({"weight": torch.ones(2)}, path),
+    "model alone": lambda path: torch.save({"model": {}}, path),
     "tensor": lambda path: torch.save(torch.ones(2), path),
     "list": lambda path: torch.save([1, 2], path),
     "module": lambda path: torch.save(torch.nn.Linear(2, 2), path),

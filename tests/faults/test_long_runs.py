@@ -99,11 +99,13 @@ def growth(work, warm, rest):
     return found
 
 
+# One of each kind of state: fast weights, the memory of past segments, and weights that learn while they read.
+ARCHITECTURES = ["delta_favor_lm_wt103", "xl_lm_wt103_medium", "fwp_fwl_lm"]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 
 
 @needs_proc
-@pytest.mark.parametrize("arch", ["delta_favor_lm_wt103", "xl_lm_wt103_medium", "fwp_fwl_lm"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_training_10000_updates_takes_no_more_memory(arch):
     model, _ = build(arch)
     training = updates(model, 10_000)
@@ -111,8 +113,9 @@ def test_training_10000_updates_takes_no_more_memory(arch):
 
 
 @needs_proc
-def test_generating_10000_sentences_takes_no_more_memory():
-    model, dictionary = build("delta_favor_lm_wt103")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_generating_10000_sentences_takes_no_more_memory(arch):
+    model, dictionary = build(arch)
     generator = SequenceGenerator([model.eval()], dictionary, beam_size=2, max_len_b=8)
 
     def generate():
@@ -125,8 +128,9 @@ def test_generating_10000_sentences_takes_no_more_memory():
 
 @needs_proc
 @pytest.mark.parametrize("kind", [WindowScorer, StreamScorer])
-def test_scoring_1000_windows_takes_no_more_memory(kind):
-    model, _ = build("delta_lm_wt103")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_scoring_1000_windows_takes_no_more_memory(arch, kind):
+    model, _ = build(arch)
     length, given = 16_000, 0 if kind is StreamScorer else 8
     tokens = torch.randint(4, 40, (length,))
     plan = iter(windows(length, 16, given))

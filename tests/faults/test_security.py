@@ -57,6 +57,30 @@ def test_objects_in_a_checkpoint_are_refused_with_what_trusts_them(tmp_path, can
     assert "\n" not in str(error.value)
 
 
+def test_they_are_refused_where_torch_would_run_them(tmp_path, canary, monkeypatch):
+    """torch 2.4 and 2.5 do, unless they are told not to."""
+    load, path = torch.load, tmp_path / "checkpoint.pt"
+
+    def earlier(*args, **kwargs):
+        return load(*args, weights_only=os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD") == "1", **kwargs)
+
+    monkeypatch.setattr(torch, "load", earlier)
+    for content in ({"model": Touch(canary)}, {"no model": Touch(canary)}):
+        torch.save(content, path)
+        with pytest.raises(RuntimeError, match="holds pickled objects"):
+            checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_they_are_run_where_they_are_trusted(tmp_path, monkeypatch):
+    path = tmp_path / "canary"
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({"model": Touch(path)}, tmp_path / "checkpoint.pt")
+    with pytest.raises(RuntimeError, match="has a model, but not all"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint.pt"))
+    assert path.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["fairseq-eval-lm", "fairseq-generate", "fairseq-train", "fwp-eval-lm", "fwp-convert"]
@@ -231,7 +255,7 @@ def test_recipes_take_any_path(tmp_path, script, stage):
         "test.txt",
         *(f"{s}.{t}" for s in ("train", "val", "test_2016_flickr") for t in ("en", "de")),
     ):
-        (data / name).write_text(line * 40)
+        (data / name).write_text(line * 80)
     for _ in range(2):  # prepared, and found prepared
         result = recipe_in(tmp_path, script, *stage, "--data", AWKWARD, "--out", AWKWARD + " out")
         assert result.returncode == 0, result.stderr
