@@ -5,6 +5,7 @@ the source are sums over a whole sequence (`LinearAttention`); the decoder's sel
 with any update rule. Each can be softmax attention as well, which is then fairseq's own.
 """
 
+from contextlib import nullcontext
 from dataclasses import Field, field, fields, make_dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.onednn import OneDnnLinear, mkl_is_slow
 from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -113,11 +115,15 @@ class FwpTransformerModel(TransformerModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As fairseq's; in training, random feature maps are drawn anew first, once a mini-batch."""
-        if self.training:
-            for module in self.modules():
-                if isinstance(module, FeatureMap):
-                    module.resample()
-        return super().forward(*args, **kwargs)
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, FeatureMap):
+                module.resample()
+        on_cpu = next(self.parameters()).device.type == "cpu"
+        # Batches come again in every epoch, and with them their numbers of rows, which oneDNN has then prepared for.
+        with OneDnnLinear() if on_cpu and mkl_is_slow() else nullcontext():
+            return super().forward(*args, **kwargs)
 
 
 class FwpTransformerEncoder(TransformerEncoderBase):

@@ -74,7 +74,7 @@ class CrossAttention(LinearAttention):
         if isinstance(key, SourceMemory):
             return self.read(x, key[self]).transpose(0, 1), None
         source = key.transpose(0, 1)
-        y = self.read(x, self.summarize(source, key_padding_mask)).transpose(0, 1)
+        y = super().forward(x, source, key_padding_mask).transpose(0, 1)
         if not (need_head_weights and self.gives_weights):
             return y, None
         return y, self.weights(x, source, key_padding_mask).transpose(0, 1)

@@ -153,6 +153,25 @@ class FastWeightAttention(nn.Module):
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing.
         """
         q, k, v, gates = self._project(x, key_padding_mask)
+        if state is None and self._scores_are_cheaper(q):
+            out, state = self._read_by_scores(q, k, v)
+        else:
+            out, state = self._read(q, k, v, gates, state)
+        if self.read_out_norm is not None:
+            out = self.read_out_norm(out.to(x.dtype))
+        if self.scale != 1:
+            out = out * self.scale
+        out = out.transpose(1, 2).flatten(2)
+        return self.out_proj(out.to(x.dtype)), state
+
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Numbers in the fast weights of a sequence, whatever its length; Schlag et al. 2021, App. F, leaves out z."""
+        return self.num_heads * self.feature_map.feature_dim * self.head_dim
+
+    def _read(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: FastWeightState | None
+    ) -> tuple[Tensor, FastWeightState]:
+        """What the rule reads, normalised (B, H, L, Dv), and the new state."""
         weights, normalizer = (None, None) if state is None else state
         divisor = None
         if self.attention_normalization:
@@ -161,16 +180,28 @@ class FastWeightAttention(nn.Module):
         out, weights = self.rule.operator(q, k, v, *gates, weights, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
-        if self.read_out_norm is not None:
-            out = self.read_out_norm(out.to(x.dtype))
-        if self.scale != 1:
-            out = out * self.scale
-        out = out.transpose(1, 2).flatten(2)
-        return self.out_proj(out.to(x.dtype)), FastWeightState(weights, normalizer)
+        return out, FastWeightState(weights, normalizer)
 
-    def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers in the fast weights of a sequence, whatever its length; Schlag et al. 2021, App. F, leaves out z."""
-        return self.num_heads * self.feature_map.feature_dim * self.head_dim
+    def _scores_are_cheaper(self, q: Tensor) -> bool:
+        """Whether few tokens only add to a memory so large that their L x L scores cost less than visits to it."""
+        sizes = q.shape[-1], self.head_dim
+        return (
+            self.rule is UPDATE_RULES["sum"]
+            and self.backend == "auto"
+            and q.device.type == "cpu"
+            and q.dtype in (torch.float32, torch.float64)
+            and not torch.is_autocast_enabled("cpu")  # which would round the scores
+            and q.shape[2] * sum(sizes) < math.prod(sizes)
+        )
+
+    def _read_by_scores(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, FastWeightState]:
+        """`_read` for the sum rule and no state: out_t = sum over i <= t of (q_t . k_i) v_i, normalised."""
+        scores = (q @ k.mT).tril()
+        out = scores @ v
+        if not self.attention_normalization:
+            return out, FastWeightState(k.mT @ v)
+        divisor = bound(scores.sum(-1, keepdim=True), self.divisor_epsilon, self.add_epsilon)
+        return out / divisor, FastWeightState(k.mT @ v, k.sum(2))
 
     def _summing_normalizer(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None

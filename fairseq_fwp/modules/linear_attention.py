@@ -6,6 +6,8 @@ whatever the length of the sequence. The order in which it was read does not mat
 Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +54,12 @@ class LinearAttention(nn.Module):
 
     def forward(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """x (B, L, D) attends to source (B, S, source_dim) -> (B, L, D)."""
-        return self.read(x, self.summarize(source, key_padding_mask))
+        if not self._scores_are_cheaper(x.shape[1], source.shape[1]):
+            return self.read(x, self.summarize(source, key_padding_mask))
+        weights, v = self._weights_and_values(x, source, key_padding_mask)
+        with torch.autocast(v.device.type, enabled=False):
+            out = weights @ v.to(weights.dtype)
+        return self._merge_heads(out, x.dtype)
 
     def summarize(self, source: Tensor, key_padding_mask: Tensor | None = None) -> FastWeightState:
         """What is kept of source (B, S, source_dim): W (B, H, Dk, Dv), and z (B, H, Dk) for a positive map.
@@ -72,20 +79,29 @@ class LinearAttention(nn.Module):
             if state.normalizer is not None:
                 divisor = q @ state.normalizer.to(q.dtype).unsqueeze(-1)
                 out = out / bound(divisor, self.epsilon, self.add_epsilon)
-        return self.out_proj(out.transpose(1, 2).flatten(2).to(x.dtype))
+        return self._merge_heads(out, x.dtype)
 
     def weights(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The factors a of the values in what x (B, L, D) reads, y_i = sum_j a_ij v_j: (B, H, L, S).
 
         For looking at: reading needs no number for every pair of tokens.
         """
+        return self._weights_and_values(x, source, key_padding_mask)[0]
+
+    def _scores_are_cheaper(self, queries: int, keys: int) -> bool:
+        """Whether a number for every pair of tokens costs less than W: true of short sequences, as most sentences."""
+        sizes = self.feature_map.feature_dim, self.head_dim
+        return queries * keys * sum(sizes) < (queries + keys) * math.prod(sizes)
+
+    def _weights_and_values(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """a (B, H, L, S), and values (B, H, S, Dv)."""
         q = at_least_float32(self.feature_map(self._split_heads(self.q_proj(x))))
-        k, _ = self._keys_and_values(source, key_padding_mask)
+        k, v = self._keys_and_values(source, key_padding_mask)
         with torch.autocast(q.device.type, enabled=False):
             products = q @ k.transpose(-1, -2)
             if not self.feature_map.positive:
-                return products
-            return products / bound(products.sum(-1, keepdim=True), self.epsilon, self.add_epsilon)
+                return products, v
+            return products / bound(products.sum(-1, keepdim=True), self.epsilon, self.add_epsilon), v
 
     def _keys_and_values(self, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mapped keys (B, H, S, Dk), zero at padding, and values (B, H, S, Dv)."""
@@ -96,6 +112,10 @@ class LinearAttention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, L, D) -> (B, H, L, d)."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _merge_heads(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """What was read, (B, H, L, Dv) -> y (B, L, D)."""
+        return self.out_proj(out.transpose(1, 2).flatten(2).to(dtype))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, epsilon={self.epsilon}, add_epsilon={self.add_epsilon}"

@@ -75,7 +75,8 @@ def _is_taken_over(x: Tensor, weight: Tensor) -> bool:
 
 def _through_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled():
-        return _Linear.apply(x, weight, bias)
+        # Rows, so that no view is made inside, which nobody could then change in place.
+        return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
     return _product(x, weight, bias)
 
 
@@ -84,7 +85,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x weight^T + bias, with derivatives of any order."""
+    """x weight^T + bias for rows x (N, columns), with derivatives of any order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,11 +96,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
         # Where a graph of the gradients is wanted, their own derivatives are too; oneDNN has no sums over no rows.
-        product = F.linear if torch.is_grad_enabled() or not len(rows) else _product
+        product = F.linear if torch.is_grad_enabled() or not len(grad) else _product
         return (
-            product(rows, weight.T).view_as(x) if of_x else None,
-            product(rows.T, x.reshape(-1, x.shape[-1]).T) if of_weight else None,
-            rows.sum(0) if of_bias else None,
+            product(grad, weight.T) if of_x else None,
+            # The first factor is copied: the narrower one.
+            (product(grad.T, x.T) if len(weight) <= x.shape[1] else product(x.T, grad.T).T) if of_weight else None,
+            grad.sum(0) if of_bias else None,
         )

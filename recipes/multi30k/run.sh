@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Small translation models of one size on Multi30k, English to German (29,000 pairs): softmax attention, and linear attention
-# with each map of Schlag et al. 2021, Table 1. About a quarter of an hour a model on one core; what is done is not done again.
+# with each map of Schlag et al. 2021, Table 1. 10 to 20 minutes a model on one core; what is done is not done again.
 #
 #   bash recipes/multi30k/run.sh [prepare|train|eval|all] --data FOLDER [--out FOLDER] [--models 'NAME ...']
 #                                                                    [flags for fairseq-train, or in eval for fairseq-generate]

@@ -7,10 +7,13 @@ import pytest
 import torch
 from fairseq import options, search
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 
+from fairseq_fwp.models import fwp_transformer
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
 from fairseq_fwp.models.presets import MT_PRESETS
+from fairseq_fwp.modules import onednn
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -335,6 +338,29 @@ def test_every_parameter_is_trained_and_saved(checkpoint_activations, tmp_path):
     again = build(**kind, dropout=0.0).train()
     again.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     assert train(again, updates) == pytest.approx(losses)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "all-favor", "rule-delta"])
+def test_training_takes_onednn_where_torch_is_slow(kind, monkeypatch):
+    """The same loss and gradients, and generation as it was."""
+    model, source, target = build(**KINDS[kind]).float(), random_tokens(3, 5), random_tokens(3, 6)
+    found, products = [], []
+    product = onednn._product
+    monkeypatch.setattr(onednn, "_product", lambda *tensors: products.append(1) or product(*tensors))
+    for slow in (False, True):
+        monkeypatch.setattr(fwp_transformer, "mkl_is_slow", lambda slow=slow: slow)
+        twin = copy.deepcopy(model).train()
+        for module in twin.modules():
+            if isinstance(module, FairseqDropout):
+                module.p = 0
+        loss = twin(source, None, target)[0].log_softmax(-1)[..., 7].sum()
+        found.append((loss, *torch.autograd.grad(loss, list(twin.parameters()))))
+        assert bool(products) == slow
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+    products.clear()
+    model(source, None, target)
+    assert not products
 
 
 def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():

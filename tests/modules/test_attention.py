@@ -62,6 +62,32 @@ def test_two_pieces_with_the_carried_state_equal_the_whole(layer):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("length, by_scores", [(6, True), (12, False)])
+@pytest.mark.parametrize("kind", [kind for kind in FAST_WEIGHTS if kind[0] == "sum"], ids="-".join)
+def test_short_sequences_are_read_by_their_scores(kind, length, by_scores, monkeypatch):
+    """Without a state the sum rule is attention: read-out, state, what follows on it, and gradients are the same."""
+    layer = FastWeightAttention(32, 2, FEATURE_MAPS[kind[1]](16), "sum", **NORMALIZATIONS[kind[2]]).double().eval()
+    x = torch.randn(2, length, 32, dtype=torch.float64, requires_grad=True)
+    padding = torch.zeros(2, length, dtype=torch.bool)
+    padding[1, :2] = True
+
+    def results():
+        y, state = layer(x, None, padding)
+        more, _ = layer(x[:, :1], state)
+        gradients = torch.autograd.grad(y.square().sum() + more.square().sum(), [x, *layer.parameters()])
+        return [y, more, *state, *gradients]
+
+    layer.backend = "reference"
+    expected = results()
+    layer.backend = "auto"
+    visits = []
+    read = layer._read
+    monkeypatch.setattr(layer, "_read", lambda *tensors: visits.append(1) or read(*tensors))
+    for ours, theirs in zip(results(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert len(visits) == (1 if by_scores else 2)  # what follows on a state visits it
+
+
 def test_the_past_does_not_depend_on_the_future(layer):
     x = torch.randn(2, 9, DIM, dtype=torch.float64)
     changed = x.clone()

@@ -54,6 +54,17 @@ def test_equation_13(layer):
     torch.testing.assert_close(layer(x, source, padding), by_definition(layer, x, source, padding))
 
 
+@pytest.mark.parametrize("length, by_scores", [(3, True), (20, False)])
+def test_short_sequences_are_read_by_their_scores(layer, length, by_scores, monkeypatch):
+    """Both ways are the same attention, for every map; a long one never has a number for every pair of tokens."""
+    x, source = random(2, length, DIM), random(2, length, SOURCE_DIM)
+    padding = torch.zeros(2, length, dtype=torch.bool)
+    padding[1, :2] = True
+    expected = layer.read(x, layer.summarize(source, padding))
+    monkeypatch.delattr(LinearAttention, "summarize" if by_scores else "_weights_and_values")
+    torch.testing.assert_close(layer(x, source, padding), expected)
+
+
 def test_weights_are_the_factors_of_the_values(layer):
     x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
     padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])

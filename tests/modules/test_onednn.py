@@ -58,9 +58,10 @@ def test_the_rest_goes_torchs_way(dtype, gradients):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_of_both_orders(bias):
+@pytest.mark.parametrize("columns", [8, 40])
+def test_gradients_of_both_orders(columns, bias):
     """Of inputs, weights and biases, against float64; and no gradient of a weight is computed that nobody asks for."""
-    layer, x = nn.Linear(24, 40, bias=bias), torch.randn(3, 7, 24)
+    layer, x = nn.Linear(24, columns, bias=bias), torch.randn(3, 7, 24)
 
     def derivatives(layer, x):
         x = x.clone().requires_grad_()
@@ -73,6 +74,17 @@ def test_gradients_of_both_orders(bias):
         found = derivatives(layer, x)
     for value, expected in zip(found, derivatives(layer.double(), x.double()), strict=True):
         torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=1e-4 * expected.abs().max().item())
+
+
+def test_what_it_returns_can_be_changed_in_place():
+    """As torch's attention does."""
+    layer, x = nn.Linear(24, 40), torch.randn(3, 7, 24)
+    with OneDnnLinear():
+        layer(x).mul_(2).sum().backward()
+    found = layer.weight.grad.clone()
+    layer.zero_grad()
+    (2 * layer(x)).sum().backward()
+    torch.testing.assert_close(found, layer.weight.grad)
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed():

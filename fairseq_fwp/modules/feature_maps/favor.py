@@ -97,9 +97,10 @@ class Favor(FeatureMap):
     def forward(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)
         with torch.autocast(x.device.type, enabled=False):
-            products = functional.linear(x, self.projection.to(x.dtype) * self.scale)
+            vectors = self.projection.to(x.dtype) * self.scale
+            products = functional.linear(x, torch.cat([vectors, -vectors]))
         log_scale = (x.square().sum(-1, keepdim=True) * self.scale**2 + math.log(self.feature_dim)) / 2
-        features = torch.cat([products - log_scale, -products - log_scale], dim=-1).exp()
+        features = (products - log_scale).exp_()
         return features + self.offset * self.feature_dim**-0.5 if self.offset else features
 
     def resample(self) -> None:
