@@ -246,7 +246,8 @@ def _weights_only() -> Iterator[None]:
 def _holds_model(path: str) -> bool:
     """Whether a file is, for all we can tell, a checkpoint of fairseq."""
     try:
-        with _weights_only():
+        with _weights_only(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has just said that the file is trusted
             found = torch.load(path, map_location="cpu")
     except Exception:  # whatever a damaged pickle leads to
         return False
