@@ -4,6 +4,7 @@
 #include "binding_tensors.h"
 #include "delta.h"
 #include "delta_short.h"
+#include "delta_square.h"
 
 namespace fwp::cpu {
 
@@ -46,6 +47,12 @@ inline void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor&
   })
 }
 
+// Whether a state is kept in registers.
+template <typename A>
+bool is_square(const Sizes& size) {
+  return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
+}
+
 // `final` may be `initial`.
 inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& initial,
                        const Tensor& out, const Tensor& final, const Tensor& error) {
@@ -55,6 +62,15 @@ inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const 
     const Heads<A> out_(out), final_(final), error_(error);
     for_blocks<A>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
+      if constexpr (NV == 1) {
+        if (is_square<A>(size)) {
+          StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial_.matrix(h, j), final_.matrix(h, j), work);
+          DeltaForwardSquare<A>{block, size.L, q_.tokens(h), k_.tokens(h), v_.tokens(h), beta_.rates(h),
+                                out_.tokens(h), error_.tokens(h)}
+              .run();
+          return block.finish();
+        }
+      }
       with_block<A, NV>(size.Dk, n, initial_.matrix(h, j), final_.matrix(h, j), work,
                         [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
         DeltaForward<A, NV> scan{block, size.L, q_.tokens(h), k_.tokens(h), v_.tokens(h).from(j), beta_.rates(h),
@@ -91,6 +107,17 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
       with_vectors<4>(vectors, [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
         const int64_t j = index * width;
+        if constexpr (NV == 1) {
+          if (is_square<A>(size)) {
+            StateBlock<A, 1> block(kLanes<A>, kLanes<A>, d_final_.matrix(h, j), d_initial_.matrix(h, j), work);
+            DeltaBackwardWritesSquare<A>{block, L, q_.tokens(h).reversed(L), k_.tokens(h).reversed(L),
+                                         d_out_.tokens(h).reversed(L), error_.tokens(h).reversed(L),
+                                         beta_.rates(h).reversed(L), d_k_.tokens(h).reversed(L),
+                                         d_v_.tokens(h).reversed(L), d_beta_.rates(h).reversed(L)}
+                .run();
+            return block.finish();
+          }
+        }
         with_block<A, NV>(size.Dk, std::min(width, size.Dv - j), d_final_.matrix(h, j), d_initial_.matrix(h, j), work,
                           [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
           DeltaBackwardWrites<A, NV> scan{
@@ -109,6 +136,14 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
     const Heads<A> d_q_(d_q), d_k_(d_k);
     for_blocks<A, 2>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
+      if constexpr (NV == 1) {
+        if (is_square<A>(size)) {
+          const StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial_.matrix(h, j, true), {nullptr, 0, 0}, work);
+          return DeltaBackwardReadsSquare<A>{block, L, k_.tokens(h), d_out_.tokens(h), error_.tokens(h),
+                                             d_value_.tokens(h), beta_.rates(h), d_q_.tokens(h), d_k_.tokens(h)}
+              .run();
+        }
+      }
       with_block<A, NV>(size.Dv, n, initial_.matrix(h, j, true), {nullptr, 0, 0}, work,
                         [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
         DeltaBackwardReads<A, NV> scan{block, k_.tokens(h).from(j), d_out_.tokens(h), error_.tokens(h),

@@ -51,7 +51,7 @@ def seconds_per_call(contender, calls):
 def interleave(contenders, rounds, title, at_least=0.02):
     """{name: seconds of each round}, all contenders once a round, so that a slow moment hits all of them alike.
 
-    A measurement repeats its call for `at_least` seconds, after half as many calls, and two at first, that only warm up.
+    A measurement repeats its call for `at_least` seconds, after half as many calls that warm up.
     """
     runnable = {name: c for name, c in contenders.items() if c.call}
     first = {name: min(seconds_per_call(c, 1) for _ in range(2)) for name, c in runnable.items()}
