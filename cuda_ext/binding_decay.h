@@ -44,17 +44,15 @@ struct DecayInputs {
   }
 };
 
-// Null where there is no such tensor.
+// The same by heads. A member that is not there is null.
 template <typename A>
-Tokens<A> tokens_or_null(const Tensor& x, int64_t head) {
-  return x.defined() ? tokens<A>(x, head) : Tokens<A>{nullptr, 0};
-}
+struct DecayHeads {
+  const Heads<const A> q, k, v, key_decay, value_decay, gate, initial;
 
-template <typename A>
-Rates<A> rates_or_null(const Tensor& x, int64_t head) {
-  const auto t = tokens_or_null<A>(x, head);
-  return {t.data, t.stride};
-}
+  explicit DecayHeads(const DecayInputs& in)
+      : q(in.q), k(in.k), v(in.v), key_decay(in.key_decay), value_decay(in.value_decay), gate(in.gate),
+        initial(in.initial) {}
+};
 
 // Tokens of the quadratic form: see short_decay_tokens.
 inline int64_t length_of_start(const DecayInputs& in) {
@@ -65,10 +63,11 @@ template <bool kGated>
 void decay_start(const DecayInputs& in, const Tensor& out, const Tensor& state) {
   FWP_DISPATCH(in.type, {
     using Rule = DecayShort<A, kGated>;
+    const DecayHeads<A> of(in);
+    const Heads<A> out_(out), state_(state);
     for_short_heads<Rule>(in.size, [&](int64_t h, Rule& rule) {
-      rule.forward(tokens<const A>(in.q, h), tokens<const A>(in.k, h), tokens<const A>(in.v, h),
-                   tokens_or_null<const A>(in.key_decay, h), tokens_or_null<const A>(in.value_decay, h),
-                   rates_or_null<const A>(in.gate, h), tokens<A>(out, h), tokens<A>(state, h));
+      rule.forward(of.q.tokens(h), of.k.tokens(h), of.v.tokens(h), of.key_decay.tokens(h), of.value_decay.tokens(h),
+                   of.gate.rates(h), out_.tokens(h), state_.tokens(h));
     });
   })
 }
@@ -78,18 +77,20 @@ template <bool kGated>
 void decay_scan(const DecayInputs& in, const Tensor& out, const Tensor& final, const Tensor& kept) {
   const Sizes& size = in.size;
   FWP_DISPATCH(in.type, {
+    const DecayHeads<A> of(in);
+    const Heads<A> out_(out), final_(final), kept_(kept);
     const auto run_block = [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
-      StateBlock<A, NV> block(size.Dk, n, matrix<const A>(in.initial, h, j), matrix<A>(final, h, j), work);
+      StateBlock<A, NV> block(size.Dk, n, of.initial.matrix(h, j), final_.matrix(h, j), work);
       DecayForward<A, NV, kGated>{block,
-                                  tokens<const A>(in.q, h),
-                                  tokens<const A>(in.k, h),
-                                  tokens<const A>(in.v, h).from(j),
-                                  tokens_or_null<const A>(in.key_decay, h),
-                                  tokens_or_null<const A>(in.value_decay, h).from(j),
-                                  rates_or_null<const A>(in.gate, h),
-                                  tokens<A>(out, h).from(j),
-                                  {tokens<A>(kept, h).data + j, size.Dv},
+                                  of.q.tokens(h),
+                                  of.k.tokens(h),
+                                  of.v.tokens(h).from(j),
+                                  of.key_decay.tokens(h),
+                                  of.value_decay.tokens(h).from(j),
+                                  of.gate.rates(h),
+                                  out_.tokens(h).from(j),
+                                  {kept_.tokens(h).data + j, size.Dv},
                                   0}
           .run_chunks(size.L);
       block.finish();
@@ -143,12 +144,14 @@ template <bool kGated>
 void decay_start_backward(const DecayInputs& in, const Tensor& d_out, const Tensor& d_state, const DecayGradients& to) {
   FWP_DISPATCH(in.type, {
     using Rule = DecayShort<A, kGated>;
+    const DecayHeads<A> of(in);
+    const Heads<const A> d_out_(d_out), d_state_(d_state);
+    const Heads<A> d_q(to.q), d_k(to.k), d_v(to.v), d_key_decay(to.key_decay), d_value_decay(to.value_decay);
+    const Heads<A> d_gate(to.gate);
     for_short_heads<Rule>(in.size, [&](int64_t h, Rule& rule) {
-      rule.backward(tokens<const A>(in.q, h), tokens<const A>(in.k, h), tokens<const A>(in.v, h),
-                    tokens_or_null<const A>(in.key_decay, h), tokens_or_null<const A>(in.value_decay, h),
-                    rates_or_null<const A>(in.gate, h), tokens<const A>(d_out, h), tokens_or_null<const A>(d_state, h),
-                    tokens<A>(to.q, h), tokens<A>(to.k, h), tokens<A>(to.v, h), tokens_or_null<A>(to.key_decay, h),
-                    tokens_or_null<A>(to.value_decay, h), rates_or_null<A>(to.gate, h));
+      rule.backward(of.q.tokens(h), of.k.tokens(h), of.v.tokens(h), of.key_decay.tokens(h), of.value_decay.tokens(h),
+                    of.gate.rates(h), d_out_.tokens(h), d_state_.tokens(h), d_q.tokens(h), d_k.tokens(h), d_v.tokens(h),
+                    d_key_decay.tokens(h), d_value_decay.tokens(h), d_gate.rates(h));
     });
   })
 }
@@ -162,31 +165,33 @@ void decay_scan_backward(const DecayInputs& in, const Tensor& kept, const Tensor
   const Tensor d_v = shared.in_parts(to.v), d_value_decay = shared.in_parts(to.value_decay);
   const Tensor d_gate = shared.in_parts(to.gate);
   FWP_DISPATCH(in.type, {
+    const DecayHeads<A> of(in);
+    const Heads<const A> kept_(kept), d_out_(d_out), d_final_(d_final);
+    const Heads<A> d_q(to.q), d_k(to.k), d_key_decay(to.key_decay), d_initial(to.initial);
     const auto run_block = [&](int64_t h, int64_t part, int64_t i, bool add, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
-      const auto of_part = [&](const Tensor& x) { return x.defined() ? x.select(0, part) : x; };
-      const auto states = tokens<const A>(kept, h);
+      const auto of_part = [&](const Tensor& x) { return Heads<A>(x.defined() ? x.select(0, part) : x); };
       DecayBackward<A, NV, kGated>{size.L,
                                    size.Dv,
                                    std::min(width, size.Dk - i),
-                                   tokens<const A>(in.q, h).from(i),
-                                   tokens<const A>(in.k, h).from(i),
-                                   tokens_or_null<const A>(in.key_decay, h).from(i),
-                                   tokens<const A>(in.v, h),
-                                   tokens_or_null<const A>(in.value_decay, h),
-                                   tokens<const A>(d_out, h),
-                                   rates_or_null<const A>(in.gate, h),
-                                   tokens<A>(to.q, h).from(i),
-                                   tokens<A>(to.k, h).from(i),
-                                   tokens_or_null<A>(to.key_decay, h).from(i),
-                                   tokens<A>(of_part(d_v), h),
-                                   tokens_or_null<A>(of_part(d_value_decay), h),
-                                   rates_or_null<A>(of_part(d_gate), h),
+                                   of.q.tokens(h).from(i),
+                                   of.k.tokens(h).from(i),
+                                   of.key_decay.tokens(h).from(i),
+                                   of.v.tokens(h),
+                                   of.value_decay.tokens(h),
+                                   d_out_.tokens(h),
+                                   of.gate.rates(h),
+                                   d_q.tokens(h).from(i),
+                                   d_k.tokens(h).from(i),
+                                   d_key_decay.tokens(h).from(i),
+                                   of_part(d_v).tokens(h),
+                                   of_part(d_value_decay).tokens(h),
+                                   of_part(d_gate).rates(h),
                                    add,
-                                   matrix<const A>(in.initial, h, i, true),
-                                   matrix<const A>(d_final, h, i, true),
-                                   matrix<A>(to.initial, h, i, true),
-                                   states.data + i * size.Dv,
+                                   of.initial.matrix(h, i, true),
+                                   d_final_.matrix(h, i, true),
+                                   d_initial.matrix(h, i, true),
+                                   kept_.tokens(h).data + i * size.Dv,
                                    size.Dk * size.Dv,
                                    work}
           .run();

@@ -4,58 +4,87 @@
 #include "binding_tensors.h"
 #include "delta.h"
 #include "delta_short.h"
+#include "delta_square.h"
 
 namespace fwp::cpu {
 
 inline void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& out,
                         const Tensor& state, const Tensor& error) {
   const Sizes size(q, v);
-  FWP_DISPATCH(out.scalar_type(), for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
-    rule.forward(tokens<const A>(q, h), tokens<const A>(k, h), tokens<const A>(v, h), rates<const A>(beta, h),
-                 tokens<A>(out, h), tokens<A>(error, h), tokens<A>(state, h));
-  });)
+  FWP_DISPATCH(out.scalar_type(), {
+    const Heads<const A> q_(q), k_(k), v_(v), beta_(beta);
+    const Heads<A> out_(out), error_(error), state_(state);
+    for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
+      rule.forward(q_.tokens(h), k_.tokens(h), v_.tokens(h), beta_.rates(h), out_.tokens(h), error_.tokens(h),
+                   state_.tokens(h));
+    });
+  })
 }
 
 // The state after the start, again; `state` receives it.
 inline void delta_rebuild_state(const Tensor& k, const Tensor& beta, const Tensor& error, const Tensor& state) {
   const Sizes size(k, error);
-  FWP_DISPATCH(error.scalar_type(), for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
-    rule.rebuild_state(tokens<const A>(k, h), rates<const A>(beta, h), tokens<const A>(error, h), tokens<A>(state, h));
-  });)
+  FWP_DISPATCH(error.scalar_type(), {
+    const Heads<const A> k_(k), beta_(beta), error_(error);
+    const Heads<A> state_(state);
+    for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
+      rule.rebuild_state(k_.tokens(h), beta_.rates(h), error_.tokens(h), state_.tokens(h));
+    });
+  })
 }
 
 inline void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& error,
                                  const Tensor& d_out, const Tensor& d_state, const Tensor& d_q, const Tensor& d_k,
                                  const Tensor& d_v, const Tensor& d_beta) {
   const Sizes size(q, error);
-  FWP_DISPATCH(error.scalar_type(), for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
-    rule.backward(tokens<const A>(q, h), tokens<const A>(k, h), rates<const A>(beta, h), tokens<const A>(error, h),
-                  tokens<const A>(d_out, h), d_state.defined() ? tokens<const A>(d_state, h) : Tokens<const A>{},
-                  tokens<A>(d_q, h), tokens<A>(d_k, h), tokens<A>(d_v, h), rates<A>(d_beta, h));
-  });)
+  FWP_DISPATCH(error.scalar_type(), {
+    const Heads<const A> q_(q), k_(k), beta_(beta), error_(error), d_out_(d_out), d_state_(d_state);
+    const Heads<A> d_q_(d_q), d_k_(d_k), d_v_(d_v), d_beta_(d_beta);
+    for_short_heads<DeltaShort<A>>(size, [&](int64_t h, DeltaShort<A>& rule) {
+      rule.backward(q_.tokens(h), k_.tokens(h), beta_.rates(h), error_.tokens(h), d_out_.tokens(h), d_state_.tokens(h),
+                    d_q_.tokens(h), d_k_.tokens(h), d_v_.tokens(h), d_beta_.rates(h));
+    });
+  })
+}
+
+// Whether a state is kept in registers.
+template <typename A>
+bool is_square(const Sizes& size) {
+  return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
 }
 
 // `final` may be `initial`.
 inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& initial,
                        const Tensor& out, const Tensor& final, const Tensor& error) {
   const Sizes size(q, v);
-  FWP_DISPATCH(out.scalar_type(), for_blocks<A>(size, size.Dk, size.Dv,
-                                                [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
-    constexpr int NV = decltype(vectors)::value;
-    with_block<A, NV>(size.Dk, n, matrix<const A>(initial, h, j), matrix<A>(final, h, j), work,
-                      [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
-      DeltaForward<A, NV> scan{block, size.L, tokens<const A>(q, h), tokens<const A>(k, h),
-                               tokens<const A>(v, h).from(j), rates<const A>(beta, h), tokens<A>(out, h).from(j),
-                               tokens<A>(error, h).from(j), {}};
-      if constexpr (NV == 4) {
-        scan.template start<1>();
-        scan.template run<1, true>(0);
-      } else {
-        if (size.L > 0) scan.template start<scan.kGroup>();
-        for_token_groups<scan.kGroup>(size.L, scan);
+  FWP_DISPATCH(out.scalar_type(), {
+    const Heads<const A> q_(q), k_(k), v_(v), beta_(beta), initial_(initial);
+    const Heads<A> out_(out), final_(final), error_(error);
+    for_blocks<A>(size, size.Dk, size.Dv, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+      constexpr int NV = decltype(vectors)::value;
+      if constexpr (NV == 1) {
+        if (is_square<A>(size)) {
+          StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial_.matrix(h, j), final_.matrix(h, j), work);
+          DeltaForwardSquare<A>{block, size.L, q_.tokens(h), k_.tokens(h), v_.tokens(h), beta_.rates(h),
+                                out_.tokens(h), error_.tokens(h)}
+              .run();
+          return block.finish();
+        }
       }
+      with_block<A, NV>(size.Dk, n, initial_.matrix(h, j), final_.matrix(h, j), work,
+                        [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
+        DeltaForward<A, NV> scan{block, size.L, q_.tokens(h), k_.tokens(h), v_.tokens(h).from(j), beta_.rates(h),
+                                 out_.tokens(h).from(j), error_.tokens(h).from(j), {}};
+        if constexpr (NV == 4) {
+          scan.template start<1>();
+          scan.template run<1, true>(0);
+        } else {
+          if (size.L > 0) scan.template start<scan.kGroup>();
+          for_token_groups<scan.kGroup>(size.L, scan);
+        }
+      });
     });
-  });)
+  })
 }
 
 // The gradient of the initial state is not made where `d_initial` is undefined.
@@ -70,20 +99,31 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
     const SharedHeads shared(size, size.Dv, width);
     const Tensor d_k_parts = shared.in_parts(d_k), d_beta_parts = shared.in_parts(d_beta);
     const int64_t scratch_size = size.Dk * width + DeltaBackwardWrites<A, 1>::products_size(size.Dk);
+    const Heads<const A> q_(q), k_(k), beta_(beta), error_(error), d_out_(d_out), d_final_(d_final);
+    const Heads<A> d_v_(d_v), d_initial_(d_initial);
     shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
                          [&](int64_t h, int64_t part, int64_t index, bool add, A* work) {
+      const Heads<A> d_k_(d_k_parts.select(0, part)), d_beta_(d_beta_parts.select(0, part));
       with_vectors<4>(vectors, [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
         const int64_t j = index * width;
-        with_block<A, NV>(size.Dk, std::min(width, size.Dv - j), matrix<const A>(d_final, h, j),
-                          matrix<A>(d_initial, h, j), work,
+        if constexpr (NV == 1) {
+          if (is_square<A>(size)) {
+            StateBlock<A, 1> block(kLanes<A>, kLanes<A>, d_final_.matrix(h, j), d_initial_.matrix(h, j), work);
+            DeltaBackwardWritesSquare<A>{block, L, q_.tokens(h).reversed(L), k_.tokens(h).reversed(L),
+                                         d_out_.tokens(h).reversed(L), error_.tokens(h).reversed(L),
+                                         beta_.rates(h).reversed(L), d_k_.tokens(h).reversed(L),
+                                         d_v_.tokens(h).reversed(L), d_beta_.rates(h).reversed(L)}
+                .run();
+            return block.finish();
+          }
+        }
+        with_block<A, NV>(size.Dk, std::min(width, size.Dv - j), d_final_.matrix(h, j), d_initial_.matrix(h, j), work,
                           [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
           DeltaBackwardWrites<A, NV> scan{
-              block, tokens<const A>(q, h).reversed(L), tokens<const A>(k, h).reversed(L),
-              tokens<const A>(d_out, h).from(j).reversed(L), tokens<const A>(error, h).from(j).reversed(L),
-              rates<const A>(beta, h).reversed(L), tokens<A>(d_k_parts.select(0, part), h).reversed(L),
-              tokens<A>(d_v, h).from(j).reversed(L), rates<A>(d_beta_parts.select(0, part), h).reversed(L), add,
-              work + size.Dk * width, {}, {}};
+              block, q_.tokens(h).reversed(L), k_.tokens(h).reversed(L), d_out_.tokens(h).from(j).reversed(L),
+              error_.tokens(h).from(j).reversed(L), beta_.rates(h).reversed(L), d_k_.tokens(h).reversed(L),
+              d_v_.tokens(h).from(j).reversed(L), d_beta_.rates(h).reversed(L), add, work + size.Dk * width, {}, {}};
           scan.start();
           for_token_groups<scan.kGroup>(L, scan);
           if (d_initial.defined() && L > 0) scan.finish();
@@ -92,14 +132,23 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
     });
     shared.add_parts(d_k, d_k_parts);
     shared.add_parts(d_beta, d_beta_parts);
+    const Heads<const A> initial_(initial), d_value_(d_v);
+    const Heads<A> d_q_(d_q), d_k_(d_k);
     for_blocks<A, 2>(size, size.Dv, size.Dk, [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
-      with_block<A, NV>(size.Dv, n, matrix<const A>(initial, h, j, true), {nullptr, 0, 0}, work,
+      if constexpr (NV == 1) {
+        if (is_square<A>(size)) {
+          const StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial_.matrix(h, j, true), {nullptr, 0, 0}, work);
+          return DeltaBackwardReadsSquare<A>{block, L, k_.tokens(h), d_out_.tokens(h), error_.tokens(h),
+                                             d_value_.tokens(h), beta_.rates(h), d_q_.tokens(h), d_k_.tokens(h)}
+              .run();
+        }
+      }
+      with_block<A, NV>(size.Dv, n, initial_.matrix(h, j, true), {nullptr, 0, 0}, work,
                         [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
-        DeltaBackwardReads<A, NV> scan{
-            block, tokens<const A>(k, h).from(j), tokens<const A>(d_out, h), tokens<const A>(error, h),
-            tokens<const A>(d_v, h), rates<const A>(beta, h), tokens<A>(d_q, h).from(j), tokens<A>(d_k, h).from(j),
-            work + size.Dv * block.kWidth};
+        DeltaBackwardReads<A, NV> scan{block, k_.tokens(h).from(j), d_out_.tokens(h), error_.tokens(h),
+                                       d_value_.tokens(h), beta_.rates(h), d_q_.tokens(h).from(j),
+                                       d_k_.tokens(h).from(j), work + size.Dv * block.kWidth};
         for_token_groups<scan.kGroup>(L, scan);
       });
     });

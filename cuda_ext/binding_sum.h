@@ -13,13 +13,13 @@ void scan(const Sizes& size, const Tensor& q, const Tensor& k, const Tensor& v, 
           bool reverse, const Tensor& out, const Tensor& final) {
   const int64_t rows = k.size(3), columns = v.size(3), length = size.L;
   const auto ordered = [&](auto x) { return reverse ? x.reversed(length) : x; };
+  const Heads<const A> q_(q), k_(k), v_(v), initial_(initial);
+  const Heads<A> out_(out), final_(final);
   for_blocks<A>(size, rows, columns, [&](int64_t head, int64_t column, int64_t n, auto vectors, A* work) {
     constexpr int NV = decltype(vectors)::value;
-    StateBlock<A, NV> block(rows, n, matrix<const A>(initial, head, column, transposed), matrix<A>(final, head, column),
-                            work);
-    SumScan<A, NV> scan{block, ordered(tokens<const A>(q, head)), ordered(tokens<const A>(k, head)),
-                             ordered(tokens<const A>(v, head).from(column)),
-                             ordered(tokens<A>(out, head).from(column))};
+    StateBlock<A, NV> block(rows, n, initial_.matrix(head, column, transposed), final_.matrix(head, column), work);
+    SumScan<A, NV> scan{block, ordered(q_.tokens(head)), ordered(k_.tokens(head)),
+                        ordered(v_.tokens(head).from(column)), ordered(out_.tokens(head).from(column))};
     if constexpr (NV == 4)
       scan.template run<1, true>(0);
     else

@@ -196,8 +196,8 @@ class StateBlock {
   int64_t source_stride_;
 };
 
-// Call f(block), and store the new state. The sizes of a full block, and of one that is square and one vector wide, are
-// constants to the f that takes it: passes over short rows are a tenth to a seventh faster for it.
+// Call f(block), and store the new state. The width of a full block is a constant to the f that takes it: passes over
+// short rows are a tenth faster for it.
 template <typename A, int NV, typename F>
 FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initial, Matrix<A> final, A* work, F f) {
   constexpr int64_t width = NV * kLanes<A>;
@@ -208,8 +208,6 @@ FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initia
   };
   if (columns < width)
     run(rows, columns);
-  else if (NV == 1 && rows == width)
-    run(width, width);
   else
     run(rows, width);
 }

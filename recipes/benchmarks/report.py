@@ -51,7 +51,7 @@ def seconds_per_call(contender, calls):
 def interleave(contenders, rounds, title, at_least=0.02):
     """{name: seconds of each round}, all contenders once a round, so that a slow moment hits all of them alike.
 
-    A measurement repeats its call for `at_least` seconds; the first two calls of all only warm up.
+    A measurement repeats its call for `at_least` seconds, after half as many calls that warm up.
     """
     runnable = {name: c for name, c in contenders.items() if c.call}
     first = {name: min(seconds_per_call(c, 1) for _ in range(2)) for name, c in runnable.items()}
@@ -60,8 +60,8 @@ def interleave(contenders, rounds, title, at_least=0.02):
     for i in range(rounds):
         say(f"{title}: round {i + 1} of {rounds}")
         for name, contender in runnable.items():
-            # What ran before has cleared the caches; this call fills them again.
-            seconds_per_call(contender, 1)
+            # What ran before has cleared the caches, which takes some milliseconds, not one short call, to undo.
+            seconds_per_call(contender, max(1, calls[name] // 2))
             times[name].append(seconds_per_call(contender, calls[name]))
     torch.set_num_threads(1)
     return times
