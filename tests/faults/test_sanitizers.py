@@ -15,7 +15,8 @@ import pytest
 from isolated import PACKAGE, PREAMBLE
 
 TESTS = Path(__file__).parents[1]
-LAWS = ["ops/test_rules.py", "ops/test_delta_short.py", "ops/test_decay_short.py", "faults/test_fuzz_operators.py"]
+LAWS = [f"ops/test_{name}.py" for name in ("rules", "delta_short", "delta_square", "decay_short")]
+LAWS.append("faults/test_fuzz_operators.py")
 # Not of kernels, and slow under a sanitizer.
 OTHERS = (
     "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift"
