@@ -128,8 +128,7 @@ class FwlDecoder(LanguageModelDecoder):
     ) -> tuple[Tensor, FastWeightLayerState]:
         padding = tokens.eq(self.padding_idx)
         mask = padding if padding.any() else None
-        log_prob = self.adaptive_softmax.target_log_prob
-        return self.fast_weight_layer(x, tokens, log_prob, state, mask, same_segment)
+        return self.fast_weight_layer(x, tokens, self.adaptive_softmax, state, mask, same_segment)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried."""
