@@ -144,7 +144,8 @@ class FwlDecoder(LanguageModelDecoder):
         learned = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         new = self.fast_weight_layer.state_dict()
         if learned:
-            new = {key: value for key, value in new.items() if key in ("step_sizes", "decays") and key not in learned}
+            later = {"log_step_sizes", "decay_logits"} - learned
+            new = {key: value for key, value in new.items() if key in later}
         if new:
             logger.info("the checkpoint has no fast weights yet: new in the layer are %s", ", ".join(new))
             state_dict.update({f"{prefix}{key}": value for key, value in new.items()})

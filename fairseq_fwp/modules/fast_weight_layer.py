@@ -31,6 +31,10 @@ from fairseq_fwp.modules.precision import at_least_float32
 STEP_SIZE = 0.01
 DECAY = 0.9
 
+# Adam moves every number by about the learning rate an update, which suits weights. Step sizes and decays, whose best
+# values may be orders of magnitude away, are learned as 0.01 exp(10 s) and sigmoid(10 d): 1% an update at a rate of 0.001.
+PACE = 10.0
+
 FIRST = ("first.weight", "first.bias")
 SECOND = ("second.weight", "second.bias", "norm.weight", "norm.bias")
 SOFTMAX = ("softmax.bias",)
@@ -59,7 +63,7 @@ class Softmax(Protocol):
 
 
 class Gradients(NamedTuple):
-    """What M positions give a fast part: for a linear layer its inputs (B, M, in), and the errors (B, M, out) of its outputs.
+    """What M positions teach a fast part: of a linear layer the inputs (B, M, in) and its outputs' errors (B, M, out).
 
     The gradient of the layer's weight is inputs^T errors, that of its bias the sum of errors. Any other vector has no
     inputs, and its gradients for errors.
@@ -82,7 +86,7 @@ class Gradients(NamedTuple):
         return Gradients(None if self.inputs is None else self.inputs.detach(), self.errors.detach())
 
     def sum(self, of_weight: bool) -> Tensor:
-        """The gradient of all positions, float32 at least: of the layer's weight (B, in, out), or of the vector (B, out)."""
+        """The gradient of all positions, float32 at least: of a layer's weight (B, in, out), or of a vector (B, out)."""
         errors = at_least_float32(self.errors)
         return at_least_float32(self.inputs).mT @ errors if of_weight and self.inputs is not None else errors.sum(1)
 
@@ -161,11 +165,18 @@ class FastWeightLayer(nn.Module):
         self.divisor = divisor
         self.fixed_step_size, self.fixed_decay = step_size, decay
         count = len(self.fast)
-        learned = count > 0 and step_size is None
-        self.step_sizes = nn.Parameter(torch.full((count,), STEP_SIZE)) if learned else None
-        # Through a sigmoid, which keeps gamma between 0 and 1.
-        start = torch.full((count,), DECAY).logit()
-        self.decays = nn.Parameter(start) if count > 0 and decay is None else None
+        self.log_step_sizes = nn.Parameter(torch.zeros(count)) if count > 0 and step_size is None else None
+        start = torch.full((count,), DECAY).logit() / PACE
+        self.decay_logits = nn.Parameter(start) if count > 0 and decay is None else None
+
+    def initialize(self) -> None:
+        """Weights from N(0, 1 / inputs): what N(0, 0.02) is at the paper's sizes, about.
+
+        In small layers that makes features so small that a step moves them, after their normalisation, by hundreds of
+        times as much.
+        """
+        for layer in (self.first, self.second):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(
         self,
@@ -212,6 +223,18 @@ class FastWeightLayer(nn.Module):
         summed = {name: sizes.get(name, (embed_dim,)) for name in self.fast}
         kept = [sum(size) for name, size in summed.items() if name not in ("first.bias", "second.bias")]
         return embed_dim + (length - 1) * sum(kept) + carried * sum(map(math.prod, summed.values()))
+
+    def step_sizes(self) -> dict[str, Number]:
+        """alpha of each fast weight."""
+        if self.log_step_sizes is None:
+            return dict.fromkeys(self.fast, self.fixed_step_size or 0.0)
+        return dict(zip(self.fast, STEP_SIZE * (PACE * self.log_step_sizes).exp(), strict=True))
+
+    def decays(self) -> dict[str, Number]:
+        """gamma of each fast weight."""
+        if self.decay_logits is None:
+            return dict.fromkeys(self.fast, self.fixed_decay or 0.0)
+        return dict(zip(self.fast, (PACE * self.decay_logits).sigmoid(), strict=True))
 
     def _targets(
         self, tokens: Tensor, padding: Tensor | None, state: FastWeightLayerState | None
@@ -263,11 +286,10 @@ class FastWeightLayer(nn.Module):
 
     def _decay(self, sums: dict[str, Tensor], gradients: dict[str, Gradients]) -> dict[str, Tensor]:
         """Delta after a segment with these gradients."""
-        decays = self.decays.sigmoid() if self.decays is not None else [self.fixed_decay] * len(self.fast)
         with torch.autocast(self.first.weight.device.type, enabled=False):
             return {
                 name: gradients[part_of(name)].sum(name.endswith("weight")) + (decay * sums[name] if sums else 0)
-                for name, decay in zip(self.fast, decays, strict=True)
+                for name, decay in self.decays().items()
             }
 
     def _read(self, x: Tensor, hidden: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]) -> Tensor:
@@ -283,13 +305,6 @@ class FastWeightLayer(nn.Module):
         shifts = y.new_zeros(*y.shape[:-1], self.bias_entries)
         return torch.cat([y, shifts + self._change_vector("softmax.bias", x, gradients, sums)], -1)
 
-    def _step(self, name: str) -> Number:
-        """Minus the step size of a fast weight."""
-        if self.step_sizes is not None:
-            return -self.step_sizes[self.fast.index(name)]
-        assert self.fixed_step_size is not None
-        return -self.fixed_step_size
-
     def _change_layer(
         self, layer: str, inputs: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
     ) -> Number:
@@ -300,7 +315,7 @@ class FastWeightLayer(nn.Module):
         keys, errors = gradients[layer]
         assert keys is not None
         with torch.autocast(inputs.device.type, enabled=False):
-            queries, of_weight, of_bias = at_least_float32(inputs), self._step(weight), self._step(bias)
+            queries, of_weight, of_bias = at_least_float32(inputs), -self.step_sizes()[weight], -self.step_sizes()[bias]
             total = causal_sum(
                 queries, at_least_float32(keys), at_least_float32(errors), scale=of_weight, offset=of_bias
             )
@@ -317,7 +332,7 @@ class FastWeightLayer(nn.Module):
         with torch.autocast(inputs.device.type, enabled=False):
             total = cumulative_sum(at_least_float32(gradients[name].errors), inputs.shape[1])
             total = total + sums[name].unsqueeze(1) if sums else total
-            return (self._step(name) * total).to(inputs.dtype)
+            return (-self.step_sizes()[name] * total).to(inputs.dtype)
 
     def _remember(
         self,

@@ -3,6 +3,8 @@
 Shapes: B batch, L tokens, D features, V words.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch import nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
-from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, FastWeightLayer
+from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, PACE, STEP_SIZE, FastWeightLayer
 from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
 
 DIM, HIDDEN, WORDS = 6, 10, 23
@@ -35,7 +37,15 @@ def build(fast="both", kind="plain", **options):
     for module in (layer, softmax):
         for parameter in module.double().parameters():
             nn.init.normal_(parameter, std=0.5)
+    if layer.log_step_sizes is not None:
+        set_step_sizes(layer, torch.rand(len(layer.fast)) + 0.1)
+        nn.init.normal_(layer.decay_logits, std=1 / PACE)
     return layer, softmax
+
+
+def set_step_sizes(layer, values):
+    with torch.no_grad():
+        layer.log_step_sizes.copy_((torch.as_tensor(values) / STEP_SIZE).log() / PACE)
 
 
 def random_features(batch, length):
@@ -79,8 +89,7 @@ class Brute:
         self.layer, self.softmax = layer, softmax
         self.weights = weights_of(layer, softmax)
         self.fast = layer.fast
-        self.steps = dict(zip(layer.fast, layer.step_sizes if layer.step_sizes is not None else (), strict=False))
-        self.decays = dict(zip(layer.fast, layer.decays.sigmoid() if layer.decays is not None else (), strict=False))
+        self.steps, self.decays = layer.step_sizes(), layer.decays()
 
     def gradient(self, h, token):
         """dL / d theta at one position, with a graph."""
@@ -151,7 +160,7 @@ def test_one_pass_is_the_loop_over_positions(fast, kind):
     names, parameters = zip(*[*layer.named_parameters(), *softmax.named_parameters()], strict=True)
     found = dict(zip(("x", *names), check_gradients(ours, expected, (x, *parameters)), strict=True))
     if fast != "none":
-        assert found["step_sizes"].abs().min() > 0 and found["bias"].abs().sum() > 0
+        assert found["log_step_sizes"].abs().min() > 0 and found["bias"].abs().sum() > 0
         first_order, _ = FirstOrder(layer)(x, tokens, softmax)
         assert not torch.allclose(torch.autograd.grad(first_order.square().sum(), x)[0], found["x"])
 
@@ -199,7 +208,7 @@ def test_segments_carry_what_was_learnt(fast, kind, lengths):
     check_gradients(ours[-1], torch.stack([row[-1] for row in rows]), inputs)
     if fast != "none":
         assert torch.autograd.grad(ours[-1].sum(), features[0], allow_unused=True)[0] is None
-        (of_decay,) = torch.autograd.grad(ours[-1].sum(), layer.decays)
+        (of_decay,) = torch.autograd.grad(ours[-1].sum(), layer.decay_logits)
         assert of_decay.abs().min() > 0
 
 
@@ -265,15 +274,14 @@ def test_one_fixed_step_size_and_decay():
     """They are what the learned ones would be, were they all so; nothing is learned then."""
     layer, softmax = build()
     fixed = FastWeightLayer(DIM, HIDDEN, step_size=0.25, decay=0.5).double()
-    fixed.load_state_dict({k: v for k, v in layer.state_dict().items() if k not in ("step_sizes", "decays")})
-    nn.init.constant_(layer.step_sizes, 0.25)
-    nn.init.constant_(layer.decays, 0.0)
+    fixed.load_state_dict({k: v for k, v in layer.state_dict().items() if k not in ("log_step_sizes", "decay_logits")})
+    set_step_sizes(layer, 0.25)
+    nn.init.constant_(layer.decay_logits, 0.0)
     expected = ours = None
     for _ in range(3):
         x, tokens = random_features(2, 3), random_tokens(2, 3)
         expected, ours = (
-            either(x, tokens, softmax, before and before[1])
-            for either, before in ((layer, expected), (fixed, ours))
+            either(x, tokens, softmax, before and before[1]) for either, before in ((layer, expected), (fixed, ours))
         )
         torch.testing.assert_close(ours[0], expected[0])
 
@@ -284,7 +292,7 @@ def test_divided_gradients_are_smaller_steps():
     ours, _ = layer(x, tokens, softmax)
     layer.divisor = 1
     with torch.no_grad():
-        layer.step_sizes /= 8
+        layer.log_step_sizes -= math.log(8) / PACE
     torch.testing.assert_close(ours, layer(x, tokens, softmax)[0])
 
 
@@ -293,7 +301,7 @@ def test_half_precision_is_close(dtype):
     layer, softmax = build()
     x, tokens = random_features(2, 12), random_tokens(2, 12)
     with torch.no_grad():
-        layer.step_sizes.fill_(0.01)
+        set_step_sizes(layer, 0.01)
         expected, _ = layer(x, tokens, softmax)
         ours, _ = layer.to(dtype)(x.to(dtype), tokens, softmax.to(dtype))
     assert ours.dtype == dtype

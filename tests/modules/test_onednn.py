@@ -51,7 +51,7 @@ def test_layouts():
 
 
 def test_weights_have_no_gaps():
-    """Of a part of a matrix, and of the gradient of a part of the logits: else oneDNN takes a thousand times as long."""
+    """Like a part of a matrix, or the gradient of a part of the logits: else they take a thousand times as long."""
     x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(12, 6)[:, :4].detach().requires_grad_()
     with OneDnnLinear(), Calls() as calls:
         logits = torch.cat([F.linear(x, weight), torch.zeros(9, 3)], 1)
