@@ -32,8 +32,8 @@ STEP_SIZE = 0.01
 DECAY = 0.9
 
 # Adam moves every number by about the learning rate an update, which suits weights. Step sizes and decays, whose best
-# values may be orders of magnitude away, are learned as 0.01 exp(10 s) and sigmoid(10 d): 1% an update at a rate of 0.001.
-PACE = 10.0
+# values may be orders of magnitude away, are learned as 0.01 exp(30 s) and sigmoid(30 d): 3% an update at 0.001.
+PACE = 30.0
 
 FIRST = ("first.weight", "first.bias")
 SECOND = ("second.weight", "second.bias", "norm.weight", "norm.bias")
@@ -86,7 +86,7 @@ class Gradients(NamedTuple):
         return Gradients(None if self.inputs is None else self.inputs.detach(), self.errors.detach())
 
     def sum(self, of_weight: bool) -> Tensor:
-        """The gradient of all positions, float32 at least: of a layer's weight (B, in, out), or of a vector (B, out)."""
+        """The gradient of all positions, float32 at least: of a layer's weight (B, in, out), or a vector (B, out)."""
         errors = at_least_float32(self.errors)
         return at_least_float32(self.inputs).mT @ errors if of_weight and self.inputs is not None else errors.sum(1)
 
