@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fast weight layers (Clark et al. 2022) beside dynamic evaluation, on two small models of the Python Enhancement Proposals:
-# local attention, read in blocks, and Transformer-XL, read in segments. About an hour on 2 cores; nothing is done twice,
+# local attention, read in blocks, and Transformer-XL, read in segments. About 80 minutes on a core; nothing is done twice,
 # but speeds, "speed *.json", are worth measuring again on a quiet machine once all else is there: remove them, and eval.
 #
 #   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
@@ -40,6 +40,14 @@ reading() {
   case $1 in
     local/*) echo "--context-window 0" ;;
     xl/*) echo "--carry-state" ;;
+  esac
+}
+
+# start_of NAME: the model whose weights training starts from.
+start_of() {
+  case $1 in
+    */slow) echo "${1%/*}/base" ;;
+    */fwl | */bias) echo "${1%/*}/slow" ;;
   esac
 }
 
@@ -119,10 +127,11 @@ case $stage in
   train | all)
     for name in $models; do
       extra=("${flags_for_all[@]}")
-      case $name in
-        */slow) extra+=(--finetune-from-model "$out/${name%/*}/base/checkpoint_best.pt") ;;
-        */fwl | */bias) extra+=(--finetune-from-model "$out/${name%/*}/slow/checkpoint_best.pt") ;;
-      esac
+      from=$(start_of "$name")
+      if [ -n "$from" ]; then
+        [ -e "$out/$from/trained" ] || die "$name goes on from $from, which is not trained: name it before, in --models."
+        extra+=(--finetune-from-model "$out/$from/checkpoint_best.pt")
+      fi
       train "$name" "$here/conf/$name.yaml"
     done ;;
 esac
