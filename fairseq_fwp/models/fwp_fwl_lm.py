@@ -128,8 +128,7 @@ class FwlDecoder(LanguageModelDecoder):
     ) -> tuple[Tensor, FastWeightLayerState]:
         padding = tokens.eq(self.padding_idx)
         mask = padding if padding.any() else None
-        log_prob = self.adaptive_softmax.target_log_prob
-        return self.fast_weight_layer(x, tokens, log_prob, state, mask, same_segment)
+        return self.fast_weight_layer(x, tokens, self.adaptive_softmax, state, mask, same_segment)
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried."""
@@ -145,7 +144,8 @@ class FwlDecoder(LanguageModelDecoder):
         learned = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         new = self.fast_weight_layer.state_dict()
         if learned:
-            new = {key: value for key, value in new.items() if key in ("step_sizes", "decays") and key not in learned}
+            later = {"log_step_sizes", "decay_logits"} - learned
+            new = {key: value for key, value in new.items() if key in later}
         if new:
             logger.info("the checkpoint has no fast weights yet: new in the layer are %s", ", ".join(new))
             state_dict.update({f"{prefix}{key}": value for key, value in new.items()})

@@ -6,33 +6,41 @@ B batch, L queries, M keys, Dk size of a key, Dv size of a value.
 import torch
 from torch import Tensor
 
+Number = float | Tensor
+
 # Queries that share one product of scores: the sums before a chunk cost 2 Dk Dv a query, its scores chunk * (Dk + Dv).
 CHUNK = 256
 
 
-def causal_sum(q: Tensor, k: Tensor, v: Tensor, chunk: int = CHUNK) -> Tensor:
-    """out_t = sum over i < M - L + 1 + t of (q_t . k_i) v_i: the last query sees every key, each query one key more.
+def causal_sum(
+    q: Tensor, k: Tensor, v: Tensor, chunk: int = CHUNK, scale: Number = 1.0, offset: Number = 0.0
+) -> Tensor:
+    """out_t = sum over i < M - L + 1 + t of (scale q_t . k_i + offset) v_i: each query sees one key more, the last all.
 
-    What `ops.sum_rule` computes with one head, for M = L. That operator visits a Dk x Dv memory L times, which suits
-    heads; here the memory is a weight matrix, often larger than L x L scores, and the sums are matrix products: those
-    within a chunk through its scores, those of all before it through their sum (the mixed chunk attention of Hua et
-    al. 2022, arXiv 2202.10447, Sec. 3.2, with the linear part alone). Exact, and differentiable as often as wanted.
+    What `ops.sum_rule` computes with one head, for M = L, scale 1 and offset 0. That operator visits a Dk x Dv memory L
+    times, which suits heads; here the memory is a weight matrix, often larger than L x L scores, and the sums are
+    matrix products: those within a chunk through its scores, those of all before it through their sum (the mixed chunk
+    attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2, with the linear part alone). Exact, and differentiable as
+    often as wanted.
 
-    q (B, L, Dk), k (B, M, Dk), v (B, M, Dv) -> (B, L, Dv); M at least L - 1.
+    q (B, L, Dk), k (B, M, Dk), v (B, M, Dv), numbers scale and offset -> (B, L, Dv); M at least L - 1.
     """
     length, size = q.shape[1], k.shape[2] + v.shape[2]
     summing = length * size > 2 * (chunk * size + 2 * k.shape[2] * v.shape[2])  # else the scores of all are cheaper
     first = k.shape[1] - length + 1  # keys that query 0 sees
-    outs, memory, summed = [], None, 0
+    outs, summed = [], 0
+    memory: Number = 0.0
+    total: Number = 0.0
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
+        before: Number = 0.0
         if start and summing:
             old = slice(summed, start + first)
-            written = k[:, old].mT @ v[:, old]
-            memory, summed = written if memory is None else memory + written, start + first
-        queries, seen = q[:, start:end], slice(summed, end - 1 + first)
-        out = (queries @ k[:, seen].mT).tril(start + first - 1 - summed) @ v[:, seen]
-        outs.append(out if memory is None else out + queries @ memory)
+            memory, total = memory + k[:, old].mT @ v[:, old], total + v[:, old].sum(1, keepdim=True)
+            before, summed = scale * (q[:, start:end] @ memory) + offset * total, start + first
+        seen = slice(summed, end - 1 + first)
+        scores = scale * (q[:, start:end] @ k[:, seen].mT) + offset
+        outs.append(scores.tril(start + first - 1 - summed) @ v[:, seen] + before)
     return torch.cat(outs, 1) if outs else v.new_zeros(q.shape[0], 0, v.shape[2])
 
 

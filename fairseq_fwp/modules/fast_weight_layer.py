@@ -18,32 +18,56 @@ Shapes: B batch, L tokens, M positions that teach, D embed_dim, F hidden_dim.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.causal_sum import causal_sum, cumulative_sum
+from fairseq_fwp.modules.causal_sum import Number, causal_sum, cumulative_sum
 from fairseq_fwp.modules.precision import at_least_float32
 
 # The paper: step sizes start at 0.01. It does not say where gamma starts: here, a segment counts 9 tenths of the next.
 STEP_SIZE = 0.01
 DECAY = 0.9
 
+# Adam moves every number by about the learning rate an update, which suits weights. Step sizes and decays, whose best
+# values may be orders of magnitude away, are learned as 0.01 exp(30 s) and sigmoid(30 d): 3% an update at 0.001.
+PACE = 30.0
+
 FIRST = ("first.weight", "first.bias")
 SECOND = ("second.weight", "second.bias", "norm.weight", "norm.bias")
 SOFTMAX = ("softmax.bias",)
 
+# Linear layers, whose bias has the gradients of their outputs, as their weight has.
+LAYERS = ("first", "second")
+
 # Which weights are fast: both layers, one of them, the output softmax's bias alone (Table 2, "bias only"), or none.
 FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}
 
-# (features (B, M, D), tokens (B, M)) -> the tokens' log-probabilities (B, M)
-LogProb = Callable[[Tensor, Tensor], Tensor]
+
+def part_of(weight: str) -> str:
+    """What the gradients of a fast weight are kept under: its layer, or its own name."""
+    layer, _, _ = weight.partition(".")
+    return layer if layer in LAYERS else weight
+
+
+class Softmax(Protocol):
+    """The output layer: what it does with features (B, M, D) and tokens (B, M)."""
+
+    def target_log_prob(self, features: Tensor, target: Tensor) -> Tensor:
+        """The tokens' log-probabilities (B, M)."""
+
+    def loss_gradient(self, features: Tensor, target: Tensor) -> Tensor:
+        """The gradients (B, M, D) of minus the tokens' log-probabilities by the features, without a graph."""
 
 
 class Gradients(NamedTuple):
-    """Of one weight at M positions: of a matrix inputs^T errors, (B, M, in) and (B, M, out); of a vector errors."""
+    """What M positions teach a fast part: of a linear layer the inputs (B, M, in) and its outputs' errors (B, M, out).
+
+    The gradient of the layer's weight is inputs^T errors, that of its bias the sum of errors. Any other vector has no
+    inputs, and its gradients for errors.
+    """
 
     inputs: Tensor | None
     errors: Tensor
@@ -61,17 +85,17 @@ class Gradients(NamedTuple):
         """The same values, cut from the graph."""
         return Gradients(None if self.inputs is None else self.inputs.detach(), self.errors.detach())
 
-    def sum(self) -> Tensor:
-        """Of all positions, (B, in, out) or (B, out), float32 at least."""
+    def sum(self, of_weight: bool) -> Tensor:
+        """The gradient of all positions, float32 at least: of a layer's weight (B, in, out), or a vector (B, out)."""
         errors = at_least_float32(self.errors)
-        return errors.sum(1) if self.inputs is None else at_least_float32(self.inputs).mT @ errors
+        return at_least_float32(self.inputs).mT @ errors if of_weight and self.inputs is not None else errors.sum(1)
 
 
 class FastWeightLayerState(NamedTuple):
     """What a layer has learnt, without a graph: sums over past segments, the open segment, and what is yet to learn.
 
     sums: Delta by weight, (B, in, out) or (B, out), none before the second segment; gradients: of the open segment's
-    positions, by weight; pending (B, D): features after the last token, whose loss the next token tells, and
+    positions, by part; pending (B, D): features after the last token, whose loss the next token tells, and
     started (B,) bool: rows that have any.
     """
 
@@ -141,31 +165,38 @@ class FastWeightLayer(nn.Module):
         self.divisor = divisor
         self.fixed_step_size, self.fixed_decay = step_size, decay
         count = len(self.fast)
-        learned = count > 0 and step_size is None
-        self.step_sizes = nn.Parameter(torch.full((count,), STEP_SIZE)) if learned else None
-        # Through a sigmoid, which keeps gamma between 0 and 1.
-        start = torch.full((count,), DECAY).logit()
-        self.decays = nn.Parameter(start) if count > 0 and decay is None else None
+        self.log_step_sizes = nn.Parameter(torch.zeros(count)) if count > 0 and step_size is None else None
+        start = torch.full((count,), DECAY).logit() / PACE
+        self.decay_logits = nn.Parameter(start) if count > 0 and decay is None else None
+
+    def initialize(self) -> None:
+        """Weights from N(0, 1 / inputs): what N(0, 0.02) is at the paper's sizes, about.
+
+        In small layers that makes features so small that a step moves them, after their normalisation, by hundreds of
+        times as much.
+        """
+        for layer in (self.first, self.second):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(
         self,
         x: Tensor,
         tokens: Tensor,
-        log_prob: LogProb,
+        softmax: Softmax,
         state: FastWeightLayerState | None = None,
         padding: Tensor | None = None,
         same_segment: bool = False,
     ) -> tuple[Tensor, FastWeightLayerState]:
         """x (B, L, D), features after each of the tokens (B, L) -> y (B, L, D + bias_entries) and the new state.
 
-        The bias_entries are what is added to each entry of the softmax's bias, which log_prob adds for its features.
+        The bias_entries are what is added to each entry of the softmax's bias: its features end with them.
         state: after what was read before, None = nothing. padding (B, L): True at tokens that are none. same_segment:
         the tokens go on with the segment of the state; otherwise they are the next one, whole or its beginning.
         """
         slots = x if state is None else torch.cat([state.pending.unsqueeze(1).to(x.dtype), x], 1)
         hidden = self.first(slots)
         targets, known = self._targets(tokens, padding, state)
-        gradients = self._learn(slots[:, :-1], hidden[:, :-1], targets, known, log_prob)
+        gradients = self._learn(slots[:, :-1], hidden[:, :-1], targets, known, softmax)
         sums: dict[str, Tensor] = {}
         if state is not None:
             # The last loss of before was not known before its token.
@@ -189,8 +220,21 @@ class FastWeightLayer(nn.Module):
             "second.weight": (hidden_dim, embed_dim),
             "softmax.bias": (self.bias_entries,),
         }
-        kept = [sizes.get(name, (embed_dim,)) for name in self.fast]
-        return embed_dim + (length - 1) * sum(map(sum, kept)) + carried * sum(map(math.prod, kept))
+        summed = {name: sizes.get(name, (embed_dim,)) for name in self.fast}
+        kept = [sum(size) for name, size in summed.items() if name not in ("first.bias", "second.bias")]
+        return embed_dim + (length - 1) * sum(kept) + carried * sum(map(math.prod, summed.values()))
+
+    def step_sizes(self) -> dict[str, Number]:
+        """alpha of each fast weight."""
+        if self.log_step_sizes is None:
+            return dict.fromkeys(self.fast, self.fixed_step_size or 0.0)
+        return dict(zip(self.fast, STEP_SIZE * (PACE * self.log_step_sizes).exp(), strict=True))
+
+    def decays(self) -> dict[str, Number]:
+        """gamma of each fast weight."""
+        if self.decay_logits is None:
+            return dict.fromkeys(self.fast, self.fixed_decay or 0.0)
+        return dict(zip(self.fast, (PACE * self.decay_logits).sigmoid(), strict=True))
 
     def _targets(
         self, tokens: Tensor, padding: Tensor | None, state: FastWeightLayerState | None
@@ -209,9 +253,9 @@ class FastWeightLayer(nn.Module):
         return tokens.gather(1, following.where(there, 0)), before & there
 
     def _learn(
-        self, x: Tensor, hidden: Tensor, targets: Tensor, known: Tensor, log_prob: LogProb
+        self, x: Tensor, hidden: Tensor, targets: Tensor, known: Tensor, softmax: Softmax
     ) -> dict[str, Gradients]:
-        """The gradients of the losses of M positions, of the fast weights; zero where no target is known."""
+        """What M positions teach the fast parts; zero where no target is known."""
         if not self.fast:
             return {}
         second_order = torch.is_grad_enabled()
@@ -224,75 +268,71 @@ class FastWeightLayer(nn.Module):
             y = normal * self.norm.weight + self.norm.bias
             if self.bias_entries:
                 y = torch.cat([y, y.new_zeros(*y.shape[:-1], self.bias_entries)], -1)
-            loss = -log_prob(y, targets).where(known, 0).sum() / self.divisor
-            wanted = {"first": hidden, "second": outputs, "y": y}
-            if FIRST[0] not in self.fast:
-                del wanted["first"]
-            if SECOND[0] not in self.fast:
-                del wanted["second"]
-            errors = dict(
-                zip(wanted, torch.autograd.grad(loss, list(wanted.values()), create_graph=second_order), strict=True)
-            )
+            if second_order:
+                loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor
+                (of_y,) = torch.autograd.grad(loss, y, create_graph=True)
+            else:
+                of_y = softmax.loss_gradient(y.detach(), targets) * (known.unsqueeze(-1) / self.divisor).to(y.dtype)
+            outs = {"first": hidden, "second": outputs}
+            outs = {layer: out for layer, out in outs.items() if f"{layer}.weight" in self.fast}
+            errors = torch.autograd.grad(y, list(outs.values()), of_y, create_graph=second_order) if outs else ()
         if not second_order:
             squares, normal = squares.detach(), normal.detach()
-        found = {}
-        if "first" in errors:
-            found["first.weight"] = Gradients(x, errors["first"])
-            found["first.bias"] = Gradients(None, errors["first"])
-        if "second" in errors:
-            of_y = errors["y"][..., : self.norm.weight.shape[0]]
-            found["second.weight"] = Gradients(squares, errors["second"])
-            found["second.bias"] = Gradients(None, errors["second"])
-            found["norm.weight"] = Gradients(None, normal * of_y)
-            found["norm.bias"] = Gradients(None, of_y)
-        if SOFTMAX[0] in self.fast:
-            found["softmax.bias"] = Gradients(None, errors["y"][..., self.norm.weight.shape[0] :])
-        return found
+        inputs = {"first": x, "second": squares}
+        found = {layer: Gradients(inputs[layer], error) for layer, error in zip(outs, errors, strict=True)}
+        of_y, of_bias = of_y.split([normal.shape[-1], self.bias_entries], -1)
+        of_vectors = {"norm.weight": normal * of_y, "norm.bias": of_y, "softmax.bias": of_bias}
+        return found | {name: Gradients(None, error) for name, error in of_vectors.items() if name in self.fast}
 
     def _decay(self, sums: dict[str, Tensor], gradients: dict[str, Gradients]) -> dict[str, Tensor]:
         """Delta after a segment with these gradients."""
-        decays = self.decays.sigmoid() if self.decays is not None else [self.fixed_decay] * len(self.fast)
         with torch.autocast(self.first.weight.device.type, enabled=False):
             return {
-                name: gradients[name].sum() + (decay * sums[name] if sums else 0)
-                for name, decay in zip(self.fast, decays, strict=True)
+                name: gradients[part_of(name)].sum(name.endswith("weight")) + (decay * sums[name] if sums else 0)
+                for name, decay in self.decays().items()
             }
 
     def _read(self, x: Tensor, hidden: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]) -> Tensor:
         """f with the fast weights of each position; hidden = x U + a."""
-
-        def change(name: str, inputs: Tensor) -> Tensor | float:
-            return self._change(name, inputs, gradients, sums)
-
-        hidden = hidden + change("first.weight", x) + change("first.bias", x)
+        hidden = hidden + self._change_layer("first", x, gradients, sums)
         squares = hidden.relu().square()
-        outputs = self.second(squares) + change("second.weight", squares) + change("second.bias", squares)
+        outputs = self.second(squares) + self._change_layer("second", squares, gradients, sums)
         normal = F.layer_norm(outputs, outputs.shape[-1:], eps=self.norm.eps)
-        gain = self.norm.weight + change("norm.weight", x)
-        y = normal * gain + self.norm.bias + change("norm.bias", x)
+        gain = self.norm.weight + self._change_vector("norm.weight", x, gradients, sums)
+        y = normal * gain + self.norm.bias + self._change_vector("norm.bias", x, gradients, sums)
         if not self.bias_entries:
             return y
-        return torch.cat([y, y.new_zeros(*y.shape[:-1], self.bias_entries) + change("softmax.bias", x)], -1)
+        shifts = y.new_zeros(*y.shape[:-1], self.bias_entries)
+        return torch.cat([y, shifts + self._change_vector("softmax.bias", x, gradients, sums)], -1)
 
-    def _change(
-        self, name: str, inputs: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
-    ) -> Tensor | float:
-        """What the steps of a weight add to inputs (B, L, in) times it, or to a vector: (B, L, out)."""
-        if name not in self.fast:
+    def _change_layer(
+        self, layer: str, inputs: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
+    ) -> Number:
+        """What the steps of a layer's weight and bias add to its outputs for inputs (B, L, in): (B, L, out)."""
+        if layer not in gradients:
             return 0.0
-        index, found = self.fast.index(name), gradients[name]
-        step = self.fixed_step_size if self.step_sizes is None else self.step_sizes[index]
-        assert step is not None
+        weight, bias = f"{layer}.weight", f"{layer}.bias"
+        keys, errors = gradients[layer]
+        assert keys is not None
         with torch.autocast(inputs.device.type, enabled=False):
-            errors = at_least_float32(found.errors)
-            if found.inputs is None:
-                total = cumulative_sum(errors, inputs.shape[1])
-                total = total + sums[name].unsqueeze(1) if sums else total
-            else:
-                queries = at_least_float32(inputs)
-                total = causal_sum(queries, at_least_float32(found.inputs), errors)
-                total = total + queries @ sums[name] if sums else total
-            return (-step * total).to(inputs.dtype)
+            queries, of_weight, of_bias = at_least_float32(inputs), -self.step_sizes()[weight], -self.step_sizes()[bias]
+            total = causal_sum(
+                queries, at_least_float32(keys), at_least_float32(errors), scale=of_weight, offset=of_bias
+            )
+            if sums:
+                total = total + queries @ (of_weight * sums[weight]) + of_bias * sums[bias].unsqueeze(1)
+            return total.to(inputs.dtype)
+
+    def _change_vector(
+        self, name: str, inputs: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
+    ) -> Number:
+        """What the steps of a vector add to it at the positions of inputs (B, L, in): (B, L, out)."""
+        if name not in gradients:
+            return 0.0
+        with torch.autocast(inputs.device.type, enabled=False):
+            total = cumulative_sum(at_least_float32(gradients[name].errors), inputs.shape[1])
+            total = total + sums[name].unsqueeze(1) if sums else total
+            return (-self.step_sizes()[name] * total).to(inputs.dtype)
 
     def _remember(
         self,

@@ -81,6 +81,9 @@ def _through_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # A weight with gaps between its rows, like the gradient of a part of the logits, takes a thousand times as long.
+    if not (weight.is_contiguous() or weight.T.is_contiguous()):
+        weight = weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

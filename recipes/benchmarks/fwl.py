@@ -5,6 +5,7 @@ reads segments of 128 tokens with a memory of 1,600 (Dai et al. 2019), local att
 those of matrix products, counted by PyTorch (torch.utils.flop_counter); times are those of the scorers of fwp-eval-lm.
 """
 
+import math
 from argparse import Namespace
 
 import torch
@@ -39,6 +40,12 @@ def count_attention(queries, keys, values, *_, out_shape=None, **__):
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def count_attention_backward(gradient, queries, keys, values, *_, out_shape=None, **__):
     return sdpa_backward_flop_count(gradient, queries, keys, values)
+
+
+# Nor does it know oneDNN's layers.
+@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+def count_linear(inputs, weight, *_, **__):
+    return 2 * math.prod(inputs) * weight[0]
 
 
 def make_model(arch, flags, dictionary, length):
@@ -100,7 +107,7 @@ def with_onednn(call):
 
 
 def count(call):
-    """Operations of the matrix products in a call; the counter does not know oneDNN's, so torch's own are taken."""
+    """Operations of the matrix products in a call."""
     with FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()

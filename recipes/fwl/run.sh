@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fast weight layers (Clark et al. 2022) beside dynamic evaluation, on two small models of the Python Enhancement Proposals:
-# local attention, read in blocks, and Transformer-XL, read in segments. About an hour on 2 cores; nothing is done twice,
+# local attention, read in blocks, and Transformer-XL, read in segments. About 80 minutes on a core; nothing is done twice,
 # but speeds, "speed *.json", are worth measuring again on a quiet machine once all else is there: remove them, and eval.
 #
 #   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
@@ -8,7 +8,7 @@
 #
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
 # --out FOLDER    where everything goes (runs/fwl)
-# --models ...    which of conf/{local,xl}/*.yaml: base is trained first, and the others go on from it
+# --models ...    which of conf/{local,xl}/*.yaml: base is trained first, slow goes on from it, fwl and bias go on from slow
 #
 # The paper's models, on WikiText-103, are conf/wt103/*.yaml for recipes/wikitext103/run.sh; each says how.
 set -euo pipefail
@@ -25,13 +25,12 @@ merges=8000
 models="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bias"
 protocols=(valid test)
 task=()
-# Rates of dynamic evaluation, and step sizes of fast weights at test time: the best on the validation text is reported.
-sgd="0.05 0.1"
-rms="3e-4 1e-3"
-steps="0.01"
+# For each base, rates of dynamic evaluation, and step sizes of fast weights at test time: the best on the validation text is
+# reported. "Test-time only" takes steps of U and a alone, see RESULTS.md; all are down the gradients of single tokens.
+declare -A sgd=([local]="0.05 0.1" [xl]="0.02 0.05") rms=([local]="6e-4 1e-3" [xl]="2e-4 3e-4")
+declare -A epsilon=([local]=1e-3 [xl]=3e-4) steps=([local]="0.003 0.01" [xl]="0.004 0.006")
 bias_steps="0.03"
-# "Test-time only" takes steps of U and a alone, see RESULTS.md; gamma is that with which training begins.
-test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':8.0,'fwl_decay':0.9,'fwl_step_size':@}"
+test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':1.0,'fwl_decay':0.6,'fwl_step_size':@}"
 test_bias="{'fwl_fast_weights':'softmax-bias','fwl_divide_gradients_by':1.0,'fwl_decay':0.9,'fwl_step_size':@}"
 statistics=400 # windows of the training text for RMS
 speed_lines=400 # of the test text, to measure speeds on
@@ -44,15 +43,24 @@ reading() {
   esac
 }
 
+# start_of NAME: the model whose weights training starts from.
+start_of() {
+  case $1 in
+    */slow) echo "${1%/*}/base" ;;
+    */fwl | */bias) echo "${1%/*}/slow" ;;
+  esac
+}
+
 # ways NAME: how a model is evaluated, a line of "LABEL|VALUES|FLAGS" each, where @ stands for one of the values.
 ways() {
+  local base=${1%/*}
   echo "plain||"
   case $1 in
     */base)
-      echo "sgd|$sgd|--dynamic sgd --dynamic-lr @"
-      echo "rms|$rms|--dynamic rms --dynamic-epsilon 1e-3 --dynamic-statistics $statistics --dynamic-lr @" ;;
+      echo "sgd|${sgd[$base]}|--dynamic sgd --dynamic-lr @"
+      echo "rms|${rms[$base]}|--dynamic rms --dynamic-epsilon ${epsilon[$base]} --dynamic-statistics $statistics --dynamic-lr @" ;;
     */slow)
-      echo "test-time|$steps|--model-overrides $test_time"
+      echo "test-time|${steps[$base]}|--model-overrides $test_time"
       echo "test-bias|$bias_steps|--model-overrides $test_bias" ;;
   esac
 }
@@ -119,8 +127,11 @@ case $stage in
   train | all)
     for name in $models; do
       extra=("${flags_for_all[@]}")
-      base=$out/${name%/*}/base/checkpoint_best.pt
-      [ "$name" = "${name%/*}/base" ] || extra+=(--finetune-from-model "$base")
+      from=$(start_of "$name")
+      if [ -n "$from" ]; then
+        [ -e "$out/$from/trained" ] || die "$name goes on from $from, which is not trained: name it before, in --models."
+        extra+=(--finetune-from-model "$out/$from/checkpoint_best.pt")
+      fi
       train "$name" "$here/conf/$name.yaml"
     done ;;
 esac

@@ -10,6 +10,7 @@ from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.presets import FWL_PRESETS
+from fairseq_fwp.modules.fast_weight_layer import PACE
 
 from .conftest import configure, log_probs, make_dictionary, random_tokens
 
@@ -41,10 +42,10 @@ def build(build_model):
 
     def build(kind, **flags):
         model = build_model("fwp_fwl_lm", **{"tokens_per_sample": 4, "dropout": 0.0, **KINDS[kind], **flags})
-        sizes = model.decoder.fast_weight_layer.step_sizes
+        sizes = model.decoder.fast_weight_layer.log_step_sizes
         if sizes is not None:
             with torch.no_grad():
-                sizes.copy_(torch.linspace(0.01, 0.05, len(sizes)))
+                sizes.copy_(torch.linspace(1, 5, len(sizes)).log() / PACE)
         return model
 
     return build
@@ -79,7 +80,7 @@ def test_reading_teaches(build, kind):
     model, tokens = build(kind), random_tokens(2, 8)
     scores, _ = by_segments(model, tokens, 4)
     layer = model.decoder.fast_weight_layer
-    layer.step_sizes, layer.fixed_step_size = None, 0.0
+    layer.log_step_sizes, layer.fixed_step_size = None, 0.0
     slow, _ = by_segments(model, tokens, 4)
     torch.testing.assert_close(scores[:, 0], slow[:, 0])
     if kind == "none":
@@ -208,7 +209,7 @@ def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base):
 def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
     """All of a layer without fast weights is taken; steps and decays are new, and nothing else may be missing."""
     slow, fast = build("none"), build("local")
-    start = {name: getattr(fast.decoder.fast_weight_layer, name).clone() for name in ("step_sizes", "decays")}
+    start = {name: getattr(fast.decoder.fast_weight_layer, name).clone() for name in ("log_step_sizes", "decay_logits")}
     fast.load_state_dict(slow.state_dict(), strict=True)
     for name, value in slow.state_dict().items():
         assert torch.equal(fast.state_dict()[name], value)

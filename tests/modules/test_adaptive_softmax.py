@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fairseq_fwp.modules import adaptive_softmax
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
 
@@ -111,3 +112,17 @@ def test_tables_and_projections_are_shared_but_for_the_heads():
         if all(parameter is not p for p in embedding.parameters())
     }
     assert own == {"bias", "clusters.weight", "clusters.bias", "projections.0.weight"}
+
+
+def test_gradients_of_losses_without_a_graph(softmax, monkeypatch):
+    """Blocks of rows, of which the last is smaller, and clusters without a token among the targets."""
+    monkeypatch.setattr(adaptive_softmax, "BLOCK", 5)
+    features = random_features(softmax, 3, 4).requires_grad_()
+    for target in (torch.randint(VOCABULARY, (3, 4)), torch.randint(4, (3, 4))):
+        (expected,) = torch.autograd.grad(-softmax.target_log_prob(features, target).sum(), features)
+        with torch.no_grad():
+            found = softmax.loss_gradient(features, target)
+        torch.testing.assert_close(found, expected)
+        assert not found.requires_grad
+    nothing = softmax.loss_gradient(features[:, :0], target[:, :0])
+    assert nothing.shape == (3, 0, features.shape[2])

@@ -32,6 +32,21 @@ def test_each_query_sees_one_key_more_and_the_last_sees_all(length, keys):
     torch.testing.assert_close(cumulative_sum(v, length), torch.cat(sums, 1))
 
 
+@pytest.mark.parametrize("chunk", [2, 64])
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 1)])  # the second is summed by chunks
+def test_scores_are_scaled_and_shifted(sizes, chunk):
+    """An offset is one entry more of queries and keys: the root of it, in both."""
+    size, out = sizes
+    q, k, v = random(2, 30, size), random(2, 30, size), random(2, 30, out)
+    scale, offset = random(1), torch.rand(1, dtype=torch.float64, requires_grad=True)
+    longer = [torch.cat([x * x_scale, offset.sqrt().expand(2, 30, 1)], 2) for x, x_scale in ((q, scale), (k, 1))]
+    expected, ours = causal_sum(*longer, v, chunk), causal_sum(q, k, v, chunk, scale, offset)
+    torch.testing.assert_close(ours, expected)
+    inputs = (q, k, v, scale, offset)
+    for own, other in zip(*(torch.autograd.grad(x.square().sum(), inputs) for x in (ours, expected)), strict=True):
+        torch.testing.assert_close(own, other)
+
+
 def test_long_texts_are_summed_by_chunks(largest_tensor):
     """Else the scores would be the largest tensor, and grow with the square of the length."""
     q, k, v = (torch.randn(1, 4096, size) for size in (8, 8, 8))

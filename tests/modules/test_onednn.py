@@ -11,14 +11,16 @@ from fairseq_fwp.modules.onednn import MIN_ROWS, Linear, OneDnnLinear
 
 
 class Calls(TorchDispatchMode):
-    """The names of all operators that run."""
+    """The names of all operators that run, and the weights of oneDNN's."""
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.weights = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
+        if "mkldnn" in str(func):
+            self.weights.append(args[1])
         return func(*args, **(kwargs or {}))
 
 
@@ -46,6 +48,18 @@ def test_layouts():
         actual, taken_over = linear(x, weight, None)
     assert taken_over
     torch.testing.assert_close(actual, x @ weight.T)
+
+
+def test_weights_have_no_gaps():
+    """Like a part of a matrix, or the gradient of a part of the logits: else they take a thousand times as long."""
+    x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(12, 6)[:, :4].detach().requires_grad_()
+    with OneDnnLinear(), Calls() as calls:
+        logits = torch.cat([F.linear(x, weight), torch.zeros(9, 3)], 1)
+        found = torch.autograd.grad(logits.square().sum(), [x, weight])
+    assert len(calls.weights) == 3
+    assert all(weight.is_contiguous() or weight.T.is_contiguous() for weight in calls.weights)
+    expected = 2 * x @ weight.T
+    torch.testing.assert_close(found, (expected @ weight, expected.T @ x))
 
 
 @pytest.mark.parametrize("dtype, gradients", [(torch.float64, True), (torch.float64, False), (torch.bfloat16, False)])
