@@ -40,6 +40,10 @@ case ${1:-} in
   [!-]*) die "there is no stage $1: it is prepare, train, eval or all." ;;
 esac
 read_flags --models "$@"
+for name in $models; do
+  [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are softmax, sum, favor," \
+    "dpfp and delta_dpfp."
+done
 case $stage in
   prepare | train | all)
     [ -n "$data" ] || [ -d "$out/data" ] || die "give --data FOLDER with {train,val,test_2016_flickr}.{en,de} or the same" \
