@@ -36,7 +36,7 @@ corpus() { # corpus FOLDER OUT
 stage=all
 case ${1:-} in
   prepare | train | eval | all) stage=$1; shift ;;
-  -h | --help) sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed 1d; exit ;;
+  -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
   [!-]*) die "there is no stage $1: it is prepare, train, eval or all." ;;
 esac
 read_flags --models "$@"

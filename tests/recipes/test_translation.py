@@ -159,6 +159,12 @@ def test_wrong_arguments_are_explained(recipes, tmp_path, recipe, arguments, mes
     assert result.returncode == 1 and message in result.stderr
 
 
+@pytest.mark.parametrize("recipe", ["multi30k", "wmt14_en_de"])
+def test_help_is_the_header_alone(recipes, recipe):
+    shown = run(recipes / recipe / "run.sh", "--help")
+    assert shown.returncode == 0 and "--out FOLDER" in shown.stdout and "shellcheck" not in shown.stdout
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     write_pairs(tmp_path / "a", 5, packed)
@@ -172,8 +178,8 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     assert capsys.readouterr().out == "both: 6 pairs, 2 left out\n"
     english, german = (Path(f"{out}.{language}").read_text().split("\n") for language in ("en", "de"))
     assert len(english) == len(german) == 7 and "It &apos;s one line ." in english
-    mt_text.main(["tokenize", str(out), "en", "de", str(tmp_path / "b"), "--max-words", "3"])
-    assert capsys.readouterr().out == "both: 0 pairs, 3 left out\n"
+    with pytest.raises(ValueError, match="both has no pairs: all 3 were left out"):
+        mt_text.main(["tokenize", str(out), "en", "de", str(tmp_path / "b"), "--max-words", "3"])
     mt_text.main(["copy", str(out), "en", "de", str(tmp_path / "a"), "--pairs", "5"])
     assert Path(f"{out}.de").read_text().count("\n") == 5
 
@@ -184,6 +190,7 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
         (["missing"], "there is neither"),
         (["longer"], "have different numbers of lines"),
         (["empty"], "pair 2 of out has an empty side"),
+        (["nothing"], "out has no pairs"),
         (["fine", "--pairs", "4"], "out has 3 pairs in place of 4"),
         (["binary"], "cannot be read as UTF-8 text"),
         (["cut"], "cut.en.gz cannot be read as UTF-8 text"),
@@ -191,7 +198,12 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     ],
 )
 def test_text_that_does_not_belong_together_is_refused(tmp_path, monkeypatch, arguments, message):
-    texts = {"longer": ("a\n", "b\nc\n"), "empty": ("a\n\nc\n", "a\nb\nc\n"), "fine": ("a\nb\nc\n",) * 2}
+    texts = {
+        "nothing": ("", ""),
+        "longer": ("a\n", "b\nc\n"),
+        "empty": ("a\n\nc\n", "a\nb\nc\n"),
+        "fine": ("a\nb\nc\n",) * 2,
+    }
     for name, sides in texts.items():
         for language, text in zip(("en", "de"), sides, strict=True):
             (tmp_path / f"{name}.{language}").write_text(text)
