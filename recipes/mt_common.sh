@@ -34,6 +34,8 @@ read_flags() { # read_flags 'OWN FLAGS' ARGUMENT...
   # A name like -x would be taken for an option by what it is passed to.
   [[ $out = /* ]] || out=$PWD/$out
   [[ -z $data || $data = /* ]] || data=$PWD/$data
+  # With or without a slash at the end, it is the same folder.
+  [ ! -d "$data" ] || data=$(cd -- "$data" && pwd)
 }
 
 prepare() {

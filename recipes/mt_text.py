@@ -104,6 +104,8 @@ def write(
             f"{out.name} has {kept + left_out:,} pairs in place of {pairs:,}: this is another text than the recipe's. "
             "If it is meant, add --any-text."
         )
+    if not kept:
+        raise ValueError(f"{out.name} has no pairs" + (f": all {left_out:,} were left out." if left_out else "."))
     print(f"{out.name}: {kept:,} pairs" + (f", {left_out:,} left out" if left_out else ""))
 
 

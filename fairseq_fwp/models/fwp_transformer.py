@@ -40,7 +40,7 @@ MAP_OF = {
 }
 # What only the decoder's self-attention looks at.
 CAUSAL_FLAGS = ("decoder_key_dim", "sum_normalization", "attention_normalization", "sum_normalization_epsilon") + (
-    "attention_normalization_read_out_only", "scale_read_out", "norm_read_out", "attention_bias"
+    "attention_normalization_read_out_only", "scale_read_out", "norm_read_out"
 )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def unused_flags(args: Any) -> list[str]:
     elif not UPDATE_RULES[args.decoder_update_rule].retrieves:
         unused.append("attention_normalization_read_out_only")
     if maps == {"softmax"}:
-        unused += NORMALIZATION_FLAGS
+        unused += [*NORMALIZATION_FLAGS, "attention_bias"]
     default = FastWeightOptions()
     found = [flag for flag in dict.fromkeys(unused) if getattr(args, flag) != getattr(default, flag)]
     return found if "softmax" in maps or not args.attention_dropout else [*found, "attention_dropout"]

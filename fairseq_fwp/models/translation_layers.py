@@ -101,7 +101,8 @@ class CausalAttention(FairseqIncrementalDecoder):
     ) -> tuple[Tensor, None]:
         """query (L, B, D), which key and value are too -> (L, B, D), and None for the weights that it does not have."""
         state = self.get_incremental_state(incremental_state, "state")
-        y, state = self.attention(query.transpose(0, 1), state, key_padding_mask)
+        keep = incremental_state is not None
+        y, state = self.attention(query.transpose(0, 1), state, key_padding_mask, keep_state=keep)
         self.set_incremental_state(incremental_state, "state", state)
         return y.transpose(0, 1), None
 
@@ -161,6 +162,7 @@ def build_linear_attention(
         build_map(feature_map, embed_dim // num_heads, cfg, besides="softmax or "),
         epsilon=cfg.normalization_epsilon,
         add_epsilon=cfg.add_normalization_epsilon,
+        bias=cfg.attention_bias,
         **options,
     )
     k, v = attention.kv_proj.weight.chunk(2)

@@ -146,15 +146,22 @@ class FastWeightAttention(nn.Module):
                     bias.copy_(gate.bias(bias.numel()))
 
     def forward(
-        self, x: Tensor, state: FastWeightState | None = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, FastWeightState]:
-        """x (B, L, D) -> y (B, L, D) and the state after the last token.
+        self,
+        x: Tensor,
+        state: FastWeightState | None = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Tensor, FastWeightState | None]:
+        """x (B, L, D) -> y (B, L, D) and the state after the last token, which without keep_state may be left out.
 
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing.
         """
         q, k, v, gates = self._project(x, key_padding_mask)
-        if state is None and self._scores_are_cheaper(q):
-            out, state = self._read_by_scores(q, k, v)
+        if state is None and self._reads_by_scores(q):
+            out = self._read_by_scores(q, k, v)
+            if keep_state:
+                state = FastWeightState(k.mT @ v, k.sum(2) if self.attention_normalization else None)
         else:
             out, state = self._read(q, k, v, gates, state)
         if self.read_out_norm is not None:
@@ -182,26 +189,25 @@ class FastWeightAttention(nn.Module):
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, normalizer)
 
-    def _scores_are_cheaper(self, q: Tensor) -> bool:
+    def _reads_by_scores(self, q: Tensor) -> bool:
         """Whether few tokens only add to a memory so large that their L x L scores cost less than visits to it."""
-        sizes = q.shape[-1], self.head_dim
+        length = q.shape[2]
         return (
             self.rule is UPDATE_RULES["sum"]
             and self.backend == "auto"
             and q.device.type == "cpu"
             and q.dtype in (torch.float32, torch.float64)
             and not torch.is_autocast_enabled("cpu")  # which would round the scores
-            and q.shape[2] * sum(sizes) < math.prod(sizes)
+            and scores_are_cheaper(length * length, length, (q.shape[-1], self.head_dim))
         )
 
-    def _read_by_scores(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, FastWeightState]:
-        """`_read` for the sum rule and no state: out_t = sum over i <= t of (q_t . k_i) v_i, normalised."""
+    def _read_by_scores(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What the sum rule reads without a state: out_t = sum over i <= t of (q_t . k_i) v_i, normalised."""
         scores = (q @ k.mT).tril()
         out = scores @ v
         if not self.attention_normalization:
-            return out, FastWeightState(k.mT @ v)
-        divisor = bound(scores.sum(-1, keepdim=True), self.divisor_epsilon, self.add_epsilon)
-        return out / divisor, FastWeightState(k.mT @ v, k.sum(2))
+            return out
+        return out / bound(scores.sum(-1, keepdim=True), self.divisor_epsilon, self.add_epsilon)
 
     def _summing_normalizer(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None
@@ -280,3 +286,11 @@ def check_heads(embed_dim: int, num_heads: int) -> None:
             f"the embedding dimension {embed_dim} is not divisible by {num_heads} attention heads: change "
             "--decoder-embed-dim or --decoder-attention-heads"
         )
+
+
+def scores_are_cheaper(pairs: int, visits: int, sizes: tuple[int, int]) -> bool:
+    """Whether a number for each pair of tokens costs less than visits to memories of `sizes`, (Dk, Dv).
+
+    It does in short sequences, as most sentences are.
+    """
+    return pairs * sum(sizes) < visits * math.prod(sizes)

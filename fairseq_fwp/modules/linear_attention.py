@@ -6,12 +6,10 @@ whatever the length of the sequence. The order in which it was read does not mat
 Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.fast_weight_attention import FastWeightState, check_heads
+from fairseq_fwp.modules.fast_weight_attention import FastWeightState, check_heads, scores_are_cheaper
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.normalization import bound
 from fairseq_fwp.modules.precision import at_least_float32
@@ -22,7 +20,8 @@ class LinearAttention(nn.Module):
 
     Katharopoulos et al. 2020, arXiv 2006.16236, Eqs. 4 and 5; Schlag et al. 2021, arXiv 2102.11174, Eqs. 13 to 19,
     with the sums over the whole sequence. A map with features of either sign has no such divisor: the read-out is
-    phi(q_i) W, as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4.
+    phi(q_i) W, as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4, unless `bias` gives all
+    of them one, as fairseq's attention has it, which starts at zero.
 
     embed_dim: D; num_heads: H; feature_map: a map built for d; source_dim: size of what is attended to, None = D;
     epsilon: of the divisor, None = the map's; add_epsilon: add it to the divisor (else: its lower bound).
@@ -40,6 +39,7 @@ class LinearAttention(nn.Module):
         source_dim: int | None = None,
         epsilon: float | None = None,
         add_epsilon: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
@@ -48,13 +48,16 @@ class LinearAttention(nn.Module):
         self.feature_map = feature_map
         self.epsilon = feature_map.epsilon if epsilon is None else epsilon
         self.add_epsilon = add_epsilon
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.kv_proj = nn.Linear(embed_dim if source_dim is None else source_dim, 2 * embed_dim, bias=False)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.kv_proj = nn.Linear(embed_dim if source_dim is None else source_dim, 2 * embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        for projection in (self.q_proj, self.kv_proj, self.out_proj) if bias else ():
+            nn.init.zeros_(projection.bias)
 
     def forward(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """x (B, L, D) attends to source (B, S, source_dim) -> (B, L, D)."""
-        if not self._scores_are_cheaper(x.shape[1], source.shape[1]):
+        queries, keys = x.shape[1], source.shape[1]
+        if not scores_are_cheaper(queries * keys, queries + keys, (self.feature_map.feature_dim, self.head_dim)):
             return self.read(x, self.summarize(source, key_padding_mask))
         weights, v = self._weights_and_values(x, source, key_padding_mask)
         with torch.autocast(v.device.type, enabled=False):
@@ -87,11 +90,6 @@ class LinearAttention(nn.Module):
         For looking at: reading needs no number for every pair of tokens.
         """
         return self._weights_and_values(x, source, key_padding_mask)[0]
-
-    def _scores_are_cheaper(self, queries: int, keys: int) -> bool:
-        """Whether a number for every pair of tokens costs less than W: true of short sequences, as most sentences."""
-        sizes = self.feature_map.feature_dim, self.head_dim
-        return queries * keys * sum(sizes) < (queries + keys) * math.prod(sizes)
 
     def _weights_and_values(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """a (B, H, L, S), and values (B, H, S, Dv)."""

@@ -36,10 +36,14 @@ corpus() { # corpus FOLDER OUT
 stage=all
 case ${1:-} in
   prepare | train | eval | all) stage=$1; shift ;;
-  -h | --help) sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed 1d; exit ;;
+  -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
   [!-]*) die "there is no stage $1: it is prepare, train, eval or all." ;;
 esac
 read_flags --models "$@"
+for name in $models; do
+  [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are softmax, sum, favor," \
+    "dpfp and delta_dpfp."
+done
 case $stage in
   prepare | train | all)
     [ -n "$data" ] || [ -d "$out/data" ] || die "give --data FOLDER with {train,val,test_2016_flickr}.{en,de} or the same" \

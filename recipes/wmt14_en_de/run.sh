@@ -113,7 +113,7 @@ evaluate() { # evaluate NAME
 stage=${1:-}
 case $stage in
   prepare | train | eval) shift ;;
-  -h | --help) sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed 1d; exit ;;
+  -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
   *) die "there is no stage '$stage': it is prepare, train or eval." ;;
 esac
 arguments=()

@@ -40,6 +40,7 @@ KINDS = {
         f"all-{name}": dict.fromkeys(("encoder_feature_map", "cross_feature_map", "decoder_feature_map"), name)
         for name in FEATURE_MAPS
     },
+    "all-biased": {"decoder_update_rule": "sum", "attention_normalization": True, "attention_bias": True},
     "all-attention-normalised": {"decoder_update_rule": "sum", "attention_normalization": True},
 }
 
@@ -465,6 +466,8 @@ def test_alignment_with_the_full_context_is_refused():
             ["sum-normalization", "normalization-epsilon"],
         ),
         ({"decoder_update_rule": "softmax", "normalization_epsilon": 0.1}, []),
+        ({**SOFTMAX, "attention_bias": True}, ["attention-bias"]),
+        ({"decoder_update_rule": "softmax", "attention_bias": True}, []),
     ],
 )
 def test_flags_without_an_effect_are_named(caplog, flags, named):

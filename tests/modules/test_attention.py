@@ -75,6 +75,7 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores, monke
         y, state = layer(x, None, padding)
         more, _ = layer(x[:, :1], state)
         gradients = torch.autograd.grad(y.square().sum() + more.square().sum(), [x, *layer.parameters()])
+        torch.testing.assert_close(layer(x, None, padding, keep_state=False)[0], y)
         return [y, more, *state, *gradients]
 
     layer.backend = "reference"
@@ -85,7 +86,8 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores, monke
     monkeypatch.setattr(layer, "_read", lambda *tensors: visits.append(1) or read(*tensors))
     for ours, theirs in zip(results(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert len(visits) == (1 if by_scores else 2)  # what follows on a state visits it
+    assert len(visits) == (1 if by_scores else 3)  # what follows on a state visits it
+    assert (layer(x, None, padding, keep_state=False)[1] is None) == by_scores
 
 
 def test_the_past_does_not_depend_on_the_future(layer):

@@ -65,6 +65,21 @@ def test_short_sequences_are_read_by_their_scores(layer, length, by_scores, monk
     torch.testing.assert_close(layer(x, source, padding), expected)
 
 
+def test_biases_start_at_zero_and_are_of_every_projection():
+    x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
+    padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])
+    plain, biased = build("elu"), build("elu", bias=True)
+    biases = {name: value for name, value in biased.named_parameters() if name.endswith("bias")}
+    assert list(biases) == ["q_proj.bias", "kv_proj.bias", "out_proj.bias"]
+    biased.load_state_dict(plain.state_dict(), strict=False)
+    assert torch.equal(biased(x, source, padding), plain(x, source, padding))
+    for bias in biases.values():
+        torch.nn.init.normal_(bias)
+    expected = by_definition(biased, x, source, padding)
+    torch.testing.assert_close(biased(x, source, padding), expected)
+    torch.testing.assert_close(biased.read(x, biased.summarize(source, padding)), expected)
+
+
 def test_weights_are_the_factors_of_the_values(layer):
     x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
     padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])

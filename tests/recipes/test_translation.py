@@ -125,7 +125,8 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
     script = (recipes / "multi30k" / "run.sh").read_text().replace("merges=4000", "merges=40")
     (recipes / "multi30k" / "run.sh").write_text(script)
     flags = [*SMALL, "--max-update", "4", "--warmup-updates", "1", "--validate-interval-updates", "2"]
-    arguments = ["all", "--data", folder, "--out", out, "--models", "softmax favor", *flags]
+    # As a shell completes the name of a folder.
+    arguments = ["all", "--data", f"{folder}/", "--out", out, "--models", "softmax favor", *flags]
     done = run(recipes / "multi30k" / "run.sh", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = (out / "table.md").read_text().splitlines()
@@ -133,6 +134,8 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
         "sacreBLEU: nrefs:1"
     )
     assert (out / "table.md").read_text() in done.stdout
+    again = run(recipes / "multi30k" / "run.sh", "prepare", "--data", folder, "--out", out)
+    assert again.returncode == 0 and "+" not in again.stderr, again.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,6 +145,7 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
         ("multi30k", ["prepare"], "give --data FOLDER"),
         ("multi30k", ["eval", "--out", "/nonexistent"], "run the stage prepare first"),
         ("multi30k", ["all", "--models"], "--models needs a value"),
+        ("multi30k", ["all", "--models", "sum softmx"], "there is no model softmx"),
         ("wmt14_en_de", [], "there is no stage ''"),
         ("wmt14_en_de", ["prepare", "--any-text"], "give that too"),
         ("wmt14_en_de", ["prepare", "--data=x"], "write --data and its value as two words"),
@@ -153,6 +157,12 @@ def test_wrong_arguments_are_explained(recipes, tmp_path, recipe, arguments, mes
     arguments = [str(tmp_path / "out") if word == "unused" else word for word in arguments]
     result = run(recipes / recipe / "run.sh", *arguments)
     assert result.returncode == 1 and message in result.stderr
+
+
+@pytest.mark.parametrize("recipe", ["multi30k", "wmt14_en_de"])
+def test_help_is_the_header_alone(recipes, recipe):
+    shown = run(recipes / recipe / "run.sh", "--help")
+    assert shown.returncode == 0 and "--out FOLDER" in shown.stdout and "shellcheck" not in shown.stdout
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -168,8 +178,8 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     assert capsys.readouterr().out == "both: 6 pairs, 2 left out\n"
     english, german = (Path(f"{out}.{language}").read_text().split("\n") for language in ("en", "de"))
     assert len(english) == len(german) == 7 and "It &apos;s one line ." in english
-    mt_text.main(["tokenize", str(out), "en", "de", str(tmp_path / "b"), "--max-words", "3"])
-    assert capsys.readouterr().out == "both: 0 pairs, 3 left out\n"
+    with pytest.raises(ValueError, match="both has no pairs: all 3 were left out"):
+        mt_text.main(["tokenize", str(out), "en", "de", str(tmp_path / "b"), "--max-words", "3"])
     mt_text.main(["copy", str(out), "en", "de", str(tmp_path / "a"), "--pairs", "5"])
     assert Path(f"{out}.de").read_text().count("\n") == 5
 
@@ -180,6 +190,7 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
         (["missing"], "there is neither"),
         (["longer"], "have different numbers of lines"),
         (["empty"], "pair 2 of out has an empty side"),
+        (["nothing"], "out has no pairs"),
         (["fine", "--pairs", "4"], "out has 3 pairs in place of 4"),
         (["binary"], "cannot be read as UTF-8 text"),
         (["cut"], "cut.en.gz cannot be read as UTF-8 text"),
@@ -187,7 +198,12 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     ],
 )
 def test_text_that_does_not_belong_together_is_refused(tmp_path, monkeypatch, arguments, message):
-    texts = {"longer": ("a\n", "b\nc\n"), "empty": ("a\n\nc\n", "a\nb\nc\n"), "fine": ("a\nb\nc\n",) * 2}
+    texts = {
+        "nothing": ("", ""),
+        "longer": ("a\n", "b\nc\n"),
+        "empty": ("a\n\nc\n", "a\nb\nc\n"),
+        "fine": ("a\nb\nc\n",) * 2,
+    }
     for name, sides in texts.items():
         for language, text in zip(("en", "de"), sides, strict=True):
             (tmp_path / f"{name}.{language}").write_text(text)
@@ -293,4 +309,4 @@ def test_models_of_multi30k_differ_in_their_attentions_only():
         if conf.name != "common.yaml":
             assert row.pop("arch").endswith("_mt_wmt14_en_de") and row.pop("include") == "common.yaml"
             rest |= row.keys()
-    assert rest == {"favor-features", "favor-softmax-scale", "dpfp-nu"}
+    assert rest == {"favor-features", "favor-softmax-scale", "dpfp-nu", "attention-bias"}
