@@ -29,7 +29,7 @@ task=()
 # reported. "Test-time only" takes steps of U and a alone, see RESULTS.md; all are down the gradients of single tokens.
 declare -A sgd=([local]="0.05 0.1" [xl]="0.02 0.05") rms=([local]="6e-4 1e-3" [xl]="2e-4 3e-4")
 declare -A epsilon=([local]=1e-3 [xl]=3e-4) steps=([local]="0.003 0.01" [xl]="0.004 0.006")
-bias_steps="0.03"
+declare -A bias_steps=([local]="0.03" [xl]="0.01")
 test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':1.0,'fwl_decay':0.6,'fwl_step_size':@}"
 test_bias="{'fwl_fast_weights':'softmax-bias','fwl_divide_gradients_by':1.0,'fwl_decay':0.9,'fwl_step_size':@}"
 statistics=400 # windows of the training text for RMS
@@ -61,7 +61,7 @@ ways() {
       echo "rms|${rms[$base]}|--dynamic rms --dynamic-epsilon ${epsilon[$base]} --dynamic-statistics $statistics --dynamic-lr @" ;;
     */slow)
       echo "test-time|${steps[$base]}|--model-overrides $test_time"
-      echo "test-bias|$bias_steps|--model-overrides $test_bias" ;;
+      echo "test-bias|${bias_steps[$base]}|--model-overrides $test_bias" ;;
   esac
 }
 
