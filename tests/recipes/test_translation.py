@@ -142,7 +142,7 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
     ("recipe", "arguments", "message"),
     [
         ("multi30k", ["tain"], "there is no stage tain"),
-        ("multi30k", ["prepare"], "give --data FOLDER"),
+        ("multi30k", ["prepare", "--out", "unused"], "give --data FOLDER"),
         ("multi30k", ["eval", "--out", "/nonexistent"], "run the stage prepare first"),
         ("multi30k", ["all", "--models"], "--models needs a value"),
         ("multi30k", ["all", "--models", "sum softmx"], "there is no model softmx"),
