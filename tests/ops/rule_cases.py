@@ -3,6 +3,7 @@
 A new rule is tested by its line in RULES.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -121,3 +122,32 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
     if truth.numel() == 0:
         return 0.0
     return ((found.double() - truth).norm() / truth.norm().clamp_min(1e-300)).item()
+
+
+def kernel_or_auto(rule: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What "auto" runs: the kernel, where the rule has one."""
+    return functools.partial(RULES[rule].function, backend=fastest_backend(rule))
+
+
+def check_accuracy(rule: str, inputs: dict[str, Tensor | None]) -> None:
+    """Errors are at most twice those of the loop in the same precision, both against float64 on the same inputs."""
+    gradients = cotangents(inputs)
+    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
+    truth = results(RULES[rule].reference, exact, (gradients[0].double(), gradients[1].double()))
+    loop = results(RULES[rule].reference, inputs, gradients)
+    found = results(kernel_or_auto(rule), inputs, gradients)
+    for name, x in truth.items():
+        assert found[name].dtype == loop[name].dtype and found[name].isfinite().all(), name
+        assert relative_error(found[name], x) <= 2 * relative_error(loop[name], x), name
+
+
+def check_gradient_of_one_output(rule: str, inputs: dict[str, Tensor | None], index: int) -> None:
+    """Of out (index 0) or of the final state (1) alone, against the loop's."""
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
+    weight = cotangents(inputs)[index]
+    expected, found = (
+        torch.autograd.grad(function(**leaves)[index], list(leaves.values()), weight, materialize_grads=True)
+        for function in (RULES[rule].reference, kernel_or_auto(rule))
+    )
+    for name, x, truth in zip(leaves, found, expected, strict=True):
+        torch.testing.assert_close(x, truth, msg=name)

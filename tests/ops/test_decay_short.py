@@ -4,7 +4,15 @@ import functools
 
 import pytest
 import torch
-from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
+from rule_cases import (
+    RULES,
+    check_accuracy,
+    check_gradient_of_one_output,
+    cotangents,
+    relative_error,
+    results,
+    sample_inputs,
+)
 
 every_rule = pytest.mark.parametrize("rule", ["decay", "gated"])
 GATES = {"decay": ["key_decay", "value_decay"], "gated": ["gate"]}
@@ -57,30 +65,14 @@ def test_gates_may_be_any_number(rule, length, value):
 @pytest.mark.parametrize("shape", [(2, 40, 256, 64), (4, 131, 256, 64), (1, 33, 64, 64), (1, 64, 512, 96)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_error_is_at_most_twice_that_of_the_loop(rule, shape, dtype):
-    """Both against float64, on the same rounded inputs."""
-    inputs = inputs_of(rule, shape, dtype)
-    gradients = cotangents(inputs)
-    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
-    truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
-    loop = results(RULES[rule].reference, inputs, gradients)
-    for name, found in results(kernel(rule), inputs, gradients).items():
-        assert found.dtype == loop[name].dtype, name
-        assert relative_error(found, truth[name]) <= 2 * relative_error(loop[name], truth[name]), name
+    check_accuracy(rule, inputs_of(rule, shape, dtype))
 
 
 @every_rule
 @pytest.mark.parametrize("length", [5, 40, 64, 70])
 @pytest.mark.parametrize("index", [0, 1], ids=["out", "state"])
 def test_gradient_of_one_output_alone(rule, length, index):
-    inputs = inputs_of(rule, (2, length, 256, 64))
-    leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
-    weight = cotangents(inputs)[index]
-    expected, found = (
-        torch.autograd.grad(function(**leaves)[index], list(leaves.values()), weight, materialize_grads=True)
-        for function in (RULES[rule].reference, kernel(rule))
-    )
-    for name, x, truth in zip(leaves, found, expected, strict=True):
-        torch.testing.assert_close(x, truth, msg=name)
+    check_gradient_of_one_output(rule, inputs_of(rule, (2, length, 256, 64)), index)
 
 
 @every_rule

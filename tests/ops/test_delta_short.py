@@ -4,7 +4,15 @@ import functools
 
 import pytest
 import torch
-from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
+from rule_cases import (
+    RULES,
+    check_accuracy,
+    check_gradient_of_one_output,
+    cotangents,
+    relative_error,
+    results,
+    sample_inputs,
+)
 
 from fairseq_fwp import ops
 
@@ -38,28 +46,13 @@ def test_kernel_equals_the_reference(shape, state):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("state", [False, True], ids=["no_state", "state"])
 def test_error_is_at_most_twice_that_of_the_loop(shape, dtype, state):
-    """Both against float64, on the same rounded inputs."""
-    inputs = inputs_of(shape, dtype, state=state)
-    gradients = cotangents(inputs)
-    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
-    truth = results(reference, exact, tuple(x.double() for x in gradients))
-    loop = results(reference, inputs, gradients)
-    for name, found in results(kernel, inputs, gradients).items():
-        assert found.dtype == loop[name].dtype, name
-        assert relative_error(found, truth[name]) <= 2 * relative_error(loop[name], truth[name]), name
+    check_accuracy("delta", inputs_of(shape, dtype, state=state))
 
 
 @pytest.mark.parametrize("length", [5, 40, 70])
 @pytest.mark.parametrize("index", [0, 1], ids=["out", "state"])
 def test_gradient_of_one_output_alone(length, index):
-    inputs = {name: x.requires_grad_() for name, x in inputs_of((2, length, 256, 64)).items() if x is not None}
-    weight = cotangents(inputs)[index]
-    expected, found = (
-        torch.autograd.grad(function(**inputs)[index], list(inputs.values()), weight, materialize_grads=True)
-        for function in (reference, kernel)
-    )
-    for name, x, truth in zip(inputs, found, expected, strict=True):
-        torch.testing.assert_close(x, truth, msg=name)
+    check_gradient_of_one_output("delta", inputs_of((2, length, 256, 64)), index)
 
 
 @pytest.mark.parametrize("length", [40, 64, 70, 100])

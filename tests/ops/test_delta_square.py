@@ -8,7 +8,15 @@ import functools
 
 import pytest
 import torch
-from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
+from rule_cases import (
+    RULES,
+    check_accuracy,
+    check_gradient_of_one_output,
+    cotangents,
+    relative_error,
+    results,
+    sample_inputs,
+)
 
 from fairseq_fwp import ops
 
@@ -38,28 +46,13 @@ def test_kernel_equals_the_reference(size, length, state):
 @pytest.mark.parametrize("length", [1, 3, 257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_error_is_at_most_twice_that_of_the_loop(size, length, state, dtype):
-    """Both against float64, on the same rounded inputs."""
-    inputs = inputs_of(length, size, dtype, state=state)
-    gradients = cotangents(inputs)
-    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
-    truth = results(reference, exact, tuple(x.double() for x in gradients))
-    loop = results(reference, inputs, gradients)
-    for name, found in results(kernel, inputs, gradients).items():
-        assert found.dtype == loop[name].dtype, name
-        assert relative_error(found, truth[name]) <= 2 * relative_error(loop[name], truth[name]), name
+    check_accuracy("delta", inputs_of(length, size, dtype, state=state))
 
 
 @every_size
 @pytest.mark.parametrize("index", [0, 1], ids=["out", "state"])
 def test_gradient_of_one_output_alone(size, index):
-    inputs = {name: x.requires_grad_() for name, x in inputs_of(5, size).items() if x is not None}
-    weight = cotangents(inputs)[index]
-    expected, found = (
-        torch.autograd.grad(function(**inputs)[index], list(inputs.values()), weight, materialize_grads=True)
-        for function in (reference, kernel)
-    )
-    for name, x, truth in zip(inputs, found, expected, strict=True):
-        torch.testing.assert_close(x, truth, msg=name)
+    check_gradient_of_one_output("delta", inputs_of(5, size), index)
 
 
 @every_size
@@ -107,8 +100,4 @@ def test_rebuilt_states_are_those_of_the_forward_pass():
     """Later writes do not correct what the backward pass rebuilds: rounding of its own would add up over all tokens."""
     inputs = sample_inputs("delta", (1, 1, 4096, 16, 16), torch.float32)
     inputs["k"] /= inputs["k"].norm(dim=-1, keepdim=True)
-    gradients = cotangents(inputs)
-    truth = results(reference, {name: x.double() for name, x in inputs.items()}, tuple(x.double() for x in gradients))
-    loop = results(reference, inputs, gradients)
-    for name, found in results(kernel, inputs, gradients).items():
-        assert relative_error(found, truth[name]) <= 2 * relative_error(loop[name], truth[name]), name
+    check_accuracy("delta", inputs)

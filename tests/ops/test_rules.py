@@ -8,6 +8,7 @@ from rule_cases import (
     LAYOUTS,
     RULES,
     WITH_KERNEL,
+    check_accuracy,
     cotangents,
     fastest_backend,
     generator_of,
@@ -117,28 +118,19 @@ def test_sums_over_hundreds_of_rows_are_as_accurate(rule, shape, state):
     check_accuracy(rule, sample_inputs(rule, shape, torch.float32, state=state))
 
 
-def check_accuracy(rule, inputs):
-    gradients = cotangents(inputs)
-    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
-    truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
-    expected = results(RULES[rule].reference, inputs, gradients)
-    found = results(with_backend(rule, "fastest"), inputs, gradients)
-    for name, x in truth.items():
-        assert found[name].dtype == expected[name].dtype and found[name].isfinite().all(), name
-        assert relative_error(found[name], x) <= 2 * relative_error(expected[name], x), name
-
-
 @every_rule
+@pytest.mark.parametrize("values", [16, 20])
 @pytest.mark.parametrize("forgetful", [False, True], ids=["", "forgetful"])
-def test_no_drift_over_4096_tokens(rule, forgetful):
-    check_accuracy(rule, sample_inputs(rule, (1, 1, 4096, 16, 20), torch.float32, forgetful=forgetful))
+def test_no_drift_over_4096_tokens(rule, forgetful, values):
+    check_accuracy(rule, sample_inputs(rule, (1, 1, 4096, 16, values), torch.float32, forgetful=forgetful))
 
 
 @pytest.mark.slow
 @every_rule
+@pytest.mark.parametrize("values", [16, 20])
 @pytest.mark.parametrize("forgetful", [False, True], ids=["", "forgetful"])
-def test_no_drift_over_32768_tokens(rule, forgetful):
-    check_accuracy(rule, sample_inputs(rule, (1, 1, 32768, 16, 20), torch.float32, forgetful=forgetful))
+def test_no_drift_over_32768_tokens(rule, forgetful, values):
+    check_accuracy(rule, sample_inputs(rule, (1, 1, 32768, 16, values), torch.float32, forgetful=forgetful))
 
 
 @every_rule
