@@ -22,7 +22,8 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 data=$root/data/peps
 out=$root/runs/fwl
 merges=8000
-models="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bias"
+known="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bias"
+models=$known
 protocols=(valid test)
 task=()
 # For each base, rates of dynamic evaluation, and step sizes of fast weights at test time: the best on the validation text is
@@ -116,6 +117,9 @@ analyse() { # analyse BASE FLAGS...: where the layer helps
 }
 
 read_arguments "$@"
+for name in $models; do
+  [[ " $known " = *" $name "* ]] || die "there is no model $name: they are ${known// /, }."
+done
 [ -d "$data" ] || die "there is no folder $data: see recipes/peps/run.sh for what it holds, and give it with --data."
 text=$out/data/bpe
 case $stage in

@@ -12,6 +12,7 @@ import pytest
 from fwl import analysis, rows
 
 ROOT = Path(__file__).parents[2]
+MODELS = [f"{base}/{name}" for base in ("local", "xl") for name in ("base", "slow", "fwl", "bias")]
 WORDS = ["=", "PEP", "</s>", "a", "b", "</s>", "=", "=", "a", "</s>", "=", "c", "</s>", "a", "a", "</s>"]
 
 
@@ -75,27 +76,42 @@ def test_the_table_has_the_best_step_of_the_validation_text(tmp_path):
         rows.best(base, "sgd")
 
 
+def copy_recipe(folder):
+    """The recipes in a folder of the test, with the environment that the tests run in -> the script."""
+    shutil.copytree(ROOT / "recipes", folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (folder / "env.sh").write_text(f'root={str(ROOT)!r}\nrun() {{ echo "+ $*" >&2; "$@"; }}\n')
+    return folder / "fwl" / "run.sh"
+
+
+def run(*command):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path}
+    return subprocess.run(["bash", *map(str, command)], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["xl/fwll", "xl/common", "wt103/xl", "xl"])
+def test_a_model_that_there_is_not_is_named(tmp_path, name):
+    answer = run(copy_recipe(tmp_path / "recipes"), "all", "--models", f"xl/base {name}", "--out", tmp_path / "out")
+    assert answer.returncode == 1 and not (tmp_path / "out").exists()
+    assert answer.stderr.strip().endswith(f"there is no model {name}: they are {', '.join(MODELS)}.")
+
+
 @pytest.mark.slow
 def test_all_stages(tmp_path):
     """Every row of Transformer-XL is trained from its base, evaluated and drawn; then nothing is done again."""
-    recipes = tmp_path / "recipes"
-    shutil.copytree(ROOT / "recipes", recipes, ignore=shutil.ignore_patterns("results", "__pycache__"))
-    (recipes / "env.sh").write_text(f'root={str(ROOT)!r}\nrun() {{ echo "+ $*" >&2; "$@"; }}\n')
     folder, out = tmp_path / "text", tmp_path / "an out"
     folder.mkdir()
     line = "= PEP 1 =\nthe memory is a matrix that every token reads and writes once\n"
     for name, lines in (("train", 100), ("valid", 15), ("test", 16)):
         (folder / f"{name}.txt").write_text(line * lines)
-    script = recipes / "fwl" / "run.sh"
+    script = copy_recipe(tmp_path / "recipes")
     script.write_text(script.read_text().replace("merges=8000", "merges=60").replace("statistics=400", "statistics=3"))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     arguments = ["--data", folder, "--out", out, "--models", "xl/base xl/slow xl/fwl xl/bias"]
     arguments += ["--adaptive-softmax-cutoff", "", "--max-update", "4", "--warmup-updates", "1", "--batch-size", "2"]
-    command = ["bash", *map(str, [script, "all", *arguments])]
-    answer = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    answer = run(script, "all", *arguments)
     assert answer.returncode == 0, answer.stderr[-3000:]
     table = (out / "table.md").read_text().partition("**Transformer-XL**")[2]
     assert "not run" not in table and table.count("\n|") == 2 + len(rows.ROWS)
     assert (out / "xl.png").exists() and not (out / "local.png").exists()
-    again = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    again = run(script, "all", *arguments)
     assert again.returncode == 0 and "fairseq-train" not in again.stderr and "fwp-eval-lm" not in again.stderr
