@@ -34,6 +34,9 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
     fwl_hidden_dim: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None, "units of the fast weight layer; none: four times the embedding dimension, as in the paper"
     )
+    fwl_map_inputs: bool = option(
+        False, "a linear map before the layer, which the paper has not, to make its inputs white: see cli/add_layer.py"
+    )
     fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
         "both", "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none"
     )
@@ -94,8 +97,12 @@ class FwlDecoder(LanguageModelDecoder):
             cfg.fwl_step_size,
             cfg.fwl_decay,
             cfg.fwl_divide_gradients_by,
+            cfg.fwl_map_inputs,
         )
         self.fast_weight_layer.apply(initialize)
+        # The normalisation that the features come from, where one does.
+        below = "layer_norm" if cfg.decoder_normalize_before else f"layers.{cfg.decoder_layers - 1}.final_layer_norm"
+        self.last_norm = None if cfg.decoder_normalize_before and cfg.no_decoder_final_norm else below
 
     def extract_features(  # type: ignore[override]
         self, tokens: Tensor, state: FwlState | None = None, last: int | None = None
@@ -137,7 +144,8 @@ class FwlDecoder(LanguageModelDecoder):
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         """Completes the checkpoint from which fine-tuning starts by what training has not learned yet, as it is.
 
-        That is the layer, for a model without one, or the steps and decays of one whose weights were not fast.
+        That is the layer, for a model without one, or the steps and decays of one whose weights were not fast. A new
+        layer takes over the gain and shift of the model's last normalisation, so that it changes nothing at first.
         """
         super().upgrade_state_dict_named(state_dict, name)
         prefix = f"{name}.fast_weight_layer."
@@ -146,6 +154,11 @@ class FwlDecoder(LanguageModelDecoder):
         if learned:
             later = {"log_step_sizes", "decay_logits"} - learned
             new = {key: value for key, value in new.items() if key in later}
+        elif self.last_norm is not None:
+            for key, neutral in (("weight", torch.ones_like), ("bias", torch.zeros_like)):
+                taken = f"{name}.{self.last_norm}.{key}"
+                new[f"norm.{key}"] = state_dict[taken]
+                state_dict[taken] = neutral(state_dict[taken])
         if new:
             logger.info("the checkpoint has no fast weights yet: new in the layer are %s", ", ".join(new))
             state_dict.update({f"{prefix}{key}": value for key, value in new.items()})

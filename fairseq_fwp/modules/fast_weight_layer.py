@@ -42,8 +42,17 @@ SOFTMAX = ("softmax.bias",)
 # Linear layers, whose bias has the gradients of their outputs, as their weight has.
 LAYERS = ("first", "second")
 
+# Of the median eigenvalue, what is added to all of a covariance before it is inverted.
+DAMPING = 0.1
+
 # Which weights are fast: both layers, one of them, the output softmax's bias alone (Table 2, "bias only"), or none.
 FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}
+
+
+def damped_power(moments: Tensor, exponent: float) -> Tensor:
+    """The power (D, D), float64, of a positive semi-definite matrix (D, D) over its median eigenvalue, plus DAMPING."""
+    values, vectors = torch.linalg.eigh(moments.double())
+    return vectors * (values.clamp(min=0) / values.median() + DAMPING) ** exponent @ vectors.mT
 
 
 def part_of(weight: str) -> str:
@@ -135,11 +144,11 @@ torch.serialization.add_safe_globals([FastWeightLayerState, Gradients])
 class FastWeightLayer(nn.Module):
     """f_theta' above, from the features of a language model to those of its output softmax.
 
-    embed_dim: D; hidden_dim: F; fast: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", how many that bias has;
+    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; fast: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", how many that bias has;
     step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
     by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
     training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
-    ValueError for no hidden unit and a divisor that is not above 0.
+    ValueError for fewer than 2 D hidden units and a divisor that is not above 0.
     """
 
     def __init__(
@@ -151,12 +160,17 @@ class FastWeightLayer(nn.Module):
         step_size: float | None = None,
         decay: float | None = None,
         divisor: float = 1.0,
+        map_inputs: bool = False,
     ) -> None:
         super().__init__()
-        if hidden_dim < 1:
-            raise ValueError(f"the hidden layer must have at least 1 unit, got {hidden_dim}: change --fwl-hidden-dim")
+        if hidden_dim < 2 * embed_dim:
+            raise ValueError(
+                f"the layer begins as the identity, for which it needs 2 x {embed_dim} hidden units, got {hidden_dim}: "
+                "change --fwl-hidden-dim"
+            )
         if divisor <= 0:
             raise ValueError(f"gradients are divided by a number above 0: change --fwl-divide-gradients-by {divisor}")
+        self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
         self.first = nn.Linear(embed_dim, hidden_dim)
         self.second = nn.Linear(hidden_dim, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
@@ -170,13 +184,52 @@ class FastWeightLayer(nn.Module):
         self.decay_logits = nn.Parameter(start) if count > 0 and decay is None else None
 
     def initialize(self) -> None:
-        """Weights from N(0, 1 / inputs): what N(0, 0.02) is at the paper's sizes, about.
+        """The layer begins as the identity on features x that are normalised (|x| <= sqrt D), gain and shift aside.
 
-        In small layers that makes features so small that a step moves them, after their normalisation, by hundreds of
-        times as much.
+        The paper does not say where it begins; from random weights it first has to learn again what the model below
+        knows. The units beyond 2 D come from N(0, 1 / D), as N(0, 0.02) is at the paper's sizes, about, and add nothing
+        until W learns to read them.
         """
-        for layer in (self.first, self.second):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        dim = self.first.in_features
+        nn.init.normal_(self.first.weight, std=dim**-0.5)
+        for parameter in (self.first.bias, self.second.weight, self.second.bias):
+            nn.init.zeros_(parameter)
+        self.norm.reset_parameters()
+        eye = torch.eye(dim)
+        self._be_identity(eye, eye, torch.zeros(dim))
+
+    @torch.no_grad()
+    def _be_identity(self, keys: Tensor, basis: Tensor, mean: Tensor) -> None:
+        """On x with |x| <= sqrt D, with U's inputs (x - mean) keys and pairs of hidden units along x basis.
+
+        With r a bound of |x basis|: (ReLU(1 + x basis / r)^2 - ReLU(1 - x basis / r)^2) r / 4 = x basis, in 2 D units.
+        """
+        dim = len(basis)
+        scaled = basis / (dim**0.5 * basis.norm(dim=0).max())
+        if self.inputs is not None:
+            self.inputs.weight.copy_(keys.mT)
+            self.inputs.bias.copy_(-mean @ keys)
+        for sign, units in ((1, slice(dim)), (-1, slice(dim, 2 * dim))):
+            self.first.weight[units] = sign * torch.linalg.solve(keys, scaled).mT
+            self.first.bias[units] = 1 + sign * (mean @ scaled)
+            self.second.weight[:, units] = sign / 4 * torch.linalg.inv(scaled).mT
+
+    def whiten(self, mean: Tensor, covariance: Tensor, of_gradients: Tensor) -> None:
+        """Begins as the identity where a step down the gradient of U is one of K-FAC (Martens & Grosse 2015).
+
+        arXiv 1503.05671: inverse covariances of a weight's inputs and of its outputs' gradients from either side of its
+        gradient. Here U's inputs are white by the linear map before it, and the pairs of units stand along axes on
+        which gradients are: what one word teaches moves others less.
+
+        mean (D,), covariance (D, D): of the features; of_gradients (D, D): second moments of the loss's gradients by
+        them. Raises ValueError for a layer without the map.
+        """
+        if self.inputs is None:
+            raise ValueError("white inputs need a map before the layer: give --fwl-map-inputs")
+        keys = damped_power(covariance, -0.5)
+        # As long as the features themselves, on average.
+        keys = keys * (len(mean) / (keys.mT @ covariance @ keys).trace()).sqrt()
+        self._be_identity(keys.to(mean), damped_power(of_gradients, 0.5).to(mean), mean)
 
     def forward(
         self,
@@ -194,9 +247,10 @@ class FastWeightLayer(nn.Module):
         the tokens go on with the segment of the state; otherwise they are the next one, whole or its beginning.
         """
         slots = x if state is None else torch.cat([state.pending.unsqueeze(1).to(x.dtype), x], 1)
-        hidden = self.first(slots)
+        inputs = slots if self.inputs is None else self.inputs(slots)
+        hidden = self.first(inputs)
         targets, known = self._targets(tokens, padding, state)
-        gradients = self._learn(slots[:, :-1], hidden[:, :-1], targets, known, softmax)
+        gradients = self._learn(inputs[:, :-1], hidden[:, :-1], targets, known, softmax)
         sums: dict[str, Tensor] = {}
         if state is not None:
             # The last loss of before was not known before its token.
@@ -208,7 +262,8 @@ class FastWeightLayer(nn.Module):
                 gradients = {name: before[name].then(found) for name, found in gradients.items()}
             else:
                 sums = self._decay(state.sums, before)
-        y = self._read(x, hidden[:, hidden.shape[1] - x.shape[1] :], gradients, sums)
+        new = slots.shape[1] - x.shape[1]
+        y = self._read(inputs[:, new:], hidden[:, new:], gradients, sums)
         return y, self._remember(x, gradients, sums, state, padding)
 
     def state_size(self, length: int, carried: bool = False) -> int:

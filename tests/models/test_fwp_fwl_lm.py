@@ -8,6 +8,7 @@ import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.sequence_generator import SequenceGenerator
 
+from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.presets import FWL_PRESETS
 from fairseq_fwp.modules.fast_weight_layer import PACE
@@ -28,6 +29,7 @@ KINDS = {
     "softmax bias": {**LOCAL, "fwl_fast_weights": "softmax-bias", "adaptive_softmax_cutoff": "10,30"},
     "test-time only": {**XL, "fwl_step_size": 0.05, "fwl_decay": 1.0},
     "none": {**LOCAL, "fwl_fast_weights": "none"},
+    "mapped": {**XL, "fwl_map_inputs": True},
 }
 
 
@@ -190,20 +192,33 @@ def test_it_is_trained_saved_and_resumed_with_its_state(build, kind):
 
 
 @pytest.mark.parametrize("base", ["fwp_lm", "fwp_xl_lm"])
-def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base):
-    """What fairseq does for --finetune-from-model: the base's weights are taken, the layer keeps its own."""
-    below = build_model(base)
-    above = build_model("fwp_fwl_lm", fwl_base=base)
-    own = {name: value.clone() for name, value in above.decoder.fast_weight_layer.state_dict().items()}
-    above.load_state_dict(below.state_dict(), strict=True)
-    for name, value in below.state_dict().items():
-        assert torch.equal(above.state_dict()[name], value)
-    for name, value in own.items():
-        assert torch.equal(above.decoder.fast_weight_layer.state_dict()[name], value)
+@pytest.mark.parametrize("norms", [{}, {"decoder_normalize_before": True}], ids=["post-norm", "pre-norm"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base, norms, mapped):
+    """What fairseq does for --finetune-from-model: a new layer changes nothing, up to the epsilon of normalisations."""
+    flags = {"fwl_base": base, "fwl_fast_weights": "none", "fwl_map_inputs": mapped, **norms}
+    below, above = build_model(base, **norms), build_model("fwp_fwl_lm", **flags)
+    above.decoder.fast_weight_layer.apply(initialize)
+    weights, tokens = below.state_dict(), random_tokens(2, 7)
+    last = "layer_norm" if norms else "layers.1.final_layer_norm"
+    for part in ("weight", "bias"):
+        weights[f"decoder.{last}.{part}"].normal_(1, 0.3)
+    above.load_state_dict({name: value.clone() for name, value in weights.items()}, strict=True)
+    torch.testing.assert_close(log_probs(above, tokens), log_probs(below, tokens), rtol=1e-4, atol=1e-4)
+    for name, value in weights.items():
+        assert torch.equal(above.state_dict()[name], value) != name.startswith(f"decoder.{last}")
     damaged = above.state_dict()
     del damaged["decoder.fast_weight_layer.first.bias"]
     with pytest.raises(RuntimeError, match=r"first\.bias"):
         above.load_state_dict(damaged, strict=True)
+
+
+def test_a_base_without_a_last_normalisation_keeps_all_its_weights(build_model):
+    norms = {"decoder_normalize_before": True, "no_decoder_final_norm": True}
+    below, above = build_model("fwp_lm", **norms), build_model("fwp_fwl_lm", **norms)
+    weights = below.state_dict()
+    above.load_state_dict({name: value.clone() for name, value in weights.items()}, strict=True)
+    assert all(torch.equal(above.state_dict()[name], value) for name, value in weights.items())
 
 
 def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):

@@ -12,10 +12,10 @@ from torch import nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
-from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, PACE, STEP_SIZE, FastWeightLayer
+from fairseq_fwp.modules.fast_weight_layer import DAMPING, FAST_WEIGHTS, PACE, STEP_SIZE, FastWeightLayer
 from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
 
-DIM, HIDDEN, WORDS = 6, 10, 23
+DIM, HIDDEN, WORDS = 6, 14, 23
 SOFTMAXES = {"plain": [], "adaptive": [7, 15], "projected": [7, 15]}
 FAST = list(FAST_WEIGHTS)
 # Every softmax with all fast weights, every choice of these with one softmax.
@@ -45,7 +45,7 @@ def build(fast="both", kind="plain", **options):
 
 def set_step_sizes(layer, values):
     with torch.no_grad():
-        layer.log_step_sizes.copy_((torch.as_tensor(values) / STEP_SIZE).log() / PACE)
+        layer.log_step_sizes.copy_((torch.as_tensor(values, dtype=torch.float64) / STEP_SIZE).log() / PACE)
 
 
 def random_features(batch, length):
@@ -310,6 +310,61 @@ def test_half_precision_is_close(dtype):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="--fwl-hidden-dim"):
-        FastWeightLayer(DIM, 0)
+        FastWeightLayer(DIM, 2 * DIM - 1)
+    with pytest.raises(ValueError, match="--fwl-map-inputs"):
+        FastWeightLayer(DIM, HIDDEN).whiten(torch.zeros(DIM), torch.eye(DIM), torch.eye(DIM))
     with pytest.raises(ValueError, match="--fwl-divide-gradients-by"):
-        FastWeightLayer(DIM, 4, divisor=0)
+        FastWeightLayer(DIM, HIDDEN, divisor=0)
+
+
+def test_a_map_of_inputs_comes_before_all_else(fast):
+    """Also of the features that wait for their target: over segments, with all derivatives."""
+    layer, softmax = build(fast, map_inputs=True)
+    plain, _ = build(fast)
+    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "inputs" not in name})
+    ours = expected = (None, None)
+    for _ in range(3):
+        x, tokens = random_features(2, 4), random_tokens(2, 4)
+        ours = layer(x, tokens, softmax, ours[1])
+        expected = plain(layer.inputs(x), tokens, softmax, expected[1])
+        torch.testing.assert_close(ours[0], expected[0])
+    check_gradients(ours[0], expected[0], (x, layer.inputs.weight, layer.inputs.bias))
+
+
+def normalised_features(count):
+    """Correlated ones with a mean, as long as layer normalisation makes them; each in float64."""
+    values = torch.randn(count, DIM, dtype=torch.float64) @ torch.randn(DIM, DIM, dtype=torch.float64)
+    return F.layer_norm(values + 0.3 * torch.arange(DIM), (DIM,))
+
+
+@pytest.mark.parametrize("map_inputs", [False, True])
+def test_it_begins_as_the_identity(map_inputs):
+    """Up to the epsilon of its normalisation, however large one of the features is."""
+    layer = FastWeightLayer(DIM, HIDDEN, "none", map_inputs=map_inputs).double()
+    layer.initialize()
+    x = torch.cat([normalised_features(50), DIM**0.5 * torch.eye(DIM)])[None]
+    for _ in range(1 + map_inputs):
+        inputs = x if layer.inputs is None else layer.inputs(x)
+        torch.testing.assert_close(layer.second(layer.first(inputs).relu().square()), x, rtol=0, atol=1e-5)
+        if map_inputs:
+            moments = (torch.randn(DIM, DIM, dtype=torch.float64) for _ in range(2))
+            layer.whiten(x[0].mean(0), *(root.mT @ root for root in moments))
+    assert layer.second.weight[:, 2 * DIM :].abs().max() == 0 < layer.first.weight[2 * DIM :].abs().min()
+
+
+def test_a_step_from_white_inputs_is_that_of_kfac():
+    """A step of U moves outputs by Cg^-1 g (x - mean) C^-1 (x' - mean), up to a factor and the damping of both."""
+    layer = FastWeightLayer(DIM, 2 * DIM, map_inputs=True).double()
+    root = torch.randn(40, DIM, dtype=torch.float64)
+    x, mean = torch.randn(40, DIM, dtype=torch.float64) @ torch.randn(DIM, DIM, dtype=torch.float64), torch.ones(DIM)
+    covariance, of_gradients = x.mT.cov(), root.mT @ root / 40
+    layer.whiten(mean.double(), covariance, of_gradients)
+    with torch.no_grad():  # in the middle of the pairs, where ReLU^2 has one slope
+        keys = layer.inputs(x)
+        slope = 2 * layer.second.weight
+    damp = [moments + DAMPING * torch.linalg.eigvalsh(moments).median() * torch.eye(DIM) for moments in (covariance, of_gradients)]
+    ours = torch.einsum("ik,jk,du,eu->ijde", keys, keys, slope, slope)
+    away = x - mean
+    expected = torch.einsum("ik,jl,kl,de->ijde", away, away, *(torch.linalg.inv(moments) for moments in damp))
+    torch.testing.assert_close(ours / ours.norm(), expected / expected.norm())
+    assert keys.square().sum(1).mean() > 0

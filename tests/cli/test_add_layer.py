@@ -1,0 +1,104 @@
+"""add_layer: the model stays what it was, its layer stands in the basis of the training text, and what is refused."""
+
+import json
+import random
+
+import pytest
+import torch
+from models.conftest import build_model  # noqa: F401  (a fixture)
+
+from fairseq_fwp.cli import add_layer, eval_lm
+from fairseq_fwp.cli.add_layer import STREAMS, read_moments
+
+from .test_eval_lm import preprocess, train_model
+
+LENGTH = 8
+XL = ["--task", "fwp_language_modeling", "--carry-state", "--arch", "fwp_xl_lm", "--mem-len", "4"]
+BASES = {
+    "Transformer-XL": [*XL, "--decoder-normalize-before"],
+    "local": ["--task", "language_modeling", "--arch", "softmax_lm_wt103", "--attention-window", "3"],
+    "no last norm": [*XL, "--decoder-normalize-before", "--no-decoder-final-norm"],
+    "layer": [*XL, "--arch", "fwp_fwl_lm", "--fwl-base", "fwp_xl_lm"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """data (binarised), and a checkpoint NAME/checkpoint_last.pt of every base."""
+    folder, chooser = tmp_path_factory.mktemp("add_layer"), random.Random(1)
+    for split, lines in (("train", 60), ("test", 10)):
+        text = (" ".join(f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
+        (folder / f"{split}.txt").write_text("\n".join(text) + "\n")
+    preprocess(folder / "train.txt", folder / "test.txt", folder / "data")
+    for name, flags in BASES.items():
+        train_model(
+            folder / "data", *flags, "--cpu", "--decoder-layers", 1, "--decoder-embed-dim", 16,
+            "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 2, "--tokens-per-sample", LENGTH,
+            "--batch-size", 4, "--optimizer", "adam", "--lr", 0.01, "--max-update", 3, "--disable-validation",
+            "--no-epoch-checkpoints", "--save-dir", folder / name, "--log-format", "none", "--num-workers", 0,
+        )  # fmt: skip
+    return folder
+
+
+def loss(folder, path, *flags):
+    out = folder / "result.json"
+    eval_lm.main([str(folder / "data"), "--path", str(path), "--cpu", "--json", str(out), "--context-window", "0", *flags])
+    return json.loads(out.read_text())["loss"]
+
+
+def run(folder, name, *flags):
+    out = folder / f"{name}.pt"
+    path = folder / name / "checkpoint_last.pt"
+    add_layer.main([str(folder / "data"), "--path", str(path), "--out", str(out), *flags])
+    return path, out
+
+
+@pytest.mark.parametrize("name", ["Transformer-XL", "local"])
+def test_the_model_is_as_good_and_learns_by_reading(folder, name):
+    path, out = run(folder, name, "--fwl-hidden-dim", "40", "--tokens", "300")
+    before = loss(folder, path)
+    assert loss(folder, out) == pytest.approx(before, abs=1e-4)
+    fast = "{'fwl_fast_weights': 'first', 'fwl_step_size': 1e-4, 'fwl_decay': 0.5}"
+    assert abs(loss(folder, out, "--model-overrides", fast) - before) > 1e-4
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
+    """Of the first two segments of each stream: features by a pass over both, gradients by autograd of the loss."""
+    model = build_model("fwp_fwl_lm", fwl_base="fwp_xl_lm", mem_len=6, tokens_per_sample=5, fwl_fast_weights="none")
+    decoder, tokens = model.decoder, torch.randint(4, 50, (STREAMS * 17 + 3,))
+    mean, covariance, of_gradients = read_moments(model, tokens, STREAMS * 14, carry)
+    features, gradients = [], []
+    for start in range(STREAMS):
+        state = None
+        for segment in tokens[17 * start : 17 * start + 10].view(2, 1, 5):
+            x, base = super(type(decoder).__mro__[1], decoder).extract_features(segment, state)
+            state = base if carry else None
+            x = x.detach().requires_grad_()
+            log_probs = decoder.adaptive_softmax.get_log_prob(decoder.fast_weight_layer.norm(x), None)
+            total = -log_probs[:, :-1].gather(2, segment[:, 1:, None]).sum()
+            features.append(x[0].detach())
+            gradients.append(torch.autograd.grad(total, x)[0][0, :-1])
+    x, of_x = torch.cat(features), torch.cat(gradients)
+    torch.testing.assert_close(mean, x.mean(0).float())
+    torch.testing.assert_close(covariance, (x - x.mean(0)).mT @ (x - x.mean(0)) / (len(x) - 1))
+    torch.testing.assert_close(of_gradients, of_x.mT @ of_x / len(of_x))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("no last norm", "this model has no last normalisation"),
+        ("layer", "goes on fwp_lm or fwp_xl_lm, and this is fwp_fwl_lm"),
+        ("nothing", "there is no checkpoint"),
+    ],
+)
+def test_refusals_write_nothing(folder, name, sentence):
+    with pytest.raises(SystemExit, match=sentence):
+        run(folder, name)
+    assert not list(folder.glob(f"{name}.pt*"))
+
+
+def test_a_short_text_is_refused(build_model):  # noqa: F811
+    with pytest.raises(ValueError, match="too short for 16 streams"):
+        read_moments(build_model("fwp_fwl_lm"), torch.arange(4, 28), 100, False)
