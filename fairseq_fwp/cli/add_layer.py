@@ -13,7 +13,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli.checkpoint import architecture, load_model, load_state
 from fairseq_fwp.cli.eval_lm import load_text, output_file, positive
 from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel
+from fairseq_fwp.models.language_model import fill_in_defaults
 
 # What is read of the training text are the beginnings of so many equal parts of it.
 STREAMS = 16
@@ -43,11 +43,12 @@ def add_layer(base: Any, cfg: Any, task: Any, hidden_dim: int | None) -> tuple[F
         "_name": "fwp_fwl_lm", "arch": "fwp_fwl_lm", "fwl_base": names[0], "fwl_fast_weights": "none",
         "fwl_map_inputs": True, "fwl_hidden_dim": hidden_dim,
     }  # fmt: skip
-    model = FwpFwlLanguageModel.build_model(OmegaConf.create(settings), task)
+    completed = fill_in_defaults(OmegaConf.create(settings), FwpFwlLanguageModel.config())
+    model = FwpFwlLanguageModel.build_model(completed, task)
     if model.decoder.last_norm is None:
         raise ValueError("the layer is the identity on normalised features alone: this model has no last normalisation")
     model.load_state_dict(base.state_dict())
-    return model, settings
+    return model, completed
 
 
 def read_moments(model: Any, tokens: Tensor, count: int, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +86,7 @@ def run(args: Namespace) -> None:
     carry = bool(getattr(cfg.task, "carry_state", False))
     model.decoder.fast_weight_layer.whiten(*read_moments(model, text.tokens, args.tokens, carry))
     state = load_state(args.path)
-    state["cfg"] = OmegaConf.to_container(OmegaConf.merge(state["cfg"], {"model": settings}))
+    state["cfg"] = OmegaConf.to_container(OmegaConf.merge(state["cfg"], {"model": settings}), enum_to_str=True)
     state |= {"args": None, "model": model.state_dict(), "last_optimizer_state": None}
     unfinished = args.out.with_name(f"{args.out.name}.{os.getpid()}.tmp")
     try:
@@ -108,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     made.add_argument("--path", required=True, help="the checkpoint of a language model")
     made.add_argument("--out", required=True, type=output_file, metavar="FILE", help="what --finetune-from-model takes")
-    made.add_argument("--fwl-hidden-dim", type=positive, metavar="F", help="units of the layer (four times those of it)")
+    made.add_argument("--fwl-hidden-dim", type=positive, metavar="F", help="units of the layer (4 D)")
     made.add_argument("--tokens", type=positive, default=100_000, metavar="N", help="of the training text (100,000)")
     return made
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize, option
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
@@ -170,7 +170,14 @@ class FwlFwpDecoder(FwlDecoder, FwpDecoder):
 
 
 class FwlXlDecoder(FwlDecoder, FwpXlDecoder):  # type: ignore[misc]
-    """A fast weight layer on `FwpXlDecoder`."""
+    """A fast weight layer on `FwpXlDecoder`, without the dropout after its last layer.
+
+    There are the keys of what is learned while reading: with noise in them, training would distrust them.
+    """
+
+    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
+        super().__init__(cfg, dictionary)
+        self.final_dropout = nn.Identity()
 
 
 # For each model below: the decoder, and the model whose options are looked at.

@@ -100,6 +100,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         self.mem_len = cfg.mem_len
         self.segment_length = cfg.tokens_per_sample
         self.half_loss = cfg.half_loss
+        self.final_dropout: nn.Module = self.dropout  # as the paper's public code has it
         if cfg.decoder_positions == "relative" and not cfg.untie_biases:
             first, *others = self._attentions()
             for other in others:
@@ -153,7 +154,7 @@ class FwpXlDecoder(LanguageModelDecoder):
 
     def _read(self, tokens: Tensor, state: DecoderState | None, last: int | None = None) -> tuple[Tensor, DecoderState]:
         x, state = super().extract_features(tokens, state, last)
-        return self.dropout(x), state  # as the paper's public code has it
+        return self.final_dropout(x), state
 
     def _remember(self, state: DecoderState) -> DecoderState:
         """What of the state a new segment sees. Without a memory, absolute positions start again."""

@@ -42,6 +42,11 @@ SOFTMAX = ("softmax.bias",)
 # Linear layers, whose bias has the gradients of their outputs, as their weight has.
 LAYERS = ("first", "second")
 
+# The identity is a difference of squares, in which small changes of U or W tell. Adam moves all weights alike, so that
+# these begin large: hidden units at HEIGHT, squared, and outputs, which are normalised, SPREAD times the features.
+HEIGHT = 8.0
+SPREAD = 1024.0
+
 # Of the median eigenvalue, what is added to all of a covariance before it is inverted.
 DAMPING = 0.1
 
@@ -144,7 +149,8 @@ torch.serialization.add_safe_globals([FastWeightLayerState, Gradients])
 class FastWeightLayer(nn.Module):
     """f_theta' above, from the features of a language model to those of its output softmax.
 
-    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; fast: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", how many that bias has;
+    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; fast: a key of FAST_WEIGHTS;
+    bias_entries: with "softmax-bias", how many that bias has;
     step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
     by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
     training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
@@ -187,11 +193,10 @@ class FastWeightLayer(nn.Module):
         """The layer begins as the identity on features x that are normalised (|x| <= sqrt D), gain and shift aside.
 
         The paper does not say where it begins; from random weights it first has to learn again what the model below
-        knows. The units beyond 2 D come from N(0, 1 / D), as N(0, 0.02) is at the paper's sizes, about, and add nothing
-        until W learns to read them.
+        knows. The units beyond 2 D are random, and add nothing until W learns to read them.
         """
         dim = self.first.in_features
-        nn.init.normal_(self.first.weight, std=dim**-0.5)
+        nn.init.normal_(self.first.weight, std=HEIGHT * dim**-0.5)
         for parameter in (self.first.bias, self.second.weight, self.second.bias):
             nn.init.zeros_(parameter)
         self.norm.reset_parameters()
@@ -200,9 +205,9 @@ class FastWeightLayer(nn.Module):
 
     @torch.no_grad()
     def _be_identity(self, keys: Tensor, basis: Tensor, mean: Tensor) -> None:
-        """On x with |x| <= sqrt D, with U's inputs (x - mean) keys and pairs of hidden units along x basis.
+        """On x with |x| <= sqrt D, with U's inputs (x - mean) keys and pairs of hidden units along z = x basis.
 
-        With r a bound of |x basis|: (ReLU(1 + x basis / r)^2 - ReLU(1 - x basis / r)^2) r / 4 = x basis, in 2 D units.
+        With r a bound of |z|: ReLU(1 + z / r)^2 - ReLU(1 - z / r)^2 = 4 z / r, of which W makes x, SPREAD times.
         """
         dim = len(basis)
         scaled = basis / (dim**0.5 * basis.norm(dim=0).max())
@@ -210,9 +215,9 @@ class FastWeightLayer(nn.Module):
             self.inputs.weight.copy_(keys.mT)
             self.inputs.bias.copy_(-mean @ keys)
         for sign, units in ((1, slice(dim)), (-1, slice(dim, 2 * dim))):
-            self.first.weight[units] = sign * torch.linalg.solve(keys, scaled).mT
-            self.first.bias[units] = 1 + sign * (mean @ scaled)
-            self.second.weight[:, units] = sign / 4 * torch.linalg.inv(scaled).mT
+            self.first.weight[units] = sign * HEIGHT * torch.linalg.solve(keys, scaled).mT
+            self.first.bias[units] = HEIGHT * (1 + sign * (mean @ scaled))
+            self.second.weight[:, units] = sign * SPREAD / (4 * HEIGHT**2) * torch.linalg.inv(scaled).mT
 
     def whiten(self, mean: Tensor, covariance: Tensor, of_gradients: Tensor) -> None:
         """Begins as the identity where a step down the gradient of U is one of K-FAC (Martens & Grosse 2015).

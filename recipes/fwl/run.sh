@@ -8,7 +8,7 @@
 #
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
 # --out FOLDER    where everything goes (runs/fwl)
-# --models ...    which of conf/{local,xl}/*.yaml: base is trained first, slow goes on from it, fwl and bias go on from slow
+# --models ...    which of conf/{local,xl}/*.yaml: base is trained first, and the others go on from it with a layer on top
 #
 # The paper's models, on WikiText-103, are conf/wt103/*.yaml for recipes/wikitext103/run.sh; each says how.
 set -euo pipefail
@@ -29,9 +29,9 @@ task=()
 # For each base, rates of dynamic evaluation, and step sizes of fast weights at test time: the best on the validation text is
 # reported. "Test-time only" takes steps of U and a alone, see RESULTS.md; all are down the gradients of single tokens.
 declare -A sgd=([local]="0.05 0.1" [xl]="0.02 0.05") rms=([local]="6e-4 1e-3" [xl]="2e-4 3e-4")
-declare -A epsilon=([local]=1e-3 [xl]=3e-4) steps=([local]="0.003 0.01" [xl]="0.004 0.006")
+declare -A epsilon=([local]=1e-3 [xl]=3e-4) steps=([local]="0.001 0.002" [xl]="0.0006 0.001")
 declare -A bias_steps=([local]="0.03" [xl]="0.01")
-test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':1.0,'fwl_decay':0.6,'fwl_step_size':@}"
+test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':1.0,'fwl_decay':0.8,'fwl_step_size':@}"
 test_bias="{'fwl_fast_weights':'softmax-bias','fwl_divide_gradients_by':1.0,'fwl_decay':0.9,'fwl_step_size':@}"
 statistics=400 # windows of the training text for RMS
 speed_lines=400 # of the test text, to measure speeds on
@@ -44,12 +44,11 @@ reading() {
   esac
 }
 
-# start_of NAME: the model whose weights training starts from.
-start_of() {
-  case $1 in
-    */slow) echo "${1%/*}/base" ;;
-    */fwl | */bias) echo "${1%/*}/slow" ;;
-  esac
+# add_layer BASE: its model with a layer on top, which changes nothing yet.
+add_layer() {
+  [ ! -e "$out/$1/start.pt" ] || return 0
+  [ -e "$out/$1/base/trained" ] || die "the layer is put on $1/base, which is not trained: name it before, in --models."
+  run python -m fairseq_fwp.cli.add_layer "$out/data/bin" --path "$out/$1/base/checkpoint_best.pt" --out "$out/$1/start.pt"
 }
 
 # ways NAME: how a model is evaluated, a line of "LABEL|VALUES|FLAGS" each, where @ stands for one of the values.
@@ -131,10 +130,9 @@ case $stage in
   train | all)
     for name in $models; do
       extra=("${flags_for_all[@]}")
-      from=$(start_of "$name")
-      if [ -n "$from" ]; then
-        [ -e "$out/$from/trained" ] || die "$name goes on from $from, which is not trained: name it before, in --models."
-        extra+=(--finetune-from-model "$out/$from/checkpoint_best.pt")
+      if [ "${name#*/}" != base ]; then
+        add_layer "${name%/*}"
+        extra+=(--finetune-from-model "$out/${name%/*}/start.pt")
       fi
       train "$name" "$here/conf/$name.yaml"
     done ;;

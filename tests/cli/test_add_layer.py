@@ -5,12 +5,11 @@ import random
 
 import pytest
 import torch
+from cli.test_eval_lm import preprocess, train_model
 from models.conftest import build_model  # noqa: F401  (a fixture)
 
 from fairseq_fwp.cli import add_layer, eval_lm
 from fairseq_fwp.cli.add_layer import STREAMS, read_moments
-
-from .test_eval_lm import preprocess, train_model
 
 LENGTH = 8
 XL = ["--task", "fwp_language_modeling", "--carry-state", "--arch", "fwp_xl_lm", "--mem-len", "4"]
@@ -42,7 +41,9 @@ def folder(tmp_path_factory):
 
 def loss(folder, path, *flags):
     out = folder / "result.json"
-    eval_lm.main([str(folder / "data"), "--path", str(path), "--cpu", "--json", str(out), "--context-window", "0", *flags])
+    eval_lm.main(
+        [str(folder / "data"), "--path", str(path), "--cpu", "--json", str(out), "--context-window", "0", *flags]
+    )
     return json.loads(out.read_text())["loss"]
 
 
@@ -58,7 +59,7 @@ def test_the_model_is_as_good_and_learns_by_reading(folder, name):
     path, out = run(folder, name, "--fwl-hidden-dim", "40", "--tokens", "300")
     before = loss(folder, path)
     assert loss(folder, out) == pytest.approx(before, abs=1e-4)
-    fast = "{'fwl_fast_weights': 'first', 'fwl_step_size': 1e-4, 'fwl_decay': 0.5}"
+    fast = "{'fwl_fast_weights': 'first', 'fwl_step_size': 1.0, 'fwl_decay': 0.5}"
     assert abs(loss(folder, out, "--model-overrides", fast) - before) > 1e-4
 
 

@@ -12,7 +12,14 @@ from torch import nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
-from fairseq_fwp.modules.fast_weight_layer import DAMPING, FAST_WEIGHTS, PACE, STEP_SIZE, FastWeightLayer
+from fairseq_fwp.modules.fast_weight_layer import (
+    DAMPING,
+    FAST_WEIGHTS,
+    PACE,
+    SPREAD,
+    STEP_SIZE,
+    FastWeightLayer,
+)
 from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
 
 DIM, HIDDEN, WORDS = 6, 14, 23
@@ -345,7 +352,8 @@ def test_it_begins_as_the_identity(map_inputs):
     x = torch.cat([normalised_features(50), DIM**0.5 * torch.eye(DIM)])[None]
     for _ in range(1 + map_inputs):
         inputs = x if layer.inputs is None else layer.inputs(x)
-        torch.testing.assert_close(layer.second(layer.first(inputs).relu().square()), x, rtol=0, atol=1e-5)
+        outputs = layer.second(layer.first(inputs).relu().square())
+        torch.testing.assert_close(outputs / SPREAD, x, rtol=0, atol=1e-5)
         if map_inputs:
             moments = (torch.randn(DIM, DIM, dtype=torch.float64) for _ in range(2))
             layer.whiten(x[0].mean(0), *(root.mT @ root for root in moments))
@@ -362,9 +370,11 @@ def test_a_step_from_white_inputs_is_that_of_kfac():
     with torch.no_grad():  # in the middle of the pairs, where ReLU^2 has one slope
         keys = layer.inputs(x)
         slope = 2 * layer.second.weight
-    damp = [moments + DAMPING * torch.linalg.eigvalsh(moments).median() * torch.eye(DIM) for moments in (covariance, of_gradients)]
+    damped = [
+        moments + DAMPING * torch.linalg.eigvalsh(moments).median() * torch.eye(DIM)
+        for moments in (covariance, of_gradients)
+    ]
     ours = torch.einsum("ik,jk,du,eu->ijde", keys, keys, slope, slope)
     away = x - mean
-    expected = torch.einsum("ik,jl,kl,de->ijde", away, away, *(torch.linalg.inv(moments) for moments in damp))
+    expected = torch.einsum("ik,jl,kl,de->ijde", away, away, *map(torch.linalg.inv, damped))
     torch.testing.assert_close(ours / ours.norm(), expected / expected.norm())
-    assert keys.square().sum(1).mean() > 0
