@@ -243,6 +243,17 @@ def test_a_layer_trained_without_fast_weights_takes_them_on_at_test_time(build):
     assert not torch.allclose(log_probs(trained, tokens), log_probs(evaluated, tokens))
 
 
+def test_dropout_leaves_the_keys_of_the_layer_alone(build_model):
+    below, above = (build_model(arch, dropout=0.5, **flags).train() for arch, flags in (
+        ("fwp_xl_lm", {"mem_len": 6}), ("fwp_fwl_lm", XL),
+    ))  # fmt: skip
+    read = []
+    above.decoder.fast_weight_layer.register_forward_pre_hook(lambda layer, inputs: read.append(inputs[0]))
+    tokens = random_tokens(2, 7)
+    above(tokens)
+    assert below(tokens)[0].eq(0).any() and not read[0].eq(0).any()
+
+
 def test_half_of_the_loss_below_it(build):
     model = build("Transformer-XL", half_loss=True).train()
     target = random_tokens(2, 4)
