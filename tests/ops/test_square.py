@@ -47,10 +47,11 @@ def test_kernel_equals_the_reference(rule, size, length, state):
 @every_rule
 @pytest.mark.parametrize("size", [4, 8, 16])
 @every_state
-@pytest.mark.parametrize("length", [1, 3, 257])
+@pytest.mark.parametrize("length", [1, 3, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_error_is_at_most_twice_that_of_the_loop(rule, size, length, state, dtype):
-    check_accuracy(rule, inputs_of(rule, length, size, dtype, state=state))
+    # A ratio of errors needs many numbers, also for a single token.
+    check_accuracy(rule, sample_inputs(rule, (8, 8, length, size, size), dtype, state=state))
 
 
 @every_rule
