@@ -107,7 +107,7 @@ def test_layout_and_threads_change_nothing(rule, size, layout):
 
 
 def test_rebuilt_states_are_those_of_the_forward_pass():
-    """Of the delta rule. Later writes do not correct what the backward pass rebuilds: rounding of its own would add up over all tokens."""
+    """Of the delta rule. Later writes do not correct them: rounding of their own would add up over all tokens."""
     inputs = sample_inputs("delta", (1, 1, 4096, 16, 16), torch.float32)
     inputs["k"] /= inputs["k"].norm(dim=-1, keepdim=True)
     check_accuracy("delta", inputs)
