@@ -4,6 +4,7 @@
 #include "binding_tensors.h"
 #include "decay.h"
 #include "decay_short.h"
+#include "decay_square.h"
 
 namespace fwp::cpu {
 
@@ -82,6 +83,22 @@ void decay_scan(const DecayInputs& in, const Tensor& out, const Tensor& final, c
     const auto run_block = [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
       StateBlock<A, NV> block(size.Dk, n, of.initial.matrix(h, j), final_.matrix(h, j), work);
+      if constexpr (NV == 1) {
+        if (is_square<A>(size)) {
+          DecayForwardSquare<A, kGated>{block,
+                                        size.L,
+                                        of.q.tokens(h),
+                                        of.k.tokens(h),
+                                        of.v.tokens(h),
+                                        of.key_decay.tokens(h),
+                                        of.value_decay.tokens(h),
+                                        of.gate.rates(h),
+                                        out_.tokens(h),
+                                        kept_.tokens(h).data}
+              .run();
+          return block.finish();
+        }
+      }
       DecayForward<A, NV, kGated>{block,
                                   of.q.tokens(h),
                                   of.k.tokens(h),
@@ -171,6 +188,30 @@ void decay_scan_backward(const DecayInputs& in, const Tensor& kept, const Tensor
     const auto run_block = [&](int64_t h, int64_t part, int64_t i, bool add, auto vectors, A* work) {
       constexpr int NV = decltype(vectors)::value;
       const auto of_part = [&](const Tensor& x) { return Heads<A>(x.defined() ? x.select(0, part) : x); };
+      if constexpr (NV == 1) {
+        if (is_square<A>(size)) {
+          return DecayBackwardSquare<A, kGated>{size.L,
+                                                of.q.tokens(h),
+                                                of.k.tokens(h),
+                                                of.key_decay.tokens(h),
+                                                of.v.tokens(h),
+                                                of.value_decay.tokens(h),
+                                                d_out_.tokens(h),
+                                                of.gate.rates(h),
+                                                d_q.tokens(h),
+                                                d_k.tokens(h),
+                                                d_key_decay.tokens(h),
+                                                of_part(d_v).tokens(h),
+                                                of_part(d_value_decay).tokens(h),
+                                                of_part(d_gate).rates(h),
+                                                of.initial.matrix(h, 0, true),
+                                                d_final_.matrix(h, 0, true),
+                                                d_initial.matrix(h, 0, true),
+                                                kept_.tokens(h).data,
+                                                work}
+              .run();
+        }
+      }
       DecayBackward<A, NV, kGated>{size.L,
                                    size.Dv,
                                    std::min(width, size.Dk - i),
@@ -196,7 +237,8 @@ void decay_scan_backward(const DecayInputs& in, const Tensor& kept, const Tensor
                                    work}
           .run();
     };
-    const int64_t scratch_size = DecayBackward<A, 1, kGated>::scratch(size.Dv) * width / kLanes<A>;
+    const int64_t scratch_size = std::max(DecayBackward<A, 1, kGated>::scratch(size.Dv) * width / kLanes<A>,
+                                          DecayBackwardSquare<A, kGated>::scratch());
     shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
                          [&](int64_t h, int64_t part, int64_t block, bool add, A* work) {
       if (width == kLanes<A>)

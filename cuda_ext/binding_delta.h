@@ -47,12 +47,6 @@ inline void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor&
   })
 }
 
-// Whether a state is kept in registers.
-template <typename A>
-bool is_square(const Sizes& size) {
-  return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
-}
-
 // `final` may be `initial`.
 inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& initial,
                        const Tensor& out, const Tensor& final, const Tensor& error) {

@@ -175,6 +175,12 @@ void for_short_heads(const Sizes& size, F f) {
   });
 }
 
+// Whether a state is kept in registers.
+template <typename A>
+bool is_square(const Sizes& size) {
+  return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
+}
+
 #define FWP_DISPATCH(type, ...)     \
   if (type == at::kDouble) {        \
     using A = double;               \

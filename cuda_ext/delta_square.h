@@ -1,59 +1,11 @@
-// The delta rule on a square state of as many rows as a vector has lanes (16 with AVX-512, the small language models of
-// Schlag et al. 2021): it stays in registers over all tokens, so that no token shares a pass with another one, and what
-// that takes to make up for falls away. delta.h says what the three passes do.
+// The delta rule on a state in registers: see square.h. delta.h says what the three passes do.
 #pragma once
 
 #include <algorithm>
 
-#include "state_block.h"
+#include "square.h"
 
 namespace fwp {
-
-template <typename A>
-struct Square {
-  static constexpr int kRows = kLanes<A>;
-  Vector<A> row[kRows];
-
-  explicit FWP_INLINE Square(const StateBlock<A, 1>& block) {
-    // Through memory: an array that is indexed by a variable lives there.
-    Vector<A> given[kRows];
-    block.read_rows([&](int64_t i, const Group<A, 1>& w) __attribute__((always_inline)) { given[i] = w.x[0]; }, [] {});
-    FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] = given[i];
-  }
-  FWP_INLINE void store_to(StateBlock<A, 1>& block) const {
-    Vector<A> result[kRows];
-    FWP_UNROLL for (int i = 0; i < kRows; ++i) result[i] = row[i];
-    block.change_rows(true, [&](int64_t i, Group<A, 1>& w) __attribute__((always_inline)) { w.x[0] = result[i]; }, [] {});
-  }
-  // += x^T y
-  FWP_INLINE void add(const A* x, Vector<A> y) {
-    FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] += x[i] * y;
-  }
-  FWP_INLINE void subtract(const A* x, Vector<A> y) {
-    FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] -= x[i] * y;
-  }
-  // x times this, in four running sums: one would make every row wait for the one before it.
-  FWP_INLINE Vector<A> read(const A* x) const {
-    constexpr int kSums = kRows < 4 ? kRows : 4;
-    Vector<A> sum[kSums];
-    FWP_UNROLL for (int i = 0; i < kSums; ++i) sum[i] = x[i] * row[i];
-    FWP_UNROLL for (int i = kSums; i < kRows; ++i) sum[i % kSums] += x[i] * row[i];
-    if constexpr (kSums == 4) return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    return sum[0] + sum[1];
-  }
-  // This times y^T: lane i is row i times y.
-  FWP_INLINE Vector<A> multiply(Vector<A> y) const { return fold<1>(0, y); }
-
- private:
-  // As sum_lanes_of_each, but one pair after the other, for which there are registers.
-  template <int half>
-  FWP_INLINE Vector<A> fold(int n, Vector<A> y) const {
-    if constexpr (half == kRows)
-      return row[n] * y;
-    else
-      return sum_runs<half, A>(fold<2 * half>(n, y), fold<2 * half>(n + half, y));
-  }
-};
 
 template <typename A>
 FWP_INLINE A multiply(const A* x, const A* y) {

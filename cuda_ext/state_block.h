@@ -201,15 +201,15 @@ class StateBlock {
 template <typename A, int NV, typename F>
 FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initial, Matrix<A> final, A* work, F f) {
   constexpr int64_t width = NV * kLanes<A>;
-  const auto run = [&](int64_t rows, int64_t columns) __attribute__((always_inline)) {
+  const auto run = [&](int64_t columns) __attribute__((always_inline)) {
     StateBlock<A, NV> block(rows, columns, initial, final, work);
     f(block);
     block.finish();
   };
   if (columns < width)
-    run(rows, columns);
+    run(columns);
   else
-    run(rows, width);
+    run(width);
 }
 
 // Call scan.run<T, last group?>(first token) over all tokens, T = kGroup at a time.

@@ -13,7 +13,6 @@ the model and the task are those of the checkpoint. --dynamic is the dynamic eva
 """
 
 import argparse
-import ast
 import dataclasses
 import json
 import logging
@@ -34,18 +33,19 @@ from fairseq.logging.progress_bar import progress_bar
 from torch import Tensor
 
 import fairseq_fwp
+from fairseq_fwp.cli.argument_types import dictionary_of_settings, non_negative, output_file, positive
 from fairseq_fwp.cli.checkpoint import load_model
-from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer, gather_statistics
-from fairseq_fwp.cli.scoring import (
-    DocumentScorer,
-    StreamScorer,
-    Text,
-    Window,
-    WindowScorer,
-    batches,
-    document_windows,
-    score,
+from fairseq_fwp.cli.dynamic import gather_statistics
+from fairseq_fwp.cli.protocol import (
+    Protocol,
+    choose_protocol,
+    count_state,
+    document_starts,
+    make_scorer,
+    plan_windows,
+    warn_of_positions,
 )
+from fairseq_fwp.cli.scoring import Text, score
 from fairseq_fwp.modules.onednn import OneDnnLinear
 from fairseq_fwp.tasks.text_blocks import BLANK_LINE
 
@@ -53,30 +53,6 @@ logger = logging.getLogger(__name__)
 
 # What --batch-size amounts to by default. A CPU works from its caches: beyond these, batches gain nothing.
 TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
-
-
-@dataclass
-class Protocol:
-    """size: tokens that a window reads; given: those that it does not score; carry: the state goes on to the next.
-
-    dynamic: how the weights learn from what was scored; reset_after: what ends a document, after which all starts anew.
-    """
-
-    size: int
-    given: int
-    carry: bool
-    dynamic: DynamicRule | None = None
-    reset_after: str | None = None
-
-    def __str__(self) -> str:
-        text = f"windows of {self.size} tokens, each after at least {self.given} given ones where the text has them"
-        if not self.given:
-            text = f"blocks of {self.size} tokens, each by itself"
-        if self.carry:
-            text = f"state carried over segments of {self.size} tokens"
-        if self.dynamic is not None:
-            text += f", {self.dynamic}"
-        return text + (f", anew after {self.reset_after}" if self.reset_after else "")
 
 
 @dataclass
@@ -149,49 +125,6 @@ def load_text(task: Any, data: str, subset: str, first: int) -> Text:
     return Text(torch.cat([tokens.new_tensor([first]), tokens[:-1]]), tokens)
 
 
-def choose_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
-    """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
-    limit = model.max_positions()
-    size = args.tokens_per_sample or min(getattr(task, "tokens_per_sample", None) or limit, limit)
-    if size > limit:
-        raise ValueError(
-            f"--tokens-per-sample {size} is longer than the {limit} tokens that the model was trained on: pass at most "
-            f"{limit}, or allow more with --model-overrides \"{{'max_target_positions': {size}}}\""
-        )
-    dynamic = None
-    if args.dynamic:
-        dynamic = DynamicRule(args.dynamic_lr, args.dynamic_decay, args.dynamic_epsilon, args.dynamic == "rms")
-    if args.carry_state:
-        check_carries(model, task, args.reset_after)
-        return Protocol(size, 0, True, dynamic, args.reset_after)
-    given = size - args.stride if args.context_window is None else args.context_window
-    if not 0 <= given < size:
-        raise ValueError(
-            f"of {size} tokens (--tokens-per-sample) a window scores 1 to {size}: --stride must be in that range, "
-            f"--context-window from 0 to {size - 1}"
-        )
-    return Protocol(size, given, False, dynamic, args.reset_after)
-
-
-def check_carries(model: Any, task: Any, reset_after: str | None = None) -> None:
-    """Raises ValueError for a model without a state of constant size, and where it forgets it at other documents."""
-    if not getattr(model.decoder, "carries_state", False):
-        raise ValueError(
-            f"this {type(model).__name__} has no state of constant size to carry: evaluate it without --carry-state"
-        )
-    separator = getattr(task, "reset_state_after", None)
-    if separator and separator != reset_after:
-        raise ValueError(
-            f"trained with --reset-state-after {separator}, this model is to be evaluated so too: pass --reset-after "
-            f"{separator}, or leave out --carry-state"
-        )
-
-
-def count_state(model: Any, protocol: Protocol) -> int | None:
-    """Numbers that a sequence needs kept; None for a model that does not count them."""
-    return model.decoder.state_size(protocol.size, protocol.carry) if hasattr(model.decoder, "state_size") else None
-
-
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
     """The number given; else that of the tokens, where every word of the dictionary is one character; else None."""
     if given is not None:
@@ -247,36 +180,6 @@ def evaluate(args: Namespace) -> None:
     print("\n".join(result.lines()))
 
 
-def document_starts(tokens: Tensor, dictionary: Any, separator: str | None) -> list[int]:
-    """The first token of each document of a text (N,) whose documents end with the separator, or with an empty line.
-
-    Without a separator the text is one document. Raises ValueError for one that is no symbol of the dictionary.
-    """
-    if separator is None:
-        return [0]
-    if separator != BLANK_LINE and separator not in dictionary:
-        raise ValueError(f"--reset-after: {separator!r} is not in the dictionary: give a symbol of it, or {BLANK_LINE}")
-    ends = tokens.eq(dictionary.eos() if separator == BLANK_LINE else dictionary.index(separator))
-    if separator == BLANK_LINE:
-        ends &= torch.cat([ends.new_ones(1), ends[:-1]])
-    return [0, *(place + 1 for place in ends[:-1].nonzero().flatten().tolist())]
-
-
-def plan_windows(starts: list[int], length: int, protocol: Protocol, batch_size: int) -> list[list[Window]]:
-    """The batches of windows of a protocol; of one window each where one depends on those before it."""
-    one_by_one = protocol.carry or protocol.dynamic is not None
-    found = document_windows(starts, length, protocol.size, protocol.given)
-    return list(batches(found, 1 if one_by_one else batch_size))
-
-
-def make_scorer(model: Any, text: Text, protocol: Protocol, starts: list[int], rms: list[Tensor] | None) -> Any:
-    """What scores the windows of a plan."""
-    scorer: Any = (StreamScorer if protocol.carry else WindowScorer)(model, text)
-    if protocol.dynamic is not None:
-        scorer = DynamicScorer(scorer, protocol.dynamic, rms)
-    return DocumentScorer(scorer, starts) if protocol.reset_after else scorer
-
-
 def training_statistics(model: Any, text: Text, protocol: Protocol, dictionary: Any, args: Namespace) -> list[Tensor]:
     """What the RMS rule of dynamic evaluation knows of the training text, read as the protocol reads."""
     started, device = time.perf_counter(), next(model.parameters()).device
@@ -286,21 +189,6 @@ def training_statistics(model: Any, text: Text, protocol: Protocol, dictionary: 
     rms = gather_statistics(make_scorer(model, text, dataclasses.replace(protocol, dynamic=None), starts, None), plan)
     logger.info("gathered statistics of %s windows of train in %.1fs", f"{len(plan):,}", time.perf_counter() - started)
     return rms
-
-
-def warn_of_positions(model: Any, protocol: Protocol, length: int) -> None:
-    """Says so where a carried state comes with absolute positions that training has not seen."""
-    if (
-        protocol.carry
-        and getattr(model.decoder, "embed_positions", None) is not None
-        and length > model.max_positions()
-    ):
-        logger.warning(
-            "absolute positions go on to %s, of which the model has seen %s in training: Schlag et al. 2021 carry the "
-            "state of models with --no-token-positional-embeddings",
-            f"{length:,}",
-            f"{model.max_positions():,}",
-        )
 
 
 def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
@@ -317,39 +205,6 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def output_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
-    return path
-
-
-def dictionary_of_settings(text: str) -> dict[str, Any]:
-    try:
-        found = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no dictionary of settings like {{'max_target_positions': 512}}")
-    return found
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
-def non_negative(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
-    return number
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -14,6 +14,7 @@ from fairseq.modules import FairseqDropout, LayerNorm
 from omegaconf import II
 from torch import Tensor, nn
 
+from fairseq_fwp._options import option
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import (
     AdaptiveSoftmax,
@@ -33,10 +34,6 @@ logger = logging.getLogger(__name__)
 # The paper does not say how it initialises; these are the values of its public code.
 WEIGHT_STD = 0.02
 LAYER_NORM_STD = 0.02
-
-
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass

@@ -17,7 +17,7 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fairseq_fwp.models.decoder import option
+from fairseq_fwp._options import option
 from fairseq_fwp.models.fwp_lm import MAP_FLAGS, build_map
 from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory

@@ -15,7 +15,8 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize, option
+from fairseq_fwp._options import option
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
 from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, FastWeightLayer, FastWeightLayerState

@@ -8,7 +8,8 @@ from fairseq.models import register_model
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability, option
+from fairseq_fwp._options import option
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS

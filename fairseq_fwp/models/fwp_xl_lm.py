@@ -14,7 +14,8 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, option
+from fairseq_fwp._options import option
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances

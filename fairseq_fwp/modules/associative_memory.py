@@ -31,7 +31,7 @@ from fairseq_fwp.modules.normalization import (
     sum_normalize,
 )
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.modules.update_rules import find_rule
 
 
 class SoftmaxMemory(nn.Module):
@@ -85,15 +85,13 @@ class FastWeightMemory(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if update_rule not in UPDATE_RULES:
-            raise ValueError(f"unknown update rule {update_rule!r}: choose one of {', '.join(UPDATE_RULES)}")
+        self.rule = find_rule(update_rule)
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation divide "
                 "by sums of features: choose another map, or an architecture without normalisations"
             )
         self.feature_map = feature_map
-        self.rule = UPDATE_RULES[update_rule]
         self.read_weights = READ_WEIGHTS.get(update_rule)
         self.num_values = num_values
         self.sum_normalization = sum_normalization

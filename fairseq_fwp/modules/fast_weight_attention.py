@@ -21,7 +21,7 @@ from fairseq_fwp.modules.normalization import (
 )
 from fairseq_fwp.modules.onednn import Linear
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, Gate, find_rule
 
 
 class FastWeightState(NamedTuple):
@@ -92,8 +92,7 @@ class FastWeightAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
-        if update_rule not in UPDATE_RULES:
-            raise ValueError(f"unknown update rule {update_rule!r}: choose one of {', '.join(UPDATE_RULES)}")
+        self.rule = find_rule(update_rule)
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
@@ -108,7 +107,6 @@ class FastWeightAttention(nn.Module):
                 raise ValueError(
                     f"--normalization-epsilon and --sum-normalization-epsilon must be numbers above 0: got {given}"
                 )
-        self.rule = UPDATE_RULES[update_rule]
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.key_dim = self.head_dim if key_dim is None else key_dim

@@ -70,3 +70,10 @@ UPDATE_RULES = {
     ),
     "fwm": UpdateRule(ops.fwm_rule, (Gate("beta"),), retrieves=True),
 }
+
+
+def find_rule(name: str) -> UpdateRule:
+    """The rule of that name. Raises ValueError for one that is not in UPDATE_RULES."""
+    if name not in UPDATE_RULES:
+        raise ValueError(f"unknown update rule {name!r}: choose one of {', '.join(UPDATE_RULES)}")
+    return UPDATE_RULES[name]

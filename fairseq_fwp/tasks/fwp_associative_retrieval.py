@@ -3,7 +3,7 @@
 import logging
 import math
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
 from fairseq.data.iterators import EpochBatchIterator
@@ -11,31 +11,28 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
+from fairseq_fwp._options import option
 from fairseq_fwp.tasks.associations import Associations, Setting
 
 logger = logging.getLogger(__name__)
-
-
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class FwpAssociativeRetrievalTaskConfig(FairseqDataclass):
     """Defaults: setting 1 of the paper; with --with-replacement its setting 2."""
 
-    num_keys: int = _field(20, "number S of keys, and of values")
-    with_replacement: bool = _field(False, "draw keys and values for each pair: the last value of a key counts")
-    length: Optional[int] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+    num_keys: int = option(20, "number S of keys, and of values")
+    with_replacement: bool = option(False, "draw keys and values for each pair: the last value of a key counts")
+    length: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None, "pairs of a sequence; none: S, with replacement 2 S"
     )
-    valid_length: Optional[int] = _field(  # noqa: UP045
+    valid_length: Optional[int] = option(  # noqa: UP045
         None, "pairs of a sequence in evaluation (the paper's public code has S in both settings); none: --length"
     )
-    updates_per_epoch: int = _field(100, "updates between two evaluations")
-    valid_sequences: int = _field(20, "sequences of an evaluation, each asked for all of its keys")
-    stop_loss: float = _field(0.001, "training ends when an evaluation is no worse; 0: never for that")
-    stop_updates: int = _field(1000, "training ends after this many updates without a better evaluation; 0: never")
+    updates_per_epoch: int = option(100, "updates between two evaluations")
+    valid_sequences: int = option(20, "sequences of an evaluation, each asked for all of its keys")
+    stop_loss: float = option(0.001, "training ends when an evaluation is no worse; 0: never for that")
+    stop_updates: int = option(1000, "training ends after this many updates without a better evaluation; 0: never")
     seed: int = II("common.seed")
     update_freq: Any = II("optimization.update_freq")
 

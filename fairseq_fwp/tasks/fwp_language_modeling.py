@@ -3,7 +3,7 @@
 import logging
 import os
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq import utils
@@ -14,6 +14,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 
+from fairseq_fwp._options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.stream_iterator import StreamIterator
 from fairseq_fwp.tasks.streams import Streams
@@ -22,22 +23,18 @@ from fairseq_fwp.tasks.text_blocks import BLANK_LINE, Text, TextBlocks, document
 logger = logging.getLogger(__name__)
 
 
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class FwpLanguageModelingConfig(FairseqDataclass):
     """What the streams are; --batch-size is their number in each process."""
 
-    data: Optional[str] = _field(None, "folder that fairseq-preprocess --only-source has written")  # noqa: UP045
-    tokens_per_sample: int = _field(1024, "length of a segment, within which gradients flow")
-    carry_state: bool = _field(False, "start each segment with the state in which its stream left the one before")
-    reset_state_after: Optional[str] = _field(  # noqa: UP045  (fairseq's parser reads no other form)
+    data: Optional[str] = option(None, "folder that fairseq-preprocess --only-source has written")  # noqa: UP045
+    tokens_per_sample: int = option(1024, "length of a segment, within which gradients flow")
+    carry_state: bool = option(False, "start each segment with the state in which its stream left the one before")
+    reset_state_after: Optional[str] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None, f"with --carry-state: symbol that ends a document, or {BLANK_LINE}; the next starts without a state"
     )
-    add_bos_token: bool = _field(False, "read <s> before the first token of the text, in place of </s>")
-    max_target_positions: Optional[int] = _field(  # noqa: UP045
+    add_bos_token: bool = option(False, "read <s> before the first token of the text, in place of </s>")
+    max_target_positions: Optional[int] = option(  # noqa: UP045
         None, "longest segment that the model accepts; none: --tokens-per-sample"
     )
     dataset_impl: Optional[ChoiceEnum(get_available_dataset_impl())] = II(  # type: ignore[valid-type]  # noqa: UP045

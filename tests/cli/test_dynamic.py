@@ -8,7 +8,7 @@ from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixtu
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer, gather_statistics
-from fairseq_fwp.cli.eval_lm import Protocol, document_starts, make_scorer, plan_windows
+from fairseq_fwp.cli.protocol import Protocol, document_starts, make_scorer, plan_windows
 from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, score
 
 LENGTH, SIZE = 37, 8

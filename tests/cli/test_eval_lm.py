@@ -25,6 +25,7 @@ from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixtu
 
 from fairseq_fwp import _compat
 from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.cli.protocol import check_carries
 from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer, batches, score, windows
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -107,8 +108,8 @@ def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them(build_mod
     model, task = build_model("fwp_lm"), Namespace(reset_state_after="</s>")
     for other in (None, "blank-line"):
         with pytest.raises(ValueError, match="pass --reset-after </s>"):
-            eval_lm.check_carries(model, task, other)
-    eval_lm.check_carries(model, task, "</s>")
+            check_carries(model, task, other)
+    check_carries(model, task, "</s>")
 
 
 def test_a_stream_has_no_gaps(build_model):  # noqa: F811
@@ -135,7 +136,7 @@ def test_fairseqs_own_models(cutoffs):
     expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
     torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
     with pytest.raises(ValueError, match="this TransformerLanguageModel has no state of constant size to carry"):
-        eval_lm.check_carries(model, task=None)
+        check_carries(model, task=None)
 
 
 def test_every_token_counts_once():

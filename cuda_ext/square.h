@@ -1,0 +1,75 @@
+// A square state of as many rows as a vector has lanes (16 with AVX-512, the small language models of Schlag et al. 2021):
+// it stays in registers over all tokens, so that no token shares a pass with another one, and what that takes to make up
+// for falls away.
+#pragma once
+
+#include "state_block.h"
+
+namespace fwp {
+
+// The sum of the lanes of part(i) in lane i. As sum_lanes_of_each, but one pair after the other, for which there are
+// registers.
+template <typename A, int half = 1, typename F>
+FWP_INLINE Vector<A> sum_lanes_in_turn(F part, int i = 0) {
+  if constexpr (half == kLanes<A>)
+    return part(i);
+  else
+    return sum_runs<half, A>(sum_lanes_in_turn<A, 2 * half>(part, i), sum_lanes_in_turn<A, 2 * half>(part, i + half));
+}
+
+// The sum of part(i) over as many i, in four running sums: one would make every part wait for the one before it.
+template <typename A, typename F>
+FWP_INLINE Vector<A> sum_in_turn(F part) {
+  constexpr int kSums = kLanes<A> < 4 ? kLanes<A> : 4;
+  Vector<A> sum[kSums];
+  FWP_UNROLL for (int i = 0; i < kSums; ++i) sum[i] = part(i);
+  FWP_UNROLL for (int i = kSums; i < kLanes<A>; ++i) sum[i % kSums] += part(i);
+  if constexpr (kSums == 4) return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  return sum[0] + sum[1];
+}
+
+template <typename A>
+struct Square {
+  static constexpr int kRows = kLanes<A>;
+  Vector<A> row[kRows];
+
+  explicit FWP_INLINE Square(const StateBlock<A, 1>& block) {
+    // Through memory: an array that is indexed by a variable lives there.
+    Vector<A> given[kRows];
+    block.read_rows([&](int64_t i, const Group<A, 1>& w) __attribute__((always_inline)) { given[i] = w.x[0]; }, [] {});
+    FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] = given[i];
+  }
+  FWP_INLINE void store_to(StateBlock<A, 1>& block) const {
+    Vector<A> result[kRows];
+    FWP_UNROLL for (int i = 0; i < kRows; ++i) result[i] = row[i];
+    block.change_rows(true, [&](int64_t i, Group<A, 1>& w) __attribute__((always_inline)) { w.x[0] = result[i]; }, [] {});
+  }
+  FWP_INLINE A* store_to(A* p) const {  // returns the end
+    FWP_UNROLL for (int i = 0; i < kRows; ++i) store(p + i * kRows, row[i]);
+    return p + kRows * kRows;
+  }
+  FWP_INLINE void store_to(const Matrix<A>& m) const {
+    if (!m.data) return;
+    A result[kRows * kRows];
+    store_to(result);
+    for (int i = 0; i < kRows; ++i)
+      for (int j = 0; j < kRows; ++j) m.data[i * m.row_stride + j * m.column_stride] = result[i * kRows + j];
+  }
+  // += x^T y
+  FWP_INLINE void add(const A* x, Vector<A> y) {
+    FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] += x[i] * y;
+  }
+  FWP_INLINE void subtract(const A* x, Vector<A> y) {
+    FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] -= x[i] * y;
+  }
+  // x times this.
+  FWP_INLINE Vector<A> read(const A* x) const {
+    return sum_in_turn<A>([&](int i) __attribute__((always_inline)) { return x[i] * row[i]; });
+  }
+  // This times y^T: lane i is row i times y.
+  FWP_INLINE Vector<A> multiply(Vector<A> y) const {
+    return sum_lanes_in_turn<A>([&](int i) __attribute__((always_inline)) { return row[i] * y; });
+  }
+};
+
+}  // namespace fwp
