@@ -47,6 +47,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
+            "fwp-add-layer = fairseq_fwp.cli.add_layer:main",
             "fwp-convert = fairseq_fwp.cli.convert:main",
             "fwp-eval-lm = fairseq_fwp.cli.eval_lm:main",
             "fwp-info = fairseq_fwp.cli.info:main",

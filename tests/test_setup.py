@@ -95,7 +95,13 @@ def test_wheel_ships_every_module(wheel):
 def test_commands_exist(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
     lines = [line for line in wheel.read(name).decode().splitlines() if "=" in line]
-    assert [line.split(" = ")[0] for line in lines] == ["fwp-convert", "fwp-eval-lm", "fwp-info", "fwp-plot"]
+    assert [line.split(" = ")[0] for line in lines] == [
+        "fwp-add-layer",
+        "fwp-convert",
+        "fwp-eval-lm",
+        "fwp-info",
+        "fwp-plot",
+    ]
     for line in lines:
         module = line.split(" = ")[1].split(":")[0]
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()

@@ -1,6 +1,6 @@
-"""add_layer: put a fast weight layer on a trained language model, which it does not change until it learns.
+"""fwp-add-layer: put a fast weight layer on a trained language model, which it does not change until it learns.
 
-    python -m fairseq_fwp.cli.add_layer data-bin/corpus --path checkpoint_best.pt --out start.pt
+    fwp-add-layer data-bin/corpus --path checkpoint_best.pt --out start.pt
     fairseq-train data-bin/corpus --arch fwp_fwl_lm --fwl-map-inputs --finetune-from-model start.pt ...
 
 The layer is the identity, in a basis where its steps down gradients are those of K-FAC (see
@@ -20,8 +20,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
+from fairseq_fwp.cli.argument_types import output_file, positive
 from fairseq_fwp.cli.checkpoint import architecture, load_model, load_state
-from fairseq_fwp.cli.eval_lm import load_text, output_file, positive
+from fairseq_fwp.cli.eval_lm import load_text
 from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel
 from fairseq_fwp.models.language_model import fill_in_defaults
 
@@ -100,8 +101,8 @@ def run(args: Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     summary, text = (__doc__ or "").split("\n", 1)
     made = argparse.ArgumentParser(
-        prog="python -m fairseq_fwp.cli.add_layer",
-        description=summary.removeprefix("add_layer: "),
+        prog="fwp-add-layer",
+        description=summary.removeprefix("fwp-add-layer: "),
         epilog=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         run(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"add_layer: {' '.join(str(error).split())}")
+        sys.exit(f"fwp-add-layer: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
         None, "units of the fast weight layer; none: four times the embedding dimension, as in the paper"
     )
     fwl_map_inputs: bool = option(
-        False, "a linear map before the layer, which the paper has not, to make its inputs white: see cli/add_layer.py"
+        False, "a linear map before the layer, which the paper has not, to make its inputs white: see fwp-add-layer"
     )
     fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
         "both", "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none"

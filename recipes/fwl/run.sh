@@ -48,7 +48,7 @@ reading() {
 add_layer() {
   [ ! -e "$out/$1/start.pt" ] || return 0
   [ -e "$out/$1/base/trained" ] || die "the layer is put on $1/base, which is not trained: name it before, in --models."
-  run python -m fairseq_fwp.cli.add_layer "$out/data/bin" --path "$out/$1/base/checkpoint_best.pt" --out "$out/$1/start.pt"
+  run fwp-add-layer "$out/data/bin" --path "$out/$1/base/checkpoint_best.pt" --out "$out/$1/start.pt"
 }
 
 # ways NAME: how a model is evaluated, a line of "LABEL|VALUES|FLAGS" each, where @ stands for one of the values.

@@ -1,4 +1,4 @@
-"""add_layer: the model stays what it was, its layer stands in the basis of the training text, and what is refused."""
+"""fwp-add-layer: the model stays what it was, its layer stands in the basis of the training text, and what is refused."""
 
 import json
 import random
