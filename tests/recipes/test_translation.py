@@ -309,4 +309,4 @@ def test_models_of_multi30k_differ_in_their_attentions_only():
         if conf.name != "common.yaml":
             assert row.pop("arch").endswith("_mt_wmt14_en_de") and row.pop("include") == "common.yaml"
             rest |= row.keys()
-    assert rest == {"favor-features", "favor-softmax-scale", "dpfp-nu", "attention-bias"}
+    assert rest == {"favor-features", "favor-softmax-scale", "attention-bias"}
