@@ -1,4 +1,4 @@
-"""fwp-add-layer: the model stays what it was, its layer stands in the basis of the training text, and what is refused."""
+"""fwp-add-layer: the model stays what it was, its layer stands in the basis of its text, and what is refused."""
 
 import json
 import random
