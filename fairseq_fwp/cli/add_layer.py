@@ -9,7 +9,6 @@ this command --finetune-from-model starts with the identity too, but in the basi
 """
 
 import argparse
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli.argument_types import output_file, positive
 from fairseq_fwp.cli.checkpoint import architecture, load_model, load_state
-from fairseq_fwp.cli.eval_lm import load_text
+from fairseq_fwp.cli.eval_lm import load_text, write_whole
 from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel
 from fairseq_fwp.models.language_model import fill_in_defaults
 
@@ -89,12 +88,7 @@ def run(args: Namespace) -> None:
     state = load_state(args.path)
     state["cfg"] = OmegaConf.to_container(OmegaConf.merge(state["cfg"], {"model": settings}), enum_to_str=True)
     state |= {"args": None, "model": model.state_dict(), "last_optimizer_state": None}
-    unfinished = args.out.with_name(f"{args.out.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(state, unfinished)
-        os.replace(unfinished, args.out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(args.out, lambda file: torch.save(state, file))
     print(f"wrote {args.out}: {args.path} with a fast weight layer, for --arch fwp_fwl_lm --fwl-map-inputs")
 
 

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,10 @@ def evaluate(args: Namespace) -> None:
     )
     if args.scores:
         words = [dictionary[token] for token in text.tokens.tolist()]
-        write_whole(args.scores, score_table(words, log_probs.tolist()))
+        table = score_table(words, log_probs.tolist())
+        write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
     if args.json:
-        write_whole(args.json, result.as_json() + "\n")
+        write_whole(args.json, lambda file: file.write_text(result.as_json() + "\n", encoding="utf-8"))
     print("\n".join(result.lines()))
 
 
@@ -197,11 +198,11 @@ def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
     return "\n".join(["position\ttoken\tlog_prob", *rows]) + "\n"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file under another name first, so that one of this name is whole."""
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls write for a file of another name first, so that one of this name is whole."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        write(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
