@@ -84,7 +84,7 @@ def _source_folder() -> Path:
 
 def _sources(device_type: str) -> list[Path]:
     folder = _source_folder()
-    patterns = {"cpu": ["*.h"], "cuda": ["binding_arguments.h", "cuda/*.h", "cuda/*.cuh", "cuda/*.cu"]}
+    patterns = {"cpu": ["*.h"], "cuda": ["autograd.h", "binding_arguments.h", "cuda/*.h", "cuda/*.cuh", "cuda/*.cu"]}
     found = [source for pattern in patterns[device_type] for source in folder.glob(pattern)]
     return sorted([*found, *folder.glob(f"binding_{device_type}.cpp")])
 

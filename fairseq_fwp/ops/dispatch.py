@@ -23,27 +23,22 @@ def run(
     *arguments: Tensor | None,
 ) -> Any:
     """Run a rule: the operator, which prefers a compiled kernel, or its reference. ``check`` knows the arguments."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto" and _too_large(arguments[0], arguments[2]):
         backend = "reference"
-    if backend in ("auto", "kernel") and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        # The decoding step. The Python half of autograd and the checks cost several times what the kernel does, so
-        # without gradients the kernel is called directly, and looks at the arguments itself.
-        if backend == "kernel" and isinstance(arguments[0], Tensor):
-            _require_kernel(arguments[0].device.type)
-        try:
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(*arguments)
-        except RuntimeError:
-            check(*arguments)
-            raise
-    check(*arguments)
-    if backend == "reference":
-        return reference(*arguments)
-    if backend == "kernel":
-        _require_kernel(arguments[0].device.type)  # type: ignore[union-attr]
-    elif backend != "auto":
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    return op(*arguments)
+    if backend == "kernel" and isinstance(arguments[0], Tensor):
+        _require_kernel(arguments[0].device.type)
+    if backend == "reference" or torch.compiler.is_compiling():
+        check(*arguments)
+        return (reference if backend == "reference" else op)(*arguments)
+    # The checks cost several times what a kernel does on small inputs, and it looks at its arguments itself. They put
+    # into words what it refuses.
+    try:
+        return op(*arguments)
+    except RuntimeError:
+        check(*arguments)
+        raise
 
 
 def _too_large(q: Tensor | None, v: Tensor | None) -> bool:
