@@ -2,7 +2,6 @@
 
 #include <torch/library.h>
 
-#include "autograd.h"
 #include "binding_decay.h"
 #include "binding_delta.h"
 #include "binding_sum.h"
@@ -17,5 +16,3 @@ TORCH_LIBRARY_IMPL(fwp, CPU, m) {
   m.impl("decay_rule", &fwp::cpu::decay_rule);
   m.impl("decay_rule_backward", &fwp::cpu::decay_rule_backward);
 }
-
-TORCH_LIBRARY_IMPL(fwp, AutogradCPU, m) { fwp::register_autograd(m); }

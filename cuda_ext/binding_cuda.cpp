@@ -7,7 +7,6 @@
 
 #include <vector>
 
-#include "autograd.h"
 #include "binding_arguments.h"
 #include "cuda/launchers.h"
 
@@ -229,5 +228,3 @@ TORCH_LIBRARY_IMPL(fwp, CUDA, m) {
   m.impl("decay_rule", &fwp::decay_rule);
   m.impl("decay_rule_backward", &fwp::decay_rule_backward);
 }
-
-TORCH_LIBRARY_IMPL(fwp, AutogradCUDA, m) { fwp::register_autograd(m); }

@@ -51,25 +51,30 @@ def compile_library(device_type: str, library: Path) -> None:
 
 def _compile_cpu(library: Path) -> None:
     compiler = _compiler()
-    program = str(library.with_suffix(".o"))
-    binding = str(_source_folder() / "binding_cpu.cpp")
-    _run([*compiler, *_cpu_flags(), *_openmp(compiler), *_torch_includes(), "-c", binding, "-o", program])
-    _run([*compiler, "-shared", program, *_torch_libraries(), "-o", str(library)])
+    command = [*compiler, *_cpu_flags(), *_openmp(compiler), *_torch_includes()]
+    programs = _compile_each(dict.fromkeys(_torch_sources("cpu"), command), library)
+    _run([*compiler, "-shared", *programs, *_torch_libraries(), "-o", str(library)])
 
 
 def _compile_cuda(library: Path) -> None:
-    """nvcc compiles the binding as well, and links: it knows where the toolkit's headers and libraries are."""
+    """nvcc compiles what knows PyTorch as well, and links: it knows where the toolkit's headers and libraries are."""
     targets = architectures()
-    nvcc, folder = find_nvcc(targets), _source_folder()
-    binding, *kernels = folder / "binding_cuda.cpp", *sorted((folder / "cuda").glob("*.cu"))
-    programs = [str(library.with_name(f"{source.stem}.o")) for source in (binding, *kernels)]
-    for_gpus = [flag for target in targets for flag in target.flags]
-    commands = [[nvcc, *_binding_flags(), *_torch_includes(), "-c", str(binding), "-o", programs[0]]]
-    for source, program in zip(kernels, programs[1:], strict=True):
-        commands.append([nvcc, *_kernel_flags(), *for_gpus, "-c", str(source), "-o", program])
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(_run, commands))
+    nvcc = find_nvcc(targets)
+    for_torch = [nvcc, *_binding_flags(), *_torch_includes()]
+    for_gpus = [nvcc, *_kernel_flags(), *(flag for target in targets for flag in target.flags)]
+    commands = dict.fromkeys(_torch_sources("cuda"), for_torch)
+    commands |= dict.fromkeys(sorted((_source_folder() / "cuda").glob("*.cu")), for_gpus)
+    programs = _compile_each(commands, library)
     _run([nvcc, "-shared", "--cudart=shared", *programs, *_torch_libraries(), "-lc10_cuda", "-o", str(library)])
+
+
+def _compile_each(commands: dict[Path, list[str]], library: Path) -> list[str]:
+    """Compile sources side by side, each by its command. Returns the object files, which lie beside the library."""
+    programs = [str(library.with_name(f"{source.stem}.o")) for source in commands]
+    with ThreadPoolExecutor() as threads:
+        whole = ([*command, "-c", str(source)] for source, command in commands.items())
+        list(threads.map(lambda command, program: _run([*command, "-o", program]), whole, programs))
+    return programs
 
 
 COMPILE: dict[str, Callable[[Path], None]] = {"cpu": _compile_cpu, "cuda": _compile_cuda}
@@ -84,9 +89,14 @@ def _source_folder() -> Path:
 
 def _sources(device_type: str) -> list[Path]:
     folder = _source_folder()
-    patterns = {"cpu": ["*.h"], "cuda": ["autograd.h", "binding_arguments.h", "cuda/*.h", "cuda/*.cuh", "cuda/*.cu"]}
+    patterns = {"cpu": ["*.h"], "cuda": ["binding_arguments.h", "cuda/*.h", "cuda/*.cuh", "cuda/*.cu"]}
     found = [source for pattern in patterns[device_type] for source in folder.glob(pattern)]
-    return sorted([*found, *folder.glob(f"binding_{device_type}.cpp")])
+    return sorted([*found, *_torch_sources(device_type)])
+
+
+def _torch_sources(device_type: str) -> list[Path]:
+    """What is compiled with PyTorch's headers."""
+    return [_source_folder() / name for name in (f"binding_{device_type}.cpp", "autograd.cpp")]
 
 
 def _cpu_parts() -> list[str]:
@@ -106,12 +116,12 @@ def _compiler() -> list[str]:
 
 def _cpu_flags() -> list[str]:
     native = "-march=native" if platform.machine() in ("x86_64", "i686") else "-mcpu=native"
-    return ["-O3", native, "-std=c++20", "-fPIC", *_torch_macros()]
+    return ["-O3", native, "-std=c++20", "-fPIC", *_torch_macros("CPU")]
 
 
 def _binding_flags() -> list[str]:
     # Its headers of CUDA ask for a file that only some builds of PyTorch have, and only Windows needs.
-    macros = [*_torch_macros(), "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
+    macros = [*_torch_macros("CUDA"), "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
     return ["-O2", *(word for flag in ("-std=c++20", "-fPIC") for word in ("-Xcompiler", flag)), *macros]
 
 
@@ -119,8 +129,9 @@ def _kernel_flags() -> list[str]:
     return ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]
 
 
-def _torch_macros() -> list[str]:
-    return ["-DAT_PER_OPERATOR_HEADERS", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+def _torch_macros(dispatch_key: str) -> list[str]:
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return ["-DAT_PER_OPERATOR_HEADERS", abi, f"-DFWP_AUTOGRAD_KEY=Autograd{dispatch_key}"]
 
 
 def _torch_includes() -> list[str]:

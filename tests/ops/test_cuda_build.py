@@ -23,7 +23,14 @@ KNOWN = "75 80 86 90 100 120"
 
 
 LIMITS = compiler._source_folder() / "cuda" / "launchers.h"
-SOURCES = ("binding_cuda.cpp", "binding_arguments.h", "cuda/kernels.cu", "cuda/delta.cuh", "cuda/launchers.h")
+SOURCES = (
+    "autograd.cpp",
+    "binding_cuda.cpp",
+    "binding_arguments.h",
+    "cuda/kernels.cu",
+    "cuda/delta.cuh",
+    "cuda/launchers.h",
+)
 
 
 class Machine:
@@ -94,11 +101,13 @@ def refusal(machine):
 def test_built_once_for_the_gpu_that_is_there(machine):
     first = machine.build()
     assert first.built and machine.loaded == [first.path]
-    binding, kernels, link = sorted(machine.calls, key=lambda call: ("-shared" in call, ".cu" in call))
+    in_order = sorted(machine.calls, key=lambda call: ("-shared" in call, ".cu" in call, "binding" in call))
+    autograd, binding, kernels, link = in_order
+    assert "autograd.cpp" in autograd and "-DFWP_AUTOGRAD_KEY=AutogradCUDA" in autograd
     assert "binding_cuda.cpp" in binding and "-gencode" not in binding
     assert kernels.count("-gencode") == 1 and "-gencode=arch=compute_90a,code=sm_90a" in kernels
     assert "-lc10_cuda" in link and link.endswith("kernels.so")
-    assert machine.build() == first and len(machine.calls) == 3
+    assert machine.build() == first and len(machine.calls) == 4
     assert not list(Path(first.path).parent.glob("build-*"))
 
 
@@ -110,7 +119,7 @@ def test_nothing_is_built_by_asking(machine):
 def test_a_cache_serves_machines_without_a_toolkit(machine, monkeypatch):
     first = machine.build()
     monkeypatch.setenv("CUDA_HOME", str(machine.folder / "nowhere"))
-    assert machine.build() == first and len(machine.calls) == 3
+    assert machine.build() == first and len(machine.calls) == 4
 
 
 @pytest.mark.parametrize(
@@ -336,7 +345,8 @@ REGISTERED = """
 import sys, torch
 from fairseq_fwp import ops
 torch.ops.load_library(LIBRARY)  # it raises where a function does not have the operator's schema
-print(*(name for name in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key("fwp::" + name, "CUDA")))
+for key in ("CUDA", "AutogradCUDA"):
+    print(*(name for name in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key("fwp::" + name, key)))
 """
 
 
@@ -360,4 +370,5 @@ def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
     operators = [RULES[rule].operator + suffix for rule in WITH_KERNEL for suffix in ("", "_backward")]
     script = REGISTERED.replace("LIBRARY", repr(status.path)).replace("OPERATORS", repr(operators))
     found = run_isolated(script, LD_LIBRARY_PATH=":".join([str(stubs), *toolkit]))
-    assert found.stdout.split() == operators
+    with_kernel, with_autograd = (line.split() for line in found.stdout.splitlines())
+    assert with_kernel == operators and with_autograd == operators[::2]

@@ -66,9 +66,9 @@ def library_folder(tmp_path):
 
 
 def calls(tmp_path):
-    """Builds begun: two calls of the compiler each, to compile and to link."""
+    """Builds begun: three calls of the compiler each, to compile the binding and autograd and to link."""
     path = tmp_path / "calls.txt"
-    return len([line for line in path.read_text().splitlines() if " -c " in line]) if path.exists() else 0
+    return len([line for line in path.read_text().splitlines() if "binding_cpu.cpp" in line]) if path.exists() else 0
 
 
 def test_built_once_then_loaded_without_compiler_or_ninja(tmp_path, compiler):
@@ -283,13 +283,13 @@ for op, reference, given in (
 def test_key_follows_what_the_machine_code_depends_on(tmp_path, monkeypatch):
     from fairseq_fwp.ops import compiler
 
-    for name in ("a.h", "binding_cpu.cpp"):
+    for name in ("a.h", "autograd.cpp", "binding_cpu.cpp"):
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(compiler, "_source_folder", lambda: tmp_path)
     keys = [compiler.build_key("cpu")]
     (tmp_path / "binding_cuda.cpp").write_text("another device's")
     assert compiler.build_key("cpu") == keys[0]
-    for name in ("a.h", "binding_cpu.cpp"):
+    for name in ("a.h", "autograd.cpp", "binding_cpu.cpp"):
         (tmp_path / name).write_text("2")
         keys.append(compiler.build_key("cpu"))
     monkeypatch.setattr(compiler, "_cpu_features", lambda: "sse2")

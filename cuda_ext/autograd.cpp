@@ -1,6 +1,6 @@
-// Autograd of the operators, for the devices whose kernels are built. fairseq_fwp/ops registers the same in Python for
-// all devices; on small inputs that takes as long as the kernels do.
-#pragma once
+// Autograd of the operators, for the device whose kernels are built: FWP_AUTOGRAD_KEY is its dispatch key. fairseq_fwp/ops
+// registers the same in Python for all devices; on small inputs that takes as long as the kernels do. Compiled by itself,
+// because its headers take a quarter of a minute.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "binding_arguments.h"
-
 namespace fwp {
+namespace {
 
+using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
@@ -43,7 +43,7 @@ struct Rule {
   }
 };
 
-inline variable_list call(const c10::OperatorHandle& op, Stack stack) {
+variable_list call(const c10::OperatorHandle& op, Stack stack) {
   op.callBoxed(&stack);
   variable_list results;
   for (auto& result : stack) results.push_back(std::move(result).toTensor());
@@ -126,15 +126,15 @@ void make_differentiable(torch::Library& m) {
   m.impl(name, torch::CppFunction::makeFromBoxedFunction<&differentiable<name>>());
 }
 
-inline constexpr char kSumRule[] = "fwp::sum_rule", kDeltaRule[] = "fwp::delta_rule",
-                      kGatedRule[] = "fwp::gated_rule", kDecayRule[] = "fwp::decay_rule";
+constexpr char kSumRule[] = "fwp::sum_rule", kDeltaRule[] = "fwp::delta_rule", kGatedRule[] = "fwp::gated_rule",
+               kDecayRule[] = "fwp::decay_rule";
 
-// For TORCH_LIBRARY_IMPL(fwp, Autograd*, m).
-inline void register_autograd(torch::Library& m) {
-  make_differentiable<kSumRule>(m);
-  make_differentiable<kDeltaRule>(m);
-  make_differentiable<kGatedRule>(m);
-  make_differentiable<kDecayRule>(m);
-}
-
+}  // namespace
 }  // namespace fwp
+
+TORCH_LIBRARY_IMPL(fwp, FWP_AUTOGRAD_KEY, m) {
+  fwp::make_differentiable<fwp::kSumRule>(m);
+  fwp::make_differentiable<fwp::kDeltaRule>(m);
+  fwp::make_differentiable<fwp::kGatedRule>(m);
+  fwp::make_differentiable<fwp::kDecayRule>(m);
+}
