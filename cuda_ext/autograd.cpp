@@ -1,6 +1,6 @@
-// Autograd of the operators, for the device whose kernels are built: FWP_AUTOGRAD_KEY is its dispatch key. fairseq_fwp/ops
-// registers the same in Python for all devices; on small inputs that takes as long as the kernels do. Compiled by itself,
-// because its headers take a quarter of a minute.
+// Autograd of the operators, for the device whose kernels are built: FWP_AUTOGRAD_KEY is its dispatch key.
+// fairseq_fwp/ops registers the same in Python for all devices; on small inputs that takes as long as the kernels do.
+// Compiled by itself, because its headers take a quarter of a minute.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,8 +20,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// A rule's operator and the one that returns the gradients of its inputs, in their order. What the latter reads is told by
-// the names of its arguments: inputs of the rule, the gradients of its first two results, or its third result.
+// A rule's operator and the one that returns the gradients of its inputs, in their order. What the latter reads is told
+// by the names of its arguments: inputs of the rule, the gradients of its first two results, or its third result.
 struct Rule {
   enum Source { kInput, kThirdResult, kGradOut, kGradState };
 
@@ -50,8 +50,8 @@ variable_list call(const c10::OperatorHandle& op, Stack stack) {
   return results;
 }
 
-// The last input of a rule is its state, which may be missing, as may the gradient of either result. The third result has
-// no derivative, so it is handed past autograd.
+// The last input of a rule is its state, which may be missing, as may the gradient of either result. The third result
+// has no derivative, so it is handed past autograd.
 template <const char* name>
 struct Differentiable : torch::autograd::Function<Differentiable<name>> {
   static const Rule& rule() {

@@ -15,7 +15,7 @@ import pytest
 from isolated import PACKAGE, PREAMBLE
 
 TESTS = Path(__file__).parents[1]
-LAWS = [f"ops/test_{name}.py" for name in ("rules", "delta_short", "square", "decay_short")]
+LAWS = [f"ops/test_{name}.py" for name in ("rules", "autograd", "delta_short", "square", "decay_short")]
 LAWS.append("faults/test_fuzz_operators.py")
 # Not of kernels, and slow under a sanitizer.
 OTHERS = (
