@@ -7,7 +7,7 @@
 #
 # --data FOLDER   raw text: {train,val,test_2016_flickr}.{en,de}, or the same .gz (https://github.com/multi30k/dataset)
 # --out FOLDER    where everything goes (runs/multi30k)
-# --models ...    which of conf/*.yaml (softmax sum favor dpfp delta_dpfp)
+# --models ...    which of conf/*.yaml (softmax sum favor dpfp delta delta_dpfp)
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -19,7 +19,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 data=''
 out=$root/runs/multi30k
 merges=4000
-models="softmax sum favor dpfp delta_dpfp"
+models="softmax sum favor dpfp delta delta_dpfp"
 beam=(--beam 5)
 generate=()
 kind=''
@@ -42,7 +42,7 @@ esac
 read_flags --models "$@"
 for name in $models; do
   [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are softmax, sum, favor," \
-    "dpfp and delta_dpfp."
+    "dpfp, delta and delta_dpfp."
 done
 case $stage in
   prepare | train | all)
