@@ -223,6 +223,23 @@ def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
         assert of_decay.abs().min() > 0
 
 
+def test_segments_of_one_token_are_gradient_descent():
+    """With gradients at carried weights and no decay, theta is what plain steps of theta itself make of it."""
+    layer, softmax = build(gradients_at="carried", step_size=0.05, decay=1.0)
+    plain = FastWeightLayer(DIM, HIDDEN, "none").double()
+    plain.load_state_dict(layer.state_dict())
+    descent = torch.optim.SGD(plain.parameters(), lr=0.05)
+    x, tokens, state = random_features(1, 7).detach(), random_tokens(1, 7), None
+    for t, token in enumerate(tokens.split(1, 1)):
+        ours, state = layer(x[:, t : t + 1], token, softmax, state)
+        if t:
+            descent.zero_grad()
+            before, _ = plain(x[:, t - 1 : t], token, softmax)
+            (-softmax.target_log_prob(before, token)).sum().backward()
+            descent.step()
+        torch.testing.assert_close(ours, plain(x[:, t : t + 1], token, softmax)[0])
+
+
 @pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
 def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
     layer, softmax = build(fast, gradients_at=gradients_at)
