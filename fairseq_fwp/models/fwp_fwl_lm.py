@@ -48,9 +48,10 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
         None, "one fixed decay of what earlier segments taught; none: one for each fast weight, learned from 0.9 on"
     )
     fwl_gradients_at: ChoiceEnum(list(GRADIENTS_AT)) = option(  # type: ignore[valid-type]
-        "trained", "weights that losses are differentiated at: the trained ones, as in the paper, or those that a segment "
-        "begins with, where state is carried, as in dynamic evaluation",
-    )  # fmt: skip
+        "trained",
+        "weights that losses are differentiated at: the trained ones, as in the paper, or those that a segment begins "
+        "with, where state is carried, as in dynamic evaluation",
+    )
     fwl_divide_gradients_by: float = option(
         1.0, "1: gradients of single tokens, as in the paper; tokens of a training batch: as in its public code"
     )

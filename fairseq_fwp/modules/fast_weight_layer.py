@@ -15,7 +15,7 @@ weight's inputs and whose values are the gradients of its outputs (Eq. 2).
 
 The paper's L_t, of the trained weights, asks for the same step again wherever it has been taken already. With gradients
 at "carried" weights, L_t is the loss with theta - alpha Delta, the weights that a segment begins with, as in dynamic
-evaluation: what is learned asks for no more, and Delta can count longer. All else is the same, its cost too.
+evaluation: what is learned asks for no more, and Delta can count longer. It costs one more product with Delta.
 
 Shapes: B batch, L tokens, M positions that teach, D embed_dim, F hidden_dim.
 """
@@ -84,6 +84,22 @@ class Softmax(Protocol):
         """The gradients (B, M, D) of minus the tokens' log-probabilities by the features, without a graph."""
 
 
+class Lessons(NamedTuple):
+    """M positions that teach: the inputs x (B, M, D) of U, hidden = x U + a (B, M, F) with the trained U and a.
+
+    targets, known: the tokens (B, M) that they are to predict, and whether there are both, (B, M) bool.
+    """
+
+    x: Tensor
+    hidden: Tensor
+    targets: Tensor
+    known: Tensor
+
+    def at(self, positions: slice) -> "Lessons":
+        """Some of them."""
+        return Lessons(*(values[:, positions] for values in self))
+
+
 class Gradients(NamedTuple):
     """What M positions teach a fast part: of a linear layer the inputs (B, M, in) and its outputs' errors (B, M, out).
 
@@ -93,10 +109,6 @@ class Gradients(NamedTuple):
 
     inputs: Tensor | None
     errors: Tensor
-
-    def at(self, positions: slice) -> "Gradients":
-        """Those of some positions."""
-        return Gradients(None if self.inputs is None else self.inputs[:, positions], self.errors[:, positions])
 
     def then(self, more: "Gradients") -> "Gradients":
         """These and more, in this order."""
@@ -265,21 +277,18 @@ class FastWeightLayer(nn.Module):
         slots = x if state is None else torch.cat([state.pending.unsqueeze(1).to(x.dtype), x], 1)
         inputs = slots if self.inputs is None else self.inputs(slots)
         hidden = self.first(inputs)
-        lessons = (inputs[:, :-1], hidden[:, :-1], *self._targets(tokens, padding, state))
-
-        def learn(sums: dict[str, Tensor], positions: slice) -> dict[str, Gradients]:
-            return self._learn(*(values[:, positions] for values in lessons), softmax, sums)
-
+        lessons = Lessons(inputs[:, :-1], hidden[:, :-1], *self._targets(tokens, padding, state))
         sums: dict[str, Tensor] = {} if state is None else state.sums
         if state is None:
-            gradients = learn(sums, slice(None))
+            gradients = self._learn(lessons, softmax, sums)
         elif same_segment:
-            gradients = {name: state.gradients[name].then(new) for name, new in learn(sums, slice(None)).items()}
+            found = self._learn(lessons, softmax, sums)
+            gradients = {name: state.gradients[name].then(new) for name, new in found.items()}
         else:
             # The last loss of the segment before was not known before its token.
-            last = learn(sums, slice(1))
+            last = self._learn(lessons.at(slice(1)), softmax, sums)
             sums = self._decay(sums, {name: state.gradients[name].then(new.detach()) for name, new in last.items()})
-            gradients = learn(sums, slice(1, None))
+            gradients = self._learn(lessons.at(slice(1, None)), softmax, sums)
         new = slots.shape[1] - x.shape[1]
         y = self._read(inputs[:, new:], hidden[:, new:], gradients, sums)
         return y, self._remember(x, gradients, sums, state, padding)
@@ -325,12 +334,11 @@ class FastWeightLayer(nn.Module):
         there = following < tokens.shape[1]
         return tokens.gather(1, following.where(there, 0)), before & there
 
-    def _learn(
-        self, x: Tensor, hidden: Tensor, targets: Tensor, known: Tensor, softmax: Softmax, sums: dict[str, Tensor]
-    ) -> dict[str, Gradients]:
-        """What M positions teach the fast parts; zero where no target is known. hidden = x U + a, U and a trained."""
+    def _learn(self, lessons: Lessons, softmax: Softmax, sums: dict[str, Tensor]) -> dict[str, Gradients]:
+        """What M positions teach the fast parts; zero where no target is known."""
         if not self.fast:
             return {}
+        x, hidden, targets, known = lessons
         second_order = torch.is_grad_enabled()
         if self.gradients_at == "trained":
             sums = {}
@@ -410,7 +418,7 @@ class FastWeightLayer(nn.Module):
         if name not in gradients and name not in sums:
             return 0.0
         with torch.autocast(self.norm.weight.device.type, enabled=False):
-            total: Number = 0.0
+            total = self.norm.weight.new_zeros(())
             if name in gradients:
                 total = cumulative_sum(at_least_float32(gradients[name].errors), length)
             if sums:

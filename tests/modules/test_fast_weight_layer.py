@@ -100,7 +100,7 @@ class Brute:
         self.steps, self.decays = layer.step_sizes(), layer.decays()
 
     def gradient(self, h, token, carried):
-        """dL / d theta at one position, with a graph, of the trained weights or of those that the segment begins with."""
+        """dL / d theta at one position, with a graph: at the trained weights, or at those a segment begins with."""
         slow = dict(self.weights)
         if "softmax.bias" in self.fast:  # a leaf in its place: the softmax's own bias is not what autograd asks for
             slow["softmax.bias"] = slow["softmax.bias"].detach().requires_grad_()
