@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fast weight layers (Clark et al. 2022) beside dynamic evaluation, on two small models of the Python Enhancement Proposals:
-# local attention, read in blocks, and Transformer-XL, read in segments. About 80 minutes on a core; nothing is done twice,
+# local attention, read in blocks, and Transformer-XL, read in segments. About two hours on a core; nothing is done twice,
 # but speeds, "speed *.json", are worth measuring again on a quiet machine once all else is there: remove them, and eval.
 #
 #   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
