@@ -19,7 +19,7 @@ from fairseq_fwp._options import option
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
-from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, FastWeightLayer, FastWeightLayerState
+from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer, FastWeightLayerState
 from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,11 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
     )
     fwl_decay: Optional[float] = option(  # noqa: UP045
         None, "one fixed decay of what earlier segments taught; none: one for each fast weight, learned from 0.9 on"
+    )
+    fwl_gradients_at: ChoiceEnum(list(GRADIENTS_AT)) = option(  # type: ignore[valid-type]
+        "trained",
+        "weights that losses are differentiated at: the trained ones, as in the paper, or those that a segment begins "
+        "with, where state is carried, as in dynamic evaluation",
     )
     fwl_divide_gradients_by: float = option(
         1.0, "1: gradients of single tokens, as in the paper; tokens of a training batch: as in its public code"
@@ -99,6 +104,7 @@ class FwlDecoder(LanguageModelDecoder):
             cfg.fwl_decay,
             cfg.fwl_divide_gradients_by,
             cfg.fwl_map_inputs,
+            str(cfg.fwl_gradients_at),
         )
         self.fast_weight_layer.apply(initialize)
         # The normalisation that the features come from, where one does.

@@ -13,6 +13,10 @@ prints i <= t, with which y_t would know the token that it predicts. No position
 gradients of all L_i in one backward pass, and a sum of gradients of U or W is linear attention whose keys are the
 weight's inputs and whose values are the gradients of its outputs (Eq. 2).
 
+The paper's L_t, of the trained weights, asks for the same step again wherever it has been taken already. With gradients
+at "carried" weights, L_t is the loss with theta - alpha Delta, the weights that a segment begins with, as in dynamic
+evaluation: what is learned asks for no more, and Delta can count longer. It costs one more product with Delta.
+
 Shapes: B batch, L tokens, M positions that teach, D embed_dim, F hidden_dim.
 """
 
@@ -54,6 +58,10 @@ DAMPING = 0.1
 FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}
 
 
+# At which weights a segment's losses are differentiated, see above.
+GRADIENTS_AT = ("trained", "carried")
+
+
 def damped_power(moments: Tensor, exponent: float) -> Tensor:
     """The power (D, D), float64, of a positive semi-definite matrix (D, D) over its median eigenvalue, plus DAMPING."""
     values, vectors = torch.linalg.eigh(moments.double())
@@ -76,6 +84,22 @@ class Softmax(Protocol):
         """The gradients (B, M, D) of minus the tokens' log-probabilities by the features, without a graph."""
 
 
+class Lessons(NamedTuple):
+    """M positions that teach: the inputs x (B, M, D) of U, hidden = x U + a (B, M, F) with the trained U and a.
+
+    targets, known: the tokens (B, M) that they are to predict, and whether there are both, (B, M) bool.
+    """
+
+    x: Tensor
+    hidden: Tensor
+    targets: Tensor
+    known: Tensor
+
+    def at(self, positions: slice) -> "Lessons":
+        """Some of them."""
+        return Lessons(*(values[:, positions] for values in self))
+
+
 class Gradients(NamedTuple):
     """What M positions teach a fast part: of a linear layer the inputs (B, M, in) and its outputs' errors (B, M, out).
 
@@ -85,10 +109,6 @@ class Gradients(NamedTuple):
 
     inputs: Tensor | None
     errors: Tensor
-
-    def at(self, positions: slice) -> "Gradients":
-        """Those of some positions."""
-        return Gradients(None if self.inputs is None else self.inputs[:, positions], self.errors[:, positions])
 
     def then(self, more: "Gradients") -> "Gradients":
         """These and more, in this order."""
@@ -151,6 +171,7 @@ class FastWeightLayer(nn.Module):
 
     embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; fast: a key of FAST_WEIGHTS;
     bias_entries: with "softmax-bias", how many that bias has;
+    gradients_at: one of GRADIENTS_AT, "trained" in the paper;
     step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
     by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
     training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
@@ -167,6 +188,7 @@ class FastWeightLayer(nn.Module):
         decay: float | None = None,
         divisor: float = 1.0,
         map_inputs: bool = False,
+        gradients_at: str = "trained",
     ) -> None:
         super().__init__()
         if hidden_dim < 2 * embed_dim:
@@ -183,6 +205,7 @@ class FastWeightLayer(nn.Module):
         self.fast = FAST_WEIGHTS[fast]
         self.bias_entries = bias_entries
         self.divisor = divisor
+        self.gradients_at = gradients_at
         self.fixed_step_size, self.fixed_decay = step_size, decay
         count = len(self.fast)
         self.log_step_sizes = nn.Parameter(torch.zeros(count)) if count > 0 and step_size is None else None
@@ -254,19 +277,18 @@ class FastWeightLayer(nn.Module):
         slots = x if state is None else torch.cat([state.pending.unsqueeze(1).to(x.dtype), x], 1)
         inputs = slots if self.inputs is None else self.inputs(slots)
         hidden = self.first(inputs)
-        targets, known = self._targets(tokens, padding, state)
-        gradients = self._learn(inputs[:, :-1], hidden[:, :-1], targets, known, softmax)
-        sums: dict[str, Tensor] = {}
-        if state is not None:
-            # The last loss of before was not known before its token.
-            before = {name: found.at(slice(0, 1)).detach() for name, found in gradients.items()}
-            before = {name: state.gradients[name].then(found) for name, found in before.items()}
-            gradients = {name: found.at(slice(1, None)) for name, found in gradients.items()}
-            if same_segment:
-                sums = state.sums
-                gradients = {name: before[name].then(found) for name, found in gradients.items()}
-            else:
-                sums = self._decay(state.sums, before)
+        lessons = Lessons(inputs[:, :-1], hidden[:, :-1], *self._targets(tokens, padding, state))
+        sums: dict[str, Tensor] = {} if state is None else state.sums
+        if state is None:
+            gradients = self._learn(lessons, softmax, sums)
+        elif same_segment:
+            found = self._learn(lessons, softmax, sums)
+            gradients = {name: state.gradients[name].then(new) for name, new in found.items()}
+        else:
+            # The last loss of the segment before was not known before its token.
+            last = self._learn(lessons.at(slice(1)), softmax, sums)
+            sums = self._decay(sums, {name: state.gradients[name].then(new.detach()) for name, new in last.items()})
+            gradients = self._learn(lessons.at(slice(1, None)), softmax, sums)
         new = slots.shape[1] - x.shape[1]
         y = self._read(inputs[:, new:], hidden[:, new:], gradients, sums)
         return y, self._remember(x, gradients, sums, state, padding)
@@ -312,22 +334,19 @@ class FastWeightLayer(nn.Module):
         there = following < tokens.shape[1]
         return tokens.gather(1, following.where(there, 0)), before & there
 
-    def _learn(
-        self, x: Tensor, hidden: Tensor, targets: Tensor, known: Tensor, softmax: Softmax
-    ) -> dict[str, Gradients]:
+    def _learn(self, lessons: Lessons, softmax: Softmax, sums: dict[str, Tensor]) -> dict[str, Gradients]:
         """What M positions teach the fast parts; zero where no target is known."""
         if not self.fast:
             return {}
+        x, hidden, targets, known = lessons
         second_order = torch.is_grad_enabled()
+        if self.gradients_at == "trained":
+            sums = {}
         with torch.enable_grad():
+            hidden = hidden + self._change_layer("first", x, {}, sums)
             if not (second_order and hidden.requires_grad):
                 hidden = hidden.detach().requires_grad_()
-            squares = hidden.relu().square()
-            outputs = self.second(squares)
-            normal = F.layer_norm(outputs, outputs.shape[-1:], eps=self.norm.eps)
-            y = normal * self.norm.weight + self.norm.bias
-            if self.bias_entries:
-                y = torch.cat([y, y.new_zeros(*y.shape[:-1], self.bias_entries)], -1)
+            squares, outputs, normal, y = self._apply_above(hidden, {}, sums)
             if second_order:
                 loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor
                 (of_y,) = torch.autograd.grad(loss, y, create_graph=True)
@@ -355,44 +374,56 @@ class FastWeightLayer(nn.Module):
     def _read(self, x: Tensor, hidden: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]) -> Tensor:
         """f with the fast weights of each position; hidden = x U + a."""
         hidden = hidden + self._change_layer("first", x, gradients, sums)
+        return self._apply_above(hidden, gradients, sums)[-1]
+
+    def _apply_above(
+        self, hidden: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the hidden units (B, L, F): their squares, the outputs of W, these normalised, and y."""
         squares = hidden.relu().square()
         outputs = self.second(squares) + self._change_layer("second", squares, gradients, sums)
         normal = F.layer_norm(outputs, outputs.shape[-1:], eps=self.norm.eps)
-        gain = self.norm.weight + self._change_vector("norm.weight", x, gradients, sums)
-        y = normal * gain + self.norm.bias + self._change_vector("norm.bias", x, gradients, sums)
-        if not self.bias_entries:
-            return y
-        shifts = y.new_zeros(*y.shape[:-1], self.bias_entries)
-        return torch.cat([y, shifts + self._change_vector("softmax.bias", x, gradients, sums)], -1)
+        length = hidden.shape[1]
+        gain = self.norm.weight + self._change_vector("norm.weight", length, gradients, sums)
+        y = normal * gain + self.norm.bias + self._change_vector("norm.bias", length, gradients, sums)
+        if self.bias_entries:
+            shifts = y.new_zeros(*y.shape[:-1], self.bias_entries)
+            y = torch.cat([y, shifts + self._change_vector("softmax.bias", length, gradients, sums)], -1)
+        return squares, outputs, normal, y
 
     def _change_layer(
         self, layer: str, inputs: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
     ) -> Number:
         """What the steps of a layer's weight and bias add to its outputs for inputs (B, L, in): (B, L, out)."""
-        if layer not in gradients:
-            return 0.0
         weight, bias = f"{layer}.weight", f"{layer}.bias"
-        keys, errors = gradients[layer]
-        assert keys is not None
+        if layer not in gradients and weight not in sums:
+            return 0.0
         with torch.autocast(inputs.device.type, enabled=False):
             queries, of_weight, of_bias = at_least_float32(inputs), -self.step_sizes()[weight], -self.step_sizes()[bias]
-            total = causal_sum(
-                queries, at_least_float32(keys), at_least_float32(errors), scale=of_weight, offset=of_bias
-            )
+            total = queries.new_zeros(())
+            if layer in gradients:
+                keys, errors = gradients[layer]
+                assert keys is not None
+                total = causal_sum(
+                    queries, at_least_float32(keys), at_least_float32(errors), scale=of_weight, offset=of_bias
+                )
             if sums:
                 total = total + queries @ (of_weight * sums[weight]) + of_bias * sums[bias].unsqueeze(1)
             return total.to(inputs.dtype)
 
     def _change_vector(
-        self, name: str, inputs: Tensor, gradients: dict[str, Gradients], sums: dict[str, Tensor]
+        self, name: str, length: int, gradients: dict[str, Gradients], sums: dict[str, Tensor]
     ) -> Number:
-        """What the steps of a vector add to it at the positions of inputs (B, L, in): (B, L, out)."""
-        if name not in gradients:
+        """What the steps of a vector add to it at `length` positions: (B, length, out), or (B, 1, out) for them all."""
+        if name not in gradients and name not in sums:
             return 0.0
-        with torch.autocast(inputs.device.type, enabled=False):
-            total = cumulative_sum(at_least_float32(gradients[name].errors), inputs.shape[1])
-            total = total + sums[name].unsqueeze(1) if sums else total
-            return (-self.step_sizes()[name] * total).to(inputs.dtype)
+        with torch.autocast(self.norm.weight.device.type, enabled=False):
+            total = self.norm.weight.new_zeros(())
+            if name in gradients:
+                total = cumulative_sum(at_least_float32(gradients[name].errors), length)
+            if sums:
+                total = total + sums[name].unsqueeze(1)
+            return (-self.step_sizes()[name] * total).to(self.norm.weight.dtype)
 
     def _remember(
         self,

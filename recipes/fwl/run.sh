@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fast weight layers (Clark et al. 2022) beside dynamic evaluation, on two small models of the Python Enhancement Proposals:
-# local attention, read in blocks, and Transformer-XL, read in segments. About 80 minutes on a core; nothing is done twice,
+# local attention, read in blocks, and Transformer-XL, read in segments. About two hours on a core; nothing is done twice,
 # but speeds, "speed *.json", are worth measuring again on a quiet machine once all else is there: remove them, and eval.
 #
 #   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
@@ -22,7 +22,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 data=$root/data/peps
 out=$root/runs/fwl
 merges=8000
-known="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/bias"
+known="local/base local/slow local/fwl local/bias xl/base xl/slow xl/fwl xl/carried xl/bias"
 models=$known
 protocols=(valid test)
 task=()
@@ -30,8 +30,9 @@ task=()
 # reported. "Test-time only" takes steps of U and a alone, see RESULTS.md; all are down the gradients of single tokens.
 declare -A sgd=([local]="0.05 0.1" [xl]="0.02 0.05") rms=([local]="6e-4 1e-3" [xl]="2e-4 3e-4")
 declare -A epsilon=([local]=1e-3 [xl]=3e-4) steps=([local]="0.001 0.002" [xl]="0.0006 0.001")
-declare -A bias_steps=([local]="0.03" [xl]="0.01")
+declare -A bias_steps=([local]="0.03" [xl]="0.01") carried_steps=([xl]="0.001 0.0015")
 test_time="{'fwl_fast_weights':'first','fwl_divide_gradients_by':1.0,'fwl_decay':0.8,'fwl_step_size':@}"
+test_carried="{'fwl_fast_weights':'first','fwl_gradients_at':'carried','fwl_divide_gradients_by':1.0,'fwl_decay':0.97,'fwl_step_size':@}"
 test_bias="{'fwl_fast_weights':'softmax-bias','fwl_divide_gradients_by':1.0,'fwl_decay':0.9,'fwl_step_size':@}"
 statistics=400 # windows of the training text for RMS
 speed_lines=400 # of the test text, to measure speeds on
@@ -53,14 +54,16 @@ add_layer() {
 
 # ways NAME: how a model is evaluated, a line of "LABEL|VALUES|FLAGS" each, where @ stands for one of the values.
 ways() {
-  local base=${1%/*}
+  local base=${1%/*} rms_flags="--dynamic rms --dynamic-epsilon ${epsilon[${1%/*}]} --dynamic-statistics $statistics"
   echo "plain||"
   case $1 in
     */base)
       echo "sgd|${sgd[$base]}|--dynamic sgd --dynamic-lr @"
-      echo "rms|${rms[$base]}|--dynamic rms --dynamic-epsilon ${epsilon[$base]} --dynamic-statistics $statistics --dynamic-lr @" ;;
+      echo "rms|${rms[$base]}|$rms_flags --dynamic-lr @" ;;
     */slow)
+      echo "rms|${rms[$base]}|$rms_flags --dynamic-lr @"
       echo "test-time|${steps[$base]}|--model-overrides $test_time"
+      [ -z "${carried_steps[$base]:-}" ] || echo "carried|${carried_steps[$base]}|--model-overrides $test_carried"
       echo "test-bias|${bias_steps[$base]}|--model-overrides $test_bias" ;;
   esac
 }
@@ -109,10 +112,10 @@ measure_way() { # measure_way NAME LABEL VALUES FLAGS
   run fwp-eval-lm "$out/speed" --path "$out/$1/checkpoint_best.pt" --no-progress-bar --json "$result" "${flags[@]}"
 }
 
-analyse() { # analyse BASE FLAGS...: where the layer helps
-  [ -e "$out/$1/base/test plain.tsv" ] && [ -e "$out/$1/fwl/test plain.tsv" ] || return 0
-  run python "$here/analysis.py" "$out/$1/base/test plain.tsv" "$out/$1/fwl/test plain.tsv" "$out/data/bin/dict.txt" \
-    "$out/$1.png" "${@:2}"
+analyse() { # analyse NAME PICTURE FLAGS...: where the layer helps
+  local before="$out/${1%/*}/base/test plain.tsv" after="$out/$1/test plain.tsv"
+  [ -e "$before" ] && [ -e "$after" ] || return 0
+  run python "$here/analysis.py" "$before" "$after" "$out/data/bin/dict.txt" "$out/$2.png" "${@:3}"
 }
 
 read_arguments "$@"
@@ -143,6 +146,7 @@ case $stage in
     prepare_speed
     for name in $models; do for_ways "$name" measure_way; done
     run python "$here/rows.py" table "$out" | tee "$out/table.md"
-    analyse local --block 512
-    analyse xl ;;
+    analyse local/fwl local --block 512
+    analyse xl/fwl xl
+    analyse xl/carried xl_carried ;;
 esac

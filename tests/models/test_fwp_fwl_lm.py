@@ -30,6 +30,7 @@ KINDS = {
     "test-time only": {**XL, "fwl_step_size": 0.05, "fwl_decay": 1.0},
     "none": {**LOCAL, "fwl_fast_weights": "none"},
     "mapped": {**XL, "fwl_map_inputs": True},
+    "carried": {**XL, "fwl_gradients_at": "carried"},
 }
 
 
@@ -89,6 +90,15 @@ def test_reading_teaches(build, kind):
         assert torch.equal(scores, slow)
     else:
         assert (scores[:, 1:] - slow[:, 1:]).abs().amax((0, 2)).min() > 1e-6
+
+
+def test_gradients_at_carried_weights_are_others_after_a_segment(build):
+    """Not in the first segment, nor where the second begins, which has learnt from the first alone."""
+    (model, other), tokens = (build(kind) for kind in ("carried", "Transformer-XL")), random_tokens(2, 8)
+    other.load_state_dict(model.state_dict())
+    ours, theirs = (by_segments(either, tokens, 4)[0] for either in (model, other))
+    torch.testing.assert_close(ours[:, :5], theirs[:, :5])
+    assert (ours[:, 5:] - theirs[:, 5:]).abs().amax((0, 2)).min() > 1e-6
 
 
 def test_the_past_does_not_depend_on_the_future(build, kind):

@@ -15,6 +15,7 @@ from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedA
 from fairseq_fwp.modules.fast_weight_layer import (
     DAMPING,
     FAST_WEIGHTS,
+    GRADIENTS_AT,
     PACE,
     SPREAD,
     STEP_SIZE,
@@ -98,11 +99,13 @@ class Brute:
         self.fast = layer.fast
         self.steps, self.decays = layer.step_sizes(), layer.decays()
 
-    def gradient(self, h, token):
-        """dL / d theta at one position, with a graph."""
-        slow = self.weights
+    def gradient(self, h, token, carried):
+        """dL / d theta at one position, with a graph: at the trained weights, or at those a segment begins with."""
+        slow = dict(self.weights)
         if "softmax.bias" in self.fast:  # a leaf in its place: the softmax's own bias is not what autograd asks for
-            slow = {**slow, "softmax.bias": slow["softmax.bias"].detach().requires_grad_()}
+            slow["softmax.bias"] = slow["softmax.bias"].detach().requires_grad_()
+        if self.layer.gradients_at == "carried":
+            slow = {name: value - carried.get(name, 0) for name, value in slow.items()}
         loss = loss_of(self.softmax, slow, apply(slow, h), token)
         found = torch.autograd.grad(loss, [slow[name] for name in self.fast], create_graph=True)
         return dict(zip(self.fast, found, strict=True))
@@ -110,15 +113,15 @@ class Brute:
     def segment(self, features, tokens, following, delta):
         """y (L, D + shifts), and the gradients of all positions with `following`, what the last one is to predict."""
         total = {name: torch.zeros_like(self.weights[name]) for name in self.fast}
-        ys = []
+        carried, ys = {name: self.steps[name] * delta.get(name, 0) for name in self.fast}, []
         for t, h in enumerate(features):
-            changed = {name: self.steps[name] * (delta.get(name, 0) + total[name]) for name in self.fast}
+            changed = {name: carried[name] + self.steps[name] * total[name] for name in self.fast}
             fast = {name: value - changed.get(name, 0) for name, value in self.weights.items()}
             y = apply(fast, h)
             ys.append(torch.cat([y, -changed["softmax.bias"]]) if self.layer.bias_entries else y)
             token = tokens[t + 1] if t + 1 < len(tokens) else following
             if token is not None and self.fast:
-                for name, value in self.gradient(h, token).items():
+                for name, value in self.gradient(h, token, carried).items():
                     total[name] = total[name] + value
         return torch.stack(ys), total
 
@@ -198,10 +201,11 @@ def test_the_sum_is_strict(fast):
 
 
 @pytest.mark.parametrize("lengths", [(4, 3, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
 @pytest.mark.parametrize(("fast", "kind"), PAIRS)
-def test_segments_carry_what_was_learnt(fast, kind, lengths):
+def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
     """Delta, gamma and the loss of a segment's last position, with all derivatives of the last segment."""
-    layer, softmax = build(fast, kind)
+    layer, softmax = build(fast, kind, gradients_at=gradients_at)
     features = [random_features(2, length) for length in lengths]
     tokens = [random_tokens(2, length) for length in lengths]
     brute, state, ours = Brute(layer, softmax), None, []
@@ -219,8 +223,26 @@ def test_segments_carry_what_was_learnt(fast, kind, lengths):
         assert of_decay.abs().min() > 0
 
 
-def test_pieces_of_a_segment_are_the_segment(fast):
-    layer, softmax = build(fast)
+def test_segments_of_one_token_are_gradient_descent():
+    """With gradients at carried weights and no decay, theta is what plain steps of theta itself make of it."""
+    layer, softmax = build(gradients_at="carried", step_size=0.05, decay=1.0)
+    plain = FastWeightLayer(DIM, HIDDEN, "none").double()
+    plain.load_state_dict(layer.state_dict())
+    descent = torch.optim.SGD(plain.parameters(), lr=0.05)
+    x, tokens, state = random_features(1, 7).detach(), random_tokens(1, 7), None
+    for t, token in enumerate(tokens.split(1, 1)):
+        ours, state = layer(x[:, t : t + 1], token, softmax, state)
+        if t:
+            descent.zero_grad()
+            before, _ = plain(x[:, t - 1 : t], token, softmax)
+            (-softmax.target_log_prob(before, token)).sum().backward()
+            descent.step()
+        torch.testing.assert_close(ours, plain(x[:, t : t + 1], token, softmax)[0])
+
+
+@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
+def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
+    layer, softmax = build(fast, gradients_at=gradients_at)
     x, tokens, before = random_features(2, 9), random_tokens(2, 9), random_tokens(2, 3)
     _, state = layer(random_features(2, 3), before, softmax)
     expected, after = layer(x, tokens, softmax, state)

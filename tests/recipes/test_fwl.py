@@ -12,7 +12,8 @@ import pytest
 from fwl import analysis, rows
 
 ROOT = Path(__file__).parents[2]
-MODELS = [f"{base}/{name}" for base in ("local", "xl") for name in ("base", "slow", "fwl", "bias")]
+MODELS = [f"local/{name}" for name in ("base", "slow", "fwl", "bias")]
+MODELS += [f"xl/{name}" for name in ("base", "slow", "fwl", "carried", "bias")]
 WORDS = ["=", "PEP", "</s>", "a", "b", "</s>", "=", "=", "a", "</s>", "=", "c", "</s>", "a", "a", "</s>"]
 
 
@@ -72,6 +73,8 @@ def test_the_table_has_the_best_step_of_the_validation_text(tmp_path):
     assert "| No FWLs | base.yaml | - | 30.00 | 31.00 | 25 | 17.3 |" in table
     assert "| Dynamic evaluation, RMS | base.yaml | 3e-4 | 24.00 | not run | - | 15.8 |" in table
     assert "| FWLs | fwl.yaml | - | not run | not run | - | 22.4 |" in table
+    local, xl = table.split("**Transformer-XL**")
+    assert "carried" not in local and xl.count("| FWLs, gradients at carried weights | carried.yaml |") == 1
     with pytest.raises(ValueError, match="no result on the validation text for sgd"):
         rows.best(base, "sgd")
 
@@ -106,12 +109,12 @@ def test_all_stages(tmp_path):
         (folder / f"{name}.txt").write_text(line * lines)
     script = copy_recipe(tmp_path / "recipes")
     script.write_text(script.read_text().replace("merges=8000", "merges=60").replace("statistics=400", "statistics=3"))
-    arguments = ["--data", folder, "--out", out, "--models", "xl/base xl/slow xl/fwl xl/bias"]
+    arguments = ["--data", folder, "--out", out, "--models", "xl/base xl/slow xl/fwl xl/carried xl/bias"]
     arguments += ["--adaptive-softmax-cutoff", "", "--max-update", "4", "--warmup-updates", "1", "--batch-size", "2"]
     answer = run(script, "all", *arguments)
     assert answer.returncode == 0, answer.stderr[-3000:]
     table = (out / "table.md").read_text().partition("**Transformer-XL**")[2]
     assert "not run" not in table and table.count("\n|") == 2 + len(rows.ROWS)
-    assert (out / "xl.png").exists() and not (out / "local.png").exists()
+    assert (out / "xl.png").exists() and (out / "xl_carried.png").exists() and not (out / "local.png").exists()
     again = run(script, "all", *arguments)
     assert again.returncode == 0 and "fairseq-train" not in again.stderr and "fwp-eval-lm" not in again.stderr
