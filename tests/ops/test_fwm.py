@@ -263,6 +263,7 @@ print(json.dumps(extra / (4 * out.numel() * out.element_size())))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_extra_memory():
     """In sizes of q + k + v + out, of which a state a token would be 16."""
-    extra = json.loads(run_isolated(MEASURE).stdout)
+    # The lesser of two: pages of libraries that are read meanwhile count as well.
+    extra = min(json.loads(run_isolated(MEASURE).stdout) for _ in range(2))
     print(f"fwm: {extra:.2f}", file=sys.stderr)
     assert 0.9 < extra < 2.5  # at least the output and three gradients
