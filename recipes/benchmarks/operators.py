@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import peers
@@ -46,6 +47,7 @@ STEP_BATCHES = (1, 32)
 CONTEXTS = (512, 2048, 8192)
 PASSES = {"forward": torch.no_grad, "forward + backward": torch.enable_grad}
 TRAINING = "forward + backward"
+PAIRS = ["two products in turn", "two products at once"]
 
 
 def inputs(shape, dtype=torch.float32):
@@ -106,6 +108,23 @@ def training_step(form, chosen, gradient):
     torch.autograd.grad(form(*chosen), chosen, gradient)
 
 
+def pairs_of_products():
+    """Two products of matrices one after the other, and on a thread each: what a second core gives at the most."""
+    matrix, helper = torch.randn(384, 384), ThreadPoolExecutor(1)
+    multiply = partial(torch.mm, matrix, matrix)
+
+    def in_turn():
+        multiply()
+        multiply()
+
+    def at_once():
+        other = helper.submit(multiply)
+        multiply()
+        other.result()
+
+    return dict(zip(PAIRS, (Contender(in_turn), Contender(at_once)), strict=True))
+
+
 def measure_shape(where, shape, found):
     """{pass: {contender: seconds of each round}} of one shape."""
     say(f"{where}: checking every contender against the float64 reference")
@@ -122,6 +141,7 @@ def measure_shape(where, shape, found):
             contenders[stage][name] = Contender(call)
             if name in ("sum", "delta"):
                 contenders[stage][f"{name}, 2 threads"] = Contender(call, threads=2)
+    contenders[TRAINING] |= pairs_of_products()
     measured = {}
     for stage, grad_mode in PASSES.items():
         with grad_mode():
@@ -147,12 +167,14 @@ def shape_rows(where, measured, found):
     if where != "small":
         plan.append((["delta"], "delta, 2 threads", Goal("two threads over one, delta", where, 1.65)))
         plan.append((["sum"], "sum, 2 threads", Goal("two threads over one, sum", where)))
+        plan.append((PAIRS[:1], PAIRS[1], Goal("two threads over one, products of their own", where)))
     plan = [(TRAINING, *comparison) for comparison in plan]
     if where in LM_SHAPES:
         plan.insert(0, ("forward", ["sum, fast-transformers"], "sum", Goal("sum vs fast-transformers", where, 5)))
     rows = []
     for stage, slower, faster, goal in plan:
-        goal, times = goal._replace(what=f"{goal.what}, {stage}"), measured[stage]
+        times = measured[stage]
+        goal = goal if slower == PAIRS[:1] else goal._replace(what=f"{goal.what}, {stage}")
         peer = fastest(times, slower)
         if peer is None:
             rows.append(goal_row(goal, found[slower[0]][0]))
@@ -270,6 +292,7 @@ def floor_rows(measured, rates):
 def contender_rows(measured):
     """Every contender's time in times of our delta's, pass and shape."""
     names = dict.fromkeys(name for stages in measured.values() for times in stages.values() for name in times)
+    names = [name for name in names if name not in PAIRS]
     rows = []
     for name in names:
         row = [name]

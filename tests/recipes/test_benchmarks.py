@@ -85,12 +85,20 @@ def test_a_peer_that_is_missing_has_its_rows(load):
     found = operators.forms() | {"sum, fast-transformers": ("no compiler", "", None)}
     times = {name: [1.0, 2.0] for name in found if not isinstance(found[name][0], str)}
     times |= {f"{name}, 2 threads": [0.5, 1.0] for name in ("sum", "delta")}
+    times |= {name: [1.0, 2.0] for name in operators.pairs_of_products()}
     rows = operators.shape_rows("1k", dict.fromkeys(operators.PASSES, times), found)
     assert [row[0] for row in rows if row[-1] == "no compiler"] == [
         "sum vs fast-transformers, forward",
         "sum vs fast-transformers, forward + backward",
     ]
     assert next(row for row in rows if row[0].startswith("two threads over one, delta"))[3:6] == ["2.00", "2.00", "yes"]
+    assert next(row for row in rows if row[0] == "two threads over one, products of their own")[3:6] == [
+        "1.00",
+        "1.00",
+        "-",
+    ]
+    everywhere = dict.fromkeys(operators.SHAPES, dict.fromkeys(operators.PASSES, times))
+    assert not {row[0] for row in operators.contender_rows(everywhere)}.intersection(operators.PAIRS)
 
 
 def test_speed_comes_from_the_updates_after_the_warm_up(load):
