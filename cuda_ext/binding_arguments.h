@@ -28,6 +28,9 @@ struct Sizes {
   int64_t B, H, L, Dk, Dv;
   Sizes(const Tensor& q, const Tensor& values) {
     TORCH_CHECK(q.dim() == 4 && values.dim() == 4, "q and v must have 4 dimensions, got ", q.dim(), ", ", values.dim());
+    const auto type = q.scalar_type();
+    TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf,
+                "q must be float32, float64, bfloat16 or float16, got ", type);
     B = q.size(0), H = q.size(1), L = q.size(2), Dk = q.size(3), Dv = values.size(3);
   }
   std::array<int64_t, 4> keys() const { return {B, H, L, Dk}; }

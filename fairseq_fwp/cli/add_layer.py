@@ -89,7 +89,9 @@ def run(args: Namespace) -> None:
     state["cfg"] = OmegaConf.to_container(OmegaConf.merge(state["cfg"], {"model": settings}), enum_to_str=True)
     state |= {"args": None, "model": model.state_dict(), "last_optimizer_state": None}
     write_whole(args.out, lambda file: torch.save(state, file))
-    print(f"wrote {args.out}: {args.path} with a fast weight layer, for --arch fwp_fwl_lm --fwl-map-inputs")
+    size = f"--fwl-hidden-dim {args.fwl_hidden_dim} " if args.fwl_hidden_dim else ""
+    flags = f"--arch fwp_fwl_lm --fwl-base {settings.fwl_base} {size}--fwl-map-inputs"
+    print(f"wrote {args.out}: {args.path} with a fast weight layer, for {flags} and the flags of its sizes")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -198,6 +198,8 @@ class FastWeightLayer(nn.Module):
             )
         if divisor <= 0:
             raise ValueError(f"gradients are divided by a number above 0: change --fwl-divide-gradients-by {divisor}")
+        if gradients_at not in GRADIENTS_AT:
+            raise ValueError(f"gradients_at must be one of {', '.join(GRADIENTS_AT)}, got {gradients_at!r}")
         self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
         self.first = nn.Linear(embed_dim, hidden_dim)
         self.second = nn.Linear(hidden_dim, embed_dim)

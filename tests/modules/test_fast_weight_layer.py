@@ -209,8 +209,12 @@ def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
     features = [random_features(2, length) for length in lengths]
     tokens = [random_tokens(2, length) for length in lengths]
     brute, state, ours = Brute(layer, softmax), None, []
+    without_graph = None
     for x, given in zip(features, tokens, strict=True):
         y, state = layer(x, given, softmax, state)
+        with torch.no_grad():
+            evaluated, without_graph = layer(x, given, softmax, without_graph)
+        torch.testing.assert_close(evaluated, y)
         ours.append(y)
     rows = [brute.stream([(x[row], given[row]) for x, given in zip(features, tokens, strict=True)]) for row in range(2)]
     for y, *expected in zip(ours, *rows, strict=True):
@@ -315,14 +319,23 @@ def test_one_fixed_step_size_and_decay():
         torch.testing.assert_close(ours[0], expected[0])
 
 
-def test_divided_gradients_are_smaller_steps():
-    layer, softmax = build(divisor=8)
-    x, tokens = random_features(2, 5), random_tokens(2, 5)
-    ours, _ = layer(x, tokens, softmax)
+@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
+def test_divided_gradients_are_smaller_steps(gradients_at):
+    layer, softmax = build(divisor=8, gradients_at=gradients_at)
+    segments = [(random_features(2, 5), random_tokens(2, 5)) for _ in range(2)]
+
+    def read():
+        state, ys = None, []
+        for x, tokens in segments:
+            y, state = layer(x, tokens, softmax, state)
+            ys.append(y)
+        return torch.cat(ys, 1)
+
+    ours = read()
     layer.divisor = 1
     with torch.no_grad():
         layer.log_step_sizes -= math.log(8) / PACE
-    torch.testing.assert_close(ours, layer(x, tokens, softmax)[0])
+    torch.testing.assert_close(ours, read())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -344,6 +357,8 @@ def test_what_cannot_be_is_refused():
         FastWeightLayer(DIM, HIDDEN).whiten(torch.zeros(DIM), torch.eye(DIM), torch.eye(DIM))
     with pytest.raises(ValueError, match="--fwl-divide-gradients-by"):
         FastWeightLayer(DIM, HIDDEN, divisor=0)
+    with pytest.raises(ValueError, match="trained, carried, got 'carry'"):
+        FastWeightLayer(DIM, HIDDEN, gradients_at="carry")
 
 
 def test_a_map_of_inputs_comes_before_all_else(fast):

@@ -45,9 +45,13 @@ def test_message(rule, backend, gradients, case):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
-def test_integers_are_refused(rule, gradients):
-    inputs = {name: x.long() for name, x in sample_inputs(rule, SHAPE, torch.float32).items()}
-    with torch.set_grad_enabled(gradients), pytest.raises(TypeError, match=r"q must be float32, .*got torch\.int64"):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_other_numbers_are_refused(rule, gradients, dtype):
+    """Also once the kernels are there, which would read them as float32."""
+    inputs = sample_inputs(rule, SHAPE, torch.float32)
+    RULES[rule].function(**inputs)
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    with torch.set_grad_enabled(gradients), pytest.raises(TypeError, match=f"q must be float32, .*got {dtype}"):
         RULES[rule].function(**inputs)
 
 
