@@ -238,7 +238,7 @@ def print_memory():
 def memory_row():
     say("memory of delta at 8k, in a process of its own")
     # Freed memory goes back at once, so that what is resident is what is in use.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}  # run.sh allows no mmap
     answer = subprocess.run([sys.executable, __file__, "memory"], env=environment, capture_output=True, text=True)
     if answer.returncode:
         raise SystemExit(f"the memory of delta could not be measured: {answer.stderr.strip().splitlines()[-1]}")

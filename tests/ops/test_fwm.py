@@ -1,14 +1,10 @@
 """What the fwm rule adds to the laws of every rule: when a memory is rescaled, and a backward pass in chunks."""
 
 import functools
-import json
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from isolated import run_isolated
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops import dispatch
@@ -233,37 +229,3 @@ def test_without_a_kernel(monkeypatch):
         with torch.no_grad():
             found = ops.fwm_rule(*tensors)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-
-MEASURE = """
-import json, torch
-from fairseq_fwp import ops
-torch.manual_seed(0)
-torch.set_num_threads(1)
-
-def tensors(length):
-    q, k, v = (torch.rand(1, 8, length, 64) / 32 for _ in range(3))
-    return [x.requires_grad_() for x in (q, k, v, torch.rand(1, 8, length))]
-
-def high_water_mark(field):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
-
-ops.fwm_rule(*tensors(80))[0].sum().backward()
-given = tensors(4096)
-cotangent = torch.randn(1, 8, 4096, 64)
-open("/proc/self/clear_refs", "w").write("5")  # peak = now
-before = high_water_mark("VmRSS")
-out, state = ops.fwm_rule(*given)
-gradients = torch.autograd.grad(out, given, cotangent)
-extra = high_water_mark("VmHWM") - before
-print(json.dumps(extra / (4 * out.numel() * out.element_size())))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
-def test_extra_memory():
-    """In sizes of q + k + v + out, of which a state a token would be 16."""
-    # The lesser of two: pages of libraries that are read meanwhile count as well.
-    extra = min(json.loads(run_isolated(MEASURE).stdout) for _ in range(2))
-    print(f"fwm: {extra:.2f}", file=sys.stderr)
-    assert 0.9 < extra < 2.5  # at least the output and three gradients

@@ -33,7 +33,9 @@ print(json.dumps(extra / (out.element_size() * (out.numel() + sum(x.numel() for 
 """
 # In sizes of all inputs and the output. The results of a training step are one of them, less the gates' for which a
 # rule has none. Rules that forget keep a state of 64 x 64 after every 32 tokens: half of q + k + v + out.
-BOUNDS = {"sum": 2, "delta": 2, "gated": 2, "decay": 2, "fwm": 3}
+BOUND = 2
+# Else temporaries of the inputs stay resident when they are freed, and are taken again or not by chance.
+FREED_MEMORY_GOES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
@@ -43,6 +45,6 @@ def test_extra_memory_at_8192_tokens(rule):
     dimensions = [len(sizes) for sizes in RULES[rule].gates.values()]
     script = MEASURE.replace("RULE", repr(rule)).replace("GATES", repr(dimensions))
     script = script.replace("BACKEND", repr(fastest_backend(rule)))
-    extra = json.loads(run_isolated(script).stdout)
+    extra = json.loads(run_isolated(script, **FREED_MEMORY_GOES_BACK).stdout)
     print(f"{rule}: {extra:.2f}", file=sys.stderr)
-    assert 0.9 < extra < BOUNDS[rule]  # at least the output and a gradient of each input
+    assert 0.9 < extra < BOUND  # at least the output and a gradient of each input
