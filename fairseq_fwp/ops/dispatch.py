@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .jit import load_kernels
 
@@ -32,6 +33,8 @@ def run(
     if backend == "reference" or torch.compiler.is_compiling():
         check(*arguments)
         return (reference if backend == "reference" else op)(*arguments)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(op, arguments)
     # The checks cost several times what a kernel does on small inputs, and it looks at its arguments itself. They put
     # into words what it refuses.
     try:
@@ -39,6 +42,12 @@ def run(
     except RuntimeError:
         check(*arguments)
         raise
+
+
+def _refuse_tangents(op: Any, arguments: tuple[Tensor | None, ...]) -> None:
+    """Derivatives in forward mode would be zero in silence, but for kernels, which refuse them once they are loaded."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+        raise NotImplementedError(f"{op.name()} has no derivative in forward mode: use backend='reference'")
 
 
 def _too_large(q: Tensor | None, v: Tensor | None) -> bool:

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from isolated import run_isolated
 from rule_cases import (
     LAYOUTS,
     RULES,
@@ -16,6 +17,7 @@ from rule_cases import (
     results,
     sample_inputs,
 )
+from torch.autograd import forward_ad
 
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
@@ -341,6 +343,30 @@ def test_second_derivatives(rule):
     (gradient,) = torch.autograd.grad((out**2).sum(), inputs["q"], create_graph=True)
     with pytest.raises(RuntimeError, match=r"cannot be differentiated.*backend='reference'"):
         gradient.sum().backward()
+
+
+@every_rule
+def test_derivatives_in_forward_mode(rule):
+    """Silence would be a derivative of zero. The reference has them."""
+    inputs = sample_inputs(rule, (2, 2, 7, 5, 6))
+    with forward_ad.dual_level():
+        dual = inputs | {"v": forward_ad.make_dual(inputs["v"], torch.ones_like(inputs["v"]))}
+        assert forward_ad.unpack_dual(RULES[rule].reference(**dual)[0]).tangent is not None
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode: use backend='reference'"):
+            RULES[rule].function(**dual)
+
+
+def test_derivatives_in_forward_mode_before_anything_is_loaded():
+    script = """
+import torch
+from fairseq_fwp import ops
+x = torch.rand(1, 1, 3, 4)
+try:
+    print(torch.func.jvp(lambda v: ops.sum_rule(x, x, v)[0], (x,), (x,)))
+except NotImplementedError as error:
+    print(error)
+"""
+    assert "no derivative in forward mode" in run_isolated(script).stdout
 
 
 @every_rule
