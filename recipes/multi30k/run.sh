@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Small translation models of one size on Multi30k, English to German (29,000 pairs): softmax attention, and linear attention
-# with each map of Schlag et al. 2021, Table 1. 10 to 20 minutes a model on one core; what is done is not done again.
+# with each map of Schlag et al. 2021, Table 1, in all attentions or (self_*) in all but that to the source. 10 to 20 minutes a
+# model on one core; what is done is not done again.
 #
 #   bash recipes/multi30k/run.sh [prepare|train|eval|all] --data FOLDER [--out FOLDER] [--models 'NAME ...']
 #                                                                    [flags for fairseq-train, or in eval for fairseq-generate]
 #
 # --data FOLDER   raw text: {train,val,test_2016_flickr}.{en,de}, or the same .gz (https://github.com/multi30k/dataset)
 # --out FOLDER    where everything goes (runs/multi30k)
-# --models ...    which of conf/*.yaml (softmax sum favor dpfp delta delta_dpfp)
+# --models ...    which of conf/*.yaml (softmax sum favor dpfp delta delta_dpfp self_sum self_favor self_dpfp)
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -19,7 +20,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 data=''
 out=$root/runs/multi30k
 merges=4000
-models="softmax sum favor dpfp delta delta_dpfp"
+models="softmax sum favor dpfp delta delta_dpfp self_sum self_favor self_dpfp"
 beam=(--beam 5)
 generate=()
 kind=''
@@ -42,7 +43,7 @@ esac
 read_flags --models "$@"
 for name in $models; do
   [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are softmax, sum, favor," \
-    "dpfp, delta and delta_dpfp."
+    "dpfp, delta, delta_dpfp, self_sum, self_favor and self_dpfp."
 done
 case $stage in
   prepare | train | all)

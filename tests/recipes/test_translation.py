@@ -303,10 +303,10 @@ def test_rows_of_tables_1_and_6(conf):
 
 
 def test_models_of_multi30k_differ_in_their_attentions_only():
-    rest = set()
-    for conf in ROOT.glob("recipes/multi30k/conf/*.yaml"):
-        row = yaml.load(conf.read_text(), Loader=yaml.BaseLoader)
-        if conf.name != "common.yaml":
-            assert row.pop("arch").endswith("_mt_wmt14_en_de") and row.pop("include") == "common.yaml"
-            rest |= row.keys()
-    assert rest == {"favor-features", "favor-softmax-scale", "attention-bias"}
+    folder = ROOT / "recipes/multi30k/conf"
+    shared, own = read_flags(folder / "common.yaml"), set()
+    for conf in set(folder.glob("*.yaml")) - {folder / "common.yaml"}:
+        flags = read_flags(conf)
+        assert flags[-len(shared) :] == shared
+        own |= {flag for flag in flags[: -len(shared)] if flag.startswith("--")}
+    assert own == {"--arch", "--attention-bias", "--cross-feature-map", "--favor-features", "--favor-softmax-scale"}
