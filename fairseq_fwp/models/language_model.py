@@ -5,9 +5,11 @@ import logging
 from dataclasses import fields
 from typing import Any, ClassVar
 
+import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
 from omegaconf import OmegaConf
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +40,50 @@ class LanguageModel(FairseqLanguageModel):
         """The options given that this configuration, of which a decoder was built, does not look at: its fields."""
         raise NotImplementedError
 
+    @classmethod
+    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
+        """The settings by which this model takes over the weights of one with these, if that can be at all."""
+        return saved
+
+    @classmethod
+    def misfits(
+        cls, weights: dict[str, Tensor], saved: dict[str, Any], given: dict[str, Any], dictionary: Any
+    ) -> list[str]:
+        """The options, as `given`, that the weights of a model with the settings `saved` cannot be loaded with.
+
+        Each of them alone is in the way. [] where other things are, or all of them together.
+        """
+        defaults = vars(cls.config())
+        saved = {**defaults, **cls.adopt(saved)}
+        different = [name for name in defaults if name != "_name" and name in given and saved[name] != given[name]]
+        if not different or not cls._fits(weights, saved, dictionary):
+            return []
+        return [name for name in different if not cls._fits(weights, {**saved, name: given[name]}, dictionary)]
+
+    @classmethod
+    def _fits(cls, weights: dict[str, Tensor], settings: dict[str, Any], dictionary: Any) -> bool:
+        """Whether a model with these settings takes the weights: only names and shapes are looked at."""
+        level = logging.root.manager.disable
+        logging.disable(logging.INFO)  # such a model is not there to be told of
+        try:
+            with torch.device("meta"):
+                model = cls(cls.build_decoder(OmegaConf.create(settings), dictionary))
+            model.load_state_dict({name: value.to("meta") for name, value in weights.items()})
+        except (RuntimeError, ValueError):
+            return False
+        finally:
+            logging.disable(level)
+        return True
+
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
         return MAX_GENERATED_POSITIONS
+
+
+def forgets_segments(task: Any) -> bool:
+    """Whether a training reads each segment as if there were none before it. (A conversion reads nothing.)"""
+    settings = getattr(task, "args", None)
+    return settings is not None and not getattr(settings, "carry_state", False)
 
 
 def warn_of_unused(flags: list[str]) -> None:

@@ -1,0 +1,76 @@
+"""A checkpoint and the flags of the training that loads it belong together: of what differs, the flags are named.
+
+A mend of fairseq as those in `_compat`, tested. Models of ours know which flags their weights go with (`misfits`).
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fairseq_fwp._compat import replace
+
+
+def apply() -> None:
+    """Runs the mend; a second call changes nothing."""
+    name_misfits()
+
+
+def name_misfits() -> None:
+    """fairseq shows the names of all weights that a model has not, or has otherwise, and asks about architectures."""
+    from fairseq import checkpoint_utils
+
+    def mend(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_or_explain(cfg: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(cfg, trainer, *args, **kwargs)
+            except Exception as error:
+                failed = re.match("Cannot load model parameters from checkpoint (.*); please", str(error))
+                sentence = failed and _difference(failed[1], trainer)
+                if not sentence:
+                    raise
+                raise ValueError(sentence) from None
+
+        return load_or_explain
+
+    replace(checkpoint_utils, "load_checkpoint", mend)
+
+
+def _difference(path: str, trainer: Any) -> str:
+    """In what a checkpoint and a training differ; "" where that is not known."""
+    from fairseq import checkpoint_utils
+
+    model = type(trainer.get_model())
+    if not hasattr(model, "misfits"):
+        return ""
+    state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    saved, given = plain(state["cfg"].model), plain(trainer.cfg.model)
+    names = model.misfits(state["model"], saved, given, trainer.task.target_dictionary)
+    if not names:
+        return ""
+    saved = {**vars(model.config()), **saved}
+    return (
+        f"{path} was trained with {_flags(saved, names)}, and this training has {_flags(given, names)}: give the flags "
+        "of its model, or another checkpoint"
+    )
+
+
+def plain(settings: Any) -> dict[str, Any]:
+    """The settings of a model by name, enumerations as their words."""
+    if isinstance(settings, Namespace):
+        return dict(vars(settings))
+    return dict(OmegaConf.to_container(settings, resolve=True, enum_to_str=True))  # type: ignore[arg-type]
+
+
+def _flags(settings: dict[str, Any], names: list[str]) -> str:
+    """As they would be given."""
+    return ", ".join(_flag(name, settings[name]) for name in names)
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is False:
+        return f"no {flag}"
+    return flag if value is True else f"{flag} {value}"
