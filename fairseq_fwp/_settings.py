@@ -47,13 +47,12 @@ def _difference(path: str, trainer: Any) -> str:
         return ""
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
     saved, given = plain(state["cfg"].model), plain(trainer.cfg.model)
-    names = model.misfits(state["model"], saved, given, trainer.task.target_dictionary)
-    if not names:
+    found = model.misfits(state["model"], saved, given, trainer.task.target_dictionary)
+    if not found:
         return ""
-    saved = {**vars(model.config()), **saved}
+    theirs, ours = (", ".join(_flag(name, pair[side]) for name, pair in found.items()) for side in (0, 1))
     return (
-        f"{path} was trained with {_flags(saved, names)}, and this training has {_flags(given, names)}: give the flags "
-        "of its model, or another checkpoint"
+        f"{path} goes with {theirs}, and this training has {ours}: give the flags of its model, or another checkpoint"
     )
 
 
@@ -61,15 +60,11 @@ def plain(settings: Any) -> dict[str, Any]:
     """The settings of a model by name, enumerations as their words."""
     if isinstance(settings, Namespace):
         return dict(vars(settings))
-    return dict(OmegaConf.to_container(settings, resolve=True, enum_to_str=True))  # type: ignore[arg-type]
-
-
-def _flags(settings: dict[str, Any], names: list[str]) -> str:
-    """As they would be given."""
-    return ", ".join(_flag(name, settings[name]) for name in names)
+    return dict(OmegaConf.to_container(settings, resolve=True, enum_to_str=True))
 
 
 def _flag(name: str, value: Any) -> str:
+    """As it would be given."""
     flag = f"--{name.replace('_', '-')}"
     if value is None or value is False:
         return f"no {flag}"

@@ -49,10 +49,9 @@ def check_overrides(path: str, trained: dict[str, Any], cfg: Any, task: Any) -> 
     model = ARCH_MODEL_REGISTRY[architecture(cfg)]
     if not issubclass(model, LanguageModel):
         return
-    given = plain(cfg.model)
-    names = model.misfits(load_state(path)["model"], trained, given, task.target_dictionary)
-    if names:
-        others = ", ".join(f"{name} to {given[name]!r} (trained with {trained[name]!r})" for name in names)
+    found = model.misfits(load_state(path)["model"], trained, plain(cfg.model), task.target_dictionary)
+    if found:
+        others = ", ".join(f"{name} to {ours!r} (trained with {theirs!r})" for name, (theirs, ours) in found.items())
         raise ValueError(f"--model-overrides sets {others}, which the weights of {path} do not fit")
 
 

@@ -174,7 +174,7 @@ class FwlDecoder(LanguageModelDecoder):
                 del state_dict[f"{prefix}{key}"]
             new = {key: value for key, value in new.items() if key in steps - learned}
             if new:
-                logger.info("the checkpoint's layer has not learned any %s, which start here", ", ".join(new))
+                logger.info("the checkpoint's layer has no %s yet: they start here", " and ".join(new))
         state_dict.update({f"{prefix}{key}": value for key, value in new.items()})
         return state_dict
 

@@ -48,17 +48,21 @@ class LanguageModel(FairseqLanguageModel):
     @classmethod
     def misfits(
         cls, weights: dict[str, Tensor], saved: dict[str, Any], given: dict[str, Any], dictionary: Any
-    ) -> list[str]:
+    ) -> dict[str, tuple[Any, Any]]:
         """The options, as `given`, that the weights of a model with the settings `saved` cannot be loaded with.
 
-        Each of them alone is in the way. [] where other things are, or all of them together.
+        By name, the value that the weights go with, and the one given: each alone is in the way. {} where other things
+        are, or only several together.
         """
-        defaults = vars(cls.config())
-        saved = {**defaults, **cls.adopt(saved)}
-        different = [name for name in defaults if name != "_name" and name in given and saved[name] != given[name]]
-        if not different or not cls._fits(weights, saved, dictionary):
-            return []
-        return [name for name in different if not cls._fits(weights, {**saved, name: given[name]}, dictionary)]
+        defaults = {name: value for name, value in vars(cls.config()).items() if name != "_name"}
+        saved, given = {**defaults, **cls.adopt(saved)}, {**defaults, **given}
+        if not cls._fits(weights, saved, dictionary):
+            return {}
+        return {
+            name: (saved[name], given[name])
+            for name in defaults
+            if saved[name] != given[name] and not cls._fits(weights, {**saved, name: given[name]}, dictionary)
+        }
 
     @classmethod
     def _fits(cls, weights: dict[str, Tensor], settings: dict[str, Any], dictionary: Any) -> bool:

@@ -1,6 +1,8 @@
 """Laws of the language models with a fast weight layer: streams, decoding, fine-tuning, and the variants."""
 
 import io
+import logging
+import math
 from argparse import Namespace
 
 import pytest
@@ -8,12 +10,13 @@ import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.sequence_generator import SequenceGenerator
 
+from fairseq_fwp._settings import plain
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel, FwpFwlLanguageModelConfig
+from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.presets import FWL_PRESETS
-from fairseq_fwp.modules.fast_weight_layer import PACE
+from fairseq_fwp.modules.fast_weight_layer import GRADIENTS_AT, PACE, STEP_SIZE
 
-from .conftest import configure, log_probs, make_dictionary, random_tokens
+from .conftest import SMALL, by_segments, configure, log_probs, make_dictionary, random_tokens
 
 XL = {"fwl_base": "fwp_xl_lm", "mem_len": 6}
 LOCAL = {"decoder_update_rule": "softmax", "attention_window": 3}
@@ -52,16 +55,6 @@ def build(build_model):
         return model
 
     return build
-
-
-def by_segments(model, tokens, lengths, state=None):
-    """Log-probabilities of segments read one after the other, and the last state."""
-    scores = []
-    for segment in tokens.split(lengths, 1):
-        out = model(segment, state=state)
-        scores.append(model.get_normalized_probs(out, log_probs=True))
-        state = out[1]["state"].detach()
-    return torch.cat(scores, 1), state
 
 
 @pytest.mark.parametrize("pieces", [[1] * 11, [6, 1, 4], [11]], ids=str)
@@ -244,6 +237,65 @@ def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
     del damaged["decoder.fast_weight_layer.norm.bias"]
     with pytest.raises(RuntimeError, match=r"norm\.bias"):
         fast.load_state_dict(damaged, strict=True)
+
+
+def test_learned_steps_are_left_out_where_there_are_none_to_learn(build, caplog):
+    """What the layer is worth that no longer learns, or that learns by one step size of all weights."""
+    trained, tokens = build("local"), random_tokens(2, 4)
+    trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(math.log(0.05 / STEP_SIZE) / PACE)
+    slow, fixed = build("none"), build("local", fwl_step_size=0.05, fwl_decay=1.0)
+    with caplog.at_level(logging.INFO):
+        for model in (slow, fixed):
+            model.load_state_dict(trained.state_dict(), strict=True)
+    assert caplog.text.count("log_step_sizes is left out") == caplog.text.count("decay_logits is left out") == 2
+    torch.testing.assert_close(log_probs(fixed, tokens), log_probs(trained, tokens))
+    trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(-1e9)
+    torch.testing.assert_close(log_probs(slow, tokens), log_probs(trained, tokens))
+
+
+MISFITS = {
+    "base": ({"fwl_base": "fwp_lm"}, {"fwl_base": ("fwp_xl_lm", "fwp_lm")}),
+    "map": ({"fwl_map_inputs": False}, {"fwl_map_inputs": (True, False)}),
+    "sizes": (
+        {"decoder_layers": 3, "fwl_hidden_dim": 40},
+        {"decoder_layers": (2, 3), "fwl_hidden_dim": (None, 40)},
+    ),
+    "what cannot be built": ({"decoder_attention_heads": 3}, {"decoder_attention_heads": (4, 3)}),
+    "a subset of the steps": ({"fwl_fast_weights": "first"}, {"fwl_fast_weights": ("both", "first")}),
+    "nothing": ({"dropout": 0.5, "fwl_gradients_at": "carried", "mem_len": 3, "fwl_step_size": 0.1}, {}),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_flags_that_weights_do_not_fit_are_found(build_model, case):
+    """Each of them and no other, whatever else is given."""
+    flags = {**SMALL, **XL, "fwl_map_inputs": True}
+    model = build_model("fwp_fwl_lm", **flags)
+    saved, other = plain(configure("fwp_fwl_lm", **flags)), {"activation_fn": "gelu", "max_target_positions": 9}
+    change, expected = MISFITS[case]
+    given = plain(configure("fwp_fwl_lm", **{**flags, **other, **change}))
+    weights, dictionary = model.state_dict(), model.decoder.dictionary
+    assert FwpFwlLanguageModel.misfits(weights, saved, given, dictionary) == expected
+    assert FwpFwlLanguageModel.misfits(weights, saved, given, make_dictionary(51)) == {}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_base_fits_its_own_name_alone(build_model, base):
+    weights, other = build_model(base).state_dict(), next(name for name in BASES if name != base)
+    saved = {**plain(configure(base, **SMALL)), "_name": base}
+    given = {name: plain(configure("fwp_fwl_lm", **SMALL, fwl_base=name)) for name in BASES}
+    found = FwpFwlLanguageModel.misfits(weights, saved, given[other], make_dictionary(50))
+    assert found["fwl_base"] == (base, other)
+    assert FwpFwlLanguageModel.misfits(weights, saved, given[base], make_dictionary(50)) == {}
+
+
+@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
+def test_gradients_at_carried_weights_ask_for_a_state(carry, gradients_at, caplog):
+    task = Namespace(target_dictionary=make_dictionary(50), args=Namespace(carry_state=carry))
+    flags = {**SMALL, **LOCAL, "fwl_gradients_at": gradients_at}
+    FwpFwlLanguageModel.build_model(configure("fwp_fwl_lm", **flags), task)
+    assert ("--fwl-gradients-at carried needs" in caplog.text) == (gradients_at == "carried" and not carry)
 
 
 def test_a_layer_trained_without_fast_weights_takes_them_on_at_test_time(build):

@@ -13,7 +13,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
 
-from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
+from .conftest import SMALL, by_segments, configure, log_probs, make_dictionary, random_tokens
 
 KINDS = {
     "relative": {},
@@ -39,16 +39,6 @@ def kind(request):
 def build(build_model):
     """build(kind, **flags) -> a model with a memory of 6 tokens, where its kind has one."""
     return lambda kind, **flags: build_model("fwp_xl_lm", **{"mem_len": 6, **KINDS[kind], **flags})
-
-
-def by_segments(model, tokens, lengths, state=None):
-    """Log-probabilities of segments read one after the other, and the last memory."""
-    scores = []
-    for segment in tokens.split(lengths, 1):
-        out = model(segment, state=state)
-        scores.append(model.get_normalized_probs(out, log_probs=True))
-        state = out[1]["state"].detach()
-    return torch.cat(scores, 1), state
 
 
 @pytest.mark.parametrize("kind", RECURRENT)

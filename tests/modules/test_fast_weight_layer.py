@@ -355,8 +355,17 @@ def test_what_cannot_be_is_refused():
         FastWeightLayer(DIM, 2 * DIM - 1)
     with pytest.raises(ValueError, match="--fwl-map-inputs"):
         FastWeightLayer(DIM, HIDDEN).whiten(torch.zeros(DIM), torch.eye(DIM), torch.eye(DIM))
-    with pytest.raises(ValueError, match="--fwl-divide-gradients-by"):
-        FastWeightLayer(DIM, HIDDEN, divisor=0)
+    for divisor in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"--fwl-divide-gradients-by {divisor}"):
+            FastWeightLayer(DIM, HIDDEN, divisor=divisor)
+    for step_size in (-0.1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"--fwl-step-size {step_size}"):
+            FastWeightLayer(DIM, HIDDEN, step_size=step_size)
+    for decay in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=f"--fwl-decay {decay}"):
+            FastWeightLayer(DIM, HIDDEN, decay=decay)
+    with pytest.raises(ValueError, match="unknown choice of fast weights 'all': choose one of both, first"):
+        FastWeightLayer(DIM, HIDDEN, "all")
     with pytest.raises(ValueError, match="trained, carried, got 'carry'"):
         FastWeightLayer(DIM, HIDDEN, gradients_at="carry")
 
