@@ -33,16 +33,6 @@ def log_probs(model, tokens, **kwargs):
     return model.get_normalized_probs(model(tokens, **kwargs), log_probs=True)
 
 
-def by_segments(model, tokens, lengths, state=None):
-    """Log-probabilities of segments read one after the other, and the last state."""
-    scores = []
-    for segment in tokens.split(lengths, 1):
-        out = model(segment, state=state)
-        scores.append(model.get_normalized_probs(out, log_probs=True))
-        state = out[1]["state"].detach()
-    return torch.cat(scores, 1), state
-
-
 def configure(arch: str, **flags):
     """The configuration that `--arch arch` and the given flags lead to."""
     args = Namespace(**{"tokens_per_sample": 32, "max_target_positions": None, "add_bos_token": False, **flags})

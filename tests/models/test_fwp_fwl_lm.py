@@ -8,7 +8,6 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
-from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_fwp._settings import plain
 from fairseq_fwp.models.decoder import initialize
@@ -16,7 +15,8 @@ from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel, FwpFwlLang
 from fairseq_fwp.models.presets import FWL_PRESETS
 from fairseq_fwp.modules.fast_weight_layer import GRADIENTS_AT, PACE, STEP_SIZE
 
-from .conftest import SMALL, by_segments, configure, log_probs, make_dictionary, random_tokens
+from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
+from .stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states
 
 XL = {"fwl_base": "fwp_xl_lm", "mem_len": 6}
 LOCAL = {"decoder_update_rule": "softmax", "attention_window": 3}
@@ -60,15 +60,8 @@ def build(build_model):
 @pytest.mark.parametrize("pieces", [[1] * 11, [6, 1, 4], [11]], ids=str)
 @pytest.mark.parametrize("carried", [False, True])
 def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
-    """Token by token or in one pass, over the ends of segments of 4 tokens: it is the parallel form, carried on."""
-    model, tokens = build(kind), random_tokens(2, 11)
-    state = by_segments(model, random_tokens(2, 8), 4)[1] if carried else None
-    expected, _ = by_segments(model, tokens, 4, state)
-    kept, end, scores = {}, 0, []
-    for piece in pieces:
-        end += piece
-        scores.append(log_probs(model, tokens[:, :end], incremental_state=kept, state=state))
-    torch.testing.assert_close(torch.cat(scores, 1), expected)
+    """Token by token or in one pass: it is the parallel form, carried on."""
+    check_decoding(build(kind), pieces, carried)
 
 
 def test_reading_teaches(build, kind):
@@ -105,48 +98,17 @@ def test_the_past_does_not_depend_on_the_future(build, kind):
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
-    """Over several segments, with prompts of two lengths in the batch: each beam goes on from what it has learnt."""
-    model = build(kind)
-    dictionary, prompts = model.decoder.dictionary, random_tokens(2, 3)
-    prompts[1, 2] = dictionary.pad()
-    generator = SequenceGenerator(
-        [model], dictionary, beam_size=beam, max_len_b=9, normalize_scores=False, eos=dictionary.eos()
-    )
-    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.tensor([3, 2])}}
-    for hypotheses in generator.generate([model], sample, prefix_tokens=prompts):
-        for hypothesis in hypotheses:
-            tokens = hypothesis["tokens"]
-            inputs = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens[:-1]]).unsqueeze(0)
-            rescored = by_segments(model, inputs, 4)[0][0].gather(1, tokens.unsqueeze(1)).squeeze(1)
-            torch.testing.assert_close(hypothesis["positional_scores"].double(), rescored, rtol=1e-5, atol=1e-5)
+    """Over several segments: each beam goes on from what it has learnt."""
+    check_beam_search(build(kind), beam)
 
 
 def test_padding_changes_no_score_here_or_later(build, kind):
-    model, rows = build(kind), [random_tokens(1, n) for n in (6, 4, 5, 2)]
-    batch = torch.full((4, 9), model.decoder.padding_idx)
-    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([7, 8])]
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        batch[row, place] = tokens[0]
-    more = random_tokens(4, 3)
-    scores, state = by_segments(model, batch, 9)
-    after, _ = by_segments(model, more, 3, state)
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        expected, alone = by_segments(model, tokens, tokens.shape[1])
-        torch.testing.assert_close(scores[row, place], expected[0])
-        torch.testing.assert_close(after[row], by_segments(model, more[row : row + 1], 3, alone)[0][0])
+    check_padding(build(kind))
 
 
 def test_carried_states_are_reordered_and_reset(build, kind):
-    model, tokens = build(kind), random_tokens(3, 9)
-    _, state = by_segments(model, tokens[:, :5], 5)
-    order = torch.tensor([1, 0, 1])
-    expected, _ = by_segments(model, tokens[order], [5, 4])
-    torch.testing.assert_close(log_probs(model, tokens[order][:, 5:], state=state.reorder(order)), expected[:, 5:])
-    scores = log_probs(model, tokens[:, 5:], state=state.reset(torch.tensor([False, True, False])))
-    torch.testing.assert_close(scores[1:2], log_probs(model, tokens[1:2, 5:]))
-    torch.testing.assert_close(
-        scores[::2], log_probs(model, tokens[::2, 5:], state=state.reorder(torch.tensor([0, 2])))
-    )
+    model = build(kind)
+    check_rows_of_states(model)
     assert model.decoder.carries_state == (kind != "softmax")
 
 
