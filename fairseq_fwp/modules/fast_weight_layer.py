@@ -360,7 +360,7 @@ class FastWeightLayer(nn.Module):
                 loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor
                 (of_y,) = torch.autograd.grad(loss, y, create_graph=True)
             else:
-                of_y = softmax.loss_gradient(y.detach(), targets) * (known.unsqueeze(-1) / self.divisor).to(y.dtype)
+                of_y = softmax.loss_gradient(y.detach(), targets) * known.unsqueeze(-1) / self.divisor
             outs = {"first": hidden, "second": outputs}
             outs = {layer: out for layer, out in outs.items() if f"{layer}.weight" in self.fast}
             errors = torch.autograd.grad(y, list(outs.values()), of_y, create_graph=second_order) if outs else ()

@@ -120,7 +120,7 @@ def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
     flags, sentence = FORGOTTEN[case]
     with pytest.raises(ValueError, match=rf"^\S+/Transformer-XL\.pt {sentence}") as error:
         train(folder, tmp_path, *FINE_TUNING, option, out, *flags)
-    assert "\n" not in str(error.value) and error.value.__suppress_context__
+    assert "\n" not in str(error.value) and error.value.__cause__ is None and error.value.__suppress_context__
     assert not list(tmp_path.rglob("*.pt"))
 
 

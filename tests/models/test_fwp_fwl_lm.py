@@ -245,10 +245,14 @@ def test_flags_that_weights_do_not_fit_are_found(build_model, case):
 def test_a_base_fits_its_own_name_alone(build_model, base):
     weights, other = build_model(base).state_dict(), next(name for name in BASES if name != base)
     saved = {**plain(configure(base, **SMALL)), "_name": base}
-    given = {name: plain(configure("fwp_fwl_lm", **SMALL, fwl_base=name)) for name in BASES}
-    found = FwpFwlLanguageModel.misfits(weights, saved, given[other], make_dictionary(50))
-    assert found["fwl_base"] == (base, other)
-    assert FwpFwlLanguageModel.misfits(weights, saved, given[base], make_dictionary(50)) == {}
+
+    def misfits(**flags):
+        given = plain(configure("fwp_fwl_lm", **{**SMALL, **flags}))
+        return FwpFwlLanguageModel.misfits(weights, saved, given, make_dictionary(50))
+
+    assert misfits(fwl_base=base) == {}
+    assert misfits(fwl_base=other) == {"fwl_base": (base, other)}
+    assert misfits(fwl_base=base, decoder_layers=3) == {"decoder_layers": (2, 3)}
 
 
 @pytest.mark.parametrize("carry", [False, True])
