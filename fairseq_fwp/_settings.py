@@ -42,10 +42,9 @@ def _difference(path: str, trainer: Any) -> str:
     """In what a checkpoint and a training differ; "" where that is not known."""
     from fairseq import checkpoint_utils
 
-    model = type(trainer.get_model())
-    if not hasattr(model, "misfits"):
+    model, state = type(trainer.get_model()), checkpoint_utils.load_checkpoint_to_cpu(path)
+    if not hasattr(model, "misfits") or not state.get("cfg"):
         return ""
-    state = checkpoint_utils.load_checkpoint_to_cpu(path)
     saved, given = plain(state["cfg"].model), plain(trainer.cfg.model)
     found = model.misfits(state["model"], saved, given, trainer.task.target_dictionary)
     if not found:
