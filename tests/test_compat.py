@@ -17,7 +17,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
-from fairseq_fwp import _compat, _dictionaries, _files
+from fairseq_fwp import _compat, _dictionaries, _files, _settings
 
 MENDED = [
     (data_utils, "batch_by_size"),
@@ -27,6 +27,7 @@ MENDED = [
     (trainer, "_catalog_shared_params"),
     (checkpoint_utils, "load_checkpoint_to_cpu"),
     (checkpoint_utils, "save_checkpoint"),
+    (checkpoint_utils, "load_checkpoint"),
     (LanguageModelingTask, "setup_dictionary"),
     (LanguageModelingTask, "eval_lm_dataloader"),
     (DiverseBeamSearch, "step"),
@@ -47,6 +48,7 @@ def test_a_second_call_changes_nothing():
     _compat.apply()
     _files.apply()
     _dictionaries.apply()
+    _settings.apply()
     assert [getattr(owner, name) for owner, name in MENDED] == before
 
 

@@ -20,6 +20,7 @@ ROOMS = {
     "_compat": CONFIG,
     "_files": CONFIG | {"fairseq_fwp._compat"},
     "_dictionaries": CONFIG | {"fairseq_fwp._compat"},
+    "_settings": CONFIG | {"fairseq_fwp._compat"},
     "_options": set(),
     "ops": {"torch"},
     "modules": {"torch", "fairseq.modules", "fairseq_fwp.ops"},

@@ -116,11 +116,11 @@ def load_text(task: Any, data: str, subset: str, first: int) -> Text:
     folder = utils.split_paths(data)[0]
     prefix = os.path.join(folder, subset)
     if os.path.exists(f"{prefix}.bin") and not os.path.getsize(f"{prefix}.bin"):
-        raise ValueError(f"nothing to evaluate: {subset} in {folder} has no tokens")
+        raise ValueError(f"the text {subset!r} in {folder} is empty: preprocess a file with at least one token")
     dataset = data_utils.load_indexed_dataset(prefix, task.source_dictionary)
     if dataset is None:
         found = sorted({file.stem for file in Path(folder).glob("*.idx")})
-        raise ValueError(f"no subset {subset!r} in {folder}: --gen-subset can be {', '.join(found) or 'nothing there'}")
+        raise ValueError(f"no text {subset!r} in {folder}, where there is {', '.join(found) or 'none'}")
     tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
     return Text(torch.cat([tokens.new_tensor([first]), tokens[:-1]]), tokens)
 

@@ -39,6 +39,7 @@ from fairseq_fwp.convert.source import Conversion
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, build_attention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.look_up import look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 # Of what is drawn: one conversion is like the other.
@@ -161,12 +162,8 @@ def configure(flags: dict[str, Any]) -> Any:
 
 def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of `fairseq-train` that make the new attention. Raises ValueError for a target that cannot be."""
-    if target.update_rule not in UPDATE_RULES:
-        raise ValueError(
-            f"unknown update rule {target.update_rule!r}: choose one of softmax, {', '.join(UPDATE_RULES)}"
-        )
-    if target.feature_map not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {target.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
+    look_up("update rule", target.update_rule, UPDATE_RULES, "softmax or ")
+    look_up("feature map", target.feature_map, FEATURE_MAPS)
     if target.window is not None:
         raise ValueError("--attention-window is of --decoder-update-rule softmax: fast weights have no window")
     check_spans(target)

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models import register_model
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
 from torch import Tensor, nn
 
 from fairseq_fwp._options import option
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
+from fairseq_fwp.models.language_model import forgets_segments
 from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer, FastWeightLayerState
 from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
 
@@ -149,26 +150,32 @@ class FwlDecoder(LanguageModelDecoder):
         return super().state_size(length, carried) + self.fast_weight_layer.state_size(length, carried)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Completes the checkpoint from which fine-tuning starts by what training has not learned yet, as it is.
+        """Makes of a checkpoint one of this model, where they differ by the layer, or by what its weights' steps are.
 
-        That is the layer, for a model without one, or the steps and decays of one whose weights were not fast. A new
-        layer takes over the gain and shift of the model's last normalisation, so that it changes nothing at first.
+        A model without a layer gets one, which takes over the gain and shift of its last normalisation, so that it
+        changes nothing at first. Step sizes and decays begin as they are here for a layer that learned none, and are
+        left out where these are fixed or there are no fast weights.
         """
         super().upgrade_state_dict_named(state_dict, name)
         prefix = f"{name}.fast_weight_layer."
         learned = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         new = self.fast_weight_layer.state_dict()
-        if learned:
-            later = {"log_step_sizes", "decay_logits"} - learned
-            new = {key: value for key, value in new.items() if key in later}
-        elif self.last_norm is not None:
+        if not learned:
+            logger.info("the checkpoint has no fast weight layer: a new one is put on its model")
             for key, neutral in (("weight", torch.ones_like), ("bias", torch.zeros_like)):
                 taken = f"{name}.{self.last_norm}.{key}"
-                new[f"norm.{key}"] = state_dict[taken]
-                state_dict[taken] = neutral(state_dict[taken])
-        if new:
-            logger.info("the checkpoint has no fast weights yet: new in the layer are %s", ", ".join(new))
-            state_dict.update({f"{prefix}{key}": value for key, value in new.items()})
+                if taken in state_dict:
+                    new[f"norm.{key}"] = state_dict[taken]
+                    state_dict[taken] = neutral(state_dict[taken])
+        else:
+            steps = {"log_step_sizes", "decay_logits"}
+            for key in sorted(steps & learned - new.keys()):
+                logger.info("the checkpoint's %s is left out: this layer has none to learn", key)
+                del state_dict[f"{prefix}{key}"]
+            new = {key: value for key, value in new.items() if key in steps - learned}
+            if new:
+                logger.info("the checkpoint's layer has no %s yet: they start here", " and ".join(new))
+        state_dict.update({f"{prefix}{key}": value for key, value in new.items()})
         return state_dict
 
 
@@ -199,6 +206,23 @@ class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
     """A language model that learns while it reads; works wherever the models that it is built on do."""
 
     config = FwpFwlLanguageModelConfig
+
+    @classmethod
+    def build_model(cls, cfg: FwpFwlLanguageModelConfig, task: Any) -> "FwpFwlLanguageModel":
+        """Raises ValueError where the configuration cannot be built; warns where no weights are carried."""
+        model: FwpFwlLanguageModel = super().build_model(cfg, task)
+        if model.decoder.fast_weight_layer.gradients_at == "carried" and forgets_segments(task):
+            logger.warning(
+                "gradients at carried weights are those at the trained ones here: --fwl-gradients-at carried needs "
+                "--task fwp_language_modeling --carry-state"
+            )
+        return model
+
+    @classmethod
+    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
+        """Those of a model that the layer can be put on, with the layer."""
+        base = ARCH_MODEL_NAME_REGISTRY.get(saved.get("_name"))
+        return {**saved, "fwl_base": base} if base in BASES else saved
 
     @classmethod
     def build_decoder(cls, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> FwlDecoder:

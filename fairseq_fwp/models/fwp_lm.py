@@ -17,6 +17,7 @@ from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.local_attention import LocalAttention
+from fairseq_fwp.modules.look_up import look_up
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -217,10 +218,8 @@ def build_map(name: str, head_dim: int, cfg: Any, besides: str = "") -> FeatureM
 
     besides: words for what can be chosen besides the maps.
     """
-    if name not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {name!r}: choose {besides}one of {', '.join(FEATURE_MAPS)}")
-    arguments = {argument: getattr(cfg, flag) for argument, flag in MAP_FLAGS.get(name, {}).items()}
-    return FEATURE_MAPS[name](head_dim, **arguments)
+    build = look_up("feature map", name, FEATURE_MAPS, besides)
+    return build(head_dim, **{argument: getattr(cfg, flag) for argument, flag in MAP_FLAGS.get(name, {}).items()})
 
 
 def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:

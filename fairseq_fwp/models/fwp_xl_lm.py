@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp._options import option
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder
-from fairseq_fwp.models.language_model import LanguageModel
+from fairseq_fwp.models.language_model import LanguageModel, forgets_segments
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
@@ -52,8 +52,7 @@ class FwpXlLanguageModel(LanguageModel):
         """Raises ValueError where the configuration cannot be built; warns where nothing fills the memory."""
         model: FwpXlLanguageModel = super().build_model(cfg, task)
         memory = getattr(model.decoder, "mem_len", 0)  # none below a fast weight layer on another model
-        settings = getattr(task, "args", None)  # none in a conversion
-        if memory and settings is not None and not getattr(settings, "carry_state", False):
+        if memory and forgets_segments(task):
             logger.warning(
                 "segments are read without a memory of those before: --mem-len %d needs --task fwp_language_modeling "
                 "--carry-state",

@@ -5,9 +5,11 @@ import logging
 from dataclasses import fields
 from typing import Any, ClassVar
 
+import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
 from omegaconf import OmegaConf
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +40,54 @@ class LanguageModel(FairseqLanguageModel):
         """The options given that this configuration, of which a decoder was built, does not look at: its fields."""
         raise NotImplementedError
 
+    @classmethod
+    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
+        """The settings by which this model takes over the weights of one with these, if that can be at all."""
+        return saved
+
+    @classmethod
+    def misfits(
+        cls, weights: dict[str, Tensor], saved: dict[str, Any], given: dict[str, Any], dictionary: Any
+    ) -> dict[str, tuple[Any, Any]]:
+        """The options, as `given`, that the weights of a model with the settings `saved` cannot be loaded with.
+
+        By name, the value that the weights go with, and the one given: each alone is in the way. {} where other things
+        are, or only several together.
+        """
+        defaults = {name: value for name, value in vars(cls.config()).items() if name != "_name"}
+        saved, given = {**defaults, **cls.adopt(saved)}, {**defaults, **given}
+        if not cls._fits(weights, saved, dictionary):
+            return {}
+        return {
+            name: (saved[name], given[name])
+            for name in defaults
+            if saved[name] != given[name] and not cls._fits(weights, {**saved, name: given[name]}, dictionary)
+        }
+
+    @classmethod
+    def _fits(cls, weights: dict[str, Tensor], settings: dict[str, Any], dictionary: Any) -> bool:
+        """Whether a model with these settings takes the weights: only names and shapes are looked at."""
+        level = logging.root.manager.disable
+        logging.disable(logging.INFO)  # such a model is not there to be told of
+        try:
+            with torch.device("meta"):
+                model = cls(cls.build_decoder(OmegaConf.create(settings), dictionary))
+            model.load_state_dict({name: value.to("meta") for name, value in weights.items()})
+        except (RuntimeError, ValueError):
+            return False
+        finally:
+            logging.disable(level)
+        return True
+
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
         return MAX_GENERATED_POSITIONS
+
+
+def forgets_segments(task: Any) -> bool:
+    """Whether a training reads each segment as if there were none before it. (A conversion reads nothing.)"""
+    settings = getattr(task, "args", None)
+    return settings is not None and not getattr(settings, "carry_state", False)
 
 
 def warn_of_unused(flags: list[str]) -> None:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.causal_sum import Number, causal_sum, cumulative_sum
+from fairseq_fwp.modules.look_up import look_up
 from fairseq_fwp.modules.precision import at_least_float32
 
 # The paper: step sizes start at 0.01. It does not say where gamma starts: here, a segment counts 9 tenths of the next.
@@ -56,7 +57,6 @@ DAMPING = 0.1
 
 # Which weights are fast: both layers, one of them, the output softmax's bias alone (Table 2, "bias only"), or none.
 FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}
-
 
 # At which weights a segment's losses are differentiated, see above.
 GRADIENTS_AT = ("trained", "carried")
@@ -175,7 +175,8 @@ class FastWeightLayer(nn.Module):
     step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
     by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
     training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
-    ValueError for fewer than 2 D hidden units and a divisor that is not above 0.
+    ValueError for fewer than 2 D hidden units, a divisor that is not above 0, a step size below 0 and a decay that is
+    not from 0 to 1.
     """
 
     def __init__(
@@ -196,15 +197,21 @@ class FastWeightLayer(nn.Module):
                 f"the layer begins as the identity, for which it needs 2 x {embed_dim} hidden units, got {hidden_dim}: "
                 "change --fwl-hidden-dim"
             )
-        if divisor <= 0:
+        if not 0 < divisor < math.inf:
             raise ValueError(f"gradients are divided by a number above 0: change --fwl-divide-gradients-by {divisor}")
+        if step_size is not None and not 0 <= step_size < math.inf:
+            raise ValueError(
+                f"a step goes down the gradient, by 0 or more times of it: change --fwl-step-size {step_size}"
+            )
+        if decay is not None and not 0 <= decay <= 1:
+            raise ValueError(f"of what was learnt a part is kept, from 0 to 1: change --fwl-decay {decay}")
         if gradients_at not in GRADIENTS_AT:
             raise ValueError(f"gradients_at must be one of {', '.join(GRADIENTS_AT)}, got {gradients_at!r}")
         self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
         self.first = nn.Linear(embed_dim, hidden_dim)
         self.second = nn.Linear(hidden_dim, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
-        self.fast = FAST_WEIGHTS[fast]
+        self.fast = look_up("choice of fast weights", fast, FAST_WEIGHTS)
         self.bias_entries = bias_entries
         self.divisor = divisor
         self.gradients_at = gradients_at
@@ -353,7 +360,7 @@ class FastWeightLayer(nn.Module):
                 loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor
                 (of_y,) = torch.autograd.grad(loss, y, create_graph=True)
             else:
-                of_y = softmax.loss_gradient(y.detach(), targets) * (known.unsqueeze(-1) / self.divisor).to(y.dtype)
+                of_y = softmax.loss_gradient(y.detach(), targets) * known.unsqueeze(-1) / self.divisor
             outs = {"first": hidden, "second": outputs}
             outs = {layer: out for layer, out in outs.items() if f"{layer}.weight" in self.fast}
             errors = torch.autograd.grad(y, list(outs.values()), of_y, create_graph=second_order) if outs else ()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fwp import ops
+from fairseq_fwp.modules.look_up import look_up
 
 
 class Gate(NamedTuple):
@@ -74,6 +75,4 @@ UPDATE_RULES = {
 
 def find_rule(name: str) -> UpdateRule:
     """The rule of that name. Raises ValueError for one that is not in UPDATE_RULES."""
-    if name not in UPDATE_RULES:
-        raise ValueError(f"unknown update rule {name!r}: choose one of {', '.join(UPDATE_RULES)}")
-    return UPDATE_RULES[name]
+    return look_up("update rule", name, UPDATE_RULES)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -21,6 +22,19 @@ BASES = {
 }
 
 
+SIZES = [
+    "--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 2,
+]  # fmt: skip
+
+
+def train(folder, name, *flags):
+    train_model(
+        folder / "data", *flags, "--cpu", "--tokens-per-sample", LENGTH, "--batch-size", 4, "--optimizer", "adam",
+        "--lr", 0.01, "--max-update", 3, "--disable-validation", "--no-epoch-checkpoints", "--save-dir", folder / name,
+        "--log-format", "none", "--num-workers", 0,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """data (binarised), and a checkpoint NAME/checkpoint_last.pt of every base."""
@@ -30,12 +44,7 @@ def folder(tmp_path_factory):
         (folder / f"{split}.txt").write_text("\n".join(text) + "\n")
     preprocess(folder / "train.txt", folder / "test.txt", folder / "data")
     for name, flags in BASES.items():
-        train_model(
-            folder / "data", *flags, "--cpu", "--decoder-layers", 1, "--decoder-embed-dim", 16,
-            "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 2, "--tokens-per-sample", LENGTH,
-            "--batch-size", 4, "--optimizer", "adam", "--lr", 0.01, "--max-update", 3, "--disable-validation",
-            "--no-epoch-checkpoints", "--save-dir", folder / name, "--log-format", "none", "--num-workers", 0,
-        )  # fmt: skip
+        train(folder, name, *flags, *SIZES)
     return folder
 
 
@@ -86,6 +95,45 @@ def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
     torch.testing.assert_close(of_gradients, of_x.mT @ of_x / len(of_x))
 
 
+FINE_TUNING = [*XL, "--arch", "fwp_fwl_lm", "--decoder-normalize-before"]
+FORGOTTEN = {
+    "base": (
+        ["--fwl-map-inputs", *SIZES],
+        r"goes with --fwl-base fwp_xl_lm, and this training has --fwl-base fwp_lm: give the flags of its model",
+    ),
+    "map": (
+        ["--fwl-base", "fwp_xl_lm", *SIZES],
+        r"goes with --fwl-map-inputs, and this training has no --fwl-map-inputs: give",
+    ),
+    "a size": (
+        ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", *SIZES[2:], "--decoder-layers", 2],
+        r"goes with --decoder-layers 1, and this training has --decoder-layers 2: give",
+    ),
+}
+
+
+@pytest.mark.parametrize("option", ["--finetune-from-model", "--restore-file"])
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
+    """And those alone, in one sentence, where fairseq has the names of all weights."""
+    _, out = run(folder, "Transformer-XL")
+    flags, sentence = FORGOTTEN[case]
+    with pytest.raises(ValueError, match=rf"^\S+/Transformer-XL\.pt {sentence}") as error:
+        train(folder, tmp_path, *FINE_TUNING, option, out, *flags)
+    assert "\n" not in str(error.value) and error.value.__cause__ is None and error.value.__suppress_context__
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
+    _, out = run(folder, "Transformer-XL")
+    state = torch.load(out)
+    del state["model"]["decoder.fast_weight_layer.first.bias"]
+    torch.save(state, tmp_path / "damaged.pt")
+    flags = ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", *SIZES]
+    with pytest.raises(Exception, match="Cannot load model parameters from checkpoint"):
+        train(folder, tmp_path, *FINE_TUNING, "--finetune-from-model", tmp_path / "damaged.pt", *flags)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -98,6 +146,23 @@ def test_refusals_write_nothing(folder, name, sentence):
     with pytest.raises(SystemExit, match=sentence):
         run(folder, name)
     assert not list(folder.glob(f"{name}.pt*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("", "the text 'train' in .* is empty"), (None, "no text 'train' in .*, where there is test")],
+)
+def test_there_has_to_be_a_training_text(folder, tmp_path, text, sentence):
+    data, out = tmp_path / "data", tmp_path / "start.pt"
+    shutil.copytree(folder / "data", data)
+    for file in data.glob("train.*"):
+        file.unlink()
+    if text is not None:
+        (data / "train.bin").touch()
+    path = folder / "local" / "checkpoint_last.pt"
+    with pytest.raises(SystemExit, match=f"^fwp-add-layer: {sentence}"):
+        add_layer.main([str(data), "--path", str(path), "--out", str(out)])
+    assert not out.exists()
 
 
 def test_a_short_text_is_refused(build_model):  # noqa: F811

@@ -333,8 +333,8 @@ REFUSALS = {
     "a plugin's": (["plugin.pt", "data"], r"the model 'my_lm' of the task .*: name its plugin with --user-dir"),
     "another dictionary": (["delta.pt", "data2"], r"data2 has another .*dictionary \(16 words, .*pass the data"),
     "no dictionary": (["delta.pt", "text"], r"no dict\.txt in the data folder"),
-    "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"no subset 'valid' in .* can be test, train"),
-    "no text": (["delta.pt", "empty"], r"nothing to evaluate: test in .* has no tokens"),
+    "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"no text 'valid' in .*, where .* test, train"),
+    "no text": (["delta.pt", "empty"], r"the text 'test' in .*empty is empty: preprocess a file"),
     "too long": (["delta.pt", "data", "--tokens-per-sample", 33], r"33 is longer than the 32 .*: pass at most 32"),
     "wide stride": (["delta.pt", "data", "--stride", 33], r"--stride must be in that range"),
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window from 0 to 31"),
@@ -350,7 +350,7 @@ OVERRIDES = {
     "{'sum_normalization': 'x'}": r"sets sum_normalization to 'x': it has to be True or False$",
     "{'fwp_backend': 'gpu'}": r"sets fwp_backend to 'gpu': it has to be one of auto, kernel, reference$",
     "{'decoder_update_rule': 'x'}": r"unknown update rule 'x'",
-    "{'decoder_layers': 3}": r"does not fit its settings .* and no --model-overrides of its sizes$",
+    "{'decoder_layers': 3}": r"sets decoder_layers to 3 \(trained with 2\), which the weights of .* do not fit$",
 }
 MISUSES = {
     "two streams": (["--carry-state", "--batch-size", 2], r"--carry-state reads one stream"),

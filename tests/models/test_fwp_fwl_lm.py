@@ -1,19 +1,22 @@
 """Laws of the language models with a fast weight layer: streams, decoding, fine-tuning, and the variants."""
 
 import io
+import logging
+import math
 from argparse import Namespace
 
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
-from fairseq.sequence_generator import SequenceGenerator
 
+from fairseq_fwp._settings import plain
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel, FwpFwlLanguageModelConfig
+from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.presets import FWL_PRESETS
-from fairseq_fwp.modules.fast_weight_layer import PACE
+from fairseq_fwp.modules.fast_weight_layer import GRADIENTS_AT, PACE, STEP_SIZE
 
-from .conftest import configure, log_probs, make_dictionary, random_tokens
+from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
+from .stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states
 
 XL = {"fwl_base": "fwp_xl_lm", "mem_len": 6}
 LOCAL = {"decoder_update_rule": "softmax", "attention_window": 3}
@@ -54,28 +57,11 @@ def build(build_model):
     return build
 
 
-def by_segments(model, tokens, lengths, state=None):
-    """Log-probabilities of segments read one after the other, and the last state."""
-    scores = []
-    for segment in tokens.split(lengths, 1):
-        out = model(segment, state=state)
-        scores.append(model.get_normalized_probs(out, log_probs=True))
-        state = out[1]["state"].detach()
-    return torch.cat(scores, 1), state
-
-
 @pytest.mark.parametrize("pieces", [[1] * 11, [6, 1, 4], [11]], ids=str)
 @pytest.mark.parametrize("carried", [False, True])
 def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
-    """Token by token or in one pass, over the ends of segments of 4 tokens: it is the parallel form, carried on."""
-    model, tokens = build(kind), random_tokens(2, 11)
-    state = by_segments(model, random_tokens(2, 8), 4)[1] if carried else None
-    expected, _ = by_segments(model, tokens, 4, state)
-    kept, end, scores = {}, 0, []
-    for piece in pieces:
-        end += piece
-        scores.append(log_probs(model, tokens[:, :end], incremental_state=kept, state=state))
-    torch.testing.assert_close(torch.cat(scores, 1), expected)
+    """Token by token or in one pass: it is the parallel form, carried on."""
+    check_decoding(build(kind), pieces, carried)
 
 
 def test_reading_teaches(build, kind):
@@ -112,48 +98,17 @@ def test_the_past_does_not_depend_on_the_future(build, kind):
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
-    """Over several segments, with prompts of two lengths in the batch: each beam goes on from what it has learnt."""
-    model = build(kind)
-    dictionary, prompts = model.decoder.dictionary, random_tokens(2, 3)
-    prompts[1, 2] = dictionary.pad()
-    generator = SequenceGenerator(
-        [model], dictionary, beam_size=beam, max_len_b=9, normalize_scores=False, eos=dictionary.eos()
-    )
-    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.tensor([3, 2])}}
-    for hypotheses in generator.generate([model], sample, prefix_tokens=prompts):
-        for hypothesis in hypotheses:
-            tokens = hypothesis["tokens"]
-            inputs = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens[:-1]]).unsqueeze(0)
-            rescored = by_segments(model, inputs, 4)[0][0].gather(1, tokens.unsqueeze(1)).squeeze(1)
-            torch.testing.assert_close(hypothesis["positional_scores"].double(), rescored, rtol=1e-5, atol=1e-5)
+    """Over several segments: each beam goes on from what it has learnt."""
+    check_beam_search(build(kind), beam)
 
 
 def test_padding_changes_no_score_here_or_later(build, kind):
-    model, rows = build(kind), [random_tokens(1, n) for n in (6, 4, 5, 2)]
-    batch = torch.full((4, 9), model.decoder.padding_idx)
-    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([7, 8])]
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        batch[row, place] = tokens[0]
-    more = random_tokens(4, 3)
-    scores, state = by_segments(model, batch, 9)
-    after, _ = by_segments(model, more, 3, state)
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        expected, alone = by_segments(model, tokens, tokens.shape[1])
-        torch.testing.assert_close(scores[row, place], expected[0])
-        torch.testing.assert_close(after[row], by_segments(model, more[row : row + 1], 3, alone)[0][0])
+    check_padding(build(kind))
 
 
 def test_carried_states_are_reordered_and_reset(build, kind):
-    model, tokens = build(kind), random_tokens(3, 9)
-    _, state = by_segments(model, tokens[:, :5], 5)
-    order = torch.tensor([1, 0, 1])
-    expected, _ = by_segments(model, tokens[order], [5, 4])
-    torch.testing.assert_close(log_probs(model, tokens[order][:, 5:], state=state.reorder(order)), expected[:, 5:])
-    scores = log_probs(model, tokens[:, 5:], state=state.reset(torch.tensor([False, True, False])))
-    torch.testing.assert_close(scores[1:2], log_probs(model, tokens[1:2, 5:]))
-    torch.testing.assert_close(
-        scores[::2], log_probs(model, tokens[::2, 5:], state=state.reorder(torch.tensor([0, 2])))
-    )
+    model = build(kind)
+    check_rows_of_states(model)
     assert model.decoder.carries_state == (kind != "softmax")
 
 
@@ -244,6 +199,69 @@ def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
     del damaged["decoder.fast_weight_layer.norm.bias"]
     with pytest.raises(RuntimeError, match=r"norm\.bias"):
         fast.load_state_dict(damaged, strict=True)
+
+
+def test_learned_steps_are_left_out_where_there_are_none_to_learn(build, caplog):
+    """What the layer is worth that no longer learns, or that learns by one step size of all weights."""
+    trained, tokens = build("local"), random_tokens(2, 4)
+    trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(math.log(0.05 / STEP_SIZE) / PACE)
+    slow, fixed = build("none"), build("local", fwl_step_size=0.05, fwl_decay=1.0)
+    with caplog.at_level(logging.INFO):
+        for model in (slow, fixed):
+            model.load_state_dict(trained.state_dict(), strict=True)
+    assert caplog.text.count("log_step_sizes is left out") == caplog.text.count("decay_logits is left out") == 2
+    torch.testing.assert_close(log_probs(fixed, tokens), log_probs(trained, tokens))
+    trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(-1e9)
+    torch.testing.assert_close(log_probs(slow, tokens), log_probs(trained, tokens))
+
+
+MISFITS = {
+    "base": ({"fwl_base": "fwp_lm"}, {"fwl_base": ("fwp_xl_lm", "fwp_lm")}),
+    "map": ({"fwl_map_inputs": False}, {"fwl_map_inputs": (True, False)}),
+    "sizes": (
+        {"decoder_layers": 3, "fwl_hidden_dim": 40},
+        {"decoder_layers": (2, 3), "fwl_hidden_dim": (None, 40)},
+    ),
+    "what cannot be built": ({"decoder_attention_heads": 3}, {"decoder_attention_heads": (4, 3)}),
+    "a subset of the steps": ({"fwl_fast_weights": "first"}, {"fwl_fast_weights": ("both", "first")}),
+    "nothing": ({"dropout": 0.5, "fwl_gradients_at": "carried", "mem_len": 3, "fwl_step_size": 0.1}, {}),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_flags_that_weights_do_not_fit_are_found(build_model, case):
+    """Each of them and no other, whatever else is given."""
+    flags = {**SMALL, **XL, "fwl_map_inputs": True}
+    model = build_model("fwp_fwl_lm", **flags)
+    saved, other = plain(configure("fwp_fwl_lm", **flags)), {"activation_fn": "gelu", "max_target_positions": 9}
+    change, expected = MISFITS[case]
+    given = plain(configure("fwp_fwl_lm", **{**flags, **other, **change}))
+    weights, dictionary = model.state_dict(), model.decoder.dictionary
+    assert FwpFwlLanguageModel.misfits(weights, saved, given, dictionary) == expected
+    assert FwpFwlLanguageModel.misfits(weights, saved, given, make_dictionary(51)) == {}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_base_fits_its_own_name_alone(build_model, base):
+    weights, other = build_model(base).state_dict(), next(name for name in BASES if name != base)
+    saved = {**plain(configure(base, **SMALL)), "_name": base}
+
+    def misfits(**flags):
+        given = plain(configure("fwp_fwl_lm", **{**SMALL, **flags}))
+        return FwpFwlLanguageModel.misfits(weights, saved, given, make_dictionary(50))
+
+    assert misfits(fwl_base=base) == {}
+    assert misfits(fwl_base=other) == {"fwl_base": (base, other)}
+    assert misfits(fwl_base=base, decoder_layers=3) == {"decoder_layers": (2, 3)}
+
+
+@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
+def test_gradients_at_carried_weights_ask_for_a_state(carry, gradients_at, caplog):
+    task = Namespace(target_dictionary=make_dictionary(50), args=Namespace(carry_state=carry))
+    flags = {**SMALL, **LOCAL, "fwl_gradients_at": gradients_at}
+    FwpFwlLanguageModel.build_model(configure("fwp_fwl_lm", **flags), task)
+    assert ("--fwl-gradients-at carried needs" in caplog.text) == (gradients_at == "carried" and not carry)
 
 
 def test_a_layer_trained_without_fast_weights_takes_them_on_at_test_time(build):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.modules import FairseqDropout
-from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
+from .stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states
 
 KINDS = {
     "relative": {},
@@ -39,16 +39,6 @@ def kind(request):
 def build(build_model):
     """build(kind, **flags) -> a model with a memory of 6 tokens, where its kind has one."""
     return lambda kind, **flags: build_model("fwp_xl_lm", **{"mem_len": 6, **KINDS[kind], **flags})
-
-
-def by_segments(model, tokens, lengths, state=None):
-    """Log-probabilities of segments read one after the other, and the last memory."""
-    scores = []
-    for segment in tokens.split(lengths, 1):
-        out = model(segment, state=state)
-        scores.append(model.get_normalized_probs(out, log_probs=True))
-        state = out[1]["state"].detach()
-    return torch.cat(scores, 1), state
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
@@ -92,16 +82,7 @@ def test_without_recurrence_nothing_is_remembered(build, kind):
 @pytest.mark.parametrize("pieces", [[1] * 15, [6, 1, 8], [15]], ids=str)
 @pytest.mark.parametrize("carried", [False, True])
 def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
-    """Token by token or in one pass, from nothing or from a memory, over the ends of segments of 4 tokens."""
-    model, tokens = build(kind, tokens_per_sample=4), random_tokens(2, 15)
-    state = by_segments(model, random_tokens(2, 8), 4)[1] if carried else None
-    expected, _ = by_segments(model, tokens, 4, state)
-    kept, end, scores = {}, 0, []
-    for piece in pieces:
-        end += piece
-        scores.append(log_probs(model, tokens[:, :end], incremental_state=kept, state=state))
-    assert [score.shape[1] for score in scores] == pieces
-    torch.testing.assert_close(torch.cat(scores, 1), expected)
+    check_decoding(build(kind, tokens_per_sample=4), pieces, carried)
 
 
 def test_decoding_memory_is_bounded(build, kind):
@@ -122,58 +103,20 @@ def test_reordered_beams_go_on_from_their_own_past(build, kind):
     torch.testing.assert_close(step, by_segments(model, tokens[order], 4)[0][:, -1:])
 
 
-def test_a_carried_memory_is_reordered(build, kind):
-    model, tokens = build(kind), random_tokens(3, 9)
-    _, state = by_segments(model, tokens[:, :5], 5)
-    order = torch.tensor([1, 0, 1])
-    expected, _ = by_segments(model, tokens[order], [5, 4])
-    torch.testing.assert_close(log_probs(model, tokens[order][:, 5:], state=state.reorder(order)), expected[:, 5:])
-
-
-def test_rows_that_are_reset_have_read_nothing(build, kind):
-    model, tokens = build(kind), random_tokens(3, 9)
-    _, state = by_segments(model, tokens[:, :5], 5)
-    scores = log_probs(model, tokens[:, 5:], state=state.reset(torch.tensor([False, True, False])))
-    torch.testing.assert_close(
-        scores[::2], log_probs(model, tokens[::2, 5:], state=state.reorder(torch.tensor([0, 2])))
-    )
-    torch.testing.assert_close(scores[1:2], log_probs(model, tokens[1:2, 5:]))
+def test_carried_memories_are_reordered_and_reset(build, kind):
+    model = build(kind)
+    check_rows_of_states(model)
     assert model.decoder.carries_state == (model.decoder.mem_len > 0)
 
 
 @pytest.mark.parametrize("beam", [1, 4])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
-    """Over several segments, with prompts of two lengths in the batch."""
-    model = build(kind, tokens_per_sample=4)
-    dictionary, prompts = model.decoder.dictionary, random_tokens(2, 3)
-    prompts[1, 2] = dictionary.pad()
-    generator = SequenceGenerator(
-        [model], dictionary, beam_size=beam, max_len_b=11, normalize_scores=False, eos=dictionary.eos()
-    )
-    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.tensor([3, 2])}}
-    for prompt, hypotheses in zip(prompts, generator.generate([model], sample, prefix_tokens=prompts), strict=True):
-        for hypothesis in hypotheses:
-            tokens = hypothesis["tokens"]
-            assert tokens[: prompt.ne(dictionary.pad()).sum()].tolist() == prompt[prompt.ne(dictionary.pad())].tolist()
-            inputs = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens[:-1]]).unsqueeze(0)
-            rescored = by_segments(model, inputs, 4)[0][0].gather(1, tokens.unsqueeze(1)).squeeze(1)
-            torch.testing.assert_close(hypothesis["positional_scores"].double(), rescored, rtol=1e-5, atol=1e-5)
+    check_beam_search(build(kind, tokens_per_sample=4), beam)
 
 
 def test_padding_changes_no_score_here_or_later(build, kind):
-    """On the left, on the right and between tokens, also in a segment that is remembered."""
-    model, rows = build(kind), [random_tokens(1, n) for n in (6, 4, 5, 2)]
-    batch = torch.full((4, 9), model.decoder.padding_idx)
-    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([7, 8])]
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        batch[row, place] = tokens[0]
-    more = random_tokens(4, 3)
-    scores, state = by_segments(model, batch, 9)
-    after, _ = by_segments(model, more, 3, state)
-    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
-        expected, alone = by_segments(model, tokens, tokens.shape[1])
-        torch.testing.assert_close(scores[row, place], expected[0])
-        torch.testing.assert_close(after[row], by_segments(model, more[row : row + 1], 3, alone)[0][0])
+    """Also in a segment that is remembered."""
+    check_padding(build(kind))
 
 
 def test_the_past_does_not_depend_on_the_future(build, kind):
