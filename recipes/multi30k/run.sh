@@ -54,7 +54,8 @@ esac
 case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
 case $stage in
   eval | all)
-    [ "$stage" = all ] || generate=("${extra[@]}")
+    if [ "$stage" = eval ]; then generate=("${extra[@]}"); fi
+    [[ $stage = eval || " ${extra[*]} " != *" --cpu "* ]] || generate=(--cpu)
     for name in $models; do
       for split in valid test; do translate "$name" $split "$out/$name/checkpoint_best.pt" ''; done
     done
