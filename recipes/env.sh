@@ -1,10 +1,16 @@
 # Sourced first by every run.sh. Sets everything up (seconds once it is done), activates it, and gives `root` and `run`:
-#   . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots
-# Name an extra, or '': without an argument of its own, a sourced file sees those of the script.
+#   . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots -- "$@"
+# Extras, if any, then the script's own arguments: for --help its header is all there is to do, and nothing is set up.
 # shellcheck shell=bash
 
+extras=()
+until [ "${1:---}" = -- ]; do extras+=("$1"); shift; done
+if [ "${2:-}" = -h ] || [ "${2:-}" = --help ]; then
+  sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[1]}"
+  exit
+fi
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-bash "$root/recipes/setup.sh" ${1:+"$@"}
+bash "$root/recipes/setup.sh" ${extras[@]+"${extras[@]}"}
 if [ -n "${VIRTUAL_ENV:-}" ] || [ "${CONDA_DEFAULT_ENV:-base}" = base ]; then
   # shellcheck disable=SC1091
   . "${VIRTUAL_ENV:-$root/.venv}/bin/activate"

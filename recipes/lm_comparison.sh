@@ -10,16 +10,10 @@
 tokens=256 # per sample, in training and in evaluation
 task=(--task language_modeling --tokens-per-sample "$tokens" --sample-break-mode none --required-batch-size-multiple 1)
 
-usage() {
-  echo "usage: run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']"
-  echo "              [flags for fairseq-train]"
-}
-
 read_arguments() {
   stage=all
   case ${1:-} in
     prepare | train | eval | sample | all) stage=$1; shift ;;
-    -h | --help) usage; exit ;;
     [!-]*) die "there is no stage $1: it is prepare, train, eval, sample or all." ;;
   esac
   extra=()

@@ -9,17 +9,10 @@
 
 task=()
 
-usage() {
-  echo "usage: run.sh prepare [--data FOLDER [--any-text]] [--out FOLDER]"
-  echo "       run.sh train --conf conf/NAME.yaml [--data FOLDER [--any-text]] [--out FOLDER] [flags for fairseq-train]"
-  echo "       run.sh eval --conf conf/NAME.yaml [--out FOLDER] [flags for fwp-eval-lm, in place of the row's own]"
-}
-
 read_arguments() {
   stage=${1:-} conf='' any_text='' extra=()
   case $stage in
     prepare | train | eval) shift ;;
-    -h | --help) usage; exit ;;
     *) die "there is no stage '$stage': it is prepare, train or eval." ;;
   esac
   while [ $# -gt 0 ]; do

@@ -3,7 +3,7 @@
 # `bash tests/run.sh lint` checks only the form; that is also the pre-commit hook.
 set -euo pipefail
 # shellcheck source=recipes/env.sh
-. "$(dirname -- "${BASH_SOURCE[0]}")/../recipes/env.sh" dev plots
+. "$(dirname -- "${BASH_SOURCE[0]}")/../recipes/env.sh" dev plots -- "$@"
 cd "$root"
 
 lint() {

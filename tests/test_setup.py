@@ -336,3 +336,18 @@ def test_env_passes_on_a_failed_set_up(checkout):
     command = ["bash", "-euc", '. "$0" plots; echo not reached', checkout / "recipes/env.sh"]
     done = subprocess.run(command, env=environment(checkout), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "")
+
+
+@pytest.mark.parametrize(
+    "script", [*sorted(ROOT.glob("recipes/*/run.sh")), ROOT / "tests/run.sh"], ids=lambda x: x.parent.name
+)
+def test_help_is_the_header_and_sets_nothing_up(tmp_path, script):
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    (tmp_path / "recipes/setup.sh").write_text("exit 7\n")
+    copy = tmp_path / script.relative_to(ROOT)
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(script, copy)
+    shown = subprocess.run(["bash", copy, "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0 and f"bash {script.relative_to(ROOT)}" in shown.stdout
+    assert "shellcheck" not in shown.stdout and not shown.stderr
+    assert subprocess.run(["bash", copy], capture_output=True).returncode == 7

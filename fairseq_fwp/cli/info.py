@@ -30,13 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--hydra",
         metavar="ARCH",
-        # fairseq-hydra-train builds models from dataclasses, which the one for translation does not have.
-        choices=sorted(
-            arch
-            for model, presets in PRESETS_OF_MODELS.items()
-            if model in MODEL_DATACLASS_REGISTRY
-            for arch in presets
-        ),
+        type=_architecture_for_hydra,
         help="print a configuration for fairseq-hydra-train with this architecture, of a language model, and no more",
     )
     args = parser.parse_args(argv)
@@ -82,7 +76,7 @@ def versions() -> list[str]:
 
 def devices() -> list[str]:
     """The CPU with torch's threads, and each GPU."""
-    lines = [f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"]
+    lines = [f"cpu: {platform.machine()}, threads: {torch.get_num_threads()}"]
     for index in range(torch.cuda.device_count()):
         lines.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}")
     return lines
@@ -98,6 +92,19 @@ def kernels(build: bool) -> list[str]:
         + (f"; {status.cure}" if status.cure else "")
         for device, status in ops.kernel_status().items()
     ]
+
+
+def _architecture_for_hydra(arch: str) -> str:
+    """fairseq-hydra-train builds models from dataclasses, which the one for translation does not have."""
+    known = {
+        name for model, presets in PRESETS_OF_MODELS.items() if model in MODEL_DATACLASS_REGISTRY for name in presets
+    }
+    if arch not in known:
+        raise argparse.ArgumentTypeError(
+            f"fairseq-hydra-train has no {arch!r}: it trains language models ({', '.join(sorted(known))}), "
+            "fairseq-train all of them"
+        )
+    return arch
 
 
 def hydra_yaml(arch: str) -> str:

@@ -11,7 +11,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from fairseq_fwp.models.fwp_lm import build_attention, build_map
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState, check_heads
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.linear_attention import LinearAttention
 
@@ -122,11 +122,11 @@ class FwpEncoderLayer(TransformerEncoderLayerBase):
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """softmax: fairseq's own."""
+        heads = cfg.encoder_attention_heads
+        check_heads(embed_dim, heads, "encoder")
         if cfg.encoder_feature_map == "softmax":
             return super().build_self_attention(embed_dim, cfg)
-        return build_linear_attention(
-            EncoderAttention, cfg.encoder_feature_map, embed_dim, cfg.encoder_attention_heads, cfg
-        )
+        return build_linear_attention(EncoderAttention, cfg.encoder_feature_map, embed_dim, heads, cfg)
 
 
 class FwpDecoderLayer(TransformerDecoderLayerBase):
@@ -144,9 +144,10 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """softmax: fairseq's own."""
+        heads, source_dim = cfg.decoder_attention_heads, cfg.encoder_embed_dim
+        check_heads(embed_dim, heads)
         if cfg.cross_feature_map == "softmax":
             return super().build_encoder_attention(embed_dim, cfg)
-        heads, source_dim = cfg.decoder_attention_heads, cfg.encoder_embed_dim
         return build_linear_attention(
             CrossAttention, cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=source_dim
         )

@@ -102,11 +102,7 @@ class FastWeightAttention(nn.Module):
             raise ValueError(
                 "--attention-normalization-read-out-only is a kind of --attention-normalization: give both"
             )
-        for given in (epsilon, sum_epsilon):
-            if given is not None and not 0 < given < math.inf:
-                raise ValueError(
-                    f"--normalization-epsilon and --sum-normalization-epsilon must be numbers above 0: got {given}"
-                )
+        check_epsilons(epsilon, sum_epsilon)
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.key_dim = self.head_dim if key_dim is None else key_dim
@@ -277,13 +273,22 @@ class FastWeightAttention(nn.Module):
         )
 
 
-def check_heads(embed_dim: int, num_heads: int) -> None:
-    """Raises ValueError unless num_heads divides embed_dim, and leaves something to each."""
+def check_heads(embed_dim: int, num_heads: int, side: str = "decoder") -> None:
+    """Raises ValueError, with that side's flags, unless num_heads divides embed_dim and leaves something to each."""
     if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
         raise ValueError(
             f"the embedding dimension {embed_dim} is not divisible by {num_heads} attention heads: change "
-            "--decoder-embed-dim or --decoder-attention-heads"
+            f"--{side}-embed-dim or --{side}-attention-heads"
         )
+
+
+def check_epsilons(*given: float | None) -> None:
+    """Raises ValueError for one that is no number above 0; None is a default."""
+    for epsilon in given:
+        if epsilon is not None and not 0 < epsilon < math.inf:
+            raise ValueError(
+                f"--normalization-epsilon and --sum-normalization-epsilon must be numbers above 0: got {epsilon}"
+            )
 
 
 def scores_are_cheaper(pairs: int, visits: int, sizes: tuple[int, int]) -> bool:

@@ -9,7 +9,12 @@ Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, 
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.fast_weight_attention import FastWeightState, check_heads, scores_are_cheaper
+from fairseq_fwp.modules.fast_weight_attention import (
+    FastWeightState,
+    check_epsilons,
+    check_heads,
+    scores_are_cheaper,
+)
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.normalization import bound
 from fairseq_fwp.modules.precision import at_least_float32
@@ -27,7 +32,7 @@ class LinearAttention(nn.Module):
     epsilon: of the divisor, None = the map's; add_epsilon: add it to the divisor (else: its lower bound).
 
     Features, W and z are in float32 at least, also under autocast. Raises ValueError for a head count that does not
-    divide embed_dim.
+    divide embed_dim, and an epsilon that is not above 0.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class LinearAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
+        check_epsilons(epsilon)
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.feature_map = feature_map

@@ -12,14 +12,13 @@ set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/env.sh
-. "$here/../env.sh" plots
+. "$here/../env.sh" plots -- "$@"
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
 stage='' confs=() out=$root/runs/associative_retrieval workers=()
 while [ $# -gt 0 ]; do
   case $1 in
-    -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
     plan | train | report | all)
       [ -z "$stage" ] || die "there are two stages, $stage and $1: name one."
       stage=$1

@@ -13,7 +13,7 @@ if "$python" -c 'import fairseq, matplotlib, pytest, torch' 2>/dev/null; then
   run() { printf '+%s\n' "$(printf ' %q' "$@")" >&2; "$@"; }
 else
   # shellcheck source=recipes/env.sh
-  . "$root/recipes/env.sh" plots dev
+  . "$root/recipes/env.sh" plots dev -- "$@"
   python=python
 fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

@@ -9,7 +9,7 @@ all=(operators rules training long generation eval_lm translation fwl)
 parts=("$@")
 [ $# -gt 0 ] || parts=("${all[@]}")
 for part in "${parts[@]}"; do
-  case " ${all[*]} " in
+  case " ${all[*]} -h --help " in
     *" $part "*) ;;
     *) echo "run.sh: there is no part '$part': choose from ${all[*]}." >&2; exit 1 ;;
   esac
@@ -18,7 +18,7 @@ done
 LOAD_BEFORE=$(cut -d ' ' -f 1 /proc/loadavg)
 export LOAD_BEFORE
 # shellcheck source=recipes/env.sh
-. "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots dev
+. "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots dev -- "$@"
 here=$root/recipes/benchmarks
 
 # PATH without nvcc: a folder that holds it gives way to links to all else in it.

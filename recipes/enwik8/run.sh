@@ -12,7 +12,7 @@ set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/env.sh
-. "$here/../env.sh" ''
+. "$here/../env.sh" -- "$@"
 # shellcheck source=recipes/lm_corpus.sh
 . "$here/../lm_corpus.sh"
 

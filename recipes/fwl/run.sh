@@ -15,7 +15,7 @@ set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/env.sh
-. "$here/../env.sh" plots
+. "$here/../env.sh" plots -- "$@"
 # shellcheck source=recipes/lm_comparison.sh
 . "$here/../lm_comparison.sh"
 

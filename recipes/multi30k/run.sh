@@ -13,7 +13,7 @@ set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/env.sh
-. "$here/../env.sh" ''
+. "$here/../env.sh" -- "$@"
 # shellcheck source=recipes/mt_common.sh
 . "$here/../mt_common.sh"
 
@@ -37,7 +37,6 @@ corpus() { # corpus FOLDER OUT
 stage=all
 case ${1:-} in
   prepare | train | eval | all) stage=$1; shift ;;
-  -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
   [!-]*) die "there is no stage $1: it is prepare, train, eval or all." ;;
 esac
 read_flags --models "$@"
@@ -55,7 +54,8 @@ esac
 case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
 case $stage in
   eval | all)
-    [ "$stage" = all ] || generate=("${extra[@]}")
+    if [ "$stage" = eval ]; then generate=("${extra[@]}"); fi
+    [[ $stage = eval || " ${extra[*]} " != *" --cpu "* ]] || generate=(--cpu)
     for name in $models; do
       for split in valid test; do translate "$name" $split "$out/$name/checkpoint_best.pt" ''; done
     done

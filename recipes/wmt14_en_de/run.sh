@@ -13,7 +13,7 @@ set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/env.sh
-. "$here/../env.sh" ''
+. "$here/../env.sh" -- "$@"
 # shellcheck source=recipes/mt_common.sh
 . "$here/../mt_common.sh"
 
@@ -113,7 +113,6 @@ evaluate() { # evaluate NAME
 stage=${1:-}
 case $stage in
   prepare | train | eval) shift ;;
-  -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[0]}"; exit ;;
   *) die "there is no stage '$stage': it is prepare, train or eval." ;;
 esac
 arguments=()

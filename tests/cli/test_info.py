@@ -39,4 +39,4 @@ def test_an_architecture_that_hydra_cannot_have_is_refused(capsys, arch):
     with pytest.raises(SystemExit) as stopped:
         info.main(["--hydra", arch])
     assert stopped.value.code == 2
-    assert f"invalid choice: '{arch}'" in capsys.readouterr().err
+    assert f"fairseq-hydra-train has no '{arch}': it trains language models" in capsys.readouterr().err

@@ -41,6 +41,7 @@ KINDS = {
         for name in FEATURE_MAPS
     },
     "all-biased": {"decoder_update_rule": "sum", "attention_normalization": True, "attention_bias": True},
+    "compiled": {"fwp_backend": "auto"},
     "all-attention-normalised": {"decoder_update_rule": "sum", "attention_normalization": True},
 }
 
@@ -412,13 +413,49 @@ def test_positions_go_on_beyond_any_table():
         ({"encoder_feature_map": "cosine"}, "unknown feature map 'cosine': choose softmax or one of elu, "),
         ({"decoder_feature_map": "softmax"}, "unknown feature map 'softmax'"),
         ({"decoder_feature_map": "identity", "sum_normalization": True}, "features of either sign"),
-        ({"encoder_attention_heads": 3}, "16 is not divisible by 3 attention heads"),
+        (
+            {"encoder_attention_heads": 3},
+            "16 is not divisible by 3 attention heads: change --encoder-embed-dim or --enc",
+        ),
+        (
+            {"decoder_attention_heads": 3},
+            "16 is not divisible by 3 attention heads: change --decoder-embed-dim or --dec",
+        ),
+        ({"decoder_update_rule": "softmax", "normalization_epsilon": -1.0}, "must be numbers above 0: got -1.0"),
         ({"decoder_update_rule": "hebb"}, "unknown update rule 'hebb'"),
     ],
 )
 def test_what_cannot_be_built_is_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         build(**flags)
+
+
+def test_what_the_attentions_to_a_whole_sequence_are_built_with():
+    sizes = {"encoder_embed_dim": 24, "encoder_attention_heads": 2, "share_all_embeddings": False}
+    flags = {"attention_bias": True, "normalization_epsilon": 0.125, "add_normalization_epsilon": True}
+    model = build(**sizes, **flags)
+    found = model.encoder.layers[0].self_attn, model.decoder.layers[0].encoder_attn
+    assert [(x.num_heads, x.q_proj.in_features, x.kv_proj.in_features) for x in found] == [(2, 24, 24), (4, 16, 24)]
+    assert all(x.epsilon == 0.125 and x.add_epsilon for x in found)
+    assert all(part.bias is not None for x in found for part in (x.q_proj, x.kv_proj, x.out_proj))
+
+
+@pytest.mark.parametrize(
+    "flags, factor",
+    [
+        ({"encoder_feature_map": "elu", "cross_feature_map": "elu"}, 4**-0.25),
+        ({"encoder_feature_map": "favor", "cross_feature_map": "favor"}, 4**-0.25),
+        # The map has the factor already.
+        ({"encoder_feature_map": "favor", "cross_feature_map": "favor", "favor_softmax_scale": True}, 1),
+    ],
+)
+def test_scores_start_as_large_as_those_of_softmax_attention(flags, factor):
+    """Which divides q . k by sqrt(d), here 4: uniform as fairseq's projections, times d^(-1/4) each."""
+    model = build(**flags)
+    bound = factor * 2**-0.5 * (6 / 32) ** 0.5
+    for attention in (model.encoder.layers[0].self_attn, model.decoder.layers[0].encoder_attn):
+        for weight in (attention.q_proj.weight, attention.kv_proj.weight[:16]):
+            assert 0.9 * bound < weight.abs().max() <= bound
 
 
 @pytest.mark.parametrize("kind", ["all-elu", "all-favor", "cross-identity", "encoder-dpfp", "softmax"])

@@ -182,6 +182,9 @@ def test_half_precision_and_autocast(layer, dtype):
     out, state = half(x.to(dtype), source.to(dtype)), half.summarize(source.to(dtype))
     assert out.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in state)
     torch.testing.assert_close(out.float() / scale, expected / scale, rtol=0, atol=0.1)
+    # What is summed is rounded, its sum is not.
+    k, v = (part.double() for part in half._keys_and_values(source.to(dtype), None))
+    torch.testing.assert_close(state.weights.double(), k.mT @ v, rtol=0, atol=float(1e-6 * k.norm() * v.norm()))
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)

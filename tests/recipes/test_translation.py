@@ -159,12 +159,6 @@ def test_wrong_arguments_are_explained(recipes, tmp_path, recipe, arguments, mes
     assert result.returncode == 1 and message in result.stderr
 
 
-@pytest.mark.parametrize("recipe", ["multi30k", "wmt14_en_de"])
-def test_help_is_the_header_alone(recipes, recipe):
-    shown = run(recipes / recipe / "run.sh", "--help")
-    assert shown.returncode == 0 and "--out FOLDER" in shown.stdout and "shellcheck" not in shown.stdout
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     write_pairs(tmp_path / "a", 5, packed)
