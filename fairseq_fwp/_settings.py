@@ -36,18 +36,17 @@ def compare_in_training() -> None:
 
     def mend(load: Callable[..., Any]) -> Callable[..., Any]:
         def load_and_compare(cfg: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            model, given = type(trainer.get_model()), plain(trainer.cfg.model)
-            read: dict[str, dict[str, Any]] = {}
+            read: dict[str, Any] = {}
             try:
                 with _noting_settings(read):
                     loaded = load(cfg, trainer, *args, **kwargs)
             except Exception as error:
                 failed = re.match("Cannot load model parameters from checkpoint (.*); please", str(error))
                 if failed:
-                    _refuse_misfits(failed[1], model, given, trainer.task)
+                    _refuse_misfits(failed[1], trainer)
                 raise
             for path, saved in read.items():
-                _warn_of_changes(path, model, saved, given)
+                _warn_of_changes(path, saved, trainer)
             return loaded
 
         return load_and_compare
@@ -56,7 +55,7 @@ def compare_in_training() -> None:
 
 
 @contextlib.contextmanager
-def _noting_settings(read: dict[str, dict[str, Any]]) -> Iterator[None]:
+def _noting_settings(read: dict[str, Any]) -> Iterator[None]:
     """Of every checkpoint that is read meanwhile: the settings of its model. (Of several processes, one reads.)"""
     from fairseq import checkpoint_utils
 
@@ -64,8 +63,7 @@ def _noting_settings(read: dict[str, dict[str, Any]]) -> Iterator[None]:
 
     def load_and_note(path: str, *args: Any, **kwargs: Any) -> Any:
         state = load(path, *args, **kwargs)
-        if state.get("cfg"):
-            read[path] = plain(state["cfg"].model)
+        read[path] = state["cfg"].model if state.get("cfg") else None
         return state
 
     checkpoint_utils.load_checkpoint_to_cpu = load_and_note
@@ -75,9 +73,9 @@ def _noting_settings(read: dict[str, dict[str, Any]]) -> Iterator[None]:
         checkpoint_utils.load_checkpoint_to_cpu = load
 
 
-def _refuse_misfits(path: str, model: Any, given: dict[str, Any], task: Any) -> None:
-    """Raises ValueError where options, as given, do not let the model take the weights of the checkpoint."""
-    found = _misfits(path, model, given, task)
+def _refuse_misfits(path: str, trainer: Any) -> None:
+    """Raises ValueError where options of the training do not let its model take the weights of the checkpoint."""
+    found = _misfits(path, type(trainer.get_model()), trainer.cfg.model, trainer.task)
     if found:
         theirs, ours = _flags(found)
         raise ValueError(
@@ -86,15 +84,17 @@ def _refuse_misfits(path: str, model: Any, given: dict[str, Any], task: Any) -> 
         ) from None
 
 
-def _warn_of_changes(path: str, model: Any, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    found = model.changes(saved, given) if hasattr(model, "changes") else {}
+def _warn_of_changes(path: str, saved: Any, trainer: Any) -> None:
+    """Names the options by which the weights, trained with other settings, now compute something else."""
+    model = type(trainer.get_model())
+    if saved is None or not hasattr(model, "changes"):
+        return
+    found = model.changes(plain(saved), plain(trainer.cfg.model))
     if found:
         theirs, ours = _flags(found)
         logger.warning(
             "%s was trained with %s, and goes on here with %s: its weights compute something else so",
-            path,
-            theirs,
-            ours,
+            *(path, theirs, ours),
         )
 
 
@@ -106,7 +106,9 @@ def compare_in_evaluation() -> None:
         def load_or_explain(*args: Any, **kwargs: Any) -> Any:
             try:
                 return load(*args, **kwargs)
-            except RuntimeError:
+            except RuntimeError as error:
+                if "loading state_dict" not in str(error):
+                    raise
                 call = inspect.signature(load).bind(*args, **kwargs)
                 call.apply_defaults()
                 _refuse_overrides(**call.arguments)
@@ -126,9 +128,8 @@ def _refuse_overrides(
 
     for path in filter(os.path.isfile, filenames):
         cfg = (state or checkpoint_utils.load_checkpoint_to_cpu(path, arg_overrides))["cfg"]
-        given = plain(cfg.model)
-        model = ARCH_MODEL_REGISTRY.get(given.get("arch", given.get("_name")))
-        found = _misfits(path, model, given, task or tasks.setup_task(cfg.task, from_checkpoint=True))
+        model = ARCH_MODEL_REGISTRY.get(getattr(cfg.model, "arch", None) or cfg.model._name)
+        found = _misfits(path, model, cfg.model, task or tasks.setup_task(cfg.task, from_checkpoint=True))
         if found:
             others = ", ".join(
                 f"{name} to {ours!r} (trained with {theirs!r})" for name, (theirs, ours) in found.items()
@@ -136,14 +137,16 @@ def _refuse_overrides(
             raise ValueError(f"--model-overrides sets {others}, which the weights of {path} do not fit") from None
 
 
-def _misfits(path: str, model: Any, given: dict[str, Any], task: Any) -> dict[str, tuple[Any, Any]]:
+def _misfits(path: str, model: Any, given: Any, task: Any) -> dict[str, tuple[Any, Any]]:
     """The options, as given, that the weights of a checkpoint do not fit; {} where that is not known."""
     from fairseq import checkpoint_utils
 
     if not hasattr(model, "misfits"):
         return {}
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
-    found: dict[str, tuple[Any, Any]] = model.misfits(state["model"], plain(state["cfg"].model), given, task)
+    if not state.get("cfg"):
+        return {}
+    found: dict[str, tuple[Any, Any]] = model.misfits(state["model"], plain(state["cfg"].model), plain(given), task)
     return found
 
 
