@@ -5,6 +5,9 @@ import re
 
 import pytest
 import torch
+from cli.test_eval_lm import train_model
+from fairseq import options
+from fairseq_cli import generate
 from test_commands import run
 
 SIZE = [f"--{side}-{size}" for side in ("encoder", "decoder") for size in ("layers", "embed-dim", "ffn-embed-dim")]
@@ -96,3 +99,60 @@ def test_sentences_from_standard_input(folder):
         "--nbest", "2", "--max-len-b", "12", "--cpu", stdin="en1 en2 en3\nen4\nen5 en6 en7 en8 en9\n",
     )  # fmt: skip
     assert hypotheses(output) == [0, 0, 1, 1, 2, 2]
+
+
+ARCH = ["--arch", "delta_favor_mt_wmt14_en_de", *SIZE]
+MISFITS = {
+    "--finetune-from-model": {
+        "attention": (["--cross-feature-map", "softmax"], "--cross-feature-map favor", "--cross-feature-map softmax"),
+        "layers": (["--encoder-layers", "3"], "--encoder-layers 2", "--encoder-layers 3"),
+    },
+    "--restore-file": {
+        "biases": (["--attention-bias"], "no --attention-bias", "--attention-bias"),
+        "rule": (["--decoder-update-rule", "decay"], "--decoder-update-rule delta", "--decoder-update-rule decay"),
+    },
+}
+
+
+def go_on(folder, save_dir, *flags):
+    """A training of one more mini-batch in this process."""
+    train_model(
+        folder / "bin", "--task", "translation", *ARCH, *TRAINING, "--max-update", 5, "--save-dir", save_dir,
+        "--disable-validation", "--no-save", "--log-format", "none", "--num-workers", 0, *flags,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("option, case", [(option, case) for option, cases in MISFITS.items() for case in cases])
+def test_flags_that_a_checkpoint_does_not_fit_are_named(folder, tmp_path, option, case):
+    """And those alone, in one sentence, where fairseq has the names of all weights."""
+    path = folder / "checkpoints" / "checkpoint_last.pt"
+    flags, theirs, ours = MISFITS[option][case]
+    with pytest.raises(ValueError, match=rf"^{path} goes with {theirs}, and this training has {ours}: ") as error:
+        go_on(folder, tmp_path, option, path, "--dropout", 0.5, "--activation-fn", "gelu", *flags)
+    assert "\n" not in str(error.value) and error.value.__cause__ is None and error.value.__suppress_context__
+
+
+@pytest.mark.parametrize("way", ["--finetune-from-model", "--restore-file", "resumed"])
+def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplog, way):
+    """Once, by the flags that make them, when the training has taken them; with the same flags nothing is said."""
+    path = folder / "checkpoints" / "checkpoint_last.pt"
+    save_dir, flags = (path.parent, []) if way == "resumed" else (tmp_path, [way, path])
+    go_on(folder, save_dir, *flags, "--dropout", 0.5)
+    assert not [record for record in caplog.records if "was trained with" in record.message]
+    go_on(folder, save_dir, *flags, "--activation-fn", "gelu", "--favor-offset", 0.1)
+    (told,) = [record for record in caplog.records if "was trained with" in record.message]
+    assert told.levelname == "WARNING" and told.message == (
+        f"{path} was trained with --activation-fn relu, --favor-offset 0.0, and goes on here with "
+        "--activation-fn gelu, --favor-offset 0.1: its weights compute something else so"
+    )
+
+
+@pytest.mark.parametrize("name, value", [("cross_feature_map", "softmax"), ("encoder_layers", 3)])
+def test_overrides_that_weights_do_not_fit_are_named(folder, name, value):
+    path, trained = folder / "checkpoints" / "checkpoint_best.pt", {"cross_feature_map": "favor", "encoder_layers": 2}
+    overrides = {name: value, "dropout": 0.5}
+    arguments = [str(folder / "bin"), "--path", str(path), "--cpu", "--model-overrides", str(overrides)]
+    sentence = rf"^--model-overrides sets {name} to {value!r} \(trained with {trained[name]!r}\), which the weights of "
+    with pytest.raises(ValueError, match=f"{sentence}{path} do not fit$") as error:
+        generate.main(options.parse_args_and_arch(options.get_generation_parser(), input_args=arguments))
+    assert error.value.__cause__ is None and error.value.__suppress_context__

@@ -15,9 +15,6 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_fwp._settings import plain
-from fairseq_fwp.models.language_model import LanguageModel
-
 
 def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The model of a checkpoint, its task on the data folder, and the configuration of both.
@@ -26,7 +23,6 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     """
     state = load_state(path)
     cfg, state["args"] = state["cfg"], None  # those of an earlier fairseq are in both
-    trained = plain(cfg.model)
     overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
     check_kind(path, cfg)
     task = tasks.setup_task(cfg.task, from_checkpoint=True)
@@ -35,24 +31,12 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
     except RuntimeError as error:
-        check_overrides(path, trained, cfg, task)
         mismatch = str(error).strip().splitlines()[-1].strip()
         raise ValueError(
             f"{path} does not fit its settings or {data}, a dictionary of {len(task.source_dictionary):,} words "
             f"({textwrap.shorten(mismatch, 200)}): pass the data folder that it was trained on"
         ) from error
     return model, task, cfg
-
-
-def check_overrides(path: str, trained: dict[str, Any], cfg: Any, task: Any) -> None:
-    """Raises ValueError where the weights of a model of ours, trained with these settings, do not fit others."""
-    model = ARCH_MODEL_REGISTRY[architecture(cfg)]
-    if not issubclass(model, LanguageModel):
-        return
-    found = model.misfits(load_state(path)["model"], trained, plain(cfg.model), task.target_dictionary)
-    if found:
-        others = ", ".join(f"{name} to {ours!r} (trained with {theirs!r})" for name, (theirs, ours) in found.items())
-        raise ValueError(f"--model-overrides sets {others}, which the weights of {path} do not fit")
 
 
 def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -5,25 +5,28 @@ the source are sums over a whole sequence (`LinearAttention`); the decoder's sel
 with any update rule. Each can be softmax attention as well, which is then fairseq's own.
 """
 
+from argparse import Namespace
 from contextlib import nullcontext
-from dataclasses import Field, field, fields, make_dataclass
+from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from typing import Any
 
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
-from fairseq.models import register_model, register_model_architecture
+from fairseq.models import ARCH_MODEL_REGISTRY, register_model, register_model_architecture
 from fairseq.models.transformer import (
     TransformerConfig,
     TransformerDecoderBase,
     TransformerEncoderBase,
     TransformerModel,
 )
+from fairseq.models.transformer import base_architecture as transformer_architecture
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
 from fairseq_fwp.models.fwp_lm import FAST_WEIGHT_FLAGS, MAP_FLAGS, NORMALIZATION_FLAGS, FwpLanguageModelConfig
 from fairseq_fwp.models.language_model import warn_of_unused
+from fairseq_fwp.models.trained_model import TrainedModel
 from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
@@ -59,7 +62,7 @@ FastWeightOptions = make_dataclass(
 
 
 @register_model("fwp_transformer")
-class FwpTransformerModel(TransformerModel):
+class FwpTransformerModel(TrainedModel, TransformerModel):
     """A Transformer for translation over fast weights; works with fairseq's own tasks, criteria and commands."""
 
     def __init__(self, args: Any, encoder: "FwpTransformerEncoder", decoder: "FwpTransformerDecoder") -> None:
@@ -84,8 +87,39 @@ class FwpTransformerModel(TransformerModel):
         """Raises ValueError where the configuration cannot be built, naming the flag to change."""
         base_architecture(args)
         model = super().build_model(args, task)
-        warn_of_unused(unused_flags(args))
+        warn_of_unused(cls.unused_flags(args))
         return model
+
+    @classmethod
+    def unused_flags(cls, args: Any) -> list[str]:
+        """The options that no attention of this configuration looks at, where they are not at their defaults."""
+        maps = set(attentions(args))
+        unused = [flag for name, flags in MAP_FLAGS.items() if name not in maps for flag in flags.values()]
+        if args.decoder_update_rule == "softmax":
+            unused += ["decoder_feature_map", *CAUSAL_FLAGS]
+        elif not UPDATE_RULES[args.decoder_update_rule].retrieves:
+            unused.append("attention_normalization_read_out_only")
+        if maps == {"softmax"}:
+            unused += [*NORMALIZATION_FLAGS, "attention_bias"]
+        default = FastWeightOptions()
+        found = [flag for flag in dict.fromkeys(unused) if getattr(args, flag) != getattr(default, flag)]
+        return found if "softmax" in maps or not args.attention_dropout else [*found, "attention_dropout"]
+
+    @classmethod
+    def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """fairseq's options of a Transformer and ours, by these settings and else by their defaults."""
+        args = Namespace(**settings)
+        base_architecture(args)
+        transformer_architecture(args)
+        cfg = TransformerConfig.from_namespace(args)
+        return {name: getattr(cfg, name) for name in option_names()}
+
+    @classmethod
+    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
+        """Those of fairseq's own Transformer, as softmax attention."""
+        if ARCH_MODEL_REGISTRY.get(saved.get("arch", saved.get("_name"))) is cls:
+            return saved
+        return {**saved, **dict.fromkeys((*MAP_OF, "decoder_update_rule"), "softmax")}
 
     @classmethod
     def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerEncoder":
@@ -217,6 +251,16 @@ def check_options(cfg: TransformerConfig) -> None:
         raise ValueError("--quant-noise-pq is for fairseq's own attention: all three must be softmax, or leave it out")
 
 
+def option_names() -> list[str]:
+    """The options of the model, those of fairseq's nested configuration under the names of their flags."""
+    names = []
+    for option in fields(TransformerConfig):
+        nested: Any = option.default
+        inner = fields(nested) if is_dataclass(nested) else ()
+        names += [f"{option.name}_{field.name}" for field in inner] or [option.name]
+    return [name for name in (*names, *(option.name for option in fields(FastWeightOptions))) if "_name" not in name]
+
+
 def attentions(cfg: Any) -> tuple[str, str, str]:
     """The map of each attention, or softmax: of the encoder, of the decoder to itself, and of that to the source."""
     causal = "softmax" if cfg.decoder_update_rule == "softmax" else cfg.decoder_feature_map
@@ -226,21 +270,6 @@ def attentions(cfg: Any) -> tuple[str, str, str]:
 def uses_softmax_alone(cfg: Any) -> bool:
     """Whether no attention is linear."""
     return set(attentions(cfg)) == {"softmax"}
-
-
-def unused_flags(args: Any) -> list[str]:
-    """The options that no attention of this configuration looks at, where they are not at their defaults."""
-    maps = set(attentions(args))
-    unused = [flag for name, flags in MAP_FLAGS.items() if name not in maps for flag in flags.values()]
-    if args.decoder_update_rule == "softmax":
-        unused += ["decoder_feature_map", *CAUSAL_FLAGS]
-    elif not UPDATE_RULES[args.decoder_update_rule].retrieves:
-        unused.append("attention_normalization_read_out_only")
-    if maps == {"softmax"}:
-        unused += [*NORMALIZATION_FLAGS, "attention_bias"]
-    default = FastWeightOptions()
-    found = [flag for flag in dict.fromkeys(unused) if getattr(args, flag) != getattr(default, flag)]
-    return found if "softmax" in maps or not args.attention_dropout else [*found, "attention_dropout"]
 
 
 @register_model_architecture("fwp_transformer", "fwp_transformer")

@@ -5,11 +5,11 @@ import logging
 from dataclasses import fields
 from typing import Any, ClassVar
 
-import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
 from omegaconf import OmegaConf
-from torch import Tensor
+
+from fairseq_fwp.models.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MAX_GENERATED_POSITIONS = 10**6
 
 
-class LanguageModel(FairseqLanguageModel):
+class LanguageModel(TrainedModel, FairseqLanguageModel):
     """A decoder with fairseq's interface of a language model; a subclass says of which configuration, and which one."""
 
     config: ClassVar[type[FairseqDataclass]]
@@ -36,48 +36,9 @@ class LanguageModel(FairseqLanguageModel):
         raise NotImplementedError
 
     @classmethod
-    def unused_flags(cls, cfg: Any) -> list[str]:
-        """The options given that this configuration, of which a decoder was built, does not look at: its fields."""
-        raise NotImplementedError
-
-    @classmethod
-    def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """The settings by which this model takes over the weights of one with these, if that can be at all."""
-        return saved
-
-    @classmethod
-    def misfits(
-        cls, weights: dict[str, Tensor], saved: dict[str, Any], given: dict[str, Any], dictionary: Any
-    ) -> dict[str, tuple[Any, Any]]:
-        """The options, as `given`, that the weights of a model with the settings `saved` cannot be loaded with.
-
-        By name, the value that the weights go with, and the one given: each alone is in the way. {} where other things
-        are, or only several together.
-        """
-        defaults = {name: value for name, value in vars(cls.config()).items() if name != "_name"}
-        saved, given = {**defaults, **cls.adopt(saved)}, {**defaults, **given}
-        if not cls._fits(weights, saved, dictionary):
-            return {}
-        return {
-            name: (saved[name], given[name])
-            for name in defaults
-            if saved[name] != given[name] and not cls._fits(weights, {**saved, name: given[name]}, dictionary)
-        }
-
-    @classmethod
-    def _fits(cls, weights: dict[str, Tensor], settings: dict[str, Any], dictionary: Any) -> bool:
-        """Whether a model with these settings takes the weights: only names and shapes are looked at."""
-        level = logging.root.manager.disable
-        logging.disable(logging.INFO)  # such a model is not there to be told of
-        try:
-            with torch.device("meta"):
-                model = cls(cls.build_decoder(OmegaConf.create(settings), dictionary))
-            model.load_state_dict({name: value.to("meta") for name, value in weights.items()})
-        except (RuntimeError, ValueError):
-            return False
-        finally:
-            logging.disable(level)
-        return True
+    def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """The options of the configuration, by these settings and else by their defaults."""
+        return {name: settings.get(name, default) for name, default in vars(cls.config()).items()}
 
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""

@@ -124,6 +124,20 @@ def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
     assert not list(tmp_path.rglob("*.pt"))
 
 
+def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplog):
+    """By the flags that make them; with the same ones, and a resumed training, nothing is said."""
+    path = folder / "local" / "checkpoint_last.pt"
+    same = [*BASES["local"], *SIZES, "--finetune-from-model", path]
+    for _ in range(2):
+        train(folder, tmp_path / "same", *same, "--dropout", 0.3)
+    assert not [record for record in caplog.records if "was trained with" in record.message]
+    train(folder, tmp_path / "other", *same, "--attention-window", 5)
+    (told,) = [record for record in caplog.records if "was trained with" in record.message]
+    assert told.levelname == "WARNING" and told.message.startswith(
+        f"{path} was trained with --attention-window 3, and goes on here with --attention-window 5: "
+    )
+
+
 def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
     _, out = run(folder, "Transformer-XL")
     state = torch.load(out)

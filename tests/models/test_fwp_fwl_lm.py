@@ -228,6 +228,10 @@ MISFITS = {
 }
 
 
+def task(vocabulary):
+    return Namespace(target_dictionary=make_dictionary(vocabulary))
+
+
 @pytest.mark.parametrize("case", MISFITS)
 def test_flags_that_weights_do_not_fit_are_found(build_model, case):
     """Each of them and no other, whatever else is given."""
@@ -236,9 +240,9 @@ def test_flags_that_weights_do_not_fit_are_found(build_model, case):
     saved, other = plain(configure("fwp_fwl_lm", **flags)), {"activation_fn": "gelu", "max_target_positions": 9}
     change, expected = MISFITS[case]
     given = plain(configure("fwp_fwl_lm", **{**flags, **other, **change}))
-    weights, dictionary = model.state_dict(), model.decoder.dictionary
-    assert FwpFwlLanguageModel.misfits(weights, saved, given, dictionary) == expected
-    assert FwpFwlLanguageModel.misfits(weights, saved, given, make_dictionary(51)) == {}
+    weights = model.state_dict()
+    assert FwpFwlLanguageModel.misfits(weights, saved, given, task(50)) == expected
+    assert FwpFwlLanguageModel.misfits(weights, saved, given, task(51)) == {}
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -248,7 +252,7 @@ def test_a_base_fits_its_own_name_alone(build_model, base):
 
     def misfits(**flags):
         given = plain(configure("fwp_fwl_lm", **{**SMALL, **flags}))
-        return FwpFwlLanguageModel.misfits(weights, saved, given, make_dictionary(50))
+        return FwpFwlLanguageModel.misfits(weights, saved, given, task(50))
 
     assert misfits(fwl_base=base) == {}
     assert misfits(fwl_base=other) == {"fwl_base": (base, other)}

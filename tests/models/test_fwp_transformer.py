@@ -539,3 +539,75 @@ def test_the_command_line_offers_what_the_tables_hold(flag, capsys):
     message = capsys.readouterr().err
     assert f"argument {flag}: invalid choice: 'cosine'" in message
     assert all(f"'{name}'" in message for name in FEATURE_MAPS)
+
+
+# What a model was trained with, what is given for its weights, and the options by which these do not fit it.
+MISFITS = {
+    "softmax to the source": ({}, {"cross_feature_map": "softmax"}, ["cross_feature_map"]),
+    "biases": ({}, {"attention_bias": True}, ["attention_bias"]),
+    "gates": ({"decoder_update_rule": "sum"}, {"decoder_update_rule": "delta"}, ["decoder_update_rule"]),
+    "sizes": ({}, {"encoder_layers": 3, "decoder_ffn_embed_dim": 8}, ["encoder_layers", "decoder_ffn_embed_dim"]),
+    "what cannot be built": ({}, {"encoder_attention_heads": 3}, ["encoder_attention_heads"]),
+    "nothing": ({}, {"cross_feature_map": "dpfp", "activation_fn": "gelu", "decoder_attention_heads": 4}, []),
+}
+
+
+def options_of(arch="fwp_transformer", **flags):
+    """As a checkpoint or a command line has them."""
+    return {**SMALL, "share_all_embeddings": True, "arch": arch, **flags}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_flags_that_weights_do_not_fit_are_found(case):
+    """Each of them and no other, whatever else is given; with another dictionary none is to blame."""
+    trained, others, names = MISFITS[case]
+    weights, saved = build(**trained).state_dict(), options_of(**trained)
+    given = options_of(**{**trained, **others, "dropout": 0.7, "max_target_positions": 9})
+    found = FwpTransformerModel.misfits(weights, saved, given, task())
+    before = FwpTransformerModel.complete(saved)
+    assert found == {name: (before[name], others[name]) for name in names}
+    assert FwpTransformerModel.misfits(weights, saved, given, task(VOCABULARY + 1)) == {}
+
+
+CHANGES = {
+    "map of the encoder": ({}, {"encoder_feature_map": "dpfp"}),
+    "map to the source": ({}, {"cross_feature_map": "dpfp"}),
+    "map of the decoder": ({}, {"decoder_feature_map": "dpfp"}),
+    "size of a map": ({"cross_feature_map": "dpfp"}, {"dpfp_nu": 2}),
+    "rule": ({"decoder_update_rule": "delta"}, {"decoder_update_rule": "fwm"}),
+    "sum normalisation": ({}, {"sum_normalization": True}),
+    "attention normalisation": ({}, {"attention_normalization": True}),
+    "epsilon": ({}, {"normalization_epsilon": 30.0}),
+    "heads": ({"decoder_update_rule": "sum"}, {"encoder_attention_heads": 2, "decoder_attention_heads": 2}),
+    "post-norm": ({"no_decoder_final_norm": True}, {"decoder_normalize_before": True}),
+    "positions": ({}, {"no_token_positional_embeddings": True}),
+    "activation": ({}, {"activation_fn": "gelu"}),
+    "embeddings": ({}, {"no_scale_embedding": True}),
+    "another map's size": ({}, {"dpfp_nu": 3, "favor_features": 9}),
+    "maps of softmax": (SOFTMAX, {"decoder_feature_map": "tanh", "sum_normalization": True}),
+    "noise": ({}, {"dropout": 0.5, "activation_dropout": 0.5, "relu_dropout": 0.5, "encoder_layerdrop": 0.5}),
+    "noise of softmax": (SOFTMAX, {"attention_dropout": 0.5}),
+    "sizes and memory": ({}, {"max_source_positions": 99, "checkpoint_activations": True}),
+    "nothing": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_options_are_named_where_weights_compute_something_else(case):
+    """All that differ and change scores; those that leave them as they are, never."""
+    trained, others = CHANGES[case]
+    model, other = build(**trained), build(**{**trained, **others})
+    other.load_state_dict(model.state_dict())
+    found = FwpTransformerModel.changes(options_of(**trained), options_of(**{**trained, **others}))
+    source, target = random_tokens(2, 6), random_tokens(2, 7)
+    same = torch.allclose(scores_of(model, source, target), scores_of(other, source, target))
+    assert (found.keys() == others.keys() if found else True) and bool(found) == (not same)
+
+
+def test_a_checkpoint_of_fairseqs_own_transformer_has_softmax_attention():
+    """Its weights fit as that alone, and then nothing has changed."""
+    weights, saved = build("transformer", **SOFTMAX).state_dict(), options_of("transformer")
+    assert FwpTransformerModel.changes(saved, options_of(**SOFTMAX)) == {}
+    assert FwpTransformerModel.misfits(weights, saved, options_of(**SOFTMAX), task()) == {}
+    given = options_of(**{**SOFTMAX, "encoder_feature_map": "elu"})
+    assert FwpTransformerModel.misfits(weights, saved, given, task()) == {"encoder_feature_map": ("softmax", "elu")}

@@ -1,0 +1,88 @@
+"""Laws of what models know of the settings of their weights; those of translation are in its own tests."""
+
+import pytest
+import torch
+from fairseq.models import MODEL_DATACLASS_REGISTRY
+
+from fairseq_fwp._settings import plain
+from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+from fairseq_fwp.models.fwp_transformer import option_names
+from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
+from fairseq_fwp.models.trained_model import SAME_FUNCTION
+
+from .conftest import SMALL, configure, log_probs, random_tokens
+
+FAVOR = {"decoder_feature_map": "favor", "decoder_update_rule": "sum", "attention_normalization": True}
+# Of a model: the options it was trained with, and others for the same weights.
+LANGUAGE_MODELS = {
+    "map": ({}, {"decoder_feature_map": "tanh"}),
+    "size of a map": ({"decoder_feature_map": "dpfp"}, {"dpfp_nu": 2}),
+    "draw": (FAVOR, {"favor_draw": "gaussian"}),
+    "redraw": (FAVOR, {"favor_redraw": 0}),
+    "rule": ({"decoder_update_rule": "delta"}, {"decoder_update_rule": "fwm"}),
+    "sum normalisation": ({}, {"sum_normalization": True}),
+    "attention normalisation": ({}, {"attention_normalization": True}),
+    "read-out": ({"attention_normalization": True}, {"attention_normalization_read_out_only": True}),
+    "epsilon": ({"sum_normalization": True}, {"normalization_epsilon": 30.0}),
+    "epsilon without a normalisation": ({}, {"normalization_epsilon": 30.0}),
+    "scale": ({}, {"scale_read_out": True}),
+    "heads": ({"decoder_update_rule": "sum"}, {"decoder_attention_heads": 2}),
+    "post-norm": ({"no_decoder_final_norm": True}, {"decoder_normalize_before": True}),
+    "positions": ({}, {"no_token_positional_embeddings": True}),
+    "positions from the end": ({}, {"positions_from_end": True}),
+    "activation": ({}, {"activation_fn": "gelu"}),
+    "embeddings": ({}, {"no_scale_embedding": True}),
+    "window": ({"decoder_update_rule": "softmax"}, {"attention_window": 2}),
+    "another map's size": ({}, {"dpfp_nu": 3, "favor_features": 9}),
+    "a map without attention to it": ({"decoder_update_rule": "softmax"}, {"decoder_feature_map": "tanh"}),
+    "noise": ({}, {"dropout": 0.5, "activation_dropout": 0.5, "final_dropout": 0.5, "adaptive_softmax_dropout": 0.1}),
+    "noise of softmax": ({"decoder_update_rule": "softmax"}, {"attention_dropout": 0.5}),
+    "sizes of samples": ({}, {"tokens_per_sample": 64, "max_target_positions": 99}),
+    "backend": ({"fwp_backend": "reference"}, {"fwp_backend": "auto"}),
+    "nothing": ({}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LANGUAGE_MODELS)
+def test_options_are_named_where_weights_compute_something_else(build_model, case):
+    """All that differ and change scores; those that leave them as they are, never."""
+    trained, others = LANGUAGE_MODELS[case]
+    model = build_model("fwp_lm", **trained)
+    other, tokens = build_model("fwp_lm", **{**trained, **others}), random_tokens(2, 9)
+    other.load_state_dict(model.state_dict())
+    before, after = (plain(configure("fwp_lm", **{**SMALL, **flags})) for flags in (trained, {**trained, **others}))
+    found = FwpLanguageModel.changes(before, after)
+    if case == "draw":  # what is drawn next: these weights have been
+        assert found == {"favor_draw": ("orthogonal", "gaussian")}
+        return
+    assert found == ({name: (before[name], after[name]) for name in others} if found else {})
+    assert bool(found) == (not torch.allclose(log_probs(model, tokens), log_probs(other, tokens)))
+
+
+@pytest.mark.parametrize("arch", ["fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"])
+def test_an_earlier_version_had_the_defaults(arch):
+    models = (FwpLanguageModel, FwpXlLanguageModel, FwpFwlLanguageModel)
+    model = next(model for model in models if model.config is MODEL_DATACLASS_REGISTRY[arch])
+    given = plain(configure(arch, **SMALL))
+    saved = {name: given[name] for name in (*SMALL, "_name") if name in given}
+    assert model.changes(saved, given) == {}
+    assert model.changes(saved, {**given, "no_scale_embedding": True}) == {"no_scale_embedding": (False, True)}
+
+
+def test_what_a_new_layer_is_was_not_trained_otherwise():
+    """Of a base model's options alone something can have changed."""
+    saved = {**plain(configure("fwp_lm", **SMALL)), "_name": "fwp_lm"}
+    layer = {"fwl_hidden_dim": 40, "fwl_gradients_at": "carried"}
+    given = plain(configure("fwp_fwl_lm", **SMALL, **layer, decoder_feature_map="tanh"))
+    assert FwpFwlLanguageModel.changes(saved, given) == {"decoder_feature_map": ("elu", "tanh")}
+    assert FwpFwlLanguageModel.changes({**given, "_name": "fwp_fwl_lm"}, {**given, "fwl_gradients_at": "trained"}) == {
+        "fwl_gradients_at": ("carried", "trained")
+    }
+
+
+def test_exceptions_are_options():
+    known = set(option_names()).union(
+        *(MODEL_DATACLASS_REGISTRY[arch].__dataclass_fields__ for arch in ("fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"))
+    )
+    assert known >= SAME_FUNCTION
