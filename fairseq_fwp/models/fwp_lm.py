@@ -156,7 +156,8 @@ class FwpLanguageModel(LanguageModel):
             unused = ("attention_window", "attention_dropout", *(flag for flags in others for flag in flags))
             if not (cfg.sum_normalization or cfg.attention_normalization):
                 unused += NORMALIZATION_FLAGS
-            if not UPDATE_RULES[cfg.decoder_update_rule].retrieves:
+            rule = UPDATE_RULES.get(cfg.decoder_update_rule)  # none for a checkpoint's, where its plug-in is not loaded
+            if rule and not rule.retrieves:
                 unused += ("attention_normalization_read_out_only",)
         default = FwpLanguageModelConfig()
         return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
