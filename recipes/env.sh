@@ -5,10 +5,11 @@
 
 extras=()
 until [ "${1:---}" = -- ]; do extras+=("$1"); shift; done
-if [ "${2:-}" = -h ] || [ "${2:-}" = --help ]; then
-  sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[1]}"
-  exit
-fi
+for argument in "${@:2}"; do
+  case $argument in
+    -h | --help) sed -n '2,/^set/ { /^#/ s/^# \{0,1\}//p }' "${BASH_SOURCE[1]}"; exit ;;
+  esac
+done
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 bash "$root/recipes/setup.sh" ${extras[@]+"${extras[@]}"}
 if [ -n "${VIRTUAL_ENV:-}" ] || [ "${CONDA_DEFAULT_ENV:-base}" = base ]; then

@@ -347,7 +347,8 @@ def test_help_is_the_header_and_sets_nothing_up(tmp_path, script):
     copy = tmp_path / script.relative_to(ROOT)
     copy.parent.mkdir(exist_ok=True)
     shutil.copy(script, copy)
-    shown = subprocess.run(["bash", copy, "--help"], capture_output=True, text=True)
-    assert shown.returncode == 0 and f"bash {script.relative_to(ROOT)}" in shown.stdout
-    assert "shellcheck" not in shown.stdout and not shown.stderr
+    for arguments in (["--help"], ["operators" if script.parent.name == "benchmarks" else "all", "-h"]):
+        shown = subprocess.run(["bash", copy, *arguments], capture_output=True, text=True)
+        assert shown.returncode == 0 and f"bash {script.relative_to(ROOT)}" in shown.stdout
+        assert "shellcheck" not in shown.stdout and not shown.stderr
     assert subprocess.run(["bash", copy], capture_output=True).returncode == 7

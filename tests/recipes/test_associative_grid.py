@@ -394,7 +394,6 @@ def test_refusals(conf, tmp_path):
         (["plan", "--workers"], 1, "--workers needs a value."),
         (["--conf", "missing.yaml", "plan"], 1, "there is no missing.yaml."),
         (["plan", "report"], 1, "there are two stages, plan and report: name one."),
-        (["plan", "-h"], 0, "bash recipes/associative_retrieval/run.sh [plan|train|report|all]"),
     ],
 )
 def test_run_sh(tmp_path, arguments, status, said):
