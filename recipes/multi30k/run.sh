@@ -20,7 +20,8 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 data=''
 out=$root/runs/multi30k
 merges=4000
-models="softmax sum favor dpfp delta delta_dpfp self_sum self_favor self_dpfp"
+known="softmax sum favor dpfp delta delta_dpfp self_sum self_favor self_dpfp"
+models=$known
 beam=(--beam 5)
 generate=()
 kind=''
@@ -41,8 +42,7 @@ case ${1:-} in
 esac
 read_flags --models "$@"
 for name in $models; do
-  [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are softmax, sum, favor," \
-    "dpfp, delta, delta_dpfp, self_sum, self_favor and self_dpfp."
+  [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are $known."
 done
 case $stage in
   prepare | train | all)
@@ -54,8 +54,8 @@ esac
 case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
 case $stage in
   eval | all)
-    if [ "$stage" = eval ]; then generate=("${extra[@]}"); fi
-    [[ $stage = eval || " ${extra[*]} " != *" --cpu "* ]] || generate=(--cpu)
+    if [ "$stage" = eval ]; then generate=("${extra[@]}")
+    elif [[ " ${extra[*]} " = *" --cpu "* ]]; then generate=(--cpu); fi
     for name in $models; do
       for split in valid test; do translate "$name" $split "$out/$name/checkpoint_best.pt" ''; done
     done
