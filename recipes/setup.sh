@@ -142,7 +142,8 @@ link_plugin() {
 }
 
 install() {
-  local extras=$1 torch
+  local torch extra extras=
+  for extra; do [ "$extra" = peers ] || extras+=${extras:+,}$extra; done
   install_torch
   # Nothing that follows may replace it. pip knows it by this version; torch.__version__ can have a +cu130 more.
   torch=$("$python" -I -c 'import torch; from importlib.metadata import version as v; print(v("torch"))') ||
@@ -162,6 +163,31 @@ install() {
   fi
   pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
   link_plugin
+}
+
+# PATH without nvcc: a folder that holds it gives way to links to all else in it.
+path_without_nvcc() {
+  local folder folders clean="" links
+  IFS=: read -ra folders <<<"$PATH"
+  for folder in "${folders[@]}"; do
+    if [ -e "$folder/nvcc" ]; then
+      links=$(mktemp -d "$1/XXXXXX")
+      find "$folder" -mindepth 1 -maxdepth 1 ! -name nvcc -exec ln -s -t "$links" {} +
+      folder=$links
+    fi
+    clean+=${clean:+:}$folder
+  done
+  echo "$clean"
+}
+
+# What the benchmarks compare with on a CPU. It builds with nvcc in sight only where PyTorch has CUDA too.
+install_peers() {
+  local scratch
+  scratch=$(mktemp -d)
+  say "pytorch-fast-transformers has to be built, which takes some minutes"
+  PATH=$(path_without_nvcc "$scratch") pip_install pytorch-fast-transformers --constraint "$state/constraints.txt" \
+    --no-deps --no-build-isolation pytorch-fast-transformers==0.4.0
+  rm -rf "$scratch"
 }
 
 take_lock='
@@ -185,8 +211,11 @@ main() {
   make_venv
   for extra in plots dev peers; do ! is_stamped "$extra" || extras+=("$extra"); done
   rm -f "$state"/*.done # until the end nothing counts as done
-  install "$(IFS=, && echo "${extras[*]}")"
-  for extra in base "${extras[@]}"; do key >"$state/$extra.done"; done
+  install "${extras[@]}"
+  for extra in base "${extras[@]}"; do
+    [ "$extra" != peers ] || install_peers
+    key >"$state/$extra.done"
+  done
   say "done; to use it by hand: source '$env/bin/activate'"
 }
 

@@ -194,7 +194,8 @@ def test_refuses_an_unknown_extra(checkout):
 def active(checkout):
     """An active environment whose pip only writes down how it was called, and fails if the file `broken` is there.
 
-    It has torch if the file `torch` is there; pip makes that file when it installs torch, and refuses `+cpu`.
+    It has torch if the file `torch` is there; pip makes that file when it installs torch, and refuses `+cpu`. For peers
+    it adds whether nvcc is in sight, and fails if the file `no peers` is there.
     """
     env = checkout.parent / "env"
     stub(
@@ -203,6 +204,8 @@ def active(checkout):
           "-m pip --version") ;;
           "-m pip "*+cpu*) echo "$*" >>"{env}/calls"; exit 1 ;;
           "-m pip "*" torch"*) echo "$*" >>"{env}/calls"; touch "{env}/torch" ;;
+          "-m pip "*fast-transformers*)
+            echo "$* nvcc=$(command -v nvcc)" >>"{env}/calls"; [ ! -e "{env}/no peers" ] ;;
           "-m pip "*) echo "$*" >>"{env}/calls"; cat "{env}/broken" 2>/dev/null; [ ! -e "{env}/broken" ] ;;
           *"import version"*) echo 2.13.0+local ;;
           *"import torch"*) [ -e "{env}/torch" ] ;;
@@ -278,6 +281,20 @@ def test_further_extra_keeps_the_others(checkout, active):
     set_up(checkout, "dev", VIRTUAL_ENV=str(active))
     set_up(checkout, "plots", VIRTUAL_ENV=str(active))
     assert calls(active)[-1].endswith("[plots,dev]")
+
+
+def test_peers_are_built_without_nvcc_and_do_not_hold_up_the_rest(checkout, active):
+    stub(checkout.parent / "stubs/nvcc", "")
+    (active / "no peers").touch()
+    done = set_up(checkout, "dev", "peers", VIRTUAL_ENV=str(active))
+    assert done.returncode == 1 and "pytorch-fast-transformers" in done.stderr.splitlines()[-1]
+    before = calls(active)
+    assert before[-1].endswith("nvcc=") and before[-2].endswith("[dev]")
+    assert set_up(checkout, "dev", VIRTUAL_ENV=str(active)).returncode == 0
+    assert calls(active) == before
+    (active / "no peers").unlink()
+    assert set_up(checkout, "peers", VIRTUAL_ENV=str(active)).returncode == 0
+    assert set_up(checkout, "dev", "peers", VIRTUAL_ENV=str(active)).stderr == ""
 
 
 def test_changed_requirements_are_installed(checkout, active):

@@ -21,41 +21,13 @@ export LOAD_BEFORE
 . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots dev -- "$@"
 here=$root/recipes/benchmarks
 
-# PATH without nvcc: a folder that holds it gives way to links to all else in it.
-path_without_nvcc() {
-  local folder folders clean="" links
-  IFS=: read -ra folders <<<"$PATH"
-  for folder in "${folders[@]}"; do
-    if [ -e "$folder/nvcc" ]; then
-      links=$(mktemp -d "$1/XXXXXX")
-      find "$folder" -mindepth 1 -maxdepth 1 ! -name nvcc -exec ln -s -t "$links" {} +
-      folder=$links
-    fi
-    clean+=${clean:+:}$folder
-  done
-  echo "$clean"
-}
-
-# fast-transformers builds with nvcc in sight only where PyTorch has CUDA too, and only on top of the PyTorch that is
-# there. Without it the benchmark goes on, and its rows say "not available".
-install_peer() {
-  python -c 'import fast_transformers.causal_product' 2>/dev/null && return
-  echo "run.sh: building pytorch-fast-transformers, which takes some minutes" >&2
-  local scratch
-  scratch=$(mktemp -d)
-  python -c 'import torch; print("torch==" + torch.__version__)' >"$scratch/constraints.txt"
-  PATH=$(path_without_nvcc "$scratch") python -m pip install --quiet --no-deps --no-build-isolation \
-    --constraint "$scratch/constraints.txt" pytorch-fast-transformers==0.4.0 ||
-    echo "run.sh: pytorch-fast-transformers cannot be built here; its rows will say 'not available'" >&2
-  rm -rf "$scratch"
-}
-
 OMP_NUM_THREADS=1 run python -m pytest "$root/tests/ops" -q --numprocesses auto --maxprocesses 4 ||
   { echo "run.sh: the tests of the operators failed, so nothing is measured." >&2; exit 1; }
 
 for part in "${parts[@]}"; do
   if [ "$part" = operators ]; then
-    install_peer
+    bash "$root/recipes/setup.sh" peers ||
+      echo "run.sh: pytorch-fast-transformers cannot be built here; its rows will say 'not available'" >&2
     # Freed memory stays with the process. Else every contender draws fresh pages from the system in every call, which
     # takes up to half of the time at small shapes, and which calls are spared is chance.
     run env MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_MAX_=0 python "$here/operators.py"
