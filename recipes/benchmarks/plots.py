@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 import gpu_report
 import matplotlib.pyplot as plt
 import translation
+from matplotlib.ticker import LogLocator
 from report import RESULTS
 
 COLOURS = plt.get_cmap("tab10").colors
@@ -225,6 +226,8 @@ def draw_translation():
         title = "peak memory (MB)" if field == "bytes" else "milliseconds a target token"
         ax.set(xscale="log", yscale="log", title=title, xlabel=f"tokens of the {side}")
         ax.set_xticks(translation.LENGTHS, [str(length) for length in translation.LENGTHS])
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
         ax.grid(axis="y", alpha=0.3)
     axes[0].legend(fontsize=8)
