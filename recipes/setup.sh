@@ -182,12 +182,12 @@ path_without_nvcc() {
 
 # What the benchmarks compare with on a CPU. It builds with nvcc in sight only where PyTorch has CUDA too.
 install_peers() {
-  local scratch
-  scratch=$(mktemp -d)
-  say "pytorch-fast-transformers has to be built, which takes some minutes"
-  PATH=$(path_without_nvcc "$scratch") pip_install pytorch-fast-transformers --constraint "$state/constraints.txt" \
+  local links=$state/without_nvcc
+  rm -rf "$links"
+  mkdir "$links"
+  say "pytorch-fast-transformers may have to be built, which takes some minutes"
+  PATH=$(path_without_nvcc "$links") pip_install pytorch-fast-transformers --constraint "$state/constraints.txt" \
     --no-deps --no-build-isolation pytorch-fast-transformers==0.4.0
-  rm -rf "$scratch"
 }
 
 take_lock='
@@ -211,11 +211,14 @@ main() {
   make_venv
   for extra in plots dev peers; do ! is_stamped "$extra" || extras+=("$extra"); done
   rm -f "$state"/*.done # until the end nothing counts as done
-  install "${extras[@]}"
-  for extra in base "${extras[@]}"; do
-    [ "$extra" != peers ] || install_peers
-    key >"$state/$extra.done"
-  done
+  install ${extras[@]+"${extras[@]}"}
+  for extra in base ${extras[@]+"${extras[@]}"}; do [ "$extra" = peers ] || key >"$state/$extra.done"; done
+  # Last: where these cannot be built, all else is set up.
+  case " ${extras[*]-} " in
+    *" peers "*)
+      install_peers
+      key >"$state/peers.done" ;;
+  esac
   say "done; to use it by hand: source '$env/bin/activate'"
 }
 

@@ -292,6 +292,10 @@ def test_peers_are_built_without_nvcc_and_do_not_hold_up_the_rest(checkout, acti
     assert before[-1].endswith("nvcc=") and before[-2].endswith("[dev]")
     assert set_up(checkout, "dev", VIRTUAL_ENV=str(active)).returncode == 0
     assert calls(active) == before
+    assert set_up(checkout, "peers", VIRTUAL_ENV=str(active)).returncode == 1
+    before = calls(active)
+    assert set_up(checkout, "dev", VIRTUAL_ENV=str(active)).returncode == 0
+    assert calls(active) == before
     (active / "no peers").unlink()
     assert set_up(checkout, "peers", VIRTUAL_ENV=str(active)).returncode == 0
     assert set_up(checkout, "dev", "peers", VIRTUAL_ENV=str(active)).stderr == ""

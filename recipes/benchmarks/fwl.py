@@ -23,11 +23,11 @@ from fairseq_fwp.modules.onednn import OneDnnLinear
 MEMORY = {"mem_len": 1600, "clamp_len": 1000, "same_length": True}
 LOCAL = ("fwl_local_lm_wt103", "fwp_lm", FWL_PRESETS["fwl_local_lm_wt103"])
 # What is measured: the architecture with the layer, the one without it and its flags, the flags of both, tokens read
-# before, tokens at once. The paper does not say how the words of its softmax are grouped.
+# before, tokens at once. The paper does not say how many words the head of its adaptive softmax has.
 MODELS = {
     "fwl_xl_lm_wt103": ("fwl_xl_lm_wt103", "xl_lm_wt103_large", {}, MEMORY, 1664, 128),
     "fwl_local_lm_wt103": (*LOCAL, {}, 0, 1024),
-    "fwl_local_lm_wt103, 4,000 words first": (*LOCAL, {"adaptive_softmax_cutoff": "4000,40000,200000"}, 0, 1024),
+    "fwl_local_lm_wt103, head of 4,000 words": (*LOCAL, {"adaptive_softmax_cutoff": "4000,40000,200000"}, 0, 1024),
 }
 BASE, LAYER, DYNAMIC = "the model alone", "fast weight layer", "dynamic evaluation"
 ROUNDS = 5

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [PART...]`, parts of those below; without one, all.
 # Tests the operators first, and measures nothing when they fail. Results: recipes/benchmarks/results/ and RESULTS.md.
-# A quiet machine, please: training takes about 10 minutes, long 15, the other parts 3 to 5 each; the first
+# A quiet machine, please: training takes about 10 minutes, long 15, translation 30, the other parts 3 to 10 each; the first
 # time fast-transformers is built, 5 more.
 set -euo pipefail
 
@@ -27,7 +27,7 @@ OMP_NUM_THREADS=1 run python -m pytest "$root/tests/ops" -q --numprocesses auto 
 for part in "${parts[@]}"; do
   if [ "$part" = operators ]; then
     bash "$root/recipes/setup.sh" peers ||
-      echo "run.sh: pytorch-fast-transformers cannot be built here; its rows will say 'not available'" >&2
+      echo "run.sh: pytorch-fast-transformers was not set up; unless it is there already, its rows will say 'not available'" >&2
     # Freed memory stays with the process. Else every contender draws fresh pages from the system in every call, which
     # takes up to half of the time at small shapes, and which calls are spared is chance.
     run env MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_MAX_=0 python "$here/operators.py"
