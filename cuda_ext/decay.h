@@ -16,6 +16,7 @@ constexpr int64_t kChunk = 32;
 template <typename A, int NV, bool kGated>
 struct DecayForward {
   static constexpr int kGroup = NV == 4 ? 2 : kTokens;  // what the registers hold
+  static constexpr int64_t kFewRows = 32;  // a pass over so few is too short to pay for fetching tokens ahead
 
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, v, key_decay, value_decay;
@@ -33,28 +34,24 @@ struct DecayForward {
     }
   }
 
-  FWP_INLINE void fetch(int64_t t) const {
-    q.fetch(t, block.rows);
-    k.fetch(t, block.rows);
-    v.fetch(t, block.columns);
-    out.fetch_to_write(t, block.columns);
-    if constexpr (!kGated) {
-      key_decay.fetch(t, block.rows);
-      value_decay.fetch(t, block.columns);
-    }
+  template <int T>
+  FWP_INLINE auto ahead_of(int64_t t, bool wanted) const {
+    if constexpr (kGated)
+      return Ahead<A, T, 4>(wanted, t + kTokensAhead, q, k, v, out);
+    else
+      return Ahead<A, T, 6>(wanted, t + kTokensAhead, q, k, v, out, key_decay, value_decay);
   }
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t from) {
     const int64_t t = first + from;
     Group<A, NV> value[T], fade[T];
-    RowSums<A, NV, T> read;
+    RowSums<A, NV, T> read(block.rows);
     const A *key[T], *query[T], *rate[T];
     A share[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
-      if (block.fetches()) fetch(t + s + kTokensAhead);
       value[s].load_from(v[t + s], block.columns);
       if constexpr (kGated) {
         share[s] = gate[t + s];
@@ -64,16 +61,18 @@ struct DecayForward {
         fade[s].load_from(value_decay[t + s], block.columns);
       }
     }
-    block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+    const auto ahead = ahead_of<T>(t, block.rows > kFewRows);
+    block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         if constexpr (kGated)
           w.scale(share[s]);
         else
           FWP_UNROLL for (int n = 0; n < NV; ++n) w.x[n] *= rate[s][i] * fade[s].x[n];
         w.add(key[s][i], value[s]);
-        read.part[s].add(query[s][i], w);
+        read.total[s].add(query[s][i], w);
       }
     }, [&]() __attribute__((always_inline)) { read.settle(); });
+    read.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
   }
 };
@@ -144,27 +143,54 @@ struct DecayBackward {
       return value_decay[t][j];
   }
 
-  // One line, at row j, of what this chunk will write for its token t, and of what the chunk before it will read: for
-  // each t a token, and a column of `earlier`, the state before it. What lies past an end is fetched in vain.
-  FWP_INLINE void fetch(int64_t first, int64_t t, int64_t j, const A* earlier) const {
-    const int64_t here = first + t, before = here - kChunk;
-    if (earlier) __builtin_prefetch(earlier + t * rows + j);
-    v.from(j).fetch(before, 1);
-    d_out.from(j).fetch(before, 1);
-    d_v.from(j).fetch_to_write(here, 1);
-    if constexpr (!kGated) {
-      value_decay.from(j).fetch(before, 1);
-      d_value_decay.from(j).fetch_to_write(here, 1);
+  // What this chunk will write and the one before it will read, fetched up to three lines a token. Rows come kPiece at a
+  // time, so a line of them has four turns, and each kind of vector has one of these.
+  struct Lines {
+    const A* line[3];
+    int64_t stride[3];
+
+    explicit Lines(const A* nothing) : line{nothing, nothing, nothing}, stride{} {}
+    // The line of `column`, of each token from t on; a kind may be absent. Past an end it is fetched in vain.
+    void set(int n, const A* data, int64_t token_stride, int64_t t, int64_t column) {
+      if (!data) return;
+      line[n] = address(data, t * token_stride + column);
+      stride[n] = token_stride;
     }
-    if (j >= kWidth) return;
-    q.from(j).fetch(before, 1);
-    k.from(j).fetch(before, 1);
-    d_q.from(j).fetch_to_write(here, 1);
-    d_k.from(j).fetch_to_write(here, 1);
-    if constexpr (!kGated) {
-      key_decay.from(j).fetch(before, 1);
-      d_key_decay.from(j).fetch_to_write(here, 1);
+    FWP_INLINE void fetch(int64_t t) const {
+      FWP_UNROLL for (int n = 0; n < 3; ++n) __builtin_prefetch(address(line[n], t * stride[n]));
     }
+  };
+
+  // `earlier` is the state before the chunk before this one, or null.
+  Lines lines_due(int64_t first, int64_t j, const A* earlier) const {
+    constexpr int64_t kLine = Tokens<A>::kLine;
+    const int64_t column = j / kLine * kLine, before = first - kChunk;
+    Lines lines(work);
+    const auto set = [&](int n, const auto& x, int64_t t) { lines.set(n, x.data, x.stride, t, column); };
+    const bool of_keys = column < kWidth;
+    switch (j % kLine / kPiece<A>) {
+      case 0:
+        set(0, v, before);
+        set(1, Tokens<const A>{earlier, rows}, 0);
+        if (of_keys) set(2, k, before);
+        break;
+      case 1:
+        set(0, d_out, before);
+        set(1, value_decay, before);
+        if (of_keys) set(2, q, before);
+        break;
+      case 2:
+        set(0, d_v, first);
+        set(1, d_value_decay, first);
+        if (of_keys) set(2, key_decay, before);
+        break;
+      case 3:
+        if (!of_keys) break;
+        set(0, d_q, first);
+        set(1, d_k, first);
+        set(2, d_key_decay, first);
+    }
+    return lines;
   }
 
   // Over kSumRows rows at a time, as in RowSums: the first ones' part becomes the total.
@@ -189,9 +215,9 @@ struct DecayBackward {
     A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
     Group<A, NV> w[R], g[R];
     FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = self.load_row(state, j + r);
-    const bool begins_line = j % (kLineBytes / int64_t(sizeof(A))) == 0;
+    const Lines due = self.lines_due(first, j, earlier);
     for (int64_t t = 0; t < tokens; ++t) {
-      if (begins_line) self.fetch(first, t, j, earlier);
+      due.fetch(t);
       const A *value = self.v[first + t] + j, *d_read = self.d_out[first + t] + j;
       const Group<A, NV> rate = self.load_rate(first + t), key = self.load_key(first + t);
       Group<A, NV> d_query;

@@ -13,6 +13,9 @@ namespace fwp {
 // and a quarter faster with thousands that do not.
 constexpr int kDeltaTokens = 2;
 
+// A pass over so few rows is too short to pay for fetching tokens ahead.
+constexpr int64_t kFewRows = 16;
+
 // x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
 // by a variable lives in memory.)
 template <int T, typename A>
@@ -66,54 +69,49 @@ struct DeltaForward {
   // Pointers past the end repeat the last key: what it finds is not used.
   FWP_INLINE const A* key_at(int64_t t) const { return k[std::min(t, length - 1)]; }
 
-  FWP_INLINE void fetch(int64_t t) const {
-    q.fetch(t, block.rows);
-    k.fetch(t, block.rows);
-    v.fetch(t, block.columns);
-    out.fetch_to_write(t, block.columns);
-    error.fetch_to_write(t, block.columns);
-  }
-
   // What the first T keys find.
   template <int T>
   FWP_INLINE void start() {
     const A* key[T];
-    RowSums<A, NV, T> first;
+    RowSums<A, NV, T> first(block.rows);
     FWP_UNROLL for (int s = 0; s < T; ++s) key[s] = key_at(s);
     block.read_rows([&](int64_t i, const Group<A, NV>& w) __attribute__((always_inline)) {
-      FWP_UNROLL for (int s = 0; s < T; ++s) first.part[s].add(key[s][i], w);
+      FWP_UNROLL for (int s = 0; s < T; ++s) first.total[s].add(key[s][i], w);
     }, [&]() __attribute__((always_inline)) { first.settle(); });
+    first.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = first.total[s];
   }
 
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
     Group<A, NV> write[T], before[T];
-    RowSums<A, NV, T> read;
-    RowSums<A, NV, kGroup> next;
+    RowSums<A, NV, T> read(block.rows);
+    RowSums<A, NV, kGroup> next(block.rows);
     const A *key[T], *query[T], *next_key[kGroup];
     A rate[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       rate[s] = beta[t + s];
-      if (block.fetches()) fetch(t + s + kTokensAhead);
       write[s].load_from(v[t + s], block.columns);
       write[s].add(A(-1), found[s]);
     }
     FWP_UNROLL for (int s = 0; s < kGroup; ++s) next_key[s] = key_at(t + T + s);
     solve_group(Gram<T, A>(key, key, block.rows), rate, write, before);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
-    block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+    const Ahead<A, T, 5> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, q, k, v, out, error);
+    block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], write[s]);
-        read.part[s].add(query[s][i], w);
+        read.total[s].add(query[s][i], w);
       }
-      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kGroup; ++s) next.part[s].add(next_key[s][i], w);
+      if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kGroup; ++s) next.total[s].add(next_key[s][i], w);
     }, [&]() __attribute__((always_inline)) {
       read.settle();
       if constexpr (!kLast) next.settle();
     });
+    read.finish();
+    if constexpr (!kLast) next.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
     if constexpr (!kLast) FWP_UNROLL for (int s = 0; s < kGroup; ++s) found[s] = next.total[s];
   }
@@ -125,7 +123,7 @@ struct DeltaForward {
 // the reads is made up for afterwards.
 template <typename A, int NV>
 struct DeltaBackwardWrites {
-  static constexpr int kGroup = kDeltaTokens;
+  static constexpr int kGroup = kDeltaTokens, kHalf = kLanes<A> / 2;
 
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, d_out, error;
@@ -133,11 +131,11 @@ struct DeltaBackwardWrites {
   Tokens<A> d_k, d_v;
   Rates<A> d_beta;
   const bool add;  // whether other columns have been here: to d_k and d_beta
-  A* products;     // e_s G_i^T for each row i and token s of a group, as a vector whose lanes are still to be added up
+  A* products;     // for each row i a vector, whose halves add up to e_s G_i^T of the two tokens s of a group
   const A* late_key[kGroup];
   Group<A, NV> late[kGroup];  // d_v that have not reached G yet
 
-  static int64_t products_size(int64_t rows) { return round_up(rows, kLanes<A>) * kGroup * kLanes<A>; }
+  static int64_t products_size(int64_t rows) { return round_up(rows, kLanes<A>) * kLanes<A>; }
 
   void start() {
     FWP_UNROLL for (int s = 0; s < kGroup; ++s) {
@@ -146,19 +144,10 @@ struct DeltaBackwardWrites {
     }
   }
 
-  FWP_INLINE void fetch(int64_t t) const {
-    q.fetch(t, block.rows);
-    k.fetch(t, block.rows);
-    d_out.fetch(t, block.columns);
-    error.fetch(t, block.columns);
-    d_k.fetch_to_write(t, block.rows);
-    d_v.fetch_to_write(t, block.columns);
-  }
-
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
     Group<A, NV> d_read[T], d_write[T], error_of[T], earlier[kGroup];
-    RowSums<A, NV, T> d_value_sums;
+    RowSums<A, NV, T> d_value_sums(block.rows);
     auto& d_value = d_value_sums.total;
     const A *key[T], *query[T], *earlier_key[kGroup];
     A rate[T];
@@ -166,7 +155,6 @@ struct DeltaBackwardWrites {
       key[s] = k[t + s];
       query[s] = q[t + s];
       rate[s] = beta[t + s];
-      fetch(t + s + kTokensAhead);
       d_read[s].load_from(d_out[t + s], block.columns);
       error_of[s].load_from(error[t + s], block.columns);
     }
@@ -175,14 +163,19 @@ struct DeltaBackwardWrites {
       earlier[s] = late[s];
     }
     const Gram<T, A> gram(key, key, block.rows);
-    block.change_rows(false, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
+    const Ahead<A, T, 6> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
+    block.change_rows(false, ahead, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
+      Vector<A> product[kGroup] = {};
       FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(earlier_key[s][i], earlier[s]);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         g.add(query[s][i], d_read[s]);
-        d_value_sums.part[s].add(key[s][i], g);
-        store(products + (i * kGroup + s) * kLanes<A>, multiply_lanes(error_of[s], g));
+        d_value_sums.total[s].add(key[s][i], g);
+        product[s] = multiply_lanes(error_of[s], g);
       }
+      // The first step of their sums is made here: one vector a row is stored in place of two.
+      store(products + i * kLanes<A>, sum_runs<kHalf, A>(product[0], product[1]));
     }, [&]() __attribute__((always_inline)) { d_value_sums.settle(); });
+    d_value_sums.finish();
     solve_group(gram, rate, d_value, d_write);
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       d_value[s].store_to(d_v[t + s], block.columns);
@@ -196,9 +189,9 @@ struct DeltaBackwardWrites {
 
   // The gradient of the initial state, where it is wanted.
   void finish() {
-    block.change_rows(true, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
+    block.change_rows_last([&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(late_key[s][i], late[s]);
-    }, [] {});
+    });
   }
 
  private:
@@ -210,14 +203,16 @@ struct DeltaBackwardWrites {
     const A late_part = T == 2 ? sum_lanes<A>(multiply_lanes(error_of[T - 1], d_value[0])) : 0;
     for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
       const int64_t rows = block.rows - i;
+      Vector<A> sum[kLanes<A>];  // each of both tokens, for half as many rows
+      FWP_UNROLL for (int r = 0; r < kLanes<A>; ++r) sum[r] = load(products + (i + r) * kLanes<A>);
+      sum_lanes_of_each<A, kHalf / 2>(sum);
+      sum_lanes_of_each<A, kHalf / 2>(sum + kHalf);
+      Vector<A> d_key[] = {join_halves<false, A>(sum[0], sum[kHalf]), join_halves<true, A>(sum[0], sum[kHalf])};
+      d_key[1] -= late_part * load_part(key[0] + i, rows);
       FWP_UNROLL for (int s = 0; s < T; ++s) {
-        Vector<A> sum[kLanes<A>];
-        FWP_UNROLL for (int r = 0; r < kLanes<A>; ++r) sum[r] = load(products + ((i + r) * kGroup + s) * kLanes<A>);
-        sum_lanes_of_each<A>(sum);
-        if (s == 1) sum[0] -= late_part * load_part(key[0] + i, rows);
-        sum[0] *= rate[s];
-        if (add) sum[0] += load_part(d_k[t + s] + i, rows);
-        store_part(d_k[t + s] + i, sum[0], rows);
+        d_key[s] *= rate[s];
+        if (add) d_key[s] += load_part(d_k[t + s] + i, rows);
+        store_part(d_k[t + s] + i, d_key[s], rows);
       }
     }
   }
@@ -238,22 +233,12 @@ struct DeltaBackwardReads {
   Tokens<A> d_q, d_k;
   A* scratch;  // kGroup x rows
 
-  FWP_INLINE void fetch(int64_t t) const {
-    k.fetch(t, block.columns);
-    d_out.fetch(t, block.rows);
-    error.fetch(t, block.rows);
-    d_v.fetch(t, block.rows);
-    d_q.fetch_to_write(t, block.columns);
-    d_k.fetch_to_write(t, block.columns);
-  }
-
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
     Group<A, NV> key[T];
-    RowSums<A, NV, T> d_query, d_key;
+    RowSums<A, NV, T> d_query(block.rows), d_key(block.rows);
     const A *write[T], *d_read[T], *d_value[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
-      if (block.fetches()) fetch(t + s + kTokensAhead);
       key[s].load_from(k[t + s], block.columns);
       write[s] = scratch + s * block.rows;
       d_read[s] = d_out[t + s];
@@ -262,16 +247,19 @@ struct DeltaBackwardReads {
       const A rate = beta[t + s];
       for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];
     }
-    block.change_rows(kLast, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
+    const Ahead<A, T, 6> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
+    block.change_rows(kLast, ahead, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
-        d_key.part[s].subtract(d_value[s][j], w);
+        d_key.total[s].subtract(d_value[s][j], w);
         w.add(write[s][j], key[s]);
-        d_query.part[s].add(d_read[s][j], w);
+        d_query.total[s].add(d_read[s][j], w);
       }
     }, [&]() __attribute__((always_inline)) {
       d_query.settle();
       d_key.settle();
     });
+    d_query.finish();
+    d_key.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       d_query.total[s].store_to(d_q[t + s], block.columns);
       Group<A, NV> d_first;

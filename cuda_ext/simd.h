@@ -144,7 +144,17 @@ FWP_INLINE Vector<A> sum_runs(Vector<A> x, Vector<A> y) {
          shuffle<A>(x, y, [](int lane) { return lane % (2 * half) < half ? lane + half : kLanes<A> + lane - half; });
 }
 
-// The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one.
+// The lower halves of a and b, or the upper ones.
+template <bool kUpper, typename A>
+FWP_INLINE Vector<A> join_halves(Vector<A> a, Vector<A> b) {
+  return shuffle<A>(a, b, [](int lane) {
+    constexpr int half = kLanes<A> / 2;
+    return lane / half * kLanes<A> + kUpper * half + lane % half;
+  });
+}
+
+// The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one. With a smaller
+// `half`, the same within every run of 2 half lanes, for 2 half vectors.
 template <typename A, int half = kLanes<A> / 2>
 FWP_INLINE void sum_lanes_of_each(Vector<A>* x) {
   FWP_UNROLL for (int n = 0; n < half; ++n)

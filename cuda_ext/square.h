@@ -42,7 +42,7 @@ struct Square {
   FWP_INLINE void store_to(StateBlock<A, 1>& block) const {
     Vector<A> result[kRows];
     FWP_UNROLL for (int i = 0; i < kRows; ++i) result[i] = row[i];
-    block.change_rows(true, [&](int64_t i, Group<A, 1>& w) __attribute__((always_inline)) { w.x[0] = result[i]; }, [] {});
+    block.change_rows_last([&](int64_t i, Group<A, 1>& w) __attribute__((always_inline)) { w.x[0] = result[i]; });
   }
   FWP_INLINE A* store_to(A* p) const {  // returns the end
     FWP_UNROLL for (int i = 0; i < kRows; ++i) store(p + i * kRows, row[i]);

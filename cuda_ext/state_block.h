@@ -15,7 +15,8 @@ namespace fwp {
 constexpr int kLineBytes = 64;
 
 // How far ahead tokens are fetched. Left to itself, the processor took up to twice as long over tokens that do not lie
-// in the second-level cache; and longer still where only some of a pass's inputs and results were fetched.
+// in the second-level cache; and longer still where only some of a pass's inputs and results were fetched. Half as many
+// or twice as many did as well.
 constexpr int kTokensAhead = 8;
 
 // A matrix with any strides; data may be null.
@@ -34,20 +35,49 @@ FWP_INLINE A* address(A* p, int64_t i) {
 // One vector a token; the elements of a vector are neighbours in memory.
 template <typename A>
 struct Tokens {
-  static constexpr int64_t kLine = kLineBytes / int64_t(sizeof(A));
+  static constexpr int64_t kLine = kLineBytes / int64_t(sizeof(A));  // elements
   A* data;
   int64_t stride;
   A* operator[](int64_t t) const { return data + t * stride; }
-  // Into the cache: the first `count` elements of token t, which may lie past the end.
-  FWP_INLINE void fetch(int64_t t, int64_t count) const {
-    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address(data, t * stride + i));
-  }
-  // The same for what will be written: a store waits for its line as a load does.
-  FWP_INLINE void fetch_to_write(int64_t t, int64_t count) const {
-    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(address(data, t * stride + i), 1);
-  }
   Tokens from(int64_t column) const { return {address(data, column), stride}; }
   Tokens reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
+};
+
+// Coming tokens on their way into the cache, those that will be written as well, since a store waits for its line as a
+// load does. One line a row while a pass goes over its rows: all lines at once kept the loads behind them waiting, and
+// passes over thousands of tokens took a tenth to a fifth longer.
+template <typename A, int T, int kKinds>
+class Ahead {
+ public:
+  // T tokens from t on of each of x, if they are wanted.
+  template <typename... X>
+  FWP_INLINE Ahead(bool wanted, int64_t t, const X&... x) : wanted_(wanted) {
+    static_assert(sizeof...(x) == kKinds);
+    if (!wanted) return;
+    int n = 0;
+    const auto add = [&](const auto& tokens) __attribute__((always_inline)) {
+      FWP_UNROLL for (int s = 0; s < T; ++s) token_[n++] = address<const A>(tokens.data, (t + s) * tokens.stride);
+    };
+    (add(x), ...);
+    FWP_UNROLL for (; n < kSlots; ++n) token_[n] = token_[0];
+  }
+
+  // Row i is worth line i / kLine of a token. What lies past the end of one is fetched in vain.
+  FWP_INLINE void fetch(int64_t i) const {
+    if (!wanted_) return;
+    FWP_UNROLL for (int n = 0; n < kSlots; n += kLine)
+      __builtin_prefetch(address(token_[n + i % kLine], i / kLine * kLine));
+  }
+
+ private:
+  static constexpr int64_t kLine = Tokens<A>::kLine;
+  static constexpr int kSlots = (T * kKinds + kLine - 1) / kLine * kLine;  // some lines a row where tokens are many
+  const bool wanted_;
+  const A* token_[kSlots];
+};
+
+struct NothingAhead {
+  FWP_INLINE void fetch(int64_t) const {}
 };
 
 template <typename A>
@@ -80,6 +110,9 @@ struct Group {  // NV vectors of neighbouring columns
   FWP_INLINE void scale(A factor) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] *= factor;
   }
+  FWP_INLINE void add(const Group& other) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += other.x[n];
+  }
   FWP_INLINE void add(A factor, const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += factor * other.x[n];
   }
@@ -102,20 +135,27 @@ FWP_INLINE Vector<A> multiply_lanes(const Group<A, NV>& x, const Group<A, NV>& y
 constexpr int64_t kSumRows = 32;
 template <typename A, int NV, int T>
 struct RowSums {
-  Group<A, NV> part[T], total[T];
+  Group<A, NV> total[T];
 
-  FWP_INLINE RowSums() {
+  FWP_INLINE explicit RowSums(int64_t rows) : several_parts_(rows > kSumRows) {
+    FWP_UNROLL for (int s = 0; s < T; ++s) total[s].clear();
+    if (several_parts_) FWP_UNROLL for (int s = 0; s < T; ++s) aside_[s].clear();
+  }
+  // Between two parts.
+  FWP_INLINE void settle() {
     FWP_UNROLL for (int s = 0; s < T; ++s) {
-      part[s].clear();
+      aside_[s].add(total[s]);
       total[s].clear();
     }
   }
-  FWP_INLINE void settle() {
-    FWP_UNROLL for (int s = 0; s < T; ++s) {
-      FWP_UNROLL for (int n = 0; n < NV; ++n) total[s].x[n] += part[s].x[n];
-      part[s].clear();
-    }
+  // After the last one: total is the sum of all.
+  FWP_INLINE void finish() {
+    if (several_parts_) FWP_UNROLL for (int s = 0; s < T; ++s) total[s].add(aside_[s]);
   }
+
+ private:
+  const bool several_parts_;
+  Group<A, NV> aside_[T];
 };
 
 // Rows of a given state that are fetched ahead: the processor does not do so across pages, and a decoding step reads states
@@ -143,42 +183,48 @@ class StateBlock {
         work[i * kWidth + j] = initial.data[i * initial.row_stride + j * initial.column_stride];
   }
 
-  // f(i, w) sees row i and does not change it; settle() follows every kSumRows rows, and the last.
+  // f(i, w) sees row i and does not change it; settle() comes between parts of kSumRows rows.
   template <typename F, typename S>
   FWP_INLINE void read_rows(F f, S settle) const {
     for (int64_t begin = 0; begin < rows; begin += kSumRows) {
-      for (int64_t i = begin; i < std::min(rows, begin + kSumRows); ++i) {
+      const int64_t end = std::min(rows, begin + kSumRows);
+      for (int64_t i = begin; i < end; ++i) {
         Group<A, NV> w;
         w.load_from(source_ + i * source_stride_, kWidth);
         FWP_UNROLL for (int n = 0; n < NV; ++n)
           __builtin_prefetch(address(source_, (i + kRowsAhead) * source_stride_ + n * kLanes<A>));
         f(i, w);
       }
-      settle();
+      if (end < rows) settle();
     }
   }
 
-  // f(i, w) sees row i and changes it; settle() as above. `last`: no later pass will.
-  template <typename F, typename S>
-  FWP_INLINE void change_rows(bool last, F f, S settle) {
+  // f(i, w) sees row i and changes it; settle() as above, and ahead.fetch(i) for every row. `last`: no later pass will.
+  template <typename Fetch, typename F, typename S>
+  FWP_INLINE void change_rows(bool last, const Fetch& ahead, F f, S settle) {
     const bool to_final = last && final_.data && columns == kWidth;
     A* target = to_final ? final_.data : work_;
     const int64_t target_stride = to_final ? final_.row_stride : kWidth;
     for (int64_t begin = 0; begin < rows; begin += kSumRows) {
-      for (int64_t i = begin; i < std::min(rows, begin + kSumRows); ++i) {
+      const int64_t end = std::min(rows, begin + kSumRows);
+      for (int64_t i = begin; i < end; ++i) {
+        ahead.fetch(i);
         Group<A, NV> w;
         w.load_from(source_ + i * source_stride_, kWidth);
         f(i, w);
         w.store_to(target + i * target_stride, kWidth);
       }
-      settle();
+      if (end < rows) settle();
     }
     source_ = target;
     source_stride_ = target_stride;
   }
 
-  // Whether tokens are to be fetched ahead: a pass over few rows is too short to pay for it.
-  FWP_INLINE bool fetches() const { return rows > kSumRows; }
+  // The last pass, without sums and with no tokens to come.
+  template <typename F>
+  FWP_INLINE void change_rows_last(F f) {
+    change_rows(true, NothingAhead{}, f, [] {});
+  }
 
   // Store the new state where the last pass could not.
   void finish() const {

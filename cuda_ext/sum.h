@@ -8,6 +8,8 @@ namespace fwp {
 
 template <typename A, int NV>
 struct SumScan {
+  static constexpr int64_t kFewRows = 32;  // a pass over so few is too short to pay for fetching tokens ahead
+
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, v;
   Tokens<A> out;
@@ -15,19 +17,21 @@ struct SumScan {
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t t) {
     Group<A, NV> value[T];
-    RowSums<A, NV, T> read;
+    RowSums<A, NV, T> read(block.rows);
     const A *key[T], *query[T];
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       key[s] = k[t + s];
       query[s] = q[t + s];
       value[s].load_from(v[t + s], block.columns);
     }
-    block.change_rows(kLast, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+    const Ahead<A, T, 4> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, q, k, v, out);
+    block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], value[s]);
-        read.part[s].add(query[s][i], w);
+        read.total[s].add(query[s][i], w);
       }
     }, [&]() __attribute__((always_inline)) { read.settle(); });
+    read.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
   }
 };
