@@ -144,7 +144,8 @@ struct DecayBackward {
   }
 
   // What this chunk will write and the one before it will read, fetched up to three lines a token. Rows come kPiece at a
-  // time, so a line of them has four turns, and each kind of vector has one of these.
+  // time, so a line of them has four turns, and each kind of vector has one of these. Into the second-level cache: in the
+  // first one it would be in the way, or be gone before it is its turn.
   struct Lines {
     const A* line[3];
     int64_t stride[3];
@@ -157,7 +158,7 @@ struct DecayBackward {
       stride[n] = token_stride;
     }
     FWP_INLINE void fetch(int64_t t) const {
-      FWP_UNROLL for (int n = 0; n < 3; ++n) __builtin_prefetch(address(line[n], t * stride[n]));
+      FWP_UNROLL for (int n = 0; n < 3; ++n) __builtin_prefetch(address(line[n], t * stride[n]), 0, 2);
     }
   };
 

@@ -332,7 +332,8 @@ def main():
         ["shape", "pass", "contender", "round", "seconds"],
         raw,
         rows,
-        "Least work, and how much of the machine's own rate (a copy, a matrix product) is reached:\n",
+        "Least work, and how much of the machine's own rate is reached, on one thread: of a copy "
+        f"({rates[0] / 1e9:.0f} GB/s), and of a matrix product ({rates[1] / 1e9:.0f} GFLOP/s):\n",
         table(["shape", "rule", "pass", "MB", "GFLOP", "of copy", "of product"], floor_rows(measured, rates)),
         "Time of every contender in times of our delta's, median of rounds (one thread unless it says two):\n",
         table(

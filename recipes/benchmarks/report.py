@@ -125,10 +125,12 @@ def memory(field):
 
 
 def processor():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.machine()
+    """Its name, and its family and model where they are told: virtual machines often hide all but the name's start."""
+    first, *_ = Path("/proc/cpuinfo").read_text().split("\n\n")
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    if "model name" not in fields:
+        return platform.machine()
+    return f"{fields['model name']} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
 
 
 def git(*words):
