@@ -1,6 +1,7 @@
 // The delta rule: e = v - k W, W += k^T beta e, out = q W. README.md derives the backward pass, under these names. Nothing
 // is rewound and no state is kept: the errors rebuild W forwards, and the gradients of what was found rebuild G in
-// reverse, both by the very operations of the pass that made them, in their order, and so to the last bit.
+// reverse, both by the very operations of the pass that made them, in their order, and so to the last bit (unless it ran on
+// tensor cores).
 #pragma once
 
 #include "scan.cuh"

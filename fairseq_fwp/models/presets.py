@@ -6,9 +6,10 @@ and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scr
 grid of recipes/peps/RESULTS.md.
 
 Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that its authors published; *medium* is
-Schlag's (Sec. 6.3, Table 4). They drop the activations of the feed-forward blocks too. For `xl_lm_wt103_large` the
-paper prints 257 M parameters, but the published script and weights, which are these sizes, have 285 M; with 16 layers
-in place of 18 it would be 258 M. The models called large were trained with untied u and v.
+Schlag's (Sec. 6.3, Table 4), and the one without a size is ours: as large as the small models beside it. They drop the
+activations of the feed-forward blocks too. For `xl_lm_wt103_large` the paper prints 257 M parameters, but the published
+script and weights, which are these sizes, have 285 M; with 16 layers in place of 18 it would be 258 M. The models
+called large were trained with untied u and v.
 
 Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large`, and of a Transformer
 with local attention whose 12 layers, 768 dimensions and 121 M parameters are all that the paper says of it: heads,
@@ -57,6 +58,7 @@ ENWIK8_BASE = {"decoder_layers": 12, "decoder_embed_dim": 512, "decoder_ffn_embe
 ENWIK8_LARGE = {"decoder_layers": 24, "decoder_embed_dim": 1024, "decoder_ffn_embed_dim": 3072, "mem_len": 768}
 
 XL_PRESETS: dict[str, dict[str, Any]] = {
+    "xl_lm_wt103": {**XL, **SMALL, "mem_len": 256, **WT103},
     "xl_lm_wt103_medium": {**XL, **MEDIUM, "mem_len": 384, **WT103},
     "xl_lm_wt103_base": {
         **XL,

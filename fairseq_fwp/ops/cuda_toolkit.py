@@ -131,7 +131,11 @@ def _visible_gpus() -> dict[tuple[int, int], str]:
     if not torch.cuda.is_available():
         raise BuildError("PyTorch sees no NVIDIA GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU")
     found = range(torch.cuda.device_count())
-    return {torch.cuda.get_device_capability(i): torch.cuda.get_device_name(i) for i in found}
+    try:
+        return {torch.cuda.get_device_capability(i): torch.cuda.get_device_name(i) for i in found}
+    except RuntimeError as error:  # the driver is there, and the GPU does not start
+        reason = str(error).partition("\n")[0]
+        raise BuildError(f"the GPU does not start: {reason}", "check nvidia-smi, or use the CPU") from error
 
 
 def _parse(listed: str) -> list[Architecture]:

@@ -218,6 +218,8 @@ def take_turns(session, where, stage, calls):
         replay = replay_of(call)
         if replay:
             kinds[name, GRAPH] = replay
+        else:
+            say(f"{name} cannot be captured as a graph at {where}, {stage}: its time is as called")
     seconds = {key: [] for key in kinds}
     for i in range(ROUNDS):
         if i and session.seconds_left() < 0:
@@ -329,6 +331,26 @@ class Session:
                 calls = {"delta": partial(rule, state), "attention": partial(attend, step["q"], *cache)}
                 take_turns(self, where, STEP, calls)
 
+    def steps(self, shape):
+        """One token more, from a state: every rule, and attention over a cache of as many tokens as the shape has."""
+        B, H, _, Dk, Dv = shape
+        names = [*INPUTS, "flash attention"]
+        if not self.in_time(shape, STEP, names):
+            return
+        token, cache = inputs((B, H, 1, Dk, Dv)), inputs(shape)
+        state = torch.zeros(B, H, Dk, Dv, device=DEVICE)
+        calls = {
+            rule: partial(getattr(ops, f"{rule}_rule"), *(token[x] for x in of.split()), state, backend="kernel")
+            for rule, of in INPUTS.items()
+        }
+        attend = torch.nn.functional.scaled_dot_product_attention
+        calls["flash attention"] = partial(attend, token["q"], cache["k"], cache["v"])
+        with torch.no_grad():
+            for name, call in calls.items():
+                call()
+                self.record.add(shape, STEP, name, BYTES, [peak_bytes(call)])
+            take_turns(self, shape, STEP, calls)
+
     def models(self):
         gpu_models.measure(self.record, self.in_time)
 
@@ -363,7 +385,9 @@ def stages(session):
     yield session.decoding
     yield session.sweep
     for shape in SHAPES:
-        yield partial(session.operators, shape, FORWARD, ["delta", "sum", "decay", "FLA delta", "flash attention"])
+        yield partial(session.operators, shape, FORWARD, main)
+    for shape in SHAPES:
+        yield partial(session.steps, shape)
     yield partial(session.foreign, [name for name in session.found if name not in main])
 
 

@@ -18,7 +18,7 @@ VOCABULARY = 267_744  # with the dictionary's four symbols, rounded as fairseq d
 SMALL, MEDIUM = (96, 256), (56, 384)
 PLAN = {
     SMALL: ("delta_lm_wt103", "sum_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103"),
-    MEDIUM: ("delta_lm_wt103_medium", "softmax_lm_wt103_medium", "xl_lm_wt103_medium"),
+    MEDIUM: ("delta_lm_wt103_medium", "sum_lm_wt103_medium", "softmax_lm_wt103_medium", "xl_lm_wt103_medium"),
 }
 ROUNDS, UPDATES_A_ROUND, WARM_UP = 5, 4, 3
 DECODED = ("delta_lm_wt103", "softmax_lm_wt103")

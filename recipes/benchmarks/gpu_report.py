@@ -131,6 +131,7 @@ def model_goals(record):
         ("delta_lm_wt103", "sum_lm_wt103", small, 0.95),
         ("delta_lm_wt103", "xl_lm_wt103", small, None),
         ("delta_lm_wt103_medium", "softmax_lm_wt103_medium", medium, None),
+        ("delta_lm_wt103_medium", "sum_lm_wt103_medium", medium, None),
         ("delta_lm_wt103_medium", "xl_lm_wt103_medium", medium, None),
     ]
     return [
@@ -144,10 +145,12 @@ def goals(record):
 
 
 def bytes_moved(rule, shape, stage, size):
-    """Bytes that cannot be avoided, at `size` bytes a number: inputs and results, once a pass."""
+    """Bytes that cannot be avoided, at `size` bytes a number: inputs and results, once a pass. A step: of one token."""
     B, H, L, Dk, Dv = shape
     inputs = INPUTS[rule](Dk, Dv)
     forward = inputs + Dv
+    if stage == STEP:  # its state, in float32, is read and written
+        return B * H * (forward * size + 2 * 4 * Dk * Dv)
     # Backward reads the inputs and the gradient of out, and writes a gradient for each input.
     numbers = forward if stage == FORWARD else forward + 2 * inputs + Dv
     return B * H * L * numbers * size
@@ -180,7 +183,7 @@ def operator_table(record, contenders):
     """Every figure of the operators; `contenders` gives {name: (rule or None, dtype)}."""
     rates, rows = machine_rates(record), []
     for shape in SHAPES:
-        for stage in (TRAINING, FORWARD):
+        for stage in (TRAINING, FORWARD, STEP):
             for name in record.contenders(shape, stage):
                 rule, dtype = contenders[name]
                 device, called, memory = (record.values(shape, stage, name, what) for what in (GRAPH, EAGER, BYTES))
@@ -242,7 +245,7 @@ def sections(record, contenders):
     """The paragraphs under the goals."""
     return [
         "Operators: microseconds of device time (of a captured graph) and as called from Python, the least time at "
-        "this machine's rates, and peak memory beyond the inputs:\n",
+        "this machine's rates, and peak memory beyond the inputs; a decoding step comes after the shape's tokens:\n",
         operator_table(record, contenders),
         f"{TRAINING} in bfloat16 at growing length, {TOKENS} tokens in all, {SWEPT_HEADS} heads of {SWEPT_SIZE}:\n",
         sweep_table(record),

@@ -103,7 +103,7 @@ def test_no_drift_over_4096_tokens(twin, rule, forgetful):
 
 
 def test_no_drift_of_chunks(twin):
-    check_accuracy(twin, "delta", sample_inputs("delta", (1, 1, 2048, 16, 16), torch.bfloat16, forgetful=True))
+    check_accuracy(twin, "delta", sample_inputs("delta", (1, 1, 8192, 16, 16), torch.bfloat16, forgetful=True))
 
 
 @every_rule

@@ -154,6 +154,11 @@ def test_mistake_is_found(name, cases, tmp_path):
     assert fault and mutation.complaint in fault
 
 
+def test_address_sanitizer_watches_shared_memory(tmp_path):
+    found = run_watched(mutated(MUTATIONS["slots_overrun"], tmp_path), ("-DTWIN_DECAY",), tmp_path)
+    assert found.returncode != 0 and "use-after-poison" in found.stderr
+
+
 def test_address_sanitizer_finds_a_read_beyond_an_input(tmp_path):
     """The numbers are right: what lies there is multiplied by zero. Only this check sees it."""
     mutation = Mutation("scan.cuh", "i < count ? number", "i <= count ? number")

@@ -77,6 +77,11 @@ def test_transformer_xl_medium_has_the_published_size(wikitext103):
     assert count == count_xl(16, 256, 2048, count_adaptive(256)) and round(count / 1e6, 1) == 90.9
 
 
+def test_transformer_xl_without_a_size_is_as_large_as_the_small_models(wikitext103):
+    count = count_parameters("xl_lm_wt103", wikitext103)
+    assert count == count_xl(16, 128, 2048, count_adaptive(128)) and round(count / 1e6, 1) == 44.3
+
+
 def test_transformer_xl_base_has_the_published_size(wikitext103):
     """Dai et al. 2019, Table 1: 151 M; with 9 more words and untied biases fairseq's example counts 151,123,537."""
     count = count_parameters("xl_lm_wt103_base", wikitext103)
@@ -131,7 +136,7 @@ def test_names_follow_the_grammar_and_belong_to_the_model(arch):
 
 
 def test_the_names_of_transformer_xl():
-    assert set(XL_PRESETS) == set(PUBLISHED_XL)
+    assert set(XL_PRESETS) == {*PUBLISHED_XL, "xl_lm_wt103"}
 
 
 def test_flags_win_over_presets():

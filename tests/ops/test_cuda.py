@@ -109,11 +109,14 @@ def captured(function):
 
 @every_kernel
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
-def test_forward_and_backward_in_a_graph(rule, state):
-    inputs, other = (sample_inputs(rule, SHAPE, torch.float32, state=state, seed=seed) for seed in range(2))
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(SHAPE, torch.float32), ((1, 2, 300, 64, 64), torch.bfloat16)], ids=["scans", "tensor_cores"]
+)
+def test_forward_and_backward_in_a_graph(rule, state, shape, dtype):
+    inputs, other = (sample_inputs(rule, shape, dtype, state=state, seed=seed) for seed in range(2))
     gradients = cotangents(inputs)
     graph, found = captured(lambda: results(kernel(rule), inputs, gradients))
-    for given in (other, sample_inputs(rule, SHAPE, torch.float32, state=state, seed=2)):
+    for given in (other, sample_inputs(rule, shape, dtype, state=state, seed=2)):
         expected = results(kernel(rule), given, gradients)
         for name, x in inputs.items():
             if x is not None:

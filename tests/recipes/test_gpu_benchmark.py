@@ -292,6 +292,32 @@ def test_who_fails_while_measured_is_left_out_unless_it_is_ours(gpu, report, mon
         session.operators(shape, report.TRAINING, ["a"])
 
 
+def test_a_decoding_step_of_every_rule(gpu, report, monkeypatch):
+    found = {}
+
+    def call_all(session, where, stage, calls):
+        found.update({name: call() for name, call in calls.items()})
+
+    monkeypatch.setattr(gpu, "Clock", lambda: None)
+    monkeypatch.setattr(gpu, "take_turns", call_all)
+    monkeypatch.setattr(gpu, "peak_bytes", lambda call: 7)
+    session, shape = gpu.Session(report.Record(), 60, gpu.contenders()), (1, 2, 9, 8, 8)
+    session.steps(shape)
+    assert list(found) == [*gpu.INPUTS, "flash attention"]
+    token = {name: x.float() for name, x in gpu.inputs((1, 2, 1, 8, 8)).items()}
+    for rule, names in gpu.INPUTS.items():
+        out, state = found[rule]
+        expected = getattr(ops, f"{rule}_rule")(*(token[name] for name in names.split()), backend="reference")
+        torch.testing.assert_close(state, expected[1])
+        assert out.shape == (1, 2, 1, 8) and out.dtype == torch.bfloat16
+        assert session.record.values(shape, report.STEP, rule, report.BYTES) == [7]
+
+
+def test_the_floor_of_a_decoding_step(report):
+    """Its state twice, and two numbers of bfloat16 for each of q, k, v and out, and beta."""
+    assert report.bytes_moved("delta", (2, 3, 1000, 16, 8), report.STEP, 2) == 2 * 3 * (2 * 4 * 16 * 8 + 2 * 49)
+
+
 class CallOnce:
     """In place of the clock: a call is made, and takes a millisecond."""
 
