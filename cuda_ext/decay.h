@@ -16,7 +16,6 @@ constexpr int64_t kChunk = 32;
 template <typename A, int NV, bool kGated>
 struct DecayForward {
   static constexpr int kGroup = NV == 4 ? 2 : kTokens;  // what the registers hold
-  static constexpr int64_t kFewRows = 32;  // a pass over so few is too short to pay for fetching tokens ahead
 
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, v, key_decay, value_decay;

@@ -13,8 +13,8 @@ namespace fwp {
 // and a quarter faster with thousands that do not.
 constexpr int kDeltaTokens = 2;
 
-// A pass over so few rows is too short to pay for fetching tokens ahead.
-constexpr int64_t kFewRows = 16;
+// The kFewRows of its passes.
+constexpr int64_t kDeltaFewRows = 16;
 
 // x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
 // by a variable lives in memory.)
@@ -99,7 +99,7 @@ struct DeltaForward {
     FWP_UNROLL for (int s = 0; s < kGroup; ++s) next_key[s] = key_at(t + T + s);
     solve_group(Gram<T, A>(key, key, block.rows), rate, write, before);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
-    const Ahead<A, T, 5> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, q, k, v, out, error);
+    const Ahead<A, T, 5> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, v, out, error);
     block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], write[s]);
@@ -163,7 +163,7 @@ struct DeltaBackwardWrites {
       earlier[s] = late[s];
     }
     const Gram<T, A> gram(key, key, block.rows);
-    const Ahead<A, T, 6> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
+    const Ahead<A, T, 6> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
     block.change_rows(false, ahead, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
       Vector<A> product[kGroup] = {};
       FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(earlier_key[s][i], earlier[s]);
@@ -247,7 +247,7 @@ struct DeltaBackwardReads {
       const A rate = beta[t + s];
       for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];
     }
-    const Ahead<A, T, 6> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
+    const Ahead<A, T, 6> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
     block.change_rows(kLast, ahead, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         d_key.total[s].subtract(d_value[s][j], w);

@@ -19,6 +19,9 @@ constexpr int kLineBytes = 64;
 // or twice as many did as well.
 constexpr int kTokensAhead = 8;
 
+// A pass over so few rows is too short to pay for it. (delta.h has fewer for its own passes, which do more with a row.)
+constexpr int64_t kFewRows = 32;
+
 // A matrix with any strides; data may be null.
 template <typename A>
 struct Matrix {

@@ -8,8 +8,6 @@ namespace fwp {
 
 template <typename A, int NV>
 struct SumScan {
-  static constexpr int64_t kFewRows = 32;  // a pass over so few is too short to pay for fetching tokens ahead
-
   StateBlock<A, NV>& block;
   Tokens<const A> q, k, v;
   Tokens<A> out;
