@@ -68,7 +68,7 @@ inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const 
       with_block<A, NV>(size.Dk, n, initial_.matrix(h, j), final_.matrix(h, j), work,
                         [&](StateBlock<A, NV>& block) __attribute__((always_inline)) {
         DeltaForward<A, NV> scan{block, size.L, q_.tokens(h), k_.tokens(h), v_.tokens(h).from(j), beta_.rates(h),
-                                 out_.tokens(h).from(j), error_.tokens(h).from(j), {}};
+                                 out_.tokens(h).from(j), error_.tokens(h).from(j)};
         if constexpr (NV == 4) {
           scan.template start<1>();
           scan.template run<1, true>(0);

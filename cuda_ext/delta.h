@@ -22,6 +22,8 @@ template <int T, typename A>
 struct Gram {
   A product[T][T];
 
+  Gram() = default;
+
   FWP_INLINE Gram(const A* const (&x)[T], const A* const (&y)[T], int64_t rows) {
     Vector<A> sum[T][T];
     FWP_UNROLL for (int s = 0; s < T; ++s)
@@ -43,8 +45,8 @@ struct Gram {
 
 // beta_s (x_s - sum over m < s of (k_s k_m) x_m): turn what the keys of a group find before any of them has written
 // into what they write one after the other. `before` receives the bracket.
-template <int T, typename A, int NV>
-FWP_INLINE void solve_group(const Gram<T, A>& gram, const A (&rate)[T], Group<A, NV> (&x)[T],
+template <int T, int kGroup, typename A, int NV>
+FWP_INLINE void solve_group(const Gram<kGroup, A>& gram, const A (&rate)[T], Group<A, NV> (&x)[T],
                             Group<A, NV> (&before)[T]) {
   FWP_UNROLL for (int s = 0; s < T; ++s) {
     FWP_UNROLL for (int m = 0; m < T; ++m)
@@ -64,7 +66,10 @@ struct DeltaForward {
   Tokens<const A> q, k, v;
   Rates<const A> beta;
   Tokens<A> out, error;
-  Group<A, NV> found[kGroup];  // k_s W, of the coming group's keys and the state before it
+  // Of the coming group's keys: k_s W with the state before it, and their products, made a pass ahead. Those that a pass
+  // made for itself kept its first row waiting: they took a twentieth of its time.
+  Group<A, NV> found[kGroup] = {};
+  Gram<kGroup, A> gram = {};
 
   // Pointers past the end repeat the last key: what it finds is not used.
   FWP_INLINE const A* key_at(int64_t t) const { return k[std::min(t, length - 1)]; }
@@ -80,6 +85,7 @@ struct DeltaForward {
     }, [&]() __attribute__((always_inline)) { first.settle(); });
     first.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = first.total[s];
+    if constexpr (T == kGroup) gram = Gram<kGroup, A>(key, key, block.rows);
   }
 
   template <int T, bool kLast>
@@ -97,7 +103,8 @@ struct DeltaForward {
       write[s].add(A(-1), found[s]);
     }
     FWP_UNROLL for (int s = 0; s < kGroup; ++s) next_key[s] = key_at(t + T + s);
-    solve_group(Gram<T, A>(key, key, block.rows), rate, write, before);
+    solve_group(gram, rate, write, before);
+    if constexpr (!kLast) gram = Gram<kGroup, A>(next_key, next_key, block.rows);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
     const Ahead<A, T, 5> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, v, out, error);
     block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
@@ -204,7 +211,7 @@ struct DeltaBackwardWrites {
     for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
       const int64_t rows = block.rows - i;
       Vector<A> sum[kLanes<A>];  // each of both tokens, for half as many rows
-      FWP_UNROLL for (int r = 0; r < kLanes<A>; ++r) sum[r] = load(products + (i + r) * kLanes<A>);
+      FWP_UNROLL for (int r = 0; r < kLanes<A>; ++r) sum[r] = in_register<A>(load(products + (i + r) * kLanes<A>));
       sum_lanes_of_each<A, kHalf / 2>(sum);
       sum_lanes_of_each<A, kHalf / 2>(sum + kHalf);
       Vector<A> d_key[] = {join_halves<false, A>(sum[0], sum[kHalf]), join_halves<true, A>(sum[0], sum[kHalf])};

@@ -51,6 +51,17 @@ FWP_INLINE void store(A* p, Vector<A> x) {
   std::memcpy(p, &x, sizeof x);
 }
 
+// GCC loads what is used several times again for each use, as an operand of its instruction; loads are what is scarce.
+template <typename A>
+FWP_INLINE Vector<A> in_register(Vector<A> x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 // Out of line: inlined into every kernel, the rare case took half of the time to compile them.
 template <typename A>
 __attribute__((noinline)) Vector<A> load_fewer(const A* p, int64_t n) {

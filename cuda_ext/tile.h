@@ -12,17 +12,6 @@ namespace fwp {
 constexpr int kTileRows = 4;
 constexpr int kTileVectors = kTokens;
 
-// GCC loads what is used several times again for each use, as an operand of its instruction; loads are what is scarce.
-template <typename A>
-FWP_INLINE Vector<A> in_register(Vector<A> x) {
-#if defined(__x86_64__)
-  asm("" : "+v"(x));
-#elif defined(__aarch64__)
-  asm("" : "+w"(x));
-#endif
-  return x;
-}
-
 // product[t][s] = x_t y_s for kTileRows t and kTileVectors s.
 template <typename A>
 FWP_INLINE void multiply_tile(Tokens<const A> x, Tokens<const A> y, int64_t width, A* product, int64_t stride) {
