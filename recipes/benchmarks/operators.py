@@ -40,7 +40,8 @@ SHAPES = {
     "8k": (1, 8, 8192, 64, 64),
 }
 LM_SHAPES = ("small", "medium", "1k")
-ROUNDS = 5
+# Of a shape's pass: where neighbours on the host slow a core down for a second at a time, five short rounds say little.
+ROUNDS, SECONDS = 5, 25
 CHUNKS = (16, 32, 64)
 BACKEND = "kernel"
 STEP_BATCHES = (1, 32)
@@ -145,7 +146,7 @@ def measure_shape(where, shape, found):
     measured = {}
     for stage, grad_mode in PASSES.items():
         with grad_mode():
-            measured[stage] = interleave(contenders[stage], ROUNDS, f"{where}, {stage}")
+            measured[stage] = interleave(contenders[stage], ROUNDS, f"{where}, {stage}", seconds=SECONDS)
     return measured
 
 
@@ -202,7 +203,7 @@ def measure_steps(batch):
             cache = [torch.randn(batch, 8, context, 64) for _ in range(2)]
             attend = partial(torch.nn.functional.scaled_dot_product_attention, q, *cache)
             contenders[f"SDPA, cache of {context}"] = Contender(attend)
-        return interleave(contenders, ROUNDS, f"decoding step, batch {batch}")
+        return interleave(contenders, ROUNDS, f"decoding step, batch {batch}", seconds=SECONDS)
 
 
 def step_rows(batch, times):
@@ -279,6 +280,15 @@ def machine_rates():
     return 2 * 4 * 2**26 / min(times["copy"]), 2 * 1024**3 / products
 
 
+def rounds_taken(measured):
+    passes = (
+        f"{where}, {stage}: {min(len(seconds) for seconds in times.values())}"
+        for where, stages in measured.items()
+        for stage, times in stages.items()
+    )
+    return f"Rounds: {'; '.join(passes)}.\n"
+
+
 def floor_rows(measured, rates):
     rows = []
     for where, shape in SHAPES.items():
@@ -317,12 +327,10 @@ def main():
     rows.sort(key=lambda row: order.index(row[0]))
     rates = machine_rates()
 
+    everything = measured | {f"B = {batch}": {"step": times} for batch, times in steps.items()}
     raw = [
         [where, stage, name, i, second]
-        for where, stages in [
-            *measured.items(),
-            *((f"B = {b}", {"step": times}) for b, times in steps.items()),
-        ]
+        for where, stages in everything.items()
         for stage, times in stages.items()
         for name, seconds in times.items()
         for i, second in enumerate(seconds)
@@ -332,6 +340,7 @@ def main():
         ["shape", "pass", "contender", "round", "seconds"],
         raw,
         rows,
+        rounds_taken(everything),
         "Least work, and how much of the machine's own rate is reached, on one thread: of a copy "
         f"({rates[0] / 1e9:.0f} GB/s), and of a matrix product ({rates[1] / 1e9:.0f} GFLOP/s):\n",
         table(["shape", "rule", "pass", "MB", "GFLOP", "of copy", "of product"], floor_rows(measured, rates)),

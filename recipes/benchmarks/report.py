@@ -1,6 +1,7 @@
 """What the benchmarks share: interleaved timing, ratios of rounds, and the files of results/."""
 
 import csv
+import itertools
 import os
 import platform
 import subprocess
@@ -48,17 +49,21 @@ def seconds_per_call(contender, calls):
     return (time.perf_counter() - start) / calls
 
 
-def interleave(contenders, rounds, title, at_least=0.02):
+def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
     """{name: seconds of each round}, all contenders once a round, so that a slow moment hits all of them alike.
 
-    A measurement repeats its call for `at_least` seconds, after half as many calls that warm up.
+    A measurement repeats its call for `at_least` seconds, after half as many calls that warm up. Rounds go on for
+    `seconds`, and there are never fewer than `rounds`.
     """
     runnable = {name: c for name, c in contenders.items() if c.call}
     first = {name: min(seconds_per_call(c, 1) for _ in range(2)) for name, c in runnable.items()}
     calls = {name: max(1, round(at_least / first[name])) for name in runnable}
     times = {name: [] for name in runnable}
-    for i in range(rounds):
-        say(f"{title}: round {i + 1} of {rounds}")
+    end = time.perf_counter() + seconds
+    for i in itertools.count():
+        if i >= rounds and time.perf_counter() >= end:
+            break
+        say(f"{title}: round {i + 1} of {rounds}" + (f" or more, for {seconds} s" if seconds else ""))
         for name, contender in runnable.items():
             # What ran before has cleared the caches, which takes some milliseconds, not one short call, to undo.
             seconds_per_call(contender, max(1, calls[name] // 2))

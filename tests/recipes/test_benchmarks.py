@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -78,6 +79,14 @@ def test_contenders_take_turns(load):
     assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
     assert "".join(calls) == "aabb" + "aabb" * 3
     assert report.fastest(times, ["missing"]) is None
+
+
+def test_rounds_go_on_for_the_given_time(load):
+    report, calls = load("report"), []
+    times = report.interleave({"a": report.Contender(partial(calls.append, "a"))}, 3, "test", at_least=0, seconds=0.05)
+    assert len(times["a"]) > 3
+    slow = {"a": report.Contender(partial(time.sleep, 0.03))}
+    assert len(report.interleave(slow, 3, "test", at_least=0, seconds=0.05)["a"]) == 3
 
 
 def test_a_peer_that_is_missing_has_its_rows(load):
