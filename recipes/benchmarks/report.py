@@ -61,7 +61,7 @@ def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
     times = {name: [] for name in runnable}
     end = time.perf_counter() + seconds
     for i in itertools.count():
-        if i >= rounds and time.perf_counter() >= end:
+        if i >= rounds and (time.perf_counter() >= end or not runnable):
             break
         say(f"{title}: round {i + 1} of {rounds}" + (f" or more, for {seconds} s" if seconds else ""))
         for name, contender in runnable.items():

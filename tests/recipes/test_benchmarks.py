@@ -82,11 +82,15 @@ def test_contenders_take_turns(load):
 
 
 def test_rounds_go_on_for_the_given_time(load):
-    report, calls = load("report"), []
-    times = report.interleave({"a": report.Contender(partial(calls.append, "a"))}, 3, "test", at_least=0, seconds=0.05)
-    assert len(times["a"]) > 3
-    slow = {"a": report.Contender(partial(time.sleep, 0.03))}
-    assert len(report.interleave(slow, 3, "test", at_least=0, seconds=0.05)["a"]) == 3
+    report = load("report")
+
+    def rounds(pause, **options):
+        contenders = {"a": report.Contender(partial(time.sleep, pause))}
+        return len(report.interleave(contenders, 3, "test", at_least=0, **options)["a"])
+
+    assert rounds(0.002, seconds=0.1) > 3
+    assert rounds(0.03, seconds=0.05) == rounds(0.002) == 3
+    assert report.interleave({"missing": report.Contender(None)}, 3, "test", seconds=3600) == {}
 
 
 def test_a_peer_that_is_missing_has_its_rows(load):
