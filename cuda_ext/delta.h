@@ -16,7 +16,7 @@ constexpr int kDeltaTokens = 2;
 // The kFewRows of its passes.
 constexpr int64_t kDeltaFewRows = 16;
 
-// x_s y_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
+// k_s k_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
 // by a variable lives in memory.)
 template <int T, typename A>
 struct Gram {
@@ -24,7 +24,7 @@ struct Gram {
 
   Gram() = default;
 
-  FWP_INLINE Gram(const A* const (&x)[T], const A* const (&y)[T], int64_t rows) {
+  FWP_INLINE Gram(const A* const (&key)[T], int64_t rows) {
     Vector<A> sum[T][T];
     FWP_UNROLL for (int s = 0; s < T; ++s)
       FWP_UNROLL for (int m = 0; m < T; ++m) sum[s][m] = Vector<A>{};
@@ -32,11 +32,11 @@ struct Gram {
     for (; i + kLanes<A> <= rows; i += kLanes<A>)
       FWP_UNROLL for (int s = 0; s < T; ++s)
         FWP_UNROLL for (int m = 0; m < T; ++m)
-          if (m < s) sum[s][m] += load(x[s] + i) * load(y[m] + i);
+          if (m < s) sum[s][m] += load(key[s] + i) * load(key[m] + i);
     if (i < rows)
       FWP_UNROLL for (int s = 0; s < T; ++s)
         FWP_UNROLL for (int m = 0; m < T; ++m)
-          if (m < s) sum[s][m] += load_part(x[s] + i, rows - i) * load_part(y[m] + i, rows - i);
+          if (m < s) sum[s][m] += load_part(key[s] + i, rows - i) * load_part(key[m] + i, rows - i);
     FWP_UNROLL for (int s = 0; s < T; ++s)
       FWP_UNROLL for (int m = 0; m < T; ++m)
         if (m < s) product[s][m] = sum_lanes<A>(sum[s][m]);
@@ -85,7 +85,7 @@ struct DeltaForward {
     }, [&]() __attribute__((always_inline)) { first.settle(); });
     first.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) found[s] = first.total[s];
-    if constexpr (T == kGroup) gram = Gram<kGroup, A>(key, key, block.rows);
+    if constexpr (T == kGroup) gram = Gram<kGroup, A>(key, block.rows);
   }
 
   template <int T, bool kLast>
@@ -104,7 +104,7 @@ struct DeltaForward {
     }
     FWP_UNROLL for (int s = 0; s < kGroup; ++s) next_key[s] = key_at(t + T + s);
     solve_group(gram, rate, write, before);
-    if constexpr (!kLast) gram = Gram<kGroup, A>(next_key, next_key, block.rows);
+    if constexpr (!kLast) gram = Gram<kGroup, A>(next_key, block.rows);
     FWP_UNROLL for (int s = 0; s < T; ++s) before[s].store_to(error[t + s], block.columns);
     const Ahead<A, T, 5> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, v, out, error);
     block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
@@ -169,7 +169,7 @@ struct DeltaBackwardWrites {
       earlier_key[s] = late_key[s];
       earlier[s] = late[s];
     }
-    const Gram<T, A> gram(key, key, block.rows);
+    const Gram<T, A> gram(key, block.rows);
     const Ahead<A, T, 6> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
     block.change_rows(false, ahead, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
       Vector<A> product[kGroup] = {};

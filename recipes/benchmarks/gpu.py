@@ -65,6 +65,12 @@ def kernel(rule):
     return lambda *x: function(*x, backend="kernel")[0]
 
 
+def call_of_kernel(rule, tensors, state=None):
+    """Our kernel on those of `tensors` that it takes."""
+    chosen = (tensors[name] for name in INPUTS[rule].split())
+    return partial(getattr(ops, f"{rule}_rule"), *chosen, state, backend="kernel")
+
+
 def contenders(delta_peer=None, decay_peer=None):
     """{name: Contender}, ours first."""
     found = {rule: Contender(rule, names, partial(kernel, rule), ours=True) for rule, names in INPUTS.items()}
@@ -317,18 +323,17 @@ class Session:
         """A step of the delta rule after contexts of growing length, and attention over a cache of as many tokens."""
         B, H, _, Dk, Dv = STEP_SHAPE
         step = {name: x.detach() for name, x in inputs(STEP_SHAPE).items()}
-        rule = partial(ops.delta_rule, *(step[name] for name in ("q", "k", "v", "beta")), backend="kernel")
         for context in CONTEXTS:
             where = f"context {context}"
             if not self.in_time(where, STEP, ["delta", "attention"]):
                 continue
             read = inputs((1, H, context, Dk, Dv))
             with torch.no_grad():
-                written = ops.delta_rule(*(read[name] for name in ("q", "k", "v", "beta")), backend="kernel")[1]
+                _, written = call_of_kernel("delta", read)()
                 state = written.expand(B, -1, -1, -1).contiguous()
                 cache = [x.expand(B, -1, -1, -1).contiguous() for x in (read["k"], read["v"])]
                 attend = torch.nn.functional.scaled_dot_product_attention
-                calls = {"delta": partial(rule, state), "attention": partial(attend, step["q"], *cache)}
+                calls = {"delta": call_of_kernel("delta", step, state), "attention": partial(attend, step["q"], *cache)}
                 take_turns(self, where, STEP, calls)
 
     def steps(self, shape):
@@ -339,10 +344,7 @@ class Session:
             return
         token, cache = inputs((B, H, 1, Dk, Dv)), inputs(shape)
         state = torch.zeros(B, H, Dk, Dv, device=DEVICE)
-        calls = {
-            rule: partial(getattr(ops, f"{rule}_rule"), *(token[x] for x in of.split()), state, backend="kernel")
-            for rule, of in INPUTS.items()
-        }
+        calls = {rule: call_of_kernel(rule, token, state) for rule in INPUTS}
         attend = torch.nn.functional.scaled_dot_product_attention
         calls["flash attention"] = partial(attend, token["q"], cache["k"], cache["v"])
         with torch.no_grad():

@@ -1,7 +1,6 @@
 """What the benchmarks share: interleaved timing, ratios of rounds, and the files of results/."""
 
 import csv
-import itertools
 import os
 import platform
 import subprocess
@@ -59,11 +58,10 @@ def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
     first = {name: min(seconds_per_call(c, 1) for _ in range(2)) for name, c in runnable.items()}
     calls = {name: max(1, round(at_least / first[name])) for name in runnable}
     times = {name: [] for name in runnable}
-    end = time.perf_counter() + seconds
-    for i in itertools.count():
-        if i >= rounds and (time.perf_counter() >= end or not runnable):
-            break
-        say(f"{title}: round {i + 1} of {rounds}" + (f" or more, for {seconds} s" if seconds else ""))
+    taken, end = 0, time.perf_counter() + seconds
+    while taken < rounds or (runnable and time.perf_counter() < end):
+        taken += 1
+        say(f"{title}: round {taken} of {rounds}" + (f" or more, for {seconds} s" if seconds else ""))
         for name, contender in runnable.items():
             # What ran before has cleared the caches, which takes some milliseconds, not one short call, to undo.
             seconds_per_call(contender, max(1, calls[name] // 2))

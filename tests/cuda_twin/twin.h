@@ -306,13 +306,14 @@ inline void launch(int64_t blocks, int threads, size_t shared_bytes, std::functi
   const std::unique_ptr<unsigned char[]> memory(new unsigned char[shared_bytes + 2 * kFenceBytes]);
   m.shared = memory.get() + kFenceBytes;
   std::memset(memory.get(), kFence, shared_bytes + 2 * kFenceBytes);
+  const unsigned char* const fences[] = {memory.get(), m.shared + shared_bytes};
   for (int64_t b = 0; b < blocks && !m.error[0]; ++b) {
     m.block = unsigned(m.reversed ? blocks - 1 - b : b);
     std::memset(m.shared, kPoison, shared_bytes);
-    for (const unsigned char* fence : {memory.get(), m.shared + shared_bytes}) forbid(fence, true);
+    for (const unsigned char* fence : fences) forbid(fence, true);
     run_block();
-    for (const unsigned char* fence : {memory.get(), m.shared + shared_bytes}) forbid(fence, false);
-    if (!is_fence(memory.get()) || !is_fence(m.shared + shared_bytes)) fail("writes beyond its shared memory");
+    for (const unsigned char* fence : fences) forbid(fence, false);
+    if (!is_fence(fences[0]) || !is_fence(fences[1])) fail("writes beyond its shared memory");
   }
 }
 
