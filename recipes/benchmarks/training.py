@@ -1,7 +1,8 @@
-"""Words per second of fairseq-train: ours against fairseq's own transformer_lm of the same size (run.sh does it).
+"""Words per second and memory of fairseq-train: ours against softmax attention, here and in fairseq (run.sh does it).
 
-The small model of Schlag et al. 2021 (16 layers, D = 128, 8 heads, ffn 2048), 10,000 invented words so that the
-softmax over the vocabulary does not hide the layers, the same optimizer and the same 2,048 tokens an update for all.
+The small model of Schlag et al. 2021 (16 layers, D = 128, 8 heads, ffn 2048; Sec. 6.3 has speed and memory of these
+rules and maps), 10,000 invented words so that the softmax over the vocabulary does not hide the layers, the same
+optimizer and the same 2,048 tokens an update for all.
 """
 
 import json
@@ -23,15 +24,21 @@ REPETITIONS = 3
 UPDATES = 9
 WARM_UP = 3
 THREADS = "2"
+# Memory is what an update takes beyond one of so few tokens, which loads the model and all libraries.
+FEW_TOKENS = 16
 OURS = ["--user-dir", str(HERE.parents[1] / "fairseq_fwp")]
 KERNEL = [*OURS, "--fwp-backend", "kernel"]
 # One band of adaptive inputs and softmax, tied: as ours, a plain softmax that the criterion adaptive_loss can take.
 BAND = str(VOCABULARY)
+DELTA, SUM, SOFTMAX, FAIRSEQ = "delta_lm_wt103", "sum_lm_wt103", "softmax_lm_wt103", "transformer_lm"
+DPFP, FAVOR = "delta_dpfp_lm_wt103", "delta_favor_lm_wt103"
 MODELS = {
-    "delta_lm_wt103": KERNEL,
-    "sum_lm_wt103": KERNEL,
-    "softmax_lm_wt103": OURS,
-    "transformer_lm": [
+    DELTA: KERNEL,
+    SUM: KERNEL,
+    DPFP: KERNEL,
+    FAVOR: [*KERNEL, "--favor-features", "16"],  # Schlag et al. 2021, Table 5: as many features as DPFP has
+    SOFTMAX: OURS,
+    FAIRSEQ: [
         *("--decoder-layers", "16", "--decoder-embed-dim", "128", "--decoder-ffn-embed-dim", "2048"),
         *("--decoder-attention-heads", "8", "--decoder-input-dim", "128", "--decoder-output-dim", "128"),
         *("--adaptive-input", "--adaptive-input-cutoff", BAND, "--adaptive-softmax-cutoff", BAND),
@@ -61,24 +68,31 @@ def prepare(folder):
     return folder / "data"
 
 
-def call(*command):
+def call(*command, **environment):
     """What a command printed; ends the program with the command's last words when it fails."""
-    answer = subprocess.run(
+    return call_and_watch(*command, **environment)[0]
+
+
+def call_and_watch(*command, **environment):
+    """What a command printed, and the most memory that it had, in bytes."""
+    process = subprocess.Popen(
         [str(word) for word in command],
-        env=os.environ | {"OMP_NUM_THREADS": THREADS},
+        env=os.environ | {"OMP_NUM_THREADS": THREADS} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if answer.returncode:
-        raise SystemExit(f"{command[0]} failed: {(answer.stdout.strip().splitlines() or ['it said nothing'])[-1]}")
-    return answer.stdout
+    answer = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{command[0]} failed: {(answer.strip().splitlines() or ['it said nothing'])[-1]}")
+    return answer, usage.ru_maxrss * 1024
 
 
-def command(model, data, length):
+def command(model, data, length, tokens=TOKENS_PER_UPDATE):
     return [
         *("fairseq-train", data, "--task", "language_modeling", "--arch", model, *MODELS[model], "--cpu"),
-        *("--tokens-per-sample", length, "--sample-break-mode", "none", "--max-tokens", TOKENS_PER_UPDATE),
+        *("--tokens-per-sample", length, "--sample-break-mode", "none", "--max-tokens", tokens),
         *("--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--dropout", "0.1"),
         *("--optimizer", "adam", "--adam-betas", "(0.9, 0.999)", "--lr", "0.00025", "--clip-norm", "0.25"),
         *("--max-update", UPDATES, "--no-save", "--disable-validation", "--num-workers", "0", "--seed", "1"),
@@ -106,33 +120,53 @@ def measure(data):
     return speeds
 
 
-def goal_rows(speeds):
+def measure_memory(data):
+    """{(model, length): bytes that an update takes beyond one of FEW_TOKENS}."""
+    found = {}
+    for model in MODELS:
+        # Freed memory goes back at once, so that what is resident is what is in use.
+        few, *peaks = (
+            call_and_watch(*command(model, data, length, tokens), MALLOC_MMAP_THRESHOLD_="65536")[1]
+            for length, tokens in [(FEW_TOKENS, FEW_TOKENS), *((length, TOKENS_PER_UPDATE) for length in LENGTHS)]
+        )
+        for length, peak in zip(LENGTHS, peaks, strict=True):
+            found[model, length] = peak - few
+            say(f"memory: {model}, {length} tokens a sample: {(peak - few) / 2**20:.0f} MB")
+    return found
+
+
+def goal_rows(speeds, peaks):
     comparisons = [
-        ("delta_lm_wt103 vs transformer_lm", "delta_lm_wt103", "transformer_lm", 1),
-        ("delta_lm_wt103 vs sum_lm_wt103", "delta_lm_wt103", "sum_lm_wt103", 0.9),
-        ("sum_lm_wt103 vs transformer_lm", "sum_lm_wt103", "transformer_lm", None),
-        ("softmax_lm_wt103 vs transformer_lm", "softmax_lm_wt103", "transformer_lm", None),
+        *((model, FAIRSEQ, 1 if model == DELTA else None) for model in MODELS if model != FAIRSEQ),
+        *((model, SOFTMAX, None) for model in MODELS if model not in (FAIRSEQ, SOFTMAX)),
+        (DELTA, SUM, 0.9),
     ]
     rows = []
-    for what, ours, peer, bound in comparisons:
+    for ours, peer, bound in comparisons:
         for length in LENGTHS:
             seconds = ([1 / speed for speed in speeds[model, length]] for model in (peer, ours))
-            goal = Goal(f"words per second, {what}", f"{length} tokens a sample", bound)
+            goal = Goal(f"words per second, {ours} vs {peer}", f"{length} tokens a sample", bound)
             rows.append(goal_row(goal, ratios(*seconds)))
+    for ours, peer, _ in comparisons:
+        for length in LENGTHS:
+            goal = Goal(f"memory, {ours} vs {peer}", f"{length} tokens a sample")
+            rows.append(goal_row(goal, peaks[ours, length] / peaks[peer, length]))
     return rows
 
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        speeds = measure(prepare(Path(folder)))
+        data = prepare(Path(folder))
+        speeds, peaks = measure(data), measure_memory(data)
     commands = "\n".join(shlex.join(map(str, command(model, "DATA", LENGTHS[0]))) for model in MODELS)
     publish(
         "training",
-        ["model", "tokens_per_sample", "repetition", "words_per_second"],
-        [[*key, i, f"{speed:.1f}"] for key, found in speeds.items() for i, speed in enumerate(found)],
-        goal_rows(speeds),
+        ["model", "tokens_per_sample", "repetition", "words_per_second", "memory_bytes"],
+        [[*key, i, f"{speed:.1f}", peaks[key]] for key, found in speeds.items() for i, speed in enumerate(found)],
+        goal_rows(speeds, peaks),
         f"{THREADS} threads, {TOKENS_PER_UPDATE} tokens an update, {REPETITIONS} runs of each, interleaved; a run's "
-        f"speed is the median of its updates after the first {WARM_UP}.\n",
+        f"speed is the median of its updates after the first {WARM_UP}. Memory is the peak of one run's process beyond "
+        f"that of a run with {FEW_TOKENS} tokens an update.\n",
         f"```\n{commands.replace(OURS[1], 'fairseq_fwp')}\n```\n",
     )
 
