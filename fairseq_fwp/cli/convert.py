@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fairseq_fwp  # noqa: F401  (registers the models)
+from fairseq_fwp.cli.eval_lm import import_plugin
 from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, check, write
 from fairseq_fwp.convert.source import Options
@@ -31,7 +32,14 @@ from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 # The arguments that are no options of the training script.
-OWN = ("checkpoint", "source", "vocabulary", "out", *Target._fields)
+OWN = ("checkpoint", "source", "vocabulary", "out", "user_dir", *Target._fields)
+
+
+def plugin_parser() -> argparse.ArgumentParser:
+    """The option that comes first: a plug-in has rules and maps to choose from."""
+    made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    made.add_argument("--user-dir", metavar="DIR", help="a plug-in with more rules and maps")
+    return made
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        parents=[plugin_parser()],
     )
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a state dict, a checkpoint or a folder")
     made.add_argument("--source", required=True, choices=list(SOURCES), help="whose code the checkpoint is of")
@@ -71,7 +80,19 @@ def add_target(group: Any) -> None:
         "--state-size", type=int, metavar="M", help="features of a head's keys; default: those of the map"
     )
     group.add_argument("--sum-normalization", action="store_true", default=None, help="delta is to have it with a map")
-    group.add_argument("--attention-normalization", action="store_true", default=None, help="divide the read-out")
+    group.add_argument(
+        "--attention-normalization",
+        action="store_true",
+        default=None,
+        help="divide the output, and what delta retrieves",
+    )
+    group.add_argument(
+        "--attention-normalization-read-out-only",
+        dest="read_out_only",
+        action="store_true",
+        default=None,
+        help="with it: the output alone, as Mao 2022 does",
+    )
     group.add_argument(
         "--attention-window", dest="window", type=int, metavar="W", help="softmax: over the last W tokens"
     )
@@ -95,6 +116,10 @@ def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Targ
 
 def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("hydra").setLevel(logging.WARNING)  # fairseq turns on the debugging messages of everything
+    try:
+        import_plugin(plugin_parser().parse_known_args(arguments)[0])
+    except OSError as error:
+        sys.exit(f"fwp-convert: there is no plug-in {error}")
     made = parser()
     args = made.parse_args(arguments)
     source = SOURCES[args.source]

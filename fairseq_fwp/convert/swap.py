@@ -66,6 +66,7 @@ class Target(NamedTuple):
 
     update_rule, feature_map: keys of their tables; or update_rule "softmax" with a window, for local attention;
     state_size: m, None = that of the map on heads of d; heads: None = those of the source;
+    read_out_only: attention normalisation divides the output alone, as the paper's does, and not what delta retrieves;
     decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
     """
 
@@ -74,6 +75,7 @@ class Target(NamedTuple):
     state_size: int | None = None
     sum_normalization: bool = False
     attention_normalization: bool = False
+    read_out_only: bool = False
     window: int | None = None
     heads: int | None = None
     decay_spans: int | None = None
@@ -172,6 +174,7 @@ def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
         "decoder_feature_map": target.feature_map,
         "sum_normalization": target.sum_normalization,
         "attention_normalization": target.attention_normalization,
+        "attention_normalization_read_out_only": target.read_out_only,
         "attention_dropout": 0.0,
         "attention_bias": flags.get("attention_bias", False) or rule_initialisation(target).bias,
     }

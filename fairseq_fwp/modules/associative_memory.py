@@ -125,8 +125,9 @@ class FastWeightMemory(nn.Module):
         """What each query retrieves, (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
         q, k = self._map(q), self._map(k)
         opened = [
-            at_least_float32(logits).sigmoid().unsqueeze(1) if gate.size else at_least_float32(logits).sigmoid().mT
+            opened.unsqueeze(1) if gate.size else opened.mT
             for gate, logits in zip(self.rule.gates, gates, strict=True)
+            for opened in [gate.activation(at_least_float32(logits))]
         ]
         retrieval = self.attention_normalization and self.rule.retrieves
         written, scale = self._normalize_retrieval(k) if retrieval else (k, k.new_ones(1))

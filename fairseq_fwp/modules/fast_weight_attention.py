@@ -258,7 +258,7 @@ class FastWeightAttention(nn.Module):
         """The gate (B, H, L), or (B, H, L, size) where it has one, from its projection (B, L, H size)."""
         if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
-        opened = at_least_float32(projected).sigmoid()
+        opened = gate.activation(at_least_float32(projected))
         if key_padding_mask is not None and gate.at_padding is not None:
             opened = opened.masked_fill(key_padding_mask.unsqueeze(-1), gate.at_padding)
         if gate.size is None:

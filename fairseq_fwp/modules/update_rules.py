@@ -20,12 +20,14 @@ class Gate(NamedTuple):
     size: of a head's gate, from Dk and Dv; None: one number, and the rule takes (B, H, L) in place of (B, H, L, size).
     bias: its initial values, from their number; None: no bias, so that the gate starts near 1/2.
     at_padding: what a padded token gets, so that it leaves the memory alone; None: the gate does not matter there.
+    activation: another function in the place of the sigmoid.
     """
 
     name: str
     size: Callable[[int, int], int] | None = None
     bias: Callable[[int], Tensor] | None = None
     at_padding: float | None = None
+    activation: Callable[[Tensor], Tensor] = torch.sigmoid
 
 
 class UpdateRule(NamedTuple):

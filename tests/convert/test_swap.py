@@ -18,6 +18,7 @@ from fairseq_fwp.convert.swap import SCORE_SCALE, Target, fewer_features, swap
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.ops import delta_rule
 from tests.convert.conftest import load
 
 DIM, HEADS, HEAD, LENGTH = 16, 2, 8, 12
@@ -286,6 +287,20 @@ def test_the_command(saved, source, tmp_path):
     assert [layer.weights.shape for layer in kept.layers] == 2 * [(2, HEADS, 4, HEAD)]
     with pytest.raises(SystemExit, match="this model has none"):
         convert(tmp_path / "decay", tmp_path / "again", *flags)
+    with pytest.raises(SystemExit, match=f"there is no plug-in {tmp_path}/none"):
+        convert(saved, tmp_path / "again", "--user-dir", tmp_path / "none")
+
+
+def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
+    """Mao 2022, Sec. 2.2: y = S q / z q, where what delta retrieves is not divided."""
+    flags = ["--decoder-update-rule", "delta", "--decoder-feature-map", "elu", "--attention-normalization"]
+    attention = (
+        convert(saved, tmp_path / "out", *flags, "--attention-normalization-read-out-only").decoder.layers[1].self_attn
+    )
+    x = random_input()
+    q, k, v, (beta,) = attention._project(x, None)
+    expected = delta_rule(q, k, v, beta)[0] / (q * k.cumsum(2)).sum(-1, keepdim=True)
+    torch.testing.assert_close(attention(x)[0], attention.out_proj(expected.transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize(
