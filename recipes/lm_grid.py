@@ -1,13 +1,15 @@
 """Hold a grid of language models against the tables of the papers it is of: GRID is a YAML like peps/grid.yaml.
 
     python recipes/lm_grid.py names GRID                  # the runs it names, each once
-    python recipes/lm_grid.py table OUT GRID              # the runs OUT/grid/NAME -> Markdown
-    python recipes/lm_grid.py picture OUT GRID PNG        # the same, each row relative to the best of its table
+    python recipes/lm_grid.py csv OUT GRID                # the numbers of the runs OUT/grid/NAME that there are
+    python recipes/lm_grid.py table CSV GRID              # these numbers -> Markdown
+    python recipes/lm_grid.py picture CSV GRID PNG        # the same, each row relative to the best of its table
 
 A run counts as diverged when fairseq-train stopped at a gradient that is not finite (recipes/lm_comparison.sh then
 leaves a file `diverged`), or when its last validation is not finite or worse than `FAR` times its best one.
 """
 
+import csv
 import math
 import sys
 from pathlib import Path
@@ -104,11 +106,33 @@ def read_outcome(folder: Path) -> Outcome:
     return outcome._replace(valid=found[0], test=found[1])
 
 
-def read_tables(out: Path, grid: list[dict[str, Any]]) -> list[Table]:
+def write_csv(out: Path, grid: list[dict[str, Any]]) -> None:
+    """A line for each run that has come to an end."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["run", *Outcome._fields])
+    for name in names(grid):
+        outcome = read_outcome(out / name)
+        if outcome != Outcome():
+            writer.writerow([name.removeprefix("grid/"), *outcome])
+
+
+def read_csv(path: Path) -> dict[str, Outcome]:
+    """The outcome of each run in a file that `write_csv` wrote; columns beside its own are left alone."""
+    kinds = {"valid": float, "test": float, "parameters": int, "updates": int, "hours": float}
+    with path.open(encoding="utf-8", newline="") as file:
+        return {
+            row["run"]: Outcome(
+                **{name: kind(row[name]) for name, kind in kinds.items() if row[name]}, diverged=row["diverged"]
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+def read_tables(outcomes: dict[str, Outcome], grid: list[dict[str, Any]]) -> list[Table]:
     found = []
     for table in grid:
         rows = [
-            Row(row["row"], row["run"], read_outcome(out / "grid" / row["run"]), row.get("valid"), row.get("test"))
+            Row(row["row"], row["run"], outcomes.get(row["run"], Outcome()), row.get("valid"), row.get("test"))
             for row in table["rows"]
         ]
         found.append(Table(table["table"], "valid" if all(row.test is None for row in rows) else "test", rows))
@@ -189,12 +213,14 @@ def main(arguments: list[str]) -> None:
     match arguments:
         case ["names", grid]:
             print(*names(read_grid(Path(grid))))
-        case ["table", out, grid]:
-            print("\n".join(markdown(read_tables(Path(out), read_grid(Path(grid))))))
-        case ["picture", out, grid, png]:
-            draw(read_tables(Path(out), read_grid(Path(grid))), Path(png))
+        case ["csv", out, grid]:
+            write_csv(Path(out), read_grid(Path(grid)))
+        case ["table", file, grid]:
+            print("\n".join(markdown(read_tables(read_csv(Path(file)), read_grid(Path(grid))))))
+        case ["picture", file, grid, png]:
+            draw(read_tables(read_csv(Path(file)), read_grid(Path(grid))), Path(png))
         case _:
-            sys.exit("usage: python recipes/lm_grid.py names GRID | table OUT GRID | picture OUT GRID PNG")
+            sys.exit("usage: lm_grid.py names GRID | csv OUT GRID | table CSV GRID | picture CSV GRID PNG")
 
 
 if __name__ == "__main__":

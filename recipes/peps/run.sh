@@ -34,11 +34,12 @@ case " $models " in
 *" grid/"*)
   protocols=(valid test)
   report() { # on the whole grid: other processes may have trained rows of it
-    run python "$tools/lm_grid.py" picture "$out" "$here/grid.yaml" "$out/grid/grid.png"
-    run python "$tools/lm_grid.py" table "$out" "$here/grid.yaml" >"$out/grid/table.unfinished"
+    run python "$tools/lm_grid.py" csv "$out" "$here/grid.yaml" >"$out/grid/grid.csv"
+    run python "$tools/lm_grid.py" picture "$out/grid/grid.csv" "$here/grid.yaml" "$out/grid/grid.png"
+    run python "$tools/lm_grid.py" table "$out/grid/grid.csv" "$here/grid.yaml" >"$out/grid/table.unfinished"
     mv "$out/grid/table.unfinished" "$out/grid/table.md"
     cat "$out/grid/table.md"
-    echo "The same is in $out/grid/table.md, a picture in $out/grid/grid.png."
+    echo "The same is in $out/grid/table.md, its numbers in $out/grid/grid.csv, a picture in $out/grid/grid.png."
   }
   sample() { :; } # a row's budget writes nothing worth reading
   ;;
