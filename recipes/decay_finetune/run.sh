@@ -4,7 +4,7 @@
 # What is done is not done again. The small comparison on the PEPs, whose source it trains, takes about an hour on a core.
 #
 #   bash recipes/decay_finetune/run.sh [prepare|train|eval|all] [--corpus peps] [--data FOLDER] [--out FOLDER]
-#                                      [--rows 'NAME ...'] [flags for fairseq-train, of the fine-tuning]
+#                                      [--rows 'NAME ...'] [--source-updates N] [flags for fairseq-train, of the fine-tuning]
 #   bash recipes/decay_finetune/run.sh all --corpus wikitext103 --model adaptive_lm_wiki103.v2/model.pt --data FOLDER
 #   bash recipes/decay_finetune/run.sh all --corpus gpt2 --model FOLDER --data FOLDER
 #
@@ -14,6 +14,8 @@
 #                 raw train.txt, valid.txt and test.txt, where a line <|endoftext|> stands between two documents
 # --out FOLDER    where everything goes (runs/decay_finetune/CORPUS)
 # --rows ...      which of rows.yaml (all)
+# --source-updates N   peps: how long the source is trained (4000). A trial of everything takes a minute with 20 of them,
+#                 --rows 'softmax decay_m4', and --max-update 4 --warmup-updates 1 for the fine-tuning
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -22,7 +24,8 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/lm_comparison.sh
 . "$here/../lm_comparison.sh" # prepare: the PEPs in pieces of words
 
-corpus=peps model='' data='' out='' rows='' merges=8000
+corpus=peps model='' data='' out='' rows='' source_updates='' merges=8000
+plugin=(--user-dir "$here/mao_ablations")
 declare -A formats=([peps]=fairseq-lm [wikitext103]=fairseq-lm [gpt2]=gpt2)
 
 table() { python "$here/rows.py" "$1" "$here/rows.yaml" "$corpus" "${@:2}"; }
@@ -39,15 +42,21 @@ read_arguments() {
         [ -n "${2:-}" ] || die "$1 needs a value."
         printf -v "${1#--}" %s "$2"
         shift 2 ;;
+      --source-updates)
+        [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || die "--source-updates must be a whole number of at least 1, got '${2:-}'."
+        source_updates=$2
+        shift 2 ;;
       --save-dir) die "--save-dir is set by the recipe (--out): leave it out." ;;
       *) extra+=("$1"); shift ;;
     esac
   done
   [ -n "${formats[$corpus]:-}" ] || die "there is no corpus $corpus: it is peps, wikitext103 or gpt2."
+  [ -z "$source_updates" ] || [ "$corpus" = peps ] || die "--source-updates is of --corpus peps: others are not trained here."
   data=${data:-$root/data/peps} out=${out:-$root/runs/decay_finetune/$corpus}
   [[ $out = /* ]] || out=$PWD/$out
   [[ $data = /* ]] || data=$PWD/$data
   rows=${rows:-$(table names)}
+  [ "$(table start)" = source ] || rows="softmax $rows" # what they start from; what is done is not done again
 }
 
 prepare_all() { # the source as softmax model of this plugin, and the text in its words
@@ -56,6 +65,8 @@ prepare_all() { # the source as softmax model of this plugin, and the text in it
     [ -z "$model" ] || die "the model of peps is trained here: leave out --model."
     prepare
     local extra=() task=(--task language_modeling)
+    # A tenth of them warms up, as in source.yaml.
+    [ -z "$source_updates" ] || extra=(--max-update "$source_updates" --warmup-updates $((source_updates / 10)))
     train source "$here/conf/peps/source.yaml"
     convert_source "$out/source/checkpoint_best.pt" --vocabulary "$out/data/bin/dict.txt"
   else
@@ -92,24 +103,25 @@ prepare_text() { # of wikitext103 and gpt2
 }
 
 convert_row() { # convert_row NAME
-  local target
+  local target from=$out/softmax/converted/checkpoint.pt
   target=$(table target "$1")
   [ -n "$target" ] && [ ! -d "$out/$1/converted" ] || return 0
+  [ "$(table start)" = source ] || from=$out/softmax/checkpoint_best.pt
   # shellcheck disable=SC2086
-  run fwp-convert --source fwp-lm "$out/softmax/converted/checkpoint.pt" --out "$out/$1/converted" $target
+  run fwp-convert "${plugin[@]}" --source fwp-lm "$from" --vocabulary "$out/data/bin/dict.txt" --out "$out/$1/converted" $target
 }
 
 finetune() { # finetune NAME
   local task
   read -ra task <"$out/$1/converted/flags.txt"
-  local extra=(--finetune-from-model "$out/$1/converted/checkpoint.pt" "${extra[@]}")
+  local extra=("${plugin[@]}" --finetune-from-model "$out/$1/converted/checkpoint.pt" "${extra[@]}")
   train "$1" "$here/conf/$corpus/finetune.yaml"
 }
 
 measure() { # measure CHECKPOINT FOLDER SPLIT CONTEXT: fwp-eval-lm, every token of the split, into FOLDER/SPLIT CONTEXT.json
   local result="$2/$3 $4.json"
   [ ! -e "$result" ] || return 0
-  if run fwp-eval-lm "$out/data/bin" --path "$1" --gen-subset "$3" --tokens-per-sample "$(table tokens)" \
+  if run fwp-eval-lm "$out/data/bin" "${plugin[@]}" --path "$1" --gen-subset "$3" --tokens-per-sample "$tokens" \
     --context-window "$4" --no-progress-bar --json "$result.unfinished"; then
     run python "$tools/lm_results.py" check "$result.unfinished" "$out/data/bpe/$3.txt"
   else # what has just been converted may give probabilities of zero
@@ -120,7 +132,9 @@ measure() { # measure CHECKPOINT FOLDER SPLIT CONTEXT: fwp-eval-lm, every token 
 }
 
 evaluate() { # evaluate NAME: the source by every measure, what it was converted to by the first alone
-  local measures measure
+  local measures measure tokens checkpoint
+  tokens=$(table tokens "$out")
+  checkpoint=$out/$1/checkpoint_$(table checkpoint).pt
   measures=$(table measures)
   mapfile -t measures <<<"$measures"
   # shellcheck disable=SC2086
@@ -129,7 +143,7 @@ evaluate() { # evaluate NAME: the source by every measure, what it was converted
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
   for measure in "${measures[@]}"; do
     # shellcheck disable=SC2086
-    measure "$out/$1/checkpoint_best.pt" "$out/$1" $measure
+    measure "$checkpoint" "$out/$1" $measure
     # shellcheck disable=SC2086
     [ "$1" != softmax ] || measure "$out/softmax/converted/checkpoint.pt" "$out/softmax/converted" $measure
   done
@@ -149,8 +163,8 @@ main() {
   case $stage in
     eval | all)
       for name in $rows; do evaluate "$name"; done
-      table table "$out" >"$out/table.unfinished"
-      mv "$out/table.unfinished" "$out/table.md"
+      table csv "$out" >"$out/results.csv"
+      table table "$out/results.csv" >"$out/table.md"
       cat "$out/table.md" ;;
   esac
 }

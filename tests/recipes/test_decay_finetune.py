@@ -2,28 +2,43 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from decay_finetune import bpe, rows
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from flags import read_flags
 from safetensors.torch import save_file
 
 from fairseq_fwp.cli import convert
+from fairseq_fwp.convert.swap import INITIALISATIONS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "decay_finetune"
 CORPORA = ("peps", "wikitext103", "gpt2")
 
 
+@pytest.fixture
+def ablations():
+    """The plug-in's names, with its rules in the tables for as long as a test runs."""
+    saved = [(table, dict(table)) for table in (UPDATE_RULES, INITIALISATIONS)]
+    yield runpy.run_path(str(RECIPE / "mao_ablations" / "__init__.py"))
+    for table, before in saved:
+        table.clear()
+        table.update(before)
+
+
 @pytest.mark.parametrize("corpus", CORPORA)
-def test_rows_are_what_the_commands_take(corpus):
+def test_rows_are_what_the_commands_take(corpus, ablations):
     """Each has a target of its own; the samples are as long in evaluation as in fine-tuning."""
     found = rows.read_corpus(RECIPE / "rows.yaml", corpus)
     targets = {}
@@ -39,7 +54,7 @@ def test_rows_are_what_the_commands_take(corpus):
     ]
     for measure in found["measures"]:
         split, given = measure.split()
-        assert split in ("valid", "test") and 0 <= int(given) < found["tokens"]
+        assert split in ("valid", "test") and 0 <= int(given) < found.get("tokens", 1024)
     flags = read_flags(RECIPE / "conf" / corpus / "finetune.yaml")
     if "--tokens-per-sample" in flags:
         assert flags[flags.index("--tokens-per-sample") + 1] == str(found["tokens"])
@@ -53,6 +68,14 @@ def test_a_tenth_of_the_updates():
     source, finetune = (read_flags(RECIPE / "conf" / "peps" / f"{name}.yaml") for name in ("source", "finetune"))
     updates = [int(flags[flags.index("--max-update") + 1]) for flags in (source, finetune)]
     assert updates[0] == 10 * updates[1]
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_batches_are_as_large_as_they_say(corpus):
+    """fairseq makes them multiples of 8, unless it is told otherwise: 24 of 26."""
+    flags = read_flags(RECIPE / "conf" / corpus / "finetune.yaml")
+    given = dict(pairwise(flags))
+    assert int(given["--batch-size"]) % int(given.get("--required-batch-size-multiple", 8)) == 0
 
 
 def measured(folder, measure, perplexity, state=8):
@@ -75,23 +98,88 @@ def test_table(tmp_path):
     for measure, perplexity in (("valid 0", 10.0), ("test 0", 11.0)):
         measured(tmp_path / "softmax" / "converted", measure, perplexity, 1000)
         measured(tmp_path / "softmax", measure, perplexity - 1)
-        measured(tmp_path / "decay", measure, perplexity * 1.25)
+        measured(tmp_path / "decay", measure, perplexity * 1.25 + (0.012345 if measure == "valid 0" else 0))
     measured(tmp_path / "decay" / "converted", "valid 0", 4e9)
+    (tmp_path / "decay" / "trained").touch()
+    (tmp_path / "decay" / "train.log").write_text('num. shared model params: 9\n | {"num_updates": "4000"}\n')
     measured(tmp_path / "delta" / "converted", "valid 0", float("inf"))
     (tmp_path / "delta" / "diverged").write_text("at update 3\n")
     (tmp_path / "delta" / "train.log").write_text('num. shared model params: 9\n | {"num_updates": "3"}\n')
     (tmp_path / "sum").mkdir()
     (tmp_path / "sum" / "train.log").write_text("+ fairseq-train that has just begun\n")
-    lines = [line.strip("| ").split(" | ") for line in rows.table(corpus, tmp_path)]
+    conf = tmp_path / "rows.yaml"
+    conf.write_text(yaml.dump({"here": corpus}))
+
+    def write_table():
+        """Its cells; the numbers pass through the file that is beside it."""
+        results = run_command(sys.executable, RECIPE / "rows.py", "csv", conf, "here", tmp_path).stdout
+        (tmp_path / "results.csv").write_text(results)
+        made = run_command(sys.executable, RECIPE / "rows.py", "table", conf, "here", tmp_path / "results.csv")
+        return results.splitlines(), [line.strip("| ").split(" | ") for line in made.stdout.splitlines()]
+
+    results, lines = write_table()
+    assert results[0] == 'run,state,updates,hours,"converted, valid 0",valid 0,test 0'
+    assert results[3:5] == ["decay,8,4000,0.0,4000000000.0,12.512345,13.75", "delta,8,3,0.0,inf,diverged,diverged"]
     assert lines[0][:6] == ["row", "state", "converted, valid 0", "valid 0", "test 0", "of the source"]
     assert lines[2:] == [
         ["source", "1,000", "-", "10.00", "11.00", "-", "-", "-", "-", "-"],
         ["softmax", "1,000", "10.00", "9.00", "10.00", "111.1%", "100.0%", "14.50", "100.0%", "-"],
-        ["decay", "8", "4.0e+09", "12.50", "13.75", "80.0%", "72.0%", "14.60", "99.3%", "-"],
+        ["decay", "8", "4.0e+09", "12.51", "13.75", "79.9%", "71.9%", "14.60", "99.3%", "4,000"],
         ["delta", "8", "inf", "diverged", "diverged", "-", "-", "diverged", "-", "3"],
         ["sum", "-", "not run", "not run", "not run", "-", "-", "20.00", "72.5%", "-"],
         ["ours", "-", "not run", "not run", "not run", "-", "-", "-", "-", "-"],
     ]
+    # Where rows are converted from softmax after its fine-tuning, they are held against that, as the paper's are.
+    conf.write_text(yaml.dump({"here": {**corpus, "start": "softmax"}}))
+    _, lines = write_table()
+    assert lines[0][5:7] == ["of the source", "paper valid 0"] and lines[2][0] == "before fine-tuning"
+    assert lines[4][5:8] == ["71.9%", "14.60", "99.3%"]
+
+
+def test_a_sample_is_as_long_as_the_source_allows(tmp_path):
+    folder = tmp_path / "softmax" / "converted"
+    folder.mkdir(parents=True)
+    (folder / "flags.txt").write_text("--arch fwp_lm --tokens-per-sample 128 --attention-bias\n")
+    assert [rows.tokens(rows.read_corpus(RECIPE / "rows.yaml", corpus), tmp_path) for corpus in CORPORA] == [
+        512,
+        512,
+        128,
+    ]
+
+
+def test_each_paper_scores_its_own_checkpoint():
+    """Mao 2022: App. B the end of the training, on WikiText-103; App. A the best validation, on the Pile."""
+    found = [rows.read_corpus(RECIPE / "rows.yaml", corpus)["checkpoint"] for corpus in CORPORA]
+    assert found == ["best", "last", "best"]
+
+
+def test_ablations_are_the_equations(ablations):
+    """Each against the loop over its equation, from a state on; gates beyond (0, 1) where there is no sigmoid."""
+    q, k = torch.randn(2, 1, 2, 7, 3, dtype=torch.float64).unbind()
+    v = torch.randn(1, 2, 7, 5, dtype=torch.float64)
+    f, z = 2 * torch.randn_like(k), 2 * torch.randn_like(v)
+    memory = total = torch.zeros(1, 2, 3, 5, dtype=torch.float64)
+    divided, gated, plain = [], [], []
+    keys = torch.zeros(1, 2, 3, dtype=torch.float64)
+    grown = torch.zeros_like(memory)
+    for q_t, k_t, v_t, f_t, z_t in zip(*(x.unbind(2) for x in (q, k, v, f, z)), strict=True):
+        write, kept = k_t.unsqueeze(-1) * v_t.unsqueeze(-2), f_t.unsqueeze(-1) * z_t.unsqueeze(-2)
+        total, keys = total + write, keys + k_t
+        memory, grown = kept * memory + (1 - kept) * write, kept * grown + write
+        read = [(q_t.unsqueeze(-2) @ weights).squeeze(-2) for weights in (total, memory, grown)]
+        divided.append(read[0] / (q_t * keys).sum(-1, keepdim=True))
+        gated.append(read[1])
+        plain.append(read[2])
+    for name, gates, expected in (
+        ("divided_sum", (), divided), ("decay_gated_write", (f, z), gated), ("decay_no_sigmoid", (f, z), plain)
+    ):  # fmt: skip
+        operator, state, found = UPDATE_RULES[name].operator, None, []
+        for part in (slice(0, 3), slice(3, 7)):
+            out, state = operator(*(x[:, :, part] for x in (q, k, v, *gates)), state)
+            found.append(out)
+        torch.testing.assert_close(torch.cat(found, 2), torch.stack(expected, 2))
+    gate = UPDATE_RULES["decay_no_sigmoid"].gates[0]
+    assert gate.activation(v).equal(v) and gate.bias(100).aminmax().max < 1
 
 
 def save_vocabulary(folder, names=("vocab.json", "merges.txt"), merges=("t h", "th e")):
@@ -161,7 +249,7 @@ def recipe(tmp_path):
     # `merges` is no option: the text is as small as the source.
     script.write_text(script.read_text().replace("merges=8000", "merges=30"))
     source = copy / "decay_finetune" / "conf" / "peps" / "source.yaml"
-    small = {"decoder-layers": 1, "decoder-embed-dim": 16, "decoder-ffn-embed-dim": 16, "max-update": 4}
+    small = {"decoder-layers": 1, "decoder-embed-dim": 16, "decoder-ffn-embed-dim": 16}
     small |= {"adaptive-input-cutoff": 8, "adaptive-softmax-cutoff": 8}  # of some thirty words
     lines = [line for line in source.read_text().splitlines() if line.split(":")[0] not in small]
     source.write_text("\n".join([*lines, *(f"{name}: {value}" for name, value in small.items()), ""]))
@@ -177,6 +265,8 @@ def recipe(tmp_path):
         (["all", "--data", "/none"], "there is no folder /none: give --data"),
         (["train"], "run the stage prepare first"),
         (["all", "--save-dir", "x"], "--save-dir is set by the recipe"),
+        (["all", "--source-updates", "0"], "--source-updates must be a whole number of at least 1, got '0'"),
+        (["all", "--corpus", "gpt2", "--source-updates", "4"], "--source-updates is of --corpus peps"),
     ],
 )
 def test_wrong_arguments_are_explained(recipe, tmp_path, arguments, sentence):
@@ -226,11 +316,14 @@ def test_peps_and_what_was_interrupted(recipe, tmp_path):
         "--out",
         out,
         "--rows",
-        "softmax decay_m4 decay_m4_spans delta_relu_m4 local_w32",
+        "softmax decay_m4 decay_m4_spans delta_norm_m4 divided_sum_m4 local_w32",
+        "--source-updates",
+        4,
         *FEW,
     ]
     result = run(recipe, "all", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "--max-update 4 " in (out / "source" / "settings.txt").read_text()
     table = (out / "table.md").read_text()
     cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table.splitlines()}
     # The source is what was converted, before it is tuned, and every row starts from it.
@@ -286,18 +379,22 @@ def test_gpt2(recipe, tmp_path):
 
     folder = tmp_path / "gpt2"
     words = save_vocabulary(folder)
-    sizes = {"vocab_size": len(words), "eos_token_id": len(words) - 1, "n_positions": 1024}
+    sizes = {"vocab_size": len(words), "eos_token_id": len(words) - 1, "n_positions": 128}
     tensors = gpt2.make_tensors() | {
         "wte.weight": torch.randn(len(words), gpt2.DIM),
-        "wpe.weight": torch.randn(1024, gpt2.DIM),
+        "wpe.weight": torch.randn(128, gpt2.DIM),
     }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**gpt2.CONFIG, **sizes}))
     data = make_text(tmp_path / "text", f"{bpe.MARK}\n")
-    arguments = ["--model", folder, "--data", data, "--out", tmp_path / "out", "--rows", "softmax decay_m4", *FEW]
+    arguments = ["--model", folder, "--data", data, "--out", tmp_path / "out", "--rows", "decay_m4", *FEW]
     result = run(recipe, "all", "--corpus", "gpt2", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "decay, m = 4" in result.stdout
+    # GPT-2 is fine-tuned before it is converted, without dropout of weights that the converted model has not.
+    (converted,) = [line for line in result.stderr.splitlines() if "--decoder-update-rule decay" in line]
+    assert f"{tmp_path}/out/softmax/checkpoint_best.pt" in converted
+    assert torch.load(tmp_path / "out" / "softmax" / "checkpoint_best.pt")["cfg"]["model"].attention_dropout == 0
     # What is written generates, as the README has it: the folder of the conversion has the dictionary.
     tuned, vocabulary = tmp_path / "out" / "decay_m4", (folder / "vocab.json", folder / "merges.txt")
     said = run_command(

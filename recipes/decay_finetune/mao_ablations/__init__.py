@@ -1,0 +1,63 @@
+"""Update rules that Mao 2022 (arXiv 2210.04243) tried and left out, for rows of rows.yaml: a plug-in for --user-dir.
+
+They are here and not in the package because two of them diverge in the paper. The first one's divisor may be zero or
+negative, which is why fwp_lm refuses attention normalisation with a map of either sign.
+"""
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp.convert.swap import INITIALISATIONS, Initialisation, Projections
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, UpdateRule, uniform_gate_bias
+from fairseq_fwp.ops import decay_rule, sum_rule
+
+
+def divided_sum(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """S_t q_t / z_t q_t (Eq. 4) for features of either sign (Sec. 4.1.2); z is one more column of S, for values of one.
+
+    q, k (B, H, L, Dk), v (B, H, L, Dv), state (B, H, Dk, Dv + 1) -> out (B, H, L, Dv) and the new state.
+    """
+    out, state = sum_rule(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), state, backend=backend)
+    return out[..., :-1] / out[..., -1:], state
+
+
+def decay_with_gated_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_decay: Tensor,
+    value_decay: Tensor,
+    state: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """S_t = G_t * S_{t-1} + (1 - G_t) * v_t k_t: the write gated as well (Sec. 3; Schlag & Schmidhuber 2017).
+
+    G_t * v_t k_t is the outer product of (z v) and (f k), so this is the decay rule less the same rule with these.
+    Arguments and results as those of `decay_rule`.
+    """
+    written, memory = decay_rule(q, k, v, key_decay, value_decay, state, backend=backend)
+    left_out, of_memory = decay_rule(q, key_decay * k, value_decay * v, key_decay, value_decay, backend=backend)
+    return written - left_out, memory - of_memory
+
+
+def uniform(number: int) -> Tensor:
+    """Biases under which a gate without a sigmoid starts where the decay rule's does."""
+    return uniform_gate_bias(number).sigmoid()
+
+
+def scale_by_plain_decay(attention: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """W_v by 1 - b_z, as the decay rule's by 1 - sigmoid(b_z)."""
+    return q, k, v * (1 - attention.gate_biases["value_decay"]).to(v).unsqueeze(1)
+
+
+UPDATE_RULES["divided_sum"] = UpdateRule(divided_sum)
+UPDATE_RULES["decay_gated_write"] = UPDATE_RULES["decay"]._replace(operator=decay_with_gated_write, forgets=None)
+# Footnote 1.
+UPDATE_RULES["decay_no_sigmoid"] = UpdateRule(
+    decay_rule,
+    tuple(gate._replace(bias=uniform, activation=torch.nn.Identity()) for gate in UPDATE_RULES["decay"].gates),
+)
+INITIALISATIONS["decay_no_sigmoid"] = Initialisation(scale_by_plain_decay)
