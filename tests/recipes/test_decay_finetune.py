@@ -394,7 +394,7 @@ def test_gpt2(recipe, tmp_path):
     # GPT-2 is fine-tuned before it is converted, without dropout of weights that the converted model has not.
     (converted,) = [line for line in result.stderr.splitlines() if "--decoder-update-rule decay" in line]
     assert f"{tmp_path}/out/softmax/checkpoint_best.pt" in converted
-    assert torch.load(tmp_path / "out" / "softmax" / "checkpoint_best.pt")["cfg"]["model"].attention_dropout == 0
+    assert torch.load(tmp_path / "out" / "softmax" / "checkpoint_best.pt")["cfg"]["model"]["attention_dropout"] == 0
     # What is written generates, as the README has it: the folder of the conversion has the dictionary.
     tuned, vocabulary = tmp_path / "out" / "decay_m4", (folder / "vocab.json", folder / "merges.txt")
     said = run_command(
