@@ -155,7 +155,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name in weights.keys() & parameters.keys():
             parameters[name].copy_(weights[name])
-    # By now a parameter that modules share is the same under all its names.
+    # By now a parameter that modules share is the same under all its names. Loading also masks words that are absent.
     model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
 
 

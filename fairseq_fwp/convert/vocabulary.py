@@ -2,8 +2,9 @@
 
 fairseq's dictionary begins with <s>, <pad>, </s> and <unk>. A word that stands for the end of a line or for unknown
 words takes the place of </s> or <unk>, and the others follow in their order. What is left of the four has no
-counterpart: an embedding of zero and the bias minus infinity, so that its probability is 0 and all others are what
-they were. An adaptive softmax keeps its clusters: the first, where those left all are, grows by their number.
+counterpart: an embedding of zero and the bias minus infinity, which the output layer reads as a mask, so that its
+probability is 0 and all others are what they were. An adaptive softmax keeps its clusters: the first, where those left
+all are, grows by their number.
 """
 
 from pathlib import Path

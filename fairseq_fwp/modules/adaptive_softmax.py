@@ -30,9 +30,11 @@ class AdaptiveSoftmax(nn.Module):
 
     embedding: of V words in D dimensions, tied; cutoffs: ascending ranks below V, may be empty, which gives a plain
     softmax; biased: words and clusters have a learned bias; dropout: of the features, and of a tail's projections.
-    Without biases there is still one for each word that is not learned, 0 or, for a word that a converted model did
-    not have, minus infinity. Logits and log-probabilities are float32 (float64 for float64 weights): sums of losses
-    overflow in fp16.
+    Without biases there is still one for each word, 0, that is not learned. Logits and log-probabilities are float32
+    (float64 for float64 weights): sums of losses overflow in fp16.
+
+    A word whose bias in a state dict is minus infinity is absent: its probability is 0 whatever is learned. Converted
+    checkpoints have such words. In memory they are a mask, which no optimizer sees, and their biases are finite.
     """
 
     def __init__(
@@ -50,12 +52,26 @@ class AdaptiveSoftmax(nn.Module):
         # a cluster): tail targets start beyond it, after columns of probability zero.
         self.tail_offset = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
         self.bias: Tensor
+        self.absent: Tensor | None  # (V,) bool; None where all words are there, which then costs nothing
+        self.register_buffer("absent", None, persistent=False)
         if biased:
             self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
         else:
             self.register_buffer("bias", torch.zeros(embedding.num_embeddings))
         self.clusters = Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
         self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        bias = state_dict.get(f"{prefix}bias")
+        if bias is not None:
+            absent = bias.isneginf()
+            self.absent = absent.to(self.bias.device) if absent.any() else None
+            state_dict[f"{prefix}bias"] = bias.masked_fill(absent, 0)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}bias"] = self._masked(destination[f"{prefix}bias"], slice(None))
 
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """features (B, L, D), target (B, L) or (B L) -> per cluster the logits of the tokens in it and their targets.
@@ -131,8 +147,13 @@ class AdaptiveSoftmax(nn.Module):
 
     def _words(self, index: int, flat: Tensor) -> Tensor:
         """The logits of the words of a cluster, 0 = the head."""
-        bias = self.bias[self.bounds[index] : self.bounds[index + 1]]
+        words = slice(self.bounds[index], self.bounds[index + 1])
+        bias = self._masked(self.bias[words], words)
         return at_least_float32(linear(self._project(index, flat), self._weight(index), bias))
+
+    def _masked(self, bias: Tensor, words: slice) -> Tensor:
+        """The biases of some words, minus infinity for those that are absent."""
+        return bias if self.absent is None else bias.masked_fill(self.absent[words], -torch.inf)
 
     def _project(self, index: int, flat: Tensor) -> Tensor:
         """The features in the space of a cluster's embeddings, in their dtype."""

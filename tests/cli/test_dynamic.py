@@ -116,6 +116,20 @@ def test_it_is_the_loop_over_windows(build_model, name, given, rule):  # noqa: F
     torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
 
 
+def test_words_that_a_model_lacks_have_no_weight_to_pull_back(build_model):  # noqa: F811
+    """A converted model gives them the bias minus infinity, of which decay would make what is no number."""
+    arch, flags = MODELS["adaptive"]
+    model, text, rule = build_model(arch, **flags), random_text(), RULES["sgd, decay"]
+    weights = model.state_dict()
+    weights["decoder.adaptive_softmax.bias"][:2] = -torch.inf
+    model.load_state_dict(weights)
+    expected = brute_force(model, text, rule, random_text(9), 0, False)
+    protocol = Protocol(SIZE, 0, False, rule)
+    scorer = make_scorer(model, text, protocol, [0], None)
+    actual = score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH)
+    torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
+
+
 @pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("starts", [[0, 11, 12, 30], [0]], ids=str)
 def test_documents_start_with_the_trained_weights(build_model, carry, starts):  # noqa: F811

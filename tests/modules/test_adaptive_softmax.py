@@ -5,7 +5,7 @@ from torch import nn
 
 from fairseq_fwp.modules import adaptive_softmax
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
-from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax, UntiedSoftmax
 
 VOCABULARY, DIM = 30, 5
 
@@ -126,3 +126,38 @@ def test_gradients_of_losses_without_a_graph(softmax, monkeypatch):
         assert not found.requires_grad
     nothing = softmax.loss_gradient(features[:, :0], target[:, :0])
     assert nothing.shape == (3, 0, features.shape[2])
+
+
+OUTPUT_LAYERS = {
+    "biased": lambda: TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [10, 20]),
+    "tied": lambda: TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), [], biased=False),
+    "untied": lambda: UntiedSoftmax(nn.Embedding(VOCABULARY, DIM)),
+    "projected": lambda: ProjectedAdaptiveSoftmax(AdaptiveInput(VOCABULARY, DIM, [10, 20], 2)),
+    "projected, tied": lambda: ProjectedAdaptiveSoftmax(AdaptiveInput(VOCABULARY, DIM, [10, 20], 2), biased=False),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUT_LAYERS)
+def test_a_loaded_bias_of_minus_infinity_is_a_mask(kind):
+    """It scores as that bias does, to the last bit, and is not among what is learned; a saved one is as it was read."""
+    absent, targets = [0, 1, 15, 29], torch.randint(2, 10, (3, 4))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        written, softmax = (OUTPUT_LAYERS[kind]().to(dtype) for _ in range(2))
+        ordinary = {name: weight.clone() for name, weight in softmax.state_dict().items()}
+        with torch.no_grad():
+            written.bias[absent] = -torch.inf
+        softmax.load_state_dict(written.state_dict())
+        assert softmax.bias.isfinite().all()
+        features = torch.randn(3, 4, DIM, dtype=dtype)
+        for score in (
+            lambda softmax, x: softmax.get_log_prob(x, None),
+            lambda softmax, x: softmax.target_log_prob(x, targets),
+            lambda softmax, x: softmax.loss_gradient(x, targets),
+        ):
+            assert torch.equal(score(softmax, features), score(written, features))
+        found = softmax.get_log_prob(features, None).isneginf().any(0).any(0)
+        assert found.nonzero().flatten().tolist() == absent
+        saved, expected = softmax.state_dict(), written.state_dict()
+        assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
+        softmax.load_state_dict(ordinary)
+        assert softmax.get_log_prob(features, None).isfinite().all()
