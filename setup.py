@@ -36,7 +36,9 @@ setup(
         "sacremoses",
         "safetensors",
         "subword-nmt",
-        # torch.utils.cpp_extension compiles the kernels with both.
+        # torch.utils.cpp_extension, which knows where PyTorch's headers and libraries lie, imports setuptools. The kernels
+        # here are compiled without ninja; fairseq and the benchmarks' peers, where they are built, are by several
+        # processes with it.
         "ninja",
         "setuptools",
     ],

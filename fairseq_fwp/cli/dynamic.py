@@ -4,11 +4,17 @@ Krause, Kahembwe, Murray & Renals 2018, "Dynamic Evaluation of Neural Sequence M
 "Dynamic Evaluation of Transformer Language Models" (arXiv 1904.08378). With theta the weights, theta_g the trained
 ones, and g the gradient of the mean loss of the tokens that a window scores:
 
-    SGD:  theta <- theta - lr g + decay (theta_g - theta)
-    RMS:  theta <- theta - lr g / (RMS + epsilon) + min(decay RMS / mean(RMS), 1) (theta_g - theta)
+    SGD:      theta <- theta - lr g + decay (theta_g - theta)
+    RMS:      theta <- theta - lr g / (RMS + epsilon) + min(decay RMS / mean(RMS), 1) (theta_g - theta)
+    RMS-sum:  theta <- theta - lr g / (sqrt(N) RMS + epsilon) + decay sqrt(N) RMS (theta_g - theta)
 
-where RMS is the root of the mean of g^2 over windows of the training text, which are read as those of the evaluation.
-mean(RMS) is over all weights; the authors' first code averages each tensor's mean, their second has no such factor.
+where RMS is the root of the mean of g^2 over N windows of the training text, which are read as those of the evaluation.
+
+RMS is the rule of the papers and of their code for recurrent networks (benkrause/dynamic-evaluation). mean(RMS) is over
+all weights; that code averages each tensor's mean. RMS-sum is the rule of the code for Transformer-XL
+(benkrause/dynamiceval-transformer), which adds up g^2 and never divides: its published values belong to it, with the
+first 5000th part of the windows, N = 161 of WikiText-103. RMS takes the same step with the rate lr / sqrt(N), the
+epsilon epsilon / sqrt(N) and, where the pull is not cut off at 1, the decay sqrt(N) mean(RMS) decay.
 """
 
 from collections.abc import Iterable
@@ -20,19 +26,31 @@ from torch import Tensor
 
 from fairseq_fwp.cli.scoring import DocumentScorer, Scorer, Window
 
+KINDS = {"sgd": "SGD", "rms": "RMS", "rms-sum": "RMS-sum"}
+
 
 @dataclass(frozen=True)
 class DynamicRule:
-    """The step above: `rms` chooses the second rule, the only one with an epsilon."""
+    """The step above. kind: one of KINDS; windows: N, None = all there are. SGD has neither these nor an epsilon."""
 
     lr: float
     decay: float = 0.0
     epsilon: float = 1e-5
-    rms: bool = False
+    kind: str = "sgd"
+    windows: int | None = None
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether it divides by what `gather_statistics` finds."""
+        return self.kind != "sgd"
 
     def __str__(self) -> str:
-        kind = f"RMS, epsilon {self.epsilon:g}" if self.rms else "SGD"
-        return f"dynamic evaluation ({kind}, lr {self.lr:g}, decay {self.decay:g})"
+        text = KINDS[self.kind]
+        if self.kind == "rms-sum":
+            text += f" of {self.windows} windows"  # of the mean, the number hardly matters
+        if self.needs_statistics:
+            text += f", epsilon {self.epsilon:g}"
+        return f"dynamic evaluation ({text}, lr {self.lr:g}, decay {self.decay:g})"
 
 
 def learned_weights(model: Any) -> list[Tensor]:
@@ -48,8 +66,11 @@ def score_and_differentiate(scorer: Any, batch: list[Window], weights: list[Tens
     return log_probs.detach(), list(gradients)
 
 
-def gather_statistics(scorer: Scorer | DocumentScorer, plan: Iterable[list[Window]]) -> list[Tensor]:
-    """RMS for each learned weight, over the batches of a plan. Raises ValueError for a plan without any."""
+def gather_statistics(scorer: Scorer | DocumentScorer, plan: Iterable[list[Window]], rule: DynamicRule) -> list[Tensor]:
+    """RMS, or for RMS-sum sqrt(N) RMS, of each learned weight over a plan of N batches.
+
+    Raises ValueError for a plan without any.
+    """
     weights = learned_weights(scorer.model)
     squares, count = [torch.zeros_like(weight) for weight in weights], 0
     for count, batch in enumerate(plan, start=1):  # noqa: B007
@@ -57,8 +78,8 @@ def gather_statistics(scorer: Scorer | DocumentScorer, plan: Iterable[list[Windo
         for square, gradient in zip(squares, gradients, strict=True):
             square.addcmul_(gradient, gradient)
     if not count:
-        raise ValueError("no window of the training text to gather the statistics of --dynamic rms on")
-    return [square.div_(count).sqrt_() for square in squares]
+        raise ValueError(f"no window of the training text to gather the statistics of --dynamic {rule.kind} on")
+    return [square.div_(count if rule.kind == "rms" else 1).sqrt_() for square in squares]
 
 
 class DynamicScorer:
@@ -68,8 +89,8 @@ class DynamicScorer:
     """
 
     def __init__(self, scorer: Scorer, rule: DynamicRule, rms: list[Tensor] | None = None) -> None:
-        if rule.rms != (rms is not None):
-            raise ValueError("the RMS rule, and it alone, needs statistics of the training text")
+        if rule.needs_statistics != (rms is not None):
+            raise ValueError("the RMS rules, and they alone, need statistics of the training text")
         self.scorer = scorer
         self.weights = learned_weights(scorer.model)
         self.trained = [weight.detach().clone() for weight in self.weights]
@@ -77,9 +98,11 @@ class DynamicScorer:
         self.steps: list[Tensor | float] = [rule.lr] * len(self.weights)
         self.decays: list[Tensor | float] = [rule.decay] * len(self.weights)
         if rms is not None:
-            mean = sum(float(part.sum()) for part in rms) / sum(part.numel() for part in rms)
             self.steps = [rule.lr / (part + rule.epsilon) for part in rms]
-            self.decays = [(rule.decay / mean * part).clamp(max=1) if rule.decay else 0.0 for part in rms]
+        if rms is not None and rule.decay:
+            mean = sum(float(part.sum()) for part in rms) / sum(part.numel() for part in rms)
+            summed = rule.kind == "rms-sum"
+            self.decays = [rule.decay * part if summed else (rule.decay / mean * part).clamp(max=1) for part in rms]
 
     def __call__(self, batch: list[Window]) -> Tensor:
         log_probs, gradients = score_and_differentiate(self.scorer, batch, self.weights)

@@ -9,7 +9,8 @@
 The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019; carried state is that of
 Schlag et al. 2021, Table 4; `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
 in fairseq the text is one stream with the end of a line before its first token, which is scored too. The settings of
-the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al. 2018 and 2019.
+the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al. 2018 and 2019:
+rms the rule as they write it, rms-sum that of their code for Transformer-XL, to which its values belong.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from torch import Tensor
 import fairseq_fwp
 from fairseq_fwp.cli.argument_types import dictionary_of_settings, non_negative, output_file, positive
 from fairseq_fwp.cli.checkpoint import load_model
-from fairseq_fwp.cli.dynamic import gather_statistics
+from fairseq_fwp.cli.dynamic import KINDS, DynamicRule, gather_statistics
 from fairseq_fwp.cli.protocol import (
     Protocol,
     choose_protocol,
@@ -151,8 +152,9 @@ def evaluate(args: Namespace) -> None:
     batch_size = args.batch_size or max(1, TOKENS_AT_ONCE[device.type] // protocol.size)
     plan = plan_windows(starts, length, protocol, batch_size)
     rms = None
-    if protocol.dynamic is not None and protocol.dynamic.rms:
-        rms = training_statistics(model, load_text(task, args.data, "train", first), protocol, dictionary, args)
+    if protocol.dynamic is not None and protocol.dynamic.needs_statistics:
+        train = load_text(task, args.data, "train", first)
+        rms = training_statistics(model, train, protocol, protocol.dynamic, dictionary)
     scorer = make_scorer(model, text, protocol, starts, rms)
     default_format = "simple" if args.no_progress_bar else "tqdm"
     bar = progress_bar(
@@ -181,13 +183,14 @@ def evaluate(args: Namespace) -> None:
     print("\n".join(result.lines()))
 
 
-def training_statistics(model: Any, text: Text, protocol: Protocol, dictionary: Any, args: Namespace) -> list[Tensor]:
-    """What the RMS rule of dynamic evaluation knows of the training text, read as the protocol reads."""
+def training_statistics(model: Any, text: Text, protocol: Protocol, rule: DynamicRule, dictionary: Any) -> list[Tensor]:
+    """What a rule of dynamic evaluation knows of the training text, read as the protocol reads."""
     started, device = time.perf_counter(), next(model.parameters()).device
     starts = document_starts(text.tokens, dictionary, protocol.reset_after)
-    plan = plan_windows(starts, len(text.tokens), protocol, 1)[: args.dynamic_statistics]
+    plan = plan_windows(starts, len(text.tokens), protocol, 1)[: rule.windows]
     text = Text(*(part.to(device) for part in text))
-    rms = gather_statistics(make_scorer(model, text, dataclasses.replace(protocol, dynamic=None), starts, None), plan)
+    scorer = make_scorer(model, text, dataclasses.replace(protocol, dynamic=None), starts, None)
+    rms = gather_statistics(scorer, plan, rule)
     logger.info("gathered statistics of %s windows of train in %.1fs", f"{len(plan):,}", time.perf_counter() - started)
     return rms
 
@@ -235,11 +238,22 @@ def parser() -> argparse.ArgumentParser:
         metavar="SYMBOL",
         help=f"start anew, without a state and with the trained weights, after this symbol or each {BLANK_LINE}",
     )
-    add("--dynamic", choices=["sgd", "rms"], help="learn from each window once it is scored, by the rule of that name")
+    add("--dynamic", choices=[*KINDS], help="learn from each window once it is scored, by the rule of that name")
     add("--dynamic-lr", type=non_negative, metavar="LR", help="with it, and needed: the step size")
     add("--dynamic-decay", type=non_negative, default=0.0, metavar="D", help="pull back to the trained weights (0)")
-    add("--dynamic-epsilon", type=non_negative, default=1e-5, metavar="E", help="of rms: added to its divisors (1e-5)")
-    add("--dynamic-statistics", type=positive, metavar="N", help="of rms: windows of the training text it knows (all)")
+    add(
+        "--dynamic-epsilon",
+        type=non_negative,
+        default=1e-5,
+        metavar="E",
+        help="of rms, rms-sum: added to divisors (1e-5)",
+    )
+    add(
+        "--dynamic-statistics",
+        type=positive,
+        metavar="N",
+        help="windows of the training text, by whose squared gradients rms, their mean, and rms-sum divide (rms: all)",
+    )
     add("--batch-size", type=positive, metavar="N", help="windows at once; the state has but one stream")
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
     add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
@@ -270,7 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.error("--dynamic needs its step size, --dynamic-lr")
     given = [f"--dynamic-{name}" for name in ("lr", "statistics") if getattr(args, f"dynamic_{name}") is not None]
     if given and not args.dynamic:
-        made.error(f"{given[0]} belongs to --dynamic: give that, sgd or rms")
+        made.error(f"{given[0]} belongs to --dynamic: give that, sgd, rms or rms-sum")
+    if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
+        made.error("--dynamic rms-sum takes steps that depend on the number of its windows: give --dynamic-statistics")
     try:
         evaluate(args)
     except (ValueError, OSError) as error:

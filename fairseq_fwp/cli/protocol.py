@@ -58,7 +58,8 @@ def choose_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
         )
     dynamic = None
     if args.dynamic:
-        dynamic = DynamicRule(args.dynamic_lr, args.dynamic_decay, args.dynamic_epsilon, args.dynamic == "rms")
+        numbers = args.dynamic_lr, args.dynamic_decay, args.dynamic_epsilon
+        dynamic = DynamicRule(*numbers, args.dynamic, args.dynamic_statistics)
     if args.carry_state:
         check_carries(model, task, args.reset_after)
         return Protocol(size, 0, True, dynamic, args.reset_after)

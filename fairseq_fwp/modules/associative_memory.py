@@ -35,7 +35,7 @@ from fairseq_fwp.modules.update_rules import find_rule
 
 
 class SoftmaxMemory(nn.Module):
-    """softmax(q k^T / sqrt(d)) over all writes (Schlag et al. 2021, Eq. 10): stores every pair, the baseline.
+    """softmax(q k^T / sqrt(d)) over all writes (Schlag et al. 2021, Eq. 7): stores every pair, the baseline.
 
     num_values: S.
     """

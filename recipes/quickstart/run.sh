@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first thing to run: sets everything up, then trains a delta-rule, a sum-rule and a softmax language model of one
 # size on the text of Python's own standard library, evaluates them on files none of them has seen, and lets the first
-# write. About 15 minutes on 2 cores, and no download but packages. What is done is not done again.
+# write. About 10 minutes on 2 cores, and no download but packages. What is done is not done again.
 #
 #   bash recipes/quickstart/run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
 #                                                                    [flags for fairseq-train]

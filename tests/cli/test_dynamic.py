@@ -1,6 +1,7 @@
 """Dynamic evaluation agrees with a loop that follows the papers' formulas weight by weight, and its flags."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixtu
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer, gather_statistics
+from fairseq_fwp.cli.eval_lm import training_statistics
 from fairseq_fwp.cli.protocol import Protocol, document_starts, make_scorer, plan_windows
-from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, score
+from fairseq_fwp.cli.scoring import Text, WindowScorer, score
 
 LENGTH, SIZE = 37, 8
 MODELS = {
@@ -24,8 +26,9 @@ CARRIED = [name for name in MODELS if name not in ("softmax", "adaptive")]
 RULES = {
     "sgd": DynamicRule(0.05),
     "sgd, decay": DynamicRule(0.05, decay=0.3),
-    "rms": DynamicRule(0.002, epsilon=1e-3, rms=True),
-    "rms, decay": DynamicRule(0.002, decay=0.3, epsilon=1e-3, rms=True),
+    "rms": DynamicRule(0.002, epsilon=1e-3, kind="rms"),
+    "rms, decay": DynamicRule(0.002, decay=0.3, epsilon=1e-3, kind="rms"),
+    "rms-sum, decay": DynamicRule(0.002, decay=0.3, epsilon=1e-3, kind="rms-sum", windows=3),
 }
 
 
@@ -57,7 +60,7 @@ def brute_force(model, text, rule, training, given, carry, starts=(0,)):
     names = [name for name, _ in model.named_parameters()]
     trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     squares = dict.fromkeys(names, 0)
-    state, places = None, segments(len(training.tokens), SIZE, given)
+    state, places = None, segments(len(training.tokens), SIZE, given)[: rule.windows]
     for start, first, end in places:
         model.zero_grad()
         loss, _, after = loss_of(model, training, start, first, end, state)
@@ -65,7 +68,8 @@ def brute_force(model, text, rule, training, given, carry, starts=(0,)):
         loss.backward()
         for name, weight in model.named_parameters():
             squares[name] = squares[name] + (0 if weight.grad is None else weight.grad**2)
-    rms = {name: torch.sqrt(torch.as_tensor(squares[name]) / len(places)) for name in names}
+    divisor = 1 if rule.kind == "rms-sum" else len(places)
+    rms = {name: torch.sqrt(torch.as_tensor(squares[name]) / divisor) for name in names}
     flat = torch.cat([value.expand_as(trained[name]).flatten() for name, value in rms.items()])
     scores, state = [], None
     for document, until in zip(starts, [*starts[1:], len(text.tokens)], strict=True):
@@ -83,11 +87,12 @@ def brute_force(model, text, rule, training, given, carry, starts=(0,)):
             with torch.no_grad():
                 for name, weight in model.named_parameters():
                     grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    if rule.rms:
-                        pull = torch.clamp(rule.decay * rms[name] / flat.mean(), max=1)
-                        step = rule.lr * grad / (rms[name] + rule.epsilon)
-                    else:
-                        pull, step = rule.decay, rule.lr * grad
+                    pull = {
+                        "sgd": rule.decay,
+                        "rms": torch.clamp(rule.decay * rms[name] / flat.mean(), max=1),
+                        "rms-sum": rule.decay * rms[name],
+                    }[rule.kind]
+                    step = rule.lr * grad / (1 if rule.kind == "sgd" else rms[name] + rule.epsilon)
                     weight += pull * (trained[name] - weight) - step
     return torch.cat(scores)
 
@@ -107,10 +112,7 @@ def test_it_is_the_loop_over_windows(build_model, name, given, rule):  # noqa: F
     model, text, training = build_model(arch, **flags), random_text(), random_text(29)
     protocol = Protocol(SIZE, given or 0, given is None, rule)
     expected = brute_force(model, text, rule, training, given or 0, given is None)
-    rms = None
-    if rule.rms:
-        plan = plan_windows([0], 29, protocol, 1)
-        rms = gather_statistics((StreamScorer if protocol.carry else WindowScorer)(model, training), plan)
+    rms = training_statistics(model, training, protocol, rule, make_dictionary(50)) if rule.needs_statistics else None
     scorer = make_scorer(model, text, protocol, [0], rms)
     actual = score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH)
     torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
@@ -154,12 +156,31 @@ def test_where_documents_start():
         document_starts(tokens, dictionary, "nothing")
 
 
+def test_a_rule_of_sums_is_one_of_means_by_other_numbers(build_model):  # noqa: F811
+    """So that values published for the one can be used with the other."""
+    arch, flags = MODELS["Transformer-XL"]
+    model, text, training = build_model(arch, **flags), random_text(), random_text(29)
+    rule = DynamicRule(0.002, 1e-3, 1e-3, "rms-sum", windows=3)
+    numbers = []
+    for kind in ("rms", "rms-sum"):
+        protocol = Protocol(SIZE, 0, True, replace(rule, kind=kind))
+        numbers.append(training_statistics(model, training, protocol, protocol.dynamic, make_dictionary(50)))
+    mean = torch.cat([part.flatten() for part in numbers[0]]).mean().item()
+    same = DynamicRule(0.002 / 3**0.5, 1e-3 * 3**0.5 * mean, 1e-3 / 3**0.5, "rms", windows=3)
+    scores = []
+    for one, rms in zip((same, rule), numbers, strict=True):
+        protocol, copied = Protocol(SIZE, 0, True, one), copy.deepcopy(model)
+        scorer = make_scorer(copied, text, protocol, [0], rms)
+        scores.append(score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH))
+    torch.testing.assert_close(*scores, atol=1e-9, rtol=0)
+
+
 def test_rules_need_their_statistics(build_model):  # noqa: F811
     scorer = WindowScorer(build_model("fwp_lm"), random_text())
-    with pytest.raises(ValueError, match="the RMS rule, and it alone"):
+    with pytest.raises(ValueError, match="the RMS rules, and they alone"):
         DynamicScorer(scorer, RULES["rms"])
     with pytest.raises(ValueError, match="no window of the training text"):
-        gather_statistics(scorer, [])
+        gather_statistics(scorer, [], RULES["rms"])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -172,6 +193,10 @@ MISUSES = {
     "no step size": (["--dynamic", "sgd"], "--dynamic needs its step size, --dynamic-lr"),
     "a step without a rule": (["--dynamic-lr", "1"], "--dynamic-lr belongs to --dynamic"),
     "statistics without a rule": (["--dynamic-statistics", "1"], "--dynamic-statistics belongs to --dynamic"),
+    "sums of all": (
+        ["--dynamic", "rms-sum", "--dynamic-lr", "1"],
+        "depend on the number of its windows: give --dynamic-s",
+    ),
     "batches": (["--dynamic", "sgd", "--dynamic-lr", "1", "--batch-size", "2"], "leave out --batch-size"),
     "negative": (["--dynamic", "sgd", "--dynamic-lr", "-1"], "'-1' is no number from 0 on"),
     "no number": (["--dynamic", "sgd", "--dynamic-lr", "big"], "'big' is no number from 0 on"),

@@ -100,7 +100,11 @@ def test_refusal(case):
 
 def test_types_that_transformer_xl_does_not_have():
     vector = read_vector("transformer-xl/wt103")
-    for attn_type, sentence in ((24, "none of Transformer-XL's"), (3, "Al-Rfou"), (1, "Shaw")):
+    for attn_type, sentence in (
+        (24, "none of Transformer-XL's"),
+        (3, "Al-Rfou"),
+        (1, "layer and head a vector and a bias for each distance"),
+    ):
         with pytest.raises(ValueError, match=sentence):
             build(vector, attn_type=attn_type)
 

@@ -1,4 +1,4 @@
-"""Autograd of the compiled operators, which comes with their kernels (cuda_ext/autograd.h).
+"""Autograd of the compiled operators, which comes with their kernels (cuda_ext/autograd.cpp).
 
 Its gradients are those of test_rules.py: here is what else autograd promises.
 """
