@@ -58,8 +58,9 @@ def run(script, *arguments, tools=None, **environment):
 def protocols(recipe, name):
     """The flags of fwp-eval-lm that run.sh evaluates a row with."""
     script = ROOT / "recipes" / recipe / "run.sh"
-    command = f'eval "$(sed -n "/^protocols()/,/^}}/p" {script})"; protocols {name}'
-    lines = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
+    command = 'eval "$(sed -n "/^protocols()/,/^}/p" "$1")"; protocols "$2"'
+    bash = ["bash", "-c", command, "bash", script, name]
+    lines = subprocess.run(bash, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line.split("\t")[1].split() for line in lines]
 
 
