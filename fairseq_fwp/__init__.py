@@ -1,18 +1,24 @@
 """Fast weight programmers for fairseq: `fairseq-train --user-dir fairseq_fwp --arch delta_lm_wt103 ...`.
 
-Importing the package mends what today's torch, numpy and Python break in fairseq (`_compat`), what faults do to its
-files (`_files`), how it mistakes dictionaries (`_dictionaries`) and what it says of flags that do not fit a checkpoint
-(`_settings`), and registers the models, tasks and criterions.
+`ops` and `modules` need torch alone. Together with fairseq, whichever of the two is imported first, the package
+patches what today's torch, numpy and Python break in fairseq (`_compat`), what faults do to its files (`_files`), how
+it mistakes dictionaries (`_dictionaries`) and what it says of flags that do not fit a checkpoint (`_settings`), and
+registers the models, tasks and criterions.
 """
 
-from fairseq_fwp import _compat, _dictionaries, _files, _settings
+import importlib
+from typing import Any
 
-_compat.apply()
-_files.apply()
-_dictionaries.apply()
-_settings.apply()
+from fairseq_fwp._registration import register_with_fairseq
 
-from fairseq_fwp import criterions, models, ops, tasks  # noqa: E402  (fairseq must be mended before it is imported further)
+register_with_fairseq()
 
 __version__ = "0.1.0"
-__all__ = ["criterions", "models", "ops", "tasks"]
+__all__ = ["criterions", "models", "modules", "ops", "tasks"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a folder of the package when it is first asked for."""
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from fairseq import utils
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder
-from fairseq.modules import FairseqDropout, LayerNorm
 from omegaconf import II
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from fairseq_fwp.modules.adaptive_softmax import (
     UntiedSoftmax,
 )
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.fast_weight_attention import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
@@ -112,10 +112,10 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
         self.embed_positions = self.build_positions(cfg)
         self.sample_length = cfg.tokens_per_sample
-        self.dropout = FairseqDropout(cfg.dropout, module_name=type(self).__name__)
+        self.dropout = Dropout(cfg.dropout, self)
         self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
-        self.layer_norm = LayerNorm(cfg.decoder_embed_dim) if final_norm else None
+        self.layer_norm = nn.LayerNorm(cfg.decoder_embed_dim) if final_norm else None
         # Also without cutoffs, so that the criterion adaptive_loss always works.
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
@@ -320,7 +320,7 @@ def initialize(module: nn.Module) -> None:
             module.weight[module.padding_idx].zero_()
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-    if isinstance(module, type(LayerNorm(1))):  # torch's, or apex's where fairseq takes that
+    if isinstance(module, nn.LayerNorm):
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
         nn.init.zeros_(module.bias)
     initialize_itself = getattr(module, "initialize", None)

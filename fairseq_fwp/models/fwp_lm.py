@@ -5,12 +5,12 @@ from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
-from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from fairseq_fwp._options import option
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
@@ -175,7 +175,7 @@ class FwpDecoder(LanguageModelDecoder):
     def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
         super().__init__(cfg, dictionary)
         check_probability("final_dropout", cfg.final_dropout)
-        self.final_dropout = FairseqDropout(cfg.final_dropout, module_name=type(self).__name__)
+        self.final_dropout = Dropout(cfg.final_dropout, self)
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import PROJECTION_STD, AdaptiveInput, check_cutoffs
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.precision import at_least_float32
 
@@ -59,7 +59,7 @@ class AdaptiveSoftmax(nn.Module):
         else:
             self.register_buffer("bias", torch.zeros(embedding.num_embeddings))
         self.clusters = Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
-        self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
+        self.dropout = Dropout(dropout, self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         bias = state_dict.get(f"{prefix}bias")

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from fairseq.modules import FairseqDropout, LayerNorm
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.onednn import Linear
 
 
@@ -29,13 +29,13 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn = attention
-        self.self_attn_layer_norm = LayerNorm(embed_dim)
+        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
         self.fc1 = Linear(embed_dim, ffn_embed_dim)
         self.fc2 = Linear(ffn_embed_dim, embed_dim)
-        self.final_layer_norm = LayerNorm(embed_dim)
+        self.final_layer_norm = nn.LayerNorm(embed_dim)
         self.activation = activation
-        self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
-        self.activation_dropout = FairseqDropout(activation_dropout, module_name=type(self).__name__)
+        self.dropout = Dropout(dropout, self)
+        self.activation_dropout = Dropout(activation_dropout, self)
         self.normalize_before = normalize_before
 
     def forward(

@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from fairseq.modules import LayerNorm
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
@@ -127,7 +126,7 @@ class FastWeightAttention(nn.Module):
         self.gate_biases = nn.ParameterDict(
             {gate.name: torch.zeros(gate_sizes[gate.name]) for gate in self.rule.gates if gate.bias or bias}
         )
-        self.read_out_norm = LayerNorm(self.head_dim) if norm_read_out else None
+        self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_read_out else None
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
         self.initialize()
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.alignment import Alignment, join_padding, reset_padding
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
@@ -98,7 +98,7 @@ class SinusoidalDistances(nn.Module):
         self.proj = Linear(embed_dim, embed_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
         self.position_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
-        self.dropout = FairseqDropout(dropout, module_name=type(self).__name__)
+        self.dropout = Dropout(dropout, self)
         self.initialize()
 
     def initialize(self) -> None:

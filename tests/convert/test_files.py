@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairseq.modules import FairseqDropout
 
 from fairseq_fwp.convert import checkpoint
+from fairseq_fwp.modules.dropout import Dropout
 from tests.convert.conftest import WORDS, Converter, build, load, read_vector, score
 
 PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
@@ -91,7 +91,7 @@ def test_dropout_is_where_the_public_code_has_it(name):
     model, *_ = build(read_vector(name), dropout=0.25)
     calls = []
     for module in model.modules():
-        if isinstance(module, FairseqDropout):
+        if isinstance(module, Dropout):
             module.register_forward_hook(lambda module, *_: calls.append(module.p))
     model(torch.ones(1, 3, dtype=torch.long))
     assert calls == [0.25] * (1 + 2 * (4 if "xl" in name else 3) + 1)

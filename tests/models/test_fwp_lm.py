@@ -10,13 +10,13 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
-from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import PRESETS
+from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
@@ -355,7 +355,7 @@ def test_dropout_is_where_the_paper_has_it(build_model):
     model = build_model("delta_lm_wt103", dropout=0.25, activation_dropout=0.125, final_dropout=0.5)
     calls = []
     for module in model.modules():
-        if isinstance(module, FairseqDropout):
+        if isinstance(module, Dropout):
             module.register_forward_hook(lambda module, *_: calls.append(module.p))
     model(random_tokens(1, 3))
     assert calls == [0.25] + [0.25, 0.125, 0.25] * 2 + [0.5]

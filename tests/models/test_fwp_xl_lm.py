@@ -7,10 +7,10 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
-from fairseq.modules import FairseqDropout
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
+from fairseq_fwp.modules.dropout import Dropout
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
 from .stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states
@@ -210,7 +210,7 @@ def test_dropouts(build):
     model = build("relative", dropout=0.25, activation_dropout=0.125)
     calls = []
     for module in model.modules():
-        if isinstance(module, FairseqDropout):
+        if isinstance(module, Dropout):
             module.register_forward_hook(lambda module, *_: calls.append(module.p))
     model(random_tokens(1, 3))
     assert calls == [0.25] + [0.25, 0.25, 0.125, 0.25] * 2 + [0.25]

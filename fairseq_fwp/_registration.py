@@ -1,0 +1,71 @@
+"""Registration with fairseq, once fairseq is there: operators and layers need torch alone, and import no more.
+
+`--user-dir fairseq_fwp` imports this package when fairseq has been imported. Where this package comes first, what it
+has for fairseq is applied as soon as anything imports fairseq.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def register_with_fairseq() -> None:
+    """Patch fairseq and register models, tasks and criterions: now, or right after its import."""
+    if "fairseq" in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _AfterFairseq())
+
+
+def _register() -> None:
+    from fairseq_fwp import _compat, _dictionaries, _files, _settings
+
+    for patches in (_compat, _files, _dictionaries, _settings):
+        patches.apply()
+    # Only now: they import more of fairseq, which must be patched before.
+    from fairseq_fwp import criterions, models, tasks  # noqa: F401
+
+
+class _AfterFairseq(MetaPathFinder):
+    """Finds fairseq where the other finders find it, and registers at the end of its import."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "fairseq":
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # who asks may not import it
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            from fairseq_fwp import _compat
+
+            _compat.silence_known_warnings()
+            with _root_logger_as_it_is():
+                execute(module)
+            sys.meta_path.remove(self)
+            _register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+@contextlib.contextmanager
+def _root_logger_as_it_is() -> Iterator[None]:
+    """A model of fairseq's sets the root logger to DEBUG when it is imported, and everybody's messages appear."""
+    level, handlers = logging.root.level, logging.root.handlers[:]
+    try:
+        yield
+    finally:
+        logging.root.setLevel(level)
+        logging.root.handlers[:] = handlers

@@ -1,0 +1,50 @@
+"""What an import of the package brings: layers need torch alone, and models are registered whoever comes first."""
+
+import subprocess
+import sys
+
+import pytest
+
+REGISTERED = """
+import sys
+from fairseq import checkpoint_utils
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.tasks import TASK_REGISTRY
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+assert ARCH_MODEL_REGISTRY["delta_lm_wt103"] is FwpLanguageModel and "fwp_language_modeling" in TASK_REGISTRY
+assert checkpoint_utils.load_checkpoint_to_cpu.mended_by == "fairseq_fwp._compat"
+assert len([finder for finder in sys.meta_path if type(finder).__module__ == "fairseq_fwp._registration"]) == 0
+"""
+
+
+def run(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def test_operators_and_layers_need_no_fairseq():
+    code = """
+import importlib, logging, pkgutil, sys
+import fairseq_fwp.modules, fairseq_fwp.ops
+for module in pkgutil.walk_packages(fairseq_fwp.modules.__path__, "fairseq_fwp.modules."):
+    importlib.import_module(module.name)
+assert not {"fairseq", "hydra", "omegaconf", "sklearn", "numba"} & sys.modules.keys()
+assert importlib.util.find_spec("fairseq")
+import fairseq
+assert logging.root.level == logging.WARNING and not logging.root.handlers
+"""
+    assert run(code + REGISTERED) == ""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import fairseq, fairseq_fwp",
+        "import fairseq_fwp; assert fairseq_fwp.tasks.streams",
+        "import argparse, fairseq_fwp.ops; from fairseq.utils import import_user_module; "
+        "import_user_module(argparse.Namespace(user_dir=fairseq_fwp.__path__[0]))",
+    ],
+)
+def test_models_are_registered_and_fairseq_is_patched_whatever_is_imported_first(first):
+    assert "Traceback" not in run(first + REGISTERED)
