@@ -29,7 +29,7 @@ import importlib, logging, pkgutil, sys
 import fairseq_fwp.modules, fairseq_fwp.ops
 for module in pkgutil.walk_packages(fairseq_fwp.modules.__path__, "fairseq_fwp.modules."):
     importlib.import_module(module.name)
-assert not {"fairseq", "hydra", "omegaconf", "sklearn", "numba"} & sys.modules.keys()
+assert not {"fairseq", "hydra", "omegaconf", "sklearn", "torch._dynamo"} & sys.modules.keys()
 assert importlib.util.find_spec("fairseq")
 import fairseq
 assert logging.root.level == logging.WARNING and not logging.root.handlers

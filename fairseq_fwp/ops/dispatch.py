@@ -61,11 +61,14 @@ def _too_large(q: Tensor | None, v: Tensor | None) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result
 def _require_kernel(device_type: str) -> None:
     status = load_kernels(device_type)
     if not status.built:
         raise RuntimeError(f"no compiled kernel for {device_type}: {status.reason}; {status.cure}")
+
+
+# The decorator torch.compiler.assume_constant_result does no more, but imports the compiler: a second at every start.
+_require_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel_ready(device_type: str) -> bool:

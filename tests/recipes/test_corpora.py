@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -200,7 +201,7 @@ def test_several_processes_are_started_by_what_launch_names(recipes, tmp_path):
     arguments = ["train", "--conf", "conf/small/delta.yaml", "--out", out, "--batch-size", "12"]
     launched = run(recipes / "wikitext103" / "run.sh", *arguments, tools=tools, LAUNCH="torchrun --nproc_per_node 8")
     assert launched.returncode == 0, launched.stderr
-    words = (out / "small" / "delta" / "train.log").read_text().split("\n")[0].split()
+    words = shlex.split((out / "small" / "delta" / "train.log").read_text().split("\n")[0])
     assert words[:4] == ["+", "torchrun", "--nproc_per_node", "8"] and words[4].endswith("/fairseq-train")
     assert words[-2:] == ["--batch-size", "12"]
     unknown = run(recipes / "wikitext103" / "run.sh", *["train", "--conf", "conf/none.yaml", "--out", out])
