@@ -1,0 +1,98 @@
+"""Colours, style and file formats of every picture: those of fwp-plot and of recipes/."""
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# One colour for each model or update rule, the same in all pictures. They are Okabe and Ito's, which stay distinct for
+# colour-blind readers; the yellow is left out, too pale for a line.
+COLOURS = {
+    "delta": "#0072B2",
+    "sum": "#D55E00",
+    "softmax": "#009E73",
+    "decay": "#CC79A7",
+    "gated": "#E69F00",
+    "fwm": "#56B4E9",
+    "xl": "#000000",
+}
+PUBLISHED = "#666666"  # a paper's numbers, and lines to compare with
+MARKERS = "osD^vPX"
+FORMATS = (".png", ".svg", ".pdf")
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 130,
+    "svg.hashsalt": "fairseq_fwp",  # the same picture is the same file
+}
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """Give each name its colour: that of the model or rule it begins with, or else one that is not in use.
+
+    Of several names of one rule ("delta", "delta, DPFP") the first has the rule's colour. Colours repeat after seven.
+    """
+    found = dict.fromkeys(names, "")
+    for name in found:
+        own = next((colour for rule, colour in COLOURS.items() if name.lower().startswith(rule)), "")
+        if own not in found.values():
+            found[name] = own
+    free = [colour for colour in COLOURS.values() if colour not in found.values()] or list(COLOURS.values())
+    others = [name for name, colour in found.items() if not colour]
+    return found | {name: free[i % len(free)] for i, name in enumerate(others)}
+
+
+def load_pyplot() -> Any:
+    """Return matplotlib.pyplot in the common style; ValueError where matplotlib is missing."""
+    # fairseq turns on the debugging messages of everything; of matplotlib's there are hundreds.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install 'fairseq_fwp[plots]'.") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(STYLE)
+    return pyplot
+
+
+def check_path(path: Path) -> None:
+    """Check that a picture can be written to `path`; ValueError says what is wrong."""
+    if path.suffix not in FORMATS or not path.absolute().parent.is_dir():
+        raise ValueError(f"a picture must be a {', '.join(FORMATS)} file in a folder that exists, got {path}.")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as its name's ending says, whole or not at all, and close it."""
+    check_path(path)
+    unfinished = path.with_suffix(f".unfinished{path.suffix}")
+    try:
+        # No date: the same picture is the same file.
+        figure.savefig(unfinished, metadata={".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix))
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+        load_pyplot().close(figure)
+
+
+def use_log_scale(axis: Any) -> None:
+    """Make an axis (axes.xaxis or axes.yaxis) logarithmic, with plain numbers at 1, 2 and 5 of each power of ten."""
+    from matplotlib import ticker
+
+    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+    axis.set_minor_locator(ticker.NullLocator())
