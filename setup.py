@@ -36,9 +36,8 @@ setup(
         "sacremoses",
         "safetensors",
         "subword-nmt",
-        # torch.utils.cpp_extension, which knows where PyTorch's headers and libraries lie, imports setuptools. The kernels
-        # here are compiled without ninja; fairseq and the benchmarks' peers, where they are built, are by several
-        # processes with it.
+        # torch.utils.cpp_extension, which says where PyTorch's headers and libraries lie, imports setuptools. The
+        # kernels here are compiled without ninja: it speeds up the builds of fairseq and of the benchmarks' peers.
         "ninja",
         "setuptools",
     ],

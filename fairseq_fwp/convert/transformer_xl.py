@@ -44,8 +44,8 @@ OPTIONS = {
 CUTOFFS = {"wt103": [20000, 40000, 200000], "lm1b": [60000, 100000, 640000]}
 
 REFUSED_TYPES = {
-    1: "the relative positions of Shaw et al. with biases: for each layer and head a vector and a bias for each distance, "
-    "and a bias of all queries",
+    1: "the relative positions of Shaw et al. with biases: in each layer and head a vector and a bias for each "
+    "distance, and one bias of all queries",
     3: "the learned positions of Al-Rfou et al., added before every layer",
 }
 

@@ -34,10 +34,13 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
         "fwp_lm", "the model below the fast weight layer, built by its own flags"
     )
     fwl_hidden_dim: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
-        None, "units of the fast weight layer; none: four times the embedding dimension, as in the paper"
+        None, "units of the fast weight layer; none: four times the embedding dimension, as in the paper's public code"
     )
     fwl_map_inputs: bool = option(
         False, "a linear map before the layer, which the paper has not, to make its inputs white: see fwp-add-layer"
+    )
+    fwl_random_start: bool = option(
+        False, "begin with weights drawn as in the paper's public code, 0.05 N(0, 1), in place of the identity"
     )
     fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
         "both", "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none"
@@ -106,11 +109,13 @@ class FwlDecoder(LanguageModelDecoder):
             cfg.fwl_divide_gradients_by,
             cfg.fwl_map_inputs,
             str(cfg.fwl_gradients_at),
+            cfg.fwl_random_start,
         )
         self.fast_weight_layer.apply(initialize)
-        # The normalisation that the features come from, where one does.
+        # The normalisation that the features come from, where one does, and that an identity takes over.
         below = "layer_norm" if cfg.decoder_normalize_before else f"layers.{cfg.decoder_layers - 1}.final_layer_norm"
-        self.last_norm = None if cfg.decoder_normalize_before and cfg.no_decoder_final_norm else below
+        none = cfg.fwl_random_start or (cfg.decoder_normalize_before and cfg.no_decoder_final_norm)
+        self.last_norm = None if none else below
 
     def extract_features(  # type: ignore[override]
         self, tokens: Tensor, state: FwlState | None = None, last: int | None = None
@@ -152,9 +157,9 @@ class FwlDecoder(LanguageModelDecoder):
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         """Makes of a checkpoint one of this model, where they differ by the layer, or by what its weights' steps are.
 
-        A model without a layer gets one, which takes over the gain and shift of its last normalisation, so that it
-        changes nothing at first. Step sizes and decays begin as they are here for a layer that learned none, and are
-        left out where these are fixed or there are no fast weights.
+        A model without a layer gets one, which, unless it starts at random, takes over the gain and shift of its last
+        normalisation, so that it changes nothing at first. Step sizes and decays begin as they are here for a layer
+        that learned none, and are left out where these are fixed or there are no fast weights.
         """
         super().upgrade_state_dict_named(state_dict, name)
         prefix = f"{name}.fast_weight_layer."

@@ -15,6 +15,7 @@ SAME_FUNCTION = frozenset(
     {
         *("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout", "relu_dropout"),
         *("final_dropout", "encoder_layerdrop", "decoder_layerdrop", "favor_redraw", "half_loss", "base_shuffle"),
+        "fwl_random_start",
         *("quant_noise_pq", "quant_noise_pq_block_size", "quant_noise_scalar"),
         *("encoder_embed_path", "decoder_embed_path"),
         *("tokens_per_sample", "add_bos_token", "max_source_positions", "max_target_positions"),

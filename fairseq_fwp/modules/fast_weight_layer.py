@@ -32,9 +32,13 @@ from fairseq_fwp.modules.causal_sum import Number, causal_sum, cumulative_sum
 from fairseq_fwp.modules.look_up import look_up
 from fairseq_fwp.modules.precision import at_least_float32
 
-# The paper: step sizes start at 0.01. It does not say where gamma starts: here, a segment counts 9 tenths of the next.
+# Step sizes start where those of the public code do (google-research, fwl); the paper does not say. It does not say
+# where gamma starts either, which that code has not: here, a segment counts 9 tenths of the next.
 STEP_SIZE = 0.01
 DECAY = 0.9
+
+# Of U and W in the public code, which draws them.
+RANDOM_STD = 0.05
 
 # Adam moves every number by about the learning rate an update, which suits weights. Step sizes and decays, whose best
 # values may be orders of magnitude away, are learned as 0.01 exp(30 s) and sigmoid(30 d): 3% an update at 0.001.
@@ -169,14 +173,15 @@ torch.serialization.add_safe_globals([FastWeightLayerState, Gradients])
 class FastWeightLayer(nn.Module):
     """f_theta' above, from the features of a language model to those of its output softmax.
 
-    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; fast: a key of FAST_WEIGHTS;
+    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; random_start: U and W are drawn as in
+    the public code, in place of the identity; fast: a key of FAST_WEIGHTS;
     bias_entries: with "softmax-bias", how many that bias has;
     gradients_at: one of GRADIENTS_AT, "trained" in the paper;
     step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
     by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
     training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
-    ValueError for fewer than 2 D hidden units, a divisor that is not above 0, a step size below 0 and a decay that is
-    not from 0 to 1.
+    ValueError for an identity of fewer than 2 D hidden units, for a random start with a map, which is for the identity,
+    and for a divisor that is not above 0, a step size below 0 or a decay that is not from 0 to 1.
     """
 
     def __init__(
@@ -190,9 +195,14 @@ class FastWeightLayer(nn.Module):
         divisor: float = 1.0,
         map_inputs: bool = False,
         gradients_at: str = "trained",
+        random_start: bool = False,
     ) -> None:
         super().__init__()
-        if hidden_dim < 2 * embed_dim:
+        if random_start and map_inputs:
+            raise ValueError(
+                "the map is for a layer that begins as the identity: leave out --fwl-map-inputs or --fwl-random-start"
+            )
+        if hidden_dim < 2 * embed_dim and not random_start:
             raise ValueError(
                 f"the layer begins as the identity, for which it needs 2 x {embed_dim} hidden units, got {hidden_dim}: "
                 "change --fwl-hidden-dim"
@@ -215,6 +225,7 @@ class FastWeightLayer(nn.Module):
         self.bias_entries = bias_entries
         self.divisor = divisor
         self.gradients_at = gradients_at
+        self.random_start = random_start
         self.fixed_step_size, self.fixed_decay = step_size, decay
         count = len(self.fast)
         self.log_step_sizes = nn.Parameter(torch.zeros(count)) if count > 0 and step_size is None else None
@@ -222,16 +233,21 @@ class FastWeightLayer(nn.Module):
         self.decay_logits = nn.Parameter(start) if count > 0 and decay is None else None
 
     def initialize(self) -> None:
-        """The layer begins as the identity on features x that are normalised (|x| <= sqrt D), gain and shift aside.
+        """Begins as the identity on features x that are normalised (|x| <= sqrt D), gain and shift aside, or at random.
 
         The paper does not say where it begins; from random weights it first has to learn again what the model below
-        knows. The units beyond 2 D are random, and add nothing until W learns to read them.
+        knows, as those of a random start have to. The units beyond 2 D are random, and add nothing until W learns to
+        read them.
         """
         dim = self.first.in_features
         nn.init.normal_(self.first.weight, std=HEIGHT * dim**-0.5)
         for parameter in (self.first.bias, self.second.weight, self.second.bias):
             nn.init.zeros_(parameter)
         self.norm.reset_parameters()
+        if self.random_start:
+            for layer in (self.first, self.second):
+                nn.init.normal_(layer.weight, std=RANDOM_STD)
+            return
         eye = torch.eye(dim)
         self._be_identity(eye, eye, torch.zeros(dim))
 

@@ -129,7 +129,8 @@ def test_fairseq_trains_it(converted, tmp_path, option):
     folder, data, expected = converted
     flags = (folder / "flags.txt").read_text().split()
     # The loss stays as it is, also where a weight of minus infinity would be taken times 0.
-    training = "--optimizer adam --lr 0 --weight-decay 0.01 --batch-size 4 --max-update 1 --log-format simple".split()
+    training = ["--optimizer", "adam", "--lr", 0, "--weight-decay", 0.01]
+    training += ["--batch-size", 4, "--max-update", 1, "--log-format", "simple"]
     files = ["--save-dir", tmp_path, "--no-epoch-checkpoints", option, folder / "checkpoint.pt"]
     log = run("fairseq-train", data, *flags, *training, *files, "--user-dir", PLUGIN, "--cpu")
     assert re.search(r"Loaded checkpoint .*checkpoint\.pt", log)

@@ -103,7 +103,7 @@ def test_types_that_transformer_xl_does_not_have():
     for attn_type, sentence in (
         (24, "none of Transformer-XL's"),
         (3, "Al-Rfou"),
-        (1, "layer and head a vector and a bias for each distance"),
+        (1, "a vector and a bias for each distance"),
     ):
         with pytest.raises(ValueError, match=sentence):
             build(vector, attn_type=attn_type)

@@ -178,6 +178,14 @@ def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base, no
         above.load_state_dict(damaged, strict=True)
 
 
+def test_a_layer_that_starts_at_random_leaves_the_model_below_as_it_is(build_model):
+    below, above = build_model("fwp_xl_lm"), build_model("fwp_fwl_lm", fwl_base="fwp_xl_lm", fwl_random_start=True)
+    weights = below.state_dict()
+    weights["decoder.layers.1.final_layer_norm.weight"].normal_(1, 0.3)
+    above.load_state_dict({name: value.clone() for name, value in weights.items()}, strict=True)
+    assert all(torch.equal(above.state_dict()[name], value) for name, value in weights.items())
+
+
 def test_a_base_without_a_last_normalisation_keeps_all_its_weights(build_model):
     norms = {"decoder_normalize_before": True, "no_decoder_final_norm": True}
     below, above = build_model("fwp_lm", **norms), build_model("fwp_fwl_lm", **norms)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
 from fairseq_fwp.modules.fast_weight_layer import (
@@ -355,6 +356,8 @@ def test_half_precision_is_close(dtype):
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="--fwl-hidden-dim"):
         FastWeightLayer(DIM, 2 * DIM - 1)
+    with pytest.raises(ValueError, match="--fwl-random-start"):
+        FastWeightLayer(DIM, HIDDEN, map_inputs=True, random_start=True)
     with pytest.raises(ValueError, match="--fwl-map-inputs"):
         FastWeightLayer(DIM, HIDDEN).whiten(torch.zeros(DIM), torch.eye(DIM), torch.eye(DIM))
     for divisor in (0, -1, math.inf, math.nan):
@@ -406,6 +409,16 @@ def test_it_begins_as_the_identity(map_inputs):
             moments = (torch.randn(DIM, DIM, dtype=torch.float64) for _ in range(2))
             layer.whiten(x[0].mean(0), *(root.mT @ root for root in moments))
     assert layer.second.weight[:, 2 * DIM :].abs().max() == 0 < layer.first.weight[2 * DIM :].abs().min()
+
+
+def test_a_random_start_is_that_of_the_public_code():
+    """Weights of 0.05 N(0, 1), no biases and neutral normalisation (google-research, fwl/tf/fwl.py)."""
+    layer = FastWeightLayer(64, 96, "none", random_start=True)
+    layer.apply(initialize)
+    for weight in (layer.first.weight, layer.second.weight):
+        assert abs(float(weight.std()) - 0.05) < 0.002 and abs(float(weight.mean())) < 0.003
+    for zero in (layer.first.bias, layer.second.bias, layer.norm.bias, layer.norm.weight - 1):
+        assert zero.abs().max() == 0
 
 
 def test_a_step_from_white_inputs_is_that_of_kfac():
