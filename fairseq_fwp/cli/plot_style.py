@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 # One colour for each model or update rule, the same in all pictures. They are Okabe and Ito's, which stay distinct for
-# colour-blind readers; the yellow is left out, too pale for a line.
+# colour-blind readers, but for fwm's: of theirs the yellow is too pale for a line, the light blue too near to delta's.
 COLOURS = {
     "delta": "#0072B2",
     "sum": "#D55E00",
     "softmax": "#009E73",
     "decay": "#CC79A7",
     "gated": "#E69F00",
-    "fwm": "#56B4E9",
+    "fwm": "#882255",
     "xl": "#000000",
 }
 PUBLISHED = "#666666"  # a paper's numbers, and lines to compare with
