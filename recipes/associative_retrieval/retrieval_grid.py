@@ -44,9 +44,9 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A folder's name."""
+        """A folder's name, without spaces and slashes."""
         others = (f"{flag}={value}" for flag, value in self.flags.items() if flag != "arch")
-        return ",".join([self.flags["arch"], *others])
+        return re.sub(r"[\s/]+", "_", ",".join([self.flags["arch"], *others]))
 
     @property
     def size(self) -> int:

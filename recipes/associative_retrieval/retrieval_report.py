@@ -3,8 +3,8 @@
     python recipes/associative_retrieval/retrieval_report.py CONF... [--out FOLDER]
 
 Writes points.csv (a row for each finished point), curves.csv (each of its evaluations), table.md (a row for all seeds
-of a point of the paper's models) and the pictures for which there are points: figure2.png to figure5.png, ratio.png
-and capacity.png. An empty place in a picture is a point that was not run.
+of a model at one size) and the pictures for which there are points: figure2.png to figure5.png, ratio.png and
+capacity.png. Points that are in no picture are named.
 """
 
 import argparse
@@ -12,6 +12,8 @@ import csv
 import itertools
 import sys
 from collections import defaultdict
+from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,32 +21,46 @@ from typing import Any, NamedTuple
 import yaml
 from retrieval_grid import HERE, ROOT, Outcome, Point, read_finished, read_points
 
-# A word, and Okabe and Ito's colours, which stay distinct for colour-blind readers, for each of the paper's models.
-STYLES = {
-    "softmax_retrieval": ("softmax", "#000000", "o"),
-    "sum_retrieval": ("Linear (ELU+1)", "#D55E00", "s"),
-    "sum_dpfp1_retrieval": ("DPFP-1", "#56B4E9", "^"),
-    "sum_dpfp2_retrieval": ("DPFP-2", "#0072B2", "v"),
-    "sum_dpfp3_retrieval": ("DPFP-3", "#009E73", "D"),
-    "sum_favor64_retrieval": ("FAVOR+ 64", "#F0C000", "P"),
-    "sum_favor128_retrieval": ("FAVOR+ 128", "#E69F00", "X"),
-    "sum_favor512_retrieval": ("FAVOR+ 512", "#CC79A7", "*"),
+from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, PUBLISHED, load_pyplot, save
+
+# The paper's models as legends name them; other models are named by their flags.
+LABELS = {
+    "softmax_retrieval": "softmax",
+    "sum_retrieval": "sum, ELU+1",
+    "sum_dpfp1_retrieval": "sum, DPFP-1",
+    "sum_dpfp2_retrieval": "sum, DPFP-2",
+    "sum_dpfp3_retrieval": "sum, DPFP-3",
+    "sum_favor64_retrieval": "sum, FAVOR+ 64",
+    "sum_favor128_retrieval": "sum, FAVOR+ 128",
+    "sum_favor512_retrieval": "sum, FAVOR+ 512",
+    "gated_dpfp1_retrieval": "gated, DPFP-1",
+    "decay_dpfp1_retrieval": "decay, DPFP-1",
+    "fwm_tanh_retrieval,batch-size=128,lr=1e-4": "fwm, tanh: Schlag (2021)",
+    "fwm_dpfp1_retrieval": "fwm, DPFP-1: Schlag (2021) with DPFP",
+    "delta_retrieval": "delta, ELU+1",
+    "delta_dpfp1_retrieval": "delta, DPFP-1: the paper's",
+    "delta_dpfp2_retrieval": "delta, DPFP-2",
 }
-RULE_STYLES = {
-    "sum_dpfp1_retrieval": ("sum, DPFP-1", "#56B4E9", "^"),
-    "gated_dpfp1_retrieval": ("gated, DPFP-1", "#E69F00", "v"),
-    "decay_dpfp1_retrieval": ("decay, DPFP-1", "#009E73", "P"),
-    "fwm_tanh_retrieval": ("fwm, tanh: Schlag (2021)", "#CC79A7", "X"),
-    "fwm_dpfp1_retrieval": ("fwm, DPFP-1: Schlag (2021) with DPFP", "#D55E00", "s"),
-    "delta_retrieval": ("delta, ELU+1", "#808080", "D"),
-    "delta_dpfp1_retrieval": ("delta, DPFP-1: the paper's", "#0072B2", "o"),
-    "delta_dpfp2_retrieval": ("delta, DPFP-2", "#000000", "*"),
-}
+# Flags that say on what and for how long a model is trained; all others make another model of it.
+TRAINING_FLAGS = ["num-keys", "seed", "with-replacement", "valid-length", "max-update", "stop-updates", "stop-loss"]
+# The model without a preset, of which the capacity is drawn.
+BARE_ARCH = "fwp_associative_retrieval"
+# The colour of a rule for its first model, its second, ...: mixed with so much black (below 0) or white.
+SHADES = (0, -0.45, 0.5, -0.65, 0.25)
 # The model's own; to ask it, fairseq would have to be imported.
 DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
 FIGURE_3_SIZE = 20
 FIGURE_4_SIZE = 600
+
+TITLES = {
+    "figure2": "Figure 2: setting 1; dotted: numbers of features",
+    "ratio": "Setting 1: D features hold at most D keys",
+    "figure3": f"Figure 3: setting 2, {FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; a line a seed",
+    "figure4": f"Figure 4: setting 1, {FIGURE_4_SIZE} keys",
+    "figure5": "Figure 5: setting 2, 2 S pairs; dotted: numbers of features",
+    "capacity": "Setting 1, every rule with every map: keys that are held, of S",
+}
 
 
 class Result(NamedTuple):
@@ -66,6 +82,23 @@ class Result(NamedTuple):
         """Whether it is of setting 2."""
         return self.point.flags.get("with-replacement") == "true"
 
+    @property
+    def model(self) -> str:
+        """What all seeds and sizes of a model share: its architecture and other flags, sorted."""
+        flags = {flag: value for flag, value in self.point.flags.items() if flag not in TRAINING_FLAGS}
+        return ",".join([flags.pop("arch"), *(f"{flag}={value}" for flag, value in sorted(flags.items()))])
+
+    @property
+    def name(self) -> str:
+        """The model as the table has it."""
+        return self.model.replace("_retrieval", "", 1).replace(",", ", ")
+
+    @property
+    def rule(self) -> str:
+        """The update rule: a flag's, or that of the preset, whose name begins with it."""
+        preset = DEFAULTS["update-rule"] if self.arch == BARE_ARCH else self.arch.split("_")[0]
+        return self.point.flags.get("update-rule", preset)
+
 
 def read_results(confs: list[Path], out: Path) -> list[Result]:
     """The finished points of the grids, in their order."""
@@ -74,7 +107,7 @@ def read_results(confs: list[Path], out: Path) -> list[Result]:
 
 
 def read_published() -> dict[str, Any]:
-    """The paper's numbers: losses by S and the knee, of each architecture in each setting."""
+    """The losses of the paper's released runs, by S, of each model in each setting."""
     return yaml.safe_load((HERE / "published.yaml").read_text(encoding="utf-8"))
 
 
@@ -95,21 +128,24 @@ def write_tables(results: list[Result], out: Path) -> None:
 
 
 def markdown(results: list[Result], published: dict[str, Any]) -> list[str]:
-    """The lines of a table of the paper's models, a row for all seeds of a point, with the paper's loss beside ours."""
+    """The lines of a table, a row for all seeds of a model at one size, with the released run's loss next to ours.
+
+    Models without a preset are left out in setting 1: there are as many as rules and maps, and a picture shows them.
+    """
     heads = ["setting", "model", "S", "best loss of each run", "updates", "paper"]
     lines = ["| " + " | ".join(heads) + " |", "| --- | --- | ---: | --- | --- | ---: |"]
     rows: dict[tuple[str, str, int, str], list[Result]] = defaultdict(list)
     for result in results:
-        if result.arch in {**STYLES, **RULE_STYLES}:
+        if result.arch != BARE_ARCH or result.replaced:
             pairs = result.point.flags.get("valid-length")
-            setting = "2" if result.replaced else "1"
-            shown = result.arch.removesuffix("_retrieval") + (f", {pairs} pairs in evaluation" if pairs else "")
-            rows[setting, shown, result.size, result.arch].append(result)
-    for (setting, shown, size, arch), found in sorted(rows.items()):
-        theirs = published[f"setting {setting}"].get(arch, {}).get("losses", {}).get(size, "-")
-        losses = ", ".join(f"{result.outcome.best:.2g}" for result in found)
+            shown = result.name + (f", {pairs} pairs in evaluation" if pairs else "")
+            rows["2" if result.replaced else "1", shown, result.size, result.model].append(result)
+    for (setting, shown, size, model), found in sorted(rows.items()):
+        theirs = published[f"setting {setting}"].get(model, {}).get(size)
+        paper = "-" if theirs is None else f"{theirs:.3g}"
+        losses = ", ".join(f"{result.outcome.best:.3g}" for result in found)
         updates = ", ".join(f"{result.outcome.updates:,}" for result in found)
-        lines.append(f"| {setting} | {shown} | {size} | {losses} | {updates} | {theirs} |")
+        lines.append(f"| {setting} | {shown} | {size} | {losses} | {updates} | {paper} |")
     return lines
 
 
@@ -121,50 +157,87 @@ def by_size(results: list[Result]) -> dict[int, list[float]]:
     return dict(sorted(losses.items()))
 
 
-def draw_losses(axes: Any, results: list[Result], styles: dict[str, Any], published: dict[str, Any]) -> None:
-    """Full symbols and a line through their medians: ours; empty symbols: the paper's; dotted: its knees."""
+class Style(NamedTuple):
+    """How a model is drawn."""
+
+    label: str
+    colour: str
+    marker: str
+
+
+def model_styles(results: list[Result]) -> dict[str, Style]:
+    """The style of every model: a shade of the colour of its rule, and a marker of its own."""
+    models: dict[str, dict[str, str]] = defaultdict(dict)
+    for result in results:
+        models[result.rule][result.model] = LABELS.get(result.model, result.name)
+    styles = {}
+    for rule, labels in models.items():
+        for index, (model, label) in enumerate(labels.items()):
+            colour = shade(COLOURS.get(rule, PUBLISHED), SHADES[index % len(SHADES)])
+            styles[model] = Style(label, colour, MARKERS[index % len(MARKERS)])
+    return styles
+
+
+def shade(colour: str, amount: float) -> str:
+    """The colour, mixed with so much white, or black where the amount is below 0."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    return to_hex([(1 - abs(amount)) * part + max(0, amount) for part in to_rgb(colour)])
+
+
+def by_model(results: list[Result]) -> dict[str, list[Result]]:
+    """The results of each model, in their order."""
+    models = defaultdict(list)
+    for result in results:
+        models[result.model].append(result)
+    return models
+
+
+def draw_losses(axes: Any, results: list[Result], styles: dict[str, Style], published: dict[str, Any]) -> None:
+    """Full symbols and a line through their medians: ours; empty symbols: the paper's released runs; dotted: features.
+
+    Those of FAVOR+ are left out, as its losses leave zero long before.
+    """
     largest = max(result.size for result in results)
-    for arch, (label, colour, marker) in styles.items():
-        losses = by_size([result for result in results if result.arch == arch])
-        paper = published.get(arch, {})
-        if not losses:
-            continue
+    for model, found in by_model(results).items():
+        label, colour, marker = styles[model]
+        losses = by_size(found)
         axes.plot(list(losses), [median(values) for values in losses.values()], color=colour, lw=1.5)
         sizes = [size for size, values in losses.items() for _ in values]
         flat = [loss for values in losses.values() for loss in values]
         axes.plot(sizes, flat, marker, color=colour, ms=5, label=label)
-        theirs = {size: loss for size, loss in paper.get("losses", {}).items() if size <= largest}
-        axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, ms=7, mfc="none", lw=0.8, alpha=0.8)
-        if "knee" in paper:
-            axes.axvline(paper["knee"], color=colour, ls=":", lw=1.2)
-            place = {"transform": axes.get_xaxis_transform(), "va": "top", "fontsize": 9}
-            axes.text(paper["knee"], 1, f" {paper['knee']}", color=colour, **place)
-    axes.plot([], [], "o--", color="0.4", ms=7, mfc="none", lw=0.8, label="empty: the paper's runs")
+        theirs = {size: loss for size, loss in published.get(model, {}).items() if size <= largest}
+        axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, ms=6, mfc="none", lw=0.8, alpha=0.8)
+    axes.plot([], [], "o--", color=PUBLISHED, ms=6, mfc="none", lw=0.8, label="empty: the paper's released runs")
+    for dim in {result.outcome.feature_dim or 0 for result in results if "favor" not in result.model}:
+        if 0 < dim <= largest:
+            axes.axvline(dim, color=PUBLISHED, ls=":", lw=1.2)
+            axes.text(dim, 1, f" {dim}", color=PUBLISHED, transform=axes.get_xaxis_transform(), va="top", fontsize=9)
     axes.set_xlabel("number of keys S")
-    axes.set_ylabel("best evaluation loss")
+    axes.set_ylabel("best evaluation loss (half the squared distance)")
 
 
-def draw_curves(axes: Any, results: list[Result], styles: dict[str, Any]) -> None:
+def draw_curves(axes: Any, results: list[Result], styles: dict[str, Style]) -> None:
     """Evaluations over updates, a line for each seed."""
-    for arch, (label, colour, _) in styles.items():
-        for index, result in enumerate(result for result in results if result.arch == arch):
+    for model, found in by_model(results).items():
+        label, colour, marker = styles[model]
+        for index, result in enumerate(found):
             updates, losses = zip(*result.outcome.evaluations, strict=True)
-            axes.plot(updates, losses, color=colour, lw=1.6, alpha=0.9, label=None if index else label)
-            axes.plot(updates[-1], losses[-1], "o", color=colour, ms=3)
+            axes.plot(updates, losses, color=colour, lw=1.6, alpha=0.9)
+            axes.plot(updates[-1], losses[-1], marker, color=colour, ms=5, label=None if index else label)
     axes.set_xlabel("updates")
-    axes.set_ylabel("evaluation loss")
+    axes.set_ylabel("evaluation loss (half the squared distance)")
 
 
 class Cell(NamedTuple):
-    """What all seeds of a rule with a map came to at one number of keys."""
+    """What all seeds of a rule with a map of so many features came to at one number of keys."""
 
     size: int
-    feature_dim: int
-    losses: list[float]
+    results: list[Result]
 
     @property
     def loss(self) -> float:
-        return median(self.losses)
+        return median(result.outcome.best for result in self.results)
 
     @property
     def held(self) -> int:
@@ -172,38 +245,45 @@ class Cell(NamedTuple):
         return round(max(0, self.size * (1 - 2 * self.loss)))
 
 
-def by_rule_and_map(results: list[Result]) -> dict[tuple[str, str], dict[float, Cell]]:
-    """Of every rule with every map what S / feature dimension came to in setting 1."""
-    cells: dict[tuple[str, str], dict[float, Cell]] = defaultdict(dict)
+# A rule, a map, and its number of features.
+Block = tuple[str, str, int]
+
+
+def by_rule_and_map(results: list[Result]) -> dict[Block, dict[float, Cell]]:
+    """What S / feature dimension came to, of every rule and map without a preset; of several models the first's."""
+    cells: dict[Block, dict[float, Cell]] = defaultdict(dict)
+    models: dict[Block, str] = {}
     for result in results:
-        flags, dim = result.point.flags, result.outcome.feature_dim
-        if result.arch == "fwp_associative_retrieval" and dim and not result.replaced:
-            rule, feature_map = ({**DEFAULTS, **flags}[flag] for flag in DEFAULTS)
-            cell = cells[rule, feature_map].setdefault(result.size / dim, Cell(result.size, dim, []))
-            cell.losses.append(result.outcome.best)
+        dim = result.outcome.feature_dim
+        if result.arch != BARE_ARCH or not dim:
+            continue
+        block = (result.rule, result.point.flags.get("feature-map", DEFAULTS["feature-map"]), dim)
+        if models.setdefault(block, result.model) == result.model:
+            cells[block].setdefault(result.size / dim, Cell(result.size, [])).results.append(result)
     return cells
 
 
-def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Cell]]) -> Any:
+def draw_capacity(axes: Any, results: list[Result]) -> Any:
     """A row for each rule, a block for each map, in it S / feature dimension: the loss, and the keys that are held."""
-    rules = list(dict.fromkeys(rule for rule, _ in cells))
-    maps = list(dict.fromkeys(feature_map for _, feature_map in cells))
+    cells = by_rule_and_map(results)
+    rules = list(dict.fromkeys(rule for rule, *_ in cells))
+    maps = list(dict.fromkeys((feature_map, dim) for _, feature_map, dim in cells))
     ratios = sorted({ratio for found in cells.values() for ratio in found})
     columns = list(itertools.product(maps, ratios))
     losses = [[float("nan")] * len(columns) for _ in rules]
-    for (y, rule), (x, (feature_map, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
-        if cell := cells.get((rule, feature_map), {}).get(ratio):
+    for (y, rule), (x, (block, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
+        if cell := cells.get((rule, *block), {}).get(ratio):
             losses[y][x] = cell.loss
             colour = "white" if cell.loss < 0.1 else "black"
             axes.text(x, y, cell.held, ha="center", va="center", fontsize=8, color=colour)
+    axes.grid(False)
     image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
     axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
     axes.set_yticks(range(len(rules)), rules)
-    axes.set_xlabel("S / D, keys over features; white line: 1")
-    dims = {name: cell.feature_dim for (_, name), row in cells.items() for cell in row.values()}
+    axes.set_xlabel("number of keys over number of features, S / D; white line: 1")
     above = axes.secondary_xaxis("top")
     middles = [(index + 0.5) * len(ratios) - 0.5 for index in range(len(maps))]
-    above.set_xticks(middles, [f"{feature_map}, D = {dims[feature_map]}" for feature_map in maps])
+    above.set_xticks(middles, [f"{feature_map}, D = {dim}" for feature_map, dim in maps])
     for start in range(0, len(columns), len(ratios)):
         axes.axvline(start - 0.5, color="black", lw=2)
         axes.axvline(start + sum(ratio <= 1 for ratio in ratios) - 0.5, color="white", lw=1.5)
@@ -212,77 +292,102 @@ def draw_capacity(axes: Any, cells: dict[tuple[str, str], dict[float, Cell]]) ->
     return image
 
 
-def draw_ratio(axes: Any, results: list[Result]) -> None:
+def draw_ratio(axes: Any, results: list[Result], styles: dict[str, Style]) -> None:
     """Loss over S / D, the feature dimension, and what it cannot be below.
 
-    All read-outs for the S queries of a sequence are a matrix of rank D, and those it should be one of rank S with
+    All outputs for the S queries of a sequence are a matrix of rank D, and those it should be one of rank S with
     singular values of 1: half the squared distance is at least (S - D) / 2, the mean over queries (1 - D / S) / 2.
     """
-    for arch, (label, colour, marker) in STYLES.items():
-        found = [result for result in results if result.arch == arch and result.outcome.feature_dim]
-        if not found or "favor" in arch:
-            continue
+    for model, found in by_model(results).items():
+        label, colour, marker = styles[model]
         dim = found[0].outcome.feature_dim
         losses = by_size(found)
         ratios = [size / dim for size in losses]
         axes.plot(ratios, [median(values) for values in losses.values()], marker + "-", color=colour, ms=5, label=label)
-    axes.axvline(1, color="0.4", ls=":")
+    axes.axvline(1, color=PUBLISHED, ls=":")
     ratios = [1 + step / 100 for step in range(26)]
     least = [(1 - 1 / ratio) / 2 for ratio in ratios]
-    axes.plot(ratios, least, "--", color="0.4", label="least possible: (1 - D / S) / 2")
-    axes.set_xlabel("S / D, keys over features")
+    axes.plot(ratios, least, "--", color=PUBLISHED, label="least possible: (1 - D / S) / 2")
+    axes.set_xlabel("number of keys over number of features, S / D")
     axes.set_ylabel("best evaluation loss, median of seeds")
 
 
-def draw(results: list[Result], published: dict[str, Any], out: Path) -> list[Path]:
-    """All pictures for which there are points."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install 'fairseq_fwp[plots]'.") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+class Picture(NamedTuple):
+    """A file, and the points in it: draw_on(axes, results, *given) returns an image where it needs a colour bar."""
 
-    named = [result for result in results if result.arch in {**STYLES, **RULE_STYLES} and result.outcome.evaluations]
-    first = [result for result in named if not result.replaced]
-    # Evaluated as our other points are.
-    second = [result for result in named if result.replaced and "valid-length" not in result.point.flags]
-    around_knees = [result for result in first if result.size != FIGURE_4_SIZE]
-    drawn = []
+    name: str
+    draw_on: Callable[..., Any]
+    results: list[Result]
+    given: tuple[Any, ...] = ()
+    log: bool = False
+    size: tuple[float, float] = (8.4, 4.8)
 
-    def save(name: str, title: str, draw_on: Any, *given: Any, log: bool = False, size: Any = (8.4, 4.8)) -> None:
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        image = draw_on(axes, *given)
-        axes.set_title(title, loc="left", fontsize=11)
-        if log:
-            axes.set_yscale("log")
-        if image:
-            figure.colorbar(image, label="best evaluation loss", pad=0.01)
-        else:
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-        figure.savefig(out / name, dpi=130)
-        pyplot.close(figure)
-        drawn.append(out / name)
 
-    if around_knees:
-        title = "Figure 2: setting 1, sum rule; dotted: features (softmax: the paper's 340)"
-        save("figure2.png", title, draw_losses, around_knees, STYLES, published["setting 1"])
-        title = "Setting 1: D features hold at most D keys"
-        save("ratio.png", title, draw_ratio, around_knees)
-    if curves := [result for result in second if result.size == FIGURE_3_SIZE]:
-        title = "Figure 3: setting 2, 20 keys, 40 pairs; a line a seed"
-        save("figure3.png", title, draw_curves, curves, RULE_STYLES, log=True)
-    if curves := [result for result in first if result.size == FIGURE_4_SIZE]:
-        save("figure4.png", "Figure 4: setting 1, 600 keys", draw_curves, curves, STYLES)
-    if second:
-        title = "Figure 5: setting 2, 2 S pairs"
-        save("figure5.png", title, draw_losses, second, RULE_STYLES, published["setting 2"], log=True)
-    if cells := by_rule_and_map(results):
-        title = "Setting 1, every rule with every map: keys that are held, of S"
-        save("capacity.png", title, draw_capacity, cells, size=(12, 3.4))
-    return drawn
+def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Picture]:
+    """The pictures for which there are points."""
+    shown = [result for result in results if isfinite(result.outcome.best) and "valid-length" not in result.point.flags]
+    first = [result for result in shown if not result.replaced]
+    cells = [cell for row in by_rule_and_map(first).values() for cell in row.values()]
+    capacity = [result for cell in cells for result in cell.results]
+    first = [result for result in first if result.arch != BARE_ARCH or not result.outcome.feature_dim]
+    near = [result for result in first if result.size != FIGURE_4_SIZE]
+    far = [result for result in first if result.size == FIGURE_4_SIZE]
+    ratio = [result for result in near if result.outcome.feature_dim and "favor" not in result.model]
+    second = [result for result in shown if result.replaced]
+    early = [result for result in second if result.size == FIGURE_3_SIZE]
+    one, two = (model_styles(first), published["setting 1"]), (model_styles(second), published["setting 2"])
+    planned = [
+        Picture("figure2", draw_losses, near, one),
+        Picture("ratio", draw_ratio, ratio, one[:1]),
+        Picture("figure3", draw_curves, early, two[:1], log=True),
+        Picture("figure4", draw_curves, far, one[:1]),
+        Picture("figure5", draw_losses, second, two, log=True),
+        Picture("capacity", draw_capacity, capacity, size=(12, 3.4)),
+    ]
+    return [picture for picture in planned if picture.results]
+
+
+def draw(picture: Picture, out: Path) -> None:
+    """Draws a picture into its file."""
+    figure, axes = load_pyplot().subplots(figsize=picture.size)
+    image = picture.draw_on(axes, picture.results, *picture.given)
+    axes.set_title(TITLES[picture.name])
+    if picture.log:
+        axes.set_yscale("log")
+    if image:
+        figure.colorbar(image, label="best evaluation loss", pad=0.01)
+    else:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, out / f"{picture.name}.png")
+
+
+def why_not_drawn(result: Result) -> str:
+    """Why a point is in no picture."""
+    if not isfinite(result.outcome.best):
+        return "none of its evaluations is a number"
+    if "valid-length" in result.point.flags:
+        return "its evaluations have another number of pairs"
+    return "its cell of capacity.png has a model with other flags"
+
+
+def report(confs: list[Path], out: Path) -> None:
+    """Writes everything, and names the points that are in no picture. Raises ValueError where none is finished."""
+    results = read_results(confs, out)
+    if not results:
+        raise ValueError(f"no point of these grids is finished in {out}: train them first (run.sh).")
+    published = read_published()
+    write_tables(results, out)
+    (out / "table.md").write_text("\n".join(markdown(results, published)) + "\n", encoding="utf-8")
+    pictures = plan_pictures(results, published)
+    for picture in pictures:
+        draw(picture, out)
+        print(out / f"{picture.name}.png")
+    drawn = {result.point.name for picture in pictures for result in picture.results}
+    for result in results:
+        if result.point.name not in drawn:
+            print(f"not drawn: {result.point.name}: {why_not_drawn(result)}; it is in points.csv.")
+    if left := len(read_points(confs)) - len(results):
+        print(f"not drawn: {left} points that are not finished; the stage plan names them.")
 
 
 def main() -> None:
@@ -291,16 +396,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs/associative_retrieval", help="where the points lie")
     args = parser.parse_args()
     try:
-        results = read_results(args.conf, args.out)
+        report(args.conf, args.out)
     except (OSError, ValueError) as error:
         sys.exit(f"retrieval_report.py: {error}")
-    if not results:
-        sys.exit(f"retrieval_report.py: no point of these grids is finished in {args.out}: train them first (run.sh).")
-    published = read_published()
-    write_tables(results, args.out)
-    (args.out / "table.md").write_text("\n".join(markdown(results, published)) + "\n", encoding="utf-8")
-    for path in draw(results, published, args.out):
-        print(path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The grid of retrieval trainings: its points, what their logs say, and its pictures."""
 
+import csv
 import fcntl
 import json
 import os
@@ -15,7 +16,10 @@ import pytest
 import yaml
 from fairseq import options
 
+from fairseq_fwp.cli.plot_style import COLOURS, load_pyplot
 from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
+from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 FOLDER = Path(__file__).parents[2] / "recipes/associative_retrieval"
 
@@ -25,6 +29,7 @@ import retrieval_grid as grid  # noqa: E402
 import retrieval_report as report  # noqa: E402
 
 CONFS = sorted(path for path in FOLDER.glob("conf/*.yaml") if path.name != "common.yaml")
+PUBLISHED = report.read_published()
 COMMON = yaml.load((FOLDER / "conf/common.yaml").read_text(), Loader=yaml.BaseLoader)
 
 
@@ -80,6 +85,11 @@ def test_a_point_goes_before_what_all_share(tmp_path):
     assert [words[words.index(flag) + 1] for flag in ("--lr", "--batch-size", "--num-keys")] == ["1", "32", "3"]
     assert words.count("--lr") == 1 and "--cpu" not in words and "false" not in words
     assert words[words.index("--with-replacement") + 1].startswith("--")
+
+
+def test_a_points_folder_has_no_spaces_and_is_one_folder():
+    point = grid.Point({"arch": "a", "adam-betas": "(0.9, 0.98)", "log-file": "/tmp/a b", "num-keys": "3"}, 1)
+    assert point.name == "a,adam-betas=(0.9,_0.98),log-file=_tmp_a_b,num-keys=3"
 
 
 def test_what_all_share_is_the_papers():
@@ -206,23 +216,26 @@ def test_tables_and_pictures(conf, tmp_path):
     cells = report.by_rule_and_map(results)
     losses = {name: {ratio: cell.loss for ratio, cell in row.items()} for name, row in cells.items()}
     assert losses == {
-        ("sum", "elu"): {0.5: 0.001, 1: 0.001, 1.25: 0.3},
-        ("sum", "tanh"): {0.5: 0.001, 1: 0.001},
+        ("sum", "elu", 16): {0.5: 0.001, 1: 0.001, 1.25: 0.3},
+        ("sum", "tanh", 16): {0.5: 0.001, 1: 0.001},
     }
-    assert [cells["sum", "elu"][ratio].held for ratio in (0.5, 1, 1.25)] == [8, 16, 8]
+    assert [cells["sum", "elu", 16][ratio].held for ratio in (0.5, 1, 1.25)] == [8, 16, 8]
     report.write_tables(results, tmp_path)
     rows = (tmp_path / "points.csv").read_text().splitlines()
     assert len(rows) == 16 and rows[1] == '"sum_retrieval,seed=1,num-keys=8",8,16,0.001,200,200,3,'
     assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 2 * 15
-    published = report.read_published()
-    lines = report.markdown(results, published)
+    lines = report.markdown(results, PUBLISHED)
     assert lines[2] == "| 1 | sum | 8 | 0.001, 0.001 | 200, 200 | - |"
-    assert lines[3] == "| 1 | sum | 20 | 0.001, 0.001 | 200, 200 | 0.0009 |"
-    assert lines[-1] == "| 2 | delta | 20 | 0.001 | 200 | - |"
-    names = ["figure2", "ratio", "figure3", "figure4", "figure5", "capacity"]
-    assert [path.stem for path in report.draw(results, published, tmp_path)] == names
+    assert lines[3] == "| 1 | sum | 20 | 0.001, 0.001 | 200, 200 | 0.000889 |"
+    assert lines[-1] == "| 2 | delta | 20 | 0.001 | 200 | 0.000796 |"
+    said = run_grid(conf, tmp_path, script="retrieval_report.py").stdout.splitlines()
+    names = [f"{name}.png" for name in ("figure2", "ratio", "figure3", "figure4", "figure5", "capacity")]
+    assert said == [*(f"{tmp_path / name}" for name in names), NOT_FINISHED.format(1)]
     for name in names:
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+NOT_FINISHED = "not drawn: {} points that are not finished; the stage plan names them."
 
 
 def made(arch, size, loss, dim=16, curve=None, **flags):
@@ -235,14 +248,48 @@ def made(arch, size, loss, dim=16, curve=None, **flags):
 def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
     arch = "fwp_associative_retrieval"
     results = [made(arch, 16, loss, seed=str(seed)) for seed, loss in enumerate([0.3, 0.25, 0.1])]
-    results.append(made(arch, 16, 0.4, with_replacement="true"))
+    results.append(made(arch, 16, 0.4, lr="1"))  # another model
+    results.append(made(arch, 32, 0.4, dim=32, key_dim="32"))
     results.append(made(arch, 8, 0.2, update_rule="delta", feature_map="tanh", with_replacement="false"))
     cells = report.by_rule_and_map(results)
-    assert cells.keys() == {("sum", "elu"), ("delta", "tanh")}  # without flags: the model's defaults
+    assert cells.keys() == {("sum", "elu", 16), ("sum", "elu", 32), ("delta", "tanh", 16)}  # no flags: the defaults
     model = FwpAssociativeRetrievalConfig()
     assert {"update-rule": model.update_rule, "feature-map": model.feature_map} == report.DEFAULTS
-    assert cells["sum", "elu"][1].loss == 0.25 and cells["sum", "elu"][1].held == 8
-    assert cells["delta", "tanh"][0.5].loss == 0.2
+    assert cells["sum", "elu", 16][1].loss == 0.25 and cells["sum", "elu", 16][1].held == 8
+    assert cells["delta", "tanh", 16][0.5].loss == 0.2
+
+
+def test_every_row_of_a_users_grid_is_drawn_or_named(tmp_path, capsys, monkeypatch):
+    """First the guide's own example, then rows of every kind."""
+    guide = (FOLDER.parents[1] / "fairseq_fwp/README.md").read_text().split("## Synthetic retrieval")[1]
+    conf, out = tmp_path / "grid.yaml", tmp_path / "out"
+    conf.write_text(guide.split("```yaml\n")[1].split("```")[0])
+    (picture, ratio) = report.plan_pictures([made_of(point) for point in grid.read_points([conf])], PUBLISHED)
+    assert {result.model for result in picture.results} == {"sum_retrieval", "delta_retrieval"}
+    assert picture.results == ratio.results and len(picture.results) == 8
+    arch = {"arch": "fwp_associative_retrieval", "num-keys": 8, "seconds-per-key": 1}
+    rows = [
+        {"arch": list(RETRIEVAL_PRESETS), "num-keys": [20, 600], "with-replacement": switch, "seconds-per-key": 1}
+        for switch in ("true", "false")
+    ]
+    rows += [{**arch, "update-rule": list(UPDATE_RULES), "lr": [1, 2]}, {**arch, "with-replacement": "true"}]
+    rows += [{**arch, "valid-length": 4}, {**arch, "num-keys": 16}]
+    conf.write_text(yaml.safe_dump(rows))
+    points = grid.read_points([conf])
+    assert len(points) == 4 * len(RETRIEVAL_PRESETS) + 2 * len(UPDATE_RULES) + 3
+    for point in points[:-1]:
+        write_log(out, point, [(100, 0.1)])
+    monkeypatch.setattr(sys, "argv", ["report", str(conf), "--out", str(out)])
+    report.main()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not drawn: ")]
+    named = {line.split(": ")[1] for line in said[:-1]}
+    assert named == {point.name for point in points[:-1] if "lr=2" in point.name or "valid-length" in point.name}
+    assert said[-1] == NOT_FINISHED.format(1)
+
+
+def made_of(point, loss=0.1):
+    """A result of a point."""
+    return report.Result(point, grid.Outcome([(100, loss)], 3.0, 16, False))
 
 
 def lines_of(axes):
@@ -250,10 +297,8 @@ def lines_of(axes):
     return [tuple(map(tuple, line.get_xydata().tolist())) for line in axes.get_lines() if len(line.get_xydata())]
 
 
-def test_pictures_show_the_right_points(tmp_path, monkeypatch):
-    figures = []
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "close", figures.append)
+def test_pictures_show_the_right_points():
+    pyplot = load_pyplot()
     results = [made("sum_retrieval", 20, loss, seed=str(seed)) for seed, loss in enumerate([0.3, 0.01, 0.02])]
     results.append(made("sum_dpfp1_retrieval", 20, 0.05, curve=[(100, 0.05)]))
     replaced = {"with_replacement": "true"}
@@ -261,23 +306,24 @@ def test_pictures_show_the_right_points(tmp_path, monkeypatch):
     results.append(made("sum_dpfp1_retrieval", 20, 0.07, curve=[(100, 0.07)], valid_length="20", **replaced))
     results.append(made("sum_retrieval", 600, 0.45, curve=[(100, 0.45)]))
     published = {
-        "setting 1": {"sum_retrieval": {"knee": 64, "losses": {20: 0.001, 60: 0.1}}},
-        "setting 2": {"sum_dpfp1_retrieval": {"losses": {20: 0.002}}},
+        "setting 1": {"sum_retrieval": {20: 0.001, 60: 0.1}},
+        "setting 2": {"sum_dpfp1_retrieval": {20: 0.002}},
     }
-    drawn = [path.stem for path in report.draw(results, published, tmp_path)]
-    shown = {name: lines_of(figure.axes[0]) for name, figure in zip(drawn, figures, strict=True)}
-    titles = {name: figure.axes[0].get_title(loc="left") for name, figure in zip(drawn, figures, strict=True)}
-    monkeypatch.undo()
-    pyplot.close("all")
-    assert drawn == ["figure2", "ratio", "figure3", "figure4", "figure5"]
-    assert titles["figure2"].endswith("dotted: features (softmax: the paper's 340)")
+    shown, labels = {}, {}
+    for picture in report.plan_pictures(results, published):
+        figure, axes = pyplot.subplots()
+        picture.draw_on(axes, picture.results, *picture.given)
+        shown[picture.name], labels[picture.name] = lines_of(axes), axes.get_legend_handles_labels()[1]
+        pyplot.close(figure)
+    assert list(shown) == ["figure2", "ratio", "figure3", "figure4", "figure5"]
+    assert labels["figure2"] == ["sum, ELU+1", "sum, DPFP-1", "empty: the paper's released runs"]
     assert shown["figure2"] == [
         ((20, 0.02),),  # the median
         ((20, 0.3), (20, 0.01), (20, 0.02)),
         ((20, 0.001),),  # the paper's, up to our largest S
-        ((64, 0), (64, 1)),
         ((20, 0.05),),
         ((20, 0.05),),
+        ((16, 0), (16, 1)),  # the number of features
     ]
     *ours, one, bound = shown["ratio"]
     assert ours == [((1.25, 0.02),), ((1.25, 0.05),)] and one == ((1, 0), (1, 1))
@@ -285,13 +331,46 @@ def test_pictures_show_the_right_points(tmp_path, monkeypatch):
     assert bound[10] == pytest.approx((1.1, (1 - 1 / 1.1) / 2))
     assert shown["figure3"] == [((100, 0.06),), ((100, 0.06),)]
     assert shown["figure4"] == [((100, 0.45),), ((100, 0.45),)]
-    assert shown["figure5"] == [((20, 0.06),), ((20, 0.06),), ((20, 0.002),)]
+    assert shown["figure5"] == [((20, 0.06),), ((20, 0.06),), ((20, 0.002),), ((16, 0), (16, 1))]
 
 
-def test_published_numbers_are_of_architectures_that_are_drawn():
-    published = report.read_published()
-    assert published["setting 1"].keys() == report.STYLES.keys()
-    assert published["setting 2"].keys() <= report.RULE_STYLES.keys()
+def test_a_rule_has_its_colour_and_its_models_differ():
+    made_up = [made(arch, 20, 0.1) for arch in ("delta_dpfp1_retrieval", "sum_retrieval", "delta_retrieval")]
+    made_up.append(made("sum_retrieval", 20, 0.1, update_rule="decay"))
+    styles = report.model_styles(made_up)
+    assert len({(style.colour, style.marker) for style in styles.values()}) == len(styles) == 4
+    firsts = {"delta": "delta_dpfp1_retrieval", "sum": "sum_retrieval", "decay": "sum_retrieval,update-rule=decay"}
+    for rule, model in firsts.items():
+        assert styles[model].colour == COLOURS[rule].lower()
+
+
+def test_the_papers_released_runs():
+    """Every size of its grids, but where FAVOR+ with delta was never a number; the longer log at 100 keys."""
+    first, second = PUBLISHED["setting 1"], PUBLISHED["setting 2"]
+    assert all(list(losses) == list(range(20, 601, 20)) for losses in first.values()) and len(first) == 8
+    ends = {model: max(losses) for model, losses in second.items()}
+    assert {ends.pop(f"delta_favor{features}_retrieval") for features in (64, 128)} == {120}
+    assert set(ends.values()) == {200} and len(ends) == 6
+    assert second["delta_dpfp2_retrieval"][100] == 0.00357
+    assert [size for size, loss in first["softmax_retrieval"].items() if loss > 0.001][:3] == [360, 460, 500]
+    assert {model.split(",")[0] for model in {**first, **second}} <= RETRIEVAL_PRESETS.keys()
+
+
+def test_the_ledger_has_the_numbers_of_its_curves():
+    """The table of RESULTS.md is that of results/points.csv, curves.csv and published.yaml."""
+    curves = {}
+    with (FOLDER / "results/curves.csv").open() as file:
+        for row in csv.DictReader(file):
+            curves.setdefault(row["point"], []).append((int(row["update"]), float(row["loss"])))
+    results = []
+    with (FOLDER / "results/points.csv").open() as file:
+        for row in csv.DictReader(file):
+            arch, *flags = row["point"].split(",")
+            point = grid.Point({"arch": arch, **dict(flag.split("=") for flag in flags)}, 1)
+            results.append(report.Result(point, grid.Outcome(curves.get(point.name, []), 0, 1, bool(row["diverged"]))))
+    grids = grid.read_points([FOLDER / f"conf/{name}.yaml" for name in ("quick", "slow", "capacity")])
+    assert [result.point.name for result in results] == [point.name for point in grids]
+    assert "\n\n" + "\n".join(report.markdown(results, PUBLISHED)) + "\n\n" in (FOLDER / "RESULTS.md").read_text()
 
 
 def run_grid(conf, out, *flags, script="retrieval_grid.py"):
