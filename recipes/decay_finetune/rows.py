@@ -58,7 +58,7 @@ def read_measure(folder: Path, measure: str, what: str = "perplexity") -> Any:
 
 
 def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
-    """The source, then each row, as they were measured; None where nothing was."""
+    """The source, then each row of which there is anything, as they were measured; None where nothing was."""
     measures, first = corpus["measures"], corpus["measures"][0]
     source = out / SOFTMAX / "converted"
     found = [
@@ -83,7 +83,7 @@ def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
             f"converted, {first}": read_measure(folder / "converted", first),
         }
         found.append(row | {m: "diverged" if diverged else read_measure(folder, m) for m in measures})
-    return found
+    return [row for row in found if any(value is not None for name, value in row.items() if name != "run")]
 
 
 def read_csv(path: Path) -> dict[str, dict[str, Any]]:
@@ -121,9 +121,9 @@ def recovered(source: float | str | None, found: float | str | None) -> str:
 def table(corpus: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[str]:
     """The source, then a line for each row; shares of what rows are converted from, and of softmax fine-tuned."""
     measures, first, rows = corpus["measures"], corpus["measures"][0], corpus["rows"]
-    compared = {"of the source": results[corpus["start"]][first]}
-    if corpus["start"] == SOURCE and SOFTMAX in results:
-        compared["of softmax, fine-tuned"] = results[SOFTMAX][first]
+    compared = {"of the source": results.get(corpus["start"], {}).get(first)}
+    if corpus["start"] == SOURCE and any(row["run"] == SOFTMAX for row in rows):
+        compared["of softmax, fine-tuned"] = results.get(SOFTMAX, {}).get(first)
     # The paper's source, as a line of its own or as the row that it fine-tuned.
     paper_source = corpus["source"] or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
     papers = list(dict.fromkeys(measure for row in rows for measure in row["paper"]))
@@ -133,12 +133,12 @@ def table(corpus: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[st
     lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
 
     def add(name: str, run: str, paper: dict[str, Any], shares: list[str]) -> None:
-        found = results[run]
+        found = results.get(run, {})
         own = [shown(paper.get(measure, "-")) for measure in papers]
-        start = "-" if run == SOURCE else shown(found[converted])
-        perplexities = [shown(found[measure]) for measure in measures]
-        cells = [name, counted(found["state"]), start, *perplexities, *shares[:-1], *own, shares[-1]]
-        lines.append("| " + " | ".join([*cells, counted(found["updates"])]) + " |")
+        start = "-" if run == SOURCE else shown(found.get(converted))
+        perplexities = [shown(found.get(measure)) for measure in measures]
+        cells = [name, counted(found.get("state")), start, *perplexities, *shares[:-1], *own, shares[-1]]
+        lines.append("| " + " | ".join([*cells, counted(found.get("updates"))]) + " |")
 
     add(
         "source" if corpus["start"] == SOURCE else "before fine-tuning",
@@ -147,7 +147,7 @@ def table(corpus: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[st
         ["-"] * (len(compared) + 1),
     )
     for row in rows:
-        shares = [recovered(source, results[row["run"]][first]) for source in compared.values()]
+        shares = [recovered(source, results.get(row["run"], {}).get(first)) for source in compared.values()]
         measure = next(iter(row["paper"]), None)
         shares.append(recovered(paper_source.get(measure), row["paper"].get(measure)))
         add(row["row"], row["run"], row["paper"], shares)

@@ -14,8 +14,8 @@
 #                 raw train.txt, valid.txt and test.txt, where a line <|endoftext|> stands between two documents
 # --out FOLDER    where everything goes (runs/decay_finetune/CORPUS)
 # --rows ...      which of rows.yaml (all)
-# --source-updates N   peps: how long the source is trained (4000). A trial of everything takes a minute with 20 of them,
-#                 --rows 'softmax decay_m4', and --max-update 4 --warmup-updates 1 for the fine-tuning
+# --source-updates N   peps: how long the source is trained (4000). On some thousand lines of text, a trial of everything takes
+#                 a minute or two: --source-updates 20 --rows 'softmax decay_m4' --max-update 4 --warmup-updates 1
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
