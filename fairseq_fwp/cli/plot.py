@@ -1,78 +1,128 @@
-"""fwp-plot: draw the perplexity of several training runs against updates or time.
+"""fwp-plot: draw perplexity, loss or BLEU of several training runs against updates or time.
 
-    fwp-plot delta=runs/delta/train.log sum=runs/sum/train.log --out curves.png
+    fwp-plot delta=runs/delta/train.log sum=runs/sum --out curves.png
 
-A log is what `fairseq-train --log-format json` printed or wrote with `--log-file`; other lines in it are passed over.
-Beside the picture lie its numbers, curves.csv, and the best validation perplexity of each run, curves.md.
+A log is what fairseq-train printed or wrote with `--log-file`, in any `--log-format`; other lines are passed over. A
+folder stands for its train.log, or the only .log file in it. The ending of --out says what the picture is: .png, .svg
+or .pdf. Next to it lie its numbers, curves.csv, and the best validation of each run, curves.md.
 """
 
 import argparse
 import csv
 import json
-import logging
-import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
-# Okabe and Ito's colours, which stay distinct for colour-blind readers; the yellow is left out, too pale for a line.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
-MARKERS = "osD^vPX"
+from fairseq_fwp.cli.plot_style import MARKERS, check_path, colours, load_pyplot, save, use_log_scale
+
+# What can be drawn: its name in the logs, and in words.
+METRICS = {"ppl": "perplexity per token", "loss": "loss as logged (of text: bits per token)", "bleu": "BLEU"}
+TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
+JSON = re.compile(r"\{.*\}$")
+PAIRS = re.compile(r"(\w+)[= ](-?[\d.]+(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
+# All that `--log-format none` leaves of a validation, once for each checkpoint.
+SAVED = re.compile(r"\| Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
+SCORED_BY = re.compile(r"'best_checkpoint_metric': '(\w+)'")
+# The loss of these is the logarithm of the perplexity; label smoothing adds to it.
+PLAIN_LOSS = re.compile(r"'criterion': \{'_name': '(adaptive_loss|cross_entropy)'")
 
 
 @dataclass
 class Run:
-    """One training run: perplexity and hours of training so far, by the number of updates."""
+    """One training run: a metric in training and validation, and hours of training so far, by the number of updates."""
 
     label: str
+    metric: str = "ppl"
     train: dict[int, float] = field(default_factory=dict)
     valid: dict[int, float] = field(default_factory=dict)
     hours: dict[int, float] = field(default_factory=dict)
 
     @property
     def best(self) -> int:
-        """The update with the lowest validation perplexity."""
-        return min(self.valid, key=lambda update: self.valid[update])
+        """The update with the best validation: the highest BLEU, or the lowest of anything else."""
+        return (max if self.metric == "bleu" else min)(self.valid, key=lambda update: self.valid[update])
 
 
-def read_log(label: str, path: Path) -> Run:
-    """Read a JSON log of fairseq-train; ValueError if there is no validation in it."""
-    run, wall = Run(label), 0.0
+def read_entry(line: str) -> tuple[str, dict[str, float]]:
+    """Return what a line of a log is about (inner: updates, epoch, valid, saved) and its numbers by name."""
+    if found := SAVED.search(line):
+        return "saved", {"num_updates": float(found[1]), "score": float(found[2])}
+    if found := JSON.search(line):
+        try:
+            entry = json.loads(found[0])
+        except ValueError:
+            return "", {}
+        prefix = next((prefix for prefix in ("valid_", "train_") if f"{prefix}num_updates" in entry), "")
+        about = {"valid_": "valid", "train_": "epoch", "": "inner"}[prefix]
+        text = " ".join(f"{name.removeprefix(prefix)}={value}" for name, value in entry.items())
+    elif " | valid on '" in line:
+        about, text = "valid" if "| valid on 'valid' subset |" in line else "", line
+    else:
+        about, text = "epoch" if "| train | epoch " in line else "inner", line
+    return about, {name: float(number) for name, number in PAIRS.findall(text)}
+
+
+def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
+    """Read a log of fairseq-train; ValueError if it holds no validation of this metric."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        log = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"the log {path} cannot be read: {error.strerror}.") from error
-    for line in lines:
-        try:
-            entry = json.loads(line[max(line.find("{"), 0) :])
-        except ValueError:
+    found: dict[str, dict[int, float]] = {about: {} for about in ("inner", "epoch", "valid", "saved")}
+    hours: dict[int, float] = {}
+    named = SCORED_BY.search(log)
+    scored_by = named[1] if named else "loss"
+    start, seconds, wall = None, 0.0, 0.0
+    for line in log.splitlines():
+        if time := TIME.match(line):
+            now = datetime.fromisoformat(time[1])
+            start = start or now
+            seconds = (now - start).total_seconds()
+        about, entry = read_entry(line)
+        if about == "saved" and metric == "ppl" and scored_by == "loss" and PLAIN_LOSS.search(log):
+            entry["ppl"] = 2 ** entry["score"]
+        elif about == "saved":
+            entry[scored_by] = entry["score"]
+        wall = entry.get("wall", wall)
+        if about not in found or not {metric, "num_updates"} <= entry.keys():
             continue
-        if not isinstance(entry, dict):
-            continue
-        # `ppl` is the mean since the last such line, `valid_ppl` that of a whole validation.
-        values, prefix = (run.valid, "valid_") if "valid_ppl" in entry else (run.train, "")
-        if not {prefix + "ppl", prefix + "num_updates"} <= entry.keys():
-            continue
-        update = int(entry[prefix + "num_updates"])
-        wall = float(entry.get("wall", wall))
-        for earlier in (run.train, run.valid, run.hours):
+        update = int(entry["num_updates"])
+        for earlier in (*found.values(), hours):
             # A run that was stopped goes back to its last checkpoint: what it did after that no longer counts.
             for undone in [number for number in earlier if number > update]:
                 del earlier[undone]
-        values[update], run.hours[update] = float(entry[prefix + "ppl"]), wall / 3600
+        found[about][update], hours[update] = entry[metric], (wall or seconds) / 3600
+    # Means since the last line of training; a log with progress bars has those of epochs alone.
+    run = Run(label, metric, found["inner"] or found["epoch"], found["valid"] or found["saved"])
     if not run.valid:
         raise ValueError(
-            f"the log {path} holds no validation perplexity: it should be what `fairseq-train --log-format json` "
-            "printed, from a run that came at least as far as its first validation."
+            f"the log {path} holds no validation {metric}: it should be what fairseq-train printed, from a run "
+            "that came at least as far as its first validation."
         )
+    run.hours = {update: hours[update] for update in hours if update in run.train or update in run.valid}
     return run
+
+
+def find_log(path: Path) -> Path:
+    """Return the log that a path names: a folder's train.log or only .log file; ValueError where there is none."""
+    if not path.is_dir():
+        return path
+    logs = [path / "train.log"] if (path / "train.log").exists() else sorted(path.glob("*.log"))
+    if len(logs) != 1:
+        raise ValueError(
+            f"the folder {path} must hold a train.log or one other .log file, got {len(logs)}: name the log."
+        )
+    return logs[0]
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["run", "update", "hours", "train_ppl", "valid_ppl"])
+        table.writerow(["run", "update", "hours", f"train_{runs[0].metric}", f"valid_{runs[0].metric}"])
         for run in runs:
             for update in sorted(run.hours):
                 row = [run.train.get(update, ""), run.valid.get(update, "")]
@@ -80,7 +130,8 @@ def write_csv(runs: Sequence[Run], path: Path) -> None:
 
 
 def write_markdown(runs: Sequence[Run], path: Path) -> None:
-    rows = ["| run | best valid ppl | at update | updates | hours |", "| --- | ---: | ---: | ---: | ---: |"]
+    name = runs[0].metric.replace("bleu", "BLEU")
+    rows = [f"| run | best valid {name} | at update | updates | hours |", "| --- | ---: | ---: | ---: | ---: |"]
     for run in runs:
         last, best = max(run.hours), run.best
         rows.append(f"| {run.label} | {run.valid[best]:.2f} | {best:,} | {last:,} | {run.hours[last]:.2f} |")
@@ -88,77 +139,65 @@ def write_markdown(runs: Sequence[Run], path: Path) -> None:
 
 
 def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
-    # fairseq turns on the debugging messages of everything; of matplotlib's there are hundreds.
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install 'fairseq_fwp[plots]'.") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot, ticker
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
+    figure, axes = load_pyplot().subplots(figsize=(7.2, 4.4))
+    metric, palette = runs[0].metric, colours(run.label for run in runs)
     for index, run in enumerate(runs):
-        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        colour = palette[run.label]
         where = run.hours if x == "hours" else {update: update for update in run.hours}
         if train:
             axes.plot([where[u] for u in run.train], [*run.train.values()], color=colour, alpha=0.5, lw=1, ls="--")
         label = f"{run.label}: {run.valid[run.best]:.1f}"
-        style = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.8}
-        axes.plot([where[u] for u in run.valid], [*run.valid.values()], label=label, **style)
-    # Perplexities fall from thousands to tens; the log scale keeps the end, where the runs differ, readable.
-    axes.set_yscale("log")
-    drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
-    lowest, highest = min(drawn), max(drawn)
-    axes.set_ylim(lowest * 0.95, min(highest, lowest * 8) * 1.05)
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
-    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+        marker = MARKERS[index % len(MARKERS)]
+        axes.plot([where[u] for u in run.valid], [*run.valid.values()], label=label, color=colour, marker=marker)
+    if metric == "ppl":
+        # Perplexities fall from thousands to tens; the log scale keeps the end, where the runs differ, readable.
+        use_log_scale(axes.yaxis, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
+        drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
+        lowest, highest = min(drawn), max(drawn)
+        axes.set_ylim(lowest * 0.95, min(highest, lowest * 8) * 1.05)
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlim(left=0)
-    axes.set_xlabel("training time in hours" if x == "hours" else "updates")
-    axes.set_ylabel("perplexity per token, log scale")
-    axes.set_title("Validation" + (" (dashed: training)" if train else ""), loc="left")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title="run: best validation", frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    axes.set_xlabel("training time (hours)" if x == "hours" else "updates")
+    axes.set_ylabel(METRICS[metric])
+    axes.set_title("Validation" + (" (dashed: training)" if train else ""))
+    axes.legend(title="run: best validation")
+    save(figure, path)
 
 
 def parser() -> argparse.ArgumentParser:
     description = __doc__.split("\n")[0].removeprefix("fwp-plot: ")
     made = argparse.ArgumentParser(prog="fwp-plot", description=description, allow_abbrev=False)
     made.add_argument(
-        "logs", nargs="+", metavar="[LABEL=]LOG", help="a log; unlabelled, its folder's name is the label"
+        "logs",
+        nargs="+",
+        metavar="[LABEL=]LOG",
+        help="a log or the folder it lies in, whose name is the label if none is given",
     )
-    made.add_argument("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="the picture (curves.png)")
+    made.add_argument(
+        "--out", type=Path, default=Path("curves.png"), metavar="PICTURE", help="a .png, .svg or .pdf (curves.png)"
+    )
     made.add_argument("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
-    made.add_argument("--train", action="store_true", help="draw the training perplexity too, dashed")
+    made.add_argument("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu: of --eval-bleu")
+    made.add_argument("--train", action="store_true", help="draw the metric in training too, dashed")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     try:
+        check_path(args.out)
         runs = []
         for name in args.logs:
             # A file that is there may have a = in its path.
-            label, log = name.split("=", 1) if "=" in name and not Path(name).exists() else ("", name)
-            runs.append(read_log(label or Path(log).absolute().parent.name, Path(log)))
-        if args.out.suffix != ".png" or not args.out.absolute().parent.is_dir():
-            raise ValueError(f"--out must be a .png file in a folder that exists, but is {args.out}.")
-        # Everything is drawn under another name first, so that what is there is whole.
-        unfinished = {suffix: args.out.with_suffix(f".tmp{suffix}") for suffix in (".png", ".csv", ".md")}
-        try:
-            draw(runs, unfinished[".png"], args.x, args.train)
-            write_csv(runs, unfinished[".csv"])
-            write_markdown(runs, unfinished[".md"])
-            for suffix, path in unfinished.items():
-                os.replace(path, args.out.with_suffix(suffix))
-        finally:
-            for path in unfinished.values():
-                path.unlink(missing_ok=True)
+            label, path = name.split("=", 1) if "=" in name and not Path(name).exists() else ("", name)
+            log = find_log(Path(path))
+            runs.append(read_log(label or log.absolute().parent.name, log, args.y))
+        labels = [run.label for run in runs]
+        if len({*labels}) < len(labels):
+            raise ValueError(f"each run must have a label of its own, got {', '.join(labels)}: give LABEL=LOG.")
+        draw(runs, args.out, args.x, args.train)
+        write_csv(runs, args.out.with_suffix(".csv"))
+        write_markdown(runs, args.out.with_suffix(".md"))
     except ValueError as error:
         sys.exit(f"fwp-plot: {error}")
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,11 @@ def save(figure: Any, path: Path) -> None:
         load_pyplot().close(figure)
 
 
-def use_log_scale(axis: Any) -> None:
-    """Make an axis (axes.xaxis or axes.yaxis) logarithmic, with plain numbers at 1, 2 and 5 of each power of ten."""
+def use_log_scale(axis: Any, ticks: Sequence[float] = (1, 2, 5)) -> None:
+    """Make an axis (axes.xaxis or axes.yaxis) logarithmic, with plain numbers at `ticks` times the powers of ten."""
     from matplotlib import ticker
 
     {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(ticker.LogLocator(subs=ticks))
     axis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
     axis.set_minor_locator(ticker.NullLocator())

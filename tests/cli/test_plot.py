@@ -62,10 +62,84 @@ def test_logs_without_validation_are_refused(logs, text, capsys):
     assert not list(logs.glob("curves*"))
 
 
-@pytest.mark.parametrize("out", ["curves.pdf", "none/curves.png"])
-def test_a_bad_out_is_refused(logs, out):
-    with pytest.raises(SystemExit, match="--out must be a"):
-        plot.main([f"{logs}/sum/train.log", "--out", str(logs / out)])
+def test_a_bad_out_is_refused(logs):
+    with pytest.raises(SystemExit, match=r"\.png, \.svg, \.pdf file in a folder that exists"):
+        plot.main([f"{logs}/sum/train.log", "--out", str(logs / "none" / "curves.png")])
+
+
+# As fairseq-train printed it: an epoch of 9 updates, a line of training at 10, and another epoch.
+CONFIG = (
+    "2026-11-23 01:02:50 | INFO | fairseq_cli.train | {'checkpoint': {'best_checkpoint_metric': 'loss'}, "
+    "'criterion': {'_name': 'adaptive_loss', 'sentence_avg': False}}\n"
+)
+PRINTED = {
+    "json": """\
+2026-11-23 01:02:56 | INFO | valid | {"epoch": 1, "valid_loss": "9.198", "valid_ppl": "587.41", \
+"valid_num_updates": "9"}
+2026-11-23 01:02:56 | INFO | train | {"epoch": 1, "train_loss": "9.65", "train_ppl": "803.33", \
+"train_num_updates": "9", "train_wall": "4"}
+2026-11-23 01:02:56 | INFO | train_inner | {"epoch": 2, "loss": "9.591", "ppl": "771.25", \
+"num_updates": "10", "wall": "4"}
+2026-11-23 01:02:57 | INFO | valid | {"epoch": 2, "valid_loss": "9.201", "valid_ppl": "588.59", \
+"valid_num_updates": "18"}
+""",
+    "simple": """\
+2026-11-23 01:03:15 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 9.198 | ppl 587.41 | num_updates 9
+2026-11-23 01:03:15 | INFO | valid | epoch 001 | valid on 'other' subset | loss 1.0 | ppl 2.0 | num_updates 9
+2026-11-23 01:03:15 | INFO | train | epoch 001 | loss 9.65 | ppl 803.33 | num_updates 9 | lr 0.001 | wall 5
+2026-11-23 01:03:15 | INFO | train_inner | epoch 002:      1 / 9 loss=9.591, ppl=771.25, num_updates=10, wall=5
+2026-11-23 01:03:16 | INFO | valid | epoch 002 | valid on 'valid' subset | loss 9.201 | ppl 588.59 | num_updates 18
+""",
+    # Bars of a terminal, one over the other.
+    "tqdm": """\
+epoch 001 | valid on 'valid' subset:  50%|#####     | 1/2 [00:00<00:00,  9.87it/s]\r\
+2026-11-23 01:03:36 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 9.198 | ppl 587.41 | num_updates 9
+epoch 002:  11%|#   | 1/9 [00:00<00:00, 12.7it/s, loss=9.591, ppl=771.25, num_updates=10, wall=4]\r\
+2026-11-23 01:03:36 | INFO | valid | epoch 002 | valid on 'valid' subset | loss 9.201 | ppl 588.59 | num_updates 18
+""",
+    "none": """\
+2026-11-23 01:03:57 | INFO | fairseq.checkpoint_utils | Saved checkpoint ck/checkpoint1.pt \
+(epoch 1 @ 9 updates, score 9.198) (writing took 0.08 seconds)
+2026-11-23 01:03:58 | INFO | fairseq.checkpoint_utils | Saved checkpoint ck/checkpoint2.pt \
+(epoch 2 @ 18 updates, score 9.201) (writing took 0.06 seconds)
+""",
+}
+
+
+@pytest.mark.parametrize("form", PRINTED)
+def test_every_log_format_of_fairseq_is_read_from_its_folder(tmp_path, form):
+    (tmp_path / "hydra_train.log").write_text(CONFIG + PRINTED[form])
+    plot.main([str(tmp_path), "--out", str(tmp_path / "curves.svg"), "--train"])
+    rows = list(csv.DictReader((tmp_path / "curves.csv").open()))
+    valid = {int(row["update"]): round(float(row["valid_ppl"])) for row in rows if row["valid_ppl"]}
+    train = {int(row["update"]): float(row["train_ppl"]) for row in rows if row["train_ppl"]}
+    assert valid.keys() == {9, 18} and abs(valid[9] - 587) < 2 and abs(valid[18] - 589) < 2
+    assert train == ({} if form == "none" else {10: 771.25})
+    assert (tmp_path / "curves.svg").read_bytes().startswith(b"<?xml")
+    assert plot.read_log("", tmp_path / "hydra_train.log", "loss").valid == {9: 9.198, 18: 9.201}
+
+
+def test_training_without_lines_of_updates_is_that_of_epochs(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("".join(line for line in PRINTED["simple"].splitlines(True) if "train_inner" not in line))
+    assert plot.read_log("", log).train == {9: 803.33}
+
+
+def test_the_best_bleu_is_the_highest(tmp_path):
+    log = tmp_path / "train.log"
+    text = "2026 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 5 | bleu {} | num_updates {}\n"
+    log.write_text(text.format(30.5, 100) + text.format(31.25, 200) + text.format(29, 300))
+    plot.main([str(log), "--y", "bleu", "--out", str(tmp_path / "bleu.png")])
+    assert (tmp_path / "bleu.md").read_text().splitlines()[-1] == f"| {tmp_path.name} | 31.25 | 200 | 300 | 0.00 |"
+    with pytest.raises(SystemExit, match="holds no validation ppl"):
+        plot.main([str(log), "--out", str(tmp_path / "ppl.png")])
+
+
+def test_folders_and_labels_that_do_not_name_one_run_are_refused(logs):
+    with pytest.raises(SystemExit, match=r"must hold a train\.log or one other \.log file, got 0: name the log"):
+        plot.main([str(logs), "--out", str(logs / "curves.png")])
+    with pytest.raises(SystemExit, match="a label of its own, got sum, sum: give LABEL=LOG"):
+        plot.main([f"{logs}/sum", f"{logs}/sum/train.log", "--out", str(logs / "curves.png")])
 
 
 def test_without_matplotlib_the_extra_is_named(logs, monkeypatch):
