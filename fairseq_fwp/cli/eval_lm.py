@@ -252,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
         "--dynamic-statistics",
         type=positive,
         metavar="N",
-        help="windows of the training text, by whose squared gradients rms, their mean, and rms-sum divide (rms: all)",
+        help="windows of the training text whose squared gradients rms averages (all), and rms-sum adds up",
     )
     add("--batch-size", type=positive, metavar="N", help="windows at once; the state has but one stream")
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
