@@ -4,7 +4,8 @@
 
 A log is what fairseq-train printed or wrote with `--log-file`, in any `--log-format`; other lines are passed over. A
 folder stands for its train.log, or the only .log file in it. The ending of --out says what the picture is: .png, .svg
-or .pdf. Next to it lie its numbers, curves.csv, and the best validation of each run, curves.md.
+or .pdf. Next to it lie its numbers, curves.csv, and the best validation of each run, curves.md. With --dpfp the picture
+is Figure 1 of Schlag et al. 2021, and there are no logs.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from fairseq_fwp.cli.dpfp_figure import draw_dpfp
 from fairseq_fwp.cli.plot_style import MARKERS, check_path, colours, load_pyplot, save, use_log_scale
 
 # What can be drawn: its name in the logs, and in words.
@@ -169,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="fwp-plot", description=description, allow_abbrev=False)
     made.add_argument(
         "logs",
-        nargs="+",
+        nargs="*",
         metavar="[LABEL=]LOG",
         help="a log or the folder it lies in, whose name is the label if none is given",
     )
@@ -178,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
     made.add_argument("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu: of --eval-bleu")
+    made.add_argument("--dpfp", action="store_true", help="draw, without logs, DPFP from 2 to 4 dimensions")
     made.add_argument("--train", action="store_true", help="draw the metric in training too, dashed")
     return made
 
@@ -186,6 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     try:
         check_path(args.out)
+        if args.dpfp == bool(args.logs):
+            raise ValueError("give logs of training or --dpfp, and not both.")
+        if args.dpfp:
+            draw_dpfp(args.out)
+            return
         runs = []
         for name in args.logs:
             # A file that is there may have a = in its path.
