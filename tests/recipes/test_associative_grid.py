@@ -204,7 +204,7 @@ def test_plan_counts_what_is_left(conf):
     assert "at most about 2 s of a core" in said and said.endswith("1 s with 2 at once.")
 
 
-def test_tables_and_pictures(conf, tmp_path):
+def test_tables_and_pictures(conf, tmp_path, capsys):
     """Of what is there: sum with tanh was not run at 20."""
     for point in grid.read_points([conf]):
         rule_map = point.flags.get("feature-map")
@@ -228,7 +228,8 @@ def test_tables_and_pictures(conf, tmp_path):
     assert lines[2] == "| 1 | sum | 8 | 0.001, 0.001 | 200, 200 | - |"
     assert lines[3] == "| 1 | sum | 20 | 0.001, 0.001 | 200, 200 | 0.000889 |"
     assert lines[-1] == "| 2 | delta | 20 | 0.001 | 200 | 0.000796 |"
-    said = run_grid(conf, tmp_path, script="retrieval_report.py").stdout.splitlines()
+    report.report([conf], tmp_path)
+    said = capsys.readouterr().out.splitlines()
     names = [f"{name}.png" for name in ("figure2", "ratio", "figure3", "figure4", "figure5", "capacity")]
     assert said == [*(f"{tmp_path / name}" for name in names), NOT_FINISHED.format(1)]
     for name in names:
@@ -259,7 +260,7 @@ def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
     assert cells["delta", "tanh", 16][0.5].loss == 0.2
 
 
-def test_every_row_of_a_users_grid_is_drawn_or_named(tmp_path, capsys, monkeypatch):
+def test_every_row_of_a_users_grid_is_drawn_or_named(tmp_path, capsys):
     """First the guide's own example, then rows of every kind."""
     guide = (FOLDER.parents[1] / "fairseq_fwp/README.md").read_text().split("## Synthetic retrieval")[1]
     conf, out = tmp_path / "grid.yaml", tmp_path / "out"
@@ -279,8 +280,7 @@ def test_every_row_of_a_users_grid_is_drawn_or_named(tmp_path, capsys, monkeypat
     assert len(points) == 4 * len(RETRIEVAL_PRESETS) + 2 * len(UPDATE_RULES) + 3
     for point in points[:-1]:
         write_log(out, point, [(100, 0.1)])
-    monkeypatch.setattr(sys, "argv", ["report", str(conf), "--out", str(out)])
-    report.main()
+    report.report([conf], out)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not drawn: ")]
     named = {line.split(": ")[1] for line in said[:-1]}
     assert named == {point.name for point in points[:-1] if "lr=2" in point.name or "valid-length" in point.name}
