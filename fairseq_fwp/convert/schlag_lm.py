@@ -55,7 +55,6 @@ TYPES = {
 }
 
 REFUSED_TYPES = {
-    **transformer_xl.REFUSED_TYPES,
     10: "a debugging form of type 4",
     14: "a step-wise form of linear attention",
     16: "a step-wise form of linear attention with DPFP",
@@ -78,12 +77,12 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     for name in REFUSED_OPTIONS:
         if options.get(name):
             raise ValueError(f"--{name} cannot be converted: every block here has what it removes")
-    if attn_type in (0, 2):
+    if attn_type in (0, 1, 2, 3):
         return transformer_xl.convert(tensors, words, options)
     if attn_type in REFUSED_TYPES:
         raise ValueError(f"--attn_type {attn_type} cannot be converted: it is {REFUSED_TYPES[attn_type]}")
     if attn_type not in TYPES:
-        known = ", ".join(map(str, [0, 2, *TYPES]))
+        known = ", ".join(map(str, [0, 1, 2, 3, *TYPES]))
         raise ValueError(f"--attn_type {attn_type} makes no model in the public code: those that convert are {known}")
     return convert_fast_weights(tensors, words, options, TYPES[attn_type])
 

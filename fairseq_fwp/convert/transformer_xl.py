@@ -1,6 +1,7 @@
 """Transformer-XL's public PyTorch code (kimiyoung/transformer-xl, pytorch/): its models as `fwp_xl_lm` and `fwp_lm`.
 
-Attention types 0, its own, and 2, absolute positions. Schlag et al. 2021 built their code on this one: schlag_lm.py
+Attention types 0, its own; 1, the vectors of Shaw et al. 2018 with biases; 2, absolute positions; and 3, vectors
+learned for each layer and position (Al-Rfou et al. 2019). Schlag et al. 2021 built their code on this one: schlag_lm.py
 takes most of it from here.
 """
 
@@ -8,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,9 @@ from fairseq_fwp.convert.vocabulary import Vocabulary, arrange, given_words
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
-    "n_head": Option(int, "number of heads; the state dict tells it for attention type 0"),
+    "n_head": Option(int, "number of heads; the state dict tells it for attention types 0 and 1"),
     "tgt_len": Option(int, "tokens of a sample in training"),
-    "mem_len": Option(int, "tokens of the memory; attention type 0 alone has one"),
+    "mem_len": Option(int, "tokens of the memory; attention types 0 and 1 alone have one"),
     "clamp_len": Option(int, "largest distance of its own; -1, the script's default: none"),
     "same_length": Option(bool, "every token attends to the same number of others"),
     "pre_lnorm": Option(bool, "layer normalisation before each block"),
@@ -42,12 +44,6 @@ OPTIONS = {
 }
 
 CUTOFFS = {"wt103": [20000, 40000, 200000], "lm1b": [60000, 100000, 640000]}
-
-REFUSED_TYPES = {
-    1: "the relative positions of Shaw et al. with biases: in each layer and head a vector and a bias for each "
-    "distance, and one bias of all queries",
-    3: "the learned positions of Al-Rfou et al., added before every layer",
-}
 
 EXPORT = (
     "export one in the folder of the public code with: python -c \"import torch; m = torch.load('model.pt', 'cpu', "
@@ -77,11 +73,6 @@ SEPARATE_QUERIES = [
     )
 ]
 
-RELATIVE_ATTENTION = [
-    Entry("self_attn.in_proj.weight", ("dec_attn.qkv_net.weight",)),
-    Entry("self_attn.positions.proj.weight", ("dec_attn.r_net.weight",)),
-]
-
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state dict, and the options of its training."""
@@ -100,43 +91,41 @@ def read_saved(folder: Path) -> dict[str, Any]:
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     """The model of a state dict, see `Source`. Raises ValueError naming what cannot be represented."""
     attn_type = options.get("attn_type", 0)
-    if attn_type in REFUSED_TYPES:
-        raise ValueError(f"--attn_type {attn_type} cannot be converted: it is {REFUSED_TYPES[attn_type]}")
-    if attn_type not in (0, 2):
-        raise ValueError(f"--attn_type {attn_type} is none of Transformer-XL's: those that convert are 0 and 2")
-    return (convert_relative if attn_type == 0 else convert_absolute)(tensors, words, options)
+    if attn_type not in (0, 1, 2, 3):
+        raise ValueError(f"--attn_type {attn_type} is none of Transformer-XL's: those are 0, 1, 2 and 3")
+    return (convert_relative if attn_type in (0, 1) else convert_absolute)(tensors, words, options)
 
 
 def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """Attention type 0: relative positions and a memory."""
+    """Attention types 0 and 1: relative positions and a memory."""
     sizes = read_sizes(tensors)
-    heads = len(_tensor(tensors, "r_w_bias"))
+    heads = _tensor(tensors, "r_w_bias").shape[-2]
     if options.get("n_head", heads) != heads:
         raise ValueError(f"the checkpoint has {heads} heads, not {options.get('n_head')}: change --n_head")
     read_head_dim(tensors, sizes, heads, options)
     vocabulary = arrange(words)
+    read_positions = learned_distances if options.get("attn_type", 0) == 1 else sinusoidal_distances
+    position_flags, position_entries = read_positions(tensors, sizes, options)
     flags = {
         **common_flags(tensors, sizes, heads, vocabulary, options),
+        **position_flags,
         "attention_dropout": options.get("dropatt", 0.0),
         "mem_len": options.need("mem_len"),
         "same_length": options.get("same_length", False),
-        "clamp_len": options.get("clamp_len", -1) if options.get("clamp_len", -1) > 0 else -1,
         # They have no layer normalisation after the last layer.
         "decoder_normalize_before": options.get("pre_lnorm", False),
         "no_decoder_final_norm": options.get("pre_lnorm", False),
     }
-    biases = {"content_bias": "r_w_bias", "position_bias": "r_r_bias"}
     table = [
-        *(Entry(f"decoder.layers.0.self_attn.positions.{ours}", (theirs,)) for ours, theirs in biases.items()),
-        *layers(sizes["n_layer"], RELATIVE_ATTENTION),
-        *positions(sizes["d_model"]),
+        *layers(sizes["n_layer"], [Entry("self_attn.in_proj.weight", ("dec_attn.qkv_net.weight",))]),
+        *position_entries,
         *embeddings(tensors, vocabulary),
     ]
     return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
 
 
 def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """Attention type 2: softmax attention with absolute positions."""
+    """Attention types 2 and 3: softmax attention with absolute positions, below or before every layer."""
     sizes = read_sizes(tensors)
     heads = options.need("n_head")
     read_head_dim(tensors, sizes, heads, options)
@@ -145,16 +134,24 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
     vocabulary = arrange(words)
     flags = {
         **common_flags(tensors, sizes, heads, vocabulary, options),
+        "attention_dropout": options.get("dropatt", 0.0),
+    }
+    table = [*layers(sizes["n_layer"], SEPARATE_QUERIES), *embeddings(tensors, vocabulary)]
+    if options.get("attn_type") == 3:
+        check_no_memory(options)
+        flags |= {"decoder_positions": "layerwise", "mem_len": 0}
+        table += layerwise_positions(tensors, sizes["n_layer"], flags["tokens_per_sample"])
+        notes = [
+            f"a segment of less than {flags['tokens_per_sample']} tokens has the last positions there, the first here"
+        ]
+        weights = convert_tensors(table, tensors)
+        return Conversion("fwp_xl_lm", flags, weights, vocabulary.words, vocabulary.notes + notes)
+    flags |= {
         **absolute_positions(options),
         "decoder_update_rule": "softmax",
-        "attention_dropout": options.get("dropatt", 0.0),
         "final_dropout": options.get("dropout", 0.0),
     }
-    table = [
-        *layers(sizes["n_layer"], SEPARATE_QUERIES),
-        *positions(sizes["d_model"]),
-        *embeddings(tensors, vocabulary),
-    ]
+    table += positions(sizes["d_model"])
     return Conversion("fwp_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
 
 
@@ -241,13 +238,66 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
 
 def absolute_positions(options: Options) -> dict[str, Any]:
     """The flags of absolute positions, or of none. Raises ValueError for what goes with relative ones alone."""
-    for name in ("mem_len", "same_length"):
-        if options.get(name):
-            raise ValueError(f"--{name} with absolute positions cannot be converted: there is no memory")
+    check_no_memory(options)
     clamp_len, tgt_len = options.get("clamp_len", -1), options.need("tgt_len")
     if 0 < clamp_len < tgt_len - 1:
         raise ValueError(f"--clamp_len {clamp_len} with absolute positions cannot be converted: give {tgt_len} or more")
     return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
+
+
+def check_no_memory(options: Options) -> None:
+    """Raises ValueError for options of a memory."""
+    for name in ("mem_len", "same_length"):
+        if options.get(name):
+            raise ValueError(f"--{name} with absolute positions cannot be converted: there is no memory")
+
+
+def sinusoidal_distances(
+    tensors: Mapping[str, Tensor], sizes: Mapping[str, int], options: Options
+) -> tuple[dict[str, Any], list[Entry]]:
+    """The flags and entries of attention type 0: R_n in sinusoids, W_kR of each layer, one u and v."""
+    clamp_len = options.get("clamp_len", -1)
+    first = "decoder.layers.0.self_attn.positions"
+    return {"clamp_len": clamp_len if clamp_len > 0 else -1}, [
+        Entry(f"{first}.content_bias", ("r_w_bias",)),
+        Entry(f"{first}.position_bias", ("r_r_bias",)),
+        *(
+            Entry(f"decoder.layers.{index}.self_attn.positions.proj.weight", (f"layers.{index}.dec_attn.r_net.weight",))
+            for index in range(sizes["n_layer"])
+        ),
+        *positions(sizes["d_model"]),
+    ]
+
+
+def learned_distances(
+    tensors: Mapping[str, Tensor], sizes: Mapping[str, int], options: Options
+) -> tuple[dict[str, Any], list[Entry]]:
+    """The flags and entries of attention type 1: vectors, biases and u of each layer. Their last row is distance 0."""
+    clamp_len, count = options.get("clamp_len", -1), _tensor(tensors, "r_emb").shape[1]
+    if clamp_len > 0:
+        count = min(clamp_len, count)
+
+    def table(index: int, vectors: Tensor, biases: Tensor) -> Tensor:
+        return torch.cat([vectors[index], biases[index].unsqueeze(-1)], dim=-1)[-count:].flip(0).transpose(0, 1)
+
+    entries = []
+    for index in range(sizes["n_layer"]):
+        ours = f"decoder.layers.{index}.self_attn.positions"
+        entries.append(Entry(f"{ours}.table", ("r_emb", "r_bias"), partial(table, index)))
+        entries.append(Entry(f"{ours}.content_bias", ("r_w_bias",), itemgetter(index)))
+    return {"decoder_positions": "shaw_biased", "clamp_len": count - 1}, entries
+
+
+def layerwise_positions(tensors: Mapping[str, Tensor], count: int, length: int) -> list[Entry]:
+    """The vectors that attention type 3 adds before each of `count` layers, of the positions in a sample."""
+    known = _tensor(tensors, "r_emb").shape[1]
+    if known < length:
+        raise ValueError(f"the checkpoint has {known} positions, not {length}: give the --tgt_len of the training")
+
+    def table(index: int, vectors: Tensor) -> Tensor:
+        return vectors[index, -length:].flatten(1)
+
+    return [Entry(f"decoder.layer_positions.{i}.table.weight", ("r_emb",), partial(table, i)) for i in range(count)]
 
 
 def layers(count: int, attention: Iterable[Entry]) -> list[Entry]:

@@ -199,6 +199,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         layer_states = []
         for index, layer in enumerate(self.layers):
             kept = last if index == len(self.layers) - 1 else None
+            x = self._before_layer(index, x, counts)
             x, layer_state = layer(x, state.layers[index] if state else None, mask, kept)
             layer_states.append(layer_state)
         if self.layer_norm is not None:
@@ -210,6 +211,10 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     ) -> tuple[Tensor, DecoderState]:
         """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
         return self._extract_features(tokens[:, read:], state, decoding=True)
+
+    def _before_layer(self, index: int, x: Tensor, counts: Tensor) -> Tensor:
+        """What the layer of this index is given of x (B, L, D), tokens that are the counts-th (B, L) of their row."""
+        return x
 
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
         """The positions (B, L) of tokens that are the counts-th of their row."""

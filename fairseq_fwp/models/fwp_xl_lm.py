@@ -15,14 +15,19 @@ from fairseq.models import register_model
 from torch import Tensor, nn
 
 from fairseq_fwp._options import option
-from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel, forgets_segments
 from fairseq_fwp.modules.fast_weight_attention import check_heads
+from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 
 logger = logging.getLogger(__name__)
+
+POSITIONS = ["relative", "shaw", "shaw_biased", "absolute", "layerwise"]
+# Those that are added to what layers are given, and so cannot tell a segment from the one before it.
+ABSOLUTE = ("absolute", "layerwise")
 
 
 @dataclass
@@ -33,8 +38,10 @@ class FwpXlLanguageModelConfig(DecoderConfig):
     clamp_len: int = option(-1, "distances beyond this one count as this one; -1: none do")
     same_length: bool = option(False, "every token sees mem_len tokens, itself included, wherever it stands")
     untie_biases: bool = option(False, "u and v (r_w_bias, r_r_bias) of its own for every layer")
-    decoder_positions: ChoiceEnum(["relative", "shaw", "absolute"]) = option(  # type: ignore[valid-type]
-        "relative", "the paper's relative positions, those of Shaw et al. 2018, or absolute sinusoids"
+    decoder_positions: ChoiceEnum(POSITIONS) = option(  # type: ignore[valid-type]
+        "relative",
+        "the paper's relative positions; those of Shaw et al. 2018, also with the biases of the public code; absolute "
+        "sinusoids; or vectors learned for each layer and position of --tokens-per-sample (Al-Rfou et al. 2019)",
     )
     half_loss: bool = option(
         False, "train on the second half of each segment alone; needs --criterion adaptive_loss, which counts by it"
@@ -69,7 +76,7 @@ class FwpXlLanguageModel(LanguageModel):
     def unused_flags(cls, cfg: FwpXlLanguageModelConfig) -> list[str]:
         """The options given that the positions of this configuration do not look at."""
         unused = [] if cfg.decoder_positions == "relative" or not cfg.untie_biases else ["untie_biases"]
-        return unused + (["clamp_len"] if cfg.decoder_positions == "absolute" and cfg.clamp_len > 0 else [])
+        return unused + (["clamp_len"] if cfg.decoder_positions in ABSOLUTE and cfg.clamp_len > 0 else [])
 
     def get_normalized_probs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The decoder's; in training with --half-loss a criterion that asks for it counts all targets: ValueError."""
@@ -101,6 +108,10 @@ class FwpXlDecoder(LanguageModelDecoder):
         self.segment_length = cfg.tokens_per_sample
         self.half_loss = cfg.half_loss
         self.final_dropout: nn.Module = self.dropout  # as the paper's public code has it
+        self.layer_positions: nn.ModuleList | None = None
+        if cfg.decoder_positions == "layerwise":
+            tables = (LearnedPositions(cfg.tokens_per_sample, cfg.decoder_embed_dim) for _ in self.layers)
+            self.layer_positions = nn.ModuleList(tables).apply(initialize)
         if cfg.decoder_positions == "relative" and not cfg.untie_biases:
             first, *others = self._attentions()
             for other in others:
@@ -152,6 +163,12 @@ class FwpXlDecoder(LanguageModelDecoder):
         assert state is not None
         return torch.cat(pieces, dim=1), state
 
+    def _before_layer(self, index: int, x: Tensor, counts: Tensor) -> Tensor:
+        """x (B, L, D), with the layer's own positions where there are (Al-Rfou et al. 2019)."""
+        if self.layer_positions is None:
+            return x
+        return x + self.layer_positions[index](self._positions(counts, decoding=False)).to(x.dtype)
+
     def _read(self, tokens: Tensor, state: DecoderState | None, last: int | None = None) -> tuple[Tensor, DecoderState]:
         x, state = super().extract_features(tokens, state, last)
         return self.final_dropout(x), state
@@ -163,7 +180,7 @@ class FwpXlDecoder(LanguageModelDecoder):
 
     def _cache(self, state: DecoderState | None, tokens: Tensor) -> DecoderState | None:
         """The state as decoding keeps it: with keys and values, which need not be projected again at every step."""
-        if self.embed_positions is not None:  # softmax attention, which keeps nothing else
+        if isinstance(self._attentions()[0], SoftmaxAttention):  # which keeps nothing else
             return state
         if state is None:
             empty = Memory(self.embed_tokens(tokens[:, :0]))
@@ -181,27 +198,29 @@ def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
         raise ValueError(f"a memory holds 0 tokens or more, got {cfg.mem_len}: change --mem-len")
     if cfg.same_length and cfg.mem_len < 1:
         raise ValueError("--same-length lets every token see --mem-len tokens: give at least --mem-len 1")
-    if cfg.decoder_positions == "absolute" and (cfg.mem_len or cfg.same_length):
+    if cfg.decoder_positions in ABSOLUTE and (cfg.mem_len or cfg.same_length):
         raise ValueError(
-            "absolute positions do not tell a segment from the one before it (Dai et al. 2019, Sec. 3.3): give "
-            "--mem-len 0 without --same-length, or --decoder-positions relative"
+            f"{cfg.decoder_positions} positions do not tell a segment from the one before it (Dai et al. 2019, Sec. "
+            "3.3): give --mem-len 0 without --same-length, or --decoder-positions relative"
         )
-    if cfg.decoder_positions == "shaw" and cfg.clamp_len < 1:
-        raise ValueError("--decoder-positions shaw has one vector for each distance up to --clamp-len: give at least 1")
+    if cfg.decoder_positions in ("shaw", "shaw_biased") and cfg.clamp_len < 1:
+        raise ValueError(
+            f"--decoder-positions {cfg.decoder_positions} has one vector for each distance up to --clamp-len: give at "
+            "least 1"
+        )
 
 
 def build_attention(cfg: FwpXlLanguageModelConfig) -> nn.Module:
     """The attention of the configuration: over a memory with relative positions, or absolute."""
     sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
     check_heads(*sizes)
-    if cfg.decoder_positions == "absolute":
+    if cfg.decoder_positions in ABSOLUTE:
         return SoftmaxAttention(*sizes, cfg.attention_dropout)
     positions: SinusoidalDistances | LearnedDistances
-    if cfg.decoder_positions == "shaw":
-        positions = LearnedDistances(
-            cfg.decoder_attention_heads, cfg.decoder_embed_dim // cfg.decoder_attention_heads, cfg.clamp_len
-        )
-    else:
+    if cfg.decoder_positions == "relative":
         positions = SinusoidalDistances(*sizes, cfg.clamp_len if cfg.clamp_len > 0 else None, cfg.dropout)
+    else:
+        heads, head_dim = cfg.decoder_attention_heads, cfg.decoder_embed_dim // cfg.decoder_attention_heads
+        positions = LearnedDistances(heads, head_dim, cfg.clamp_len, biased=cfg.decoder_positions == "shaw_biased")
     window = cfg.mem_len if cfg.same_length else None
     return RelativeAttention(*sizes, positions, window, cfg.attention_dropout)

@@ -54,7 +54,7 @@ class Memory(NamedTuple):
 class RelativeCache(NamedTuple):
     """The memory as decoding needs it: keys and values (B, H, M, d) are projected once, and so is each distance.
 
-    distances (H, M, d): W_kR R_n for n = 0 ... M - 1; padding as in `Memory`.
+    distances (H, M, vector_size): W_kR R_n for n = 0 ... M - 1; padding as in `Memory`.
     """
 
     keys: Tensor
@@ -101,6 +101,11 @@ class SinusoidalDistances(nn.Module):
         self.dropout = Dropout(dropout, self)
         self.initialize()
 
+    @property
+    def vector_size(self) -> int:
+        """Numbers in the vector of a distance: d."""
+        return self.content_bias.shape[1]
+
     def initialize(self) -> None:
         """Draws u and v."""
         nn.init.normal_(self.content_bias, std=POSITION_STD)
@@ -129,25 +134,38 @@ class LearnedDistances(nn.Module):
     """The positions of Shaw et al. 2018, arXiv 1803.02155, as Dai et al. 2019 compare with them: (a) and (b) alone.
 
     W_kR R_n is one learned vector for each distance and head. num_heads: H; head_dim: d; clamp_len: the largest
-    distance with a vector of its own, Shaw's clipping distance k.
+    distance with a vector of its own, Shaw's clipping distance k; biased: (c) and (d) too, as in the public code of
+    Dai et al. (--attn_type 1), with u for each head, and for (d) one learned number for each distance and head, which
+    is the last of its vector.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, clamp_len: int) -> None:
+    def __init__(self, num_heads: int, head_dim: int, clamp_len: int, biased: bool = False) -> None:
         super().__init__()
         self.clamp_len = clamp_len
-        self.table = nn.Parameter(torch.empty(num_heads, clamp_len + 1, head_dim))
+        self.table = nn.Parameter(torch.empty(num_heads, clamp_len + 1, head_dim + biased))
+        self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim)) if biased else None
         self.initialize()
 
+    @property
+    def vector_size(self) -> int:
+        """Numbers in the vector of a distance: d, with biases d + 1."""
+        return self.table.shape[2]
+
     def initialize(self) -> None:
-        """Draws the vectors."""
+        """Draws the vectors and u; the numbers of (d) begin at 0."""
         nn.init.normal_(self.table, std=POSITION_STD)
+        if self.content_bias is not None:
+            nn.init.normal_(self.content_bias, std=POSITION_STD)
+            nn.init.zeros_(self.table[..., -1])
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """q twice: there are no biases."""
-        return q, q
+        """q (B, H, L, d) -> what is multiplied with the keys, and what with the distances."""
+        if self.content_bias is None:
+            return q, q
+        return q + self.content_bias.unsqueeze(1).to(q.dtype), F.pad(q, (0, 1), value=1.0)
 
     def forward(self, start: int, stop: int) -> Tensor:
-        """The vectors (H, stop - start, d) of the distances from start on."""
+        """The vectors (H, stop - start, vector_size) of the distances from start on."""
         return self.table[:, torch.arange(start, stop, device=self.table.device).clamp(max=self.clamp_len)]
 
 
@@ -205,7 +223,8 @@ class RelativeAttention(nn.Module):
         """The memory with its keys and values, for decoding; valid as long as the weights do not change."""
         embed_dim = self.in_proj.in_features
         keys, values = self._heads(linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
-        return RelativeCache(keys, values, keys.new_zeros(self.num_heads, 0, keys.shape[-1]), memory.padding)
+        distances = keys.new_zeros(self.num_heads, 0, self.positions.vector_size)
+        return RelativeCache(keys, values, distances, memory.padding)
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(B, L, n D) -> (n, B, H, L, d)"""

@@ -27,7 +27,7 @@ FLAGS = {
     "decoder-update-rule": st.sampled_from([*UPDATE_RULES, "softmax", "hebb"]),
     "decoder-feature-map": st.sampled_from([*FEATURE_MAPS, "cosine"]),
     "fwp-backend": st.sampled_from(["auto", "reference", "kernel", "gpu"]),
-    "decoder-positions": st.sampled_from(["relative", "shaw", "absolute", "none"]),
+    "decoder-positions": st.sampled_from(["relative", "shaw", "shaw_biased", "absolute", "layerwise", "none"]),
     "favor-draw": st.sampled_from(["orthogonal", "gaussian", "authors", "none"]),
     "output-layer": st.sampled_from(["biased", "tied", "untied", "none"]),
     "adaptive-softmax-cutoff": st.sampled_from(["", "10", "10,20", "20,10", "10,99999", "0", "-5", "a,b", "10,,20"]),

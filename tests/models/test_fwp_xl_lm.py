@@ -22,7 +22,8 @@ KINDS = {
     "same length": {"same_length": True},
     "shaw": {"decoder_positions": "shaw", "clamp_len": 5},
     "no recurrence": {"mem_len": 0},
-    "shaw, no recurrence": {"decoder_positions": "shaw", "clamp_len": 5, "mem_len": 0},
+    "shaw_biased": {"decoder_positions": "shaw_biased", "clamp_len": 5},
+    "layerwise": {"decoder_positions": "layerwise", "mem_len": 0},
     "absolute": {"decoder_positions": "absolute", "mem_len": 0},
     "pre-norm": {"decoder_normalize_before": True},
     "adaptive": {"div_val": 2, "adaptive_softmax_cutoff": "10,30"},
@@ -227,9 +228,13 @@ def test_a_new_model_is_initialised():
 def test_initialisation_is_the_public_codes():
     task = Namespace(target_dictionary=make_dictionary(400))
     flags = {**SMALL, "decoder_embed_dim": 64, "decoder_layers": 8}
-    for positions, adaptive in (("relative", {"div_val": 2, "adaptive_softmax_cutoff": "200"}), ("shaw", {})):
+    for positions, adaptive in (
+        ("relative", {"div_val": 2, "adaptive_softmax_cutoff": "200"}),
+        ("shaw_biased", {}),
+        ("layerwise", {}),
+    ):
         config = configure(
-            "fwp_xl_lm", **flags, decoder_positions=positions, clamp_len=9, untie_biases=True, **adaptive
+            "fwp_xl_lm", **flags, decoder_positions=positions, mem_len=0, clamp_len=9, untie_biases=True, **adaptive
         )
         decoder = FwpXlLanguageModel.build_model(config, task).decoder
         for parameter in decoder.parameters():
@@ -282,7 +287,8 @@ REFUSED = {
     "a memory holds 0 tokens or more, got -1: change --mem-len": {"mem_len": -1},
     "--same-length lets every token see --mem-len tokens": {"mem_len": 0, "same_length": True},
     "absolute positions do not tell a segment from the one before": {"decoder_positions": "absolute"},
-    "one vector for each distance up to --clamp-len: give at least 1": {"decoder_positions": "shaw"},
+    "layerwise positions do not tell a segment from the one before": {"decoder_positions": "layerwise"},
+    "one vector for each distance up to --clamp-len: give at least 1": {"decoder_positions": "shaw_biased"},
     "16 is not divisible by 3 attention heads": {"decoder_attention_heads": 3},
     "cannot be divided 1 times by 0: change --div-val": {"div_val": 0, "adaptive_softmax_cutoff": "10"},
 }
@@ -299,6 +305,7 @@ def test_settings_that_cannot_be_are_refused(build, sentence):
     [
         ("shaw", {"untie_biases": True}, ["--untie-biases"]),
         ("absolute", {"untie_biases": True, "clamp_len": 3}, ["--untie-biases", "--clamp-len"]),
+        ("layerwise", {"untie_biases": True, "clamp_len": 3}, ["--untie-biases", "--clamp-len"]),
         ("relative", {"untie_biases": True, "clamp_len": 3}, []),
     ],
 )

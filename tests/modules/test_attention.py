@@ -31,7 +31,7 @@ BASELINES = {
     ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
     ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),
-    ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3)),
+    ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3, biased=True)),
 }
 KINDS = FAST_WEIGHTS + list(BASELINES)
 

@@ -25,7 +25,7 @@ def build(positions="relative", clamp_len=None, window=None, dropout=0.0, dim=DI
     if positions == "relative":
         distances = SinusoidalDistances(dim, heads, clamp_len)
     else:
-        distances = LearnedDistances(heads, dim // heads, clamp_len)
+        distances = LearnedDistances(heads, dim // heads, clamp_len, biased=positions == "shaw, biased")
     layer = RelativeAttention(dim, heads, distances, window, dropout).double().eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
@@ -51,7 +51,10 @@ def by_loops(layer, x, memory):
             key = w_ke[rows] @ whole[batch, j]
             distance = at - j if layer.positions.clamp_len is None else min(at - j, layer.positions.clamp_len)
             if isinstance(layer.positions, LearnedDistances):
-                scores.append(query @ key + query @ layer.positions.table[head, distance])
+                vector = layer.positions.table[head, distance]
+                scores.append(query @ key + query @ vector[:SIZE])
+                if layer.positions.content_bias is not None:
+                    scores[-1] = scores[-1] + layer.positions.content_bias[head] @ key + vector[SIZE]
                 continue
             angles = [distance / 10000 ** (2 * k / DIM) for k in range(DIM // 2)]
             r = torch.tensor(angles, dtype=torch.float64)
@@ -66,7 +69,8 @@ def by_loops(layer, x, memory):
 
 
 @pytest.mark.parametrize(
-    "positions, clamp_len", [("relative", None), ("relative", 1), ("relative", 4), ("shaw", 1), ("shaw", 4)]
+    "positions, clamp_len",
+    [("relative", None), ("relative", 1), ("relative", 4), ("shaw", 1), ("shaw", 4), ("shaw, biased", 4)],
 )
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("lengths", [(1, 0), (5, 0), (4, 3), (1, 6), (3, 7)], ids=str)
@@ -78,7 +82,7 @@ def test_it_is_the_sum_of_the_four_terms(positions, clamp_len, window, lengths):
     assert torch.equal(after.hidden, torch.cat([memory, x], 1))
 
 
-@pytest.mark.parametrize("positions", ["relative", "shaw"])
+@pytest.mark.parametrize("positions", ["relative", "shaw", "shaw, biased"])
 def test_gradients(positions):
     layer = build(positions, clamp_len=3, window=4, dim=4, heads=2)
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -120,7 +124,7 @@ def test_only_distance_counts():
     torch.testing.assert_close(layer(x)[0][:, 4:], layer(x[:, 2:])[0][:, 2:])
 
 
-@pytest.mark.parametrize("positions", ["relative", "shaw"])
+@pytest.mark.parametrize("positions", ["relative", "shaw", "shaw, biased"])
 @pytest.mark.parametrize("pieces", [[9], [4, 1, 4], [1] * 9], ids=str)
 def test_a_cache_gives_what_the_memory_gives(positions, pieces):
     layer, memory, x = build(positions, clamp_len=5, window=7), Memory(random(2, 3, DIM)), random(2, 9, DIM)
