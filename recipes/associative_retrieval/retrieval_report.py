@@ -10,6 +10,7 @@ capacity.png. Points that are in no picture are named.
 import argparse
 import csv
 import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -91,7 +92,7 @@ class Result(NamedTuple):
     @property
     def name(self) -> str:
         """The model as the table has it."""
-        return self.model.replace("_retrieval", "", 1).replace(",", ", ")
+        return re.sub(r",\s*", ", ", self.model.replace("_retrieval", "", 1))
 
     @property
     def rule(self) -> str:
@@ -199,6 +200,8 @@ def draw_losses(axes: Any, results: list[Result], styles: dict[str, Style], publ
     Those of FAVOR+ are left out, as its losses leave zero long before.
     """
     largest = max(result.size for result in results)
+    empty = {"ms": 6, "mfc": "none", "lw": 0.8}
+    compared = False
     for model, found in by_model(results).items():
         label, colour, marker = styles[model]
         losses = by_size(found)
@@ -207,12 +210,15 @@ def draw_losses(axes: Any, results: list[Result], styles: dict[str, Style], publ
         flat = [loss for values in losses.values() for loss in values]
         axes.plot(sizes, flat, marker, color=colour, ms=5, label=label)
         theirs = {size: loss for size, loss in published.get(model, {}).items() if size <= largest}
-        axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, ms=6, mfc="none", lw=0.8, alpha=0.8)
-    axes.plot([], [], "o--", color=PUBLISHED, ms=6, mfc="none", lw=0.8, label="empty: the paper's released runs")
+        axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, alpha=0.8, **empty)
+        compared = compared or bool(theirs)
+    if compared:
+        axes.plot([], [], "o--", color=PUBLISHED, label="empty: the paper's released runs", **empty)
     for dim in {result.outcome.feature_dim or 0 for result in results if "favor" not in result.model}:
         if 0 < dim <= largest:
             axes.axvline(dim, color=PUBLISHED, ls=":", lw=1.2)
             axes.text(dim, 1, f" {dim}", color=PUBLISHED, transform=axes.get_xaxis_transform(), va="top", fontsize=9)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("number of keys S")
     axes.set_ylabel("best evaluation loss (half the squared distance)")
 
