@@ -27,7 +27,7 @@ TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 JSON = re.compile(r"\{.*\}$")
 PAIRS = re.compile(r"(\w+)[= ](-?[\d.]+(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
 # All that `--log-format none` leaves of a validation, once for each checkpoint.
-SAVED = re.compile(r"\| Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
+SAVED = re.compile(r"Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
 SCORED_BY = re.compile(r"'best_checkpoint_metric': '(\w+)'")
 # The loss of these is the logarithm of the perplexity; label smoothing adds to it.
 PLAIN_LOSS = re.compile(r"'criterion': \{'_name': '(adaptive_loss|cross_entropy)'")
@@ -64,7 +64,7 @@ def read_entry(line: str) -> tuple[str, dict[str, float]]:
     elif " | valid on '" in line:
         about, text = "valid" if "| valid on 'valid' subset |" in line else "", line
     else:
-        about, text = "epoch" if "| train | epoch " in line else "inner", line
+        about, text = "epoch" if " | num_updates " in line else "inner", line
     return about, {name: float(number) for name, number in PAIRS.findall(text)}
 
 
