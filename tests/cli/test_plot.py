@@ -125,13 +125,13 @@ def test_training_without_lines_of_updates_is_that_of_epochs(tmp_path):
     assert plot.read_log("", log).train == {9: 803.33}
 
 
-@pytest.mark.parametrize("form", ["json", "simple", "none"])
+@pytest.mark.parametrize("form", ["json", "simple"])
 def test_a_log_file_has_the_messages_alone(tmp_path, form):
     """`--log-file` leaves out the time, the level and the part that a line is of."""
     log = tmp_path / "train.log"
     log.write_text("".join(line.split(" | ", 3)[-1] for line in (CONFIG + PRINTED[form]).splitlines(True)))
     run = plot.read_log("", log)
-    assert list(run.valid) == [9, 18] and run.train == ({} if form == "none" else {10: 771.25})
+    assert list(run.valid) == [9, 18] and run.train == {10: 771.25}
 
 
 def test_the_best_bleu_is_the_highest(tmp_path):
