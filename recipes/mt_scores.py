@@ -1,7 +1,8 @@
 """BLEU of what fairseq-generate printed, as people report it, after checking that every sentence is there.
 
     python recipes/mt_scores.py score GENERATE_LOG --tokenized REFERENCE [--raw REFERENCE] --language de --out FILE.json
-    python recipes/mt_scores.py table OUT NAME...    # the runs OUT/NAME -> Markdown
+    python recipes/mt_scores.py csv OUT NAME...    # the numbers of the runs OUT/NAME
+    python recipes/mt_scores.py table CSV    # these numbers -> Markdown
 
 Three numbers, none comparable with another: *sacreBLEU*, of detokenised text with sacrebleu's own tokens, under its
 signature (Post 2018); *tokenised*, of the recipe's tokens, as multi-bleu.perl counts; *compound-split*, the same after
@@ -9,6 +10,7 @@ words with hyphens are split at them on both sides, as Vaswani et al. 2017 and O
 """
 
 import argparse
+import csv
 import json
 import re
 import sys
@@ -86,25 +88,31 @@ def score(log: Path, tokenized: Path, raw: Path | None, language: str) -> dict[s
     return result
 
 
-def table(out: Path, names: list[str]) -> list[str]:
-    """The lines of a table: a row for each run OUT/NAME with its train.log and its valid.json and test.json."""
-    heads = ["model", "parameters", "valid sacreBLEU", "test sacreBLEU", "test tokenised", "test compound-split"]
-    heads += ["updates", "hours"]
-    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    signatures = set()
+def write_csv(out: Path, names: list[str]) -> None:
+    """A line for each run OUT/NAME with train.log, valid.json and test.json; without raw text there is no sacreBLEU."""
+    heads = ["model", "parameters", "valid_sacrebleu", "test_sacrebleu", "test_tokenised", "test_compound_split"]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow([*heads, "updates", "hours", "signature"])
     for name in names:
         training = read_training(out / name / "train.log")
         valid, test = (json.loads((out / name / f"{split}.json").read_text()) for split in ("valid", "test"))
-        signatures |= {result.get("signature") for result in (valid, test)}
         scores = [valid.get("sacrebleu"), test.get("sacrebleu"), test["tokenised"], test["compound_split"]]
-        cells = [
-            name,
-            f"{training.parameters:,}",
-            *("no raw text" if bleu is None else f"{bleu:.2f}" for bleu in scores),
-        ]
-        cells += [f"{training.updates:,}", f"{training.hours:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", "sacreBLEU: " + ", ".join(sorted(filter(None, signatures)))]
+        signature = test.get("signature") or valid.get("signature")
+        writer.writerow([name, training.parameters, *scores, training.updates, training.hours, signature])
+
+
+def table(path: Path) -> list[str]:
+    """The lines of a table of what `write_csv` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    heads = ["model", "parameters", "valid sacreBLEU", "test sacreBLEU", "test tokenised", "test compound-split"]
+    lines = ["| " + " | ".join([*heads, "updates", "hours"]) + " |", "| --- |" + " ---: |" * (len(heads) + 1)]
+    for row in rows:
+        bleu = [row[head.replace(" ", "_").replace("-", "_").lower()] for head in heads[2:]]
+        scores = [f"{float(score):.2f}" if score else "no raw text" for score in bleu]
+        size, updates = (f"{int(row[name]):,}" for name in ("parameters", "updates"))
+        lines.append("| " + " | ".join([row["model"], size, *scores, updates, f"{float(row['hours']):.2f}"]) + " |")
+    return [*lines, "", "sacreBLEU: " + ", ".join(sorted({row["signature"] for row in rows} - {""}))]
 
 
 def main(arguments: list[str]) -> None:
@@ -116,12 +124,16 @@ def main(arguments: list[str]) -> None:
     one.add_argument("--raw", type=Path)
     one.add_argument("--language", required=True)
     one.add_argument("--out", type=Path, required=True)
-    several = stages.add_parser("table")
+    several = stages.add_parser("csv")
     several.add_argument("folder", type=Path)
     several.add_argument("names", nargs="+")
+    stages.add_parser("table").add_argument("csv", type=Path)
     args = parser.parse_args(arguments)
+    if args.stage == "csv":
+        write_csv(args.folder, args.names)
+        return
     if args.stage == "table":
-        print("\n".join(table(args.folder, args.names)))
+        print("\n".join(table(args.csv)))
         return
     result = score(args.log, args.tokenized, args.raw, args.language)
     args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -157,7 +157,7 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
         drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
         lowest, highest = min(drawn), max(drawn)
         axes.set_ylim(lowest * 0.95, min(highest, lowest * 8) * 1.05)
-    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.xaxis.set_major_formatter("{x:,g}" if x == "hours" else "{x:,.0f}")
     axes.set_xlim(left=0)
     axes.set_xlabel("training time (hours)" if x == "hours" else "updates")
     axes.set_ylabel(METRICS[metric])

@@ -94,5 +94,5 @@ def use_log_scale(axis: Any, ticks: Sequence[float] = (1, 2, 5)) -> None:
 
     {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
     axis.set_major_locator(ticker.LogLocator(subs=ticks))
-    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
     axis.set_minor_locator(ticker.NullLocator())

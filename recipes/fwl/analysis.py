@@ -1,6 +1,6 @@
 """Where a model gains on another: Figure 2 of Clark et al. 2022 (arXiv 2212.02475), from files of fwp-eval-lm --scores.
 
-    python recipes/fwl/analysis.py BASE.tsv OTHER.tsv DICT.txt PICTURE.png [--block N]
+    python recipes/fwl/analysis.py BASE.tsv OTHER.tsv DICT.txt PICTURE.png --title TITLE [--block N]
 
 The mean improvement of a token's log-probability (base e) by its place in its document, by how often its type stands in
 the training text (the dictionary's counts), and by how often it has occurred in the document before. A document begins
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
+
+from fairseq_fwp.cli.plot_style import load_pyplot, save
 
 END = "</s>"  # of a line
 
@@ -81,7 +83,9 @@ def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]
     """The three groupings of the figure; line ends, which the dictionary does not count, are left out of the second."""
     counted = [token for token in tokens if token.word in counts]
     return {
-        "position in the document": group(tokens, lambda token: token.place, [0, 64, 128, 256, 384, 512, 1024, 4096]),
+        "position in the document (tokens)": group(
+            tokens, lambda token: token.place, [0, 64, 128, 256, 384, 512, 1024, 4096]
+        ),
         "count in the training text": group(
             counted, lambda token: counts[token.word], [0, 100, 300, 1000, 3000, 10000]
         ),
@@ -89,38 +93,32 @@ def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]
     }
 
 
-def draw(found: dict[str, list[tuple]], path: Path) -> None:
+def draw(found: dict[str, list[tuple]], path: Path, title: str) -> None:
     """One panel for each grouping, on one scale."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install 'fairseq_fwp[plots]'.") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(found), figsize=(12, 3.8), sharey=True, layout="constrained")
-    for panel, (title, groups) in zip(axes, found.items(), strict=True):
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(1, len(found), figsize=(12, 4), sharey=True)
+    for panel, (grouping, groups) in zip(axes, found.items(), strict=True):
         labels, _, means, errors = zip(*groups, strict=True)
-        panel.bar(labels, means, yerr=errors, color="#0072B2", ecolor="#555555", capsize=2)
-        panel.axhline(0, color="#333333", lw=0.8)
-        panel.set_xlabel(title)
+        panel.bar(labels, means, yerr=errors, color="0.6", ecolor="black", capsize=2)
+        panel.axhline(0, color="black", lw=0.8)
+        panel.set_xlabel(grouping)
         panel.tick_params(axis="x", labelrotation=35, labelsize=8)
-        panel.grid(axis="y", alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("gain in log-probability (nats)")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        panel.grid(visible=False, axis="x")
+    axes[0].set_ylabel("gain in log-probability (nats per token)")
+    figure.suptitle(f"{title}: gain over the model alone, test set; mean and its 95% interval")
+    save(figure, path)
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("base", "other", "dictionary", "picture"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("--title", required=True)
     parser.add_argument("--block", type=int, metavar="N")
     args = parser.parse_args(arguments)
     tokens = list(compare(args.base, args.other, args.block))
     found = panels(tokens, read_counts(args.dictionary))
-    draw(found, args.picture)
+    draw(found, args.picture, args.title)
     with args.picture.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         rows = ((title, *row[:2], *(f"{number:.5f}" for number in row[2:])) for title in found for row in found[title])
         csv.writer(file).writerows([("by", "group", "tokens", "gain", "half_interval"), *rows])

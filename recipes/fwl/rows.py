@@ -1,9 +1,11 @@
 """What the rows of run.sh came to.
 
 python recipes/fwl/rows.py best FOLDER LABEL    # the value V with the best "FOLDER/valid LABEL V.json"
-python recipes/fwl/rows.py table OUT            # the rows of OUT/local and OUT/xl -> Markdown
+python recipes/fwl/rows.py csv OUT              # the numbers of the rows of OUT/local and OUT/xl
+python recipes/fwl/rows.py table CSV            # these numbers -> Markdown
 """
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -40,21 +42,34 @@ def best(folder: Path, label: str) -> str:
     return min(found, key=lambda value: found[value]["loss"])
 
 
-def table(out: Path) -> list[str]:
-    """A table for each base; tokens a second are of the text that all speeds are measured on."""
-    lines = []
-    for base, title in (("local", "Local attention"), ("xl", "Transformer-XL")):
-        heads = ["row of Table 2", f"conf/{base}/", "step", "valid", "test", "tokens/s", "paper valid"]
-        lines += [f"**{title}**", "", "| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * 5]
-        for row, name, label, paper in ROWS_OF[base]:
+def write_csv(out: Path) -> None:
+    """A line for each row; tokens a second are of the text that all speeds are measured on. Empty: not run."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["base", "row", "conf", "step", "valid", "test", "tokens_per_second", "paper_valid"])
+    for base, rows in ROWS_OF.items():
+        for row, name, label, paper in rows:
             folder = out / base / name
             valid = results(folder, "valid", label)
             value = best(folder, label) if valid else ""
             test = results(folder, "test", label).get(value)
             timed = results(folder, "speed", label).get("")
-            ours = [f"{found['perplexity']:.2f}" if found else "not run" for found in (valid.get(value), test)]
-            speed = f"{timed['tokens'] / timed['seconds']:,.0f}" if timed else "-"
-            cells = [row, f"{name}.yaml", value or "-", *ours, speed, str(paper.get(base, "-"))]
+            ours = [found["perplexity"] if found else "" for found in (valid.get(value), test)]
+            speed = timed["tokens"] / timed["seconds"] if timed else ""
+            writer.writerow([base, row, name, value, *ours, speed, paper.get(base, "")])
+
+
+def table(path: Path) -> list[str]:
+    """A table for each base, of a file that `write_csv` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for base, title in (("local", "Local attention"), ("xl", "Transformer-XL")):
+        heads = ["row of Table 2", f"conf/{base}/", "step", "valid", "test", "tokens/s", "paper valid"]
+        lines += [f"**{title}**", "", "| " + " | ".join(heads) + " |", "| --- | --- |" + " ---: |" * 5]
+        for row in (row for row in rows if row["base"] == base):
+            ours = [f"{float(row[split]):.2f}" if row[split] else "not run" for split in ("valid", "test")]
+            speed = f"{float(row['tokens_per_second']):,.0f}" if row["tokens_per_second"] else "-"
+            cells = [row["row"], f"{row['conf']}.yaml", row["step"] or "-", *ours, speed, row["paper_valid"] or "-"]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return lines[:-1]
@@ -64,10 +79,12 @@ def main(arguments: list[str]) -> None:
     match arguments:
         case ["best", folder, label]:
             print(best(Path(folder), label))
-        case ["table", out]:
-            print("\n".join(table(Path(out))))
+        case ["csv", out]:
+            write_csv(Path(out))
+        case ["table", file]:
+            print("\n".join(table(Path(file))))
         case _:
-            sys.exit("usage: rows.py best FOLDER LABEL | table OUT")
+            sys.exit("usage: rows.py best FOLDER LABEL | csv OUT | table CSV")
 
 
 if __name__ == "__main__":

@@ -145,8 +145,10 @@ case $stage in
     for name in $models; do for_ways "$name" evaluate_way; done
     prepare_speed
     for name in $models; do for_ways "$name" measure_way; done
-    run python "$here/rows.py" table "$out" | tee "$out/table.md"
-    analyse local/fwl local --block 512
-    analyse xl/fwl xl
-    analyse xl/carried xl_carried ;;
+    run python "$here/rows.py" csv "$out" >"$out/rows.csv"
+    run python "$here/rows.py" table "$out/rows.csv" | tee "$out/table.md"
+    echo "The same is in $out/table.md, its numbers in $out/rows.csv."
+    analyse local/fwl local --title "FWLs on local attention" --block 512
+    analyse xl/fwl xl --title "FWLs on Transformer-XL"
+    analyse xl/carried xl_carried --title "FWLs on Transformer-XL, gradients at carried weights" ;;
 esac

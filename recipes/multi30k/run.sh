@@ -60,8 +60,9 @@ case $stage in
       for split in valid test; do translate "$name" $split "$out/$name/checkpoint_best.pt" ''; done
     done
     # shellcheck disable=SC2086
-    run python "$tools/mt_scores.py" table "$out" $models >"$out/table.unfinished"
+    run python "$tools/mt_scores.py" csv "$out" $models >"$out/table.csv"
+    run python "$tools/mt_scores.py" table "$out/table.csv" >"$out/table.unfinished"
     mv "$out/table.unfinished" "$out/table.md"
     cat "$out/table.md"
-    echo "The same is in $out/table.md." ;;
+    echo "The same is in $out/table.md, its numbers in $out/table.csv." ;;
 esac

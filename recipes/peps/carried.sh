@@ -14,10 +14,11 @@ evaluate() { # evaluate NAME SPLIT, by every protocol of the model
   done
 }
 report() {
-  run python "$tools/lm_state.py" picture "$out" "$here/carried.yaml" "$out/carried/state.png"
-  run python "$tools/lm_state.py" table "$out" "$here/carried.yaml" >"$out/carried/table.unfinished"
+  run python "$tools/lm_state.py" csv "$out" "$here/carried.yaml" >"$out/carried/carried.csv"
+  run python "$tools/lm_state.py" picture "$out/carried/carried.csv" "$here/carried.yaml" "$out/carried/carried.png"
+  run python "$tools/lm_state.py" table "$out/carried/carried.csv" "$here/carried.yaml" >"$out/carried/table.unfinished"
   mv "$out/carried/table.unfinished" "$out/carried/table.md"
   cat "$out/carried/table.md"
-  echo "The same is in $out/carried/table.md, a picture in $out/carried/state.png."
+  echo "The same is in $out/carried/table.md, its numbers in $out/carried/carried.csv, a picture in $out/carried/carried.png."
 }
 sample() { :; }

@@ -46,7 +46,8 @@ def test_the_picture_comes_with_its_numbers(tmp_path):
     base = write_scores(tmp_path / "base.tsv", words, [-3.0] * len(words))
     other = write_scores(tmp_path / "other.tsv", words, [-2.5] * len(words))
     (tmp_path / "dict.txt").write_text("a 400\nb 5\nc 20\nPEP 1\n= 9000\n")
-    analysis.main([str(path) for path in (base, other, tmp_path / "dict.txt", tmp_path / "where.png")])
+    paths = [str(path) for path in (base, other, tmp_path / "dict.txt", tmp_path / "where.png")]
+    analysis.main([*paths, "--title", "FWLs"])
     assert (tmp_path / "where.png").stat().st_size > 1000
     found = list(csv.DictReader((tmp_path / "where.csv").open()))
     assert {float(row["gain"]) for row in found} == {0.5}
@@ -63,13 +64,15 @@ def result(folder, name, perplexity):
     (folder / f"{name}.json").write_text(json.dumps(values))
 
 
-def test_the_table_has_the_best_step_of_the_validation_text(tmp_path):
+def test_the_table_has_the_best_step_of_the_validation_text(tmp_path, capsys):
     base = tmp_path / "xl" / "base"
     for name, perplexity in (("valid plain", 30), ("test plain", 31), ("valid rms 1e-4", 25), ("valid rms 3e-4", 24)):
         result(base, name, perplexity)
     result(base, "speed plain", 31)
     assert rows.best(base, "rms") == "3e-4" and rows.best(base, "plain") == ""
-    table = "\n".join(rows.table(tmp_path))
+    rows.main(["csv", str(tmp_path)])
+    (tmp_path / "rows.csv").write_text(capsys.readouterr().out)
+    table = "\n".join(rows.table(tmp_path / "rows.csv"))
     assert "| No FWLs | base.yaml | - | 30.00 | 31.00 | 25 | 17.3 |" in table
     assert "| Dynamic evaluation, RMS | base.yaml | 3e-4 | 24.00 | not run | - | 15.8 |" in table
     assert "| FWLs | fwl.yaml | - | not run | not run | - | 22.4 |" in table

@@ -246,6 +246,26 @@ def test_scores(tmp_path):
     assert "sacrebleu" not in mt_scores.score(log, tmp_path / "tok.de", None, "de")
 
 
+def test_the_table_comes_from_the_numbers(tmp_path, capsys):
+    log = "2026-11-22 01:00:00 | INFO | num. shared model params: 1,234\n"
+    for name, scores in (("sum", {"sacrebleu": 31.256, "signature": "nrefs:1"}), ("no_raw", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.log").write_text(log + '2026-11-22 01:36:00 | INFO | x | {"num_updates": "2600"}\n')
+        for split in ("valid", "test"):
+            result = {"tokenised": 30.5, "compound_split": 30.125, **scores}
+            (tmp_path / name / f"{split}.json").write_text(json.dumps(result))
+    mt_scores.main(["csv", str(tmp_path), "sum", "no_raw"])
+    (tmp_path / "table.csv").write_text(capsys.readouterr().out)
+    assert "sum,1234,31.256,31.256,30.5,30.125,2600,0.6,nrefs:1" in (tmp_path / "table.csv").read_text()
+    mt_scores.main(["table", str(tmp_path / "table.csv")])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| sum | 1,234 | 31.26 | 31.26 | 30.50 | 30.12 | 2,600 | 0.60 |",
+        "| no_raw | 1,234 | no raw text | no raw text | 30.50 | 30.12 | 2,600 | 0.60 |",
+        "",
+        "sacreBLEU: nrefs:1",
+    ]
+
+
 def test_words_are_split_at_hyphens_as_the_literature_does():
     """Matches do not overlap: hyphens with a single letter or nothing in between are not both split."""
     split = mt_scores.split_compounds
