@@ -164,9 +164,9 @@ def draw(rows: list[Row], path: Path) -> None:
                 where = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
                 axes.annotate(words, (state, ppl), **where)
         if points:  # a logarithmic axis cannot be empty
-            use_log_scale(axes.xaxis, (1, 3))
-            use_log_scale(axes.yaxis, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if axes is panels[0] else (1, 2, 5))
             axes.margins(x=0.15, y=0.1)
+            use_log_scale(axes.xaxis, (1, 3))
+            use_log_scale(axes.yaxis)
         axes.set(
             title=title, xlabel="state (thousands of numbers kept of a sequence)", ylabel=f"test perplexity per {unit}"
         )

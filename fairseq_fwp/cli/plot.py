@@ -22,7 +22,11 @@ from fairseq_fwp.cli.dpfp_figure import draw_dpfp
 from fairseq_fwp.cli.plot_style import MARKERS, check_path, colours, load_pyplot, save, use_log_scale
 
 # What can be drawn: its name in the logs, and in words.
-METRICS = {"ppl": "perplexity per token", "loss": "loss as logged (of text: bits per token)", "bleu": "BLEU"}
+METRICS = {
+    "ppl": "perplexity per token (log scale)",
+    "loss": "loss as logged (of text: bits per token)",
+    "bleu": "BLEU",
+}
 TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 JSON = re.compile(r"\{.*\}$")
 PAIRS = re.compile(r"(\w+)[= ](-?[\d.]+(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
@@ -153,10 +157,10 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
         axes.plot([where[u] for u in run.valid], [*run.valid.values()], label=label, color=colour, marker=marker)
     if metric == "ppl":
         # Perplexities fall from thousands to tens; the log scale keeps the end, where the runs differ, readable.
-        use_log_scale(axes.yaxis, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
         drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
         lowest, highest = min(drawn), max(drawn)
         axes.set_ylim(lowest * 0.95, min(highest, lowest * 8) * 1.05)
+        use_log_scale(axes.yaxis)
     axes.xaxis.set_major_formatter("{x:,g}" if x == "hours" else "{x:,.0f}")
     axes.set_xlim(left=0)
     axes.set_xlabel("training time (hours)" if x == "hours" else "updates")

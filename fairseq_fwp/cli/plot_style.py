@@ -49,7 +49,8 @@ def colours(names: Iterable[str]) -> dict[str, str]:
         own = next((colour for rule, colour in COLOURS.items() if name.lower().startswith(rule)), "")
         if own not in found.values():
             found[name] = own
-    free = [colour for colour in COLOURS.values() if colour not in found.values()] or list(COLOURS.values())
+    palette = list(COLOURS.values())[::-1]  # those of delta and sum go last to a name without a rule
+    free = [colour for colour in palette if colour not in found.values()] or palette
     others = [name for name, colour in found.items() if not colour]
     return found | {name: free[i % len(free)] for i, name in enumerate(others)}
 
@@ -88,11 +89,21 @@ def save(figure: Any, path: Path) -> None:
         load_pyplot().close(figure)
 
 
-def use_log_scale(axis: Any, ticks: Sequence[float] = (1, 2, 5)) -> None:
-    """Make an axis (axes.xaxis or axes.yaxis) logarithmic, with plain numbers at `ticks` times the powers of ten."""
+def use_log_scale(axis: Any, ticks: Sequence[float] = ()) -> None:
+    """Make an axis (axes.xaxis or axes.yaxis) logarithmic, with plain numbers at `ticks` times the powers of ten.
+
+    To be called after drawing: without `ticks` there are three for each power of ten, ten where the axis has only one.
+    """
     from matplotlib import ticker
 
-    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log")
+    axes = axis.axes
+    set_scale, limits = {
+        "x": (axes.set_xscale, axes.get_xlim),
+        "y": (axes.set_yscale, axes.get_ylim),
+    }[axis.axis_name]
+    set_scale("log")
+    low, high = limits()
+    ticks = ticks or ((1, 2, 5) if high > 12 * low else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
     axis.set_major_locator(ticker.LogLocator(subs=ticks))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 100 else f"{x:g}"))
     axis.set_minor_locator(ticker.NullLocator())

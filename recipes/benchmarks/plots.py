@@ -3,19 +3,19 @@
 import csv
 import sys
 
-import matplotlib
-
-matplotlib.use("Agg")
 import gpu_report
-import matplotlib.pyplot as plt
 import translation
-from matplotlib.ticker import LogLocator
 from report import RESULTS
 
-COLOURS = plt.get_cmap("tab10").colors
-PARITY = {"color": "black", "linewidth": 0.8}
+from fairseq_fwp.cli.plot_style import COLOURS, PUBLISHED, colours, load_pyplot, save, use_log_scale
+
+plt = load_pyplot()
+# What is drawn in the colour of a rule without beginning with its name, and lines that are dashed.
+RULES = {"transformer_lm": "softmax", "favor": "sum", "dpfp": "sum"}
+DASHES = {"softmax, cache in place": "--", "favor": "--", "dpfp": ":"}
 SDPA_STEP = "decoding step, delta vs SDPA with a cache of "
 PYTORCH_STEP = "decoding step, delta vs best PyTorch step"
+SEQUENCE, CONTEXT = "tokens in the sequence", "context (tokens)"
 
 
 def read(name):
@@ -23,63 +23,80 @@ def read(name):
         return list(csv.DictReader(file))
 
 
-def measured_goals(name):
+def measured(name):
+    """The ratios of a part that there are."""
     return [row for row in read(f"{name}_goals") if row["met"] != "not measured"]
 
 
-def bars(axes, rows, labels):
-    """Horizontal bars of the median ratios on a logarithmic axis, with a mark where each goal lies."""
-    kinds = list(dict.fromkeys(row["ratio"] for row in rows))
-    for y, row in enumerate(rows):
+def colour(name):
+    """Of the rule that a name begins with; grey where it begins with none."""
+    return next((colour for rule, colour in COLOURS.items() if RULES.get(name, name).startswith(rule)), PUBLISHED)
+
+
+def line(axes, name, values):
+    axes.plot(list(values), list(values.values()), "o", ls=DASHES.get(name, "-"), color=colour(name), label=name)
+
+
+def bars(axes, rows, labels, unit):
+    """Horizontal bars of the median ratios on a logarithmic axis, coloured by the model that a label begins with."""
+    for y, (row, label) in enumerate(zip(rows, labels, strict=True)):
         value = float(row["median of rounds"])
-        bound = row["must reach"].strip("<>= ")
-        axes.barh(y, value - 1, left=1, color=COLOURS[kinds.index(row["ratio"])])
-        if bound != "-":
-            axes.plot([float(bound)] * 2, [y - 0.4, y + 0.4], color="black", linewidth=2)
-        label = axes.text(max(value, 1) * 1.05, y, f"{value:.3g}x", va="center", fontsize=8, zorder=3)
-        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axes.barh(y, value - 1, left=1, color=colour(label))
+        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        axes.annotate(f"{value:.3g}", (max(value, 1), y), **place)
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.axvline(1, **PARITY)
+    axes.axvline(1, color="black", lw=0.8)
     axes.margins(x=0.15)
+    use_log_scale(axes.xaxis)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(unit)
+
+
+def over_lengths(axes, lengths, **labels):
+    """An axis of lengths, each with its tick."""
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=9)
+    axes.minorticks_off()
+    axes.set(**labels)
 
 
 def draw_operators():
-    rows = measured_goals("operators")
+    rows = measured("operators")
     speed = [row for row in rows if " vs " in row["ratio"] and "step" not in row["ratio"]]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.5), width_ratios=(3, 2), layout="constrained")
-    bars(left, speed, [f"{row['ratio'].replace(', forward + backward', '')} ({row['where']})" for row in speed])
-    left.set_title(
-        "How many times faster than the peer, one thread\n(forward + backward unless it says forward; | = goal)"
-    )
-    for index, where in enumerate(dict.fromkeys(row["where"] for row in rows if row["ratio"] == PYTORCH_STEP)):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.5), width_ratios=(3, 2))
+    labels = [f"{row['ratio'].replace(', forward + backward', '')} ({row['where']})" for row in speed]
+    bars(left, speed, labels, "time of the peer / time of ours")
+    left.set_title("Operators, one thread (forward + backward unless it says forward)")
+    places = dict.fromkeys(row["where"] for row in rows if row["ratio"] == PYTORCH_STEP)
+    for where, dashes in zip(places, ("-", "--"), strict=True):  # one sequence, several
         steps = [row for row in rows if row["where"] == where]
         caches = [row for row in steps if row["ratio"].startswith(SDPA_STEP)]
         contexts = [int(row["ratio"].removeprefix(SDPA_STEP)) for row in caches]
-        colour, batch = COLOURS[index], where.split(",")[0]
-        right.plot(
-            contexts,
-            [float(row["median of rounds"]) for row in caches],
-            "o-",
-            color=colour,
-            label=f"softmax attention with a cache, {batch}",
-        )
+        softmax = [float(row["median of rounds"]) for row in caches]
         loop = next(float(row["median of rounds"]) for row in steps if row["ratio"] == PYTORCH_STEP)
-        right.axhline(loop, color=colour, linestyle=":", label=f"delta rule in PyTorch, {batch}")
-    right.axhline(1, **PARITY, label="our delta step, at any context")
-    right.set(xscale="log", yscale="log", xlabel="context (tokens)", title="Time of a decoding step, in times of ours")
-    right.set_xticks(contexts, [str(context) for context in contexts])
-    right.minorticks_off()
-    right.legend(fontsize=8)
+        batch = where.split(",")[0]
+        label = f"softmax attention with a cache, {batch}"
+        right.plot(contexts, softmax, "o", ls=dashes, color=COLOURS["softmax"], label=label)
+        right.axhline(loop, color=PUBLISHED, ls=dashes, label=f"delta rule in PyTorch, {batch}")
+    right.axhline(1, color=COLOURS["delta"], label="our delta step, at any context")
+    use_log_scale(right.yaxis)
+    title, unit = "Decoding step", "time / time of our delta step"
+    over_lengths(right, contexts, title=title, xlabel=CONTEXT, ylabel=unit)
+    right.legend()
     return figure
 
 
 def draw_training():
-    rows = measured_goals("training")
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    bars(axes, rows, [f"{row['ratio'].removeprefix('words per second, ')}, {row['where']}" for row in rows])
-    axes.set_title("Words per second of fairseq-train, as a ratio (| = goal)")
+    rows = measured("training")
+    kinds = {"words per second": "words per second", "memory": "peak memory"}
+    kinds = {kind: unit for kind, unit in kinds.items() if any(row["ratio"].startswith(kind) for row in rows)}
+    figure, panels = plt.subplots(1, len(kinds), figsize=(8 * len(kinds), 4), squeeze=False)
+    for axes, (kind, unit) in zip(panels[0], kinds.items(), strict=True):
+        found = [row for row in rows if row["ratio"].startswith(kind)]
+        labels = [f"{row['ratio'].removeprefix(f'{kind}, ')}, {row['where']}" for row in found]
+        bars(axes, found, labels, f"{unit}, multiple of the second model's")
+        axes.set_title(f"fairseq-train, 16 layers, D = 128: {unit}")
     return figure
 
 
@@ -94,127 +111,95 @@ def smallest(rows, what, model, field):
 
 
 def draw_long():
-    """Times as ratios to ours at the shortest length; memory as it is."""
     rows = read("long")
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(16, 4.2))
     panels = [
-        ("step", "seconds", "Training step: time per token\n(1 = ours at the shortest)", "tokens in the sequence"),
-        ("step", "bytes", "Training step: peak memory (MB)", "tokens in the sequence"),
-        ("decode", "seconds", "Decoding: time per token\n(1 = ours at the shortest)", "context (tokens)"),
-        ("decode", "bytes", "Decoding: memory of the context (MB)", "context (tokens)"),
+        ("step", "seconds", "Training step", "milliseconds per token", SEQUENCE),
+        ("step", "bytes", "Training step", "peak memory (MB)", SEQUENCE),
+        ("decode", "seconds", "Decoding", "milliseconds per token", CONTEXT),
+        ("decode", "bytes", "Decoding", "memory of the context (MB)", CONTEXT),
     ]
-    for ax, (what, field, title, label) in zip(axes, panels, strict=True):
-        unit = None
-        for model in models:
-            figures = smallest(rows, what, model, field)
+    for ax, (what, field, title, unit, label) in zip(axes, panels, strict=True):
+        for model in dict.fromkeys(row["model"] for row in rows):
+            found = smallest(rows, what, model, field)
             if field == "bytes":
-                figures = {tokens: value / 2**20 for tokens, value in figures.items()}
-            elif what == "step":
-                figures = {tokens: value / tokens for tokens, value in figures.items()}
-            if field == "seconds":
-                unit = unit or figures[min(figures)]
-                figures = {tokens: value / unit for tokens, value in figures.items()}
-            ax.plot(list(figures), list(figures.values()), "o-", label=model)
-            for point in figures.items():
-                ax.annotate(
-                    f"{point[1]:,.0f}" if point[1] >= 100 else f"{point[1]:.3g}",
-                    point,
-                    xytext=(0, 6),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                )
-        ticks = sorted({int(row["tokens"]) for row in rows if row["what"] == what})
-        ax.set(xscale="log", xlabel=label, title=title)
+                found = {tokens: value / 2**20 for tokens, value in found.items()}
+            else:
+                found = {tokens: 1000 * value / (tokens if what == "step" else 1) for tokens, value in found.items()}
+            line(ax, model, found)
         if field == "bytes":
-            ax.set_yscale("log")
-        ax.set_xticks(ticks, [str(tokens) for tokens in ticks])
-        ax.minorticks_off()
-        ax.margins(x=0.2, y=0.15)
-        if field == "seconds":
-            ax.set_ylim(bottom=0)
-    axes[0].legend(fontsize=8)
+            use_log_scale(ax.yaxis)
+        else:
+            ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+        over_lengths(ax, sorted({int(row["tokens"]) for row in rows if row["what"] == what}), title=title)
+        ax.set(xlabel=label, ylabel=unit)
+    axes[0].legend()
     return figure
 
 
 def draw_rules():
-    """Time per token as a ratio to sum's at the shortest length; memory against a state kept for every token."""
+    """Time per token, and memory against a state kept for every token."""
     rows = read("rules")
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    lengths = sorted({int(row["tokens"]) for row in rows})
-    unit = None
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5))
     for rule in dict.fromkeys(row["rule"] for row in rows if row["what"] == "seconds"):
         for ax, what in zip(axes, ("seconds", "bytes"), strict=True):
             found = {}
             for row in rows:
                 if (row["rule"], row["what"]) == (rule, what):
-                    value = float(row["value"]) / (int(row["tokens"]) if what == "seconds" else 2**20)
+                    value = float(row["value"]) * (1e6 / int(row["tokens"]) if what == "seconds" else 2**-20)
                     found[int(row["tokens"])] = min(value, found.get(int(row["tokens"]), value))
-            if what == "seconds":
-                unit = unit or found[min(found)]
-                found = {tokens: value / unit for tokens, value in found.items()}
-            ax.plot(list(found), list(found.values()), "o-", label=rule)
+            line(ax, rule, found)
     every = {int(row["tokens"]): float(row["value"]) / 2**20 for row in rows if row["rule"] == "a state per token"}
-    axes[1].plot(list(every), list(every.values()), "k--", label="keeping a state per token")
-    axes[0].set_title("Forward + backward: time per token\n(1 = sum at the shortest length)")
-    axes[1].set_title("Forward + backward: peak memory beyond the inputs (MB)")
-    for ax in axes:
-        ax.set(xscale="log", yscale="log", xlabel="tokens in the sequence")
-        ax.set_xticks(lengths, [str(length) for length in lengths])
-        ax.minorticks_off()
-        ax.grid(axis="y", alpha=0.3)
-    axes[1].legend(fontsize=8)
+    axes[1].plot(list(every), list(every.values()), "--", color=PUBLISHED, label="keeping a state per token")
+    for ax, unit in zip(axes, ("microseconds per token", "peak memory beyond the inputs (MB)"), strict=True):
+        use_log_scale(ax.yaxis)
+        lengths = sorted({int(row["tokens"]) for row in rows})
+        over_lengths(ax, lengths, title="Forward + backward", xlabel=SEQUENCE, ylabel=unit)
+    axes[1].legend()
     return figure
 
 
 def draw_generation():
-    """Mao 2022, Figure 1: time as a ratio to decay's after the shortest context, and memory.
-
-    A row of pictures for each device and number of sequences.
-    """
+    """Mao 2022, Figure 1: time of a token and memory; a row of pictures for each device and number of sequences."""
     rows = read("generation")
     places = list(dict.fromkeys((row["device"], row["sequences"]) for row in rows))
-    figure, axes = plt.subplots(len(places), 3, figsize=(15, 4.2 * len(places)), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(len(places), 3, figsize=(14, 4 * len(places)), squeeze=False)
     panels = [
-        ("seconds", "model", "Time of a token, whole model\n(1 = decay after the shortest context)"),
-        ("seconds", "layers", "Time of a token, attention layers alone\n(1 = decay after the shortest context)"),
-        ("bytes", "model", "Peak memory beyond the model (MB)"),
+        ("seconds", "model", "whole model", "milliseconds per token"),
+        ("seconds", "layers", "attention layers alone", "milliseconds per token"),
+        ("bytes", "model", "whole model", "peak memory beyond the model (MB)"),
     ]
-    for of_place, place in zip(axes, places, strict=True):
-        for ax, (what, of, title) in zip(of_place, panels, strict=True):
-            unit = 2**20 if what == "bytes" else None
+    for of_place, (device, sequences) in zip(axes, places, strict=True):
+        for ax, (what, of, title, unit) in zip(of_place, panels, strict=True):
             for name in dict.fromkeys(row["name"] for row in rows):
                 found = {}
                 for row in rows:
-                    if [row[key] for key in ("what", "device", "sequences", "of", "name")] == [what, *place, of, name]:
-                        context = int(row["context"])
-                        found[context] = min(float(row["value"]), found.get(context, float("inf")))
-                unit = unit or found[min(found)]
-                ax.plot(list(found), [value / unit for value in found.values()], "o-", label=name)
-            ticks = sorted({int(row["context"]) for row in rows})
-            device, sequences = place
+                    key = [what, device, sequences, of, name]
+                    if [row[column] for column in ("what", "device", "sequences", "of", "name")] == key:
+                        value = float(row["value"]) * (1000 if what == "seconds" else 2**-20)
+                        found[int(row["context"])] = min(value, found.get(int(row["context"]), value))
+                line(ax, name, found)
+            use_log_scale(ax.yaxis)
             how_many = "one sequence" if sequences == "1" else f"{sequences} sequences at once"
-            ax.set(xscale="log", yscale="log", xlabel=f"context (tokens), {device}, {how_many}", title=title)
-            ax.set_xticks(ticks, [str(tokens) for tokens in ticks], fontsize=8)
-            ax.minorticks_off()
-            ax.grid(axis="y", alpha=0.3)
-    axes[0][0].legend(fontsize=8)
+            over_lengths(ax, sorted({int(row["context"]) for row in rows}), xlabel=CONTEXT, ylabel=unit)
+            ax.set_title(f"{device.upper()}, {how_many}, {title}")
+    axes[0][0].legend()
     return figure
 
 
 def draw_eval_lm():
-    rows = measured_goals("eval_lm")
-    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
-    bars(axes, rows, [f"{row['ratio'].removeprefix('tokens per second, ')}, {row['where']}" for row in rows])
-    figure.suptitle("Tokens per second of the sliding window, as a ratio (| = goal)")
+    rows = measured("eval_lm")
+    figure, axes = plt.subplots(figsize=(10, 3.5))
+    labels = [f"{row['where']}: {row['ratio'].removeprefix('tokens per second, ')}" for row in rows]
+    bars(axes, rows, labels, "tokens per second, multiple of the second's")
+    axes.set_title("Evaluation in a sliding window")
     return figure
 
 
 def draw_translation():
     """Generation of one sentence, as its target and as its source grows: time per target token, and peak memory."""
     rows = read("translation")
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(16, 4.2))
     panels = [(side, field) for side in ("target", "source") for field in ("seconds", "bytes")]
     for ax, (side, field) in zip(axes, panels, strict=True):
         for model in dict.fromkeys(row["model"] for row in rows if row["what"] == side):
@@ -222,49 +207,46 @@ def draw_translation():
             scale = {"bytes": 2**-20, "seconds": 1000}[field]
             written = {n: n if side == "target" else translation.SHORT for n in found}
             found = {n: value * scale / (written[n] if field == "seconds" else 1) for n, value in found.items()}
-            ax.plot(list(found), list(found.values()), "o-", label=model)
-        title = "peak memory (MB)" if field == "bytes" else "milliseconds a target token"
-        ax.set(xscale="log", yscale="log", title=title, xlabel=f"tokens of the {side}")
-        ax.set_xticks(translation.LENGTHS, [str(length) for length in translation.LENGTHS])
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.minorticks_off()
-        ax.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize=8)
+            line(ax, model, found)
+        unit = "peak memory (MB)" if field == "bytes" else "milliseconds per target token"
+        use_log_scale(ax.yaxis)
+        over_lengths(ax, translation.LENGTHS, title=f"Growing {side}", xlabel=f"tokens of the {side}", ylabel=unit)
+    axes[0].legend()
     return figure
 
 
 def draw_fwl():
-    rows = measured_goals("fwl")
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    bars(axes, rows, [f"{row['ratio']}, {row['where']}" for row in rows])
-    figure.suptitle("What learning costs in scoring, as a ratio to the model alone (| = goal)")
+    rows = measured("fwl")
+    figure, axes = plt.subplots(figsize=(9, 4))
+    unit = "multiple of the model alone"
+    bars(axes, rows, [f"{row['ratio'].removesuffix(' vs the model alone')}, {row['where']}" for row in rows], unit)
+    axes.set_title("Scoring with learning")
     return figure
 
 
 def draw_gpu():
-    """Goals as bars; time per token of training at growing length, and of decoding after growing contexts."""
+    """Ratios as bars; time per token of training at growing length, and of decoding after growing contexts."""
     record = gpu_report.Record(row.values() for row in read("gpu"))
-    goals = [row for row in measured_goals("gpu") if row["must reach"] != "-"]
-    figure, axes = plt.subplots(1, 3, figsize=(18, 6), width_ratios=(3, 2, 2), layout="constrained")
-    bars(axes[0], goals, [f"{row['ratio']} ({row['where']})" for row in goals])
-    axes[0].set_title("Ratios with a goal (|)")
+    rows = [row for row in measured("gpu") if row["must reach"] != "-"]
+    figure, axes = plt.subplots(1, 3, figsize=(18, 6), width_ratios=(3, 2, 2))
+    bars(axes[0], rows, [f"{row['ratio']} ({row['where']})" for row in rows], "ratio")
+    axes[0].set_title("Ours against others")
     sweep = {n: gpu_report.swept(n) for n in gpu_report.SWEEP}
     contexts = {n: f"context {n}" for n in gpu_report.CONTEXTS}
     for ax, places, stage, tokens, title in (
-        (axes[1], sweep, gpu_report.TRAINING, gpu_report.TOKENS, "Forward + backward: ns per token"),
-        (axes[2], contexts, gpu_report.STEP, 1, "One decoding step: ns"),
+        (axes[1], sweep, gpu_report.TRAINING, gpu_report.TOKENS, "Forward + backward"),
+        (axes[2], contexts, gpu_report.STEP, 1, "One decoding step"),
     ):
-        names = dict.fromkeys(name for where in places.values() for name in record.contenders(where, stage))
-        for name in names:
+        palette = colours(name for where in places.values() for name in record.contenders(where, stage))
+        for name in palette:
             found = {n: gpu_report.best_time(record, where, name, stage) for n, where in places.items()}
             found = {n: min(times) * 1e9 / tokens for n, times in found.items() if not isinstance(times, str)}
-            ax.plot(list(found), list(found.values()), "o-", label=name)
-        ax.set(xscale="log", yscale="log", title=title, xlabel="tokens in the sequence" if tokens > 1 else "context")
-        ax.set_xticks(list(places), [str(n) for n in places])
-        ax.minorticks_off()
-        if names:
-            ax.legend(fontsize=8)
+            ax.plot(list(found), list(found.values()), "o-", color=palette[name], label=name)
+        use_log_scale(ax.yaxis)
+        unit = "nanoseconds per token" if tokens > 1 else "nanoseconds"
+        over_lengths(ax, list(places), title=title, xlabel=SEQUENCE if tokens > 1 else CONTEXT, ylabel=unit)
+        if palette:
+            ax.legend()
     return figure
 
 
@@ -283,4 +265,4 @@ DRAW = {
 
 if __name__ == "__main__":
     for part in sys.argv[1:]:
-        DRAW[part]().savefig(RESULTS / f"{part}.png", dpi=120)
+        save(DRAW[part](), RESULTS / f"{part}.png")

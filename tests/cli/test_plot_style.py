@@ -21,13 +21,14 @@ def test_a_picture_is_of_the_format_that_its_name_says(tmp_path):
     pyplot = plot_style.load_pyplot()
     for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         figure, axes = pyplot.subplots()
-        axes.plot([1, 2], [1, 8])
+        axes.plot([1, 2], [1, 30])
         plot_style.use_log_scale(axes.yaxis)
         path = tmp_path / f"a curve{ending}"
         plot_style.save(figure, path)
         assert path.read_bytes().startswith(magic)
     assert len(list(tmp_path.iterdir())) == 3  # nothing unfinished
-    assert [text.get_text() for text in axes.get_yticklabels() if 1 <= text.get_position()[1] <= 8] == ["1", "2", "5"]
+    shown = [text.get_text() for text in axes.get_yticklabels() if 1 <= text.get_position()[1] <= 30]
+    assert shown == ["1", "2", "5", "10", "20"]
 
 
 @pytest.mark.parametrize("name", ["curve.jpg", "none/curve.png"])
