@@ -116,6 +116,8 @@ finetune() { # finetune NAME
   read -ra task <"$out/$1/converted/flags.txt"
   local extra=("${plugin[@]}" --finetune-from-model "$out/$1/converted/checkpoint.pt" "${extra[@]}")
   train "$1" "$here/conf/$corpus/finetune.yaml"
+  [ -e "$out/$1/checkpoint_best.pt" ] || [ -e "$out/$1/diverged" ] ||
+    echo "no validation perplexity was a number" >"$out/$1/diverged"
 }
 
 measure() { # measure CHECKPOINT FOLDER SPLIT CONTEXT: fwp-eval-lm, every token of the split, into FOLDER/SPLIT CONTEXT.json

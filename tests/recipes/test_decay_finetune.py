@@ -304,6 +304,26 @@ def test_settings_compare_numbers_by_their_value(tmp_path, found, given, same):
     assert result.returncode == (0 if same else 1) and ("another --out" in result.stderr) != same
 
 
+def test_a_row_whose_validation_is_no_number_has_diverged(recipe, tmp_path):
+    """fairseq ends such a training well, without a best checkpoint."""
+    out, commands = tmp_path / "out", tmp_path / "commands"
+    (out / "data" / "bin").mkdir(parents=True)
+    (out / "softmax" / "converted").mkdir(parents=True)
+    (out / "softmax" / "converted" / "flags.txt").write_text("--arch fwp_lm\n")
+    commands.mkdir()
+    said = "num. shared model params: 9", '2026-01-01 00:00:00 | INFO | {"valid_ppl": "nan", "valid_num_updates": "2"}'
+    log = "\n".join([*said, "2026-01-01 00:00:00 | INFO | done training in 1.0 seconds"])
+    for name, text in (("fairseq-train", f"echo '{log}'"), ("fwp-eval-lm", "exit 1")):
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for stage in ("train", "eval"):
+        command = ["bash", str(recipe), stage, "--data", str(tmp_path), "--out", str(out), "--rows", "softmax"]
+        result = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert "softmax,,2,0.0,inf,diverged,diverged" in (out / "results.csv").read_text()
+
+
 FEW = ["--max-update", "2", "--warmup-updates", "1", "--batch-size", "1", "--cpu"]
 
 
