@@ -136,6 +136,14 @@ def test_table(tmp_path):
     assert lines[4][5:8] == ["71.9%", "14.60", "99.3%"]
 
 
+@pytest.mark.parametrize("name", ["peps", "peps_earlier_source"])
+def test_the_ledger_shows_the_numbers_of_its_files(name):
+    ledger = (RECIPE / "RESULTS.md").read_text().splitlines()
+    results = rows.read_csv(RECIPE / "results" / f"{name}.csv")
+    lines = rows.table(rows.read_corpus(RECIPE / "rows.yaml", "peps"), results)
+    assert len(results) > 5 and {line for line in lines if "not run" not in line} <= set(ledger)
+
+
 def test_a_sample_is_as_long_as_the_source_allows(tmp_path):
     folder = tmp_path / "softmax" / "converted"
     folder.mkdir(parents=True)

@@ -75,6 +75,12 @@ def test_rows_of_the_grid_are_those_of_its_tables_and_all_different():
     assert all(str(row) != str(other) for i, row in enumerate(rows) for other in rows[:i])
 
 
+def test_the_ledger_of_the_grid_shows_the_numbers_of_its_file():
+    results = lm_grid.read_csv(GRID.parents[1] / "results" / "grid.csv")
+    lines = lm_grid.markdown(lm_grid.read_tables(results, lm_grid.read_grid(GRID.parents[1] / "grid.yaml")))
+    assert "\n".join(lines).strip() in (GRID.parents[1] / "RESULTS.md").read_text()
+
+
 @pytest.mark.parametrize("recipe", ["quickstart", "peps"])
 def test_models_of_a_comparison_differ_in_their_architecture_only(recipe):
     rest = {}
