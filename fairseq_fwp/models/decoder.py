@@ -91,8 +91,12 @@ class DecoderState(NamedTuple):
         return DecoderState(layers, self.positions.masked_fill(rows, 0))
 
 
+STATES = (DecoderState, FastWeightState, KeyValueCache, Memory)
 # A checkpoint in mid-epoch holds the state of its streams.
-torch.serialization.add_safe_globals([DecoderState, FastWeightState, KeyValueCache, Memory])
+torch.serialization.add_safe_globals([*STATES])
+# A model that torch.export.save writes takes and returns them.
+for _state in STATES:
+    torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):
@@ -189,13 +193,14 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
     ) -> tuple[Tensor, DecoderState]:
         padding = tokens.eq(self.padding_idx)
-        seen = tokens.new_zeros(len(tokens)) if state is None else state.positions
+        seen = tokens.new_zeros(tokens.shape[0]) if state is None else state.positions
         counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
         x = self.embed_scale * self.embed_tokens(tokens)
         if self.embed_positions is not None:
             x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
         x = self.dropout(x)
-        mask = padding if padding.any() else None
+        # A compiler takes one path for all inputs.
+        mask = padding if torch.compiler.is_compiling() or padding.any() else None
         layer_states = []
         for index, layer in enumerate(self.layers):
             kept = last if index == len(self.layers) - 1 else None

@@ -42,7 +42,7 @@ def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, leng
     assert known is not None
     return torch.cat(
         [
-            part if part is not None else known.new_zeros(len(known), size)
+            part if part is not None else known.new_zeros(known.shape[0], size)
             for part, size in ((past, past_length), (new, length))
         ],
         dim=1,
@@ -57,5 +57,5 @@ def reset_padding(padding: Tensor | None, rows: Tensor, length: int) -> Tensor:
 
 def _take(x: Tensor, columns: Tensor) -> Tensor:
     """The columns (B, n) of x (B, ..., m, d)."""
-    index = columns.reshape(len(columns), *[1] * (x.dim() - 3), -1, 1)
+    index = columns.reshape(columns.shape[0], *[1] * (x.dim() - 3), -1, 1)
     return x.gather(-2, index.expand(*x.shape[:-2], -1, x.shape[-1]))

@@ -1,0 +1,65 @@
+"""Whole models as one graph: torch.export, to a file and back, and torch.compile(fullgraph=True)."""
+
+import io
+
+import pytest
+import torch
+from torch.export import Dim
+
+from .conftest import random_tokens
+
+MODELS = {
+    "sum": ("sum_lm_wt103", {}),
+    "delta": ("delta_lm_wt103", {"attention_normalization": True}),
+    "gated": ("gated_lm_wt103", {}),
+    "decay": ("decay_lm_wt103", {}),
+    "favor": ("delta_favor_lm_wt103", {}),
+    "softmax": ("softmax_lm_wt103", {}),
+    "local": ("softmax_lm_wt103", {"attention_window": 4}),
+    "xl": ("fwp_xl_lm", {"mem_len": 6}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request, build_model):
+    arch, flags = MODELS[request.param]
+    return build_model(arch, **flags, **({} if request.param == "xl" else {"fwp_backend": "auto"}))
+
+
+def padded(model, *shape):
+    tokens = random_tokens(*shape)
+    tokens[1, :2] = model.decoder.padding_idx
+    return tokens
+
+
+def assert_same(found, expected):
+    """The features, and every tensor of the state that is not padding (a graph has a mask where a call has none)."""
+    torch.testing.assert_close(found[0], expected[0])
+    for layer, truth in zip(found[1]["state"].layers, expected[1]["state"].layers, strict=True):
+        assert type(layer) is type(truth)
+        torch.testing.assert_close(layer[0], truth[0])
+
+
+def saved_and_loaded(*arguments, **options):
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(*arguments, **options), file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+def test_a_model_is_exported_saved_and_loaded_with_its_state(model):
+    tokens, more, other = padded(model, 2, 7), padded(model, 2, 7), padded(model, 3, 7)
+    start = saved_and_loaded(model, (tokens,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert_same(start(other), model(other))
+    state = model(tokens)[1]["state"]
+    step = saved_and_loaded(model, (more,), {"state": state})
+    assert_same(step(more, state=start(tokens)[1]["state"]), model(more, state=state))
+
+
+def test_a_model_compiles_into_one_graph(model):
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for tokens in (random_tokens(2, 7), padded(model, 2, 7)):
+        found, expected = compiled(tokens), model(tokens)
+        assert_same(found, expected)
+        assert_same(compiled(tokens, state=found[1]["state"]), model(tokens, state=expected[1]["state"]))
