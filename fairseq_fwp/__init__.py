@@ -2,8 +2,8 @@
 
 `ops` and `modules` need torch alone. Together with fairseq, whichever of the two is imported first, the package
 patches what today's torch, numpy and Python break in fairseq (`_compat`), what faults do to its files (`_files`), how
-it mistakes dictionaries (`_dictionaries`) and what it says of flags that do not fit a checkpoint (`_settings`), and
-registers the models, tasks and criterions.
+it mistakes dictionaries (`_dictionaries`), what it says of flags that do not fit a checkpoint (`_settings`) and what
+it says for nothing (`_log`), and registers the models, tasks and criterions.
 """
 
 import importlib

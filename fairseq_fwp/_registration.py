@@ -24,9 +24,9 @@ def register_with_fairseq() -> None:
 
 
 def _register() -> None:
-    from fairseq_fwp import _compat, _dictionaries, _files, _settings
+    from fairseq_fwp import _compat, _dictionaries, _files, _log, _settings
 
-    for patches in (_compat, _files, _dictionaries, _settings):
+    for patches in (_compat, _files, _dictionaries, _settings, _log):
         patches.apply()
     # Only now: they import more of fairseq, which must be patched before.
     from fairseq_fwp import criterions, models, tasks  # noqa: F401

@@ -17,6 +17,10 @@ if [ -n "${VIRTUAL_ENV:-}" ] || [ "${CONDA_DEFAULT_ENV:-base}" = base ]; then
   . "${VIRTUAL_ENV:-$root/.venv}/bin/activate"
 fi
 
+# OpenMP's threads wait for each other asleep: spinning, they take the cores from those they wait for where anything else
+# runs on these. Set OMP_WAIT_POLICY or GOMP_SPINCOUNT for another way.
+[ -n "${GOMP_SPINCOUNT:-}" ] || export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+
 run() { # prints the command, then runs it
   printf '+%s\n' "$(printf ' %q' "$@")" >&2
   "$@"

@@ -88,8 +88,8 @@ check_machine() {
   command -v "${CXX:-g++}" >/dev/null ||
     die "the C++ compiler ${CXX:-g++} is missing: install it (on Debian and Ubuntu: apt install g++)."
   if has_torch; then
-    "$python" -I -c 'import torch; raise SystemExit(torch.__version__ < (2, 4))' ||
-      die "the PyTorch in $env is too old, 2.4 is needed: upgrade it, or activate another environment."
+    "$python" -I -c 'import torch; raise SystemExit(not (2, 4) <= torch.__version__ < (2, 14))' ||
+      die "the PyTorch in $env must be one of 2.4 to 2.13: install another, or activate another environment."
     check_room "$folder" 1
   else
     check_room "$folder" 3

@@ -81,6 +81,8 @@ def test_training_learns_and_says_nothing_alarming(trained):
     assert last < first
     assert "arning" not in log
     assert log.count("dropped cutoffs 20000,40000,200000") == 1
+    (settings,) = re.findall(r"fairseq_cli.train \| (settings, others as by default: .*)", log)
+    assert "model.decoder_layers=2," in settings and "optimization.lr=[0.001]," in settings and len(settings) < 1000
     assert re.findall(r"detected shared parameter: (.*)", log) == [
         "decoder.embed_tokens.weight <- decoder.adaptive_softmax.weight"
     ]
@@ -125,6 +127,7 @@ def test_validation_agrees_with_eval_lm_and_leaves_out_no_batch(data, trained):
 def test_generation(data, trained):
     common = [data, "--task", "language_modeling", "--path", trained[0], "--cpu", "--max-len-b", 40, "--beam", 2]
     text = run("fairseq-interactive", *common, "--sampling", "--nbest", 2, stdin="w1 w2 w3\n")
+    assert "DEBUG" not in text and "generation.nbest=2" in text
     generated = re.search(r"^H-0\t\S+\t(.*)$", text, re.M)[1].split()
     assert generated[:3] == ["w1", "w2", "w3"] and len(generated) > 3
     out = run("fairseq-generate", *common, "--gen-subset", "test", "--sample-break-mode", "eos", "--batch-size", 5)

@@ -21,6 +21,7 @@ ROOMS = {
     "_compat": CONFIG,
     "_files": CONFIG | {"fairseq_fwp._compat"},
     "_dictionaries": CONFIG | {"fairseq_fwp._compat"},
+    "_log": CONFIG | {"fairseq_fwp._settings"},
     "_settings": CONFIG | {"fairseq_fwp._compat"},
     "_options": set(),
     "ops": {"torch"},

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
+from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.argument_types import output_file, positive
 from fairseq_fwp.cli.checkpoint import architecture, load_model, load_state
 from fairseq_fwp.cli.eval_lm import load_text, write_whole
@@ -112,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    start_logging()
     args = parser().parse_args(arguments)
     try:
         run(args)

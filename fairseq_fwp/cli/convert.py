@@ -16,13 +16,13 @@ fine-tuned.
 """
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fairseq_fwp  # noqa: F401  (registers the models)
+from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.eval_lm import import_plugin
 from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, check, write
@@ -115,7 +115,7 @@ def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Targ
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    logging.getLogger("hydra").setLevel(logging.WARNING)  # fairseq turns on the debugging messages of everything
+    start_logging()
     try:
         import_plugin(plugin_parser().parse_known_args(arguments)[0])
     except OSError as error:

@@ -34,6 +34,7 @@ from fairseq.logging.progress_bar import progress_bar
 from torch import Tensor
 
 import fairseq_fwp
+from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.argument_types import dictionary_of_settings, non_negative, output_file, positive
 from fairseq_fwp.cli.checkpoint import load_model
 from fairseq_fwp.cli.dynamic import KINDS, DynamicRule, gather_statistics
@@ -274,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    start_logging()
     made = parser()
     args = made.parse_args(arguments)
     if args.carry_state and args.batch_size not in (None, 1):

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -134,17 +136,25 @@ def _torch_macros(dispatch_key: str) -> list[str]:
     return ["-DAT_PER_OPERATOR_HEADERS", abi, f"-DFWP_AUTOGRAD_KEY=Autograd{dispatch_key}"]
 
 
-def _torch_includes() -> list[str]:
+def _cpp_extension() -> Any:
+    # It warns where there is a CUDA toolkit and no GPU: what needs one asks for it itself.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_says_more_than_no_gpu)
     # Imported here: it takes half a second, and loading a cached library needs nothing of it.
     from torch.utils import cpp_extension
 
-    return [word for path in cpp_extension.include_paths() for word in ("-isystem", path)]
+    return cpp_extension
+
+
+def _says_more_than_no_gpu(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found")
+
+
+def _torch_includes() -> list[str]:
+    return [word for path in _cpp_extension().include_paths() for word in ("-isystem", path)]
 
 
 def _torch_libraries() -> list[str]:
-    from torch.utils import cpp_extension
-
-    return [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
+    return [*(f"-L{path}" for path in _cpp_extension().library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
 
 
 def _openmp(compiler: list[str]) -> list[str]:
