@@ -45,6 +45,7 @@ def apply() -> None:
         allow_checkpoint_types,
         keep_last_batch,
         keep_batches_of_first_epoch,
+        count_below_zero,
         forget_tpu,
         join_launched_processes,
         pass_over_missing_biases,
@@ -130,6 +131,13 @@ def keep_batches_of_first_epoch() -> None:
         return get_with_seed_of_first_epoch
 
     replace(FairseqTask, "get_batch_iterator", mend)
+
+
+def count_below_zero() -> None:
+    """numpy 2 keeps fairseq's unsigned ends of blocks unsigned: that of a block of one token, less two, is 65,535."""
+    from fairseq.data import token_block_dataset
+
+    replace(token_block_dataset, "best_fitting_int_dtype", lambda best_fitting: lambda largest: np.int64)
 
 
 def forget_tpu() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import logging
 import pickle
 import warnings
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils, trainer
-from fairseq.data import data_utils, indexed_dataset
+from fairseq.data import TokenBlockDataset, data_utils, indexed_dataset, token_block_dataset
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.search import DiverseBeamSearch
@@ -17,11 +18,12 @@ from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
 
-from fairseq_fwp import _compat, _dictionaries, _files, _settings
+from fairseq_fwp import _compat, _dictionaries, _files, _log, _settings
 
 MENDED = [
     (data_utils, "batch_by_size"),
     (FairseqTask, "get_batch_iterator"),
+    (token_block_dataset, "best_fitting_int_dtype"),
     (distributed_utils, "call_main"),
     (distributed_utils, "infer_init_method"),
     (trainer, "_catalog_shared_params"),
@@ -50,7 +52,17 @@ def test_a_second_call_changes_nothing():
     _files.apply()
     _dictionaries.apply()
     _settings.apply()
+    filters = logging.getLogger("fairseq_cli.train").filters[:]
+    _log.apply()
+    assert filters and logging.getLogger("fairseq_cli.train").filters == filters
     assert [getattr(owner, name) for owner, name in MENDED] == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_of_one_token():
+    text = [torch.tensor([5]), torch.tensor([6, 7])]
+    blocks = TokenBlockDataset(text, [1, 2], 1, pad=1, eos=2, include_targets=True)
+    assert [part.tolist() for part in blocks[0]] == [[2], [5], [1, 2]]
 
 
 def test_numpy_compat():

@@ -190,10 +190,10 @@ def test_an_update_that_is_tried_again_starts_where_it_started(setup):
     """--amp feeds the batches of an update again after an overflow."""
     task, model = setup()
     criterion, samples = CrossEntropyCriterion(task, False), batches(task)
-    expected = [result[0] for result in train(task, model, samples, criterion)]
+    expected = [result[0].detach() for result in train(task, model, samples, criterion)]
 
     def update(group):
-        losses = [task.train_step(sample, model, criterion, Optimizer(), 0)[0] for sample in group]
+        losses = [task.train_step(sample, model, criterion, Optimizer(), 0)[0].detach() for sample in group]
         task.optimizer_step(Optimizer(), model, 0)
         return losses
 
@@ -229,7 +229,7 @@ def test_a_batch_without_targets_changes_nothing(setup, criterion):
     train(task, model, samples[:2], criterion)
     model.zero_grad()
     ((loss, size, log),) = train(task, model, [empty], criterion)
-    assert float(loss) == size == log["ntokens"] == 0
+    assert float(loss.detach()) == size == log["ntokens"] == 0
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
     assert torch.equal(train(task, model, samples[2:3], criterion)[0][0], expected[2])
 
