@@ -9,7 +9,9 @@ Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that
 Schlag's (Sec. 6.3, Table 4), and the one without a size is ours: as large as the small models beside it. They drop the
 activations of the feed-forward blocks too. For `xl_lm_wt103_large` the paper prints 257 M parameters, but the published
 script and weights, which are these sizes, have 285 M; with 16 layers in place of 18 it would be 258 M. The models
-called large were trained with untied u and v.
+called large were trained with untied u and v. Of two models the paper prints parameters alone, and the widths are ours:
+`xl_lm_wt103_ablation` (Table 6, 128 M, segments of 128) is the base model made narrower, and `xl_lm_enwik8_medium`
+(Table 2, 18 layers, 88 M) has the settings of the large one, with which the paper names it together (Sec. 4.1).
 
 Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large`, and of a Transformer
 with local attention whose 12 layers, 768 dimensions and 121 M parameters are all that the paper says of it: heads,
@@ -55,7 +57,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 XL = {"activation_dropout": 0.1}
 XL_LARGE = {"untie_biases": True}
 ENWIK8_BASE = {"decoder_layers": 12, "decoder_embed_dim": 512, "decoder_ffn_embed_dim": 2048, "mem_len": 512}
-ENWIK8_LARGE = {"decoder_layers": 24, "decoder_embed_dim": 1024, "decoder_ffn_embed_dim": 3072, "mem_len": 768}
+ENWIK8_LARGE = {
+    **XL_LARGE,
+    "decoder_layers": 24,
+    "decoder_embed_dim": 1024,
+    "decoder_ffn_embed_dim": 3072,
+    "dropout": 0.15,
+    "activation_dropout": 0.15,
+    "attention_dropout": 0.15,
+    "mem_len": 768,
+}
 
 XL_PRESETS: dict[str, dict[str, Any]] = {
     "xl_lm_wt103": {**XL, **SMALL, "mem_len": 256, **WT103},
@@ -66,6 +77,13 @@ XL_PRESETS: dict[str, dict[str, Any]] = {
         "decoder_ffn_embed_dim": 2100,
         "decoder_attention_heads": 10,
         "mem_len": 150,
+        **WT103,
+    },
+    "xl_lm_wt103_ablation": {
+        **XL,
+        "decoder_embed_dim": 352,
+        "decoder_ffn_embed_dim": 2100,
+        "mem_len": 128,
         **WT103,
     },
     "xl_lm_wt103_large": {
@@ -82,13 +100,13 @@ XL_PRESETS: dict[str, dict[str, Any]] = {
         **WT103,
     },
     "xl_lm_enwik8_base": {**XL, **ENWIK8_BASE},
-    "xl_lm_enwik8_large": {
-        **XL_LARGE,
+    "xl_lm_enwik8_medium": {
         **ENWIK8_LARGE,
-        "dropout": 0.15,
-        "activation_dropout": 0.15,
-        "attention_dropout": 0.15,
+        "decoder_layers": 18,
+        "decoder_embed_dim": 640,
+        "decoder_ffn_embed_dim": 2200,
     },
+    "xl_lm_enwik8_large": ENWIK8_LARGE,
 }
 
 FWL_PRESETS: dict[str, dict[str, Any]] = {

@@ -37,7 +37,7 @@ corpus_text() { # corpus_text FOLDER OUT
 protocols() { # the public scripts of Dai et al. 2019
   local carry="--carry-state --tokens-per-sample"
   case $1 in
-    large) echo $'3800 + 128\t'"$carry 128 --model-overrides {'mem_len':3800,'clamp_len':1000,'same_length':True}" ;;
+    medium | large) echo $'3800 + 128\t'"$carry 128 --model-overrides {'mem_len':3800,'clamp_len':1000,'same_length':True}" ;;
     *) echo $'2100 + 80\t'"$carry 80 --model-overrides {'mem_len':2100,'clamp_len':820,'same_length':True}" ;;
   esac
 }

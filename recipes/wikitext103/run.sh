@@ -41,8 +41,8 @@ corpus_text() { # corpus_text FOLDER OUT
   done
 }
 
-protocols() { # Schlag et al. 2021, Sec. 6.3 and App. F; the public scripts of Dai et al. 2019
-  local carry="--carry-state --tokens-per-sample"
+protocols() { # Schlag et al. 2021, Sec. 6.3 and App. F; the public scripts of Dai et al. 2019, and its Table 6
+  local carry="--carry-state --tokens-per-sample" length
   case $1 in
     carried/xl)
       echo $'15 + 1\t'"$carry 1 --model-overrides {'mem_len':15}"
@@ -52,6 +52,17 @@ protocols() { # Schlag et al. 2021, Sec. 6.3 and App. F; the public scripts of D
     carried/*) echo $'carried\t--carry-state' ;;
     xl/base) echo $'640 + 64\t'"$carry 64 --model-overrides {'mem_len':640,'clamp_len':400,'same_length':True}" ;;
     xl/large) echo $'1600 + 128\t'"$carry 128 --model-overrides {'mem_len':1600,'clamp_len':1000,'same_length':True}" ;;
+    ablation/recurrent* | ablation/standard) # with equal lengths the memory is what a token attends to
+      echo $'init\t--carry-state'
+      for length in 120 160 200 256 300 340 380 420 450 460 500 540 580 640; do
+        echo "attention $length"$'\t'"--carry-state --model-overrides {'mem_len':$length,'same_length':True}"
+      done ;;
+    ablation/*)
+      echo $'init\t--stride 1'
+      for length in 60 80 100 120 140 160 200 260 300; do
+        if [ "$1" = ablation/layerwise_half ] && [ "$length" -gt 128 ]; then break; fi # no position was learned
+        echo "attention $length"$'\t'"--stride 1 --tokens-per-sample $length --model-overrides {'max_target_positions':$length}"
+      done ;;
     *) echo $'window\t--stride 1' ;;
   esac
 }

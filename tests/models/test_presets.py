@@ -90,6 +90,25 @@ def test_transformer_xl_base_has_the_published_size(wikitext103):
     assert untied + 9 * (410 + 1) == 151_123_537
 
 
+@pytest.mark.parametrize(
+    ("flags", "millions"),
+    [
+        ({}, 128),
+        ({"decoder_positions": "shaw", "clamp_len": 255}, 128),
+        # Without W_kR; and as many learned numbers for 128 positions as for 128 distances.
+        ({"decoder_positions": "absolute", "mem_len": 0}, 126),
+        ({"decoder_positions": "layerwise", "mem_len": 0, "tokens_per_sample": 128}, 127),
+    ],
+)
+def test_transformer_xl_of_the_ablation_has_the_published_size(wikitext103, flags, millions):
+    """Dai et al. 2019, Table 6: 128 M."""
+    count = count_parameters("xl_lm_wt103_ablation", wikitext103, **flags)
+    positions = {"shaw": 256, "layerwise": 128}.get(flags.get("decoder_positions"), 0) * 352
+    projections = 352 * (2 + 16 * 352) if not flags else 0  # u, v and W_kR
+    layers = count_xl(16, 352, 2100, count_adaptive(352), pairs=0) - 16 * 352 * 352
+    assert count == layers + projections + 16 * positions and round(count / 1e6) == millions
+
+
 def test_transformer_xl_large_has_the_size_of_its_script(wikitext103):
     """Dai et al. 2019, Table 1, says 257 M. Its script and its published weights have 18 layers, which are more."""
     tables = sum(words * dim for words, dim in ((20_000, 1024), (20_000, 256), (160_000, 64), (67_735, 16)))
@@ -102,9 +121,10 @@ def test_transformer_xl_large_has_the_size_of_its_script(wikitext103):
 
 
 def test_transformer_xl_on_characters_has_the_published_sizes(enwik8):
-    """Dai et al. 2019, Table 2: 41 M and 277 M."""
-    base, large = (count_parameters(f"xl_lm_enwik8_{size}", enwik8) for size in ("base", "large"))
+    """Dai et al. 2019, Table 2: 41 M, 88 M and 277 M."""
+    base, medium, large = (count_parameters(f"xl_lm_enwik8_{size}", enwik8) for size in ("base", "medium", "large"))
     assert base == count_xl(12, 512, 2048, ENWIK8_CHARACTERS * (512 + 1)) and round(base / 1e6) == 41
+    assert medium == count_xl(18, 640, 2200, ENWIK8_CHARACTERS * (640 + 1), pairs=18) and round(medium / 1e6) == 88
     assert large == count_xl(24, 1024, 3072, ENWIK8_CHARACTERS * (1024 + 1), pairs=24) and round(large / 1e6) == 277
 
 
@@ -136,7 +156,7 @@ def test_names_follow_the_grammar_and_belong_to_the_model(arch):
 
 
 def test_the_names_of_transformer_xl():
-    assert set(XL_PRESETS) == {*PUBLISHED_XL, "xl_lm_wt103"}
+    assert set(XL_PRESETS) == {*PUBLISHED_XL, "xl_lm_wt103", "xl_lm_wt103_ablation", "xl_lm_enwik8_medium"}
 
 
 def test_flags_win_over_presets():

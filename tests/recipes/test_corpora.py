@@ -14,6 +14,7 @@ import pytest
 from enwik8 import bytes as enwik8
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from flags import read_flags
+from wikitext103 import attention_lengths
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig
@@ -88,6 +89,37 @@ def test_state_sizes_of_table_4_are_the_papers():
         sizes.append(round(2 * (args.model_overrides["mem_len"] + segment) * 256 * 16 / 1e6, 2))
     assert sizes == [0.13, 1.05, 2.10, 6.29]
     assert all(f"({size:.2f} M" in conf.read_text() for size in sizes)
+
+
+def test_the_attention_length_is_the_shortest_of_the_best_validation_perplexity(tmp_path):
+    """To the two digits that the paper prints; the test set is read at that length."""
+    perplexities = {
+        "valid": {"init": 27.02, "attention 120": 28.1, "attention 500": 26.7712, "attention 1000": 26.7698},
+        "test": {"init": 28.02, "attention 120": 28.3, "attention 500": 27.9, "attention 1000": 27.1},
+    }
+    for split, found in perplexities.items():
+        for label, perplexity in found.items():
+            (tmp_path / f"{split} {label}.json").write_text(json.dumps({"perplexity": perplexity}))
+    assert attention_lengths.table(tmp_path)[2:] == [
+        "| valid | 27.02 | 26.77 | 500 |",
+        "| test | 28.02 | 27.90 | 500 |",
+    ]
+
+
+def test_attention_lengths_of_table_6():
+    """A row is read as it was trained, then at lengths that include the paper's, and at none without a position."""
+    for name, first, paper in (
+        ("recurrent_shaw", ["--carry-state"], {256, 460, 500, 640}),
+        ("relative", ["--stride", "1"], {120, 260}),
+        ("layerwise_half", ["--stride", "1"], {120}),
+    ):
+        found = protocols("wikitext103", f"ablation/{name}")
+        assert found[0] == first
+        swept = [eval_lm.parser().parse_args(["DATA", "--path", "x.pt", *flags]) for flags in found[1:]]
+        lengths = [args.model_overrides["mem_len"] if args.carry_state else args.tokens_per_sample for args in swept]
+        assert paper <= set(lengths) and lengths == sorted(lengths)
+        assert all(args.model_overrides.get("same_length", False) == args.carry_state for args in swept)
+        assert name != "layerwise_half" or max(lengths) <= 128
 
 
 def test_wikitext_is_counted_and_another_text_needs_to_be_meant(recipes, wikitext, tmp_path):
