@@ -17,13 +17,14 @@ MODELS = {
     "softmax": ("softmax_lm_wt103", {}),
     "local": ("softmax_lm_wt103", {"attention_window": 4}),
     "xl": ("fwp_xl_lm", {"mem_len": 6}),
+    "layerwise": ("fwp_xl_lm", {"mem_len": 0, "decoder_positions": "layerwise"}),
 }
 
 
 @pytest.fixture(params=MODELS)
 def model(request, build_model):
     arch, flags = MODELS[request.param]
-    return build_model(arch, **flags, **({} if request.param == "xl" else {"fwp_backend": "auto"}))
+    return build_model(arch, **flags, **({} if arch == "fwp_xl_lm" else {"fwp_backend": "auto"}))
 
 
 def padded(model, *shape):
