@@ -35,7 +35,8 @@ def recipes(tmp_path):
     """A copy of the recipes that runs in the environment of the tests."""
     copy = tmp_path / "recipes"
     shutil.copytree(ROOT / "recipes", copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
-    (copy / "env.sh").write_text(f'root={str(ROOT)!r}\nrun() {{ echo "+ $*" >&2; "$@"; }}\n')
+    run_aloud = """run() { printf '+%s\\n' "$(printf ' %q' "$@")" >&2; "$@"; }"""
+    (copy / "env.sh").write_text(f"root={str(ROOT)!r}\n{run_aloud}\n")
     return copy
 
 
