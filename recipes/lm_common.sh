@@ -18,6 +18,25 @@ check_same() { # check_same FILE TEXT
     END { exit NR != 2 || other }' || die "$(dirname "$1") was made with other settings (see $1): give another --out."
 }
 
+# label FLAGS...: they name a result; those that change no score are left out.
+label() {
+  local name=''
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --cpu | --no-progress-bar | --batch-size=* | --log-format=* | --log-interval=*) ;;
+      --batch-size | --log-format | --log-interval) [ $# = 1 ] || shift ;;
+      *) name+=" ${1#--}" ;;
+    esac
+    shift
+  done
+  name=${name//\//_}
+  echo "${name# }"
+}
+
+next() { # next STAGE FLAGS...: what to do after this
+  printf 'Next: bash%s\n' "$(printf ' %q' "$0" "$@")"
+}
+
 run_to() { # run_to LOG COMMAND...: as run, but what the command says goes to LOG
   printf '+%s\n' "$(printf ' %q' "${@:2}")" >&2
   "${@:2}" >"$1" 2>&1
@@ -36,13 +55,15 @@ train() { # train NAME CONF
   # fairseq goes on from a checkpoint_last.pt.
   [ ! -e "$out/$1/checkpoint_last.pt" ] && [ ! -e "$out/$1/diverged" ] ||
     check_same "$out/$1/settings.txt" "$settings"
-  [ ! -e "$out/$1/trained" ] && [ ! -e "$out/$1/diverged" ] || return 0
+  [ ! -e "$out/$1/diverged" ] || { echo "$1 diverged before: $(cat "$out/$1/diverged")."; return 0; }
+  [ ! -e "$out/$1/trained" ] || { echo "$1 is trained already: $out/$1/checkpoint_best.pt, train.log."; return 0; }
   mkdir -p "$out/$1"
   echo "$settings" >"$out/$1/settings.txt"
   if run "${start[@]}" "$out/data/bin" --user-dir "$root/fairseq_fwp" "${task[@]}" "${flags[@]}" \
     --save-dir "$out/$1" --no-epoch-checkpoints --keep-interval-updates 1 --log-format json "${extra[@]}" 2>&1 |
     tee -a "$out/$1/train.log" | python "$tools/lm_progress.py" "$1"; then
     touch "$out/$1/trained"
+    echo "$1 is trained: $out/$1/checkpoint_best.pt, train.log."
   elif where=$(python "$tools/lm_results.py" diverged "$out/$1/train.log"); then
     echo "$where" >"$out/$1/diverged" # a result: the other models go on
     echo "$1 diverged: $where."
@@ -54,9 +75,10 @@ train() { # train NAME CONF
 score() { # score NAME SPLIT LABEL FLAGS...: fwp-eval-lm, every token of the split, into OUT/NAME/SPLIT[ LABEL].json
   local result="$out/$1/$2${3:+ $3}.json"
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
-  [ ! -e "$result" ] || return 0
+  [ ! -e "$result" ] || { echo "$1 is evaluated already: $result"; return 0; }
   run fwp-eval-lm "$out/data/bin" --path "$out/$1/checkpoint_best.pt" --gen-subset "$2" --no-progress-bar \
     --json "$result.unfinished" "${@:4}" || die "the evaluation of $1 failed."
   run python "$tools/lm_results.py" check "$result.unfinished" "$text/$2.txt"
   mv "$result.unfinished" "$result"
+  echo "The result is in $result"
 }

@@ -7,6 +7,7 @@
 # shellcheck source=recipes/lm_common.sh
 . "$root/recipes/lm_common.sh"
 
+lines='' prepared='' data_given='' # --lines; set by need_data and --data
 tokens=256 # per sample, in training and in evaluation
 task=(--task language_modeling --tokens-per-sample "$tokens" --sample-break-mode none --required-batch-size-multiple 1)
 
@@ -19,11 +20,12 @@ read_arguments() {
   extra=()
   while [ $# -gt 0 ]; do
     case $1 in
-      --data | --out | --models)
-        [ -n "${2:-}" ] || die "$1 needs a value: a folder, or for --models names out of '$models'."
+      --data | --out | --models | --lines)
+        [ -n "${2:-}" ] || die "$1 needs a value: a folder, for --models names out of '$models', for --lines a number."
+        [ "$1" != --data ] || data_given=1
         printf -v "${1#--}" %s "$2"
         shift 2 ;;
-      --data=* | --out=* | --models=*) die "write ${1%%=*} and its value as two words." ;;
+      --data=* | --out=* | --models=* | --lines=*) die "write ${1%%=*} and its value as two words." ;;
       --save-dir | --tokens-per-sample) die "$1 is set by the recipe (--out, and $tokens for all models): leave it out." ;;
       *) extra+=("$1"); shift ;;
     esac
@@ -33,16 +35,29 @@ read_arguments() {
   [[ -z $data || $data = /* ]] || data=$PWD/$data
 }
 
+need_data() { # need_data HINT: for recipes without a text of their own; what is prepared needs its folder no more
+  [ ! -d "$data" ] || return 0
+  [ -z "$data_given" ] && [ -d "$out/data" ] || die "there is no folder $data: $1"
+  prepared=1
+}
+
 prepare() {
   local work=$out/data.unfinished split source="$merges merges; ${data:-own text}"
+  source+="${lines:+; $lines lines of valid and test}"
   [ ! -d "$data" ] || source+=" $(find "$data" -maxdepth 1 -name '*.txt*' -exec cksum {} + | sort | cksum)"
   if [ -d "$out/data" ]; then
-    check_same "$out/data/source.txt" "$source"
+    [ -n "$prepared" ] || check_same "$out/data/source.txt" "$source"
     return
   fi
   rm -rf "$work"
   mkdir -p "$work/text" "$work/bpe"
   if [ -n "$data" ]; then run python "$tools/lm_text.py" "$data" "$work/text"; else own_text "$work/text"; fi
+  if [ -n "$lines" ]; then # a trial
+    for split in valid test; do
+      head -n "$lines" "$work/text/$split.txt" >"$work/first"
+      mv "$work/first" "$work/text/$split.txt"
+    done
+  fi
   # The merges come from the training text alone.
   run subword-nmt learn-bpe -s "$merges" -i "$work/text/train.txt" -o "$work/bpe/codes"
   for split in train valid test; do
@@ -105,7 +120,11 @@ compare() {
   # `train` prepares the data too, if that has not been done; `eval` and `sample` do not train.
   case $stage in prepare | train | all) prepare ;; esac
   [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
-  case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
+  case $stage in
+    prepare) echo "The data is in $out/data."; next train --out "$out" --models "$models" ;;
+    train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;;
+  esac
+  [ "$stage" != train ] || next eval --out "$out" --models "$models"
   case $stage in
     eval | all)
       for name in $models; do

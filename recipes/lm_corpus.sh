@@ -55,21 +55,26 @@ prepare() {
   mv "$work" "$out/data" # only now does it count
 }
 
-# The protocols of the row, for valid and test; flags on the command line are a protocol of their own.
+# The protocols of the row, for valid and test, with the flags of the command line; one of a protocol's replaces them.
 evaluate() { # evaluate NAME
-  local split protocol flags found
-  if [ ${#extra[@]} -gt 0 ]; then # as they are: they may hold spaces
-    for split in valid test; do
-      score "$1" "$split" "${extra[*]//\//_}" "${extra[@]}"
-    done
-    return
-  fi
+  local split protocol flags found flag own name
+  own=$(label "${extra[@]}")
   found=$(protocols "$1")
+  for flag in "${extra[@]}"; do
+    case ${flag%%=*} in
+      --stride | --tokens-per-sample | --context-window | --carry-state | --model-overrides)
+        echo "${flag%%=*} replaces the protocol of $1: ${found//*$'\t'/}"
+        found=$'\t'
+        break ;;
+    esac
+  done
   mapfile -t found <<<"$found"
   for protocol in "${found[@]}"; do
     read -ra flags <<<"${protocol#*$'\t'}"
+    name="${protocol%%$'\t'*} $own"
+    name=${name# }
     for split in valid test; do
-      score "$1" "$split" "${protocol%%$'\t'*}" "${flags[@]}"
+      score "$1" "$split" "${name% }" "${flags[@]}" "${extra[@]}"
     done
   done
 }
@@ -78,7 +83,7 @@ main() {
   local name
   read_arguments "$@"
   if [ "$stage" != eval ]; then prepare; fi
-  [ "$stage" != prepare ] || return 0
+  [ "$stage" != prepare ] || { echo "The data is in $out/data."; next train --conf conf/NAME.yaml --out "$out"; return 0; }
   [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
   [ -f "$conf" ] || conf=$here/$conf
   [ -f "$conf" ] || die "give --conf conf/NAME.yaml: there are $(cd "$here/conf" && find . -name '*.yaml' ! -name common.yaml | sort | cut -c 3- | paste -sd ' ')."
@@ -86,7 +91,7 @@ main() {
   name=${name%.yaml}
   name=${name//..\//}
   case $stage in
-    train) train "$name" "$conf" ;;
+    train) train "$name" "$conf"; next eval --conf "$conf" --out "$out" ;;
     eval) evaluate "$name" ;;
   esac
 }

@@ -38,7 +38,8 @@ def show(label: str, terminal: bool) -> bool:
             last_words.append(line)
         if "valid_ppl" in entry:
             update, ppl = int(entry["valid_num_updates"]), float(entry["valid_ppl"])
-            print(f"{start}{label:8} update {update:5,}   validation ppl {ppl:8.1f}", flush=True)
+            bleu = f"   BLEU {float(entry['valid_bleu']):5.2f}" if "valid_bleu" in entry else ""
+            print(f"{start}{label:8} update {update:5,}   validation ppl {ppl:8.1f}{bleu}", flush=True)
         elif "num_updates" in entry and time.time() - shown > (0 if terminal else 10):
             update, rate = int(entry["num_updates"]), float(entry["ups"])
             progress = f"{start}{label:8} update {update:5,}"

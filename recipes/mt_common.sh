@@ -75,20 +75,48 @@ prepare() {
   mv "$work" "$out/data" # only now does it count
 }
 
+# A test set of one's own, raw text in PREFIX.en and PREFIX.de, into OUT/tests/NAME; translate takes that for a SPLIT.
+own_test() { # own_test PREFIX NAME
+  local work=$out/tests/$2.unfinished codes=$out/data/bpe/codes language sum
+  [ -e "$codes" ] || die "--test needs the BPE codes of the training, and $out/data was made from text with BPE already."
+  run python "$tools/mt_text.py" tokenize "$work/tok/test" $source $target "$1"
+  run python "$tools/mt_text.py" copy "$work/text/test" $source $target "$1"
+  sum=$(cat "$work"/text/test.* | cksum)
+  if [ -e "$out/tests/$2" ]; then
+    [ "$sum" = "$(cat "$out/tests/$2/sum")" ] || die "$out/tests/$2 has other text than $1: rename the files of one."
+    rm -r "$work"
+    return
+  fi
+  for language in $source $target; do
+    mkdir -p "$work/bpe"
+    run subword-nmt apply-bpe -c "$codes" -i "$work/tok/test.$language" -o "$work/bpe/test.$language"
+  done
+  run_to "$work/preprocess.log" fairseq-preprocess --source-lang $source --target-lang $target --destdir "$work/bin" \
+    --srcdict "$out/data/bin/dict.$source.txt" --tgtdict "$out/data/bin/dict.$target.txt" --testpref "$work/bpe/test" ||
+    die "fairseq-preprocess failed: see $work/preprocess.log."
+  echo "$sum" >"$work/sum"
+  mv "$work" "$out/tests/$2" # only now does it count
+}
+
 translate() { # translate NAME SPLIT CHECKPOINT LABEL: into OUT/NAME/SPLIT[ LABEL].json, unless it is there
-  local raw=() result="$out/$1/$2${4:+ $4}" settings="${beam[*]}${generate[*]:+ ${generate[*]}}"
+  local raw=() result="$out/$1/$2${4:+ $4}" settings="${beam[*]}${generate[*]:+ ${generate[*]}}" from=$out/data split=$2
+  [[ $2 != own_* ]] || from=$out/tests/$2 split=test
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
   # Scores of other flags, but that of the device, give way.
   settings=${settings// --cpu/}
-  [ ! -e "$result.json" ] || [ "$(cat "$result.flags" 2>/dev/null)" != "$settings" ] || return 0
+  if [ -e "$result.json" ] && [ "$(cat "$result.flags" 2>/dev/null)" = "$settings" ]; then
+    echo "$1 is evaluated already: $result.json"
+    return
+  fi
   rm -f "$result.json"
-  [ ! -e "$out/data/text/$2.$target" ] || raw=(--raw "$out/data/text/$2.$target")
-  run_to "$result.log" fairseq-generate "$out/data/bin" --user-dir "$root/fairseq_fwp" --task translation \
-    --source-lang $source --target-lang $target --path "$3" --gen-subset "$2" --post-process subword_nmt \
+  [ ! -e "$from/text/$split.$target" ] || raw=(--raw "$from/text/$split.$target")
+  run_to "$result.log" fairseq-generate "$from/bin" --user-dir "$root/fairseq_fwp" --task translation \
+    --source-lang $source --target-lang $target --path "$3" --gen-subset "$split" --post-process subword_nmt \
     --max-tokens 4000 "${beam[@]}" "${generate[@]}" ||
     { tail -n 5 "$result.log" >&2; die "the translation with $1 failed: see $result.log."; }
-  run python "$tools/mt_scores.py" score "$result.log" --tokenized "$out/data/tok/$2.$target" \
+  run python "$tools/mt_scores.py" score "$result.log" --tokenized "$from/tok/$split.$target" \
     "${raw[@]}" --language $target --out "$result.unfinished"
   echo "$settings" >"$result.flags"
   mv "$result.unfinished" "$result.json"
+  echo "The result is in $result.json"
 }

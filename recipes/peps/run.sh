@@ -5,7 +5,8 @@
 #   bash recipes/peps/run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
 #                                                                    [flags for fairseq-train]
 #
-# --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps)
+# --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps); what is prepared needs it no more
+# --lines N       evaluates on the first N lines of valid and test alone: a trial
 # --out FOLDER    where everything goes (runs/peps)
 # --models ...    which of conf/*.yaml (delta sum softmax), or rows of the grid, conf/grid/*.yaml, as grid/NAME; "grid" is
 #                 all of them: every rule, map and normalisation of the papers' tables, about three minutes each; or
@@ -47,7 +48,6 @@ case " $models " in
   # shellcheck source=recipes/peps/carried.sh
   . "$here/carried.sh" ;;
 esac
-[ -d "$data" ] ||
-  die "there is no folder $data: make it from the PEPs (https://github.com/python/peps, one paragraph per line, split" \
-    "by document into train.txt, valid.txt and test.txt), or give any such folder with --data."
+need_data "make it from the PEPs (https://github.com/python/peps, one paragraph per line, split by document into
+train.txt, valid.txt and test.txt), or give any such folder with --data."
 compare

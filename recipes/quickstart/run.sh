@@ -7,6 +7,7 @@
 #                                                                    [flags for fairseq-train]
 #
 # --data FOLDER   your own train.txt, valid.txt and test.txt (or .txt.gz) in place of the standard library
+# --lines N       evaluates on the first N lines of valid and test alone: a trial
 # --out FOLDER    where everything goes (runs/quickstart)
 # --models ...    which of conf/*.yaml (delta sum softmax)
 set -euo pipefail

@@ -3,12 +3,14 @@
 #
 #   bash recipes/wmt14_en_de/run.sh prepare [--data FOLDER [--any-text]] [--out FOLDER]
 #   bash recipes/wmt14_en_de/run.sh train --conf conf/NAME.yaml [--data ...] [--out FOLDER] [flags for fairseq-train]
-#   bash recipes/wmt14_en_de/run.sh eval --conf conf/NAME.yaml [--out FOLDER] [--average N] [flags for fairseq-generate]
+#   bash recipes/wmt14_en_de/run.sh eval --conf conf/NAME.yaml [--out FOLDER] [--average N] [--test PREFIX]
+#                                                                               [flags for fairseq-generate]
 #
 # --data FOLDER   the raw corpora, or the public tokenised set (train.tok.clean.bpe.32000.en, ...); without it: download
 # --any-text      FOLDER has train, valid and test .en and .de of another text, or corpora of another size
 # --out FOLDER    where everything goes (runs/wmt14_en_de)
 # --average N     the mean of the last N checkpoints in place of the best one
+# --test PREFIX   in place of valid and test, raw text of one's own: PREFIX.en and PREFIX.de
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -17,7 +19,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=recipes/mt_common.sh
 . "$here/../mt_common.sh"
 
-data='' conf='' average='' kind=''
+data='' conf='' average='' kind='' test=''
 out=$root/runs/wmt14_en_de
 merges=32000
 words=(--nwordssrc 32768 --nwordstgt 32768)
@@ -99,7 +101,8 @@ corpus() { # corpus FOLDER OUT
 }
 
 evaluate() { # evaluate NAME
-  local split checkpoint="$out/$1/checkpoint_best.pt" label="${extra[*]//\//_}"
+  local split splits="valid test" checkpoint="$out/$1/checkpoint_best.pt" label
+  label=$(label "${extra[@]}")
   [ -e "$out/$1/trained" ] || die "$1 is not trained: run the stage train first."
   if [ -n "$average" ]; then
     checkpoint=$out/$1/average_$average.pt
@@ -107,7 +110,11 @@ evaluate() { # evaluate NAME
     label="average of $average${label:+ $label}"
   fi
   generate=("${extra[@]}")
-  for split in valid test; do translate "$1" $split "$checkpoint" "$label"; done
+  if [ -n "$test" ]; then
+    splits=own_$(basename -- "$test")
+    own_test "$test" "$splits"
+  fi
+  for split in $splits; do translate "$1" "$split" "$checkpoint" "$label"; done
 }
 
 stage=${1:-}
@@ -119,10 +126,11 @@ arguments=()
 for argument in "$@"; do
   if [ "$argument" = --any-text ]; then kind="any text"; else arguments+=("$argument"); fi
 done
-read_flags "--conf --average" "${arguments[@]}"
+read_flags "--conf --average --test" "${arguments[@]}"
 [ -z "$kind" ] || [ -n "$data" ] || die "--any-text says what --data FOLDER holds: give that too."
 if [ "$stage" != eval ]; then prepare; fi
-[ "$stage" != prepare ] || exit 0
+[ -z "$test" ] || [ "$stage" = eval ] || die "--test PREFIX goes with eval."
+[ "$stage" != prepare ] || { echo "The data is in $out/data."; next train --conf conf/NAME.yaml --out "$out"; exit; }
 [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
 [ -f "$conf" ] || conf=$here/$conf
 [ -f "$conf" ] || die "give --conf conf/NAME.yaml: there are $(cd "$here/conf" && find . -name '*.yaml' ! -name common.yaml | sort | cut -c 3- | paste -sd ' ')."
@@ -130,6 +138,7 @@ name=$(basename "$conf" .yaml)
 case $stage in
   train)
     extra=(--keep-interval-updates 10 "${extra[@]}") # for an average
-    train "$name" "$conf" ;;
+    train "$name" "$conf"
+    next eval --conf "$conf" --out "$out" ;;
   eval) evaluate "$name" ;;
 esac

@@ -151,6 +151,8 @@ def row(script, conf, data, out):
     again = [run(script, "train", *common, *SMALL), run(script, "eval", *common)]
     assert all(one.returncode == 0 and "fairseq-train" not in one.stderr for one in again)
     assert "fwp-eval-lm" not in again[1].stderr
+    assert "is trained already" in again[0].stdout and "Next: bash" in again[0].stdout
+    assert "is evaluated already" in again[1].stdout
     (folder,) = {path.parent for path in out.rglob("checkpoint_best.pt")}
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("test*.json")}
 
@@ -158,6 +160,18 @@ def row(script, conf, data, out):
 def test_a_row_of_wikitext_is_trained_and_evaluated_as_it_says(recipes, wikitext, tmp_path):
     results = row(recipes / "wikitext103" / "run.sh", "conf/xl/base.yaml", wikitext, tmp_path / "out")
     assert results.keys() == {"test 640 + 64"}
+    # Flags add to the protocol, except those that are one; a device or a batch is not another result.
+    script, folder = recipes / "wikitext103" / "run.sh", tmp_path / "out" / "xl" / "base"
+    common = ["eval", "--conf", "conf/xl/base.yaml", "--out", tmp_path / "out", "--cpu", "--batch-size", "1"]
+    same = run(script, *common)
+    assert "is evaluated already" in same.stdout and "fwp-eval-lm" not in same.stderr, same.stderr
+    more = run(script, *common, "--reset-after", "title")
+    assert more.returncode == 0 and "replaces" not in more.stdout, more.stderr
+    added = json.loads((folder / "test 640 + 64 reset-after title.json").read_text())
+    assert added["state_size"] == 2 * (640 + 64) * 16
+    own = run(script, *common[:-2], "--stride", "8")
+    assert own.returncode == 0 and "--stride replaces the protocol of xl/base: --carry-state" in own.stdout, own.stderr
+    assert json.loads((folder / "test stride 8.json").read_text())["tokens"] == 192
     (result,) = results.values()
     assert result["tokens"] == 192 and result["state_size"] == 2 * (640 + 64) * 16
     # What recipes/peps/carried.yaml relies on: of equal lengths, segments make no difference.

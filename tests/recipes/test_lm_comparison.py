@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import lm_grid
+import lm_progress
 import lm_results
 import lm_text
 import pytest
@@ -27,16 +28,16 @@ def text(tmp_path):
     return folder
 
 
-def run(*arguments, cwd=ROOT, tools=None):
+def run(*arguments, cwd=ROOT, tools=None, before="", last='read_arguments "$@"; compare'):
     """A recipe as run.sh runs it, but in the environment of the tests; tools: a folder of programs that come first."""
-    script = """set -euo pipefail
+    script = f"""set -euo pipefail
 root=$PWD here=$PWD/recipes/quickstart data= out=$PWD/runs/none merges=60 models="delta sum" prompt=the per_word=
 protocols=(valid test "test 128")
-run() { "$@"; }
-show_sample() { cat; }
+{before}
+run() {{ "$@"; }}
+show_sample() {{ cat; }}
 . recipes/lm_comparison.sh
-read_arguments "$@"
-compare"""
+{last}"""
     path = ":".join([*([str(tools)] if tools else []), str(Path(sys.executable).parent), os.environ["PATH"]])
     command = ["bash", "-c", script, "run.sh", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=os.environ | {"PATH": path}, capture_output=True, text=True)
@@ -52,8 +53,23 @@ def test_prepare_finishes_once_and_for_one_source(text, tmp_path):
     assert (out / "data" / "bin" / "train.bin").stat().st_mtime_ns == made
     other = run("prepare", "--data", tmp_path, "--out", out)
     assert other.returncode == 1 and "another --out" in other.stderr
+    few = run("prepare", "--data", text, "--out", tmp_path / "few", "--lines", "5")
+    assert few.returncode == 0 and "Next: bash" in few.stdout, few.stderr
+    assert (tmp_path / "few" / "data" / "text" / "test.txt").read_text() == LINE * 5
+    assert (tmp_path / "few" / "data" / "text" / "train.txt").read_text() == LINE * 200
     untrained = run("eval", "--data", text, "--out", out)
     assert untrained.returncode == 1 and "delta is not trained" in untrained.stderr
+
+
+def test_a_recipe_needs_the_text_until_it_is_prepared(text, tmp_path):
+    def need(*arguments):
+        hint = '\nread_arguments "$@"; need_data "get it."; compare'
+        return run(*arguments, "--out", tmp_path / "out", before=f"data={tmp_path}/none", last=hint)
+
+    assert f"there is no folder {tmp_path}/none: get it." in need("prepare").stderr
+    assert need("prepare", "--data", text).returncode == 0
+    assert need("prepare").returncode == 0 and "delta is not trained" in need("eval").stderr
+    assert "there is no folder" in need("eval", "--data", tmp_path / "none").stderr
 
 
 @pytest.mark.slow
@@ -71,6 +87,16 @@ def test_all_stages(text, tmp_path):
     assert again.returncode == 0 and "fairseq-train" not in again.stderr
     other = run(*arguments, "--lr", "1")
     assert other.returncode == 1 and "another --out" in other.stderr
+
+
+def test_progress_shows_the_bleu_that_chooses_checkpoints(monkeypatch, capsys):
+    valid = '2026 | INFO | valid | {"valid_ppl": "9.5", "valid_bleu": "31.25", "valid_num_updates": "60"}\n'
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO(valid + valid.replace('"valid_bleu": "31.25", ', "") + "| done training\n")
+    )
+    assert lm_progress.show("sum", terminal=False)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("validation ppl      9.5   BLEU 31.25") and second.endswith("validation ppl      9.5")
 
 
 DIVERGED = """\

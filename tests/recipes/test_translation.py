@@ -86,11 +86,11 @@ def test_wmt14_from_raw_text_to_scores(recipes, wmt14, tmp_path):
     again = run(script, *train)
     assert again.returncode == 0 and "fairseq-train" not in again.stderr
 
-    for options, label in (([], ""), (["--average", "2"], " average of 2")):
+    for options, label in (([], ""), (["--average", "2", "--lenpen", "1"], " average of 2 lenpen 1")):
         scored = run(script, "eval", *arguments, *options, "--cpu")
         assert scored.returncode == 0, scored.stderr
         valid, test = (
-            json.loads((out / "delta_dpfp4" / f"{split}{label} --cpu.json").read_text()) for split in ("valid", "test")
+            json.loads((out / "delta_dpfp4" / f"{split}{label}.json").read_text()) for split in ("valid", "test")
         )
         assert (valid["sentences"], test["sentences"]) == (21, 23)
         assert test["signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a")
@@ -134,6 +134,19 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
         "sacreBLEU: nrefs:1"
     )
     assert (out / "table.md").read_text() in done.stdout
+    write_pairs(tmp_path / "my own", 7)
+    own = ["eval", "--out", out, "--models", "favor", "--test", tmp_path / "my own", "--cpu"]
+    scored = run(recipes / "multi30k" / "run.sh", *own)
+    assert scored.returncode == 0, scored.stderr
+    result = json.loads((out / "favor" / "own_my own.json").read_text())
+    assert result["sentences"] == 7 and "sacrebleu" in result
+    assert (
+        f"favor is evaluated already: {out / 'favor' / 'own_my own.json'}"
+        in run(recipes / "multi30k" / "run.sh", *own).stdout
+    )
+    write_pairs(tmp_path / "my own", 8)
+    other = run(recipes / "multi30k" / "run.sh", *own)
+    assert other.returncode == 1 and "has other text than" in other.stderr
     again = run(recipes / "multi30k" / "run.sh", "prepare", "--data", folder, "--out", out)
     assert again.returncode == 0 and "+" not in again.stderr, again.stderr
 
@@ -144,6 +157,7 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
         ("multi30k", ["tain"], "there is no stage tain"),
         ("multi30k", ["prepare", "--out", "unused"], "give --data FOLDER"),
         ("multi30k", ["eval", "--out", "/nonexistent"], "run the stage prepare first"),
+        ("multi30k", ["train", "--test", "x"], "--test PREFIX goes with eval"),
         ("multi30k", ["all", "--models"], "--models needs a value"),
         ("multi30k", ["all", "--models", "sum softmx"], "there is no model softmx"),
         ("wmt14_en_de", [], "there is no stage ''"),
@@ -244,6 +258,10 @@ def test_scores(tmp_path):
     precisions = [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)]
     assert result["compound_split"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
     assert "sacrebleu" not in mt_scores.score(log, tmp_path / "tok.de", None, "de")
+    # Standard output alone: fairseq-generate logs its last line to standard error.
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if "Translated" not in line))
+    alone = mt_scores.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
+    assert alone == {name: value for name, value in result.items() if name not in ("tokens", "seconds")}
 
 
 def test_the_table_comes_from_the_numbers(tmp_path, capsys):
