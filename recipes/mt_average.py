@@ -8,9 +8,10 @@ import re
 import sys
 from pathlib import Path
 
+import fairseq  # noqa: F401  (its types of checkpoints, which fairseq_fwp lets torch load)
 import torch
 
-import fairseq_fwp.cli  # noqa: F401  (whose package lets torch load what fairseq saves)
+import fairseq_fwp  # noqa: F401
 
 
 def last_checkpoints(folder: Path, count: int) -> list[Path]:

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import mt_average
@@ -309,11 +310,13 @@ def test_scores_of_other_sentences_are_refused(tmp_path, lines, sentences, messa
 def test_the_mean_of_the_last_checkpoints(tmp_path):
     for epoch, update in ((1, 5), (1, 90), (2, 100)):
         model = {"weight": torch.full((2,), float(update)), "half": torch.ones(1).half(), "draws": torch.tensor(update)}
-        torch.save({"model": model, "args": None, "cfg": {}}, tmp_path / f"checkpoint_{epoch}_{update}.pt")
+        torch.save({"model": model, "args": Namespace(lr=1), "cfg": {}}, tmp_path / f"checkpoint_{epoch}_{update}.pt")
     torch.save({}, tmp_path / "checkpoint_best.pt")
     paths = mt_average.last_checkpoints(tmp_path, 2)
     assert [path.name for path in paths] == ["checkpoint_1_90.pt", "checkpoint_2_100.pt"]
-    model = mt_average.average(paths)["model"]
+    command = [sys.executable, ROOT / "recipes/mt_average.py", tmp_path, "2", tmp_path / "mean.pt"]
+    subprocess.run(command, check=True)
+    model = torch.load(tmp_path / "mean.pt", weights_only=False)["model"]
     assert model["weight"].tolist() == [95.0, 95.0] and model["half"].dtype == torch.float16 and model["draws"] == 100
     with pytest.raises(ValueError, match="has 3 checkpoints of an update"):
         mt_average.last_checkpoints(tmp_path, 4)
