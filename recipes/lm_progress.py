@@ -27,7 +27,7 @@ def show(label: str, terminal: bool) -> bool:
         if line.startswith("+ "):
             print(line, end="", flush=True)
             continue
-        if found := re.search(r"'max_update': (\d+)", line):
+        if found := re.search(r"\bmax_update(?:': |=)(\d+)", line):
             total = int(found[1])
         done = done or "| done training" in line
         entry = {}

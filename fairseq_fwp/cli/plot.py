@@ -32,9 +32,10 @@ JSON = re.compile(r"\{.*\}$")
 PAIRS = re.compile(r"(\w+)[= ](-?[\d.]+(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
 # All that `--log-format none` leaves of a validation, once for each checkpoint.
 SAVED = re.compile(r"Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
-SCORED_BY = re.compile(r"'best_checkpoint_metric': '(\w+)'")
+# The settings, as fairseq prints them and as this package does (_log.py): all of them, or those that were given.
+SCORED_BY = re.compile(r"best_checkpoint_metric(?:': '|=)(\w+)")
 # The loss of these is the logarithm of the perplexity; label smoothing adds to it.
-PLAIN_LOSS = re.compile(r"'criterion': \{'_name': '(adaptive_loss|cross_entropy)'")
+PLAIN_LOSS = re.compile(r"\bcriterion(?:': \{'_name': '|=)(adaptive_loss|cross_entropy)\b")
 
 
 @dataclass

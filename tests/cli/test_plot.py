@@ -106,6 +106,18 @@ epoch 002:  11%|#   | 1/9 [00:00<00:00, 12.7it/s, loss=9.591, ppl=771.25, num_up
 }
 
 
+def test_settings_are_read_as_the_package_prints_them(tmp_path):
+    log = tmp_path / "train.log"
+    settings = "checkpoint.best_checkpoint_metric={}, criterion={}, dataset.batch_size=4\n"
+    log.write_text(settings.format("loss", "adaptive_loss") + PRINTED["none"])
+    assert round(plot.read_log("", log).valid[9]) == 587
+    log.write_text(settings.format("loss", "label_smoothed_cross_entropy") + PRINTED["none"])
+    with pytest.raises(ValueError, match="no validation ppl"):  # smoothing adds to the loss
+        plot.read_log("", log)
+    log.write_text(settings.format("bleu", "label_smoothed_cross_entropy") + PRINTED["none"])
+    assert plot.read_log("", log, "bleu").valid == {9: 9.198, 18: 9.201}
+
+
 @pytest.mark.parametrize("form", PRINTED)
 def test_every_log_format_of_fairseq_is_read_from_its_folder(tmp_path, form):
     (tmp_path / "hydra_train.log").write_text(CONFIG + PRINTED[form])

@@ -89,14 +89,18 @@ def test_all_stages(text, tmp_path):
     assert other.returncode == 1 and "another --out" in other.stderr
 
 
-def test_progress_shows_the_bleu_that_chooses_checkpoints(monkeypatch, capsys):
-    valid = '2026 | INFO | valid | {"valid_ppl": "9.5", "valid_bleu": "31.25", "valid_num_updates": "60"}\n'
-    monkeypatch.setattr(
-        sys, "stdin", io.StringIO(valid + valid.replace('"valid_bleu": "31.25", ', "") + "| done training\n")
-    )
+def test_progress_shows_how_far_it_is_and_the_bleu_that_chooses_checkpoints(monkeypatch, capsys):
+    lines = """2026 | INFO | settings: optimization.max_update=120, task=translation
+2026 | INFO | train_inner | {"ppl": "10.25", "num_updates": "30", "wps": "500", "ups": "3"}
+2026 | INFO | valid | {"valid_ppl": "9.5", "valid_bleu": "31.25", "valid_num_updates": "60"}
+2026 | INFO | valid | {"valid_ppl": "9.5", "valid_num_updates": "60"}
+2026 | INFO | fairseq_cli.train | done training in 40.0 seconds
+"""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert lm_progress.show("sum", terminal=False)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("validation ppl      9.5   BLEU 31.25") and second.endswith("validation ppl      9.5")
+    training, translation, language_model = capsys.readouterr().out.splitlines()
+    assert "30 of 120 ( 25%)" in training
+    assert translation.endswith("validation ppl      9.5   BLEU 31.25") and language_model.endswith("ppl      9.5")
 
 
 DIVERGED = """\
