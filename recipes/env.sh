@@ -17,9 +17,9 @@ if [ -n "${VIRTUAL_ENV:-}" ] || [ "${CONDA_DEFAULT_ENV:-base}" = base ]; then
   . "${VIRTUAL_ENV:-$root/.venv}/bin/activate"
 fi
 
-# OpenMP's threads wait for each other asleep: spinning, they take the cores from those they wait for where anything else
-# runs on these. Set OMP_WAIT_POLICY or GOMP_SPINCOUNT for another way.
-[ -n "${GOMP_SPINCOUNT:-}" ] || export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+# OpenMP's threads spin for a third of the usual time before they sleep: where anything else runs on the cores, those that
+# spin take them from the threads they wait for. Set OMP_WAIT_POLICY or GOMP_SPINCOUNT for another way.
+[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-100000}"
 
 run() { # prints the command, then runs it
   printf '+%s\n' "$(printf ' %q' "$@")" >&2

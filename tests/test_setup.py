@@ -341,14 +341,14 @@ def test_env_gives_root_and_run(checkout):
         checkout / "recipes/x/run.sh",
         """set -euo pipefail
         . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" ${NONE-plots dev}
-        echo "$root, $activated, $OMP_WAIT_POLICY, $*"
+        echo "$root, $activated, $GOMP_SPINCOUNT, $*"
         run echo 'two words'
         run false
         echo not reached""",
     )
     command = ["bash", checkout / "recipes/x/run.sh", "train", "--lr", "1"]
     done = subprocess.run(command, cwd="/", env=environment(checkout), capture_output=True, text=True)
-    assert done.stdout == f"extras: plots dev\n{checkout}, yes, PASSIVE, train --lr 1\ntwo words\n"
+    assert done.stdout == f"extras: plots dev\n{checkout}, yes, 100000, train --lr 1\ntwo words\n"
     assert done.stderr == "+ echo two\\ words\n+ false\n"
     assert done.returncode == 1
 
