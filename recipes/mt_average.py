@@ -8,10 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-import fairseq  # noqa: F401  (its types of checkpoints, which fairseq_fwp lets torch load)
+import fairseq  # noqa: F401
 import torch
 
-import fairseq_fwp  # noqa: F401
+import fairseq_fwp.cli  # noqa: F401  (with fairseq before it, the package lets torch load what fairseq saves)
 
 
 def last_checkpoints(folder: Path, count: int) -> list[Path]:
