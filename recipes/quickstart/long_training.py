@@ -1,6 +1,6 @@
 """Compare models at ten times the quick start's updates, each at its best learning rate of three, over several seeds.
 
-    python recipes/quickstart/long.py rates|seeds|table [--out runs/long] [--models delta sum ...] [--seeds 1 2 3]
+    python recipes/quickstart/long_training.py rates|seeds|table [--out FOLDER] [--models delta sum ...] [--seeds 1 2 3]
 
 `rates` trains each model for 2,000 updates at each learning rate; `seeds` trains it for 20,000 at the best of them, and
 evaluates it; `table` writes OUT/long.csv, a row for each run, and prints means and deviations. Each run is one call of
@@ -86,7 +86,7 @@ def rows(out: Path, models: list[str]) -> list[dict[str, object]]:
 def table(out: Path, models: list[str]) -> None:
     found = rows(out, models)
     if not found:
-        sys.exit(f"long.py: no run has finished in {out}: begin with the stage rates.")
+        sys.exit(f"long_training.py: no run has finished in {out}: begin with the stage rates.")
     with (out / "long.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, found[0].keys())
         writer.writeheader()

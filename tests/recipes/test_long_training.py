@@ -3,7 +3,7 @@
 import csv
 import json
 
-import long
+import long_training
 import pytest
 
 
@@ -32,11 +32,11 @@ def out(tmp_path):
 
 
 def test_the_best_validation_chooses_the_rate(out):
-    assert long.best_rate(out, "delta") == "0.003"
+    assert long_training.best_rate(out, "delta") == "0.003"
 
 
 def test_a_table_has_mean_and_deviation_of_the_seeds(out, capsys):
-    long.table(out, list(long.MODELS))
+    long_training.table(out, list(long_training.MODELS))
     assert capsys.readouterr().out.splitlines()[2:] == ["| delta | 0.003 | 2 | 12.00 ± 5.66 | 24.00 ± 11.31 |"]
     with (out / "long.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -46,4 +46,4 @@ def test_a_table_has_mean_and_deviation_of_the_seeds(out, capsys):
 
 def test_nothing_to_show_is_said(tmp_path):
     with pytest.raises(SystemExit, match="begin with the stage rates"):
-        long.table(tmp_path, list(long.MODELS))
+        long_training.table(tmp_path, list(long_training.MODELS))
