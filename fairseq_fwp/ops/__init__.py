@@ -4,11 +4,11 @@ Each rule is one file: the plain loop that defines it, the operator ``fwp::<rule
 autograd, and the public function. Kernels in ``cuda_ext/`` replace the loop once they are built, at first use.
 """
 
+from ..kernels import KernelStatus, kernel_status
 from .decay import decay_rule, decay_rule_reference
 from .delta import delta_rule, delta_rule_reference
 from .fwm import fwm_rule, fwm_rule_reference
 from .gated import gated_rule, gated_rule_reference
-from .jit import KernelStatus, kernel_status
 from .sum import sum_rule, sum_rule_reference
 
 __all__ = [

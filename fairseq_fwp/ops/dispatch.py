@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .jit import load_kernels
+from ..kernels import load_kernels
 
 BACKENDS = ("auto", "kernel", "reference")
 # Of a key or a value, where the kernels of a device have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
