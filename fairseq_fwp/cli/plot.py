@@ -5,7 +5,7 @@
 A log is what fairseq-train printed or wrote with `--log-file`, in any `--log-format`; other lines are passed over. A
 folder stands for its train.log, or the only .log file in it. The ending of --out says what the picture is: .png, .svg
 or .pdf. Next to it lie its numbers, curves.csv, and the best validation of each run, curves.md. With --dpfp the picture
-is Figure 1 of Schlag et al. 2021, and there are no logs.
+is Figure 1 of Schlag et al. 2021, and there are no logs. What was written is printed.
 """
 
 import argparse
@@ -108,7 +108,8 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
     if not run.valid:
         raise ValueError(
             f"the log {path} holds no validation {metric}: it should be what fairseq-train printed, from a run "
-            "that came at least as far as its first validation."
+            "that came at least as far as its first validation; what --log-file writes with --log-format none has "
+            "no numbers, give --log-format simple or json in training."
         )
     run.hours = {update: hours[update] for update in hours if update in run.train or update in run.valid}
     return run
@@ -181,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
         help="a log or the folder it lies in, whose name is the label if none is given",
     )
     made.add_argument(
-        "--out", type=Path, default=Path("curves.png"), metavar="PICTURE", help="a .png, .svg or .pdf (curves.png)"
+        "--out", type=Path, metavar="PICTURE", help="a .png, .svg or .pdf (curves.png, or dpfp.png of --dpfp)"
     )
     made.add_argument("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
     made.add_argument("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu: of --eval-bleu")
@@ -191,13 +192,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(arguments)
+    made = parser()
+    args = made.parse_args(arguments)
+    if args.dpfp == bool(args.logs):
+        made.error("give logs of training or --dpfp, and not both")
+    if args.dpfp and (args.train or args.x != "updates" or args.y != "ppl"):
+        made.error("--train, --x and --y belong to logs of training: leave them out with --dpfp")
+    out = args.out or Path("dpfp.png" if args.dpfp else "curves.png")
     try:
-        check_path(args.out)
-        if args.dpfp == bool(args.logs):
-            raise ValueError("give logs of training or --dpfp, and not both.")
+        check_path(out)
         if args.dpfp:
-            draw_dpfp(args.out)
+            draw_dpfp(out)
+            print(f"wrote {out}")
             return
         runs = []
         for name in args.logs:
@@ -208,10 +214,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         labels = [run.label for run in runs]
         if len({*labels}) < len(labels):
             raise ValueError(f"each run must have a label of its own, got {', '.join(labels)}: give LABEL=LOG.")
-        draw(runs, args.out, args.x, args.train)
-        write_csv(runs, args.out.with_suffix(".csv"))
-        write_markdown(runs, args.out.with_suffix(".md"))
-    except ValueError as error:
+        tables = out.with_suffix(".csv"), out.with_suffix(".md")
+        draw(runs, out, args.x, args.train)
+        write_csv(runs, tables[0])
+        write_markdown(runs, tables[1])
+        print(f"wrote {out}, {tables[0].name} and {tables[1].name}")
+    except (ValueError, OSError) as error:
         sys.exit(f"fwp-plot: {error}")
 
 

@@ -28,10 +28,11 @@ def logs(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [[], ["--x", "hours", "--train"]])
-def test_picture_and_tables(logs, flags):
+def test_picture_and_tables(logs, flags, capsys):
     out = logs / "a curve.png"
     plot.main([f"Delta rule={logs}/delta/train.log", f"{logs}/sum/train.log", "--out", str(out), *flags])
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
+    assert capsys.readouterr().out == f"wrote {out}, a curve.csv and a curve.md\n"
     rows = list(csv.DictReader((logs / "a curve.csv").open()))
     assert [row["run"] for row in rows] == ["Delta rule"] * 3 + ["sum"] * 3
     last = {"run": "sum", "update": "300", "hours": "3.0000", "train_ppl": "63.0", "valid_ppl": "63.33"}
