@@ -108,9 +108,17 @@ class Result:
 
 
 def import_plugin(args: Namespace) -> None:
-    """Imports the --user-dir, unless it is this package: fairseq would take it for another one of the same name."""
+    """Imports the --user-dir, unless it is this package: fairseq would take it for another one of the same name.
+
+    Raises ValueError where there is no such folder.
+    """
     if args.user_dir is None or Path(args.user_dir).resolve() != Path(fairseq_fwp.__file__).resolve().parent:
-        utils.import_user_module(args)
+        if os.path.isfile(args.user_dir or ""):
+            raise ValueError(f"--user-dir {args.user_dir} is a file: give the folder of a plug-in")
+        try:
+            utils.import_user_module(args)
+        except FileNotFoundError as error:
+            raise ValueError(f"there is no plug-in {error}: give its folder as --user-dir") from error
 
 
 def load_text(task: Any, data: str, subset: str, first: int) -> Text:
@@ -289,6 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.error(f"--dynamic-{given[0]} belongs to --dynamic: give that, sgd, rms or rms-sum")
     if args.dynamic == "sgd" and given[-1] in ("epsilon", "statistics"):
         made.error(f"--dynamic-{given[-1]} belongs to --dynamic rms and rms-sum: leave it out with sgd")
+    if args.json and args.json == args.scores:
+        made.error(f"--json and --scores are two files, got {args.json} for both")
     if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
         made.error("--dynamic rms-sum takes steps that depend on the number of its windows: give --dynamic-statistics")
     try:

@@ -11,6 +11,7 @@ is Figure 1 of Schlag et al. 2021, and there are no logs. What was written is pr
 import argparse
 import csv
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ METRICS = {
 }
 TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 JSON = re.compile(r"\{.*\}$")
-PAIRS = re.compile(r"(\w+)[= ](-?[\d.]+(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
+PAIRS = re.compile(r"(\w+)[= ](-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
 # All that `--log-format none` leaves of a validation, once for each checkpoint.
 SAVED = re.compile(r"Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
 # The settings, as fairseq prints them and as this package does (_log.py): all of them, or those that were given.
@@ -51,7 +52,8 @@ class Run:
     @property
     def best(self) -> int:
         """The update with the best validation: the highest BLEU, or the lowest of anything else."""
-        return (max if self.metric == "bleu" else min)(self.valid, key=lambda update: self.valid[update])
+        finite = [update for update, value in self.valid.items() if math.isfinite(value)]
+        return (max if self.metric == "bleu" else min)(finite, key=lambda update: self.valid[update])
 
 
 def read_entry(line: str) -> tuple[str, dict[str, float]]:
@@ -95,7 +97,7 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
         elif about == "saved":
             entry[scored_by] = entry["score"]
         wall = entry.get("wall", wall)
-        if about not in found or not {metric, "num_updates"} <= entry.keys():
+        if about not in found or metric not in entry or not math.isfinite(entry.get("num_updates", math.nan)):
             continue
         update = int(entry["num_updates"])
         for earlier in (*found.values(), hours):
@@ -105,11 +107,11 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
         found[about][update], hours[update] = entry[metric], (wall or seconds) / 3600
     # Means since the last line of training; a log with progress bars has those of epochs alone.
     run = Run(label, metric, found["inner"] or found["epoch"], found["valid"] or found["saved"])
-    if not run.valid:
+    if not any(map(math.isfinite, run.valid.values())):
         raise ValueError(
-            f"the log {path} holds no validation {metric}: it should be what fairseq-train printed, from a run "
-            "that came at least as far as its first validation; what --log-file writes with --log-format none has "
-            "no numbers, give --log-format simple or json in training."
+            f"the log {path} holds no validation {metric} that is a number: it should be what fairseq-train printed, "
+            "from a run that came at least as far as its first validation; with --log-format none --log-file has no "
+            "numbers, give --log-format simple or json in training."
         )
     run.hours = {update: hours[update] for update in hours if update in run.train or update in run.valid}
     return run
@@ -160,7 +162,8 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
     if metric == "ppl":
         # Perplexities fall from thousands to tens; the log scale keeps the end, where the runs differ, readable.
         drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
-        lowest, highest = min(drawn), max(drawn)
+        finite = [ppl for ppl in drawn if math.isfinite(ppl)]
+        lowest, highest = min(finite), max(finite)
         axes.set_ylim(lowest * 0.95, min(highest, lowest * 8) * 1.05)
         use_log_scale(axes.yaxis)
     axes.xaxis.set_major_formatter("{x:,g}" if x == "hours" else "{x:,.0f}")
