@@ -102,8 +102,8 @@ own_test() { # own_test PREFIX NAME
   fi
   sum=$(cat "$work"/text/test.* | cksum)
   if [ -e "$out/tests/$2" ]; then
-    [ "$sum" = "$(cat "$out/tests/$2/sum")" ] || die "$out/tests/$2 has other text than $1: rename the files of one."
     rm -r "$work"
+    [ "$sum" = "$(cat "$out/tests/$2/sum")" ] || die "$out/tests/$2 has other text than $1: rename the files of one."
     return
   fi
   for language in $source $target; do
