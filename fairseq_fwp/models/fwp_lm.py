@@ -46,6 +46,8 @@ FAST_WEIGHT_FLAGS = (
     *NORMALIZATION_FLAGS,
     "scale_read_out",
     "norm_read_out",
+    "l2_normalization",
+    "negative_eigenvalues",
     *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
 )
 
@@ -97,6 +99,12 @@ class FwpLanguageModelConfig(DecoderConfig):
         False, "multiply the read-out by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do"
     )
     norm_read_out: bool = option(False, "layer normalisation of each head's read-out")
+    l2_normalization: bool = option(
+        False, "divide mapped keys and queries by their lengths, as modern delta networks do"
+    )
+    negative_eigenvalues: bool = option(
+        False, "rates beta of the delta rule and its family up to 2 in place of 1 (Grazzi 2025)"
+    )
     fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
         "auto", "C++ and CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
     )
@@ -176,6 +184,7 @@ class FwpDecoder(LanguageModelDecoder):
         super().__init__(cfg, dictionary)
         check_probability("final_dropout", cfg.final_dropout)
         self.final_dropout = Dropout(cfg.final_dropout, self)
+        self.packs_documents = cfg.decoder_update_rule != "softmax" and not cfg.positions_from_end
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
@@ -200,9 +209,14 @@ class FwpDecoder(LanguageModelDecoder):
         return build_attention(cfg)
 
     def _extract_features(
-        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
+        self,
+        tokens: Tensor,
+        state: DecoderState | None,
+        last: int | None = None,
+        decoding: bool = False,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
-        x, state = super()._extract_features(tokens, state, last, decoding)
+        x, state = super()._extract_features(tokens, state, last, decoding, first)
         return self.final_dropout(x), state
 
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
@@ -249,6 +263,8 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         sum_epsilon=cfg.sum_normalization_epsilon,
         scale_read_out=cfg.scale_read_out,
         norm_read_out=cfg.norm_read_out,
+        l2_normalization=cfg.l2_normalization,
+        negative_eigenvalues=cfg.negative_eigenvalues,
         bias=cfg.attention_bias,
         backend=str(cfg.fwp_backend),
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.normalization import (
@@ -64,10 +65,14 @@ class FastWeightAttention(nn.Module):
     scale_read_out: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
     norm_read_out: layer normalisation of each head's read-out (what the public code of the rule fwm does);
     bias: of q, k, v, the output, and the gates that the rule gives none, which start at zero;
+    l2_normalization: divide mapped q and k by their lengths (Schlag et al. 2021 have their sums in its place; Yang et
+    al. 2024, arXiv 2406.06484, Sec. 3.3);
+    negative_eigenvalues: rates of delta's family up to 2 in place of 1 (Grazzi et al. 2025, arXiv 2411.12537);
     backend: of the operators.
 
     Raises ValueError for an unknown rule, a head count that does not divide embed_dim, an epsilon that is no number
-    above 0, read_out_only alone, or a normalisation with a map whose features may be negative.
+    above 0, read_out_only alone, a normalisation with a map whose features may be negative, or a normalisation or
+    negative eigenvalues with a rule that has none.
     """
 
     def __init__(
@@ -87,11 +92,17 @@ class FastWeightAttention(nn.Module):
         scale_read_out: bool = False,
         norm_read_out: bool = False,
         bias: bool = False,
+        l2_normalization: bool = False,
+        negative_eigenvalues: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
         self.rule = find_rule(update_rule)
+        if attention_normalization:
+            check_normalization(update_rule, read_out_only)
+        if negative_eigenvalues and not any(gate.doubles for gate in self.rule.gates):
+            raise ValueError(f"--negative-eigenvalues are of rules with a beta up to 1, and {update_rule} has none")
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
@@ -115,16 +126,28 @@ class FastWeightAttention(nn.Module):
         self.sum_epsilon = self.epsilon if sum_epsilon is None else sum_epsilon
         self.add_epsilon = add_epsilon
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
+        self.l2_normalization = l2_normalization
+        self.negative_eigenvalues = negative_eigenvalues
         self.backend = backend
-        gate_sizes = {
-            gate.name: num_heads * (gate.size(feature_map.feature_dim, self.head_dim) if gate.size else 1)
-            for gate in self.rule.gates
-        }
-        self.sizes = [2 * num_heads * self.key_dim, embed_dim, *gate_sizes.values()]
+        dims = (feature_map.feature_dim, self.head_dim)
+        gate_sizes = {gate.name: num_heads * (gate.size(*dims) if gate.size else 1) for gate in self.rule.gates}
+        ranks = {gate.name: gate.rank(*dims) for gate in self.rule.gates if gate.rank}
+        steps = self.rule.steps
+        self.sizes = [(1 + steps) * num_heads * self.key_dim, steps * embed_dim, *(gate_sizes | ranks).values()]
         self.in_proj = Linear(embed_dim, sum(self.sizes), bias=False)
         self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None
         self.gate_biases = nn.ParameterDict(
             {gate.name: torch.zeros(gate_sizes[gate.name]) for gate in self.rule.gates if gate.bias or bias}
+        )
+        self.gate_expansions = nn.ModuleDict(
+            {name: Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
+        )
+        self.gate_activations = nn.ModuleDict(
+            {
+                gate.name: gate.learned(num_heads, gate_sizes[gate.name] // num_heads)
+                for gate in self.rule.gates
+                if gate.learned
+            }
         )
         self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_read_out else None
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
@@ -143,20 +166,22 @@ class FastWeightAttention(nn.Module):
         x: Tensor,
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
         *,
         keep_state: bool = True,
     ) -> tuple[Tensor, FastWeightState | None]:
         """x (B, L, D) -> y (B, L, D) and the state after the last token, which without keep_state may be left out.
 
-        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing.
+        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing;
+        first (B, L): True at tokens with which a document begins, before which the memory is empty, None = nowhere.
         """
         q, k, v, gates = self._project(x, key_padding_mask)
-        if state is None and self._reads_by_scores(q):
+        if state is None and first is None and self._reads_by_scores(q):
             out = self._read_by_scores(q, k, v)
             if keep_state:
                 state = FastWeightState(k.mT @ v, k.sum(2) if self.attention_normalization else None)
         else:
-            out, state = self._read(q, k, v, gates, state)
+            out, state = self._read(q, k, v, gates, state, first)
         if self.read_out_norm is not None:
             out = self.read_out_norm(out.to(x.dtype))
         if self.scale != 1:
@@ -169,15 +194,21 @@ class FastWeightAttention(nn.Module):
         return self.num_heads * self.feature_map.feature_dim * self.head_dim
 
     def _read(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: FastWeightState | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: list[Tensor],
+        state: FastWeightState | None,
+        first: Tensor | None,
     ) -> tuple[Tensor, FastWeightState]:
         """What the rule reads, normalised (B, H, L, Dv), and the new state."""
         weights, normalizer = (None, None) if state is None else state
         divisor = None
         if self.attention_normalization:
             normalize = self._forgetting_normalizer if self.rule.forgets else self._summing_normalizer
-            divisor, normalizer, k, v = normalize(q, k, v, gates, normalizer)
-        out, weights = self.rule.operator(q, k, v, *gates, weights, backend=self.backend)
+            divisor, normalizer, k, v = normalize(q, k, v, gates, normalizer, first)
+        out, weights = self.rule.operator(q, k, v, *gates, weights, first=first, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, normalizer)
@@ -203,24 +234,25 @@ class FastWeightAttention(nn.Module):
         return out / bound(scores.sum(-1, keepdim=True), self.divisor_epsilon, self.add_epsilon)
 
     def _summing_normalizer(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None, first: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """z_t . q_t (B, H, L) and z_L, z the sum of the keys; k and v so that what k retrieves is normalised too."""
-        z = running_normalizer(k, normalizer)
+        z = running_normalizer(k, normalizer, first)
         divisor = read_divisor(q, z, self.divisor_epsilon, self.add_epsilon)
         if self.rule.retrieves and not self.read_out_only:
-            k, v = normalize_retrieval(k, v, z, self.divisor_epsilon, self.add_epsilon)
+            k, v = normalize_retrieval(k, v, z, self.divisor_epsilon, self.add_epsilon, first)
         return divisor, z[:, :, -1].clone(), k, v
 
     def _forgetting_normalizer(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None, first: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same, z the memory of the rule itself for values of one."""
         assert self.rule.forgets is not None
         ones = torch.ones_like(v[..., :1])
         wide = (at_least_float32(x) for x in (q, k, ones, *self.rule.forgets(*gates)))
         state = None if normalizer is None else normalizer.unsqueeze(-1)
-        divisor, state = self.rule.operator(*wide, state, backend=self.backend)
+        rule = self.rule.normalizer or self.rule.operator
+        divisor, state = rule(*wide, state, first=first, backend=self.backend)
         return bound(divisor.squeeze(-1), self.divisor_epsilon, self.add_epsilon), state.squeeze(-1), k, v
 
     def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -235,14 +267,18 @@ class FastWeightAttention(nn.Module):
         forgets = any(gate.at_padding is not None for gate in self.rule.gates)
         if forgets or (overflows and values.dtype == torch.float16):
             values = at_least_float32(values)
-        # (B, L, 2, H, d): one call maps queries and keys
-        features = self.feature_map(queries_keys.unflatten(-1, (2, self.num_heads, self.key_dim)))
+        # (B, L, 1 + N, H, d): one call maps queries and keys, and a token has N keys and values.
+        steps = self.rule.steps
+        features = self.feature_map(queries_keys.unflatten(-1, (1 + steps, self.num_heads, self.key_dim)))
         if self.sum_normalization:
             features = sum_normalize(features, self.sum_epsilon, self.add_epsilon)
-        v = values.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        q, k = features.to(v.dtype).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.l2_normalization:
+            features = functional.normalize(features, dim=-1)
+        v = values.unflatten(-1, (steps, self.num_heads, self.head_dim)).permute(0, 3, 1, 2, 4)
+        q, k = features.to(v.dtype).permute(0, 3, 1, 2, 4).split((1, steps), 3)
         if key_padding_mask is not None:
-            k = k.masked_fill(key_padding_mask[:, None, :, None], 0)
+            k = k.masked_fill(key_padding_mask[:, None, :, None, None], 0)
+        q, k, v = q.squeeze(3), *((k, v) if steps > 1 else (k.squeeze(3), v.squeeze(3)))
         return (
             q,
             k,
@@ -255,14 +291,18 @@ class FastWeightAttention(nn.Module):
 
     def _open(self, gate: Gate, projected: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """The gate (B, H, L), or (B, H, L, size) where it has one, from its projection (B, L, H size)."""
+        if gate.rank:
+            projected = self.gate_expansions[gate.name](projected)
         if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
-        opened = gate.activation(at_least_float32(projected))
+        activation = self.gate_activations[gate.name] if gate.learned else gate.activation
+        opened = activation(at_least_float32(projected).unflatten(-1, (self.num_heads, -1)))
+        if gate.doubles and self.negative_eigenvalues:
+            opened = 2 * opened
         if key_padding_mask is not None and gate.at_padding is not None:
-            opened = opened.masked_fill(key_padding_mask.unsqueeze(-1), gate.at_padding)
-        if gate.size is None:
-            return opened.transpose(1, 2)
-        return opened.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            opened = opened.masked_fill(key_padding_mask[:, :, None, None], gate.at_padding)
+        opened = opened.transpose(1, 2)
+        return opened if gate.size else opened.squeeze(-1)
 
     def extra_repr(self) -> str:
         return (
@@ -278,6 +318,21 @@ def check_heads(embed_dim: int, num_heads: int, side: str = "decoder") -> None:
         raise ValueError(
             f"the embedding dimension {embed_dim} is not divisible by {num_heads} attention heads: change "
             f"--{side}-embed-dim or --{side}-attention-heads"
+        )
+
+
+def check_normalization(update_rule: str, output_only: bool) -> None:
+    """Raises ValueError where this attention normalisation is not defined for the rule."""
+    rule = find_rule(update_rule)
+    if not rule.normalizes:
+        raise ValueError(
+            f"attention normalisation is not defined for the update rule {update_rule}: leave out "
+            "--attention-normalization (--sum-normalization is)"
+        )
+    if rule.normalizer and not output_only:
+        raise ValueError(
+            f"the update rule {update_rule} erases and forgets, and only its output can be normalised: give "
+            "--attention-normalization-read-out-only as well"
         )
 
 

@@ -12,16 +12,10 @@
 #include <tuple>
 #include <type_traits>
 
-#include "binding_arguments.h"
-#include "state_block.h"
+#include "../../cpu/state_block.h"
+#include "../kernel_arguments.h"
 
 namespace fwp::cpu {
-
-// In the dtype that the kernels compute in, the elements of a vector side by side. Most often the tensor itself.
-inline Tensor prepare(const Tensor& x, at::ScalarType type) {
-  const Tensor same = x.scalar_type() == type ? x : x.to(type);
-  return same.stride(-1) == 1 || same.size(-1) == 1 ? same : same.contiguous();
-}
 
 // The heads of a tensor in memory, null where it is undefined. A tensor is asked for its strides once and not for every
 // head: over a single token the answers took as long as a fifth of the arithmetic.
@@ -51,21 +45,12 @@ class Heads {
   int64_t heads_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
 
-// An operator cannot return an undefined tensor: (0,) stands for it.
-inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
-
 // Aligned memory for `count` numbers.
 template <typename A>
 auto scratch(int64_t count) {
   const auto release = [](A* p) { ::operator delete(p, std::align_val_t{kVectorBytes}); };
   void* p = ::operator new(count * sizeof(A), std::align_val_t{kVectorBytes});
   return std::unique_ptr<A, decltype(release)>(static_cast<A*>(p), release);
-}
-
-// `length` tokens from `first` on of each tensor that is defined.
-inline void narrow(std::initializer_list<Tensor*> tensors, int64_t first, int64_t length) {
-  for (Tensor* x : tensors)
-    if (x->defined()) *x = x->narrow(2, first, length);
 }
 
 // Half of a first-level cache of 32 KiB: the other half is for the tokens.

@@ -14,6 +14,12 @@ namespace fwp {
 // Bytes that a cache fetches together, on nearly every machine.
 constexpr int kLineBytes = 64;
 
+// Tokens between two states that rules that forget keep: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
+constexpr int64_t kChunk = 32;
+
+// A sequence split at multiples of so many tokens gives the outputs and states of the whole, to the last bit.
+constexpr int64_t kSplit = 64;
+
 // How far ahead tokens are fetched. Left to itself, the processor took up to twice as long over tokens that do not lie
 // in the second-level cache; and longer still where only some of a pass's inputs and results were fetched. Half as many
 // or twice as many did as well.
@@ -112,6 +118,10 @@ struct Group {  // NV vectors of neighbouring columns
   }
   FWP_INLINE void scale(A factor) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] *= factor;
+  }
+  // What follows cannot be fused with what was before.
+  FWP_INLINE void round() {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = in_register<A>(x[n]);
   }
   FWP_INLINE void add(const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += other.x[n];

@@ -1,0 +1,144 @@
+// The operator on CUDA tensors: its arguments become those of the launchers.
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "../cuda/launchers.h"
+#include "kernel_arguments.h"
+
+namespace fwp::cuda {
+namespace {
+
+Type type_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return Type::float32;
+    case at::kDouble: return Type::float64;
+    case at::kBFloat16: return Type::bfloat16;
+    default: return Type::float16;
+  }
+}
+
+Tokens tokens(const Tensor& x) {
+  if (!x.defined()) return {};
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), type_of(x.scalar_type())};
+}
+
+Target target(const Tensor& x) {
+  if (!x.defined()) return {};
+  return {x.mutable_data_ptr(), type_of(x.scalar_type())};
+}
+
+Tensor contiguous(const Optional& x) { return x ? x->contiguous() : Tensor(); }
+const void* data(const Tensor& x) { return x.defined() ? x.const_data_ptr() : nullptr; }
+void* memory(const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : nullptr; }
+
+Rule cuda_rule(const Arguments& given, const TokenTensors& in) {
+  if (given.removes()) return Rule::removal;
+  if (in.value_decay.defined()) return Rule::decay;
+  if (in.key_decay.defined()) return given.erases ? Rule::gated_delta_by_key : Rule::gated_by_key;
+  if (in.head_decay.defined()) return given.erases ? Rule::gated_delta : Rule::gated;
+  return given.erases ? Rule::delta : Rule::sum;
+}
+
+// What both passes have: checked arguments, as the kernels read them, on q's device and that device's current stream.
+struct Pass {
+  const fwp::Sizes size;
+  const at::ScalarType state_type;
+  const c10::DeviceGuard guard;
+  const TokenTensors in;
+  const Tensor state, first;
+  const Rule rule;
+
+  Pass(const Arguments& given, const Tensor& values)
+      : size(given.q, values), state_type(fwp::state_type(given.q)), guard(given.q.device()),
+        in((check_all(given, values), prepare_all(given, size))), state(contiguous(given.state)),
+        first(contiguous(given.first)), rule(cuda_rule(given, in)) {}
+
+  Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
+  Tensor empty_in_state_type(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options().dtype(state_type)); }
+  std::array<int64_t, 5> kept_sizes() const { return {size.B, size.H, size.L / kChunk, size.Dk, size.Dv}; }
+
+  Inputs inputs() const {
+    return {tokens(in.q), tokens(in.k), tokens(in.v), tokens(in.head_decay), tokens(in.key_decay), tokens(in.value_decay),
+            tokens(in.rate), tokens(in.removal_key), tokens(in.removal), data(state)};
+  }
+
+  // `launch` gets a Call and returns null, or what failed.
+  template <typename F>
+  void run(bool is_backward, F launch) const {
+    const Sizes sizes{size.B, size.H, size.L, size.Dk, size.Dv};
+    const Type type = type_of(in.q.scalar_type());
+    const int64_t bytes = is_backward ? workspace_bytes(rule, sizes, type) : 0;
+    // It may go before the kernels have run: its memory is given only to what this stream does after them.
+    const Tensor workspace = at::empty({bytes}, in.q.options().dtype(at::kByte));
+    void* const stream = c10::cuda::getCurrentCUDAStream(in.q.device().index()).stream();
+    const bool* const starts = first.defined() ? first.const_data_ptr<bool>() : nullptr;
+    const char* const failure = launch(Call{sizes, type, rule, starts, memory(workspace), stream});
+    TORCH_CHECK(failure == nullptr, failure);
+  }
+
+ private:
+  static void check_all(const Arguments& given, const Tensor& values) {
+    TORCH_CHECK(given.q.is_cuda(), "q must be on the GPU, where other arguments are, got ", given.q.device());
+    given.check_all(fwp::Sizes(given.q, values), given.q.scalar_type(), given.q.device());
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                        const Optional& decay, const Optional& value_decay,
+                                                        const Optional& rate, const Optional& removal_key,
+                                                        const Optional& removal_rate, const Optional& state,
+                                                        const Optional& first, bool erases) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  const Pass pass(given, v);
+  const Tensor out = pass.empty(pass.size.values()), after = pass.empty_in_state_type(pass.size.state());
+  Tensor retrieved, kept;
+  if (given.retrieves()) retrieved = pass.empty_in_state_type(pass.size.values());
+  if (given.keeps_states()) kept = pass.empty_in_state_type(pass.kept_sizes());
+  pass.run(false, [&](const Call& call) {
+    return forward(call, pass.inputs(), {target(out), memory(after), memory(retrieved), memory(kept)});
+  });
+  return {out, after, or_nothing(retrieved, after), or_nothing(kept, after)};
+}
+
+NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
+                                  const Optional& value_decay, const Optional& rate, const Optional& removal_key,
+                                  const Optional& removal_rate, const Optional& state, const Optional& first,
+                                  bool erases, const Tensor& retrieved, const Tensor& kept, const Optional& grad_out,
+                                  const Optional& grad_state) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  TORCH_CHECK(erases || v, "v must be given");
+  const Pass pass(given, v ? *v : retrieved);
+  const auto device = q.device();
+  if (given.retrieves()) check("retrieved", retrieved, pass.size.values(), pass.state_type, device);
+  if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, device);
+  check("grad_out", grad_out, pass.size.values(), q.scalar_type(), device);
+  check("grad_state", grad_state, pass.size.state(), pass.state_type, device);
+  const Tensor found = given.retrieves() ? prepare(retrieved) : Tensor(), d_out = grad_out ? prepare(*grad_out) : Tensor();
+  const Tensor states = given.keeps_states() ? kept.contiguous() : Tensor(), d_state = contiguous(grad_state);
+  const TokenTensors& in = pass.in;
+  const auto like = [](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); };
+  TokenTensors to;
+  to.q = like(in.q), to.k = like(in.k), to.v = pass.empty(pass.size.values());
+  to.key_decay = like(in.key_decay), to.value_decay = like(in.value_decay), to.head_decay = like(in.head_decay);
+  if (rate) to.rate = like(in.rate);
+  if (in.removal.defined()) to.removal = like(in.removal), to.removal_key = like(in.removal);
+  const Tensor d_initial = state ? pass.empty_in_state_type(pass.size.state()) : Tensor();
+  pass.run(true, [&](const Call& call) {
+    const Gradients gradients{target(to.q),           target(to.k),          target(to.v),    target(to.head_decay),
+                              target(to.key_decay),   target(to.value_decay), target(to.rate), target(to.removal_key),
+                              target(to.removal),     memory(d_initial)};
+    return backward(call, pass.inputs(), {tokens(found), tokens(d_out), data(states), data(d_state)}, gradients);
+  });
+  return gradients(given, in, to, d_initial);
+}
+
+}  // namespace
+}  // namespace fwp::cuda
+
+TORCH_LIBRARY_IMPL(fwp, CUDA, m) {
+  m.impl("fast_weights", &fwp::cuda::fast_weights);
+  m.impl("fast_weights_backward", &fwp::cuda::fast_weights_backward);
+}

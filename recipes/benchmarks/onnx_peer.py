@@ -1,0 +1,56 @@
+"""ONNX Runtime's LinearAttention, the operator of this kind that others ship for a CPU: float32, forward only.
+
+It is there twice: opset 27's, which ONNX Runtime expands to a loop of simple operators (Scan), and a fused kernel with
+the same inputs, of the domain com.microsoft.
+"""
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper
+
+DOMAINS = {"ONNX Runtime's Scan": "", "ONNX Runtime's fused kernel": "com.microsoft"}
+
+
+def linear_attention(rule, shape, domain, decays, rates):
+    """Return a session of one thread whose `run(None, pack(...))` gives the output (B, L, H Dv) and the state.
+
+    rule: linear, gated, delta or gated_delta; shape: (B, H, L, Dk, Dv); decays, rates: whether it has them.
+    """
+    B, H, L, Dk, Dv = shape
+    names = ["query", "key", "value", "past_state", "decay" if decays else "", "beta" if rates else ""]
+    node = helper.make_node(
+        "LinearAttention",
+        names,
+        ["output", "present_state"],
+        update_rule=rule,
+        scale=1.0,
+        q_num_heads=H,
+        kv_num_heads=H,
+        domain=domain,
+    )
+    state = [B, H, Dk, Dv]
+    # Without these sizes the Scan does not run.
+    sizes = {"query": [B, L, H * Dk], "key": [B, L, H * Dk], "value": [B, L, H * Dv], "past_state": state}
+    sizes |= {"output": [B, L, H * Dv], "present_state": state}
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes.get(name)) for name in of if name]
+        for of in (names, node.output)
+    )
+    versions = [helper.make_opsetid("", 27), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], rule, inputs, outputs), opset_imports=versions, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def pack(q, k, v, state, decay=None, beta=None):
+    """Return its inputs for those of our operators: tokens stand before heads there, and decays are logarithms."""
+
+    def tokens_first(x):
+        return np.ascontiguousarray(x.transpose(1, 2).flatten(2).numpy())
+
+    feed = {"query": tokens_first(q), "key": tokens_first(k), "value": tokens_first(v), "past_state": state.numpy()}
+    for name, x in (("decay", None if decay is None else decay.log()), ("beta", beta)):
+        if x is not None:
+            feed[name] = tokens_first(x if x.dim() == 4 else x.unsqueeze(-1))
+    return feed
