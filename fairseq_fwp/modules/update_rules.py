@@ -91,6 +91,16 @@ def gla_decay(x: Tensor) -> Tensor:
     return torch.exp(F.logsigmoid(x) / 16)
 
 
+def rwkv7_decay(x: Tensor) -> Tensor:
+    """exp(-exp(-1/2) sigmoid(x)), which is above 0.545: Peng et al. 2025 (arXiv 2503.14456), Eq. 12."""
+    return torch.exp(-math.exp(-0.5) * torch.sigmoid(x))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / ||x|| along the last dimension."""
+    return F.normalize(x, dim=-1)
+
+
 BETA = Gate("beta", doubles=True)
 UPDATE_RULES = {
     "sum": UpdateRule(ops.sum_rule),
@@ -132,6 +142,16 @@ UPDATE_RULES = {
     # Siems et al. 2025 have up to four steps a token; two are what the symmetric group of three needs.
     "delta_product": UpdateRule(
         ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), normalizes=False, steps=2
+    ),
+    "rwkv7": UpdateRule(
+        # Peng et al. 2025, Eqs. 12 and 13, with projections of the rank of a head. The key is the layer's, as it is.
+        ops.rwkv7_rule,
+        (
+            Gate("decay", lambda dk, dv: dk, torch.zeros, 1, rwkv7_decay, rank=lambda dk, dv: dv),
+            Gate("removal_key", lambda dk, dv: dk, activation=unit_length),
+            Gate("removal_rate", lambda dk, dv: dk, torch.zeros, 0, rank=lambda dk, dv: dv),
+        ),
+        normalizes=False,
     ),
     "fwm": UpdateRule(ops.fwm_rule, (BETA._replace(doubles=False),), retrieves=True),
 }

@@ -34,6 +34,7 @@ from .gated import gated_rule
 from .gated_delta import gated_delta_rule
 from .gla import gla_rule
 from .rule import Rule
+from .rwkv7 import rwkv7_rule
 from .sum import sum_rule
 
 decay_rule_reference = partial(decay_rule, backend="reference")
@@ -43,6 +44,7 @@ fwm_rule_reference = partial(fwm_rule, backend="reference")
 gated_rule_reference = partial(gated_rule, backend="reference")
 gated_delta_rule_reference = partial(gated_delta_rule, backend="reference")
 gla_rule_reference = partial(gla_rule, backend="reference")
+rwkv7_rule_reference = partial(rwkv7_rule, backend="reference")
 sum_rule_reference = partial(sum_rule, backend="reference")
 
 __all__ = [
@@ -68,6 +70,8 @@ __all__ = [
     "kernel_status",
     "outer",
     "retrieve",
+    "rwkv7_rule",
+    "rwkv7_rule_reference",
     "sum_rule",
     "sum_rule_reference",
 ]

@@ -28,6 +28,7 @@ FORMS = {
     "gated_delta, decay per head": (ops.gated_delta_rule, "q k v decay beta", "gated_delta"),
     "gated_delta, decay per key dimension": (ops.gated_delta_rule, "q k v key_decay beta", None),
     "delta_product, 2 steps": (ops.delta_product_rule, "q two_k two_v two_beta", None),
+    "rwkv7": (ops.rwkv7_rule, "q k v key_decay removal_key removal_rate", None),
 }
 # A rule, what it is held against, as often, and the largest ratio.
 COSTS = (
@@ -37,6 +38,7 @@ COSTS = (
     ("gated_delta, decay per head", "delta", 1, 1.35),
     ("gated_delta, decay per key dimension", "delta", 1, 1.6),
     ("delta_product, 2 steps", "delta", 2, 1.1),
+    ("rwkv7", "delta", 1, 2),
 )
 # Passes over the memory a token, forward and backward; least share of a product's rate of each.
 PASSES = {"sum": (2, 5), "delta": (3, 7)}

@@ -57,6 +57,9 @@ def by_equation(rule, q, k, values, gates, norm):
             elif rule in ("gated_delta", "kda"):
                 w = gate[0].unsqueeze(1) * w
                 w = w + gate[1] * torch.outer(key, value - key @ w)
+            elif rule == "rwkv7":
+                w, old = gate[0].unsqueeze(1) * w + torch.outer(key, value), gate[1] @ w
+                w = w - torch.outer(gate[2] * gate[1], old)
             elif rule in ("delta", "fwm"):
                 w, z = w + gate[0] * torch.outer(key, value - old), z + key
                 if rule == "fwm":

@@ -49,6 +49,7 @@ RULES = {
     "gated_delta_by_key": rule("gated_delta", decay=PER_KEY, beta=PER_TOKEN),
     "delta_product": product(beta=PER_STEP),
     "delta_product_with_decay": product(beta=PER_STEP, decay=PER_TOKEN),
+    "rwkv7": rule("rwkv7", decay=PER_KEY, removal_key=PER_KEY, removal_rate=PER_KEY),
     "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
 }
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]

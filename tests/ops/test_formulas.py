@@ -87,6 +87,14 @@ def delta_product_rule(q, k, v, beta, state, decay=None):
         yield h.T @ q[t], h
 
 
+def rwkv7_rule(q, k, v, decay, removal_key, removal_rate, state):
+    """Peng et al. 2025, Eq. 17: S = S (diag(w) - kappa^T (a * kappa)) + v^T k with S (Dv, Dk), read by r S^T."""
+    s = state.T
+    for r, k_t, v_t, w, kappa, a in zip(q, k, v, decay, removal_key, removal_rate, strict=True):
+        s = s @ (np.diag(w) - np.outer(kappa, a * kappa)) + np.outer(v_t, k_t)
+        yield r @ s.T, s.T
+
+
 FORMULAS = {
     "sum": sum_rule,
     "gated": gated_rule,
@@ -98,6 +106,7 @@ FORMULAS = {
     "gated_delta_by_key": kimi_delta_attention,
     "delta_product": delta_product_rule,
     "delta_product_with_decay": delta_product_rule,
+    "rwkv7": rwkv7_rule,
 }
 
 
