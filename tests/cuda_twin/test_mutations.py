@@ -94,6 +94,7 @@ MUTATIONS = {
     "correction_not_faded": Mutation(
         "forget.cuh", "fma(-decay[c], column[c], d_key[c])", "d_key[c] - column[c]", ("gated_delta_by_key",)
     ),
+    "removal_after_fading": Mutation("forget.cuh", "      g.add(row, of_found);\n", "", ("rwkv7",)),
     "document_not_begun": Mutation("forget.cuh", "    if (place.begins(t)) g.clear();\n", "", ("gla",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
