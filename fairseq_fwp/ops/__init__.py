@@ -1,27 +1,64 @@
 """Update rules of fast weight programmers as pure functions of tensors: state in, state out, no parameters.
 
-Each rule is one file: the plain loop that defines it, the operator ``fwp::<rule>_rule`` with its fake and
-autograd, and the public function. Kernels in ``cuda_ext/`` replace the loop once they are built, at first use.
+Each rule is one file: its equation, the step that defines it, and how it is written as a case of one operator,
+``fast_weights``, which has kernels (cuda_ext/, built at first use). Every rule is called alike:
+
+    out, state = <name>_rule(q, k, v, <gates>, state=None, *, first=None, backend="auto")
+
+    q, k: (B, H, L, Dk), already mapped and normalised; v: (B, H, L, Dv). One dtype of float32, float64, bfloat16 or
+        float16 for them and the gates (under autocast too: nothing is cast here).
+    state: (B, H, Dk, Dv) before the first token, float32 (float64 for float64 inputs); None is zeros.
+    first: (B, L), bool: tokens with which a document begins, where the memory starts empty; None is nowhere.
+    backend: "auto", "kernel" or "reference" (the loop over the step).
+
+    out: (B, H, L, Dv) in v's dtype, what each token reads, after its own write. state: the new one, after the last
+        token. Both are differentiable once; those of the reference as often as wanted.
+
+    ValueError, TypeError: a shape, device, backend or dtype does not fit.
+    RuntimeError: ``backend="kernel"`` and no kernel can be built or used.
+
+A rule of one's own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which is called in the same way: gradients,
+checks and the operator of PyTorch come with it.
 """
 
+from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
 from .decay import decay_rule, decay_rule_reference
 from .delta import delta_rule, delta_rule_reference
+from .delta_product import delta_product_rule, delta_product_rule_reference
 from .fwm import fwm_rule, fwm_rule_reference
 from .gated import gated_rule, gated_rule_reference
+from .gated_delta import gated_delta_rule, gated_delta_rule_reference
+from .gla import gla_rule, gla_rule_reference
 from .jit import KernelStatus, kernel_status
+from .rule import Rule
+from .rwkv7 import rwkv7_rule, rwkv7_rule_reference
 from .sum import sum_rule, sum_rule_reference
 
 __all__ = [
+    "PER_KEY",
+    "PER_TOKEN",
+    "PER_VALUE",
     "KernelStatus",
+    "Rule",
     "decay_rule",
     "decay_rule_reference",
+    "delta_product_rule",
+    "delta_product_rule_reference",
     "delta_rule",
     "delta_rule_reference",
     "fwm_rule",
     "fwm_rule_reference",
+    "gated_delta_rule",
+    "gated_delta_rule_reference",
     "gated_rule",
     "gated_rule_reference",
+    "gla_rule",
+    "gla_rule_reference",
     "kernel_status",
+    "outer",
+    "retrieve",
+    "rwkv7_rule",
+    "rwkv7_rule_reference",
     "sum_rule",
     "sum_rule_reference",
 ]

@@ -1,103 +1,130 @@
-"""The rules that forget, a chunk of tokens at a time: they cannot be rewound, and keep no state for every token.
+"""What runs a rule where it has no kernel: its loop, and gradients of one chunk of tokens at a time.
 
-The forward pass keeps a state after every CHUNK tokens, and the backward pass rebuilds those in between. This is what
-the operators of the decay rule, and of the gated rule as a case of it, run without a compiled kernel.
-B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
+The forward pass keeps a state before every CHUNK tokens, and the backward pass differentiates the loop from there on,
+the last chunk first: it holds L / CHUNK states, and those of one chunk.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .arguments import first_state, outer, state_dtype
+from .arguments import first_state, state_dtype
 from .dispatch import refuse_double_backward
 
-# Tokens between two states that the forward pass keeps: what was forgotten cannot be rewound, so the backward pass
-# rebuilds the states between them.
-CHUNK = 32
+if TYPE_CHECKING:
+    from .rule import Results, Rule
+
+# Least memory is needed where this is the root of L: 64 suits lengths from a thousand to some ten thousand.
+CHUNK = 64
 
 
-def forward_by_chunks(
-    reference: Callable[..., tuple[Tensor, Tensor]], tokens: tuple[Tensor, ...], state: Tensor | None
+def _chunks(length: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, length, CHUNK)]
+
+
+def _cut(chunk: slice, tokens: tuple[Tensor, ...], first: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    return [x[:, :, chunk] for x in tokens], None if first is None else first[:, chunk]
+
+
+def forward(
+    loop: Callable[..., "Results"], tokens: tuple[Tensor, ...], state: Tensor | None, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A rule's loop over ``tokens``: its q, k, v and gates. It also returns the states after every CHUNK tokens."""
+    """Return out, the new state and the states before each chunk (B, H, ceil(L / CHUNK), Dk, Dv)."""
     q, _, v, *_ = tokens
-    weights = first_state(q, v, state)
-    out, _, kept = allocate_results(q, v)
-    for start in range(0, q.shape[2], CHUNK):
-        chunk = slice(start, start + CHUNK)
-        out[:, :, chunk], weights = reference(*(x[:, :, chunk] for x in tokens), weights)
-        if start + CHUNK <= q.shape[2]:
-            kept[:, :, start // CHUNK] = weights
-    return out, weights.contiguous(), kept
+    memory, outs, starts = first_state(q, v, state), [], []
+    for chunk in _chunks(q.shape[2]):
+        starts.append(memory)
+        some, some_first = _cut(chunk, tokens, first)
+        out, memory = loop(*some, state=memory, first=some_first)
+        outs.append(out)
+    if not outs:
+        return _allocate(q, v)[0], memory, memory.new_empty((*memory.shape[:2], 0, *memory.shape[2:]))
+    return torch.cat(outs, 2), memory, torch.stack(starts, 2)
 
 
-def allocate_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised memory for out, new state and kept states."""
-    dtype, sizes = state_dtype(q.dtype), (q.shape[3], v.shape[3])
-    state, kept = (q.new_empty((*q.shape[:2], *n, *sizes), dtype=dtype) for n in ((), (q.shape[2] // CHUNK,)))
-    return v.new_empty(v.shape), state, kept
-
-
-def backward_by_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_decay: Tensor,
-    value_decay: Tensor,
-    state: Tensor | None,
-    kept: Tensor,
+def backward(
+    loop: Callable[..., "Results"],
+    tokens: tuple[Tensor, ...],
+    first: Tensor | None,
+    starts: Tensor,
     grad_out: Tensor | None,
     grad_state: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """All gradients in the state's dtype, by rebuilding the states of one chunk at a time from the one kept before."""
-    grad_out = torch.zeros_like(v) if grad_out is None else grad_out
-    tokens = (q, k, v, key_decay, value_decay, grad_out)
-    grads = [x.new_empty(x.shape, dtype=kept.dtype) for x in tokens[:-1]]
-    initial = first_state(q, v, state)
-    g = torch.zeros_like(initial) if grad_state is None else grad_state.clone()
-    for start in reversed(range(0, q.shape[2], CHUNK)):
-        chunk = slice(start, start + CHUNK)
-        first = kept[:, :, start // CHUNK - 1] if start else initial
-        g = _backward_chunk([x[:, :, chunk] for x in grads], [x[:, :, chunk].to(g.dtype) for x in tokens], first, g)
-    return *grads, g
+) -> list[Tensor]:
+    """Return the gradients of the tokens and of the first state."""
+    q, _, v, *_ = tokens
+    grads = [x.new_empty(x.shape) for x in tokens]
+    out, state, _ = _allocate(q, v)
+    d_out = torch.zeros_like(out) if grad_out is None else grad_out
+    gradient = torch.zeros_like(state) if grad_state is None else grad_state.clone()
+    for i, chunk in reversed([*enumerate(_chunks(q.shape[2]))]):
+        some, some_first = _cut(chunk, tokens, first)
+
+        def run(memory: Tensor, *some: Tensor, some_first: Tensor | None = some_first) -> "Results":
+            return loop(*some, state=memory, first=some_first)
+
+        _, differentiate = torch.func.vjp(run, starts[:, :, i], *some)
+        gradient, *found = differentiate((d_out[:, :, chunk], gradient))
+        for grad, x in zip(grads, found, strict=True):
+            grad[:, :, chunk] = x
+    return [*grads, gradient]
 
 
-def _backward_chunk(grads: list[Tensor], tokens: list[Tensor], first: Tensor, g: Tensor) -> Tensor:
-    """Fill the gradients of one chunk and turn g, the gradient of its last state, into that of its first."""
-    per_token = list(zip(*(x.unbind(2) for x in tokens), strict=True))
-    states = [first]
-    for _, k_t, v_t, f_t, z_t, _ in per_token:
-        states.append(outer(f_t, z_t) * states[-1] + outer(k_t, v_t))
-    for t, (q_t, k_t, v_t, f_t, z_t, d_out) in reversed(list(enumerate(per_token))):
-        g = g + outer(q_t, d_out)
-        faded = g * states[t]
-        of_keys = [(states[t + 1], d_out), (g, v_t), (faded, z_t)]
-        of_values = [(g, k_t), (faded, f_t)]
-        for grad, (matrix, row) in zip((grads[0], grads[1], grads[3]), of_keys, strict=True):
-            grad[:, :, t] = (matrix * row.unsqueeze(-2)).sum(-1)
-        for grad, (matrix, column) in zip((grads[2], grads[4]), of_values, strict=True):
-            grad[:, :, t] = (matrix * column.unsqueeze(-1)).sum(-2)
-        g = g * outer(f_t, z_t)
-    return g
+def _allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised memory for the results of :func:`forward`."""
+    state = q.new_empty((*q.shape[:2], q.shape[3], v.shape[-1]), dtype=state_dtype(q.dtype))
+    starts = state.new_empty((*state.shape[:2], len(_chunks(q.shape[2])), *state.shape[2:]))
+    return v.new_empty((*q.shape[:3], v.shape[-1])), state, starts
 
 
-def register_autograd(forward: Any, backward: Any) -> None:
-    """Makes ``backward`` the derivative of the operator ``forward``, whose last input is the state."""
+@cache
+def operator_of(rule: "Rule") -> Callable[..., "Results"]:
+    """Return the rule as an operator ``fwp::<name>`` of PyTorch, with its fake and its autograd."""
+    names = ("q", "k", "v", *rule.gates)
+    tensors = ", ".join(f"Tensor {name}" for name in names)
+    schema = f"({tensors}, Tensor? state, Tensor? first) -> (Tensor, Tensor, Tensor)"
+
+    @torch.library.custom_op(f"fwp::{rule.name}", mutates_args=(), schema=schema)
+    def op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tokens, state, first = given
+        rule.check(*tokens, state=state, first=first)
+        return forward(rule.reference, tuple(tokens), state, first)
+
+    @op.register_fake
+    def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tokens, state, first = given
+        rule.check(*tokens, state=state, first=first)
+        return _allocate(tokens[0], tokens[2])
+
+    schema = f"({tensors}, Tensor? first, Tensor starts, Tensor? grad_out, Tensor? grad_state) -> Tensor[]"
+
+    @torch.library.custom_op(f"fwp::{rule.name}_backward", mutates_args=(), schema=schema)
+    def op_backward(*given: Any) -> list[Tensor]:
+        *tokens, first, starts, grad_out, grad_state = given
+        return backward(rule.reference, tuple(tokens), first, starts, grad_out, grad_state)
+
+    @op_backward.register_fake
+    def _(*given: Any) -> list[Tensor]:
+        *tokens, _, _, _, _ = given
+        return [*(x.new_empty(x.shape) for x in tokens), _allocate(tokens[0], tokens[2])[1]]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tokens, state, first = inputs
+        ctx.has_state = state is not None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(*inputs, output[2])
+        ctx.save_for_backward(*tokens, first, output[2])
 
-    def differentiate(
-        ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None
-    ) -> tuple[Tensor | None, ...]:
-        *tokens, state, kept = ctx.saved_tensors
-        *grads, grad_initial = backward(*tokens, state, kept, grad_out, grad_state)
-        return *grads, None if state is None else grad_initial
+    def differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Any, ...]:
+        *grads, of_state = op_backward(*ctx.saved_tensors, grad_out, grad_state)
+        return *grads, of_state if ctx.has_state else None, None
 
-    forward.register_autograd(differentiate, setup_context=setup_context)
-    refuse_double_backward(backward)
+    op.register_autograd(differentiate, setup_context=setup_context)
+    refuse_double_backward(op_backward)
+
+    def run(*tokens: Tensor, state: Tensor | None, first: Tensor | None) -> "Results":
+        return op(*tokens, state, first)[:2]
+
+    return run

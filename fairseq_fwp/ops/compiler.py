@@ -91,14 +91,18 @@ def _source_folder() -> Path:
 
 def _sources(device_type: str) -> list[Path]:
     folder = _source_folder()
-    patterns = {"cpu": ["*.h"], "cuda": ["binding_arguments.h", "cuda/*.h", "cuda/*.cuh", "cuda/*.cu"]}
+    patterns = {
+        "cpu": ["cpu/*.h", "bindings/*.h"],
+        "cuda": ["bindings/arguments.h", "cuda/*.h", "cuda/*.cuh", "cuda/*.cu"],
+    }
     found = [source for pattern in patterns[device_type] for source in folder.glob(pattern)]
     return sorted([*found, *_torch_sources(device_type)])
 
 
 def _torch_sources(device_type: str) -> list[Path]:
     """What is compiled with PyTorch's headers."""
-    return [_source_folder() / name for name in (f"binding_{device_type}.cpp", "autograd.cpp")]
+    folder = _source_folder() / "bindings"
+    return [*sorted(folder.glob(f"{device_type}*.cpp")), folder / "autograd.cpp"]
 
 
 def _cpu_parts() -> list[str]:

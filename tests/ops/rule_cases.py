@@ -3,35 +3,58 @@
 A new rule is tested by its line in RULES.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp import ops
+
+PER_TOKEN, PER_KEY, PER_VALUE = ("B", "H", "L"), ("B", "H", "L", "Dk"), ("B", "H", "L", "Dv")
+PER_STEP = ("B", "H", "L", "N")
+STEPS = 2  # of delta_product, a token
 
 
 @dataclass(frozen=True)
 class Rule:
     function: Callable[..., tuple[Tensor, Tensor]]
     reference: Callable[..., tuple[Tensor, Tensor]]
-    operator: str
-    gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # arguments between v and state, and their sizes
+    gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # arguments next to q, k, v, state; their sizes
     kernel: bool = True  # whether there is a compiled kernel to hold to the reference
+    key: tuple[str, ...] = PER_KEY
+    value: tuple[str, ...] = PER_VALUE
 
 
-PER_TOKEN, PER_KEY, PER_VALUE = ("B", "H", "L"), ("B", "H", "L", "Dk"), ("B", "H", "L", "Dv")
-DECAYS = {"key_decay": PER_KEY, "value_decay": PER_VALUE}
+def rule(name: str, **gates: tuple[str, ...]) -> Rule:
+    return Rule(getattr(ops, f"{name}_rule"), getattr(ops, f"{name}_rule_reference"), gates)
+
+
+def product(**gates: tuple[str, ...]) -> Rule:
+    return dataclasses.replace(rule("delta_product", **gates), key=(*PER_STEP, "Dk"), value=(*PER_STEP, "Dv"))
+
+
 RULES = {
-    "sum": Rule(ops.sum_rule, ops.sum_rule_reference, "sum_rule"),
-    "gated": Rule(ops.gated_rule, ops.gated_rule_reference, "gated_rule", {"gate": PER_TOKEN}),
-    "delta": Rule(ops.delta_rule, ops.delta_rule_reference, "delta_rule", {"beta": PER_TOKEN}),
-    "decay": Rule(ops.decay_rule, ops.decay_rule_reference, "decay_rule", DECAYS),
-    "fwm": Rule(ops.fwm_rule, ops.fwm_rule_reference, "fwm_rule", {"beta": PER_TOKEN}, kernel=False),
+    "sum": rule("sum"),
+    "gated": rule("gated", gate=PER_TOKEN),
+    "gla": rule("gla", decay=PER_TOKEN),
+    "gla_by_key": rule("gla", decay=PER_KEY),
+    "decay": rule("decay", key_decay=PER_KEY, value_decay=PER_VALUE),
+    "delta": rule("delta", beta=PER_TOKEN),
+    "gated_delta": rule("gated_delta", decay=PER_TOKEN, beta=PER_TOKEN),
+    "gated_delta_by_key": rule("gated_delta", decay=PER_KEY, beta=PER_TOKEN),
+    "delta_product": product(beta=PER_STEP),
+    "delta_product_with_decay": product(beta=PER_STEP, decay=PER_TOKEN),
+    "rwkv7": rule("rwkv7", decay=PER_KEY, removal_key=PER_KEY, removal_rate=PER_KEY),
+    "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
 }
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
+# Gates that say what is kept of the memory.
+FADING = {"gate", "decay", "key_decay", "value_decay"}
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
 
 
@@ -63,7 +86,7 @@ def sample_inputs(
     ``forgetful``: keys of length one in all directions, under which the delta rule forgets within some Dk tokens, and
     with them the rounding errors that the loop has made.
     """
-    batch, heads, length, key_size, value_size = shape
+    batch, heads, _, key_size, value_size = shape
     generator = generator_of(seed)
 
     def draw(*size: int, kind: Callable[..., Tensor] = torch.randn) -> Tensor:
@@ -74,22 +97,45 @@ def sample_inputs(
             return drawn.transpose(1, 2)
         if layout == "sliced":
             drawn = kind(*size[:2], 2 * size[2], *(3 * n for n in size[3:]), generator=generator, dtype=torch.float64)
-            return drawn.to(dtype)[:, :, ::2, ::3] if len(size) == 4 else drawn.to(dtype)[:, :, ::2]
+            return drawn.to(dtype)[(..., slice(None, None, 2), *[slice(None, None, 3)] * (len(size) - 3))]
         return kind(*size, generator=generator, dtype=torch.float64).to(dtype)
 
+    sizes = dict(zip(("B", "H", "L", "Dk", "Dv"), shape, strict=True)) | {"N": STEPS}
+
+    def size(*names: str) -> list[int]:
+        return [sizes[name] for name in names]
+
     inputs: dict[str, Tensor | None] = {}
-    inputs["q"] = draw(batch, heads, length, key_size)
-    inputs["k"] = draw(batch, heads, length, key_size, kind=torch.rand) / (key_size / 2 or 1)
+    inputs["q"] = draw(*size(*PER_KEY))
+    key_shape = size(*RULES[rule].key)
+    inputs["k"] = draw(*key_shape, kind=torch.rand) / (key_size / 2 or 1)
     if forgetful:
-        directions = torch.randn(inputs["k"].shape, generator=generator, dtype=torch.float64)
+        directions = torch.randn(key_shape, generator=generator, dtype=torch.float64)
         inputs["k"] = torch.nn.functional.normalize(directions, dim=-1).to(dtype)
-    inputs["v"] = draw(batch, heads, length, value_size)
-    sizes = dict(zip(("B", "H", "L", "Dk", "Dv"), shape, strict=True))
+    inputs["v"] = draw(*size(*RULES[rule].value))
     for gate, names in RULES[rule].gates.items():
-        inputs[gate] = draw(*(sizes[name] for name in names), kind=torch.rand)
+        inputs[gate] = draw(*size(*names), kind=torch.rand)
+        if gate == "removal_key":  # of length one, as keys that remove are
+            inputs[gate] = inputs[gate] / (key_size / 2 or 1)
     initial = torch.randn(batch, heads, key_size, value_size, generator=generator, dtype=torch.float64)
     inputs["state"] = initial.to(state_dtype(dtype)) if state else None
     return inputs
+
+
+def operands(rule: str, inputs: dict[str, Tensor | None]) -> tuple[Any, ...]:
+    """What the rule hands to the operator of the family."""
+
+    class Spy(TorchDispatchMode):
+        seen: tuple[Any, ...] = ()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.fwp.fast_weights.default:
+                self.seen = args
+            return func(*args, **(kwargs or {}))
+
+    with Spy() as spy, torch.no_grad():
+        RULES[rule].function(**inputs)
+    return spy.seen
 
 
 def cotangents(inputs: dict[str, Tensor | None], seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -97,8 +143,8 @@ def cotangents(inputs: dict[str, Tensor | None], seed: int = 1) -> tuple[Tensor,
     q, v = inputs["q"], inputs["v"]
     assert q is not None and v is not None
     generator = generator_of(seed)
-    of_out = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)
-    of_state = torch.randn((*q.shape[:2], q.shape[3], v.shape[3]), generator=generator, dtype=torch.float64)
+    of_out = torch.randn((*q.shape[:3], v.shape[-1]), generator=generator, dtype=torch.float64).to(v.dtype)
+    of_state = torch.randn((*q.shape[:2], q.shape[3], v.shape[-1]), generator=generator, dtype=torch.float64)
     return of_out, of_state.to(state_dtype(v.dtype))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rule_cases import RULES, WITH_KERNEL, sample_inputs
+from rule_cases import PER_KEY, RULES, WITH_KERNEL, operands, sample_inputs
 
 SHAPE = (2, 3, 4, 5, 6)
 WRONG = {
@@ -27,20 +27,43 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", ["auto", "kernel", "reference"])
+CASES = [
+    (rule, case, backend)
+    for rule, of_rule in RULES.items()
+    for case in WRONG
+    for backend in ("auto", "kernel", "reference")
+    if case.split()[0] in ("q", "k", "v", "state", *of_rule.gates)
+    and (of_rule.kernel or backend != "kernel")
+    and (of_rule.key == PER_KEY or case.split()[0] in ("q", "state"))
+]
+
+
+@pytest.mark.parametrize(("rule", "case", "backend"), CASES)
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("case", WRONG)
 def test_message(rule, backend, gradients, case):
-    if backend == "kernel" and not RULES[rule].kernel:
-        pytest.skip(f"the {rule} rule has no kernel, and says so whatever it is given")
     value, error, message = WRONG[case]
-    inputs = sample_inputs(rule, SHAPE, torch.float32)
-    name = case.split()[0]
-    if name not in inputs:
-        pytest.skip(f"the {rule} rule has no {name}")
-    with torch.set_grad_enabled(gradients), pytest.raises(error, match=f"^{rule}_rule: {message}"):
-        RULES[rule].function(**{**inputs, name: value}, backend=backend)
+    inputs = sample_inputs(rule, SHAPE, torch.float32) | {case.split()[0]: value}
+    name = RULES[rule].function.__name__
+    with torch.set_grad_enabled(gradients), pytest.raises(error, match=f"^{name}: {message}"):
+        RULES[rule].function(**inputs, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_message_for_several_steps_and_either_decay(backend):
+    """Names of sizes, and both shapes that a decay may have."""
+    inputs = sample_inputs("delta_product_with_decay", SHAPE, torch.float32)
+    with pytest.raises(ValueError, match=r"v must have shape \(B, H, L, N, Dv\) = \(2, 3, 4, 3, 6\), got"):
+        RULES["delta_product"].function(**inputs | {"k": torch.zeros(2, 3, 4, 3, 5)}, backend=backend)
+    expected = r"decay must have shape \(B, H, L\) = \(2, 3, 4\) or \(B, H, L, Dk\) = \(2, 3, 4, 5\), got \(2, 3\)"
+    with pytest.raises(ValueError, match=expected):
+        RULES["delta_product"].function(**inputs | {"decay": torch.zeros(2, 3)}, backend=backend)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("first", [torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 4), 1])
+def test_first_tokens_are_a_mask(rule, first):
+    with pytest.raises((TypeError, ValueError), match=r"first must (have|be) .*(bool|\(2, 4\)|tensor or None), got"):
+        RULES[rule].function(**sample_inputs(rule, SHAPE, torch.float32), first=first)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -80,14 +103,13 @@ def test_kernel_for_a_device_without_one(rule):
 @pytest.mark.parametrize("rule", WITH_KERNEL)
 def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
     """Called as a bare operator, past the checks in Python."""
-    operator = getattr(torch.ops.fwp, RULES[rule].operator).default
-    inputs = sample_inputs(rule, SHAPE, torch.float32)
-    operator(*inputs.values())
-    for name, x in inputs.items():
-        wrong = {**inputs, name: x[..., :-1]}
-        if name in ("q", "v"):  # the others are measured against these
-            wrong[name] = x[:, :, :-1]
-        with pytest.raises((RuntimeError, ValueError)):
-            operator(*wrong.values())
-        with pytest.raises((RuntimeError, TypeError)):
-            operator(*{**inputs, name: x.double()}.values())
+    operator = torch.ops.fwp.fast_weights.default
+    given = operands(rule, sample_inputs(rule, SHAPE, torch.float32))
+    operator(*given)
+    for i, x in enumerate(given):
+        if not isinstance(x, torch.Tensor):
+            continue
+        shorter = x[:, :, :-1] if i in (0, 2) else x[..., :-1]  # the others are measured against q and v
+        for wrong in (shorter, x.double()):
+            with pytest.raises((RuntimeError, TypeError, ValueError)):
+                operator(*given[:i], wrong, *given[i + 1 :])

@@ -5,7 +5,7 @@ Its gradients are those of test_rules.py: here is what else autograd promises.
 
 import pytest
 import torch
-from rule_cases import RULES, WITH_KERNEL, cotangents, kernel_or_auto, results, sample_inputs
+from rule_cases import RULES, WITH_KERNEL, cotangents, kernel_or_auto, operands, results, sample_inputs
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -68,9 +68,10 @@ def test_operators_refuse_derivatives_in_forward_mode(rule):
     inputs = sample_inputs(rule, SHAPE)
     kernel_or_auto(rule)(**inputs)  # loads it
     with forward_ad.dual_level():
-        dual = inputs | {"v": forward_ad.make_dual(inputs["v"], torch.ones_like(inputs["v"]))}
+        q, k, v, *others = operands(rule, inputs)
+        dual = forward_ad.make_dual(v, torch.ones_like(v))
         with pytest.raises(NotImplementedError, match="no derivative in forward mode: use backend='reference'"):
-            getattr(torch.ops.fwp, RULES[rule].operator)(**dual)
+            torch.ops.fwp.fast_weights(q, k, dual, *others)
 
 
 def test_under_vmap(rule):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from isolated import run_isolated
 from rule_cases import (
+    FADING,
     LAYOUTS,
     RULES,
     WITH_KERNEL,
@@ -13,6 +14,7 @@ from rule_cases import (
     cotangents,
     fastest_backend,
     generator_of,
+    operands,
     relative_error,
     results,
     sample_inputs,
@@ -81,7 +83,7 @@ def test_layout_changes_nothing(rule, layout, shape, dtype):
     found = results(function, inputs, gradients)
     for name, x in results(function, packed, gradients).items():
         assert torch.equal(found[name], x), name
-    ones = (torch.ones(()).to(dtype).expand(inputs["v"].shape), torch.ones_like(gradients[1]))
+    ones = (torch.ones(()).to(dtype).expand(gradients[0].shape), torch.ones_like(gradients[1]))
     for name, x in results(function, inputs, (ones[0].contiguous(), ones[1])).items():
         assert torch.equal(results(function, inputs, ones)[name], x), name
 
@@ -219,7 +221,7 @@ def test_unrelated_associations(backend):
         torch.testing.assert_close(k_1 @ state[0, 0], of_unrelated * v_1)
 
 
-FORGETFUL = [(rule, gate) for rule in ("gated", "decay") for gate in RULES[rule].gates]
+FORGETFUL = [(name, gate) for name, rule in RULES.items() for gate in rule.gates if gate in FADING]
 
 
 @pytest.mark.parametrize(("rule", "gate"), FORGETFUL)
@@ -246,12 +248,12 @@ def test_all_or_nothing_kept(rule, gate, backend, kept):
     torch.testing.assert_close((changed[0] - changed[1]) / (2 * step), slope, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["gated", "decay"])
+@pytest.mark.parametrize("rule", dict(FORGETFUL))
 @pytest.mark.parametrize("kept", [0.01, 0.999])
 def test_strong_and_weak_forgetting_over_thousands_of_tokens(rule, kept):
     """0.01 to the power of a chunk is below the smallest float32."""
     inputs = sample_inputs(rule, (1, 1, 3000, 16, 16), torch.float32)
-    for gate in RULES[rule].gates:
+    for gate in FADING & {*RULES[rule].gates}:
         inputs[gate] = torch.full_like(inputs[gate], kept)
     check_accuracy(rule, inputs)
 
@@ -316,8 +318,10 @@ def test_number_of_threads_changes_nothing(rule, shape):
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
 def test_opcheck(rule, layout, state):
     inputs = sample_inputs(rule, (2, 2, 5, 3, 4), torch.float32, layout=layout, state=state)
-    arguments = tuple(None if x is None else x.detach().requires_grad_() for x in inputs.values())
-    torch.library.opcheck(getattr(torch.ops.fwp, RULES[rule].operator).default, arguments)
+    given = operands(rule, inputs) or (*inputs.values(), None)
+    arguments = tuple(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given)
+    operator = torch.ops.fwp.fast_weights if RULES[rule].kernel else getattr(torch.ops.fwp, f"{rule}_rule")
+    torch.library.opcheck(operator.default, arguments)
 
 
 @every_rule

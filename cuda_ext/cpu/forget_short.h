@@ -1,5 +1,5 @@
-// The decay and the gated rule on the first tokens of a sequence without an initial state, in their quadratic form. Key
-// and value of token s fade on their own, X_ts = x_s * f_{s+1} * ... * f_t, and with A_ts = q_t K_ts the read is
+// Rules that forget and erase nothing, on the first tokens of a sequence without an initial state, in their quadratic
+// form. Key and value of token s fade on their own, X_ts = x_s * f_{s+1} * ... * f_t, and with A_ts = q_t K_ts the read is
 // out_t = sum over s <= t of A_ts V_ts: no state but the last, K_L^T V_L, is made. README.md derives the backward pass.
 // Products run forwards, one factor a token: nothing is divided, and nothing masked by a zero.
 #pragma once
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "forget.h"
 #include "tile.h"
 
 namespace fwp {
@@ -21,14 +22,14 @@ inline int64_t short_decay_tokens(int64_t keys, int64_t values) {
 }
 
 // One head of `length` tokens. Every array but A and its gradient is copied to scratch, padded by zeros.
-// Gated: the values do not fade, and all elements of a key fade alike.
-template <typename A, bool kGated>
-class DecayShort {
+template <typename A, Fades fades>
+class ForgetShort {
  public:
+  static constexpr bool kValuesFade = fades == Fades::kKeyAndValue;
   using Number = A;
   const int64_t length, keys, values;
 
-  DecayShort(int64_t length, int64_t keys, int64_t values, A* scratch) : length(length), keys(keys), values(values) {
+  ForgetShort(int64_t length, int64_t keys, int64_t values, A* scratch) : length(length), keys(keys), values(values) {
     const int64_t tokens = round_up(length, kTileRows);
     for (Tokens<A>* x : {&query_, &d_query_}) *x = take(scratch, tokens, keys);
     for (Tokens<A>* x : {&read_, &d_read_}) *x = take(scratch, tokens, values);
@@ -48,37 +49,33 @@ class DecayShort {
            round_up(keys, kTileRows) * padded<A>(values) + tokens * kFaded;
   }
 
-  // Gated: a gate instead of both decays, whose data may be null.
-  void forward(Tokens<const A> q, Tokens<const A> k, Tokens<const A> v, Tokens<const A> key_decay,
-               Tokens<const A> value_decay, Rates<const A> gate, Tokens<A> out, Tokens<A> state) {
-    copy_inputs(q, k, v, key_decay, value_decay, gate);
+  void forward(const ForgetTokens<A>& in, Tokens<A> out, Tokens<A> state) {
+    copy_inputs(in);
     score<true>(key_, query_, scores_);
-    read<!kGated>(value_, scores_, read_);
+    read<kValuesFade>(value_, scores_, read_);
     copy_back(read_, values, out);
     multiply_transposed(key_.last, value_.last, length, keys, values, state);
   }
 
-  // d_state.data may be null, and so may those of the decays, or that of d_gate.
-  void backward(Tokens<const A> q, Tokens<const A> k, Tokens<const A> v, Tokens<const A> key_decay,
-                Tokens<const A> value_decay, Rates<const A> gate, Tokens<const A> d_out, Tokens<const A> d_state,
-                Tokens<A> d_q, Tokens<A> d_k, Tokens<A> d_v, Tokens<A> d_key_decay, Tokens<A> d_value_decay,
-                Rates<A> d_gate) {
-    copy_inputs(q, k, v, key_decay, value_decay, gate);
+  // d_state.data may be null.
+  void backward(const ForgetTokens<A>& in, Tokens<const A> d_out, Tokens<const A> d_state,
+                const ForgetGradients<A>& to) {
+    copy_inputs(in);
     copy(d_out, length, values, d_read_);
     score<true>(key_, query_, scores_);
-    score<!kGated>(value_, d_read_, d_scores_);
+    score<kValuesFade>(value_, d_read_, d_scores_);
     differentiate_last(d_state);
     differentiate<true, true>(key_, query_, d_scores_);
-    differentiate<!kGated, false>(value_, d_read_, scores_);
-    copy_back(d_query_, keys, d_q);
-    copy_back(value_.d_x, values, d_v);
-    if constexpr (kGated) {
-      differentiate_gates(k, gate, d_gate);
-    } else {
-      copy_back(key_.d_fade, keys, d_key_decay);
-      copy_back(value_.d_fade, values, d_value_decay);
-    }
-    copy_back(key_.d_x, keys, d_k);
+    differentiate<kValuesFade, false>(value_, d_read_, scores_);
+    copy_back(d_query_, keys, to.q);
+    copy_back(value_.d_x, values, to.v);
+    if (in.rate.data) differentiate_rates(in, to.rate);
+    copy_back(key_.d_x, keys, to.k);
+    if constexpr (fades == Fades::kHead)
+      for (int64_t t = 0; t < length; ++t) to.head_decay[t] = sum_of(key_.d_fade[t], keys);
+    else
+      copy_back(key_.d_fade, keys, to.key_decay);
+    if constexpr (kValuesFade) copy_back(value_.d_fade, values, to.value_decay);
   }
 
  private:
@@ -96,21 +93,28 @@ class DecayShort {
   Fading key_, value_;
   A* faded_;
 
-  void copy_inputs(Tokens<const A> q, Tokens<const A> k, Tokens<const A> v, Tokens<const A> key_decay,
-                   Tokens<const A> value_decay, Rates<const A> gate) {
-    copy(q, length, keys, query_);
-    copy(k, length, keys, key_.x);
-    copy(v, length, values, value_.x);
-    if constexpr (kGated) {
+  void copy_inputs(const ForgetTokens<A>& in) {
+    copy(in.q, length, keys, query_);
+    copy(in.k, length, keys, key_.x);
+    copy(in.v, length, values, value_.x);
+    if constexpr (fades == Fades::kHead)
       for (int64_t t = 0; t < length; ++t)
-        for (int64_t i = 0; i < keys; i += kLanes<A>) {
-          store(key_.x[t] + i, (1 - gate[t]) * load(key_.x[t] + i));
-          store(key_.fade[t] + i, gate[t] - Vector<A>{});
-        }
-    } else {
-      copy(key_decay, length, keys, key_.fade);
-      copy(value_decay, length, values, value_.fade);
-    }
+        for (int64_t i = 0; i < keys; i += kLanes<A>) store(key_.fade[t] + i, in.head_decay[t] - Vector<A>{});
+    else
+      copy(in.key_decay, length, keys, key_.fade);
+    if constexpr (kValuesFade) copy(in.value_decay, length, values, value_.fade);
+    if (in.rate.data)
+      for (int64_t t = 0; t < length; ++t) scale(key_.x[t], in.rate[t]);
+  }
+
+  void scale(A* key, A factor) const {
+    for (int64_t i = 0; i < keys; i += kLanes<A>) store(key + i, factor * load(key + i));
+  }
+
+  static A sum_of(const A* x, int64_t columns) {
+    Vector<A> sum = {};
+    for (int64_t i = 0; i < columns; i += kLanes<A>) sum += load_part(x + i, columns - i);  // any number pads it
+    return sum_lanes<A>(sum);
   }
 
   void copy_back(Tokens<A> x, int64_t columns, Tokens<A> to) const {
@@ -291,16 +295,14 @@ class DecayShort {
     return sum;
   }
 
-  // The gradients of the gates, and those of the keys from those of (1 - g) k.
-  void differentiate_gates(Tokens<const A> k, Rates<const A> gate, Rates<A> d_gate) {
+  // The gradients of the rates, and those of the keys from those of rate * k.
+  void differentiate_rates(const ForgetTokens<A>& in, Rates<A> d_rate) {
     for (int64_t t = 0; t < length; ++t) {
       Vector<A> sum = {};
-      for (int64_t i = 0; i < keys; i += kLanes<A>) {
-        const Vector<A> d_key = load_part(key_.d_x[t] + i, keys - i);  // what pads it is any number
-        sum += load_part(key_.d_fade[t] + i, keys - i) - load_part(k[t] + i, keys - i) * d_key;
-        store(key_.d_x[t] + i, (1 - gate[t]) * d_key);
-      }
-      d_gate[t] = sum_lanes<A>(sum);
+      for (int64_t i = 0; i < keys; i += kLanes<A>)
+        sum += load_part(in.k[t] + i, keys - i) * load_part(key_.d_x[t] + i, keys - i);
+      d_rate[t] = sum_lanes<A>(sum);
+      scale(key_.d_x[t], in.rate[t]);
     }
   }
 };

@@ -12,8 +12,8 @@
 #include <tuple>
 #include <type_traits>
 
-#include "binding_arguments.h"
-#include "state_block.h"
+#include "../cpu/state_block.h"
+#include "arguments.h"
 
 namespace fwp::cpu {
 
@@ -51,6 +51,25 @@ class Heads {
   int64_t heads_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
 
+// Of `batches` sequences from `batch` on `length` tokens from `first` on; of a tensor that holds nothing, nothing.
+inline Tensor tokens_of(const Tensor& x, int64_t batch, int64_t batches, int64_t first, int64_t length) {
+  if (!x.defined()) return x;
+  return (batches == x.size(0) ? x : x.narrow(0, batch, batches)).narrow(2, first, length);
+}
+
+// What the kernels read or write a token, in the dtype that they compute in; undefined is what a rule has not.
+struct TokenTensors {
+  Tensor q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
+
+  TokenTensors part(int64_t batch, int64_t batches, int64_t first, int64_t length) const {
+    TokenTensors part = *this;
+    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.head_decay, &part.rate,
+                      &part.removal, &part.removal_key})
+      *x = tokens_of(*x, batch, batches, first, length);
+    return part;
+  }
+};
+
 // An operator cannot return an undefined tensor: (0,) stands for it.
 inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
 
@@ -60,12 +79,6 @@ auto scratch(int64_t count) {
   const auto release = [](A* p) { ::operator delete(p, std::align_val_t{kVectorBytes}); };
   void* p = ::operator new(count * sizeof(A), std::align_val_t{kVectorBytes});
   return std::unique_ptr<A, decltype(release)>(static_cast<A*>(p), release);
-}
-
-// `length` tokens from `first` on of each tensor that is defined.
-inline void narrow(std::initializer_list<Tensor*> tensors, int64_t first, int64_t length) {
-  for (Tensor* x : tensors)
-    if (x->defined()) *x = x->narrow(2, first, length);
 }
 
 // Half of a first-level cache of 32 KiB: the other half is for the tokens.

@@ -1,14 +1,15 @@
 // The delta rule and its gradient on CPU tensors.
-#pragma once
 
-#include "binding_tensors.h"
-#include "delta.h"
-#include "delta_short.h"
-#include "delta_square.h"
+#include "../cpu/delta.h"
+
+#include "../cpu/delta_short.h"
+#include "../cpu/delta_square.h"
+#include "passes.h"
 
 namespace fwp::cpu {
+namespace {
 
-inline void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& out,
+void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& out,
                         const Tensor& state, const Tensor& error) {
   const Sizes size(q, v);
   FWP_DISPATCH(out.scalar_type(), {
@@ -22,7 +23,7 @@ inline void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const
 }
 
 // The state after the start, again; `state` receives it.
-inline void delta_rebuild_state(const Tensor& k, const Tensor& beta, const Tensor& error, const Tensor& state) {
+void delta_rebuild_state(const Tensor& k, const Tensor& beta, const Tensor& error, const Tensor& state) {
   const Sizes size(k, error);
   FWP_DISPATCH(error.scalar_type(), {
     const Heads<const A> k_(k), beta_(beta), error_(error);
@@ -33,7 +34,7 @@ inline void delta_rebuild_state(const Tensor& k, const Tensor& beta, const Tenso
   })
 }
 
-inline void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& error,
+void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& error,
                                  const Tensor& d_out, const Tensor& d_state, const Tensor& d_q, const Tensor& d_k,
                                  const Tensor& d_v, const Tensor& d_beta) {
   const Sizes size(q, error);
@@ -48,7 +49,7 @@ inline void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor&
 }
 
 // `final` may be `initial`.
-inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& initial,
+void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& initial,
                        const Tensor& out, const Tensor& final, const Tensor& error) {
   const Sizes size(q, v);
   FWP_DISPATCH(out.scalar_type(), {
@@ -82,7 +83,7 @@ inline void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 // The gradient of the initial state is not made where `d_initial` is undefined.
-inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& initial,
+void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& initial,
                                 const Tensor& error, const Tensor& d_out, const Tensor& d_final, const Tensor& d_q,
                                 const Tensor& d_k, const Tensor& d_v, const Tensor& d_beta, const Tensor& d_initial) {
   const Sizes size(q, error);
@@ -150,64 +151,44 @@ inline void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& 
 }
 
 // Tokens of the quadratic form: see short_tokens.
-inline int64_t length_of_start(const Sizes& size, const Tensor& initial) {
+int64_t length_of_start(const Sizes& size, const Tensor& initial) {
   return initial.defined() ? 0 : std::min(size.L, short_tokens(size.Dk, size.Dv));
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                     const Tensor& beta, const std::optional<Tensor>& state) {
-  const Sizes size(q, v);
-  const auto type = state_type(q);
-  check("k", k, size.keys(), q.scalar_type());
-  check("v", v, size.values(), q.scalar_type());
-  check("beta", beta, size.rates(), q.scalar_type());
-  check("state", state, size.state(), type);
-  const Tensor out = at::empty(size.values(), q.options().dtype(type)), error = at::empty(size.values(), out.options());
-  const Tensor final = at::empty(size.state(), out.options()), initial = state.value_or(Tensor());
-  const Tensor q_ = prepare(q, type), k_ = prepare(k, type), v_ = prepare(v, type), beta_ = beta.to(type);
-  const int64_t L = size.L, start = length_of_start(size, initial);
-  const auto first = [&](const Tensor& x) { return x.narrow(2, 0, start); };
-  const auto rest = [&](const Tensor& x) { return start ? x.narrow(2, start, L - start) : x; };
-  if (start) delta_start(first(q_), first(k_), first(v_), first(beta_), first(out), final, first(error));
-  if (start < L || L == 0)
-    delta_scan(rest(q_), rest(k_), rest(v_), rest(beta_), start ? final : initial, rest(out), final, rest(error));
-  return {out.to(q.scalar_type()), final, error};
+}  // namespace
+
+void delta_forward(const Forward& pass) {
+  const int64_t L = pass.size.L, start = length_of_start(pass.size, pass.initial);
+  const auto run = [](const Forward& part) {
+    const TokenTensors& in = part.in;
+    delta_scan(in.q, in.k, in.v, in.rate, part.initial, part.out, part.final, part.retrieved);
+  };
+  if (start == 0) return run(pass);
+  const Forward first = pass.part(0, start, Tensor(), pass.final);
+  delta_start(first.in.q, first.in.k, first.in.v, first.in.rate, first.out, first.final, first.retrieved);
+  if (start < L) run(pass.part(start, L - start, pass.final, pass.final));
 }
 
-inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(
-    const Tensor& q, const Tensor& k, const Tensor& beta, const std::optional<Tensor>& state, const Tensor& error,
-    const std::optional<Tensor>& grad_out, const std::optional<Tensor>& grad_state) {
-  const Sizes size(q, error);
-  const auto type = state_type(q);
-  check("k", k, size.keys(), q.scalar_type());
-  check("beta", beta, size.rates(), q.scalar_type());
-  check("error", error, size.values(), type);
-  check("state", state, size.state(), type);
-  check("grad_out", grad_out, size.values(), q.scalar_type());
-  check("grad_state", grad_state, size.state(), type);
-  const Tensor q_ = prepare(q, type), k_ = prepare(k, type), e_ = prepare(error, type), beta_ = beta.to(type);
-  const Tensor d_out = grad_out ? prepare(*grad_out, type) : at::zeros(size.values(), e_.options());
-  const Tensor d_q = at::empty(size.keys(), e_.options()), d_k = at::empty(size.keys(), e_.options());
-  const Tensor d_v = at::empty(size.values(), e_.options()), d_beta = at::zeros(size.rates(), e_.options());
-  const Tensor initial = state.value_or(Tensor()), d_final = grad_state ? prepare(*grad_state, type) : Tensor();
-  const Tensor d_initial = state ? at::empty(size.state(), e_.options()) : Tensor();
-  const int64_t L = size.L, start = length_of_start(size, initial);
-  const auto first = [&](const Tensor& x) { return x.narrow(2, 0, start); };
-  const auto rest = [&](const Tensor& x) { return start ? x.narrow(2, start, L - start) : x; };
+void delta_backward(const Backward& pass) {
+  const int64_t L = pass.size.L, start = length_of_start(pass.size, pass.initial);
+  const auto run = [](const Backward& part) {
+    const TokenTensors &in = part.in, &to = part.to;
+    delta_scan_backward(in.q, in.k, in.rate, part.initial, part.retrieved, part.d_out, part.d_final, to.q, to.k, to.v,
+                        to.rate, part.d_initial);
+  };
+  if (start == 0) return run(pass);
   // The state between the start and the rest, and its gradient.
-  Tensor middle = initial, d_middle = d_initial;
-  if (start && start < L) {
-    middle = at::empty(size.state(), e_.options()), d_middle = at::empty(size.state(), e_.options());
-    delta_rebuild_state(first(k_), first(beta_), first(e_), middle);
+  Tensor middle, d_middle = pass.d_final;
+  if (start < L) {
+    middle = at::empty(pass.size.state(), pass.retrieved.options()), d_middle = at::empty(middle.sizes(), middle.options());
+    const Backward first = pass.part(0, start, Tensor(), Tensor(), Tensor());
+    delta_rebuild_state(first.in.k, first.in.rate, first.retrieved, middle);
+    run(pass.part(start, L - start, middle, pass.d_final, d_middle));
   }
-  if (start < L || L == 0)
-    delta_scan_backward(rest(q_), rest(k_), rest(beta_), middle, rest(e_), rest(d_out), d_final, rest(d_q), rest(d_k),
-                        rest(d_v), rest(d_beta), d_middle);
-  if (start)
-    delta_start_backward(first(q_), first(k_), first(beta_), first(e_), first(d_out), start < L ? d_middle : d_final,
-                         first(d_q), first(d_k), first(d_v), first(d_beta));
-  const auto given = q.scalar_type();
-  return {d_q.to(given), d_k.to(given), d_v.to(given), d_beta.to(given), or_nothing(d_initial, e_)};
+  const Backward first = pass.part(0, start, Tensor(), d_middle, Tensor());
+  first.to.rate.zero_();
+  delta_start_backward(first.in.q, first.in.k, first.in.rate, first.retrieved, first.d_out, first.d_final, first.to.q,
+                       first.to.k, first.to.v, first.to.rate);
 }
 
 }  // namespace fwp::cpu

@@ -1,0 +1,79 @@
+// What the bindings of all devices share: the operator's arguments, their sizes and the checks.
+// Shapes: q, k (B, H, L, Dk), v, out (B, H, L, Dv), rates (B, H, L), states (B, H, Dk, Dv).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+
+namespace fwp {
+
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+
+inline at::ScalarType state_type(const Tensor& q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+inline void check(const char* name, const Tensor& x, at::IntArrayRef sizes, at::ScalarType type,
+                  at::Device device = at::kCPU) {
+  TORCH_CHECK(x.sizes() == sizes && x.scalar_type() == type && x.device() == device, name, " must be a ", type,
+              " tensor of ", sizes, " on ", device, ", got ", x.scalar_type(), " of ", x.sizes(), " on ", x.device());
+}
+
+inline void check(const char* name, const Optional& x, at::IntArrayRef sizes, at::ScalarType type,
+                  at::Device device = at::kCPU) {
+  if (x) check(name, *x, sizes, type, device);
+}
+
+struct Sizes {
+  int64_t B, H, L, Dk, Dv;
+  Sizes(const Tensor& q, const Tensor& values) {
+    TORCH_CHECK(q.dim() == 4 && values.dim() == 4, "q and v must have 4 dimensions, got ", q.dim(), ", ", values.dim());
+    const auto type = q.scalar_type();
+    TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf,
+                "q must be float32, float64, bfloat16 or float16, got ", type);
+    B = q.size(0), H = q.size(1), L = q.size(2), Dk = q.size(3), Dv = values.size(3);
+  }
+  std::array<int64_t, 4> keys() const { return {B, H, L, Dk}; }
+  std::array<int64_t, 4> values() const { return {B, H, L, Dv}; }
+  std::array<int64_t, 4> state() const { return {B, H, Dk, Dv}; }
+  std::array<int64_t, 3> rates() const { return {B, H, L}; }
+};
+
+// The arguments of fwp::fast_weights, in its order and under its names (fairseq_fwp/ops/fast_weights.py). `v` is absent
+// in the backward pass of a rule that erases.
+struct Arguments {
+  const Tensor &q, &k;
+  const Optional v, decay, value_decay, rate, removal_key, removal_rate, state, first;
+  const bool erases;
+
+  bool removes() const { return removal_key.has_value(); }
+  bool forgets() const { return decay || value_decay; }
+  // Whether the backward pass needs states; without, what is added again or corrected brings them back.
+  bool keeps_states() const { return forgets() || removes() || (rate && !erases); }
+  bool retrieves() const { return erases || removes(); }
+  bool decays_by_head() const { return decay && decay->dim() == 3; }
+
+  // Raise where the kernels would read what is not there. `values` has the sizes of v.
+  void check_all(const Sizes& size, at::ScalarType values, at::Device device = at::kCPU) const {
+    const auto given = q.scalar_type(), type = state_type(q);
+    check("k", k, size.keys(), given, device);
+    check("v", v, size.values(), values, device);
+    if (decays_by_head())
+      check("decay", decay, size.rates(), given, device);
+    else
+      check("decay", decay, size.keys(), given, device);
+    check("value_decay", value_decay, size.values(), given, device);
+    if (rate) check("rate", rate, size.rates(), rate->scalar_type() == type ? type : given, device);
+    check("removal_key", removal_key, size.keys(), given, device);
+    check("removal_rate", removal_rate, size.keys(), given, device);
+    check("state", state, size.state(), type, device);
+    check("first", first, {size.B, size.L}, at::kBool, device);
+    TORCH_CHECK(removal_key.has_value() == removal_rate.has_value(),
+                "removal_key and removal_rate must be given together");
+    TORCH_CHECK(!(erases && removes()) && !(value_decay && retrieves()),
+                "a rule must erase or remove or fade values, not two of these");
+  }
+};
+
+}  // namespace fwp

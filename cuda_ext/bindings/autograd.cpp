@@ -1,0 +1,115 @@
+// Autograd of the operator, for the device whose kernels are built: FWP_AUTOGRAD_KEY is its dispatch key.
+// fairseq_fwp/ops registers the same in Python for all devices; on small inputs that takes as long as the kernels do.
+// Compiled by itself, because its headers take a quarter of a minute.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fwp {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using torch::jit::Stack;
+
+struct Operators {
+  c10::OperatorHandle forward, backward;
+
+  static const Operators& get() {
+    static const Operators found{
+        c10::Dispatcher::singleton().findSchemaOrThrow("fwp::fast_weights", ""),
+        c10::Dispatcher::singleton().findSchemaOrThrow("fwp::fast_weights_backward", "")};
+    return found;
+  }
+};
+
+constexpr size_t kTensors = 10, kDifferentiable = 9;  // of the forward operator's arguments; the last one is `erases`
+constexpr size_t kValue = 2;                          // which a rule that erases does not save
+
+c10::IValue optional(const Tensor& x) { return x.defined() ? c10::IValue(x) : c10::IValue(); }
+
+variable_list call(const c10::OperatorHandle& op, Stack stack) {
+  op.callBoxed(&stack);
+  variable_list results;
+  for (auto& result : stack) results.push_back(std::move(result).toTensor());
+  return results;
+}
+
+// Autograd takes no undefined tensors, so it is handed those that are there; `all` has undefined ones for the absent. So it
+// is with the gradient of a result that nobody wants. The third and the fourth result have no derivative, and are handed
+// past autograd.
+struct Differentiable : torch::autograd::Function<Differentiable> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList, const variable_list* all, bool erases,
+                               variable_list* others) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Stack inputs;
+    for (const Tensor& x : *all) inputs.push_back(optional(x));
+    inputs.emplace_back(erases);
+    variable_list results = call(Operators::get().forward, std::move(inputs)), saved = *all;
+    *others = {results[2], results[3]};
+    results.resize(2);
+    if (erases) saved[kValue] = Tensor();
+    saved.insert(saved.end(), others->begin(), others->end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["erases"] = erases;
+    ctx->set_materialize_grads(false);
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    Stack inputs;
+    for (const Tensor& x : saved) inputs.push_back(optional(x));
+    inputs.insert(inputs.begin() + kTensors, ctx->saved_data["erases"]);
+    for (const Tensor& x : grads) inputs.push_back(optional(x));
+    // Where gradients are to be differentiated in turn, the operator itself says that they cannot be.
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (!at::GradMode::is_enabled()) below.emplace();
+    variable_list results = call(Operators::get().backward, std::move(inputs));
+    variable_list gradients;  // of what is there, but for `first`, and none of the other arguments of forward()
+    for (size_t i = 0; i < kDifferentiable; ++i)
+      if (saved[i].defined() || i == kValue) gradients.push_back(results[i]);
+    gradients.resize(gradients.size() + saved[kDifferentiable].defined() + 3);
+    return gradients;
+  }
+};
+
+void differentiable(const c10::OperatorHandle& op, Stack* stack) {
+  const auto given = torch::jit::last(*stack, kTensors + 1);
+  variable_list all, present;
+  bool any = false;
+  for (const auto& input : given.slice(0, kTensors)) {
+    all.push_back(input.isNone() ? Tensor() : input.toTensor());
+    const Tensor& x = all.back();
+    if (!x.defined()) continue;
+    present.push_back(x);
+    any |= x.requires_grad();
+    TORCH_CHECK_NOT_IMPLEMENTED(!x._fw_grad(0).defined(),
+                                "fwp::fast_weights has no derivative in forward mode: use backend='reference'");
+  }
+  if (!any || !at::GradMode::is_enabled()) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(stack);
+    return;
+  }
+  variable_list others;
+  variable_list results = Differentiable::apply(at::TensorList(present), &all, given.back().toBool(), &others);
+  torch::jit::drop(*stack, kTensors + 1);
+  for (auto& result : results) stack->emplace_back(std::move(result));
+  for (auto& result : others) stack->emplace_back(std::move(result));
+}
+
+}  // namespace
+}  // namespace fwp
+
+TORCH_LIBRARY_IMPL(fwp, FWP_AUTOGRAD_KEY, m) {
+  m.impl("fast_weights", torch::CppFunction::makeFromBoxedFunction<&fwp::differentiable>());
+}

@@ -1,0 +1,165 @@
+// The operator on CPU tensors: its arguments become those of a kernel.
+
+#include <ATen/ops/ones.h>
+#include <torch/library.h>
+
+#include "passes.h"
+
+namespace fwp::cpu {
+namespace {
+
+// A rule by what it needs of the kernels.
+enum class Rule { kSum, kDelta, kForget, kRetrieve };
+
+Rule rule_of(const Arguments& given) {
+  if (given.removes() || (given.erases && given.forgets())) return Rule::kRetrieve;
+  if (given.erases) return Rule::kDelta;
+  return given.forgets() || given.rate ? Rule::kForget : Rule::kSum;
+}
+
+// What is absent is one where a kernel asks for it.
+TokenTensors prepare_all(const Arguments& given, const Sizes& size, at::ScalarType type) {
+  const auto ready = [&](const Optional& x) { return x ? prepare(*x, type) : Tensor(); };
+  TokenTensors in;
+  in.q = prepare(given.q, type), in.k = prepare(given.k, type), in.v = ready(given.v);
+  in.value_decay = ready(given.value_decay);
+  if (given.rate) in.rate = given.rate->to(type);
+  const Rule rule = rule_of(given);
+  const auto ones = [&](at::IntArrayRef sizes) { return at::ones(sizes, in.q.options()); };
+  if (given.erases && !in.rate.defined()) in.rate = ones(size.rates());
+  if (rule != Rule::kForget && rule != Rule::kRetrieve) return in;
+  if (given.removes()) {
+    in.removal_key = ready(given.removal_key);
+    in.removal = in.removal_key.mul(given.removal_rate->to(type));
+  }
+  const bool by_head = !given.removes() && !given.value_decay && (given.decays_by_head() || !given.decay);
+  if (by_head)
+    in.head_decay = given.decay ? given.decay->to(type) : ones(size.rates());
+  else if (given.decays_by_head())
+    in.key_decay = given.decay->to(type).unsqueeze(-1).expand(size.keys()).contiguous();
+  else
+    in.key_decay = given.decay ? ready(given.decay) : ones(size.keys());
+  return in;
+}
+
+// Sequences fall into documents, each with a memory of its own: call f(sequence, first token, number of tokens, whether
+// the memory goes on from the state).
+template <typename F>
+void for_documents(const Tensor& first, F f) {
+  const Tensor marks = first.contiguous();
+  const int64_t L = marks.size(1);
+  for (int64_t b = 0; b < marks.size(0); ++b) {
+    const bool* mark = marks.const_data_ptr<bool>() + b * L;
+    for (int64_t begin = 0, end; begin < L; begin = end) {
+      end = std::find(mark + begin + 1, mark + L, true) - mark;
+      f(b, begin, end - begin, begin == 0 && !mark[0]);
+    }
+  }
+}
+
+using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The gradients of the operator's arguments, from those of what the kernels read. An operator cannot return an undefined
+// tensor: (0,) stands for that of an absent argument.
+NineTensors gradients(const Arguments& given, const TokenTensors& in, const TokenTensors& to, const Tensor& d_initial) {
+  const auto of = [&](const Optional& x, const Tensor& gradient) {
+    return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());
+  };
+  Tensor d_decay = to.head_decay.defined() ? to.head_decay : to.key_decay;
+  if (given.decays_by_head() && !to.head_decay.defined()) d_decay = to.key_decay.sum(-1);
+  Tensor d_removal_key, d_removal_rate;
+  if (given.removes()) {
+    d_removal_rate = to.removal.mul(in.removal_key);
+    d_removal_key = to.removal_key.add(to.removal.mul(given.removal_rate->to(in.q.scalar_type())));
+  }
+  const auto type = given.q.scalar_type();
+  return {to.q.to(type), to.k.to(type), to.v.to(type), of(given.decay, d_decay), of(given.value_decay, to.value_decay),
+          of(given.rate, to.rate), of(given.removal_key, d_removal_key), of(given.removal_rate, d_removal_rate),
+          of(given.state, d_initial)};
+}
+
+void run(Rule rule, const Forward& pass) {
+  constexpr decltype(&sum_forward) kPasses[] = {&sum_forward, &delta_forward, &forget_forward, &retrieve_forward};
+  kPasses[int(rule)](pass);
+}
+
+void run(Rule rule, const Backward& pass) {
+  constexpr decltype(&sum_backward) kPasses[] = {&sum_backward, &delta_backward, &forget_backward, &retrieve_backward};
+  kPasses[int(rule)](pass);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                        const Optional& decay, const Optional& value_decay,
+                                                        const Optional& rate, const Optional& removal_key,
+                                                        const Optional& removal_rate, const Optional& state,
+                                                        const Optional& first, bool erases) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  const Sizes size(q, v);
+  given.check_all(size, q.scalar_type());
+  const auto type = state_type(q);
+  const auto options = q.options().dtype(type);
+  const Rule rule = rule_of(given);
+  Forward pass{size, type, prepare_all(given, size, type), state.value_or(Tensor())};
+  pass.out = at::empty(size.values(), options), pass.final = at::empty(size.state(), options);
+  if (given.retrieves()) pass.retrieved = at::empty(size.values(), options);
+  if (given.keeps_states()) pass.kept = at::empty({size.B, size.H, size.L / kChunk, size.Dk, size.Dv}, options);
+  if (!first || size.L == 0)
+    run(rule, pass);
+  else
+    for_documents(*first, [&](int64_t b, int64_t begin, int64_t length, bool goes_on) {
+      const Tensor before = goes_on && state ? state->narrow(0, b, 1) : Tensor();
+      run(rule, pass.part(b, 1, begin, length, before, pass.final.narrow(0, b, 1)));
+    });
+  return {pass.out.to(q.scalar_type()), pass.final, or_nothing(pass.retrieved, pass.out),
+          or_nothing(pass.kept, pass.out)};
+}
+
+NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
+                                  const Optional& value_decay, const Optional& rate, const Optional& removal_key,
+                                  const Optional& removal_rate, const Optional& state, const Optional& first,
+                                  bool erases, const Tensor& retrieved, const Tensor& kept, const Optional& grad_out,
+                                  const Optional& grad_state) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  TORCH_CHECK(erases || v, "v must be given");
+  const Sizes size(q, v ? *v : retrieved);
+  given.check_all(size, q.scalar_type());
+  const auto type = state_type(q);
+  const auto options = q.options().dtype(type);
+  if (given.retrieves()) check("retrieved", retrieved, size.values(), type);
+  if (given.keeps_states()) check("kept", kept, {size.B, size.H, size.L / kChunk, size.Dk, size.Dv}, type);
+  TORCH_CHECK(kept.is_contiguous(), "kept must be contiguous");
+  check("grad_out", grad_out, size.values(), q.scalar_type());
+  check("grad_state", grad_state, size.state(), type);
+  const auto like = [&](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), options) : x; };
+  Backward pass{size, type, prepare_all(given, size, type), state.value_or(Tensor())};
+  if (given.retrieves()) pass.retrieved = prepare(retrieved, type);
+  if (given.keeps_states()) pass.kept = kept;
+  pass.d_out = grad_out ? prepare(*grad_out, type) : at::zeros(size.values(), options);
+  pass.d_final = grad_state ? prepare(*grad_state, type) : Tensor();
+  const TokenTensors& in = pass.in;
+  TokenTensors& to = pass.to;
+  to.q = like(in.q), to.k = like(in.k), to.v = at::empty(size.values(), options);
+  to.key_decay = like(in.key_decay), to.value_decay = like(in.value_decay), to.head_decay = like(in.head_decay);
+  to.rate = like(in.rate), to.removal = like(in.removal), to.removal_key = like(in.removal_key);
+  if (state) pass.d_initial = at::empty(size.state(), options);
+  const Rule rule = rule_of(given);
+  if (!first || size.L == 0) {
+    run(rule, pass);
+  } else {
+    if (state) pass.d_initial.zero_();
+    for_documents(*first, [&](int64_t b, int64_t begin, int64_t length, bool goes_on) {
+      const auto some = [&](const Tensor& x, bool wanted) { return wanted && x.defined() ? x.narrow(0, b, 1) : Tensor(); };
+      run(rule, pass.part(b, 1, begin, length, some(pass.initial, goes_on),
+                          some(pass.d_final, begin + length == size.L), some(pass.d_initial, goes_on)));
+    });
+  }
+  return gradients(given, in, to, pass.d_initial);
+}
+
+}  // namespace
+}  // namespace fwp::cpu
+
+TORCH_LIBRARY_IMPL(fwp, CPU, m) {
+  m.impl("fast_weights", &fwp::cpu::fast_weights);
+  m.impl("fast_weights_backward", &fwp::cpu::fast_weights_backward);
+}

@@ -1,0 +1,155 @@
+// Rules that forget, on CPU tensors: what cpu_forget.cpp and cpu_retrieve.cpp share.
+#pragma once
+
+#include "../cpu/forget.h"
+#include "../cpu/forget_square.h"
+#include "passes.h"
+
+namespace fwp::cpu {
+
+// Token tensors by heads. A member that is not there is null.
+template <typename A, typename Tokens_>
+struct ForgetHeads {
+  const Heads<A> q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
+
+  explicit ForgetHeads(const TokenTensors& x)
+      : q(x.q), k(x.k), v(x.v), key_decay(x.key_decay), value_decay(x.value_decay), head_decay(x.head_decay),
+        rate(x.rate), removal(x.removal), removal_key(x.removal_key) {}
+
+  // Those of head h, from columns i of keys and j of values on.
+  Tokens_ at(int64_t h, int64_t i, int64_t j) const {
+    Tokens_ x;
+    x.q = q.tokens(h).from(i);
+    x.k = k.tokens(h).from(i);
+    x.v = v.tokens(h).from(j);
+    x.key_decay = key_decay.tokens(h).from(i);
+    x.value_decay = value_decay.tokens(h).from(j);
+    x.head_decay = head_decay.rates(h);
+    x.rate = rate.rates(h);
+    x.removal = removal.tokens(h).from(i);
+    x.removal_key = removal_key.tokens(h).from(i);
+    return x;
+  }
+};
+template <typename A>
+using InputHeads = ForgetHeads<const A, ForgetTokens<A>>;
+template <typename A>
+using GradientHeads = ForgetHeads<A, ForgetGradients<A>>;
+
+// A block of columns in the backward pass: two vectors where there are the registers for it.
+inline int64_t backward_width(const Sizes& size, at::ScalarType type) {
+  const int64_t lanes = type == at::kDouble ? kLanes<double> : kLanes<float>;
+  return kTokens == 4 && size.Dk > lanes ? 2 * lanes : lanes;
+}
+
+// The scan forwards. `kept` receives the state after each whole chunk.
+template <Fades fades, Erases erases>
+void forget_scan(const Forward& pass) {
+  const Sizes& size = pass.size;
+  using K = Kind<fades, erases>;
+  FWP_DISPATCH(pass.type, {
+    const InputHeads<A> of(pass.in);
+    const Heads<const A> initial(pass.initial);
+    const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
+    const auto run_block = [&](int64_t h, int64_t j, int64_t n, auto vectors, A* work) {
+      constexpr int NV = decltype(vectors)::value;
+      StateBlock<A, NV> block(size.Dk, n, initial.matrix(h, j), final.matrix(h, j), work);
+      if constexpr (NV == 1 && !K::retrieves) {
+        if (is_square<A>(size)) {
+          ForgetForwardSquare<A, fades>{block, size.L, of.at(h, 0, j), out.tokens(h), kept.tokens(h).data}.run();
+          return block.finish();
+        }
+      }
+      ForgetForward<A, NV, K>{block,
+                              of.at(h, 0, j),
+                              out.tokens(h).from(j),
+                              retrieved.tokens(h).from(j),
+                              {kept.tokens(h).data + j, size.Dv},
+                              work + size.Dk * block.kWidth}
+          .run_chunks(size.L);
+      block.finish();
+    };
+    // Each block reads all keys, queries and key decays: half as many are worth passes of two tokens.
+    if (kTokens == 4 && !K::retrieves)
+      for_blocks<A, 4>(size, size.Dk, size.Dv, run_block);
+    else
+      for_blocks<A>(size, size.Dk, size.Dv, run_block);
+  })
+}
+
+// The scan back, over blocks of key columns. `d_retrieved`: of a rule that retrieves, d_v or d_removed.
+template <Fades fades, Erases erases>
+void forget_scan_backward(const Backward& pass, const Tensor& d_retrieved = {}) {
+  const Sizes& size = pass.size;
+  using K = Kind<fades, erases>;
+  const int64_t width = backward_width(size, pass.type);
+  const SharedHeads shared(size, size.Dk, width);
+  // What adds up over the blocks of a head.
+  TokenTensors sums = pass.to;
+  if (erases != Erases::kKey) sums.v = shared.in_parts(pass.to.v);
+  sums.value_decay = shared.in_parts(pass.to.value_decay);
+  sums.head_decay = shared.in_parts(pass.to.head_decay);
+  sums.rate = shared.in_parts(pass.to.rate);
+  const auto of_part = [&](int64_t part) {
+    TokenTensors to = pass.to;
+    const auto select = [&](const Tensor& x) { return x.defined() ? x.select(0, part) : x; };
+    if (erases != Erases::kKey) to.v = select(sums.v);
+    to.value_decay = select(sums.value_decay), to.head_decay = select(sums.head_decay), to.rate = select(sums.rate);
+    return to;
+  };
+  FWP_DISPATCH(pass.type, {
+    const InputHeads<A> of(pass.in);
+    const Heads<const A> initial(pass.initial), d_final(pass.d_final), kept(pass.kept), d_out(pass.d_out);
+    const Heads<const A> retrieved(pass.retrieved), d_retrieved_(d_retrieved);
+    const Heads<A> d_initial(pass.d_initial);
+    const auto run_block = [&](int64_t h, int64_t part, int64_t i, bool add, auto vectors, A* work) {
+      constexpr int NV = decltype(vectors)::value;
+      const ForgetGradients<A> to = GradientHeads<A>(of_part(part)).at(h, i, 0);
+      if constexpr (NV == 1 && !K::retrieves) {
+        if (is_square<A>(size)) {
+          return ForgetBackwardSquare<A, fades>{size.L,
+                                                of.at(h, 0, 0),
+                                                d_out.tokens(h),
+                                                to,
+                                                initial.matrix(h, 0, true),
+                                                d_final.matrix(h, 0, true),
+                                                d_initial.matrix(h, 0, true),
+                                                kept.tokens(h).data,
+                                                work}
+              .run();
+        }
+      }
+      ForgetBackward<A, NV, K>{size.L,
+                               size.Dv,
+                               std::min(width, size.Dk - i),
+                               of.at(h, i, 0),
+                               d_out.tokens(h),
+                               retrieved.tokens(h),
+                               d_retrieved_.tokens(h),
+                               to,
+                               add,
+                               initial.matrix(h, i, true),
+                               d_final.matrix(h, i, true),
+                               d_initial.matrix(h, i, true),
+                               kept.tokens(h).data + i * size.Dv,
+                               size.Dk * size.Dv,
+                               work}
+          .run();
+    };
+    const int64_t scratch_size = std::max(ForgetBackward<A, 1, K>::scratch(size.Dv) * width / kLanes<A>,
+                                          ForgetBackwardSquare<A, fades>::scratch());
+    shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
+                         [&](int64_t h, int64_t part, int64_t block, bool add, A* work) {
+      if (width == kLanes<A>)
+        run_block(h, part, block * width, add, std::integral_constant<int, 1>{}, work);
+      else
+        run_block(h, part, block * width, add, std::integral_constant<int, 2>{}, work);
+    });
+  })
+  if (erases != Erases::kKey) shared.add_parts(pass.to.v, sums.v);
+  shared.add_parts(pass.to.value_decay, sums.value_decay);
+  shared.add_parts(pass.to.head_decay, sums.head_decay);
+  shared.add_parts(pass.to.rate, sums.rate);
+}
+
+}  // namespace fwp::cpu

@@ -1,0 +1,640 @@
+// Rules that forget, on one block of columns: W_t = (f_t^T z_t) * W_{t-1} and then a write, which may depend on what a key
+// retrieves. README.md derives the backward pass. What was forgotten cannot be rewound: the forward pass keeps a state
+// after every kChunk tokens, and the backward pass rebuilds those in between, some rows at a time.
+#pragma once
+
+#include <algorithm>
+
+#include "delta.h"
+
+namespace fwp {
+
+// What fades: the whole memory alike, the rows of each element of a key, or those and the columns of each of a value.
+enum class Fades { kHead, kKey, kKeyAndValue };
+// What is erased before a write: nothing, what the key retrieves from the faded memory, or what a key of its own
+// retrieves from the memory before it.
+enum class Erases { kNothing, kKey, kRemoval };
+
+template <Fades fades_, Erases erases_>
+struct Kind {
+  static constexpr Fades fades = fades_;
+  static constexpr Erases erases = erases_;
+  static constexpr bool retrieves = erases != Erases::kNothing;
+};
+
+// The tokens of one head, from some columns on. A member that a kind has not is null; a rate may be.
+template <typename A>
+struct ForgetTokens {
+  Tokens<const A> q, k, v;
+  Tokens<const A> key_decay, value_decay;
+  Rates<const A> head_decay;             // in place of both
+  Rates<const A> rate;                   // of the write
+  Tokens<const A> removal, removal_key;  // the key that is written under, and the one that retrieves
+
+  FWP_INLINE A rate_at(int64_t t) const { return rate.data ? rate[t] : 1; }
+  ForgetTokens reversed(int64_t length) const {
+    return {q.reversed(length),           k.reversed(length),          v.reversed(length),
+            key_decay.reversed(length),   value_decay.reversed(length), head_decay.reversed(length),
+            rate.reversed(length),        removal.reversed(length),    removal_key.reversed(length)};
+  }
+};
+
+template <typename A>
+struct ForgetGradients {  // likewise
+  Tokens<A> q, k, v, key_decay, value_decay;
+  Rates<A> head_decay, rate;
+  Tokens<A> removal, removal_key;
+};
+
+// One pass a group of tokens: what fades and is written, and their reads. Of rules that retrieve also what the keys of the
+// next two find: with r these keys and D what fades, token 0 retrieves r_0 D_0 W and token 1 r_1 D_1 D_0 W (without the
+// last D where a removal retrieves). Both read W, by keys that have faded; what token 0 writes is added by products.
+template <typename A, int NV, typename K>
+struct ForgetForward {
+  static constexpr int kGroup = K::retrieves ? kDeltaTokens : NV == 4 ? 2 : kTokens;  // what the registers hold
+  static_assert(!K::retrieves || kGroup == 2);
+
+  StateBlock<A, NV>& block;
+  const ForgetTokens<A> in;
+  Tokens<A> out, retrieved;
+  Tokens<A> kept;  // rows of the state after the chunk that begins with `first`: those of all whole chunks are kept
+  A* scratch;      // 2 x rows
+  int64_t first = 0, last = 0;  // the chunk: tokens from which run counts, and the last one
+  // Of the coming group: what its keys find in the state before it, and the products of the second one with what the
+  // first one writes under.
+  Group<A, NV> found[2] = {};
+  A with_key = 0, with_removal = 0;
+
+  void run_chunks(int64_t length) {
+    for (first = 0; first < length; first += kChunk) {
+      last = std::min(first + kChunk, length) - 1;
+      if constexpr (K::retrieves) start();
+      for_token_groups<kGroup>(last + 1 - first, *this);
+      if (first + kChunk > length) return;
+      block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept[i], block.columns); }, [] {});
+      kept.data = kept[block.rows];
+    }
+  }
+
+  template <int T, bool kLast>
+  FWP_INLINE void run(int64_t from) {
+    const int64_t t = first + from;
+    Group<A, NV> value[T], fade[T], removed[T];
+    RowSums<A, NV, T> read(block.rows);
+    const A *key[T], *query[T], *decay[T], *removal[T];
+    A share[T];
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      key[s] = in.k[t + s];
+      query[s] = in.q[t + s];
+      value[s].load_from(in.v[t + s], block.columns);
+      if constexpr (K::fades == Fades::kHead) share[s] = in.head_decay[t + s];
+      if constexpr (K::fades != Fades::kHead) decay[s] = in.key_decay[t + s];
+      if constexpr (K::fades == Fades::kKeyAndValue) fade[s].load_from(in.value_decay[t + s], block.columns);
+      if constexpr (K::erases == Erases::kRemoval) removal[s] = in.removal[t + s];
+    }
+    solve<T>(t, value, removed);
+    const A* reader[2] = {};
+    A scale[2];
+    RowSums<A, NV, K::retrieves ? 2 : 1> next(block.rows);
+    if constexpr (K::retrieves && !kLast) prepare(t + T, reader, scale);
+    const auto ahead = ahead_of<T>(t, block.rows > kFewRows);
+    block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+      FWP_UNROLL for (int s = 0; s < T; ++s) {
+        if constexpr (K::fades == Fades::kHead)
+          w.scale(share[s]);
+        else if constexpr (K::fades == Fades::kKey)
+          w.scale(decay[s][i]);
+        else
+          FWP_UNROLL for (int n = 0; n < NV; ++n) w.x[n] *= decay[s][i] * fade[s].x[n];
+        if constexpr (K::erases == Erases::kRemoval) w.subtract(removal[s][i], removed[s]);
+        w.add(key[s][i], value[s]);
+        read.total[s].add(query[s][i], w);
+      }
+      if constexpr (K::retrieves && !kLast)
+        FWP_UNROLL for (int s = 0; s < 2; ++s) next.total[s].add(reader[s][i], w);
+    }, [&]() __attribute__((always_inline)) {
+      read.settle();
+      if constexpr (K::retrieves && !kLast) next.settle();
+    });
+    read.finish();
+    FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
+    if constexpr (K::retrieves && !kLast) keep_found(next, scale);
+  }
+
+ private:
+  // Turn the values of a group into its writes, one after the other; what they retrieve is stored.
+  template <int T>
+  FWP_INLINE void solve(int64_t t, Group<A, NV> (&value)[T], Group<A, NV> (&removed)[T]) {
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      if constexpr (K::erases == Erases::kKey) {
+        value[s].add(A(-1), found[s]);
+        if (s == 1) value[s].subtract(with_key, value[0]);
+        value[s].store_to(retrieved[t + s], block.columns);
+      }
+      value[s].scale(in.rate_at(t + s));
+      if constexpr (K::erases == Erases::kRemoval) {
+        removed[s] = found[s];
+        if (s == 1) {
+          removed[s].add(with_key, value[0]);
+          removed[s].subtract(with_removal, removed[0]);
+        }
+        removed[s].store_to(retrieved[t + s], block.columns);
+      }
+    }
+  }
+
+  // The keys by which tokens t and t + 1 read the state before them, and their products. Past the chunk the last key is
+  // repeated: what it finds is not used.
+  FWP_INLINE void prepare(int64_t t, const A* (&reader)[2], A (&scale)[2]) {
+    const int64_t u = std::min(t, last), n = std::min(t + 1, last);
+    const bool of_key = K::erases == Erases::kKey;
+    const Tokens<const A>& keys = of_key ? in.k : in.removal_key;
+    reader[0] = keys[u], reader[1] = keys[n];
+    scale[0] = scale[1] = 1;
+    if constexpr (K::fades == Fades::kHead) {
+      scale[0] = in.head_decay[u];
+      scale[1] = in.head_decay[n] * scale[0];
+      with_key = in.head_decay[n] * multiply(reader[1], in.k[u]);
+    } else {
+      A *faded = scratch, *second = scratch + block.rows;
+      Vector<A> sum = {}, of_removal = {};
+      for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
+        const int64_t count = block.rows - i;
+        Vector<A> own = load_part(reader[1] + i, count);
+        const Vector<A> decay = load_part(in.key_decay[u] + i, count);
+        if (of_key) {
+          own *= load_part(in.key_decay[n] + i, count);
+          store_part(faded + i, load_part(reader[0] + i, count) * decay, count);
+        }
+        sum += own * load_part(in.k[u] + i, count);
+        if (!of_key) of_removal += own * load_part(in.removal[u] + i, count);
+        store_part(second + i, own * decay, count);
+      }
+      if (of_key) reader[0] = faded;
+      reader[1] = second;
+      with_key = sum_lanes<A>(sum), with_removal = sum_lanes<A>(of_removal);
+    }
+  }
+
+  FWP_INLINE A multiply(const A* x, const A* y) const {
+    Vector<A> sum = {};
+    for (int64_t i = 0; i < block.rows; i += kLanes<A>)
+      sum += load_part(x + i, block.rows - i) * load_part(y + i, block.rows - i);
+    return sum_lanes<A>(sum);
+  }
+
+  // What the first keys of a chunk find.
+  FWP_INLINE void start() {
+    const A* reader[2];
+    A scale[2];
+    prepare(first, reader, scale);
+    RowSums<A, NV, 2> sums(block.rows);
+    block.read_rows([&](int64_t i, const Group<A, NV>& w) __attribute__((always_inline)) {
+      FWP_UNROLL for (int s = 0; s < 2; ++s) sums.total[s].add(reader[s][i], w);
+    }, [&]() __attribute__((always_inline)) { sums.settle(); });
+    keep_found(sums, scale);
+  }
+
+  FWP_INLINE void keep_found(RowSums<A, NV, 2>& sums, const A (&scale)[2]) {
+    sums.finish();
+    FWP_UNROLL for (int s = 0; s < 2; ++s) {
+      found[s] = sums.total[s];
+      if constexpr (K::fades == Fades::kHead) found[s].scale(scale[s]);
+    }
+  }
+
+  template <int T>
+  FWP_INLINE auto ahead_of(int64_t t, bool wanted) const {
+    const int64_t next = t + kTokensAhead;
+    if constexpr (K::erases == Erases::kRemoval)
+      return Ahead<A, T, 8>(wanted, next, in.q, in.k, in.v, out, in.key_decay, in.removal, in.removal_key, retrieved);
+    else if constexpr (K::retrieves && K::fades == Fades::kKey)
+      return Ahead<A, T, 6>(wanted, next, in.q, in.k, in.v, out, in.key_decay, retrieved);
+    else if constexpr (K::retrieves)
+      return Ahead<A, T, 5>(wanted, next, in.q, in.k, in.v, out, retrieved);
+    else if constexpr (K::fades == Fades::kKeyAndValue)
+      return Ahead<A, T, 6>(wanted, next, in.q, in.k, in.v, out, in.key_decay, in.value_decay);
+    else if constexpr (K::fades == Fades::kKey)
+      return Ahead<A, T, 5>(wanted, next, in.q, in.k, in.v, out, in.key_decay);
+    else
+      return Ahead<A, T, 4>(wanted, next, in.q, in.k, in.v, out);
+  }
+};
+
+// In reverse over a block of value columns of G, the gradient of W, for rules that retrieve: the gradients of what they
+// wrote under their keys, d_value_t = rate_t k_t G_t, and d_rate_t; or of what they removed, d_removed_t = -x_t G_t. All
+// token sequences arrive reversed. As forwards, a pass changes G by a group of two tokens and reads what the next needs.
+template <typename A, int NV, typename K>
+struct RetrieveBackward {
+  static constexpr int kGroup = 2;
+
+  StateBlock<A, NV>& block;
+  const int64_t length;
+  const ForgetTokens<A> in;
+  Tokens<const A> d_out, retrieved;
+  Tokens<A> d_retrieved;  // d_value or d_removed
+  Rates<A> d_rate;
+  const bool add;  // whether other columns have been here: to d_rate
+  A* scratch;      // rows
+  Group<A, NV> found[2] = {};
+  A with_query[2] = {}, with_first_query = 0, with_key = 0;
+
+  void run() {
+    if (length == 0) return;
+    const A* reader[2];
+    A scale;
+    prepare(0, reader, scale);
+    RowSums<A, NV, 2> sums(block.rows);
+    block.read_rows([&](int64_t i, const Group<A, NV>& g) __attribute__((always_inline)) {
+      FWP_UNROLL for (int s = 0; s < 2; ++s) sums.total[s].add(reader[s][i], g);
+    }, [&]() __attribute__((always_inline)) { sums.settle(); });
+    keep_found(sums, scale);
+    for_token_groups<kGroup>(length, *this);
+  }
+
+  template <int T, bool kLast>
+  FWP_INLINE void run(int64_t t) {
+    Group<A, NV> d_read[T], d_written[T];
+    FWP_UNROLL for (int s = 0; s < T; ++s) d_read[s].load_from(d_out[t + s], block.columns);
+    solve<T>(t, d_read, d_written);
+    if constexpr (!kLast) {
+      const A *key[T], *query[T], *decay[T], *removal_key[T], *reader[2];
+      A share[T], scale;
+      FWP_UNROLL for (int s = 0; s < T; ++s) {
+        key[s] = in.k[t + s];
+        query[s] = in.q[t + s];
+        if constexpr (K::fades == Fades::kHead) share[s] = in.head_decay[t + s];
+        if constexpr (K::fades != Fades::kHead) decay[s] = in.key_decay[t + s];
+        if constexpr (K::erases == Erases::kRemoval) removal_key[s] = in.removal_key[t + s];
+      }
+      prepare(t + T, reader, scale);
+      RowSums<A, NV, 2> next(block.rows);
+      const auto ahead = ahead_of<T>(t, block.rows > kFewRows);
+      block.change_rows(false, ahead, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
+        FWP_UNROLL for (int s = 0; s < T; ++s) {
+          g.add(query[s][i], d_read[s]);
+          if constexpr (K::erases == Erases::kKey) g.subtract(key[s][i], d_written[s]);
+          if constexpr (K::fades == Fades::kHead)
+            g.scale(share[s]);
+          else
+            g.scale(decay[s][i]);
+          if constexpr (K::erases == Erases::kRemoval) g.add(removal_key[s][i], d_written[s]);
+        }
+        FWP_UNROLL for (int s = 0; s < 2; ++s) next.total[s].add(reader[s][i], g);
+      }, [&]() __attribute__((always_inline)) { next.settle(); });
+      keep_found(next, scale);
+    }
+  }
+
+ private:
+  template <int T>
+  FWP_INLINE void solve(int64_t t, const Group<A, NV> (&d_read)[T], Group<A, NV> (&d_written)[T]) {
+    FWP_UNROLL for (int s = 0; s < T; ++s) {
+      Group<A, NV>& x = d_written[s];
+      x = found[s];
+      x.add(with_query[s], d_read[s]);
+      if (s == 1) {
+        x.add(with_first_query, d_read[0]);
+        x.add(with_key, d_written[0]);
+      }
+      if constexpr (K::erases == Erases::kKey) {
+        Group<A, NV> error;
+        error.load_from(retrieved[t + s], block.columns);
+        d_rate[t + s] = sum_lanes<A>(multiply_lanes(error, x)) + (add ? d_rate[t + s] : 0);
+        x.scale(in.rate[t + s]);
+      } else {
+        x.scale(-1);
+      }
+      x.store_to(d_retrieved[t + s], block.columns);
+    }
+  }
+
+  // As ForgetForward::prepare. Here G takes a query's d_out before it is read, and fades after it.
+  FWP_INLINE void prepare(int64_t t, const A* (&reader)[2], A& scale) {
+    const int64_t u = std::min(t, length - 1), n = std::min(t + 1, length - 1);
+    const bool of_key = K::erases == Erases::kKey;
+    const Tokens<const A>& keys = of_key ? in.k : in.removal;
+    reader[0] = keys[u], reader[1] = scratch;
+    Vector<A> sum[2] = {}, first_query = {}, key = {};
+    scale = 1;
+    if constexpr (K::fades == Fades::kHead) scale = in.head_decay[u];
+    for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
+      const int64_t count = block.rows - i;
+      const Vector<A> own = load_part(keys[u] + i, count), next = load_part(keys[n] + i, count);
+      const Vector<A> query = load_part(in.q[u] + i, count);
+      Vector<A> faded = next;
+      if constexpr (K::fades != Fades::kHead) faded *= load_part(in.key_decay[u] + i, count);
+      store_part(scratch + i, faded, count);
+      sum[0] += own * query;
+      sum[1] += next * load_part(in.q[n] + i, count);
+      first_query += faded * query;
+      if (of_key)
+        key -= faded * load_part(in.k[u] + i, count);
+      else
+        key += next * load_part(in.removal_key[u] + i, count);
+    }
+    with_query[0] = sum_lanes<A>(sum[0]), with_query[1] = sum_lanes<A>(sum[1]);
+    with_first_query = scale * sum_lanes<A>(first_query);
+    with_key = scale * sum_lanes<A>(key);
+  }
+
+  FWP_INLINE void keep_found(RowSums<A, NV, 2>& sums, A scale) {
+    sums.finish();
+    FWP_UNROLL for (int s = 0; s < 2; ++s) found[s] = sums.total[s];
+    if constexpr (K::fades == Fades::kHead) found[1].scale(scale);
+  }
+
+  template <int T>
+  FWP_INLINE auto ahead_of(int64_t t, bool wanted) const {
+    const int64_t next = t + kTokensAhead;
+    if constexpr (K::erases == Erases::kRemoval)
+      return Ahead<A, T, 6>(wanted, next, in.q, in.removal, in.removal_key, d_out, in.key_decay, d_retrieved);
+    else if constexpr (K::fades == Fades::kKey)
+      return Ahead<A, T, 6>(wanted, next, in.q, in.k, d_out, in.key_decay, retrieved, d_retrieved);
+    else
+      return Ahead<A, T, 5>(wanted, next, in.q, in.k, d_out, retrieved, d_retrieved);
+  }
+};
+
+// In reverse over a block of key columns of W^T, with G the gradient of W. Nothing here mixes elements of W or of G, so a
+// few rows go through a whole chunk, forwards and back, before the next ones do. Of a rule that retrieves everything that
+// it wrote or removed is known by now, and the gradients of it.
+template <typename A, int NV, typename K>
+struct ForgetBackward {
+  static constexpr int64_t kWidth = NV * kLanes<A>;
+  static constexpr bool kRemoves = K::erases == Erases::kRemoval;
+  // Sums over rows for each token: d_q, d_k, d_decay, and those of a removal and its key.
+  static constexpr int64_t kSums = (kRemoves ? 5 : 3) * kWidth;
+  // All rows of G, the states of a few rows in a chunk, and the sums of a chunk, twice.
+  static int64_t scratch(int64_t rows) { return (rows + kChunk * kPiece<A>)*kWidth + 2 * kChunk * kSums; }
+
+  const int64_t length, rows, columns;
+  const ForgetTokens<A> in;  // v: of a rule that erases with the key, what was written
+  Tokens<const A> d_out;
+  Tokens<const A> removed, d_retrieved;  // of a rule that retrieves; d_retrieved is d_v or d_removed
+  const ForgetGradients<A> to;
+  const bool add;  // whether other columns have been here: to d_v, d_value_decay, d_head_decay and d_rate
+  Matrix<const A> initial, d_final;
+  Matrix<A> d_initial;
+  const A* kept;  // transposed, as are these
+  int64_t kept_stride;
+  A* work;
+
+  void run() {
+    for (int64_t j = 0; j < rows; ++j) load_row(d_final, j).store_to(work + j * kWidth, kWidth);
+    for (int64_t c = (length + kChunk - 1) / kChunk; c-- > 0;) {
+      const Matrix<const A> state = c ? Matrix<const A>{kept + (c - 1) * kept_stride, 1, rows} : initial;
+      run_chunk(c * kChunk, std::min(kChunk, length - c * kChunk), state,
+                c > 1 ? kept + (c - 2) * kept_stride : nullptr);
+    }
+    if (!d_initial.data) return;
+    for (int64_t j = 0; j < rows; ++j)
+      for (int64_t i = 0; i < columns; ++i)
+        d_initial.data[j * d_initial.row_stride + i * d_initial.column_stride] = work[j * kWidth + i];
+  }
+
+ private:
+  Group<A, NV> load_row(const Matrix<const A>& m, int64_t j) const {
+    A row[kWidth] = {};
+    if (m.data)
+      for (int64_t i = 0; i < columns; ++i) row[i] = m.data[j * m.row_stride + i * m.column_stride];
+    Group<A, NV> x;
+    x.load_from(row, kWidth);
+    return x;
+  }
+
+  // What token t keeps of row j, and its key as it writes it.
+  FWP_INLINE Group<A, NV> load_decay(int64_t t) const {
+    Group<A, NV> x;
+    if constexpr (K::fades == Fades::kHead)
+      FWP_UNROLL for (int n = 0; n < NV; ++n) x.x[n] = in.head_decay[t] - Vector<A>{};
+    else
+      x.load_from(in.key_decay[t], columns);
+    return x;
+  }
+  FWP_INLINE Group<A, NV> load_key(int64_t t) const {
+    Group<A, NV> x;
+    x.load_from(in.k[t], columns);
+    if (K::erases != Erases::kKey && in.rate.data) x.scale(in.rate[t]);
+    return x;
+  }
+  FWP_INLINE A value_decay(int64_t t, int64_t j) const {
+    if constexpr (K::fades == Fades::kKeyAndValue)
+      return in.value_decay[t][j];
+    else
+      return 1;
+  }
+  static FWP_INLINE void fade(Group<A, NV>& x, const Group<A, NV>& decay, A value_decay) {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) {
+      if constexpr (K::fades == Fades::kKeyAndValue)
+        x.x[n] *= value_decay * decay.x[n];
+      else
+        x.x[n] *= decay.x[n];
+    }
+  }
+
+  // What this chunk will write and the one before it will read, fetched some lines a token. Rows come kPiece at a time,
+  // so a line of them has four turns, and each kind of vector has one of these. Into the second-level cache: in the first
+  // one it would be in the way, or be gone before it is its turn.
+  struct Lines {
+    static constexpr int kLines = K::retrieves ? 4 : 3;
+    const A* line[kLines];
+    int64_t stride[kLines];
+
+    explicit Lines(const A* nothing) : stride{} {
+      for (const A*& x : line) x = nothing;
+    }
+    // The line of `column`, of each token from t on; a kind may be absent. Past an end it is fetched in vain.
+    void set(int n, const A* data, int64_t token_stride, int64_t t, int64_t column) {
+      if (!data || n >= kLines) return;
+      line[n] = address(data, t * token_stride + column);
+      stride[n] = token_stride;
+    }
+    FWP_INLINE void fetch(int64_t t) const {
+      FWP_UNROLL for (int n = 0; n < kLines; ++n) __builtin_prefetch(address(line[n], t * stride[n]), 0, 2);
+    }
+  };
+
+  // `earlier` is the state before the chunk before this one, or null.
+  Lines lines_due(int64_t first, int64_t j, const A* earlier) const {
+    constexpr int64_t kLine = Tokens<A>::kLine;
+    const int64_t column = j / kLine * kLine, before = first - kChunk;
+    Lines lines(work);
+    const auto set = [&](int n, const auto& x, int64_t t) { lines.set(n, x.data, x.stride, t, column); };
+    const bool of_keys = column < kWidth;
+    switch (j % kLine / kPiece<A>) {
+      case 0:
+        set(0, in.v, before);
+        set(1, Tokens<const A>{earlier, rows}, 0);
+        if (of_keys) set(2, in.k, before);
+        set(3, d_retrieved, before);
+        break;
+      case 1:
+        set(0, d_out, before);
+        set(1, in.value_decay, before);
+        if (of_keys) set(2, in.q, before);
+        set(3, removed, before);
+        break;
+      case 2:
+        set(0, to.v, first);
+        set(1, to.value_decay, first);
+        if (of_keys) set(2, in.key_decay, before);
+        if (of_keys) set(3, in.removal, before);
+        break;
+      case 3:
+        if (!of_keys) break;
+        set(0, to.q, first);
+        set(1, to.k, first);
+        set(2, to.key_decay, first);
+        set(3, in.removal_key, before);
+    }
+    return lines;
+  }
+
+  // Over kSumRows rows at a time, as in RowSums: the first ones' part becomes the total.
+  void run_chunk(int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier) {
+    A *total = work + (rows + kChunk * kPiece<A>)*kWidth, *part = total + kChunk * kSums;
+    for (int64_t begin = 0; begin == 0 || begin < rows; begin += kSumRows) {
+      A* sums = begin ? part : total;
+      const int64_t end = std::min(rows, begin + kSumRows);
+      std::memset(sums, 0, tokens * kSums * sizeof(A));
+      int64_t j = begin;
+      for (; j + kPiece<A> <= end; j += kPiece<A>) run_rows<kPiece<A>>(j, first, tokens, state, earlier, sums);
+      for (; j < end; ++j) run_rows<1>(j, first, tokens, state, earlier, sums);
+      if (begin)
+        for (int64_t n = 0; n < tokens * kSums; n += kLanes<A>) store(total + n, load(total + n) + load(part + n));
+    }
+    for (int64_t t = 0; t < tokens; ++t) store_sums(first + t, total + t * kSums);
+  }
+
+  template <int R>
+  void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier, A* sums) {
+    const ForgetBackward self = *this;  // for all the compiler knows, a store may change *this, but not what is local
+    A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
+    Group<A, NV> w[R], g[R];
+    FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = self.load_row(state, j + r);
+    const Lines due = self.lines_due(first, j, earlier);
+    for (int64_t t = 0; t < tokens; ++t) {
+      due.fetch(t);
+      self.template step_forward<R>(j, first + t, w, states + t * R * kWidth, sums + t * kSums);
+    }
+    FWP_UNROLL for (int r = 0; r < R; ++r) g[r].load_from(d_rows + r * kWidth, kWidth);
+    for (int64_t t = tokens; t-- > 0;)
+      self.template step_back<R>(j, first + t, g, states + t * R * kWidth, sums + t * kSums);
+    FWP_UNROLL for (int r = 0; r < R; ++r) g[r].store_to(d_rows + r * kWidth, kWidth);
+  }
+
+  // W before token t goes to `states`, W after it gives d_q; what is retrieved on the way gives d_k or d_removal_key.
+  template <int R>
+  FWP_INLINE void step_forward(int64_t j, int64_t t, Group<A, NV> (&w)[R], A* states, A* sums) const {
+    const A *value = in.v[t] + j, *d_read = d_out[t] + j;
+    const Group<A, NV> decay = load_decay(t), key = load_key(t);
+    Group<A, NV> d_query, d_found, removal;
+    d_query.load_from(sums, kWidth);
+    A* d_found_sum = sums + (kRemoves ? 4 : 1) * kWidth;
+    if constexpr (K::retrieves) d_found.load_from(d_found_sum, kWidth);
+    if constexpr (kRemoves) removal.load_from(in.removal[t], columns);
+    FWP_UNROLL for (int r = 0; r < R; ++r) {
+      w[r].store_to(states + r * kWidth, kWidth);
+      if constexpr (kRemoves) d_found.add(d_retrieved[t][j + r], w[r]);
+      fade(w[r], decay, value_decay(t, j + r));
+      if constexpr (K::erases == Erases::kKey) d_found.subtract(d_retrieved[t][j + r], w[r]);
+      if constexpr (kRemoves) w[r].subtract(removed[t][j + r], removal);
+      w[r].add(value[r], key);
+      d_query.add(d_read[r], w[r]);
+    }
+    d_query.store_to(sums, kWidth);
+    if constexpr (K::retrieves) d_found.store_to(d_found_sum, kWidth);
+  }
+
+  // G after token t, which has the gradient of what reads it, becomes G before it.
+  template <int R>
+  FWP_INLINE void step_back(int64_t j, int64_t t, Group<A, NV> (&g)[R], const A* states, A* sums) const {
+    const A *value = in.v[t] + j, *d_read = d_out[t] + j;
+    const Group<A, NV> decay = load_decay(t), key = load_key(t);
+    Group<A, NV> query, d_key, d_decay, d_removal, removal_key;
+    query.load_from(in.q[t], columns);
+    A *d_key_sum = sums + kWidth, *d_decay_sum = sums + 2 * kWidth, *d_removal_sum = sums + 3 * kWidth;
+    d_key.load_from(d_key_sum, kWidth);
+    d_decay.clear();
+    if constexpr (kRemoves) {
+      d_removal.load_from(d_removal_sum, kWidth);
+      removal_key.load_from(in.removal_key[t], columns);
+    }
+    Vector<A> d_value[R], d_value_decay[R];
+    FWP_UNROLL for (int r = 0; r < R; ++r) {
+      const A of_value = value_decay(t, j + r);
+      Group<A, NV> before;
+      before.load_from(states + r * kWidth, kWidth);
+      d_value[r] = d_value_decay[r] = Vector<A>{};
+      g[r].add(d_read[r], query);
+      d_key.add(value[r], g[r]);
+      if constexpr (K::erases != Erases::kKey)
+        FWP_UNROLL for (int n = 0; n < NV; ++n) d_value[r] += key.x[n] * g[r].x[n];
+      else
+        g[r].subtract(d_retrieved[t][j + r], key);
+      if constexpr (kRemoves) d_removal.subtract(removed[t][j + r], g[r]);
+      FWP_UNROLL for (int n = 0; n < NV; ++n) {
+        const Vector<A> d_fade = g[r].x[n] * before.x[n];
+        if constexpr (K::fades == Fades::kKeyAndValue) {
+          d_decay.x[n] += of_value * d_fade;
+          d_value_decay[r] += decay.x[n] * d_fade;
+        } else {
+          d_decay.x[n] += d_fade;
+        }
+      }
+      fade(g[r], decay, of_value);
+      if constexpr (kRemoves) g[r].add(d_retrieved[t][j + r], removal_key);
+    }
+    d_key.store_to(d_key_sum, kWidth);
+    FWP_UNROLL for (int n = 0; n < NV; ++n) d_decay.x[n] += load(d_decay_sum + n * kLanes<A>);
+    d_decay.store_to(d_decay_sum, kWidth);
+    if constexpr (kRemoves) d_removal.store_to(d_removal_sum, kWidth);
+    if constexpr (K::erases != Erases::kKey) add_sums(d_value, to.v[t] + j);
+    if constexpr (K::fades == Fades::kKeyAndValue) add_sums(d_value_decay, to.value_decay[t] + j);
+  }
+
+  template <int R>
+  FWP_INLINE void add_sums(const Vector<A> (&x)[R], A* target) const {
+    if constexpr (R == 1) {
+      *target = sum_lanes<A>(x[0]) + (add ? *target : 0);
+    } else {
+      Piece<A> sum = sums_of<A>(x);
+      if (add) {
+        Piece<A> other;
+        std::memcpy(&other, target, sizeof other);
+        sum += other;
+      }
+      std::memcpy(target, &sum, sizeof sum);
+    }
+  }
+
+  void store_sums(int64_t t, const A* from) const {
+    const auto sum_of = [&](int n) {
+      Group<A, NV> x;
+      x.load_from(from + n * kWidth, kWidth);
+      return x;
+    };
+    sum_of(0).store_to(to.q[t], columns);
+    Group<A, NV> d_key = sum_of(1), d_decay = sum_of(2), key;
+    if (to.rate.data) {
+      key.load_from(in.k[t], columns);
+      to.rate[t] = sum_lanes<A>(multiply_lanes(key, d_key)) + (add ? to.rate[t] : 0);
+    }
+    if (K::erases != Erases::kKey && in.rate.data) d_key.scale(in.rate[t]);
+    d_key.store_to(to.k[t], columns);
+    if constexpr (K::fades == Fades::kHead) {
+      Vector<A> sum = d_decay.x[0];
+      FWP_UNROLL for (int n = 1; n < NV; ++n) sum += d_decay.x[n];
+      to.head_decay[t] = sum_lanes<A>(sum) + (add ? to.head_decay[t] : 0);
+    } else {
+      d_decay.store_to(to.key_decay[t], columns);
+    }
+    if constexpr (kRemoves) {
+      sum_of(3).store_to(to.removal[t], columns);
+      sum_of(4).store_to(to.removal_key[t], columns);
+    }
+  }
+};
+
+}  // namespace fwp

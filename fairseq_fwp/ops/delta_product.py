@@ -1,0 +1,99 @@
+"""DeltaProduct: several delta steps a token, under keys of their own, before the token reads.
+
+    W_0 = diag(a_t) W_{t-1}        W_n = W_{n-1} + k_tn^T beta_tn (v_tn - k_tn W_{n-1})    for n = 1 ... N
+    W_t = W_N        out_t = q_t W_t
+
+Siems, Carstensen, Zela, Hutter, Pontil & Grazzi 2025, "DeltaProduct: Improving State-Tracking in Linear RNNs via
+Householder Products" (arXiv 2502.10297), Eqs. 3-4; with a decay it is their Gated DeltaProduct. Their H is ours.
+"""
+
+from functools import partial
+
+from torch import Tensor, cat
+
+from . import delta
+from .arguments import PER_KEY, PER_TOKEN, Shape
+from .fast_weights import fast_weights
+from .rule import Results, Rule
+
+PER_STEP: Shape = ("B", "H", "L", "N")
+KEYS: Shape = (*PER_STEP, "Dk")
+VALUES: Shape = (*PER_STEP, "Dv")
+
+
+def step(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None = None) -> Tensor:
+    if decay is not None:
+        memory = decay.unsqueeze(-1) * memory
+    for k_n, v_n, beta_n in zip(k.unbind(2), v.unbind(2), beta.unsqueeze(-1).unbind(2), strict=True):
+        memory = delta.step(memory, k_n, v_n, beta_n)
+    return memory
+
+
+def in_family(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor | None = None,
+    *,
+    state: Tensor | None,
+    first: Tensor | None,
+) -> Results:
+    """N tokens of the gated delta rule for each: the first one fades, and the last one reads."""
+    others = k.shape[3] - 1
+
+    def one_token_each(x: Tensor | None, fill: int, last: bool = False) -> Tensor | None:
+        """(B, ..., L, *) -> (B, ..., L N, *), with x at the first or the last of N and `fill` at the others."""
+        if x is None:
+            return None
+        dim = 2 if x.dim() == 2 else 3
+        filled = x.new_full((*x.shape[:dim], others, *x.shape[dim:]), fill)
+        parts = (filled, x.unsqueeze(dim)) if last else (x.unsqueeze(dim), filled)
+        return cat(parts, dim).flatten(dim - 1, dim)
+
+    out, memory = fast_weights(
+        one_token_each(q, 0, last=True),
+        k.flatten(2, 3),
+        v.flatten(2, 3),
+        decay=one_token_each(decay, 1),
+        rate=beta.flatten(2, 3),
+        erases=True,
+        first=one_token_each(first, 0),
+        state=state,
+    )
+    return out[:, :, others :: others + 1], memory
+
+
+RULE = Rule("delta_product_rule", step, {"beta": (PER_STEP,)}, in_family, KEYS, VALUES)
+WITH_DECAY = Rule(
+    "delta_product_rule", step, {"beta": (PER_STEP,), "decay": (PER_TOKEN, PER_KEY)}, in_family, KEYS, VALUES
+)
+
+
+def delta_product_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    decay: Tensor | None = None,
+    first: Tensor | None = None,
+    backend: str = "auto",
+) -> Results:
+    """Read with q, after the memory has faded by decay and N corrective writes of v under k at rates beta.
+
+    Equivalent to: ``for t in range(L): state = decay[t][..., None] * state``, ``for n in range(N): state = state +
+    k[t, n].outer(beta[t, n] * (v[t, n] - k[t, n] @ state))``, ``out[t] = q[t] @ state``.
+
+    Args:
+        k: (B, H, L, N, Dk), v: (B, H, L, N, Dv), beta: (B, H, L, N), usually in (0, 1) or (0, 2).
+        decay: (B, H, L) or (B, H, L, Dk), what is kept; None is all. All else is that of every rule: see
+            :mod:`fairseq_fwp.ops`.
+    """
+    if decay is None:
+        return RULE.run(q, k, v, beta, state=state, first=first, backend=backend)
+    return WITH_DECAY.run(q, k, v, beta, decay, state=state, first=first, backend=backend)
+
+
+delta_product_rule_reference = partial(delta_product_rule, backend="reference")

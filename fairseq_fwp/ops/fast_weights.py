@@ -1,0 +1,203 @@
+"""The operator of the whole family: one line, of which a rule leaves out what it does not need.
+
+    W'  = (a_t^T z_t) * W_{t-1}                                     a decay, z value_decay (* element-wise)
+    W_t = W' + k_t^T b_t (v_t - k_t W') - (r_t * y_t)^T y_t W_{t-1}       out_t = q_t W_t
+
+b is the rate; ``erases`` says whether k_t W' is there; y and r are removal_key and removal_rate. An input that is absent
+is one everywhere, and of the removal zero. Where ``first`` is set, W_{t-1} is zero.
+
+Schema, fake, checks and autograd of all rules with kernels are here. B batch, H heads, L tokens, Dk size of a key, Dv
+size of a value.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import chunks
+from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve, state_dtype
+from .dispatch import kernel_ready, refuse_double_backward
+from .rule import Results, Rule
+
+# Tokens between two states that the kernels keep for the backward pass of a rule that forgets: kChunk of cuda_ext.
+KEPT_EVERY = 32
+OPTIONAL = {
+    "decay": (PER_TOKEN, PER_KEY),
+    "value_decay": (PER_VALUE,),
+    "rate": (PER_TOKEN,),
+    "removal_key": (PER_KEY,),
+    "removal_rate": (PER_KEY,),
+}
+SCHEMA = ", ".join(f"Tensor? {name}" for name in (*OPTIONAL, "state", "first")) + ", bool erases"
+
+
+class Inputs(NamedTuple):
+    """What the operator is given, in its order; shapes and dtypes are checked by :func:`_rule`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None  # absent in the backward pass of a rule that erases: `retrieved` has what it needs of it
+    decay: Tensor | None = None  # what is kept
+    value_decay: Tensor | None = None
+    rate: Tensor | None = None  # in q's dtype or in the state's
+    removal_key: Tensor | None = None
+    removal_rate: Tensor | None = None
+    state: Tensor | None = None
+    first: Tensor | None = None
+    erases: bool = False
+
+    @property
+    def tokens(self) -> tuple[Tensor, ...]:
+        """The tensors of one entry a token that are there."""
+        return tuple(x for x in self[:8] if x is not None)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether kernels keep states for the backward pass."""
+        forgets = self.decay is not None or self.value_decay is not None
+        return forgets or self.removal_key is not None or (self.rate is not None and not self.erases)
+
+
+def fast_weights(*tokens: Tensor, **named: Any) -> Results:
+    """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
+    return torch.ops.fwp.fast_weights(*Inputs(*tokens, **named))[:2]
+
+
+def step(
+    memory: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    decay: Tensor | None = None,
+    value_decay: Tensor | None = None,
+    rate: Tensor | None = None,
+    removal_key: Tensor | None = None,
+    removal_rate: Tensor | None = None,
+    erases: bool = False,
+) -> Tensor:
+    """Return the memory after one token, by the line above."""
+    faded = memory if decay is None else decay.unsqueeze(-1) * memory
+    faded = faded if value_decay is None else faded * value_decay.unsqueeze(-2)
+    write = v - retrieve(k, faded) if erases else v
+    after = faded + outer(k, write if rate is None else rate * write)
+    if removal_key is None:
+        return after
+    return after - outer(removal_rate * removal_key, retrieve(removal_key, memory))
+
+
+def _rule(given: Inputs) -> Rule:
+    """Return the rule that these inputs make, which checks and runs them without a kernel."""
+    names = [name for name in OPTIONAL if getattr(given, name) is not None]
+
+    def named_step(memory: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        return step(memory, k, v, **dict(zip(names, gates, strict=True)), erases=given.erases)
+
+    return Rule("fast_weights", named_step, {name: OPTIONAL[name] for name in names})
+
+
+def _check(given: Inputs) -> None:
+    rate = given.rate
+    if rate is not None and rate.dtype == state_dtype(given.q.dtype):
+        given = given._replace(rate=rate.to(given.q.dtype))
+    if (given.removal_key is None) != (given.removal_rate is None):
+        raise ValueError("fast_weights: removal_key and removal_rate must be given together")
+    removes = given.removal_key is not None
+    if (given.erases and removes) or (given.value_decay is not None and (given.erases or removes)):
+        raise ValueError("fast_weights: a rule must erase or remove or fade values, not two of these")
+    _rule(given).check(*given.tokens, state=given.state, first=given.first)
+
+
+@torch.library.custom_op(
+    "fwp::fast_weights",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, the new state and what the backward pass needs, which is (0,) where it needs nothing.
+
+    retrieved: (B, H, L, Dv) in the state's dtype. Of kernels: the errors v_t - k_t W' of a rule that erases, or the
+    y_t W_{t-1} of one that removes; here v itself, or nothing in particular.
+    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states of a rule that neither only adds nor only corrects; here nothing in particular.
+    """
+    given = Inputs(*inputs)
+    _check(given)
+    if kernel_ready(given.q.device.type):
+        return torch.ops.fwp.fast_weights(*given)
+    _, _, retrieved, kept = _allocate(given)
+    out, state, _ = chunks.forward(_rule(given).reference, given.tokens, given.state, given.first)
+    if given.erases:
+        retrieved.copy_(given.v)
+    return out, state, retrieved, kept
+
+
+def _allocate(given: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return uninitialised memory for the results."""
+    q, v, dtype = given.q, given.v, state_dtype(given.q.dtype)
+    sizes = (q.shape[3], v.shape[3])
+    retrieved = q.new_empty(v.shape if given.erases or given.removal_key is not None else (0,), dtype=dtype)
+    kept = (*q.shape[:2], q.shape[2] // KEPT_EVERY, *sizes) if given.keeps_states else (0,)
+    return (
+        v.new_empty(v.shape),
+        q.new_empty((*q.shape[:2], *sizes), dtype=dtype),
+        retrieved,
+        q.new_empty(kept, dtype=dtype),
+    )
+
+
+@_forward.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = Inputs(*inputs)
+    _check(given)
+    return _allocate(given)
+
+
+@torch.library.custom_op(
+    "fwp::fast_weights_backward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor? v, {SCHEMA}, Tensor retrieved, Tensor kept, Tensor? grad_out,"
+    f" Tensor? grad_state) -> ({', '.join(['Tensor'] * 9)})",
+)
+def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, the optional tokens and the first state; (0,) for what is absent."""
+    *of_forward, retrieved, _, grad_out, grad_state = inputs
+    given = Inputs(*of_forward)
+    if kernel_ready(given.q.device.type):
+        return torch.ops.fwp.fast_weights_backward(*inputs)
+    if given.erases:
+        given = given._replace(v=retrieved.to(given.q.dtype))
+    loop, tokens = _rule(given).reference, given.tokens
+    starts = chunks.forward(loop, tokens, given.state, given.first)[2]
+    found = iter(chunks.backward(loop, tokens, given.first, starts, grad_out, grad_state))
+    grads = _allocate_gradients(given, retrieved)
+    return tuple(x if given[i] is None else next(found) for i, x in enumerate(grads))
+
+
+def _allocate_gradients(given: Inputs, retrieved: Tensor) -> tuple[Tensor, ...]:
+    like = given._replace(v=retrieved.to(given.q.dtype) if given.v is None else given.v)
+    return tuple(given.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like[:9])
+
+
+@_backward.register_fake
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    *of_forward, retrieved, _, _, _ = inputs
+    return _allocate_gradients(Inputs(*of_forward), retrieved)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    given = Inputs(*inputs)
+    ctx.erases = given.erases
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*given._replace(v=None if given.erases else given.v)[:-1], *output[2:])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, *_: None) -> tuple[Any, ...]:
+    *tensors, retrieved, kept = ctx.saved_tensors
+    grads = _backward(*tensors, ctx.erases, retrieved, kept, grad_out, grad_state)
+    needed = ctx.needs_input_grad[:9]
+    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+refuse_double_backward(_backward)

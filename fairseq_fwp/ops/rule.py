@@ -1,0 +1,113 @@
+"""An update rule: what one token does to the memory, from which all else follows.
+
+B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import chunks
+from .arguments import PER_KEY, PER_VALUE, Shape, check_arguments, first_state, retrieve, state_dtype
+from .dispatch import BACKENDS, require_kernel, too_large
+
+Results = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """An update rule as a function of tensors: state in, state out, no parameters.
+
+    name: of the function, for errors.
+    step: what defines the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype. The
+        memory is (B, H, Dk, Dv), a token's key (B, H, Dk), its value (B, H, Dv), and a gate of one number (B, H, 1).
+    gates: names of the arguments between v and state, and the shapes that each may have.
+    family: the rule as a case of ``fast_weights``, which has kernels: (q, k, v, *gates, state=, first=) -> results.
+        None: the step itself runs, and the backward pass goes through it again, some tokens at a time.
+    key, value: shapes of k and v.
+    """
+
+    name: str
+    step: Callable[..., Tensor]
+    gates: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
+    family: Callable[..., Results] | None = None
+    key: Shape = PER_KEY
+    value: Shape = PER_VALUE
+
+    def __call__(self, *arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
+        """Return out (B, H, L, Dv) and the new state for q, k, v, the gates and the state, in this order or by name."""
+        names = ("q", "k", "v", *self.gates, "state")
+        given = dict(zip(names, arguments, strict=False)) | named
+        if len(arguments) > len(names) or {*names[:-1]} - {*given} or {*given} - {*names}:
+            raise TypeError(f"{self.name} takes {', '.join(names)}, first and backend, got {', '.join(given)}")
+        state = given.pop("state", None)
+        return self.run(*(given[name] for name in names[:-1]), state=state, first=first, backend=backend)
+
+    def run(
+        self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None, backend: str = "auto"
+    ) -> Results:
+        """Return the same for q, k, v and the gates in their order."""
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if backend == "kernel":
+            self._require_kernel(tokens[0])
+        if backend == "reference" or (backend == "auto" and too_large(*tokens[:3:2])):
+            self.check(*tokens, state=state, first=first)
+            return self.reference(*tokens, state=state, first=first)
+        compute = self.family or chunks.operator_of(self)
+        if torch.compiler.is_compiling():
+            self.check(*tokens, state=state, first=first)
+            return compute(*tokens, state=state, first=first)
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(*tokens, state)
+        # The checks cost several times what a kernel does on small inputs, and it looks at its arguments itself. They
+        # put into words what it refuses.
+        try:
+            return compute(*tokens, state=state, first=first)
+        except (AttributeError, RuntimeError, TypeError):
+            self.check(*tokens, state=state, first=first)
+            raise
+
+    def reference(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> Results:
+        """Return what the loop over the step gives, which is differentiable as often as wanted."""
+        q, _, v = tokens[:3]
+        memory, reads = first_state(q, v, state), []
+        with torch.autocast(q.device.type, enabled=False):
+            for q_t, *token, is_first in self.unbind(*tokens, first=first):
+                if is_first is not None:
+                    memory = memory.masked_fill(is_first, 0)
+                memory = self.step(memory, *token)
+                reads.append(retrieve(q_t, memory))
+        out = torch.stack(reads, 2).to(v.dtype) if reads else v.flatten(2, -2).clone()
+        return out, memory
+
+    def unbind(self, *tokens: Tensor, first: Tensor | None = None) -> Any:
+        """Iterate over the tokens: q_t, k_t, v_t, the gates (B, H, 1) or wider, and first (B, 1, 1, 1) or None."""
+        dtype = state_dtype(tokens[0].dtype)
+        # unbind, because the backward of indexing one token at a time is quadratic in L.
+        parts = [(x.unsqueeze(-1) if x.dim() == 3 else x).to(dtype).unbind(2) for x in tokens]
+        firsts = [None] * tokens[0].shape[2] if first is None else first[:, None, :, None, None].unbind(2)
+        return zip(*parts, firsts, strict=True)
+
+    def check(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> None:
+        """Raise ValueError or TypeError, in one sentence, unless the arguments fit one another."""
+        shapes = [(PER_KEY,), (self.key,), (self.value,), *self.gates.values()]
+        named = zip(("q", "k", "v", *self.gates), zip(tokens, shapes, strict=True), strict=True)
+        check_arguments(self.name, dict(named), state, first)
+
+    def _require_kernel(self, q: Any) -> None:
+        if self.family is None:
+            raise RuntimeError(
+                f"{self.name} has no compiled kernel: use backend='auto' (--fwp-backend auto) or 'reference'"
+            )
+        if isinstance(q, Tensor):
+            require_kernel(q.device.type)
+
+    def _refuse_tangents(self, *arguments: Tensor | None) -> None:
+        """Derivatives in forward mode would be zero in silence, but for kernels, which refuse them once loaded."""
+        if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
+            raise NotImplementedError(f"{self.name} has no derivative in forward mode: use backend='reference'")

@@ -1,0 +1,59 @@
+"""RWKV-7's update rule: the memory fades, what a key of its own retrieves is removed, and a value is added.
+
+    W_t = diag(w_t) W_{t-1} - (r_t * y_t)^T (y_t W_{t-1}) + k_t^T v_t        out_t = q_t W_t
+
+Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), Eqs. 17-18: w is their
+w, y the normalised removal key, r their in-context learning rate a, q the receptance and k the replacement key. Their S
+is ours transposed. What is removed is what the memory held before it faded. With another r it covers Comba (Hu et al.
+2025, arXiv 2506.02475) and any other transition that is a diagonal plus a product of two vectors that share a direction.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from .arguments import PER_KEY, outer, retrieve
+from .fast_weights import fast_weights
+from .rule import Results, Rule
+
+
+def step(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor) -> Tensor:
+    removed = outer(removal_rate * removal_key, retrieve(removal_key, memory))
+    return decay.unsqueeze(-1) * memory - removed + outer(k, v)
+
+
+def in_family(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor, **rest: Any
+) -> Results:
+    return fast_weights(q, k, v, decay=decay, removal_key=removal_key, removal_rate=removal_rate, **rest)
+
+
+RULE = Rule("rwkv7_rule", step, {"decay": (PER_KEY,), "removal_key": (PER_KEY,), "removal_rate": (PER_KEY,)}, in_family)
+
+
+def rwkv7_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    removal_key: Tensor,
+    removal_rate: Tensor,
+    state: Tensor | None = None,
+    *,
+    first: Tensor | None = None,
+    backend: str = "auto",
+) -> Results:
+    """Read with q, after the memory has faded, something was removed under removal_key, and v was added under k.
+
+    Equivalent to: ``for t in range(L): removed = (removal_rate[t] * removal_key[t]).outer(removal_key[t] @ state)``,
+    ``state = decay[t][..., None] * state - removed + k[t].outer(v[t])``, ``out[t] = q[t] @ state``.
+
+    Args:
+        decay: (B, H, L, Dk), what is kept, usually in (0, 1); removal_key: (B, H, L, Dk), of length one in the paper;
+            removal_rate: (B, H, L, Dk), any numbers. All else is that of every rule: see :mod:`fairseq_fwp.ops`.
+    """
+    return RULE.run(q, k, v, decay, removal_key, removal_rate, state=state, first=first, backend=backend)
+
+
+rwkv7_rule_reference = partial(rwkv7_rule, backend="reference")
