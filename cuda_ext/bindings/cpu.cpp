@@ -69,8 +69,8 @@ NineTensors gradients(const Arguments& given, const TokenTensors& in, const Toke
   if (given.decays_by_head() && !to.head_decay.defined()) d_decay = to.key_decay.sum(-1);
   Tensor d_removal_key, d_removal_rate;
   if (given.removes()) {
-    d_removal_rate = to.removal.mul(in.removal_key);
-    d_removal_key = to.removal_key.add(to.removal.mul(given.removal_rate->to(in.q.scalar_type())));
+    d_removal_key = to.removal_key.addcmul_(to.removal, given.removal_rate->to(in.q.scalar_type()));
+    d_removal_rate = to.removal.mul_(in.removal_key);
   }
   const auto type = given.q.scalar_type();
   return {to.q.to(type), to.k.to(type), to.v.to(type), of(given.decay, d_decay), of(given.value_decay, to.value_decay),

@@ -224,6 +224,8 @@ struct ForgetForward {
 // In reverse over a block of value columns of G, the gradient of W, for rules that retrieve: the gradients of what they
 // wrote under their keys, d_value_t = rate_t k_t G_t, and d_rate_t; or of what they removed, d_removed_t = -x_t G_t. All
 // token sequences arrive reversed. As forwards, a pass changes G by a group of two tokens and reads what the next needs.
+// ForgetBackward repeats the operations on G in their order, and so to the last bit: errors of its own would add up, as
+// nothing there corrects them.
 template <typename A, int NV, typename K>
 struct RetrieveBackward {
   static constexpr int kGroup = 2;
@@ -278,6 +280,7 @@ struct RetrieveBackward {
             g.scale(share[s]);
           else
             g.scale(decay[s][i]);
+          g.round();
           if constexpr (K::erases == Erases::kRemoval) g.add(removal_key[s][i], d_written[s]);
         }
         FWP_UNROLL for (int s = 0; s < 2; ++s) next.total[s].add(reader[s][i], g);
@@ -584,6 +587,7 @@ struct ForgetBackward {
         }
       }
       fade(g[r], decay, of_value);
+      if constexpr (K::retrieves) g[r].round();
       if constexpr (kRemoves) g[r].add(d_retrieved[t][j + r], removal_key);
     }
     d_key.store_to(d_key_sum, kWidth);

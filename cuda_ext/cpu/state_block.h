@@ -116,6 +116,10 @@ struct Group {  // NV vectors of neighbouring columns
   FWP_INLINE void scale(A factor) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] *= factor;
   }
+  // What follows cannot be fused with what was before.
+  FWP_INLINE void round() {
+    FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = in_register<A>(x[n]);
+  }
   FWP_INLINE void add(const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += other.x[n];
   }

@@ -5,7 +5,6 @@ the last chunk first: it holds L / CHUNK states, and those of one chunk.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,15 +33,13 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, the new state and the states before each chunk (B, H, ceil(L / CHUNK), Dk, Dv)."""
     q, _, v, *_ = tokens
-    memory, outs, starts = first_state(q, v, state), [], []
-    for chunk in _chunks(q.shape[2]):
-        starts.append(memory)
+    memory = first_state(q, v, state)
+    out, _, starts = _allocate(q, v)
+    for i, chunk in enumerate(_chunks(q.shape[2])):
+        starts[:, :, i] = memory
         some, some_first = _cut(chunk, tokens, first)
-        out, memory = loop(*some, state=memory, first=some_first)
-        outs.append(out)
-    if not outs:
-        return _allocate(q, v)[0], memory, memory.new_empty((*memory.shape[:2], 0, *memory.shape[2:]))
-    return torch.cat(outs, 2), memory, torch.stack(starts, 2)
+        out[:, :, chunk], memory = loop(*some, state=memory, first=some_first)
+    return out, memory, starts
 
 
 def backward(
@@ -79,8 +76,7 @@ def _allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty((*q.shape[:3], v.shape[-1])), state, starts
 
 
-@cache
-def operator_of(rule: "Rule") -> Callable[..., "Results"]:
+def make_operator(rule: "Rule") -> Callable[..., "Results"]:
     """Return the rule as an operator ``fwp::<name>`` of PyTorch, with its fake and its autograd."""
     names = ("q", "k", "v", *rule.gates)
     tensors = ", ".join(f"Tensor {name}" for name in names)

@@ -9,7 +9,8 @@ Householder Products" (arXiv 2502.10297), Eqs. 3-4; with a decay it is their Gat
 
 from functools import partial
 
-from torch import Tensor, cat
+from torch import Tensor
+from torch.nn.functional import pad
 
 from . import delta
 from .arguments import PER_KEY, PER_TOKEN, Shape
@@ -41,24 +42,21 @@ def in_family(
 ) -> Results:
     """N tokens of the gated delta rule for each: the first one fades, and the last one reads."""
     others = k.shape[3] - 1
-
-    def one_token_each(x: Tensor | None, fill: int, last: bool = False) -> Tensor | None:
-        """(B, ..., L, *) -> (B, ..., L N, *), with x at the first or the last of N and `fill` at the others."""
-        if x is None:
-            return None
-        dim = 2 if x.dim() == 2 else 3
-        filled = x.new_full((*x.shape[:dim], others, *x.shape[dim:]), fill)
-        parts = (filled, x.unsqueeze(dim)) if last else (x.unsqueeze(dim), filled)
-        return cat(parts, dim).flatten(dim - 1, dim)
-
+    # (..., L, Dk) -> (..., L N, Dk), and (..., L) -> (..., L N)
+    queries = pad(q.unsqueeze(3), (0, 0, others, 0)).flatten(2, 3)
+    if decay is not None:
+        last = (0, others) if decay.dim() == 3 else (0, 0, 0, others)
+        decay = pad(decay.unsqueeze(3), last, value=1).flatten(2, 3)
+    if first is not None:
+        first = pad(first.unsqueeze(2), (0, others)).flatten(1)
     out, memory = fast_weights(
-        one_token_each(q, 0, last=True),
+        queries,
         k.flatten(2, 3),
         v.flatten(2, 3),
-        decay=one_token_each(decay, 1),
+        decay=decay,
         rate=beta.flatten(2, 3),
         erases=True,
-        first=one_token_each(first, 0),
+        first=first,
         state=state,
     )
     return out[:, :, others :: others + 1], memory

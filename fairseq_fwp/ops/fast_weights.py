@@ -93,7 +93,7 @@ def _rule(given: Inputs) -> Rule:
     def named_step(memory: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         return step(memory, k, v, **dict(zip(names, gates, strict=True)), erases=given.erases)
 
-    return Rule("fast_weights", named_step, {name: OPTIONAL[name] for name in names})
+    return Rule("fast_weights", named_step, {name: OPTIONAL[name] for name in names}, fast_weights)
 
 
 def _check(given: Inputs) -> None:

@@ -10,9 +10,10 @@ write 1 - beta for it. Their W is ours transposed.
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .arguments import PER_TOKEN, outer, state_dtype
+from .arguments import PER_TOKEN, outer
 from .fast_weights import fast_weights
 from .rule import Results, Rule
 
@@ -22,8 +23,9 @@ def step(memory: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
 
 
 def in_family(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **rest: Any) -> Results:
-    # In the state's dtype: in half precision 1 - gate would lose digits of a small gate.
-    return fast_weights(q, k, v, decay=gate, rate=1 - gate.to(state_dtype(gate.dtype)), **rest)
+    # In half precision 1 - gate would lose digits of a small gate.
+    wide = gate.float() if gate.dtype in (torch.bfloat16, torch.float16) else gate
+    return fast_weights(q, k, v, decay=gate, rate=1 - wide, **rest)
 
 
 RULE = Rule("gated_rule", step, {"gate": (PER_TOKEN,)}, in_family)

@@ -37,6 +37,10 @@ class Rule:
     family: Callable[..., Results] | None = None
     key: Shape = PER_KEY
     value: Shape = PER_VALUE
+    _compute: Callable[..., Results] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_compute", self.family or chunks.make_operator(self))
 
     def __call__(self, *arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
         """Return out (B, H, L, Dv) and the new state for q, k, v, the gates and the state, in this order or by name."""
@@ -58,17 +62,16 @@ class Rule:
         if backend == "reference" or (backend == "auto" and too_large(*tokens[:3:2])):
             self.check(*tokens, state=state, first=first)
             return self.reference(*tokens, state=state, first=first)
-        compute = self.family or chunks.operator_of(self)
         if torch.compiler.is_compiling():
             self.check(*tokens, state=state, first=first)
-            return compute(*tokens, state=state, first=first)
+            return self._compute(*tokens, state=state, first=first)
         if forward_ad._current_level >= 0:
             self._refuse_tangents(*tokens, state)
         # The checks cost several times what a kernel does on small inputs, and it looks at its arguments itself. They
         # put into words what it refuses.
         try:
-            return compute(*tokens, state=state, first=first)
-        except (AttributeError, RuntimeError, TypeError):
+            return self._compute(*tokens, state=state, first=first)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             self.check(*tokens, state=state, first=first)
             raise
 

@@ -52,7 +52,7 @@ def test_message(rule, backend, gradients, case):
 def test_message_for_several_steps_and_either_decay(backend):
     """Names of sizes, and both shapes that a decay may have."""
     inputs = sample_inputs("delta_product_with_decay", SHAPE, torch.float32)
-    with pytest.raises(ValueError, match=r"v must have shape \(B, H, L, N, Dv\) = \(2, 3, 4, 3, 6\), got"):
+    with pytest.raises(ValueError, match=r"k must have shape \(B, H, L, N, Dk\) = \(2, 3, 4, 2, 5\), got"):
         RULES["delta_product"].function(**inputs | {"k": torch.zeros(2, 3, 4, 3, 5)}, backend=backend)
     expected = r"decay must have shape \(B, H, L\) = \(2, 3, 4\) or \(B, H, L, Dk\) = \(2, 3, 4, 5\), got \(2, 3\)"
     with pytest.raises(ValueError, match=expected):

@@ -8,7 +8,7 @@ import torch
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops import dispatch
-from fairseq_fwp.ops.fwm import CHUNK
+from fairseq_fwp.ops.chunks import CHUNK
 
 every_backend = pytest.mark.parametrize("backend", ["reference", "auto"])
 
@@ -206,9 +206,9 @@ def test_chunks_equal_the_derivative_of_the_loop(length, with_state):
 def test_opcheck_over_several_chunks():
     """With a state of other strides as well: the fake operator has to foresee those of the results."""
     for state in (None, torch.randn(2, 1, 4, 5).transpose(2, 3)):
-        arguments = [*tokens(CHUNK + 2, heads=1, dtype=torch.float32), *([] if state is None else [state])]
-        arguments = [x.requires_grad_() for x in arguments] + ([None] if state is None else [])
-        torch.library.opcheck(torch.ops.fwp.fwm_rule.default, tuple(arguments))
+        given = [*tokens(CHUNK + 2, heads=1, dtype=torch.float32), state]
+        arguments = [None if x is None else x.requires_grad_() for x in given]
+        torch.library.opcheck(torch.ops.fwp.fwm_rule.default, (*arguments, None))
 
 
 def test_without_a_kernel(monkeypatch):
