@@ -31,6 +31,10 @@ SUM = {"decoder_update_rule": "sum", "attention_normalization": True}
 DELTA = {"decoder_update_rule": "delta", "sum_normalization": True}
 GATED = {"decoder_update_rule": "gated", "attention_normalization": True}
 DECAY = {"decoder_update_rule": "decay", "decoder_feature_map": "identity"}
+# Of these papers the rule: maps, normalisation and sizes are those of the Delta Networks, so that rules compare.
+GLA = {**DELTA, "decoder_update_rule": "gla"}
+GATED_DELTA = {**DELTA, "decoder_update_rule": "gated_delta"}
+KDA = {**DELTA, "decoder_update_rule": "kda"}
 SOFTMAX = {"decoder_update_rule": "softmax"}
 # As many features as elu has would be m = d / 2: Table 2.
 FAVOR = {"decoder_feature_map": "favor"}
@@ -47,6 +51,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "delta_favor_lm_wt103": {**DELTA, **FAVOR, "favor_features": 8, **SMALL, **WT103},
     "delta_favor_lm_wt103_medium": {**DELTA, **FAVOR, "favor_features": 16, **MEDIUM, **WT103},
     "delta_dpfp_lm_wt103": {**DELTA, **DPFP, **SMALL, **WT103},
+    "gla_lm_wt103": {**GLA, **SMALL, **WT103},
+    "gated_delta_lm_wt103": {**GATED_DELTA, **SMALL, **WT103},
+    "gated_delta_lm_wt103_medium": {**GATED_DELTA, **MEDIUM, **WT103},
+    "kda_lm_wt103": {**KDA, **SMALL, **WT103},
+    "kda_lm_wt103_medium": {**KDA, **MEDIUM, **WT103},
     "gated_lm_wt103": {**GATED, **SMALL, **WT103},
     "decay_lm_wt103": {**DECAY, **SMALL, **WT103},
     "softmax_lm_wt103": {**SOFTMAX, **SMALL, **WT103},

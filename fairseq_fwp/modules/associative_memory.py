@@ -31,7 +31,7 @@ from fairseq_fwp.modules.normalization import (
     sum_normalize,
 )
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.update_rules import find_rule
+from fairseq_fwp.modules.update_rules import Gate, find_rule
 
 
 class SoftmaxMemory(nn.Module):
@@ -91,6 +91,10 @@ class FastWeightMemory(nn.Module):
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation divide "
                 "by sums of features: choose another map, or an architecture without normalisations"
             )
+        if self.rule.steps > 1:
+            raise ValueError(
+                f"the update rule {update_rule} has {self.rule.steps} keys a token, and an association one"
+            )
         self.feature_map = feature_map
         self.read_weights = READ_WEIGHTS.get(update_rule)
         self.num_values = num_values
@@ -100,12 +104,21 @@ class FastWeightMemory(nn.Module):
         self.backend = backend
         # Features that sum to one are no smaller with one map than with another.
         self.divisor_epsilon = NORMALIZATION_EPSILON if sum_normalization else feature_map.epsilon
+        self.gate_activations = nn.ModuleDict(
+            {gate.name: gate.learned(1, self._size(gate)) for gate in self.rule.gates if gate.learned}
+        )
+
+    def _size(self, gate: Gate) -> int:
+        return gate.size(self.feature_map.feature_dim, self.num_values) if gate.size else 1
 
     def gate_projections(self, in_features: int) -> nn.ModuleDict:
-        """Linear maps from what is written to the logits of each gate, with a bias where the rule gives it one."""
+        """Linear maps from what is written to the logits of each gate, with a bias where the rule gives it one.
+
+        They are of full rank here, where layers may have less.
+        """
         projections = nn.ModuleDict()
         for gate in self.rule.gates:
-            size = gate.size(self.feature_map.feature_dim, self.num_values) if gate.size else 1
+            size = self._size(gate)
             projections[gate.name] = linear = nn.Linear(in_features, size, bias=gate.bias is not None)
             if gate.bias is not None:
                 linear.bias = nn.Parameter(gate.bias(size))
@@ -127,7 +140,7 @@ class FastWeightMemory(nn.Module):
         opened = [
             opened.unsqueeze(1) if gate.size else opened.mT
             for gate, logits in zip(self.rule.gates, gates, strict=True)
-            for opened in [gate.activation(at_least_float32(logits))]
+            for opened in [self._activation(gate)(at_least_float32(logits).unsqueeze(-2)).squeeze(-2)]
         ]
         retrieval = self.attention_normalization and self.rule.retrieves
         written, scale = self._normalize_retrieval(k) if retrieval else (k, k.new_ones(1))
@@ -139,6 +152,9 @@ class FastWeightMemory(nn.Module):
         if self.attention_normalization:
             out = out / bound(self._divisor(q, k, opened, out), self.divisor_epsilon)
         return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
+
+    def _activation(self, gate: Gate) -> Callable[[Tensor], Tensor]:
+        return self.gate_activations[gate.name] if gate.learned else gate.activation
 
     def _map(self, x: Tensor) -> Tensor:
         features = at_least_float32(self.feature_map(x))

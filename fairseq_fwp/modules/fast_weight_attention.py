@@ -64,10 +64,12 @@ class FastWeightAttention(nn.Module):
     scale_read_out: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
     norm_read_out: layer normalisation of each head's read-out (what the public code of the rule fwm does);
     bias: of q, k, v, the output, and the gates that the rule gives none, which start at zero;
+    negative_eigenvalues: rates of delta's family up to 2 in place of 1 (Grazzi et al. 2025, arXiv 2411.12537);
     backend: of the operators.
 
     Raises ValueError for an unknown rule, a head count that does not divide embed_dim, an epsilon that is no number
-    above 0, read_out_only alone, or a normalisation with a map whose features may be negative.
+    above 0, read_out_only alone, a normalisation with a map whose features may be negative, or a normalisation or
+    negative eigenvalues with a rule that has none.
     """
 
     def __init__(
@@ -87,11 +89,16 @@ class FastWeightAttention(nn.Module):
         scale_read_out: bool = False,
         norm_read_out: bool = False,
         bias: bool = False,
+        negative_eigenvalues: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
         self.rule = find_rule(update_rule)
+        if attention_normalization:
+            check_normalization(update_rule, read_out_only)
+        if negative_eigenvalues and not any(gate.doubles for gate in self.rule.gates):
+            raise ValueError(f"--negative-eigenvalues are of rules with a beta up to 1, and {update_rule} has none")
         if (sum_normalization or attention_normalization) and not feature_map.positive:
             raise ValueError(
                 f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation "
@@ -115,16 +122,27 @@ class FastWeightAttention(nn.Module):
         self.sum_epsilon = self.epsilon if sum_epsilon is None else sum_epsilon
         self.add_epsilon = add_epsilon
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
+        self.negative_eigenvalues = negative_eigenvalues
         self.backend = backend
-        gate_sizes = {
-            gate.name: num_heads * (gate.size(feature_map.feature_dim, self.head_dim) if gate.size else 1)
-            for gate in self.rule.gates
-        }
-        self.sizes = [2 * num_heads * self.key_dim, embed_dim, *gate_sizes.values()]
+        dims = (feature_map.feature_dim, self.head_dim)
+        gate_sizes = {gate.name: num_heads * (gate.size(*dims) if gate.size else 1) for gate in self.rule.gates}
+        ranks = {gate.name: gate.rank(*dims) for gate in self.rule.gates if gate.rank}
+        steps = self.rule.steps
+        self.sizes = [(1 + steps) * num_heads * self.key_dim, steps * embed_dim, *(gate_sizes | ranks).values()]
         self.in_proj = Linear(embed_dim, sum(self.sizes), bias=False)
         self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None
         self.gate_biases = nn.ParameterDict(
             {gate.name: torch.zeros(gate_sizes[gate.name]) for gate in self.rule.gates if gate.bias or bias}
+        )
+        self.gate_expansions = nn.ModuleDict(
+            {name: Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
+        )
+        self.gate_activations = nn.ModuleDict(
+            {
+                gate.name: gate.learned(num_heads, gate_sizes[gate.name] // num_heads)
+                for gate in self.rule.gates
+                if gate.learned
+            }
         )
         self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_read_out else None
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
@@ -220,7 +238,7 @@ class FastWeightAttention(nn.Module):
         ones = torch.ones_like(v[..., :1])
         wide = (at_least_float32(x) for x in (q, k, ones, *self.rule.forgets(*gates)))
         state = None if normalizer is None else normalizer.unsqueeze(-1)
-        divisor, state = self.rule.operator(*wide, state, backend=self.backend)
+        divisor, state = (self.rule.normalizer or self.rule.operator)(*wide, state, backend=self.backend)
         return bound(divisor.squeeze(-1), self.divisor_epsilon, self.add_epsilon), state.squeeze(-1), k, v
 
     def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -235,14 +253,16 @@ class FastWeightAttention(nn.Module):
         forgets = any(gate.at_padding is not None for gate in self.rule.gates)
         if forgets or (overflows and values.dtype == torch.float16):
             values = at_least_float32(values)
-        # (B, L, 2, H, d): one call maps queries and keys
-        features = self.feature_map(queries_keys.unflatten(-1, (2, self.num_heads, self.key_dim)))
+        # (B, L, 1 + N, H, d): one call maps queries and keys, and a token has N keys and values.
+        steps = self.rule.steps
+        features = self.feature_map(queries_keys.unflatten(-1, (1 + steps, self.num_heads, self.key_dim)))
         if self.sum_normalization:
             features = sum_normalize(features, self.sum_epsilon, self.add_epsilon)
-        v = values.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        q, k = features.to(v.dtype).permute(2, 0, 3, 1, 4).unbind(0)
+        v = values.unflatten(-1, (steps, self.num_heads, self.head_dim)).permute(0, 3, 1, 2, 4)
+        q, k = features.to(v.dtype).permute(0, 3, 1, 2, 4).split((1, steps), 3)
         if key_padding_mask is not None:
-            k = k.masked_fill(key_padding_mask[:, None, :, None], 0)
+            k = k.masked_fill(key_padding_mask[:, None, :, None, None], 0)
+        q, k, v = q.squeeze(3), *((k, v) if steps > 1 else (k.squeeze(3), v.squeeze(3)))
         return (
             q,
             k,
@@ -255,14 +275,18 @@ class FastWeightAttention(nn.Module):
 
     def _open(self, gate: Gate, projected: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """The gate (B, H, L), or (B, H, L, size) where it has one, from its projection (B, L, H size)."""
+        if gate.rank:
+            projected = self.gate_expansions[gate.name](projected)
         if gate.name in self.gate_biases:
             projected = projected + self.gate_biases[gate.name]
-        opened = gate.activation(at_least_float32(projected))
+        activation = self.gate_activations[gate.name] if gate.learned else gate.activation
+        opened = activation(at_least_float32(projected).unflatten(-1, (self.num_heads, -1)))
+        if gate.doubles and self.negative_eigenvalues:
+            opened = 2 * opened
         if key_padding_mask is not None and gate.at_padding is not None:
-            opened = opened.masked_fill(key_padding_mask.unsqueeze(-1), gate.at_padding)
-        if gate.size is None:
-            return opened.transpose(1, 2)
-        return opened.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            opened = opened.masked_fill(key_padding_mask[:, :, None, None], gate.at_padding)
+        opened = opened.transpose(1, 2)
+        return opened if gate.size else opened.squeeze(-1)
 
     def extra_repr(self) -> str:
         return (
@@ -278,6 +302,21 @@ def check_heads(embed_dim: int, num_heads: int, side: str = "decoder") -> None:
         raise ValueError(
             f"the embedding dimension {embed_dim} is not divisible by {num_heads} attention heads: change "
             f"--{side}-embed-dim or --{side}-attention-heads"
+        )
+
+
+def check_normalization(update_rule: str, output_only: bool) -> None:
+    """Raises ValueError where this attention normalisation is not defined for the rule."""
+    rule = find_rule(update_rule)
+    if not rule.normalizes:
+        raise ValueError(
+            f"attention normalisation is not defined for the update rule {update_rule}: leave out "
+            "--attention-normalization (--sum-normalization is)"
+        )
+    if rule.normalizer and not output_only:
+        raise ValueError(
+            f"the update rule {update_rule} erases and forgets, and only its output can be normalised: give "
+            "--attention-normalization-read-out-only as well"
         )
 
 

@@ -4,23 +4,28 @@ A new rule is one file in `ops/` and one line in `UPDATE_RULES`. Shapes: B batch
 key, Dv size of a value.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.look_up import look_up
 
 
 class Gate(NamedTuple):
-    """Numbers in (0, 1) that the layer projects for every token and head: sigmoid(x W + bias).
+    """Numbers that the layer projects for every token and head: activation(x W + bias), in (0, 1) by default.
 
     size: of a head's gate, from Dk and Dv; None: one number, and the rule takes (B, H, L) in place of (B, H, L, size).
     bias: its initial values, from their number; None: no bias, so that the gate starts near 1/2.
     at_padding: what a padded token gets, so that it leaves the memory alone; None: the gate does not matter there.
-    activation: another function in the place of the sigmoid.
+    activation: another function of (B, L, H, size) in the place of the sigmoid.
+    learned: a module in its place, which has numbers of its own: from H and the size to it.
+    rank: of W, from Dk and Dv, for all heads together; None: full.
+    doubles: whether it goes up to 2 where negative eigenvalues are asked for.
     """
 
     name: str
@@ -28,20 +33,30 @@ class Gate(NamedTuple):
     bias: Callable[[int], Tensor] | None = None
     at_padding: float | None = None
     activation: Callable[[Tensor], Tensor] = torch.sigmoid
+    learned: Callable[[int, int], nn.Module] | None = None
+    rank: Callable[[int, int], int] | None = None
+    doubles: bool = False
 
 
 class UpdateRule(NamedTuple):
     """operator(q, k, v, *gates, state, backend=...) -> (out, state), with one tensor per gate.
 
     retrieves: it writes the difference to what the key retrieves, to which attention normalisation applies as well.
-    forgets: attention normalisation forgets with it: gates -> gates for the very rule on values (B, H, L, 1) of one,
-        whose memory is the normaliser. None: the normaliser is the plain sum of the keys.
+    forgets: attention normalisation forgets with it: gates -> gates for the rule on values (B, H, L, 1) of one, whose
+        memory is the normaliser. None: the normaliser is the plain sum of the keys.
+    normalizer: the rule of the normaliser, where it is another; such a rule erases as well, and of its attention
+        normalisation only the division of the output is defined, which has to be asked for by name.
+    normalizes: whether attention normalisation is defined for it at all.
+    steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
     """
 
     operator: Callable[..., tuple[Tensor, Tensor]]
     gates: tuple[Gate, ...] = ()
     retrieves: bool = False
     forgets: Callable[..., tuple[Tensor, ...]] | None = None
+    normalizer: Callable[..., tuple[Tensor, Tensor]] | None = None
+    normalizes: bool = True
+    steps: int = 1
 
 
 def uniform_gate_bias(number: int) -> Tensor:
@@ -53,6 +68,40 @@ def uniform_gate_bias(number: int) -> Tensor:
     return torch.logit(torch.empty(number).uniform_(lowest, 1 - lowest))
 
 
+class MambaDecay(nn.Module):
+    """a = exp(-exp(A) softplus(x + b)) with a learned A for each head and a b for each number of it.
+
+    Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as Gated DeltaNet and Kimi Delta Attention use it: exp(A) starts
+    uniform in (1, 16), softplus(b) log-uniform in (0.001, 0.1), so that most of the memory is kept at first.
+    """
+
+    def __init__(self, num_heads: int, size: int) -> None:
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.empty(num_heads, 1).uniform_(1, 16).log())
+        step = torch.empty(num_heads, size).uniform_(math.log(0.001), math.log(0.1)).exp()
+        self.bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, H, size) -> the same, in (0, 1)."""
+        return torch.exp(-self.log_rate.float().exp() * F.softplus(x + self.bias))
+
+
+def gla_decay(x: Tensor) -> Tensor:
+    """sigmoid(x) to the power of 1/16: Yang et al. 2024 (arXiv 2312.06635), Sec. 4.4."""
+    return torch.exp(F.logsigmoid(x) / 16)
+
+
+def rwkv7_decay(x: Tensor) -> Tensor:
+    """exp(-exp(-1/2) sigmoid(x)), which is above 0.545: Peng et al. 2025 (arXiv 2503.14456), Eq. 12."""
+    return torch.exp(-math.exp(-0.5) * torch.sigmoid(x))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / ||x|| along the last dimension."""
+    return F.normalize(x, dim=-1)
+
+
+BETA = Gate("beta", doubles=True)
 UPDATE_RULES = {
     "sum": UpdateRule(ops.sum_rule),
     "gated": UpdateRule(
@@ -61,7 +110,13 @@ UPDATE_RULES = {
         (Gate("gate", at_padding=1),),
         forgets=lambda gate: (gate,),
     ),
-    "delta": UpdateRule(ops.delta_rule, (Gate("beta"),), retrieves=True),
+    "gla": UpdateRule(
+        # Yang et al. 2024, Sec. 4.4: a projection of rank 16.
+        ops.gla_rule,
+        (Gate("decay", lambda dk, dv: dk, torch.zeros, 1, gla_decay, rank=lambda dk, dv: 16),),
+        forgets=lambda decay: (decay,),
+    ),
+    "delta": UpdateRule(ops.delta_rule, (BETA,), retrieves=True),
     "decay": UpdateRule(
         ops.decay_rule,
         (
@@ -71,7 +126,34 @@ UPDATE_RULES = {
         # The paper normalises no decaying memory; the rule itself on values of one is what is left of the keys.
         forgets=lambda key_decay, value_decay: (key_decay, torch.ones_like(value_decay[..., :1])),
     ),
-    "fwm": UpdateRule(ops.fwm_rule, (Gate("beta"),), retrieves=True),
+    "gated_delta": UpdateRule(
+        ops.gated_delta_rule,
+        (Gate("decay", at_padding=1, learned=MambaDecay), BETA),
+        forgets=lambda decay, beta: (decay,),
+        normalizer=ops.gla_rule,
+    ),
+    "kda": UpdateRule(
+        # Kimi Team 2025, Sec. 4: a decay for each dimension of the key, of the rank of a head.
+        ops.gated_delta_rule,
+        (Gate("decay", lambda dk, dv: dk, None, 1, learned=MambaDecay, rank=lambda dk, dv: dv), BETA),
+        forgets=lambda decay, beta: (decay,),
+        normalizer=ops.gla_rule,
+    ),
+    # Siems et al. 2025 have up to four steps a token; two are what the symmetric group of three needs.
+    "delta_product": UpdateRule(
+        ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), normalizes=False, steps=2
+    ),
+    "rwkv7": UpdateRule(
+        # Peng et al. 2025, Eqs. 12 and 13, with projections of the rank of a head. The key is the layer's, as it is.
+        ops.rwkv7_rule,
+        (
+            Gate("decay", lambda dk, dv: dk, torch.zeros, 1, rwkv7_decay, rank=lambda dk, dv: dv),
+            Gate("removal_key", lambda dk, dv: dk, activation=unit_length),
+            Gate("removal_rate", lambda dk, dv: dk, torch.zeros, 0, rank=lambda dk, dv: dv),
+        ),
+        normalizes=False,
+    ),
+    "fwm": UpdateRule(ops.fwm_rule, (BETA._replace(doubles=False),), retrieves=True),
 }
 
 

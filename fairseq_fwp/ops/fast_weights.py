@@ -3,8 +3,8 @@
     W'  = (a_t^T z_t) * W_{t-1}                                     a decay, z value_decay (* element-wise)
     W_t = W' + k_t^T b_t (v_t - k_t W') - (r_t * y_t)^T y_t W_{t-1}       out_t = q_t W_t
 
-b is the rate; ``erases`` says whether k_t W' is there; y and r are removal_key and removal_rate. An input that is absent
-is one everywhere, and of the removal zero. Where ``first`` is set, W_{t-1} is zero.
+b is the rate; ``erases`` says whether k_t W' is there; y and r are removal_key and removal_rate. An input that is
+absent is one everywhere, and of the removal zero. Where ``first`` is set, W_{t-1} is zero.
 
 Schema, fake, checks and autograd of all rules with kernels are here. B batch, H heads, L tokens, Dk size of a key, Dv
 size of a value.
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
     q: Tensor
     k: Tensor
-    v: Tensor | None  # absent in the backward pass of a rule that erases: `retrieved` has what it needs of it
+    v: Any  # a tensor, or None in the backward pass of a rule that erases: `retrieved` has what it needs of it
     decay: Tensor | None = None  # what is kept
     value_decay: Tensor | None = None
     rate: Tensor | None = None  # in q's dtype or in the state's
@@ -59,9 +59,22 @@ class Inputs(NamedTuple):
         return forgets or self.removal_key is not None or (self.rate is not None and not self.erases)
 
 
-def fast_weights(*tokens: Tensor, **named: Any) -> Results:
+def fast_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
+    value_decay: Tensor | None = None,
+    rate: Tensor | None = None,
+    removal_key: Tensor | None = None,
+    removal_rate: Tensor | None = None,
+    state: Tensor | None = None,
+    first: Tensor | None = None,
+    erases: bool = False,
+) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
-    return torch.ops.fwp.fast_weights(*Inputs(*tokens, **named))[:2]
+    out, memory, _, _ = _operator(q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases)
+    return out, memory
 
 
 def step(
@@ -81,7 +94,7 @@ def step(
     faded = faded if value_decay is None else faded * value_decay.unsqueeze(-2)
     write = v - retrieve(k, faded) if erases else v
     after = faded + outer(k, write if rate is None else rate * write)
-    if removal_key is None:
+    if removal_key is None or removal_rate is None:
         return after
     return after - outer(removal_rate * removal_key, retrieve(removal_key, memory))
 
@@ -118,7 +131,8 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     retrieved: (B, H, L, Dv) in the state's dtype. Of kernels: the errors v_t - k_t W' of a rule that erases, or the
     y_t W_{t-1} of one that removes; here v itself, or nothing in particular.
-    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states of a rule that neither only adds nor only corrects; here nothing in particular.
+    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states of kernels, unless the rule only adds or only corrects; here nothing
+    in particular.
     """
     given = Inputs(*inputs)
     _check(given)
@@ -201,3 +215,4 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None,
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 refuse_double_backward(_backward)
+_operator = torch.ops.fwp.fast_weights.default
