@@ -17,6 +17,9 @@ constexpr int kLineBytes = 64;
 // Tokens between two states that rules that forget keep: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
 constexpr int64_t kChunk = 32;
 
+// A sequence split at multiples of so many tokens gives the outputs and states of the whole, to the last bit.
+constexpr int64_t kSplit = 64;
+
 // How far ahead tokens are fetched. Left to itself, the processor took up to twice as long over tokens that do not lie
 // in the second-level cache; and longer still where only some of a pass's inputs and results were fetched. Half as many
 // or twice as many did as well.

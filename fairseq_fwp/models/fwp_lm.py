@@ -46,6 +46,7 @@ FAST_WEIGHT_FLAGS = (
     *NORMALIZATION_FLAGS,
     "scale_read_out",
     "norm_read_out",
+    "l2_normalization",
     "negative_eigenvalues",
     *(flag for flags in MAP_FLAGS.values() for flag in flags.values()),
 )
@@ -98,6 +99,9 @@ class FwpLanguageModelConfig(DecoderConfig):
         False, "multiply the read-out by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do"
     )
     norm_read_out: bool = option(False, "layer normalisation of each head's read-out")
+    l2_normalization: bool = option(
+        False, "divide mapped keys and queries by their lengths, as modern delta networks do"
+    )
     negative_eigenvalues: bool = option(
         False, "rates beta of the delta rule and its family up to 2 in place of 1 (Grazzi 2025)"
     )
@@ -253,6 +257,7 @@ def build_attention(cfg: FwpLanguageModelConfig) -> nn.Module:
         sum_epsilon=cfg.sum_normalization_epsilon,
         scale_read_out=cfg.scale_read_out,
         norm_read_out=cfg.norm_read_out,
+        l2_normalization=cfg.l2_normalization,
         negative_eigenvalues=cfg.negative_eigenvalues,
         bias=cfg.attention_bias,
         backend=str(cfg.fwp_backend),

@@ -44,7 +44,7 @@ MAP_OF = {
 # What only the decoder's self-attention looks at.
 CAUSAL_FLAGS = ("decoder_key_dim", "sum_normalization", "attention_normalization", "sum_normalization_epsilon") + (
     "attention_normalization_read_out_only", "scale_read_out", "norm_read_out",
-    "negative_eigenvalues"
+    "l2_normalization", "negative_eigenvalues"
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.normalization import (
@@ -64,6 +65,8 @@ class FastWeightAttention(nn.Module):
     scale_read_out: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
     norm_read_out: layer normalisation of each head's read-out (what the public code of the rule fwm does);
     bias: of q, k, v, the output, and the gates that the rule gives none, which start at zero;
+    l2_normalization: divide mapped q and k by their lengths (Schlag et al. 2021 have their sums in its place; Yang et
+    al. 2024, arXiv 2406.06484, Sec. 3.3);
     negative_eigenvalues: rates of delta's family up to 2 in place of 1 (Grazzi et al. 2025, arXiv 2411.12537);
     backend: of the operators.
 
@@ -89,6 +92,7 @@ class FastWeightAttention(nn.Module):
         scale_read_out: bool = False,
         norm_read_out: bool = False,
         bias: bool = False,
+        l2_normalization: bool = False,
         negative_eigenvalues: bool = False,
         backend: str = "auto",
     ) -> None:
@@ -122,6 +126,7 @@ class FastWeightAttention(nn.Module):
         self.sum_epsilon = self.epsilon if sum_epsilon is None else sum_epsilon
         self.add_epsilon = add_epsilon
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
+        self.l2_normalization = l2_normalization
         self.negative_eigenvalues = negative_eigenvalues
         self.backend = backend
         dims = (feature_map.feature_dim, self.head_dim)
@@ -258,6 +263,8 @@ class FastWeightAttention(nn.Module):
         features = self.feature_map(queries_keys.unflatten(-1, (1 + steps, self.num_heads, self.key_dim)))
         if self.sum_normalization:
             features = sum_normalize(features, self.sum_epsilon, self.add_epsilon)
+        if self.l2_normalization:
+            features = functional.normalize(features, dim=-1)
         v = values.unflatten(-1, (steps, self.num_heads, self.head_dim)).permute(0, 3, 1, 2, 4)
         q, k = features.to(v.dtype).permute(0, 3, 1, 2, 4).split((1, steps), 3)
         if key_padding_mask is not None:

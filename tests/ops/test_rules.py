@@ -298,6 +298,83 @@ def test_nan_stays_in_its_sequence_and_head(rule, where):
     assert spoilt["out"][1, 1, 4:].isnan().all() and not spoilt["out"][1, 1, :4].isnan().any()
 
 
+# Tokens at multiples of which a split changes no bit: kSplit of cuda_ext/cpu/state_block.h.
+SPLIT = 64
+# Where states lie in registers, where sequences begin in the quadratic form, and neither.
+BIT_SHAPES = [(3, 2, 200, 16, 16), (2, 2, 150, 64, 64), (2, 1, 140, 256, 64), (2, 1, 150, 17, 33), (3, 1, 200, 40, 3)]
+
+
+def equal(found, expected):
+    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@every_kernel
+@pytest.mark.parametrize("shape", BIT_SHAPES, ids=str)
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+def test_batch_threads_and_splits_change_no_bit(rule, shape, state):
+    """Outputs and states on a CPU: of a row by itself, by any number of threads, and split at multiples of SPLIT."""
+    inputs = sample_inputs(rule, shape, torch.float32, state=state)
+    function = with_backend(rule, "fastest")
+    row = {name: None if x is None else x[1:2] for name, x in inputs.items()}
+    out, final = function(**row)
+    assert equal([x[1:2] for x in function(**inputs)], (out, final))
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert equal(function(**row), (out, final)), threads
+    torch.set_num_threads(1)
+    initial = row.pop("state")
+    for cut in range(SPLIT, shape[2], SPLIT):
+        before, carried = function(**{name: x[:, :, :cut] for name, x in row.items()}, state=initial)
+        after, last = function(**{name: x[:, :, cut:] for name, x in row.items()}, state=carried)
+        assert equal((torch.cat([before, after], 2), last), (out, final)), cut
+
+
+@every_kernel
+@pytest.mark.parametrize("shape", BIT_SHAPES, ids=str)
+def test_token_by_token_differs_by_rounding_alone(rule, shape):
+    inputs = sample_inputs(rule, shape, torch.float32)
+    function = with_backend(rule, "fastest")
+    state, outs = inputs["state"], []
+    for t in range(shape[2]):
+        out, state = function(
+            **{name: x[:, :, t : t + 1] for name, x in inputs.items() if name != "state"}, state=state
+        )
+        outs.append(out)
+    expected, final = function(**inputs)
+    for found, truth in ((torch.cat(outs, 2), expected), (state, final)):
+        largest = truth.abs().amax((-2, -1), keepdim=True)
+        assert ((found - truth).abs() <= 16 * torch.finfo(torch.float32).eps * largest).all()
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+def test_documents_in_one_sequence_are_sequences(rule, backend, state):
+    """What follows a first token knows nothing of what is before it, in results and in gradients."""
+    inputs = sample_inputs(rule, (3, 2, 75, 5, 20), state=state)
+    first = torch.zeros(3, 75, dtype=torch.bool)
+    first[0, [0, 40]] = first[1, [1, 2, 33, 74]] = True
+    gradients = cotangents(inputs)
+    found = results(functools.partial(with_backend(rule, backend), first=first), inputs, gradients)
+
+    def documents(state, **tokens):
+        outs, states = [], []
+        for row in range(3):
+            begins = [0, *(t for t in first[row].nonzero().flatten().tolist() if t), 75]
+            memory = None if state is None or first[row, 0] else state[row : row + 1]
+            parts = []
+            for begin, end in zip(begins[:-1], begins[1:], strict=True):
+                some = {name: x[row : row + 1, :, begin:end] for name, x in tokens.items()}
+                part, memory = RULES[rule].reference(**some, state=memory if begin == 0 else None)
+                parts.append(part)
+            outs.append(torch.cat(parts, 2))
+            states.append(memory)
+        return torch.cat(outs), torch.cat(states)
+
+    for name, x in results(documents, inputs, gradients).items():
+        torch.testing.assert_close(found[name], x, rtol=1e-11, atol=1e-11, msg=name)
+
+
 @every_rule
 @pytest.mark.parametrize("shape", [(1, 1, 70, 64, 64), (2, 3, 300, 16, 16)], ids=str)
 def test_number_of_threads_changes_nothing(rule, shape):

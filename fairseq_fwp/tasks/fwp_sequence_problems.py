@@ -1,0 +1,97 @@
+"""The task `fwp_sequence_problems`: state tracking and recall on generated sequences, for any language model."""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from fairseq.data import Dictionary
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.tasks import FairseqTask, register_task
+from omegaconf import II
+
+from fairseq_fwp._options import option
+from fairseq_fwp.tasks.sequence_problems import PROBLEMS, ProblemSequences, Setting
+
+
+@dataclass
+class FwpSequenceProblemsConfig(FairseqDataclass):
+    """Defaults: those of parity."""
+
+    problem: ChoiceEnum(list(PROBLEMS)) = option(  # type: ignore[valid-type]
+        "parity", "parity of bits, s3: product of permutations, mqar: recall of many pairs"
+    )
+    length: int = option(40, "tokens of a sequence in training")
+    valid_length: Optional[int] = option(None, "tokens of a sequence in evaluation; none: --length")  # noqa: UP045
+    pairs: int = option(8, "mqar: pairs of a key and a value")
+    symbols: int = option(64, "mqar: number of keys, and of values")
+    train_sequences: int = option(20000, "sequences between two evaluations; none comes twice")
+    valid_sequences: int = option(500, "sequences of an evaluation")
+    tokens_per_sample: int = option(1024, "greatest length that a model with learned positions is built for")
+    max_target_positions: Optional[int] = II("task.tokens_per_sample")  # noqa: UP045
+    seed: int = II("common.seed")
+
+
+@register_task("fwp_sequence_problems", dataclass=FwpSequenceProblemsConfig)
+class FwpSequenceProblemsTask(FairseqTask):
+    """A label for some tokens of a sequence, none of which the model has seen; nothing is read from disk.
+
+    Train with `--criterion label_smoothed_cross_entropy --report-accuracy`, which prints the share of right answers.
+    """
+
+    cfg: FwpSequenceProblemsConfig
+
+    def __init__(self, cfg: FwpSequenceProblemsConfig) -> None:
+        super().__init__(cfg)
+        self.problem = PROBLEMS[str(cfg.problem)]
+        self.dictionary = Dictionary()
+        for symbol in range(self.problem.symbols(self._setting(cfg.length))):
+            self.dictionary.add_symbol(str(symbol))
+
+    @classmethod
+    def setup_task(cls, cfg: FwpSequenceProblemsConfig, **kwargs: Any) -> "FwpSequenceProblemsTask":
+        """Raises ValueError for settings without a sequence."""
+        lengths = {"length": cfg.length, "valid_length": cfg.length if cfg.valid_length is None else cfg.valid_length}
+        counts = {name: getattr(cfg, name) for name in ("pairs", "symbols", "train_sequences", "valid_sequences")}
+        for name, value in (lengths | counts).items():
+            if value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if str(cfg.problem) == "mqar":
+            if cfg.pairs > cfg.symbols:
+                raise ValueError(f"--pairs must be at most --symbols = {cfg.symbols}, got {cfg.pairs}")
+            for name, length in lengths.items():
+                if length < 3 * cfg.pairs:
+                    raise ValueError(
+                        f"--{name.replace('_', '-')} must be at least 3 x --pairs = {3 * cfg.pairs}, got {length}: "
+                        "a pair takes two tokens, and its query one"
+                    )
+        return cls(cfg)
+
+    def _setting(self, length: int) -> Setting:
+        return Setting(length, self.cfg.pairs, self.cfg.symbols)
+
+    @property
+    def source_dictionary(self) -> Dictionary:
+        """Symbols, which the answers are too."""
+        return self.dictionary
+
+    @property
+    def target_dictionary(self) -> Dictionary:
+        """Symbols, which the answers are too."""
+        return self.dictionary
+
+    def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
+        """The sequences of a split, "train" or any other name for evaluation."""
+        training = split == "train"
+        length = self.cfg.length if training or self.cfg.valid_length is None else self.cfg.valid_length
+        self.datasets[split] = ProblemSequences(
+            self.problem,
+            self._setting(length),
+            (self.cfg.seed, zlib.crc32(split.encode())),
+            self.cfg.train_sequences if training else self.cfg.valid_sequences,
+            self.dictionary.nspecial,
+            self.dictionary.pad(),
+        )
+
+    def max_positions(self) -> None:
+        """Sequences are as long as they are."""
+        return None

@@ -1,0 +1,139 @@
+"""Small problems that tell update rules apart: a sequence of symbols, and for some of its tokens the right answer.
+
+`parity` and `s3` ask for a state at every token: the parity of the ones so far, or the product of permutations so far
+(Grazzi et al. 2025, arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5). `mqar`, multi-query associative
+recall (Arora et al. 2024, arXiv 2312.04927), writes pairs of a key and a value and asks for all of them later.
+"""
+
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from fairseq.data import FairseqDataset
+
+NOT_ASKED = -1
+Sequence = tuple[np.ndarray, np.ndarray]  # symbols (L,), and answers (L,) or NOT_ASKED
+
+
+class Setting(NamedTuple):
+    """What a sequence is made of: its length, and of mqar its pairs, and its numbers of keys and of values."""
+
+    length: int
+    pairs: int
+    symbols: int
+
+
+def parity(generator: np.random.Generator, setting: Setting) -> Sequence:
+    """Bits, and whether an odd number of them has been 1."""
+    bits = generator.integers(2, size=setting.length)
+    return bits, bits.cumsum() % 2
+
+
+def _permutation_table() -> np.ndarray:
+    """product[a, b] of the six permutations of three, a first."""
+    group = list(permutations(range(3)))
+    return np.array([[group.index(tuple(b[i] for i in a)) for b in group] for a in group])
+
+
+S3 = _permutation_table()
+
+
+def s3(generator: np.random.Generator, setting: Setting) -> Sequence:
+    """Permutations of three, and their product so far."""
+    symbols = generator.integers(6, size=setting.length)
+    answers, product = np.empty_like(symbols), 0  # the identity is the first
+    for t, symbol in enumerate(symbols):
+        answers[t] = product = S3[product, symbol]
+    return symbols, answers
+
+
+def mqar(generator: np.random.Generator, setting: Setting) -> Sequence:
+    """Pairs of a key and a value, and then each key once among blanks, where its value is asked for.
+
+    Keys are symbols 1 ... n, values n + 1 ... 2 n, and a blank is 0.
+    """
+    length, pairs, symbols = setting
+    keys = 1 + generator.permutation(symbols)[:pairs]
+    values = 1 + symbols + generator.integers(symbols, size=pairs)
+    sequence, answers = np.zeros(length, dtype=np.int64), np.full(length, NOT_ASKED)
+    sequence[0 : 2 * pairs : 2], sequence[1 : 2 * pairs : 2] = keys, values
+    places = 2 * pairs + generator.permutation(length - 2 * pairs)[:pairs]
+    sequence[places], answers[places] = keys, values
+    return sequence, answers
+
+
+class Problem(NamedTuple):
+    """draw(generator, setting) -> a sequence; symbols: how many there are, the answers among them."""
+
+    draw: Callable[[np.random.Generator, Setting], Sequence]
+    symbols: Callable[[Setting], int]
+
+
+PROBLEMS = {
+    "parity": Problem(parity, lambda setting: 2),
+    "s3": Problem(s3, lambda setting: 6),
+    "mqar": Problem(mqar, lambda setting: 1 + 2 * setting.symbols),
+}
+
+
+class ProblemSequences(FairseqDataset):
+    """Sequences that follow from seed, epoch and index alone, so that none is repeated and a resumed run continues.
+
+    first, padding: index of the first symbol and of padding in the dictionary; count: sequences of an epoch.
+    """
+
+    def __init__(
+        self, problem: Problem, setting: Setting, seed: tuple[int, ...], count: int, first: int, padding: int
+    ) -> None:
+        self.problem, self.setting, self.seed, self.count = problem, setting, seed, count
+        self.first, self.padding = first, padding
+        self.epoch = 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """The sequences are others in each epoch."""
+        self.epoch = epoch
+
+    @property
+    def can_reuse_epoch_itr_across_epochs(self) -> bool:
+        """Batches are of indices, which stay."""
+        return True
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """id; symbols and answers (L,) of the dictionary."""
+        generator = np.random.default_rng((*self.seed, self.epoch, int(index)))
+        symbols, answers = self.problem.draw(generator, self.setting)
+        target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
+        return {"id": int(index), "symbols": symbols + self.first, "target": target}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """A batch as language models and their criteria take it; {} for no samples, as a process without any gets."""
+        if not samples:
+            return {}
+        symbols, target = (
+            torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in ("symbols", "target")
+        )
+        return {
+            "id": torch.tensor([sample["id"] for sample in samples]),
+            "net_input": {"src_tokens": symbols, "src_lengths": torch.full((len(samples),), symbols.shape[1])},
+            "target": target,
+            "ntokens": int((target != self.padding).sum()),
+            "nsentences": len(samples),
+        }
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of a sequence."""
+        return self.setting.length
+
+    def size(self, index: int) -> int:
+        """Tokens of a sequence."""
+        return self.setting.length
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each sequence."""
+        return np.full(self.count, self.setting.length)
