@@ -24,7 +24,7 @@ setup(
     # The kernels are compiled at first use, on the machine that runs them: their sources travel with the package.
     packages=[*find_packages(include=["fairseq_fwp", "fairseq_fwp.*"]), "fairseq_fwp.cuda_ext"],
     package_dir={"fairseq_fwp.cuda_ext": "cuda_ext"},
-    package_data={"fairseq_fwp.cuda_ext": ["*.h", "*.cpp", "cuda/*", "README.md"]},
+    package_data={"fairseq_fwp.cuda_ext": ["**/*"]},
     install_requires=[
         # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; fairseq-fixed does.
         'fairseq-fixed; python_version >= "3.11"',
@@ -36,8 +36,7 @@ setup(
         "sacremoses",
         "safetensors",
         "subword-nmt",
-        # torch.utils.cpp_extension, which says where PyTorch's headers and libraries lie, imports setuptools. The
-        # kernels here are compiled without ninja: it speeds up the builds of fairseq and of the benchmarks' peers.
+        # torch.utils.cpp_extension, which compiles the kernels, runs ninja and imports setuptools.
         "ninja",
         "setuptools",
     ],

@@ -163,6 +163,25 @@ install() {
   fi
   pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
   link_plugin
+  install_nvcc
+}
+
+# The kernels are compiled for a GPU by the nvcc of PyTorch's CUDA, which pip has from CUDA 13 on. Without one all else runs.
+install_nvcc() {
+  local cuda nvcc part packages=()
+  cuda=$("$python" -I -c 'import torch; print(torch.version.cuda if torch.cuda.is_available() else "")')
+  [ -n "$cuda" ] && [ -z "${CUDA_HOME:-${CUDA_PATH:-}}" ] || return 0
+  for nvcc in nvcc /usr/local/cuda/bin/nvcc; do
+    ! "$nvcc" --version 2>/dev/null | grep -q "release ${cuda%%.*}\." || return 0
+  done
+  if [ "${cuda%%.*}" -lt 13 ]; then
+    say "there is no nvcc of CUDA ${cuda%%.*}, and pip has none: install that CUDA toolkit for kernels on the GPU"
+    return
+  fi
+  for part in cuda-nvcc nvvm cuda-crt cuda-cccl; do packages+=("nvidia-$part==$cuda.*"); done
+  say "installing nvcc, for kernels on the GPU"
+  try_pip --constraint "$state/constraints.txt" "${packages[@]}" ||
+    say "pip could not install nvcc ($(reason)): install the CUDA toolkit ${cuda%%.*} for kernels on the GPU"
 }
 
 # PATH without nvcc: a folder that holds it gives way to links to all else in it.

@@ -24,7 +24,8 @@ ROOMS = {
     "_log": CONFIG | {"fairseq_fwp._settings"},
     "_settings": CONFIG | {"fairseq_fwp._compat"},
     "_options": set(),
-    "ops": {"torch"},
+    "kernels": {"torch"},
+    "ops": {"torch", "fairseq_fwp.kernels"},
     "modules": {"torch", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp._options"},
     # They know a model by its methods alone.
@@ -38,7 +39,7 @@ ROOMS = {
 # and a plug-in adds to its tables.
 RECIPES = {"fairseq_fwp.cli"}
 PLUGIN = {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.convert"}
-BENCHMARKS = RECIPES | {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.models"}
+BENCHMARKS = RECIPES | {"fairseq_fwp.kernels", "fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.models"}
 
 
 def imports(file: Path, root: Path) -> Iterator[tuple[int, str]]:
@@ -114,6 +115,7 @@ def tree(root: Path, path: str, source: str) -> Path:
     ("path", "source", "named"),
     [
         ("fairseq_fwp/ops/sum.py", "import fairseq", "fairseq"),
+        ("fairseq_fwp/kernels/build.py", "from ..ops import sum", "fairseq_fwp.ops.sum"),
         ("fairseq_fwp/ops/sum.py", "from ..modules import FEATURE_MAPS", "fairseq_fwp.modules.FEATURE_MAPS"),
         ("fairseq_fwp/ops/__init__.py", "from .. import modules", "fairseq_fwp.modules"),
         ("fairseq_fwp/ops/sum.py", "from fairseq_fwp import modules as m", "fairseq_fwp.modules"),
@@ -141,7 +143,7 @@ def test_checker_finds(tmp_path, path, source, named):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fairseq_fwp/ops/sum.py", "import math, torch.nn\nfrom . import jit\nfrom .jit import load_kernels"),
+        ("fairseq_fwp/ops/sum.py", "import math, torch.nn\nfrom . import sum\nfrom ..kernels import load_kernels"),
         (
             "fairseq_fwp/modules/feature_maps/elu.py",
             "from ...ops import sum_rule\nfrom torch.nn import LayerNorm",

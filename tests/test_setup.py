@@ -209,6 +209,7 @@ def active(checkout):
             echo "$* nvcc=$(command -v nvcc)" >>"{env}/calls"; [ ! -e "{env}/no peers" ] ;;
           "-m pip "*) echo "$*" >>"{env}/calls"; cat "{env}/broken" 2>/dev/null; [ ! -e "{env}/broken" ] ;;
           *"import version"*) echo 2.13.0+local ;;
+          *cuda.is_available*) cat "{env}/cuda" 2>/dev/null || true ;;
           *"import torch"*) [ -e "{env}/torch" ] ;;
           *) exec {PYTHON} "$@" ;;
         esac""",
@@ -267,6 +268,24 @@ def test_torch_spec_chooses_torch(checkout, active):
     stub(checkout.parent / "stubs/df", "echo Filesystem; echo /dev/x 90000000 7000000 20000000 8% /")
     assert set_up(checkout, VIRTUAL_ENV=str(active), TORCH_SPEC="torch==2.9.1").returncode == 0
     assert calls(active)[0].split()[4] == "torch==2.9.1"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "nvcc", "installed", "said"),
+    [
+        ("", "", False, ""),  # no GPU
+        ("99.0", "99.2", False, ""),
+        ("99.0", "12.8", True, "installing nvcc"),
+        ("10.8", "99.0", False, "no nvcc of CUDA 10, and pip has none: install that CUDA toolkit"),
+    ],
+)
+def test_nvcc_of_pytorch_for_a_gpu(checkout, active, cuda, nvcc, installed, said):
+    (active / "cuda").write_text(cuda)
+    stub(checkout.parent / "stubs/nvcc", f"echo 'Cuda compilation tools, release {nvcc}, V{nvcc}.1'")
+    done = set_up(checkout, VIRTUAL_ENV=str(active), CUDA_HOME="", CUDA_PATH="")
+    assert done.returncode == 0 and said in done.stderr
+    packages = [f"nvidia-{part}==99.0.*" for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl")]
+    assert (calls(active)[-1].split()[-4:] == packages) == installed
 
 
 def test_second_run_does_nothing(checkout, active):

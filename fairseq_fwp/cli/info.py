@@ -13,12 +13,11 @@ import yaml
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 
 import fairseq_fwp
-from fairseq_fwp import ops
+from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
-from fairseq_fwp.ops import jit
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 
@@ -85,12 +84,12 @@ def devices() -> list[str]:
 def kernels(build: bool) -> list[str]:
     """For each device, whether its kernels are built; if not, why, and what to do."""
     if build:
-        for device in jit.DEVICES:
-            jit.load_kernels(device)
+        for device in DEVICES:
+            load_kernels(device)
     return [
         f"{device}: {'built, ' + str(status.path) if status.built else 'not built: ' + status.reason}"
         + (f"; {status.cure}" if status.cure else "")
-        for device, status in ops.kernel_status().items()
+        for device, status in kernel_status().items()
     ]
 
 

@@ -71,8 +71,8 @@ def uniform_gate_bias(number: int) -> Tensor:
 class MambaDecay(nn.Module):
     """a = exp(-exp(A) softplus(x + b)) with a learned A for each head and a b for each number of it.
 
-    Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as Gated DeltaNet and Kimi Delta Attention use it: exp(A) starts
-    uniform in (1, 16), softplus(b) log-uniform in (0.001, 0.1), so that most of the memory is kept at first.
+    Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as Gated DeltaNet and Kimi Delta Attention use it: exp(A)
+    starts uniform in (1, 16), softplus(b) log-uniform in (0.001, 0.1), so that most of the memory is kept at first.
     """
 
     def __init__(self, num_heads: int, size: int) -> None:

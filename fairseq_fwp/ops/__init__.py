@@ -21,6 +21,7 @@ A rule of one's own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which 
 checks and the operator of PyTorch come with it.
 """
 
+from ..kernels import KernelStatus, kernel_status
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
 from .decay import decay_rule, decay_rule_reference
 from .delta import delta_rule, delta_rule_reference
@@ -29,7 +30,6 @@ from .fwm import fwm_rule, fwm_rule_reference
 from .gated import gated_rule, gated_rule_reference
 from .gated_delta import gated_delta_rule, gated_delta_rule_reference
 from .gla import gla_rule, gla_rule_reference
-from .jit import KernelStatus, kernel_status
 from .rule import Rule
 from .rwkv7 import rwkv7_rule, rwkv7_rule_reference
 from .sum import sum_rule, sum_rule_reference

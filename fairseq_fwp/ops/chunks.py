@@ -62,7 +62,7 @@ def backward(
         def run(memory: Tensor, *some: Tensor, some_first: Tensor | None = some_first) -> "Results":
             return loop(*some, state=memory, first=some_first)
 
-        _, differentiate = torch.func.vjp(run, starts[:, :, i], *some)
+        differentiate = torch.func.vjp(run, starts[:, :, i], *some)[1]
         gradient, *found = differentiate((d_out[:, :, chunk], gradient))
         for grad, x in zip(grads, found, strict=True):
             grad[:, :, chunk] = x

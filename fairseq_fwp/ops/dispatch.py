@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .jit import load_kernels
+from ..kernels import load_kernels
 
 BACKENDS = ("auto", "kernel", "reference")
 # Of a key or a value, where the kernels of a device have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.

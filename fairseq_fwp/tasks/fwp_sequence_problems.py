@@ -93,5 +93,4 @@ class FwpSequenceProblemsTask(FairseqTask):
         )
 
     def max_positions(self) -> None:
-        """Sequences are as long as they are."""
-        return None
+        """None: sequences are as long as they are."""

@@ -35,7 +35,7 @@ from gpu_report import (
 from report import commit, publish, say, write_csv
 
 from fairseq_fwp import ops
-from fairseq_fwp.ops.jit import load_kernels
+from fairseq_fwp.kernels import load_kernels
 
 DEVICE = "cuda"
 UNFINISHED = "gpu_unfinished"  # results/gpu_unfinished.csv: what a run that was killed had measured

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from isolated import run_isolated, start_isolated
-from test_jit import USE, cache, calls, compiler, library_folder  # noqa: F401  (a fixture)
+from test_library import USE, cache, calls, compiler, library_folder  # noqa: F401  (a fixture)
 from test_security import COMPARISON
 
 pytestmark = pytest.mark.slow

@@ -88,8 +88,8 @@ def test_a_mistake_is_found(tmp_path, kind):
     (sources / "simd.h").write_text(text.replace(right, wrong))
     elsewhere = f"""
 from pathlib import Path
-from fairseq_fwp.ops import compiler
-compiler._source_folder = lambda: Path({str(sources)!r})
+from fairseq_fwp.kernels import build
+build._source_folder = lambda: Path({str(sources)!r})
 """
     found = run(kind, "-c", PREAMBLE + elsewhere + SCRIPT, FWP_CACHE_DIR=str(tmp_path / "cache"))
     assert found.returncode != 0 and sentence in found.stderr, found.stdout + found.stderr

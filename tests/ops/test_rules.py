@@ -1,6 +1,7 @@
 """Laws that every update rule keeps, whichever implementation runs it; test_cuda.py holds them on a GPU too."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -363,7 +364,7 @@ def test_documents_in_one_sequence_are_sequences(rule, backend, state):
             begins = [0, *(t for t in first[row].nonzero().flatten().tolist() if t), 75]
             memory = None if state is None or first[row, 0] else state[row : row + 1]
             parts = []
-            for begin, end in zip(begins[:-1], begins[1:], strict=True):
+            for begin, end in itertools.pairwise(begins):
                 some = {name: x[row : row + 1, :, begin:end] for name, x in tokens.items()}
                 part, memory = RULES[rule].reference(**some, state=memory if begin == 0 else None)
                 parts.append(part)

@@ -12,8 +12,8 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../cpu/state_block.h"
-#include "arguments.h"
+#include "../../cpu/state_block.h"
+#include "../arguments.h"
 
 namespace fwp::cpu {
 

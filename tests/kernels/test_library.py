@@ -3,6 +3,7 @@ build costs nothing; one real build, in a folder whose name has spaces, is marke
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import tempfile
@@ -14,8 +15,9 @@ import pytest
 import torch
 from isolated import PACKAGE, run_isolated, start_isolated
 
-from fairseq_fwp import ops
-from fairseq_fwp.ops import jit
+from fairseq_fwp import kernels
+from fairseq_fwp.kernels import build
+from fairseq_fwp.kernels import library as loading
 
 USE = """
 import logging, warnings
@@ -36,7 +38,7 @@ CPU_KERNELS_ARE_GONE = "\nassert not ops.kernel_status()['cpu'].built, ops.kerne
 @pytest.fixture
 def compiler(tmp_path):
     """CXX for a stand-in that notes each call in calls.txt and takes as long as $COMPILER_SECONDS says."""
-    status = jit.load_kernels("cpu")
+    status = kernels.load_kernels("cpu")
     assert status.built, status
     script = tmp_path / "compiler"
     script.write_text(
@@ -44,8 +46,10 @@ def compiler(tmp_path):
         [ "$1" = --version ] && exit
         echo "$@" >> '{tmp_path}/calls.txt'
         sleep ${{COMPILER_SECONDS:-0}}
-        for last; do :; done
-        cp '{status.path}' "$last"
+        while [ $# -gt 0 ]; do
+          case $1 in -o) cp '{status.path}' "$2" ;; -MF) : > "$2" ;; esac
+          shift
+        done
         """
     )
     script.chmod(0o755)
@@ -66,9 +70,9 @@ def library_folder(tmp_path):
 
 
 def calls(tmp_path):
-    """Builds begun: three calls of the compiler each, to compile the binding and autograd and to link."""
-    path = tmp_path / "calls.txt"
-    return len([line for line in path.read_text().splitlines() if "binding_cpu.cpp" in line]) if path.exists() else 0
+    """Builds begun: each calls the compiler once for this source, once for every other one, and once to link."""
+    path, source = tmp_path / "calls.txt", build._files("cpu", build.SOURCES)[0].name
+    return path.read_text().count(f"/{source} ") if path.exists() else 0
 
 
 def test_built_once_then_loaded_without_compiler_or_ninja(tmp_path, compiler):
@@ -115,7 +119,7 @@ def test_builders_without_locks_leave_each_other_alone(monkeypatch, tmp_path, co
     def no_locks(file, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(jit.fcntl, "flock", no_locks)
+    monkeypatch.setattr(loading.fcntl, "flock", no_locks)
     monkeypatch.setenv("COMPILER_SECONDS", "1")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(builder)
@@ -140,7 +144,7 @@ class Builder:
 
     def __call__(self):
         self.loaded.clear()
-        return jit._load_or_build("cpu")
+        return loading._status("cpu", build=True)
 
 
 @pytest.fixture
@@ -148,18 +152,16 @@ def builder(monkeypatch, tmp_path, compiler):
     return Builder(monkeypatch, tmp_path, compiler)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
-def test_a_damaged_library_is_built_again(tmp_path, builder, damage):
-    assert builder().built and calls(tmp_path) == 1
+def test_a_damaged_library_is_built_again(tmp_path, builder):
+    assert builder().built
     path = library(tmp_path)
     whole = path.read_bytes()
     middle = len(whole) // 2
-    broken = {"truncated": whole[:middle], "changed": whole[:middle] + b"?" + whole[middle + 1 :], "empty": b""}
-    assert broken[damage] != whole
-    path.write_bytes(broken[damage])
-    assert builder().built and calls(tmp_path) == 2
-    assert builder.loaded == [str(path)] and path.read_bytes() == whole
-    assert builder().built and calls(tmp_path) == 2
+    for broken in (whole[:middle], b"", whole[:middle] + b"?" + whole[middle + 1 :]):
+        path.write_bytes(broken)
+        assert not loading._load(path) and len(builder.loaded) == 1
+    assert builder().built and calls(tmp_path) == 2 and path.read_bytes() == whole
+    assert builder().built and calls(tmp_path) == 2 and builder.loaded == [str(path)]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, builder):
@@ -185,24 +187,56 @@ def test_a_read_only_cache_that_holds_the_library(tmp_path, builder):
     (path.parent / "lock").unlink()
     path.parent.chmod(0o500)
     try:
-        assert builder() == jit.KernelStatus(True, str(path)) and builder.loaded == [str(path)]
+        assert builder() == kernels.KernelStatus(True, str(path)) and builder.loaded == [str(path)]
         assert not (path.parent / "lock").exists() and calls(tmp_path) == 1
     finally:
         path.parent.chmod(0o700)
 
 
-def test_another_compiler_builds_another_library(tmp_path, builder, monkeypatch, compiler):
-    first = builder()
-    monkeypatch.setenv("CXX", compiler + " -O1")
-    second = builder()
-    assert first.built and second.built and first.path != second.path and calls(tmp_path) == 2
+def test_a_compiler_with_arguments(tmp_path, builder, monkeypatch, compiler):
+    """The stand-in takes the first for one of its own; that it is another library is a matter of the key, below."""
+    monkeypatch.setenv("CXX", compiler + " -O1 '-DA=a b'")
+    assert builder().built and calls(tmp_path) == 1
+    assert all(line.startswith("-O1 -DA=a b ") for line in (tmp_path / "calls.txt").read_text().splitlines())
 
 
 def test_a_compiler_that_fails(tmp_path, builder, compiler):
     Path(compiler).write_text("#!/bin/sh\necho 'x.cpp:1: error: no such thing' >&2; exit 1\n")
     status = builder()
-    assert not status.built and status.reason == f"{compiler} failed: x.cpp:1: error: no such thing" and status.cure
+    assert not status.built and status.reason == "the build failed: x.cpp:1: error: no such thing" and status.cure
     assert not list(library_folder(tmp_path).glob("build-*"))
+
+
+@pytest.mark.parametrize(
+    ("said", "cure"),
+    [
+        (["c++ a.cpp", "FAILED: a.o", "> c++: error: unknown option '-std=c++20'"], "install g++ 10 or later"),
+        (["FAILED: a.o", "> nvcc fatal   : Unsupported gpu architecture 'compute_121'"], "TORCH_CUDA_ARCH_LIST"),
+        (["> /usr/bin/ld: cannot find -lcudart", "collect2: error: ld returned 1"], "README"),
+        (["c++ a.cpp", "> FAILED: [code=3] a.o", "ninja: build stopped: subcommand failed."], "README"),
+        (["Traceback:", "> ModuleNotFoundError: No module named 'setuptools'"], "README"),
+        (["> without a word"], "README"),
+    ],
+)
+def test_what_is_said_of_a_build_that_fails(said, cure):
+    (reason,) = (line.removeprefix("> ") for line in said if line.startswith("> "))
+    error = build._build_error("\n".join(line.removeprefix("> ") for line in said if line != "> without a word"))
+    assert str(error) == f"the build failed: {reason}" and cure in error.cure
+
+
+def test_ninja_is_found_in_an_environment_that_is_not_active(tmp_path, builder, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    for name in ("cp", "sleep"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert builder().built and calls(tmp_path) == 1
+
+
+def test_no_ninja(monkeypatch, tmp_path, builder):
+    monkeypatch.setattr(build, "_search_path", lambda: str(tmp_path))
+    status = builder()
+    assert (status.reason, status.cure) == ("there is no ninja, which runs the compilers", "pip install ninja")
+    assert status == loading._status("cpu", build=False)
 
 
 def test_a_library_that_does_not_load(monkeypatch, builder):
@@ -281,23 +315,25 @@ for op, reference, given in (
 
 
 def test_key_follows_what_the_machine_code_depends_on(tmp_path, monkeypatch):
-    from fairseq_fwp.ops import compiler
-
-    for name in ("a.h", "autograd.cpp", "binding_cpu.cpp"):
+    sources = ("a.h", "autograd.cpp", "bindings/cpu.cpp", "cpu/b.cpp")
+    for name in ("bindings", "cpu", "cuda"):
+        (tmp_path / name).mkdir()
+    for name in sources:
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(compiler, "_source_folder", lambda: tmp_path)
-    keys = [compiler.build_key("cpu")]
-    (tmp_path / "binding_cuda.cpp").write_text("another device's")
-    assert compiler.build_key("cpu") == keys[0]
-    for name in ("a.h", "autograd.cpp", "binding_cpu.cpp"):
+    monkeypatch.setattr(build, "_source_folder", lambda: tmp_path)
+    keys = [build.build_key("cpu")]
+    for name in ("binding_cuda.cpp", "cuda/kernels.cu", "README.md"):
+        (tmp_path / name).write_text("another device's, or no source")
+    assert build.build_key("cpu") == keys[0]
+    for name in sources:
         (tmp_path / name).write_text("2")
-        keys.append(compiler.build_key("cpu"))
-    monkeypatch.setattr(compiler, "_cpu_features", lambda: "sse2")
-    keys.append(compiler.build_key("cpu"))
+        keys.append(build.build_key("cpu"))
+    monkeypatch.setattr(build, "_cpu_features", lambda: "sse2")
+    keys.append(build.build_key("cpu"))
     monkeypatch.setenv("CXX", "another")
-    keys.append(compiler.build_key("cpu"))
+    keys.append(build.build_key("cpu"))
     monkeypatch.setattr(torch, "__version__", "0")
-    keys.append(compiler.build_key("cpu"))
+    keys.append(build.build_key("cpu"))
     assert len(set(keys)) == len(keys)
 
 
@@ -307,11 +343,12 @@ def test_a_real_build_in_a_path_with_spaces(tmp_path):
     checkout.mkdir()
     (checkout / "fairseq_fwp").symlink_to(PACKAGE)
     (checkout / "cuda_ext").symlink_to(PACKAGE.parent / "cuda_ext")
+    (checkout / "torch").symlink_to(Path(torch.__file__).parent)
     script = f"package.__path__ = [{str(checkout / 'fairseq_fwp')!r}]\n" + USE
-    assert run_isolated(script, **cache(tmp_path)).stdout == "True\n"
+    assert run_isolated(script, PYTHONPATH=str(checkout), **cache(tmp_path)).stdout == "True\n"
 
 
 def test_status_of_every_device():
-    status = ops.kernel_status()
+    status = kernels.kernel_status()
     assert set(status) == {"cpu", "cuda"}
     assert all(bool(x.path) == x.built and bool(x.reason and x.cure) != x.built for x in status.values())

@@ -1,6 +1,6 @@
 // Rules that forget and erase nothing, and their gradients, on CPU tensors.
 
-#include "../cpu/forget_short.h"
+#include "../../cpu/forget_short.h"
 #include "forget.h"
 
 namespace fwp::cpu {

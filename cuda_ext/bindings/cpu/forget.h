@@ -1,8 +1,8 @@
-// Rules that forget, on CPU tensors: what cpu_forget.cpp and cpu_retrieve.cpp share.
+// Rules that forget, on CPU tensors: what forget.cpp and retrieve.cpp share.
 #pragma once
 
-#include "../cpu/forget.h"
-#include "../cpu/forget_square.h"
+#include "../../cpu/forget.h"
+#include "../../cpu/forget_square.h"
 #include "passes.h"
 
 namespace fwp::cpu {

@@ -1,6 +1,6 @@
 // The sum rule and its gradient on CPU tensors.
 
-#include "../cpu/sum.h"
+#include "../../cpu/sum.h"
 
 #include "passes.h"
 

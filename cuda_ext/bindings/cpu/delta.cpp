@@ -1,9 +1,9 @@
 // The delta rule and its gradient on CPU tensors.
 
-#include "../cpu/delta.h"
+#include "../../cpu/delta.h"
 
-#include "../cpu/delta_short.h"
-#include "../cpu/delta_square.h"
+#include "../../cpu/delta_short.h"
+#include "../../cpu/delta_square.h"
 #include "passes.h"
 
 namespace fwp::cpu {

@@ -1,0 +1,174 @@
+"""Compiling the kernels with ``torch.utils.cpp_extension``, and the key of all that their machine code depends on."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cuda import architecture_flags, find_nvcc, toolkit_folders, toolkit_release
+from .error import BuildError
+
+LIBRARY = "kernels.so"
+SOURCES, HEADERS = (".cpp", ".cu"), (".h", ".cuh")
+# What nvcc takes from the environment on its own.
+NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+
+# Run by a Python of its own, in the folder of the build: cpp_extension goes by the environment and by its constants,
+# and they are left alone here. It quotes none of the folders that it links from, so `cuda` is a link to one.
+LOAD = """
+import json, shlex, sys
+from torch.utils import cpp_extension
+cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+cpp_extension.CUDA_HOME = "cuda"
+cpp_extension.load(**json.loads(sys.argv[1]))
+"""
+
+
+def build_key(device_type: str) -> str:
+    """Hash of sources, flags, compiler, PyTorch and processor or GPUs. Raises BuildError where there is no GPU."""
+    key = hashlib.sha256()
+    for file in _files(device_type, SOURCES + HEADERS):
+        key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    # The compiler counts by name, not version: a cached library must load where there is no compiler to ask.
+    parts = [device_type, torch.__version__, platform.machine(), *_compiler(), *_flags(device_type)]
+    if device_type == "cuda":
+        environment = [os.environ.get(name, "") for name in NVCC_VARIABLES]
+        parts += [str(torch.version.cuda), toolkit_release(), *_cuda_flags(), *environment]
+    else:
+        parts.append(_cpu_features())
+    key.update("\0".join(parts).encode())
+    return key.hexdigest()[:16]
+
+
+def check_tools(device_type: str) -> None:
+    """Raises BuildError where a build for this device cannot even begin."""
+    if device_type == "cuda":
+        find_nvcc()
+    program = _compiler()[0]
+    if shutil.which(program) is None:
+        raise BuildError(f"there is no C++ compiler ({program} is not on PATH)", "install g++ 10 or later, or set CXX")
+    if shutil.which("ninja", path=_search_path()) is None:
+        raise BuildError("there is no ninja, which runs the compilers", "pip install ninja")
+
+
+def compile_library(device_type: str, folder: Path) -> Path:
+    """Compile the kernels of a device in a folder of their own. Returns the library's path. Raises BuildError."""
+    check_tools(device_type)
+    arguments: dict[str, Any] = {
+        "name": LIBRARY,
+        "sources": list(map(str, _files(device_type, SOURCES))),
+        "build_directory": str(folder),
+        "extra_cflags": _flags(device_type),
+        "extra_ldflags": ["-shared"],
+        "is_python_module": False,
+        "is_standalone": True,  # linked with PyTorch alone, and not loaded before it has its place
+    }
+    environment = {**os.environ, "PATH": _search_path(), "LC_ALL": "C", "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
+    if device_type == "cpu":
+        arguments["extra_cflags"] += _openmp()
+    else:
+        _add_toolkit(arguments, environment, folder)
+    # One program in one word, whatever CXX says: some versions of cpp_extension quote it, and others do not.
+    program, *words = _compiler()
+    compiler = shlex.join([os.path.abspath(str(shutil.which(program))), *words])
+    (folder / "compiler").write_text(f'#!/bin/sh\nexec {compiler} "$@"\n')
+    (folder / "compiler").chmod(0o755)
+    environment["CXX"] = "./compiler"
+    command = [sys.executable, "-W", "ignore", "-c", LOAD, json.dumps(arguments)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode != 0:
+        raise _build_error(done.stderr)
+    return folder / LIBRARY
+
+
+def _add_toolkit(arguments: dict[str, Any], environment: dict[str, str], folder: Path) -> None:
+    nvcc = find_nvcc()
+    includes, libraries = toolkit_folders(nvcc)
+    arguments["extra_cuda_cflags"] = _cuda_flags()
+    arguments["extra_include_paths"] = includes
+    arguments["extra_ldflags"] += ["-L.", *(f"-L{shlex.quote(path)}" for path in libraries)]
+    environment["PYTORCH_NVCC"] = shlex.quote(nvcc)
+    environment.pop("CC", None)  # it would take the place of NVCC_CCBIN
+    (folder / "cuda").symlink_to(Path(nvcc).parents[1])
+    # What pip installs lacks the name that linkers look for.
+    for runtime in sorted(folder.glob("cuda/lib/libcudart.so.*"))[:1]:
+        (folder / "libcudart.so").symlink_to(runtime)
+
+
+def _build_error(said: str) -> BuildError:
+    """The first error in the words of ninja and the compilers, or else what failed."""
+    lines = said.splitlines()
+    found = [line for words in ("error:|fatal|cannot find", "^FAILED") for line in lines if re.search(words, line)]
+    reason = [*found, *lines[-1:], "without a word"][0].strip()
+    cure = "cuda_ext/README.md says which compilers work"
+    if "-std=c++20" in reason:
+        cure = "install g++ 10 or later, or set CXX"
+    if "Unsupported gpu architecture" in reason:
+        # The driver translates PTX for a GPU that the toolkit does not know.
+        cure = "install another CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to what this one knows, as in '9.0+PTX'"
+    return BuildError(f"the build failed: {reason}", cure)
+
+
+def _source_folder() -> Path:
+    """``cuda_ext`` inside an installed package, or next to the package in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "cuda_ext"
+    return installed if installed.is_dir() else package.parent / "cuda_ext"
+
+
+def _files(device_type: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files below ``cuda_ext``, but for those with the other device in their path. Sources must differ in name."""
+    folder, other = _source_folder(), {"cpu": "cuda", "cuda": "cpu"}[device_type]
+    files = (path for path in folder.rglob("*") if path.suffix in suffixes)
+    return sorted(path for path in files if other not in str(path.relative_to(folder)))
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+
+
+def _search_path() -> str:
+    """PATH, and the programs of this Python's environment, which need not be active."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+
+def _flags(device_type: str) -> list[str]:
+    native = "-march=native" if platform.machine() in ("x86_64", "i686") else "-mcpu=native"
+    # PyTorch's headers of CUDA ask for a file that only some builds have, and only Windows needs.
+    own = {"cpu": ["-O3", native], "cuda": ["-O2", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]}[device_type]
+    return [*own, "-std=c++20", "-DAT_PER_OPERATOR_HEADERS", f"-DFWP_AUTOGRAD_KEY=Autograd{device_type.upper()}"]
+
+
+def _cuda_flags() -> list[str]:
+    return ["-O3", "-std=c++17", *architecture_flags()]
+
+
+def _openmp() -> list[str]:
+    """What makes ``at::parallel_for`` parallel: for GCC alone, whose OpenMP runtime PyTorch brings.
+
+    The runtime is not linked: its symbols resolve to the copy that PyTorch has loaded already. A second copy would not
+    know of ``torch.set_num_threads``. What Clang emits needs another runtime, so kernels built by it use one thread.
+    """
+    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    return [] if "clang" in version else ["-fopenmp"]
+
+
+def _cpu_features() -> str:
+    """What -march=native goes by."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor()
+    return " ".join(sorted(set(re.findall(r"(?im)^(?:flags|features)\s*:(.*)", lines))))

@@ -1,0 +1,108 @@
+"""The GPUs of this machine and the CUDA toolkit that compiles for them, or why there is none that does."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from .error import BuildError
+
+# The first one with bfloat16 in its tensor cores and asynchronous copies into shared memory.
+OLDEST = (8, 0)
+
+
+def architecture_flags() -> list[str]:
+    """nvcc's flags for TORCH_CUDA_ARCH_LIST, or else for the GPUs that this process sees. Raises BuildError."""
+    gpus = _visible_gpus()
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(map(_dotted, gpus))
+    found = re.findall(r"(\d+)\.(\d)[af]?(\+PTX)?", listed)
+    # Such lists are often made for many libraries: what is too old for the kernels is passed over.
+    chosen = {(*gpu, bool(ptx)) for *digits, ptx in found if (gpu := tuple(map(int, digits))) >= OLDEST}
+    for gpu, name in gpus.items():
+        # PTX is translated for all later GPUs.
+        if not any((major, minor) <= gpu and (ptx or major == gpu[0]) for major, minor, ptx in chosen):
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST={listed!r} leaves out {name}, whose compute capability is {_dotted(gpu)}",
+                "add that to the list, or unset it",
+            )
+    flags = []
+    for major, minor, ptx in sorted(chosen):
+        number = f"{major}{minor}"
+        # Hopper's own instructions are in none but its own target, which has no successor to translate it for.
+        own = "90a" if number == "90" else number
+        flags.append(f"-gencode=arch=compute_{own},code=sm_{own}")
+        if ptx:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def _visible_gpus() -> dict[tuple[int, ...], str]:
+    """Names of the GPUs that the kernels run on, by compute capability. Raises BuildError where there is none."""
+    if torch.version.cuda is None:
+        version = torch.__version__
+        raise BuildError(f"PyTorch {version} is built without CUDA", "install one built for CUDA, or use the CPU")
+    if not torch.cuda.is_available():
+        raise BuildError("PyTorch sees no NVIDIA GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU")
+    found = range(torch.cuda.device_count())
+    try:
+        gpus = {torch.cuda.get_device_capability(i): torch.cuda.get_device_name(i) for i in found}
+    except RuntimeError as error:  # the driver is there, and the GPU does not start
+        reason = str(error).partition("\n")[0]
+        raise BuildError(f"the GPU does not start: {reason}", "check nvidia-smi, or use the CPU") from error
+    newest = max(gpus)
+    if newest < OLDEST:
+        needed = f"the kernels need a GPU of compute capability {_dotted(OLDEST)} or later"
+        raise BuildError(f"{needed}, and {gpus[newest]} has {_dotted(newest)}", "use another GPU, or the CPU")
+    return {gpu: name for gpu, name in gpus.items() if gpu >= OLDEST}
+
+
+def _dotted(gpu: tuple[int, ...]) -> str:
+    return f"{gpu[0]}.{gpu[1]}"
+
+
+def find_nvcc() -> str:
+    """Path of an nvcc of the CUDA that PyTorch was built for: that of CUDA_HOME; or the first one on PATH, in the usual
+    folder and among what pip has installed. Raises BuildError."""
+    wanted = str(torch.version.cuda)
+    major = wanted.partition(".")[0]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    from_pip = [f"{folder}/nvidia/cu{major}/bin" for folder in sys.path]
+    folders = [f"{home}/bin"] if home else [*os.get_exec_path(), "/usr/local/cuda/bin", *from_pip]
+    reason = f"there is no nvcc in {home}/bin" if home else "there is no nvcc on PATH"
+    for nvcc in filter(None, (shutil.which(f"{folder}/nvcc") for folder in folders)):
+        release = _release(nvcc)
+        if release.partition(".")[0] == major:
+            return nvcc
+        reason = f"{nvcc} is of CUDA {release}, but PyTorch {torch.__version__} was built for CUDA {wanted}"
+    raise BuildError(reason, f"install the CUDA toolkit {major}, or set CUDA_HOME to the folder where it is")
+
+
+def toolkit_release() -> str:
+    """Release of the toolkit, as in '13.0'. Where there is none, PyTorch's own: so that a cache which was filled with
+    that release serves machines without a toolkit too."""
+    try:
+        return _release(find_nvcc())
+    except BuildError:
+        return str(torch.version.cuda)
+
+
+def toolkit_folders(nvcc: str) -> tuple[list[str], list[str]]:
+    """Where nvcc finds its headers and its libraries: only it knows, of all ways in which a toolkit is installed."""
+    said = _ask(nvcc, "-dryrun", "-shared", "x.o")
+    return re.findall(r'"-I([^"]+)"', said), re.findall(r'"-L([^"]+)"', said)
+
+
+def _release(nvcc: str) -> str:
+    match = re.search(r"release (\d+\.\d+)", _ask(nvcc, "--version"))
+    return match[1] if match else "(unknown release)"
+
+
+def _ask(nvcc: str, *question: str) -> str:
+    try:
+        done = subprocess.run([nvcc, *question], capture_output=True, text=True, check=False)
+    except OSError:  # not a program for this machine
+        return ""
+    return done.stdout + done.stderr

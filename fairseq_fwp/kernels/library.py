@@ -1,0 +1,144 @@
+"""Caching and loading the compiled kernels, built at first use, never at import.
+
+A library lies in ``<cache>/fwp_<device>_<key>/``, so a change of sources, flags, PyTorch, CUDA or machine builds
+another one. The lock dies with its process (that of ``cpp_extension`` outlives a killed build, and makes all later ones
+wait for ever), and a library appears whole, under its final name, or not at all. Loading one takes no compiler.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .build import LIBRARY, build_key, check_tools, compile_library
+from .error import BuildError
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("cpu", "cuda")
+DIGEST_BYTES = hashlib.sha256().digest_size
+_statuses: dict[str, "KernelStatus"] = {}
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True)
+class KernelStatus:
+    """Whether the kernels of a device are built and where, or why not and what helps."""
+
+    built: bool
+    path: str | None = None
+    reason: str = ""
+    cure: str = ""
+
+
+def kernel_status() -> dict[str, KernelStatus]:
+    """Status of the kernels by device type. Builds nothing."""
+    return {device: _statuses.get(device) or _status(device, build=False) for device in DEVICES}
+
+
+def load_kernels(device_type: str) -> KernelStatus:
+    """Load the kernels of a device into this process, building them where no cache holds them.
+
+    Never raises: a failure is remembered in the status, and not tried again in this process.
+    """
+    with _loading:
+        if device_type not in _statuses:
+            _statuses[device_type] = _status(device_type, build=True)
+    return _statuses[device_type]
+
+
+def _status(device_type: str, build: bool) -> KernelStatus:
+    reason, cure = "not built yet", "they are built at first use"
+    try:
+        for folder in _folders(device_type):
+            try:
+                if build:
+                    _load_or_build(folder, device_type)
+                if (folder / LIBRARY).exists():
+                    return KernelStatus(True, str(folder / LIBRARY))
+            except OSError as error:
+                logger.info("no kernels can be built in %s: %s", folder, error)
+                reason, cure = str(error), "set FWP_CACHE_DIR to a folder that can be written"
+        check_tools(device_type)
+    except BuildError as error:
+        reason, cure = str(error), error.cure
+    return KernelStatus(False, reason=reason, cure=cure)
+
+
+def _load_or_build(folder: Path, device_type: str) -> None:
+    if _load(folder / LIBRARY):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        leftovers: list[Path] = []
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # What killed builds have left. Only who holds the lock knows that no other build is under way.
+            leftovers = list(folder.glob("build-*"))
+        except OSError as error:  # Some file systems have no locks. To build twice there costs no more than time.
+            logger.info("%s cannot be locked: %s", folder, error)
+        # Another process may have built it while this one waited for the lock.
+        if not _load(folder / LIBRARY):
+            for leftover in leftovers:
+                shutil.rmtree(leftover, ignore_errors=True)
+            _build(folder, device_type)
+            _load(folder / LIBRARY)
+
+
+def _build(folder: Path, device_type: str) -> None:
+    logger.info("building the %s kernels in %s, once: this takes a minute or two", device_type, folder)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as workspace:
+        library = compile_library(device_type, Path(workspace))
+        digest = hashlib.sha256(library.read_bytes()).digest()
+        with open(library, "ab") as file:
+            file.write(digest)
+        os.replace(library, folder / LIBRARY)
+    logger.info("built the %s kernels in %.0f s", device_type, time.monotonic() - start)
+
+
+def _load(path: Path) -> bool:
+    """Load a library if it is there and whole; one that a crash or a full disk has cut short counts as not there."""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
+        logger.info("%s is damaged and will be built again", path)
+        return False
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        reason = str(error.__cause__ or error)
+        # A newer release of the toolkit calls what the libraries that PyTorch brings do not have yet.
+        newer = "undefined symbol: cuda" in reason
+        cure = f"install the toolkit of CUDA {torch.version.cuda}" if newer else "delete its folder"
+        raise BuildError(f"{path} cannot be loaded: {reason}", cure) from error
+    return True
+
+
+def _folders(device_type: str) -> Iterator[Path]:
+    """Where the library may lie: the cache, or a temporary folder of this user where the cache cannot be written.
+
+    Raises BuildError where no library can be for this device.
+    """
+    if device_type not in DEVICES:
+        raise BuildError(f"this version has no kernels for {device_type}", "use the CPU")
+    name = f"fwp_{device_type}_{build_key(device_type)}"
+    root = os.environ.get("FWP_CACHE_DIR") or os.environ.get("TORCH_EXTENSIONS_DIR")
+    yield Path(root or Path.home() / ".cache" / "fairseq_fwp").expanduser().absolute() / name
+    temporary = Path(tempfile.gettempdir()).absolute() / f"fairseq_fwp_{os.getuid()}"
+    with contextlib.suppress(OSError):
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        # Whoever can write there decides what code runs here.
+        if temporary.stat().st_uid == os.getuid() and not temporary.stat().st_mode & 0o022:
+            yield temporary / name
