@@ -18,7 +18,7 @@ Each rule is one file: its equation, the step that defines it, and how it is wri
     RuntimeError: ``backend="kernel"`` and no kernel can be built or used.
 
 A rule of one's own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which is called in the same way: gradients,
-checks and the operator of PyTorch come with it.
+checks and the operator of PyTorch come with it. ``check_rule(my_rule)`` holds it to what every rule promises.
 """
 
 from ..kernels import KernelStatus, kernel_status
@@ -30,6 +30,7 @@ from .fwm import fwm_rule, fwm_rule_reference
 from .gated import gated_rule, gated_rule_reference
 from .gated_delta import gated_delta_rule, gated_delta_rule_reference
 from .gla import gla_rule, gla_rule_reference
+from .laws import check_rule
 from .rule import Rule
 from .rwkv7 import rwkv7_rule, rwkv7_rule_reference
 from .sum import sum_rule, sum_rule_reference
@@ -40,6 +41,7 @@ __all__ = [
     "PER_VALUE",
     "KernelStatus",
     "Rule",
+    "check_rule",
     "decay_rule",
     "decay_rule_reference",
     "delta_product_rule",

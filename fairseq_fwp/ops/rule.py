@@ -41,6 +41,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_compute", self.family or chunks.make_operator(self))
+        object.__setattr__(self, "__doc__", self.step.__doc__)
 
     def __call__(self, *arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
         """Return out (B, H, L, Dv) and the new state for q, k, v, the gates and the state, in this order or by name."""

@@ -1,0 +1,99 @@
+"""What every update rule promises, as a check that a rule from outside this package can be held to."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rule import Results, Rule
+
+SIZES = {"B": 2, "H": 2, "L": 9, "Dk": 4, "Dv": 3, "N": 2}
+CUT = 4
+
+
+def check_rule(rule: Rule, seed: int = 0) -> None:
+    """Raise AssertionError, with the law in words, unless the rule keeps what every rule promises.
+
+    Random inputs of float64, gates in (0, 1): outputs and states have the right shapes and dtypes, a token reads what
+    is written up to itself and nothing later, a sequence may be split anywhere and its state carried, documents in one
+    sequence know nothing of each other, nothing given is changed, and gradients are those of finite differences.
+    """
+    inputs = sample_inputs(rule, seed)
+    _check_results(rule, inputs)
+    _check_causality(rule, inputs, sample_inputs(rule, seed + 1))
+    _check_splits(rule, inputs)
+    _check_gradients(rule, inputs)
+
+
+def sample_inputs(rule: Rule, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Return q, k, v, gates and a state for the sizes above: normal numbers, keys and gates in (0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, Any] = {"q": ("B", "H", "L", "Dk"), "k": rule.key, "v": rule.value}
+    shapes |= {name: allowed[0] for name, allowed in rule.gates.items()} | {"state": ("B", "H", "Dk", "Dv")}
+    inputs = {}
+    for name, shape in shapes.items():
+        draw = torch.randn if name in ("q", "v", "state") else torch.rand
+        inputs[name] = draw([SIZES[size] for size in shape], generator=generator, dtype=torch.float64).to(dtype)
+    inputs["k"] /= SIZES["Dk"] / 2
+    return inputs
+
+
+def _part(inputs: dict[str, Tensor], tokens: slice, state: Tensor | None) -> dict[str, Any]:
+    return {name: x[:, :, tokens] for name, x in inputs.items() if name != "state"} | {"state": state}
+
+
+def _check_results(rule: Rule, inputs: dict[str, Tensor]) -> None:
+    given = {name: x.clone() for name, x in inputs.items()}
+    out, state = rule(**inputs)
+    name = rule.name
+    shape = (*inputs["q"].shape[:3], SIZES["Dv"])
+    assert out.shape == shape and out.dtype == torch.float64, f"{name}: out must be float64 of {shape}"
+    assert state.shape == inputs["state"].shape, f"{name}: the state must be {tuple(inputs['state'].shape)}"
+    assert out.isfinite().all() and state.isfinite().all(), f"{name}: out and state must be finite"
+    assert all(torch.equal(x, given[key]) for key, x in inputs.items()), f"{name} must not change what it is given"
+    half = {key: x.float() if key == "state" else x.bfloat16() for key, x in inputs.items()}
+    out, state = rule(**half)
+    assert out.dtype == torch.bfloat16, f"{name}: out must have the dtype of v"
+    assert state.dtype == torch.float32, f"{name}: the state of bfloat16 inputs must be float32"
+    out, state = rule(**_part(inputs, slice(0, 0), inputs["state"]))
+    assert torch.equal(state, inputs["state"]), f"{name}: the state after no token must be the one before it"
+
+
+def _check_causality(rule: Rule, inputs: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    changed = {
+        name: x if name == "state" else torch.cat([x[:, :, :CUT], others[name][:, :, CUT:]], 2)
+        for name, x in inputs.items()
+    }
+    out, found = rule(**inputs)[0], rule(**changed)[0]
+    assert torch.equal(out[:, :, :CUT], found[:, :, :CUT]), f"{rule.name}: a token must not know of later ones"
+    changed = inputs | {"v": torch.cat([inputs["v"][:, :, :CUT], others["v"][:, :, CUT:]], 2)}
+    found = rule(**changed)[0]
+    assert not torch.equal(out[:, :, CUT], found[:, :, CUT]), f"{rule.name}: a token must read what it has written"
+
+
+def _check_splits(rule: Rule, inputs: dict[str, Tensor]) -> None:
+    def split(state: Tensor | None, of_rest: Tensor | None = None, carries: bool = True) -> Results:
+        before, carried = rule(**_part(inputs, slice(0, CUT), state))
+        after, final = rule(**_part(inputs, slice(CUT, None), carried if carries else of_rest))
+        return torch.cat([before, after], 2), final
+
+    torch.testing.assert_close(
+        split(inputs["state"]), rule(**inputs), msg=f"{rule.name}: a sequence split in two must give what it gives whole"
+    )
+    first = torch.zeros(SIZES["B"], SIZES["L"], dtype=torch.bool)
+    first[:, CUT] = True
+    torch.testing.assert_close(
+        split(inputs["state"], carries=False),
+        rule(**inputs, first=first),
+        msg=f"{rule.name}: a document must begin with an empty memory",
+    )
+
+
+def _check_gradients(rule: Rule, inputs: dict[str, Tensor]) -> None:
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+
+    def function(*tensors: Tensor) -> Results:
+        return rule(**dict(zip(leaves, tensors, strict=True)))
+
+    right = torch.autograd.gradcheck(function, tuple(leaves.values()), raise_exception=False)
+    assert right, f"{rule.name}: gradients must be those of finite differences"
