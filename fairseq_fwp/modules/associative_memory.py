@@ -70,7 +70,8 @@ class FastWeightMemory(nn.Module):
     a rule retrieves before it writes by z . k (Eqs. 26-28); norm_read_out: layer normalisation of the read-out without
     weights, which the public code has for the rule fwm; backend: of the operators.
 
-    Raises ValueError for an unknown rule, and for a normalisation with a map whose features may be negative.
+    Raises ValueError for an unknown rule, one of several keys a token, and a normalisation that the rule does not have
+    or with a map whose features may be negative.
     """
 
     def __init__(
@@ -94,6 +95,11 @@ class FastWeightMemory(nn.Module):
         if self.rule.steps > 1:
             raise ValueError(
                 f"the update rule {update_rule} has {self.rule.steps} keys a token, and an association one"
+            )
+        if attention_normalization and (self.rule.normalizer or not self.rule.normalizes):
+            raise ValueError(
+                f"attention normalisation is not defined for the update rule {update_rule} here: leave it out "
+                "(sum normalisation is)"
             )
         self.feature_map = feature_map
         self.read_weights = READ_WEIGHTS.get(update_rule)
@@ -140,7 +146,7 @@ class FastWeightMemory(nn.Module):
         opened = [
             opened.unsqueeze(1) if gate.size else opened.mT
             for gate, logits in zip(self.rule.gates, gates, strict=True)
-            for opened in [self._activation(gate)(at_least_float32(logits).unsqueeze(-2)).squeeze(-2)]
+            for opened in [self.activation(gate)(at_least_float32(logits).unsqueeze(-2)).squeeze(-2)]
         ]
         retrieval = self.attention_normalization and self.rule.retrieves
         written, scale = self._normalize_retrieval(k) if retrieval else (k, k.new_ones(1))
@@ -153,7 +159,8 @@ class FastWeightMemory(nn.Module):
             out = out / bound(self._divisor(q, k, opened, out), self.divisor_epsilon)
         return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
 
-    def _activation(self, gate: Gate) -> Callable[[Tensor], Tensor]:
+    def activation(self, gate: Gate) -> Callable[[Tensor], Tensor]:
+        """From logits (..., 1, size) to the gate."""
         return self.gate_activations[gate.name] if gate.learned else gate.activation
 
     def _map(self, x: Tensor) -> Tensor:

@@ -78,7 +78,9 @@ def _check_splits(rule: Rule, inputs: dict[str, Tensor]) -> None:
         return torch.cat([before, after], 2), final
 
     torch.testing.assert_close(
-        split(inputs["state"]), rule(**inputs), msg=f"{rule.name}: a sequence split in two must give what it gives whole"
+        split(inputs["state"]),
+        rule(**inputs),
+        msg=f"{rule.name}: a sequence split in two must give what it gives whole",
     )
     first = torch.zeros(SIZES["B"], SIZES["L"], dtype=torch.bool)
     first[:, CUT] = True

@@ -22,8 +22,10 @@ def test_biases_of_the_attention(build_model, rule):
     torch.testing.assert_close(incremental(model, tokens), expected)
     attention = model.decoder.layers[0].self_attn
     biases = {name for name, _ in attention.named_parameters() if "bias" in name and "norm" not in name}
-    gates = {f"gate_biases.{gate.name}" for gate in UPDATE_RULES[rule].gates} if rule != "softmax" else set()
-    assert biases == {"in_proj.bias" if rule == "softmax" else "bias", "out_proj.bias"} | gates
+    gates = UPDATE_RULES[rule].gates if rule != "softmax" else ()
+    learned = {f"gate_activations.{gate.name}.bias" for gate in gates if gate.learned}
+    given = {f"gate_biases.{gate.name}" for gate in gates}
+    assert biases == {"in_proj.bias" if rule == "softmax" else "bias", "out_proj.bias"} | learned | given
     for name in biases:  # each of them matters; softmax does not see a bias of keys
         parameter = attention.get_parameter(name)
         change = torch.randn_like(parameter)
@@ -33,7 +35,9 @@ def test_biases_of_the_attention(build_model, rule):
         with torch.no_grad():
             parameter -= change
     plain = build_model("fwp_lm", **flags).decoder.layers[0].self_attn
-    assert {name for name, _ in plain.named_parameters() if "bias" in name} == (gates if rule == "decay" else set())
+    assert {name for name, _ in plain.named_parameters() if "bias" in name} == learned | {
+        f"gate_biases.{gate.name}" for gate in gates if gate.bias
+    }
 
 
 def test_new_biases_start_at_zero(build_model):

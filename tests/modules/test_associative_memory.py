@@ -28,9 +28,9 @@ def make(rule, map_name="elu", **settings):
 
 
 def by_equation(rule, q, k, values, gates, norm):
-    """Schlag et al. 2021, Eqs. 17-29, and Mao 2022, Eqs. 5 and 7, one write after the other in the papers' terms.
+    """Schlag et al. 2021, Eqs. 17-29, Mao 2022, Eqs. 5 and 7, and the later rules, one write after the other.
 
-    q, k mapped; gates after their sigmoid, (B, L, size) each. The normaliser of a rule that forgets forgets too.
+    q, k mapped; gates activated, (B, L, size) each. The normaliser of a rule that forgets forgets too.
     """
     if norm.get("sum_normalization"):
         q, k = (x / x.sum(-1, keepdim=True) for x in (q, k))
@@ -51,6 +51,15 @@ def by_equation(rule, q, k, values, gates, norm):
             elif rule == "decay":
                 w = torch.outer(*gate) * w + torch.outer(key, value)
                 z = gate[0] * z + key
+            elif rule == "gla":
+                w = gate[0].unsqueeze(1) * w + torch.outer(key, value)
+                z = gate[0] * z + key
+            elif rule in ("gated_delta", "kda"):
+                w = gate[0].unsqueeze(1) * w
+                w = w + gate[1] * torch.outer(key, value - key @ w)
+            elif rule == "rwkv7":
+                w, old = gate[0].unsqueeze(1) * w + torch.outer(key, value), gate[1] @ w
+                w = w - torch.outer(gate[2] * gate[1], old)
             elif rule in ("delta", "fwm"):
                 w, z = w + gate[0] * torch.outer(key, value - old), z + key
                 if rule == "fwm":
@@ -62,12 +71,24 @@ def by_equation(rule, q, k, values, gates, norm):
     return torch.stack(out)
 
 
+def refusal_of(rule, map_name, norm):
+    """What a combination is refused with, or None."""
+    if norm and not FEATURE_MAPS[map_name].positive:
+        return "features of either sign"
+    if UPDATE_RULES[rule].steps > 1:
+        return "has 2 keys a token, and an association one"
+    if "attention_normalization" in norm and (not UPDATE_RULES[rule].normalizes or UPDATE_RULES[rule].normalizer):
+        return f"attention normalisation is not defined for the update rule {rule}"
+    return None
+
+
 @pytest.mark.parametrize("norm", NORMALIZATIONS)
 @pytest.mark.parametrize("map_name", FEATURE_MAPS)
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_every_combination_is_the_papers_equations(rule, map_name, norm):
-    if norm and not FEATURE_MAPS[map_name](D).positive:
-        with pytest.raises(ValueError, match="features of either sign"):
+    refusal = refusal_of(rule, map_name, norm)
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
             make(rule, map_name, **norm)
         return
     memory = make(rule, map_name, **norm)
@@ -76,9 +97,10 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
         q, k = ((x.abs() + 0.1).detach().requires_grad_() for x in (q, k))
         if map_name == "relu":
             nn.init.uniform_(memory.feature_map.linear.weight, 0.1, 1)
-    expected = by_equation(
-        rule, memory.feature_map(q), memory.feature_map(k), values, [gate.sigmoid() for gate in gates], norm
-    )
+    activated = [
+        memory.activation(gate)(x.unsqueeze(-2)).squeeze(-2) for gate, x in zip(memory.rule.gates, gates, strict=True)
+    ]
+    expected = by_equation(rule, memory.feature_map(q), memory.feature_map(k), values, activated, norm)
     torch.testing.assert_close(memory(q, k, values, gates), expected, rtol=1e-9, atol=1e-9)
 
 

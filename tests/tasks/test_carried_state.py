@@ -104,12 +104,20 @@ def pieces(task, split, streams, at_documents=False):
 
 
 @pytest.mark.parametrize("separator", [None, "w3"])
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("rule", UPDATE_RULES)
+@pytest.mark.parametrize(
+    "rule, normalized",
+    [(name, normalized) for name, rule in UPDATE_RULES.items() for normalized in {False, rule.normalizes}],
+)
 def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
     """In training and in validation, with positions; documents start anew wherever they lie in a stream."""
     flags = {"reset_state_after": separator}
-    task, model = setup(flags, decoder_update_rule=rule, attention_normalization=normalized, sum_normalization=True)
+    task, model = setup(
+        flags,
+        decoder_update_rule=rule,
+        sum_normalization=True,
+        attention_normalization=normalized,
+        attention_normalization_read_out_only=normalized and UPDATE_RULES[rule].normalizer is not None,
+    )
     for split in ("train", "valid"):
         scores = Scores()
         if split == "train":
