@@ -102,8 +102,11 @@ for _state in STATES:
 class LanguageModelDecoder(FairseqIncrementalDecoder):
     """Embeddings, layers and tied output; a subclass says which attention and positions.
 
-    No tensor here grows faster than linearly with the sequence.
+    No tensor here grows faster than linearly with the sequence. packs_documents: whether `first` can be given, so that
+    a segment holds several documents.
     """
+
+    packs_documents = False
 
     def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
         super().__init__(dictionary)
@@ -144,20 +147,22 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         features_only: bool = False,
         state: DecoderState | None = None,
         src_lengths: Tensor | None = None,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """prev_output_tokens (B, L) -> features (B, L, D) for the adaptive softmax, and the new "state".
 
-        state: what was read before these tokens, None = nothing. With an incremental_state, the state is kept
-        there from the first call on, prev_output_tokens is the whole prefix as fairseq passes it, its tokens not yet
-        read are read, and the first value is their log-probabilities (B, L, V). ("attn" in the second value is what
-        fairseq looks for.)
+        state: what was read before these tokens, None = nothing; first (B, L): True at tokens with which a document
+        begins, before which nothing was read, None = nowhere (and there is no incremental_state with it). With an
+        incremental_state, the state is kept there from the first call on, prev_output_tokens is the whole prefix as
+        fairseq passes it, its tokens not yet read are read, and the first value is their log-probabilities (B, L, V).
+        ("attn" in the second value is what fairseq looks for.)
         """
         if self.training:
             for module in self.modules():
                 if isinstance(module, FeatureMap):
                     module.resample()
         if incremental_state is None:
-            x, state = self.extract_features(prev_output_tokens, state)
+            x, state = self.extract_features(prev_output_tokens, state, **({} if first is None else {"first": first}))
         else:
             state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
             x, state = self.extract_unread_features(prev_output_tokens, state, read)
@@ -181,20 +186,27 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return scores if log_probs else scores.exp()
 
     def extract_features(
-        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
+        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:
         """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
 
         last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
         """
-        return self._extract_features(tokens, state, last)
+        return self._extract_features(tokens, state, last, first=first)
 
     def _extract_features(
-        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
+        self,
+        tokens: Tensor,
+        state: DecoderState | None,
+        last: int | None = None,
+        decoding: bool = False,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
         padding = tokens.eq(self.padding_idx)
         seen = tokens.new_zeros(tokens.shape[0]) if state is None else state.positions
         counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
+        if first is not None:
+            counts = counts - torch.where(first, counts - 1, 0).cummax(1).values
         x = self.embed_scale * self.embed_tokens(tokens)
         if self.embed_positions is not None:
             x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
@@ -205,7 +217,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         for index, layer in enumerate(self.layers):
             kept = last if index == len(self.layers) - 1 else None
             x = self._before_layer(index, x, counts)
-            x, layer_state = layer(x, state.layers[index] if state else None, mask, kept)
+            x, layer_state = layer(x, state.layers[index] if state else None, mask, kept, first)
             layer_states.append(layer_state)
         if self.layer_norm is not None:
             x = self.layer_norm(x)

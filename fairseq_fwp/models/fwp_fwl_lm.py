@@ -94,6 +94,7 @@ class FwlDecoder(LanguageModelDecoder):
 
     def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
         super().__init__(cfg, dictionary)
+        self.packs_documents = False  # the layer learns from whole segments
         entries = 0
         if cfg.fwl_fast_weights == "softmax-bias":
             self.adaptive_softmax = build_shifted_softmax(self.embed_tokens, self.adaptive_softmax.bounds[1:-1])

@@ -184,6 +184,7 @@ class FwpDecoder(LanguageModelDecoder):
         super().__init__(cfg, dictionary)
         check_probability("final_dropout", cfg.final_dropout)
         self.final_dropout = Dropout(cfg.final_dropout, self)
+        self.packs_documents = cfg.decoder_update_rule != "softmax" and not cfg.positions_from_end
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
@@ -208,9 +209,14 @@ class FwpDecoder(LanguageModelDecoder):
         return build_attention(cfg)
 
     def _extract_features(
-        self, tokens: Tensor, state: DecoderState | None, last: int | None = None, decoding: bool = False
+        self,
+        tokens: Tensor,
+        state: DecoderState | None,
+        last: int | None = None,
+        decoding: bool = False,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
-        x, state = super()._extract_features(tokens, state, last, decoding)
+        x, state = super()._extract_features(tokens, state, last, decoding, first)
         return self.final_dropout(x), state
 
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:

@@ -12,7 +12,8 @@ from fairseq_fwp.modules.onednn import Linear
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks with residual connections (Vaswani et al. 2017, Sec. 3.1).
 
-    attention(x, state, key_padding_mask) -> (y, state), with x and y (B, L, embed_dim); activation: between the two
+    attention(x, state, key_padding_mask) -> (y, state), with x and y (B, L, embed_dim), and one more argument where
+    several documents are read; activation: between the two
     feed-forward projections; dropout: after each block; activation_dropout: after the activation; normalize_before:
     layer normalisation before each block (pre-norm) instead of after its residual (post-norm).
     """
@@ -39,11 +40,19 @@ class DecoderLayer(nn.Module):
         self.normalize_before = normalize_before
 
     def forward(
-        self, x: Tensor, state: Any = None, key_padding_mask: Tensor | None = None, last: int | None = None
+        self,
+        x: Tensor,
+        state: Any = None,
+        key_padding_mask: Tensor | None = None,
+        last: int | None = None,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """x (B, L, embed_dim) -> the same shape, or (B, last, embed_dim), and the attention's new state."""
+        """x (B, L, embed_dim) -> the same shape, or (B, last, embed_dim), and the attention's new state.
+
+        first (B, L): True at tokens with which a document begins, for an attention that takes it.
+        """
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
-        y, state = self.self_attn(y, state, key_padding_mask)
+        y, state = self.self_attn(y, state, key_padding_mask, *(() if first is None else (first,)))
         if last is not None:
             x, y = x[:, -last:], y[:, -last:]
         x = x + self.dropout(y)

@@ -166,20 +166,22 @@ class FastWeightAttention(nn.Module):
         x: Tensor,
         state: FastWeightState | None = None,
         key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
         *,
         keep_state: bool = True,
     ) -> tuple[Tensor, FastWeightState | None]:
         """x (B, L, D) -> y (B, L, D) and the state after the last token, which without keep_state may be left out.
 
-        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing.
+        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing;
+        first (B, L): True at tokens with which a document begins, before which the memory is empty, None = nowhere.
         """
         q, k, v, gates = self._project(x, key_padding_mask)
-        if state is None and self._reads_by_scores(q):
+        if state is None and first is None and self._reads_by_scores(q):
             out = self._read_by_scores(q, k, v)
             if keep_state:
                 state = FastWeightState(k.mT @ v, k.sum(2) if self.attention_normalization else None)
         else:
-            out, state = self._read(q, k, v, gates, state)
+            out, state = self._read(q, k, v, gates, state, first)
         if self.read_out_norm is not None:
             out = self.read_out_norm(out.to(x.dtype))
         if self.scale != 1:
@@ -192,15 +194,21 @@ class FastWeightAttention(nn.Module):
         return self.num_heads * self.feature_map.feature_dim * self.head_dim
 
     def _read(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], state: FastWeightState | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: list[Tensor],
+        state: FastWeightState | None,
+        first: Tensor | None,
     ) -> tuple[Tensor, FastWeightState]:
         """What the rule reads, normalised (B, H, L, Dv), and the new state."""
         weights, normalizer = (None, None) if state is None else state
         divisor = None
         if self.attention_normalization:
             normalize = self._forgetting_normalizer if self.rule.forgets else self._summing_normalizer
-            divisor, normalizer, k, v = normalize(q, k, v, gates, normalizer)
-        out, weights = self.rule.operator(q, k, v, *gates, weights, backend=self.backend)
+            divisor, normalizer, k, v = normalize(q, k, v, gates, normalizer, first)
+        out, weights = self.rule.operator(q, k, v, *gates, weights, first=first, backend=self.backend)
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, normalizer)
@@ -226,24 +234,25 @@ class FastWeightAttention(nn.Module):
         return out / bound(scores.sum(-1, keepdim=True), self.divisor_epsilon, self.add_epsilon)
 
     def _summing_normalizer(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None, first: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """z_t . q_t (B, H, L) and z_L, z the sum of the keys; k and v so that what k retrieves is normalised too."""
-        z = running_normalizer(k, normalizer)
+        z = running_normalizer(k, normalizer, first)
         divisor = read_divisor(q, z, self.divisor_epsilon, self.add_epsilon)
         if self.rule.retrieves and not self.read_out_only:
-            k, v = normalize_retrieval(k, v, z, self.divisor_epsilon, self.add_epsilon)
+            k, v = normalize_retrieval(k, v, z, self.divisor_epsilon, self.add_epsilon, first)
         return divisor, z[:, :, -1].clone(), k, v
 
     def _forgetting_normalizer(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], normalizer: Tensor | None, first: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same, z the memory of the rule itself for values of one."""
         assert self.rule.forgets is not None
         ones = torch.ones_like(v[..., :1])
         wide = (at_least_float32(x) for x in (q, k, ones, *self.rule.forgets(*gates)))
         state = None if normalizer is None else normalizer.unsqueeze(-1)
-        divisor, state = (self.rule.normalizer or self.rule.operator)(*wide, state, backend=self.backend)
+        rule = self.rule.normalizer or self.rule.operator
+        divisor, state = rule(*wide, state, first=first, backend=self.backend)
         return bound(divisor.squeeze(-1), self.divisor_epsilon, self.add_epsilon), state.squeeze(-1), k, v
 
     def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:

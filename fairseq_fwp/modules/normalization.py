@@ -1,10 +1,13 @@
 """The two normalisations of Schlag et al. 2021, Sec. 4.2, independent of feature map and update rule.
 
-Shapes: q, k (B, H, L, Dk), mapped and non-negative; z the running normaliser (B, H, L + 1, Dk).
+Shapes: q, k (B, H, L, Dk), mapped and non-negative; z the running normaliser (B, H, L + 1, Dk); first (B, L), True at
+tokens with which a document begins and z starts at zero, None = nowhere.
 
 The paper divides without an epsilon. Here every divisor has one, in one of two styles: by default it is a lower bound,
 so that every larger divisor divides exactly as in the paper; with add_epsilon it is added, as public code does.
 """
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ def sum_normalize(features: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_
     return features / bound(features.sum(-1, keepdim=True), epsilon, add_epsilon)
 
 
-def running_normalizer(k: Tensor, normalizer: Tensor | None = None) -> Tensor:
+def running_normalizer(k: Tensor, normalizer: Tensor | None = None, first: Tensor | None = None) -> Tensor:
     """z_0 ... z_L with z_t = z_{t-1} + k_t (Eq. 26): (B, H, L + 1, Dk) in float32 (float64 for float64 keys).
 
     normalizer: z_0 (B, H, Dk), None = zeros. Clone the last one to carry it: a slice keeps all of z in memory.
@@ -31,7 +34,22 @@ def running_normalizer(k: Tensor, normalizer: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(k.dtype, torch.float32)
     if normalizer is None:
         normalizer = k.new_zeros(k.shape[0], k.shape[1], k.shape[3], dtype=wide)
-    return torch.cat([normalizer.unsqueeze(2), k.to(wide)], dim=2).cumsum(2)
+    if first is None:
+        return torch.cat([normalizer.unsqueeze(2), k.to(wide)], dim=2).cumsum(2)
+    # Each stretch between tokens that begin one in some row by itself: a difference of sums would lose their last bits.
+    z = [normalizer.unsqueeze(2)]
+    bounds = [0, *first[:, 1:].any(0).nonzero().add(1).flatten().tolist(), k.shape[2]]
+    for start, stop in itertools.pairwise(bounds):
+        empty = first[:, start : start + 1, None, None].transpose(1, 2)
+        before = z[-1][:, :, -1:].masked_fill(empty, 0)
+        z.append(torch.cat([before, k[:, :, start:stop].to(wide)], dim=2).cumsum(2)[:, :, 1:])
+    return torch.cat(z, 2)
+
+
+def before_each(z: Tensor, first: Tensor | None) -> Tensor:
+    """z_{t-1} (B, H, L, Dk) of every token."""
+    past = z[:, :, :-1]
+    return past if first is None else past.masked_fill(first[:, None, :, None], 0)
 
 
 def read_divisor(q: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False) -> Tensor:
@@ -39,7 +57,9 @@ def read_divisor(q: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, a
     return bound((z[:, :, 1:] * q).sum(-1), epsilon, add_epsilon)
 
 
-def retrieval_divisor(k: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON) -> Tensor:
+def retrieval_divisor(
+    k: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, first: Tensor | None = None
+) -> Tensor:
     """c_t = z_{t-1} . k_t (B, H, L), by which Eq. 27 divides the value k_t W_{t-1} retrieved for removal; in z's dtype.
 
     Where z_{t-1} . k_t = 0 nothing is stored under the key: k_t W_{t-1} = 0 as well, and c_t = 1. That is the paper's
@@ -49,12 +69,17 @@ def retrieval_divisor(k: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSIL
     W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1} / c_t) is the delta rule with c_t v_t for v_t and beta_t / c_t for
     beta_t, or with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t, which half precision holds for smaller c_t.
     """
-    c = (z[:, :, :-1] * k).sum(-1)
+    c = (before_each(z, first) * k).sum(-1)
     return torch.where(c > 0, bound(c, epsilon), 1)
 
 
 def normalize_retrieval(
-    k: Tensor, v: Tensor, z: Tensor, epsilon: float = NORMALIZATION_EPSILON, add_epsilon: bool = False
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    epsilon: float = NORMALIZATION_EPSILON,
+    add_epsilon: bool = False,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """k and v (B, H, L, Dv) with which the plain delta rule removes a normalised value, as `retrieval_divisor` says.
 
@@ -63,9 +88,9 @@ def normalize_retrieval(
     a key without any feature of those stored.
     """
     if not add_epsilon:
-        root = retrieval_divisor(k, z, epsilon).sqrt().unsqueeze(-1)
+        root = retrieval_divisor(k, z, epsilon, first).sqrt().unsqueeze(-1)
         return (k / root).to(k.dtype), (v * root).to(v.dtype)
-    past = z[:, :, :-1]
+    past = before_each(z, first)
     c = torch.where(past.sum(-1) > 0, (past * k).sum(-1), 1).clamp(min=LEAST_PRODUCT).unsqueeze(-1)
     # With r^2 = c and e = c + epsilon: k r/e beta (r v - k r/e W) = k c/e beta (v - k W / e)
     root = c.sqrt()

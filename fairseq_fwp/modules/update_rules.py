@@ -39,7 +39,7 @@ class Gate(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """operator(q, k, v, *gates, state, backend=...) -> (out, state), with one tensor per gate.
+    """operator(q, k, v, *gates, state, first=..., backend=...) -> (out, state), with one tensor per gate.
 
     retrieves: it writes the difference to what the key retrieves, to which attention normalisation applies as well.
     forgets: attention normalisation forgets with it: gates -> gates for the rule on values (B, H, L, 1) of one, whose

@@ -3,7 +3,8 @@
 A model that carries a state has a decoder with `carries_state = True`, takes `state=` (None = nothing read) and
 returns the new one as "state" in the second value. The state is opaque here but for three methods, each of which
 returns a new one: `detach()`; `reorder(rows)`, the numbers (B',) int64 of the rows to keep; `reset(rows)`, (B,) bool,
-after which the rows that are True have read nothing. `torch.load` must know its types (`add_safe_globals`).
+after which the rows that are True have read nothing. `torch.load` must know its types (`add_safe_globals`). A decoder
+with `packs_documents = True` also takes `first=` (B, L), True at tokens before which nothing has been read.
 """
 
 import io

@@ -56,6 +56,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         super().__init__(args, dictionary)
         self.training_state = CarriedState()
         self.validation_state = CarriedState()
+        self.packs_documents = False
 
     @classmethod
     def setup_task(cls, args: Namespace, **kwargs: Any) -> "FwpLanguageModelingTask":
@@ -81,6 +82,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
                 f"--carry-state: this {type(model).__name__} has no state of constant size to carry over segments: "
                 "choose an --arch with fast weights or a memory, or leave --carry-state out"
             )
+        self.packs_documents = getattr(model.decoder, "packs_documents", False)
         return model
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
@@ -103,6 +105,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             self.args.tokens_per_sample,
             self.dictionary.bos() if self.args.add_bos_token else self.dictionary.eos(),
             documents,
+            packed=documents is not None and self.packs_documents,
         )
 
     def get_batch_iterator(
@@ -142,7 +145,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
                 "--batch-size": batch_size,
                 "--tokens-per-sample": length,
                 "--carry-state": self.args.carry_state,
-                "--reset-state-after": self.args.reset_state_after,
+                "--reset-state-after": self._reset_after(dataset),
                 "tokens of text": len(dataset.text),
             },
             shard_id,
@@ -161,6 +164,11 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         if use_cache:
             self.dataset_to_epoch_iter[dataset] = iterator
         return iterator
+
+    def _reset_after(self, blocks: TextBlocks) -> str | None:
+        """Where states are reset, which decides which tokens a segment has."""
+        separator = self.args.reset_state_after
+        return separator if blocks.documents is None else f"{separator} within segments"
 
     def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
         """Streams in a process."""

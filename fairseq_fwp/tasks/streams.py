@@ -45,6 +45,9 @@ class Streams:
         ids = batch["id"].numpy()
         streams = np.searchsorted(self.bounds, ids, side="right") - 1
         segment = int(ids[0] - self.bounds[streams[0]])
+        if "first" in items[0] and any(item["first"][1:].any() for item in items):
+            first = torch.nn.utils.rnn.pad_sequence([item["first"] for item in items], batch_first=True)
+            batch["net_input"]["first"] = first
         fresh = self.blocks.starts_document[ids] | (segment == 0)
         return {
             **batch,

@@ -32,28 +32,40 @@ class Text:
 class TextBlocks(FairseqDataset):
     """Item i is block i of a text: at most block_size tokens, where document_starts is given of one document.
 
-    The input of a token is the token before it; that of the text's first token is start_token.
+    packed: of several documents all the same, of which "first" says where they start. The input of a token is the
+    token before it; that of the text's first token is start_token.
     """
 
     def __init__(
-        self, text: Text, block_size: int, start_token: int, document_starts: np.ndarray | None = None
+        self,
+        text: Text,
+        block_size: int,
+        start_token: int,
+        document_starts: np.ndarray | None = None,
+        packed: bool = False,
     ) -> None:
         documents = np.zeros(1, dtype=np.int64) if document_starts is None else document_starts
+        self.documents = documents if packed else None
+        if packed:
+            documents = documents[:1]
         ends = np.append(documents[1:], len(text))
         starts = [np.arange(*document, block_size) for document in zip(documents, ends, strict=True)]
         self.text = text
         self.start_token = start_token
         self.bounds = np.append(np.concatenate(starts), len(text))
-        self.starts_document = np.isin(self.bounds[:-1], documents)
+        self.starts_document = np.isin(self.bounds[:-1], documents if document_starts is None else document_starts)
         self.sizes = np.diff(self.bounds)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"id", "source" (L,), "target" (L,)}"""
+        """{"id", "source" (L,), "target" (L,)}, and packed also "first" (L,) bool."""
         start, stop = int(self.bounds[index]), int(self.bounds[index + 1])
         tokens = self.text.tokens(max(start - 1, 0), stop)
         if start == 0:
             tokens = torch.cat([tokens.new_tensor([self.start_token]), tokens])
-        return {"id": int(index), "source": tokens[:-1], "target": tokens[1:]}
+        item = {"id": int(index), "source": tokens[:-1], "target": tokens[1:]}
+        if self.documents is None:
+            return item
+        return {**item, "first": torch.from_numpy(np.isin(np.arange(start, stop), self.documents))}
 
     def __len__(self) -> int:
         return len(self.sizes)

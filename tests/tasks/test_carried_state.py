@@ -1,6 +1,7 @@
 """The carried state: segments in a row are one long text, and nothing else leaks in."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def setup(make_task):
             {**SMALL, "_name": "fwp_lm", "tokens_per_sample": task.args.tokens_per_sample, **model_flags},
         )
         model = task.build_model(config).double()
+        for split in texts:  # fairseq loads texts after it has built the model
+            task.load_dataset(split)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "layer_norm" not in name:
@@ -91,16 +94,19 @@ def long_forward(model, blocks):
 
 
 def pieces(task, split, streams, at_documents=False):
-    """The blocks of each stream, parted where documents start if they reset the state."""
+    """The blocks of each stream, parted where documents start if they reset the state: in blocks and between them."""
     blocks, found = task.dataset(split), []
     for stream in range(streams):
         first, end = (len(blocks) * index // streams for index in (stream, stream + 1))
         found.append([[]])
         for index in range(first, end):
-            if at_documents and blocks.starts_document[index]:
-                found[-1].append([])
-            found[-1][-1].append(blocks[index])
-    return [[piece for piece in stream if piece] for stream in found]
+            block = blocks[index]
+            starts = block["first"].nonzero().flatten().tolist() if at_documents else []
+            for start, stop in pairwise([0, *starts, len(block["source"])]):
+                if start in starts:
+                    found[-1].append([])
+                found[-1][-1].append({key: block[key][start:stop] for key in ("source", "target")})
+    return [[piece for piece in stream if sum(len(part["source"]) for part in piece)] for stream in found]
 
 
 @pytest.mark.parametrize("separator", [None, "w3"])
@@ -119,7 +125,8 @@ def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separa
         attention_normalization_read_out_only=normalized and UPDATE_RULES[rule].normalizer is not None,
     )
     for split in ("train", "valid"):
-        scores = Scores()
+        blocks, scores = task.dataset(split), Scores()
+        assert (blocks.sizes[:-1] == 4).all()  # documents cut no segment
         if split == "train":
             train(task, model, batches(task), scores)
         else:
@@ -290,7 +297,7 @@ CHANGES = {
     "processes": ({}, {"num_shards": 2}, r"with processes 1 \(now 2\)"),
     "segments": ({"tokens_per_sample": 5}, {}, r"with --tokens-per-sample 4 \(now 5\)"),
     "no state": ({"carry_state": False}, {}, r"with --carry-state True \(now False\)"),
-    "documents": ({"reset_state_after": "</s>"}, {}, r"with --reset-state-after None \(now </s>\)"),
+    "documents": ({"reset_state_after": "</s>"}, {}, r"with --reset-state-after None \(now </s> within segments\)"),
 }
 
 
