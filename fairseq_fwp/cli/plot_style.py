@@ -15,6 +15,11 @@ COLOURS = {
     "decay": "#CC79A7",
     "gated": "#E69F00",
     "fwm": "#882255",
+    "gated_delta": "#56B4E9",
+    "kda": "#332288",
+    "gla": "#A6761D",
+    "delta_product": "#44AA99",
+    "rwkv7": "#B2182B",
     "xl": "#000000",
 }
 PUBLISHED = "#666666"  # a paper's numbers, and lines to compare with
@@ -46,13 +51,19 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     """
     found = dict.fromkeys(names, "")
     for name in found:
-        own = next((colour for rule, colour in COLOURS.items() if name.lower().startswith(rule)), "")
+        own = colour_of(name.lower())
         if own not in found.values():
             found[name] = own
     palette = list(COLOURS.values())[::-1]  # those of delta and sum go last to a name without a rule
     free = [colour for colour in palette if colour not in found.values()] or palette
     others = [name for name, colour in found.items() if not colour]
     return found | {name: free[i % len(free)] for i, name in enumerate(others)}
+
+
+def colour_of(name: str, default: str = "") -> str:
+    """Return the colour of the rule that a name begins with, the longest such one, or the default."""
+    rules = [rule for rule in COLOURS if name.startswith(rule)]
+    return COLOURS[max(rules, key=len)] if rules else default
 
 
 def load_pyplot() -> Any:

@@ -162,7 +162,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
                 if isinstance(module, FeatureMap):
                     module.resample()
         if incremental_state is None:
-            x, state = self.extract_features(prev_output_tokens, state, **({} if first is None else {"first": first}))
+            documents: dict[str, Any] = {} if first is None else {"first": first}
+            x, state = self.extract_features(prev_output_tokens, state, **documents)
         else:
             state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
             x, state = self.extract_unread_features(prev_output_tokens, state, read)

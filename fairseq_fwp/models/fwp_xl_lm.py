@@ -131,7 +131,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         """The attention of one layer."""
         return build_attention(cfg)
 
-    def extract_features(
+    def extract_features(  # type: ignore[override]
         self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
     ) -> tuple[Tensor, DecoderState]:
         """tokens (B, L), one segment -> features (B, L, D), or (B, last, D), and the memory for the next segment."""

@@ -38,11 +38,11 @@ def sample_inputs(rule: Rule, seed: int, dtype: torch.dtype = torch.float64) -> 
     return inputs
 
 
-def _part(inputs: dict[str, Tensor], tokens: slice, state: Tensor | None) -> dict[str, Any]:
+def _part(inputs: dict[str, Any], tokens: slice, state: Tensor | None) -> dict[str, Any]:
     return {name: x[:, :, tokens] for name, x in inputs.items() if name != "state"} | {"state": state}
 
 
-def _check_results(rule: Rule, inputs: dict[str, Tensor]) -> None:
+def _check_results(rule: Rule, inputs: dict[str, Any]) -> None:
     given = {name: x.clone() for name, x in inputs.items()}
     out, state = rule(**inputs)
     name = rule.name
@@ -59,7 +59,7 @@ def _check_results(rule: Rule, inputs: dict[str, Tensor]) -> None:
     assert torch.equal(state, inputs["state"]), f"{name}: the state after no token must be the one before it"
 
 
-def _check_causality(rule: Rule, inputs: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def _check_causality(rule: Rule, inputs: dict[str, Any], others: dict[str, Any]) -> None:
     changed = {
         name: x if name == "state" else torch.cat([x[:, :, :CUT], others[name][:, :, CUT:]], 2)
         for name, x in inputs.items()
@@ -71,7 +71,7 @@ def _check_causality(rule: Rule, inputs: dict[str, Tensor], others: dict[str, Te
     assert not torch.equal(out[:, :, CUT], found[:, :, CUT]), f"{rule.name}: a token must read what it has written"
 
 
-def _check_splits(rule: Rule, inputs: dict[str, Tensor]) -> None:
+def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
     def split(state: Tensor | None, of_rest: Tensor | None = None, carries: bool = True) -> Results:
         before, carried = rule(**_part(inputs, slice(0, CUT), state))
         after, final = rule(**_part(inputs, slice(CUT, None), carried if carries else of_rest))
@@ -91,7 +91,7 @@ def _check_splits(rule: Rule, inputs: dict[str, Tensor]) -> None:
     )
 
 
-def _check_gradients(rule: Rule, inputs: dict[str, Tensor]) -> None:
+def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
 
     def function(*tensors: Tensor) -> Results:

@@ -99,10 +99,15 @@ def check(name, form, names, rule, shape):
             with torch.set_grad_enabled(backward):
                 out = function(*chosen)
             results.append([out, *torch.autograd.grad(out.square().sum(), chosen)] if backward else [out])
-        for expected, actual in zip(*results, strict=True):
-            error = ((actual - expected).abs().max() / expected.abs().max()).item()
-            if not error < 1e-4:
-                raise SystemExit(f"{name} differs from the reference by {error:.1e} at {shape}: nothing is reported.")
+        compare(f"{name} at {shape}", *results)
+
+
+def compare(name, expected, found):
+    """Stop unless both are the same tensors, to 1e-4 of the largest number."""
+    for right, actual in zip(expected, found, strict=True):
+        error = ((actual - right).abs().max() / right.abs().max()).item()
+        if not error < 1e-4:
+            raise SystemExit(f"{name} differs from the reference by {error:.1e}: nothing is reported.")
 
 
 def training_step(form, chosen, gradient):

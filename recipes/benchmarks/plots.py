@@ -7,7 +7,7 @@ import gpu_report
 import translation
 from report import RESULTS
 
-from fairseq_fwp.cli.plot_style import COLOURS, PUBLISHED, colours, load_pyplot, save, use_log_scale
+from fairseq_fwp.cli.plot_style import COLOURS, PUBLISHED, colour_of, colours, load_pyplot, save, use_log_scale
 
 plt = load_pyplot()
 # What is drawn in the colour of a rule without beginning with its name, and lines that are dashed.
@@ -30,7 +30,7 @@ def measured(name):
 
 def colour(name):
     """Of the rule that a name begins with; grey where it begins with none."""
-    return next((colour for rule, colour in COLOURS.items() if RULES.get(name, name).startswith(rule)), PUBLISHED)
+    return colour_of(RULES.get(name, name), PUBLISHED)
 
 
 def line(axes, name, values):
@@ -159,6 +159,21 @@ def draw_rules():
     return figure
 
 
+def draw_family():
+    """What rules cost, and how much faster they read than ONNX Runtime."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6))
+    rows = measured("family")
+    costs = [row for row in rows if " over " in row["ratio"]]
+    labels = [row["ratio"].replace(", forward + backward", "") for row in costs]
+    bars(left, costs, labels, "time / time of what it is held against")
+    left.set_title("One thread, forward + backward")
+    peers = [row for row in rows if "ONNX" in row["ratio"]]
+    labels = [f"{row['ratio'].split(' vs ')[0]} {row['where']}" for row in peers]
+    bars(right, peers, labels, "time of ONNX Runtime / time of ours")
+    right.set_title("Against ONNX Runtime, one thread, forward")
+    return figure
+
+
 def draw_generation():
     """Mao 2022, Figure 1: time of a token and memory; a row of pictures for each device and number of sequences."""
     rows = read("generation")
@@ -252,6 +267,7 @@ def draw_gpu():
 
 DRAW = {
     "operators": draw_operators,
+    "family": draw_family,
     "rules": draw_rules,
     "training": draw_training,
     "long": draw_long,

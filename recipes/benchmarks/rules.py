@@ -6,7 +6,6 @@ sequences as make 16,384 tokens in all, so that all lengths move the same memory
 8 * 64 * 64 numbers a token, which is what the memory of one sequence is held against.
 """
 
-import inspect
 import os
 import subprocess
 import sys
@@ -18,23 +17,41 @@ from report import Contender, Goal, goal_row, interleave, memory, publish, say
 
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-# {rule: the names of its inputs}
-RULES = {
-    name: " ".join(x for x in inspect.signature(rule.operator).parameters if x not in ("state", "backend"))
-    for name, rule in UPDATE_RULES.items()
-}
 HEADS, SIZE = 8, 64
 LENGTHS = (256, 1024, 4096, 16384)
 ROUNDS = 5
 
 
+def inputs(rule, length, batch=1, dtype=torch.float32):
+    """q, k, v and the gates, as a layer opens them."""
+    torch.manual_seed(1)
+    steps = (rule.steps,) if rule.steps > 1 else ()
+    q, k, v = (torch.randn(batch, HEADS, length, *n, SIZE) for n in ((), steps, steps))
+    found = [q.softmax(-1), k.softmax(-1), v]
+    for gate in rule.gates:
+        size = gate.size(SIZE, SIZE) if gate.size else 1
+        # Sigmoids that keep most of the memory, as they do after some training.
+        logits = torch.randn(batch, length, HEADS, size) + 4 * (gate.at_padding == 1)
+        opened = (gate.learned(HEADS, size) if gate.learned else gate.activation)(logits).transpose(1, 2).detach()
+        found.append(opened if gate.size else opened.squeeze(-1))
+    return [x.to(dtype).requires_grad_() for x in found]
+
+
 def prepare(rule, length, batch=1):
     """The call that is measured: forward and backward of a rule."""
-    shape = (batch, HEADS, length, SIZE, SIZE)
-    tensors = operators.inputs(shape)
-    gradient = torch.randn(*shape[:3], SIZE, generator=torch.Generator().manual_seed(2))
+    gradient = torch.randn(batch, HEADS, length, SIZE, generator=torch.Generator().manual_seed(2))
     form = operators.first(UPDATE_RULES[rule].operator, "auto")
-    return partial(operators.training_step, form, [tensors[name] for name in RULES[rule].split()], gradient)
+    return partial(operators.training_step, form, inputs(UPDATE_RULES[rule], length, batch), gradient)
+
+
+def check(name, rule):
+    """Output and gradients against the float64 reference."""
+    results = []
+    for backend, dtype in (("reference", torch.float64), ("auto", torch.float32)):
+        chosen = inputs(rule, LENGTHS[0], dtype=dtype)
+        out = operators.first(rule.operator, backend)(*chosen)
+        results.append([out, *torch.autograd.grad(out.square().sum(), chosen)])
+    operators.compare(name, *results)
 
 
 def print_memory(rule, length):
@@ -57,17 +74,16 @@ def measure_memory(rule, length):
 
 
 def main():
-    for rule, names in RULES.items():
-        say(f"checking {rule} against the float64 reference")
-        form = operators.first(UPDATE_RULES[rule].operator, "auto")
-        operators.check(rule, form, names, rule, (1, HEADS, LENGTHS[0], SIZE, SIZE))
-    batches = {(rule, n): 1 if rule == "fwm" else LENGTHS[-1] // n for rule in RULES for n in LENGTHS}
+    for name, rule in UPDATE_RULES.items():
+        say(f"checking {name} against the float64 reference")
+        check(name, rule)
+    batches = {(rule, n): 1 if rule == "fwm" else LENGTHS[-1] // n for rule in UPDATE_RULES for n in LENGTHS}
     contenders = {case: Contender(prepare(*case, batch)) for case, batch in batches.items()}
     times = interleave(contenders, ROUNDS, "every rule at every length")
     times = {case: [second / batches[case] for second in seconds] for case, seconds in times.items()}
     shortest, longest = LENGTHS[0], LENGTHS[-1]
     where, rows = f"{shortest} -> {longest} tokens", []
-    for rule in RULES:
+    for rule in UPDATE_RULES:
         short, long = ([t / n for t in times[rule, n]] for n in (shortest, longest))
         growth = sorted(b / a for a, b in zip(short, long, strict=True))[ROUNDS // 2], min(long) / min(short)
         rows.append(goal_row(Goal(f"{rule}, growth of time per token", where, 1.5, at_most=True), growth))
@@ -79,7 +95,7 @@ def main():
     for length in LENGTHS:
         every = length * HEADS * SIZE * SIZE * 4
         raw.append(["bytes", "a state per token", length, 0, every])
-        for rule in RULES:
+        for rule in UPDATE_RULES:
             say(f"memory of {rule} at {length} tokens, in a process of its own")
             used = measure_memory(rule, length)
             raw.append(["bytes", rule, length, 0, used])

@@ -5,7 +5,7 @@
 # time fast-transformers is built, 5 more.
 set -euo pipefail
 
-all=(operators rules training long generation eval_lm translation fwl)
+all=(operators family rules training long generation eval_lm translation fwl)
 parts=("$@")
 [ $# -gt 0 ] || parts=("${all[@]}")
 for part in "${parts[@]}"; do

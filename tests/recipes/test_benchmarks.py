@@ -184,7 +184,7 @@ def test_an_unknown_part_is_refused():
     assert answer.returncode == 1
     assert (
         answer.stderr
-        == "run.sh: there is no part 'operator': choose from operators rules training long generation eval_lm "
+        == "run.sh: there is no part 'operator': choose from operators family rules training long generation eval_lm "
         "translation fwl.\n"
     )
 
