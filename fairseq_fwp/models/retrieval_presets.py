@@ -3,7 +3,7 @@
 Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1 and App. D: the models of Figures 2 to 5, all with keys of
 size 64. Rules that retrieve nothing when they write normalise the read-out, delta normalises the mapped keys and
 queries, and fwm, the paper's "Schlag (2021)", has neither but the layer normalisation of its public code. Beside them
-the rules gated and decay of Mao 2022, arXiv 2210.04243, normalised as sum.
+the rules gated and decay of Mao 2022, arXiv 2210.04243, normalised as sum, and those that came after, as delta.
 """
 
 from typing import Any
@@ -36,6 +36,10 @@ RETRIEVAL_PRESETS: dict[str, dict[str, Any]] = {
     "delta_dpfp2_retrieval": {**DELTA, **DPFP, "dpfp_nu": 2},
     "gated_dpfp1_retrieval": {**GATED, **DPFP, "dpfp_nu": 1},
     "decay_dpfp1_retrieval": {**DECAY, **DPFP, "dpfp_nu": 1},
+    "gla_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "gla"},
+    "gated_delta_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "gated_delta"},
+    "kda_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "kda"},
+    "rwkv7_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "rwkv7"},
     "fwm_tanh_retrieval": {**FWM, "feature_map": "tanh"},
     "fwm_dpfp1_retrieval": {**FWM, **DPFP, "dpfp_nu": 1},
 }
