@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 from fairseq.models import MODEL_DATACLASS_REGISTRY
+from fairseq.utils import import_user_module
 
 import fairseq_fwp
 from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels
@@ -27,12 +28,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fwp-info", description=__doc__, allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="build the kernels that can be built here first")
     parser.add_argument(
+        "--user-dir", metavar="FOLDER", help="a plug-in of your own, whose rules and maps are listed too"
+    )
+    parser.add_argument(
         "--hydra",
         metavar="ARCH",
         type=_architecture_for_hydra,
         help="print a configuration for fairseq-hydra-train with this architecture, of a language model, and no more",
     )
     args = parser.parse_args(argv)
+    try:
+        import_user_module(args)
+    except FileNotFoundError as error:
+        parser.error(f"--user-dir must be a folder, got {error}")
     print(hydra_yaml(args.hydra) if args.hydra else report(args.build))
     return 0
 
@@ -44,8 +52,8 @@ def report(build: bool) -> str:
         "devices": devices(),
         "kernels": kernels(build),
         "update rules (--decoder-update-rule)": [
-            *(f"{name:10} {_first_line(rule.operator)}" for name, rule in UPDATE_RULES.items()),
-            f"{'softmax':10} {_first_line(SoftmaxAttention)}",
+            *(f"{name:13} {_first_line(rule.operator)}" for name, rule in UPDATE_RULES.items()),
+            f"{'softmax':13} {_first_line(SoftmaxAttention)}",
         ],
         "feature maps (--decoder-feature-map)": [
             f"{name:10} {_first_line(feature_map)}" for name, feature_map in FEATURE_MAPS.items()
