@@ -49,7 +49,7 @@ def work(tmp_path_factory):
 
 def test_the_plugin_examples(work):
     commands = [command for command in COMMANDS if "--user-dir my_plugin" in command]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         result = subprocess.run(
             ["bash", "-c", command],
@@ -62,6 +62,8 @@ def test_the_plugin_examples(work):
         assert result.returncode == 0, result.stdout
         if command.startswith("fairseq-train"):
             assert re.search(r"num_updates(=|\W+)4\b", result.stdout) and "done training" in result.stdout
+        elif command.startswith("fwp-info"):
+            assert re.search(r"^  leaky +W_t = keep_t W", result.stdout, re.M)
         elif command.startswith("echo"):
             assert re.search(r"^H-0\t", result.stdout, re.M)
         else:
