@@ -164,8 +164,12 @@ def configure(flags: dict[str, Any]) -> Any:
 
 def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of `fairseq-train` that make the new attention. Raises ValueError for a target that cannot be."""
-    look_up("update rule", target.update_rule, UPDATE_RULES, "softmax or ")
+    rule = look_up("update rule", target.update_rule, UPDATE_RULES, "softmax or ")
     look_up("feature map", target.feature_map, FEATURE_MAPS)
+    if rule.steps > 1:
+        raise ValueError(
+            f"the update rule must write one key a token, as softmax does: {target.update_rule} writes {rule.steps}"
+        )
     if target.window is not None:
         raise ValueError("--attention-window is of --decoder-update-rule softmax: fast weights have no window")
     check_spans(target)

@@ -70,14 +70,15 @@ def random_input():
     return torch.randn(3, LENGTH, DIM, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("rule", UPDATE_RULES)
+@pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.steps == 1])
 def test_every_rule_and_map_takes_its_place(source, rule):
     tokens = torch.randint(4, 50, (2, LENGTH))
     for name, feature_map in FEATURE_MAPS.items():
         normalized = feature_map.positive
-        converted = swap(
-            source, Target(rule, name, 4, sum_normalization=normalized, attention_normalization=normalized)
-        )
+        of_output = normalized and UPDATE_RULES[rule].normalizes
+        only_it = of_output and UPDATE_RULES[rule].normalizer is not None
+        settings = {"sum_normalization": normalized, "attention_normalization": of_output, "read_out_only": only_it}
+        converted = swap(source, Target(rule, name, 4, **settings))
         model = build(converted)
         assert model.decoder.layers[0].self_attn.feature_map.feature_dim == 4
         assert model.decoder.state_size(LENGTH) == 2 * 4 * DIM  # of either layer m D numbers
