@@ -55,6 +55,7 @@ def apply() -> None:
         refuse_wide_context,
         save_for_every_process,
         count_diverse_beams_by_batch,
+        explain_wide_cutoffs,
     ):
         mend()
 
@@ -365,13 +366,34 @@ def count_diverse_beams_by_batch() -> None:
     replace(DiverseBeamSearch, "step", mend)
 
 
+def explain_wide_cutoffs() -> None:
+    """fairseq's own adaptive embeddings and softmax stop at cutoffs beyond the vocabulary without naming their flag."""
+    from fairseq.modules import AdaptiveInput, AdaptiveSoftmax
+
+    for kind, flag in ((AdaptiveInput, "--adaptive-input-cutoff"), (AdaptiveSoftmax, "--adaptive-softmax-cutoff")):
+
+        def mend(init: Callable[..., None], flag: str = flag) -> Callable[..., None]:
+            def init_or_explain(self: Any, vocab_size: int, *args: Any, **kwargs: Any) -> None:
+                try:
+                    init(self, vocab_size, *args, **kwargs)
+                except AssertionError as error:
+                    raise ValueError(
+                        f"{flag} must be at most the vocabulary's {vocab_size:,} words: set it lower, or give more text"
+                    ) from error
+
+            return init_or_explain
+
+        replace(kind, "__init__", mend)
+
+
 def replace(owner: Any, name: str, mend: Callable[[Callable[..., Any]], Any]) -> None:
-    """Replaces owner.name by mend(owner.name), once."""
+    """Replaces owner.name by mend(owner.name), once for each module that has a mend of it."""
     original = getattr(owner, name)
-    if getattr(original, "mended_by", None) == __name__:
+    mended_by = getattr(original, "mended_by", ())
+    if mend.__module__ in mended_by:
         return
     replacement = mend(original)
     function = getattr(replacement, "__func__", replacement)
     functools.update_wrapper(function, original)
-    function.mended_by = __name__
+    function.mended_by = (*mended_by, mend.__module__)
     setattr(owner, name, replacement)

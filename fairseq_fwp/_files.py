@@ -25,7 +25,14 @@ PREPROCESS = "run fairseq-preprocess again, or copy its folder again"
 
 def apply() -> None:
     """Runs every mend; a second call changes nothing."""
-    for mend in (save_whole, copy_whole, refuse_read_only_folder, refuse_damaged_data, evaluate_data_alone):
+    for mend in (
+        save_whole,
+        copy_whole,
+        refuse_read_only_folder,
+        make_folder_of_log,
+        refuse_damaged_data,
+        evaluate_data_alone,
+    ):
         mend()
 
 
@@ -96,6 +103,28 @@ def refuse_read_only_folder() -> None:
         return verify_or_explain
 
     replace(checkpoint_utils, "verify_checkpoint_directory", mend)
+
+
+def make_folder_of_log() -> None:
+    """fairseq makes the folder of --save-dir, but not that of --log-file, without which it does not start."""
+    from fairseq.distributed import utils as distributed_utils
+
+    def mend(call_main: Callable[..., Any]) -> Callable[..., Any]:
+        def call_with_log(cfg: Any, main: Any, **kwargs: Any) -> Any:
+            log = getattr(cfg.common, "log_file", None)
+            if log is not None:
+                try:
+                    os.makedirs(os.path.dirname(os.path.abspath(log)), exist_ok=True)
+                    open(log, "a").close()
+                except OSError as error:
+                    raise OSError(
+                        f"--log-file {log} cannot be written ({_reason(error)}): give a file in a folder that can"
+                    ) from error
+            return call_main(cfg, main, **kwargs)
+
+        return call_with_log
+
+    replace(distributed_utils, "call_main", mend)
 
 
 def refuse_damaged_data() -> None:

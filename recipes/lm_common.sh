@@ -8,6 +8,23 @@ export TQDM_MININTERVAL=5 # seconds; a log file would get thousands of progress 
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
+# The names that follow a flag, in one argument or in several, up to the next flag: into `names`, and how many arguments
+# into `taken`.
+read_names() { # read_names FLAG ARGUMENT...
+  local flag=$1
+  shift
+  names='' taken=0
+  while [ $# -gt 0 ] && [[ $1 != -* ]]; do
+    names+=${names:+ }$1 taken=$((taken + 1))
+    shift
+  done
+  [ -n "$names" ] || die "$flag needs a value: one name or several."
+}
+
+check_lines() { # check_lines VALUE: of --lines
+  [[ $1 =~ ^[1-9][0-9]*$ ]] || die "--lines must be a whole number of at least 1, got '$1'."
+}
+
 # What lies there was made from what this file says, numbers by their value (2e-5 is 0.00002); anything else needs a folder
 # of its own.
 check_same() { # check_same FILE TEXT

@@ -20,9 +20,14 @@ read_arguments() {
   extra=()
   while [ $# -gt 0 ]; do
     case $1 in
-      --data | --out | --models | --lines)
-        [ -n "${2:-}" ] || die "$1 needs a value: a folder, for --models names out of '$models', for --lines a number."
+      --models)
+        read_names "$@"
+        models=$names
+        shift $((taken + 1)) ;;
+      --data | --out | --lines)
+        [ -n "${2:-}" ] || die "$1 needs a value: a folder, for --lines a number."
         [ "$1" != --data ] || data_given=1
+        [ "$1" != --lines ] || check_lines "$2"
         printf -v "${1#--}" %s "$2"
         shift 2 ;;
       --data=* | --out=* | --models=* | --lines=*) die "write ${1%%=*} and its value as two words." ;;
@@ -117,6 +122,10 @@ sample() { # from the first model
 
 compare() {
   local name protocol text=$out/data/bpe
+  for name in $models; do
+    [ -f "$here/conf/$name.yaml" ] && [ "${name##*/}" != common ] || die "there is no model $name: they are" \
+      "$(cd "$here/conf" && find . -name '*.yaml' ! -name common.yaml | sed 's/^..//; s/.yaml$//' | sort | paste -sd ' ')."
+  done
   # `train` prepares the data too, if that has not been done; `eval` and `sample` do not train.
   case $stage in prepare | train | all) prepare ;; esac
   [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."

@@ -19,6 +19,12 @@ read_flags() { # read_flags 'OWN FLAGS' ARGUMENT...
   shift
   extra=()
   while [ $# -gt 0 ]; do
+    if [ "$1" = --models ] && [[ " $own " = *" --models "* ]]; then
+      read_names "$@"
+      models=$names
+      shift $((taken + 1))
+      continue
+    fi
     case " $own --data --out " in
       *" ${1%%=*} "*)
         [ "${1%%=*}" = "$1" ] || die "write ${1%%=*} and its value as two words."
@@ -75,16 +81,29 @@ prepare() {
   mv "$work" "$out/data" # only now does it count
 }
 
+check_test() { # before any work: --test goes with eval, and its files are there
+  local language
+  [ -n "$test" ] || return 0
+  [ "$stage" = eval ] || die "--test PREFIX goes with eval."
+  for language in $source $target; do
+    [ -f "$test.$language" ] || [ -f "$test.$language.gz" ] ||
+      die "--test: there is neither $test.$language nor $test.$language.gz."
+  done
+}
+
 # A test set of one's own, raw text in PREFIX.en and PREFIX.de, into OUT/tests/NAME; translate takes that for a SPLIT.
 own_test() { # own_test PREFIX NAME
   local work=$out/tests/$2.unfinished codes=$out/data/bpe/codes language sum
   [ -e "$codes" ] || die "--test needs the BPE codes of the training, and $out/data was made from text with BPE already."
-  run python "$tools/mt_text.py" tokenize "$work/tok/test" $source $target "$1"
-  run python "$tools/mt_text.py" copy "$work/text/test" $source $target "$1"
+  if ! run python "$tools/mt_text.py" tokenize "$work/tok/test" $source $target "$1" ||
+    ! run python "$tools/mt_text.py" copy "$work/text/test" $source $target "$1"; then
+    rm -rf "$work"
+    exit 1
+  fi
   sum=$(cat "$work"/text/test.* | cksum)
   if [ -e "$out/tests/$2" ]; then
-    [ "$sum" = "$(cat "$out/tests/$2/sum")" ] || die "$out/tests/$2 has other text than $1: rename the files of one."
     rm -r "$work"
+    [ "$sum" = "$(cat "$out/tests/$2/sum")" ] || die "$out/tests/$2 has other text than $1: rename the files of one."
     return
   fi
   for language in $source $target; do

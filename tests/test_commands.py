@@ -66,7 +66,9 @@ def data(tmp_path_factory):
 def trained(data, tmp_path_factory):
     """The folder of a trained delta model and the log of its training."""
     folder = tmp_path_factory.mktemp("trained")
-    log = train(data, "checkpoints", *ADAPTIVE, cwd=folder, user_dir=os.path.relpath(PLUGIN, folder))
+    flags = [*ADAPTIVE, "--log-file", "logs/train.log"]
+    log = train(data, "checkpoints", *flags, cwd=folder, user_dir=os.path.relpath(PLUGIN, folder))
+    assert "done training" in (folder / "logs" / "train.log").read_text()
     return folder / "checkpoints" / "checkpoint_last.pt", log
 
 
@@ -273,6 +275,11 @@ REFUSALS = {
     "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"at least one .*: change --favor-features"),
     "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"absolute positions do not .*--mem-len 0"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
+    "log": (["--log-file", "/dev/null/x"], r"--log-file /dev/null/x cannot be written \("),
+    "wide cutoffs": (
+        ["--arch", "transformer_lm_wiki103", "--adaptive-input-cutoff", "500"],
+        r"--adaptive-input-cutoff must be at most the vocabulary's 4\d words: set it lower",
+    ),
 }  # fmt: skip
 
 
@@ -287,6 +294,14 @@ def test_bad_settings_are_refused_before_anything_is_written(data, tmp_path, cas
 def test_an_empty_data_folder_is_named(tmp_path):
     log = train(tmp_path, tmp_path / "save", status=1)
     assert re.search(rf"no dict.txt in the data folder '{tmp_path}': pass a folder that fairseq-preprocess", log)
+
+
+def test_the_guides_export_runs(data, trained, tmp_path):
+    code = re.search(r"```python\n(.*?)```", (PLUGIN / "README.md").read_text(), re.DOTALL)[1]
+    code = code.replace("checkpoints/delta/checkpoint_best.pt", str(trained[0])).replace('"DATA"', repr(str(data)))
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"start.pt2", "step.pt2"}
 
 
 def test_a_checkpoint_cut_in_half_is_named(data, trained, tmp_path):

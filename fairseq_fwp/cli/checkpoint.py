@@ -8,6 +8,7 @@ from argparse import Namespace
 from enum import EnumMeta
 from typing import Any, Union, get_args, get_origin
 
+import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import overwrite_args_by_name
@@ -25,7 +26,7 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     cfg, state["args"] = state["cfg"], None  # those of an earlier fairseq are in both
     overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
     check_kind(path, cfg)
-    task = tasks.setup_task(cfg.task, from_checkpoint=True)
+    task = setup_task(cfg, data)
     if task.target_dictionary is not task.source_dictionary:
         raise ValueError(f"{path} was trained with --output-dictionary-size, and so cannot score every word")
     try:
@@ -37,6 +38,18 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
             f"({textwrap.shorten(mismatch, 200)}): pass the data folder that it was trained on"
         ) from error
     return model, task, cfg
+
+
+def setup_task(cfg: Any, data: str) -> Any:
+    """The task on a data folder. Raises ValueError or OSError for one without a dictionary that can be read."""
+    if not data:
+        raise ValueError("the data folder has no name: give the one that the model was trained on")
+    try:
+        return tasks.setup_task(cfg.task, from_checkpoint=True)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # what fairseq raises for another encoding, or a word that stands there twice
+        raise ValueError(f"the dictionary in {data} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +115,9 @@ def load_state(path: str) -> dict[str, Any]:
         raise ValueError(str(error).strip().splitlines()[0]) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no checkpoint of fairseq") from error
-    if "model" not in state or state.get("cfg") is None:
+    weights, cfg = state.get("model"), state.get("cfg") or {}
+    tensors = isinstance(weights, dict) and all(isinstance(weight, torch.Tensor) for weight in weights.values())
+    if not tensors or not {"model", "task"} <= cfg.keys():
         raise ValueError(f"{path} is no checkpoint of fairseq: it has no model, or none of its settings")
     return state
 

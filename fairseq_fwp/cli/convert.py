@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
     try:
         import_plugin(plugin_parser().parse_known_args(arguments)[0])
-    except OSError as error:
-        sys.exit(f"fwp-convert: there is no plug-in {error}")
+    except ValueError as error:
+        sys.exit(f"fwp-convert: {error}")
     made = parser()
     args = made.parse_args(arguments)
     source = SOURCES[args.source]

@@ -4,7 +4,7 @@
     fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # the same in a 32nd of the time, nearly
     fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks; as `fairseq-eval-lm` has it
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # one pass, the state carried from end to end
-    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic rms --dynamic-lr 1e-5    # and learning from it
+    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic sgd --dynamic-lr 0.1  # and learning from it
 
 The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019; carried state is that of
 Schlag et al. 2021, Table 4; `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
@@ -108,9 +108,17 @@ class Result:
 
 
 def import_plugin(args: Namespace) -> None:
-    """Imports the --user-dir, unless it is this package: fairseq would take it for another one of the same name."""
+    """Imports the --user-dir, unless it is this package: fairseq would take it for another one of the same name.
+
+    Raises ValueError where there is no such folder.
+    """
     if args.user_dir is None or Path(args.user_dir).resolve() != Path(fairseq_fwp.__file__).resolve().parent:
-        utils.import_user_module(args)
+        if os.path.isfile(args.user_dir or ""):
+            raise ValueError(f"--user-dir {args.user_dir} is a file: give the folder of a plug-in")
+        try:
+            utils.import_user_module(args)
+        except FileNotFoundError as error:
+            raise ValueError(f"there is no plug-in {error}: give its folder as --user-dir") from error
 
 
 def load_text(task: Any, data: str, subset: str, first: int) -> Text:
@@ -155,7 +163,10 @@ def evaluate(args: Namespace) -> None:
     rms = None
     if protocol.dynamic is not None and protocol.dynamic.needs_statistics:
         train = load_text(task, args.data, "train", first)
-        rms = training_statistics(model, train, protocol, protocol.dynamic, dictionary)
+        rms, windows = training_statistics(model, train, protocol, protocol.dynamic, dictionary)
+        protocol.dynamic = dataclasses.replace(
+            protocol.dynamic, windows=windows
+        )  # a short text has fewer than asked for
     scorer = make_scorer(model, text, protocol, starts, rms)
     default_format = "simple" if args.no_progress_bar else "tqdm"
     bar = progress_bar(
@@ -184,8 +195,10 @@ def evaluate(args: Namespace) -> None:
     print("\n".join(result.lines()))
 
 
-def training_statistics(model: Any, text: Text, protocol: Protocol, rule: DynamicRule, dictionary: Any) -> list[Tensor]:
-    """What a rule of dynamic evaluation knows of the training text, read as the protocol reads."""
+def training_statistics(
+    model: Any, text: Text, protocol: Protocol, rule: DynamicRule, dictionary: Any
+) -> tuple[list[Tensor], int]:
+    """What a rule of dynamic evaluation knows of the training text, read as the protocol reads; of how many windows."""
     started, device = time.perf_counter(), next(model.parameters()).device
     starts = document_starts(text.tokens, dictionary, protocol.reset_after)
     plan = plan_windows(starts, len(text.tokens), protocol, 1)[: rule.windows]
@@ -193,7 +206,7 @@ def training_statistics(model: Any, text: Text, protocol: Protocol, rule: Dynami
     scorer = make_scorer(model, text, dataclasses.replace(protocol, dynamic=None), starts, None)
     rms = gather_statistics(scorer, plan, rule)
     logger.info("gathered statistics of %s windows of train in %.1fs", f"{len(plan):,}", time.perf_counter() - started)
-    return rms
+    return rms, len(plan)
 
 
 def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
@@ -241,14 +254,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--dynamic", choices=[*KINDS], help="learn from each window once it is scored, by the rule of that name")
     add("--dynamic-lr", type=non_negative, metavar="LR", help="with it, and needed: the step size")
-    add("--dynamic-decay", type=non_negative, default=0.0, metavar="D", help="pull back to the trained weights (0)")
-    add(
-        "--dynamic-epsilon",
-        type=non_negative,
-        default=1e-5,
-        metavar="E",
-        help="of rms, rms-sum: added to divisors (1e-5)",
-    )
+    add("--dynamic-decay", type=non_negative, metavar="D", help="pull back to the trained weights (0)")
+    add("--dynamic-epsilon", type=non_negative, metavar="E", help="of rms, rms-sum: added to divisors (1e-5)")
     add(
         "--dynamic-statistics",
         type=positive,
@@ -284,9 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.error("--dynamic learns from one window after the other: leave out --batch-size")
     if args.dynamic and args.dynamic_lr is None:
         made.error("--dynamic needs its step size, --dynamic-lr")
-    given = [f"--dynamic-{name}" for name in ("lr", "statistics") if getattr(args, f"dynamic_{name}") is not None]
+    names = ("lr", "decay", "epsilon", "statistics")
+    given = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
     if given and not args.dynamic:
-        made.error(f"{given[0]} belongs to --dynamic: give that, sgd, rms or rms-sum")
+        made.error(f"--dynamic-{given[0]} belongs to --dynamic: give that, sgd, rms or rms-sum")
+    if args.dynamic == "sgd" and given[-1] in ("epsilon", "statistics"):
+        made.error(f"--dynamic-{given[-1]} belongs to --dynamic rms and rms-sum: leave it out with sgd")
+    if args.json and args.json == args.scores:
+        made.error(f"--json and --scores are two files, got {args.json} for both")
     if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
         made.error("--dynamic rms-sum takes steps that depend on the number of its windows: give --dynamic-statistics")
     try:

@@ -5,12 +5,13 @@
 A log is what fairseq-train printed or wrote with `--log-file`, in any `--log-format`; other lines are passed over. A
 folder stands for its train.log, or the only .log file in it. The ending of --out says what the picture is: .png, .svg
 or .pdf. Next to it lie its numbers, curves.csv, and the best validation of each run, curves.md. With --dpfp the picture
-is Figure 1 of Schlag et al. 2021, and there are no logs.
+is Figure 1 of Schlag et al. 2021, and there are no logs. What was written is printed.
 """
 
 import argparse
 import csv
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ METRICS = {
 }
 TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 JSON = re.compile(r"\{.*\}$")
-PAIRS = re.compile(r"(\w+)[= ](-?[\d.]+(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
+PAIRS = re.compile(r"(\w+)[= ](-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
 # All that `--log-format none` leaves of a validation, once for each checkpoint.
 SAVED = re.compile(r"Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
 # The settings, as fairseq prints them and as this package does (_log.py): all of them, or those that were given.
@@ -51,7 +52,8 @@ class Run:
     @property
     def best(self) -> int:
         """The update with the best validation: the highest BLEU, or the lowest of anything else."""
-        return (max if self.metric == "bleu" else min)(self.valid, key=lambda update: self.valid[update])
+        finite = [update for update, value in self.valid.items() if math.isfinite(value)]
+        return (max if self.metric == "bleu" else min)(finite, key=lambda update: self.valid[update])
 
 
 def read_entry(line: str) -> tuple[str, dict[str, float]]:
@@ -95,7 +97,7 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
         elif about == "saved":
             entry[scored_by] = entry["score"]
         wall = entry.get("wall", wall)
-        if about not in found or not {metric, "num_updates"} <= entry.keys():
+        if about not in found or metric not in entry or not math.isfinite(entry.get("num_updates", math.nan)):
             continue
         update = int(entry["num_updates"])
         for earlier in (*found.values(), hours):
@@ -105,10 +107,11 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
         found[about][update], hours[update] = entry[metric], (wall or seconds) / 3600
     # Means since the last line of training; a log with progress bars has those of epochs alone.
     run = Run(label, metric, found["inner"] or found["epoch"], found["valid"] or found["saved"])
-    if not run.valid:
+    if not any(map(math.isfinite, run.valid.values())):
         raise ValueError(
-            f"the log {path} holds no validation {metric}: it should be what fairseq-train printed, from a run "
-            "that came at least as far as its first validation."
+            f"the log {path} holds no validation {metric} that is a number: it should be what fairseq-train printed, "
+            "from a run that came at least as far as its first validation; with --log-format none --log-file has no "
+            "numbers, give --log-format simple or json in training."
         )
     run.hours = {update: hours[update] for update in hours if update in run.train or update in run.valid}
     return run
@@ -159,7 +162,8 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
     if metric == "ppl":
         # Perplexities fall from thousands to tens; the log scale keeps the end, where the runs differ, readable.
         drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
-        lowest, highest = min(drawn), max(drawn)
+        finite = [ppl for ppl in drawn if math.isfinite(ppl)]
+        lowest, highest = min(finite), max(finite)
         axes.set_ylim(lowest * 0.95, min(highest, lowest * 8) * 1.05)
         use_log_scale(axes.yaxis)
     axes.xaxis.set_major_formatter("{x:,g}" if x == "hours" else "{x:,.0f}")
@@ -181,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         help="a log or the folder it lies in, whose name is the label if none is given",
     )
     made.add_argument(
-        "--out", type=Path, default=Path("curves.png"), metavar="PICTURE", help="a .png, .svg or .pdf (curves.png)"
+        "--out", type=Path, metavar="PICTURE", help="a .png, .svg or .pdf (curves.png, or dpfp.png of --dpfp)"
     )
     made.add_argument("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
     made.add_argument("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu: of --eval-bleu")
@@ -191,13 +195,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(arguments)
+    made = parser()
+    args = made.parse_args(arguments)
+    if args.dpfp == bool(args.logs):
+        made.error("give logs of training or --dpfp, and not both")
+    if args.dpfp and (args.train or args.x != "updates" or args.y != "ppl"):
+        made.error("--train, --x and --y belong to logs of training: leave them out with --dpfp")
+    out = args.out or Path("dpfp.png" if args.dpfp else "curves.png")
     try:
-        check_path(args.out)
-        if args.dpfp == bool(args.logs):
-            raise ValueError("give logs of training or --dpfp, and not both.")
+        check_path(out)
         if args.dpfp:
-            draw_dpfp(args.out)
+            draw_dpfp(out)
+            print(f"wrote {out}")
             return
         runs = []
         for name in args.logs:
@@ -208,10 +217,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         labels = [run.label for run in runs]
         if len({*labels}) < len(labels):
             raise ValueError(f"each run must have a label of its own, got {', '.join(labels)}: give LABEL=LOG.")
-        draw(runs, args.out, args.x, args.train)
-        write_csv(runs, args.out.with_suffix(".csv"))
-        write_markdown(runs, args.out.with_suffix(".md"))
-    except ValueError as error:
+        tables = out.with_suffix(".csv"), out.with_suffix(".md")
+        draw(runs, out, args.x, args.train)
+        write_csv(runs, tables[0])
+        write_markdown(runs, tables[1])
+        print(f"wrote {out}, {tables[0].name} and {tables[1].name}")
+    except (ValueError, OSError) as error:
         sys.exit(f"fwp-plot: {error}")
 
 

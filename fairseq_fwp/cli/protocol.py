@@ -58,8 +58,9 @@ def choose_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
         )
     dynamic = None
     if args.dynamic:
-        numbers = args.dynamic_lr, args.dynamic_decay, args.dynamic_epsilon
-        dynamic = DynamicRule(*numbers, args.dynamic, args.dynamic_statistics)
+        given = {"lr": args.dynamic_lr, "decay": args.dynamic_decay, "epsilon": args.dynamic_epsilon}
+        given["windows"] = args.dynamic_statistics
+        dynamic = DynamicRule(kind=args.dynamic, **{name: value for name, value in given.items() if value is not None})
     if args.carry_state:
         check_carries(model, task, args.reset_after)
         return Protocol(size, 0, True, dynamic, args.reset_after)

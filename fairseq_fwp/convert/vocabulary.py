@@ -100,7 +100,10 @@ def given_words(checkpoint: Path, given: Path | None) -> list[str]:
 
 def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
     """The words of a checkpoint of fairseq: of the dict.txt given, or else of that beside it."""
-    return read_dictionary(checkpoint.parent / "dict.txt" if given is None else given)
+    path = given or checkpoint.parent / "dict.txt"
+    if given is None and not path.exists():
+        raise ValueError(f"there is no {path}: give the dict.txt of the training with --vocabulary")
+    return read_dictionary(path)
 
 
 def read_words(path: Path) -> list[str]:

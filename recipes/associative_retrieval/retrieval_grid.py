@@ -10,7 +10,6 @@ points and what they cost, and runs none.
 import argparse
 import contextlib
 import fcntl
-import io
 import itertools
 import json
 import logging
@@ -27,8 +26,12 @@ from typing import Any, NamedTuple
 import yaml
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from train_flags import refusal
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+
 # No result is worth more than this many updates since the last checkpoint.
 SAVE_INTERVAL = ["--save-interval", "5", "--no-epoch-checkpoints"]
 REMOVE = "remove the folder to train the point again."
@@ -166,20 +169,14 @@ def import_fairseq() -> None:
 
 def check(points: list[Point], common: dict[str, str], out: Path) -> None:
     """Parses the commands as fairseq-train will, of those that only repeat others' flags one. Raises ValueError."""
-    from fairseq import options
-
     seen: set[tuple[str, str]] = set()
     for point in points:
         flags = {(flag, value) for flag, value in point.flags.items() if flag != "num-keys"}
         if flags <= seen:
             continue
         seen |= flags
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                options.parse_args_and_arch(options.get_training_parser(), point.command(common, out / point.name)[1:])
-            except SystemExit:
-                reason = said.getvalue().splitlines()[-1].split("error: ")[-1].split(" (choose from")[0]
-                raise ValueError(f"{point.name}: fairseq-train refuses its flags: {reason}") from None
+        if reason := refusal(point.command(common, out / point.name)[1:]):
+            raise ValueError(f"{point.name}: fairseq-train refuses its flags: {reason}")
 
 
 def read_outcome(log: Path) -> Outcome:
@@ -284,8 +281,9 @@ def plan(points: list[Point], done: int, workers: int) -> str:
     """What is left to do and what it costs."""
     seconds = sum(point.seconds for point in points)
     return (
-        f"{len(points)} points to train ({done} are finished): at most about {duration(seconds)} of a core "
-        f"(AMD EPYC, Zen 4), {duration(seconds / workers)} with {workers} at once."
+        f"{len(points)} points to train ({done} are finished): at most about {duration(seconds)} of a core, "
+        f"{duration(seconds / workers)} with {workers} at once, if seconds-per-key of the grid holds here "
+        "(conf/: on an AMD EPYC, Zen 4)."
     )
 
 

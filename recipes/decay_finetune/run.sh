@@ -4,7 +4,8 @@
 # What is done is not done again. The small comparison on the PEPs, whose source it trains, takes about an hour on a core.
 #
 #   bash recipes/decay_finetune/run.sh [prepare|train|eval|all] [--corpus peps] [--data FOLDER] [--out FOLDER]
-#                                      [--rows 'NAME ...'] [--source-updates N] [flags for fairseq-train, of the fine-tuning]
+#                                      [--rows NAME ...] [--lines N] [--source-updates N]
+#                                      [flags for fairseq-train, of the fine-tuning]
 #   bash recipes/decay_finetune/run.sh all --corpus wikitext103 --model adaptive_lm_wiki103.v2/model.pt --data FOLDER
 #   bash recipes/decay_finetune/run.sh all --corpus gpt2 --model FOLDER --data FOLDER
 #
@@ -14,8 +15,9 @@
 #                 raw train.txt, valid.txt and test.txt, where a line <|endoftext|> stands between two documents
 # --out FOLDER    where everything goes (runs/decay_finetune/CORPUS)
 # --rows ...      which of rows.yaml (all)
-# --source-updates N   peps: how long the source is trained (4000). On some thousand lines of text, a trial of everything takes
-#                 a minute or two: --source-updates 20 --rows 'softmax decay_m4' --max-update 4 --warmup-updates 1
+# --lines N       evaluates on the first N lines of valid and test alone: a trial
+# --source-updates N   peps: how long the source is trained (4000). A trial of everything takes a few minutes:
+#                 --source-updates 20 --rows softmax decay_m4 --max-update 4 --warmup-updates 1 --lines 50 --out runs/decay_trial
 set -euo pipefail
 
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -38,8 +40,13 @@ read_arguments() {
   esac
   while [ $# -gt 0 ]; do
     case $1 in
-      --corpus | --model | --data | --out | --rows)
+      --rows)
+        read_names "$@"
+        rows=$names
+        shift $((taken + 1)) ;;
+      --corpus | --model | --data | --out | --lines)
         [ -n "${2:-}" ] || die "$1 needs a value."
+        [ "$1" != --lines ] || check_lines "$2"
         printf -v "${1#--}" %s "$2"
         shift 2 ;;
       --source-updates)
@@ -55,7 +62,15 @@ read_arguments() {
   data=${data:-$root/data/peps} out=${out:-$root/runs/decay_finetune/$corpus}
   [[ $out = /* ]] || out=$PWD/$out
   [[ $data = /* ]] || data=$PWD/$data
-  rows=${rows:-$(table names)}
+  local name known
+  known=$(table names)
+  rows=${rows:-$known}
+  for name in $rows; do
+    [[ " $known " = *" $name "* ]] || die "there is no row $name: they are $known."
+  done
+  # Before any work: those of the fine-tuning come last.
+  [ ${#extra[@]} = 0 ] ||
+    python "$tools/train_flags.py" "$data" "${plugin[@]}" --task language_modeling --arch fwp_lm "${extra[@]}" || exit 1
   [ "$(table start)" = source ] || rows="softmax $rows" # what they start from; what is done is not done again
 }
 
@@ -81,14 +96,21 @@ convert_source() { # convert_source MODEL FLAGS...
 }
 
 prepare_text() { # of wikitext103 and gpt2
-  local work=$out/data.unfinished split file
-  [ ! -d "$out/data" ] || return 0
+  local work=$out/data.unfinished split file what="${lines:-all} lines of valid and test"
+  if [ -d "$out/data" ]; then
+    [ ! -e "$out/data/source.txt" ] || check_same "$out/data/source.txt" "$what"
+    return
+  fi
   rm -rf "$work"
   mkdir -p "$work/bpe"
   for split in train valid test; do
     file=$data/$split.txt
     [ "$corpus" != wikitext103 ] || [ -f "$file" ] || file=$data/wiki.$split.tokens
     [ -f "$file" ] || die "$file is missing: see the top of run.sh."
+    if [ -n "$lines" ] && [ $split != train ]; then
+      head -n "$lines" "$file" >"$work/first"
+      file=$work/first
+    fi
     if [ "$corpus" = gpt2 ]; then
       run python "$here/bpe.py" "$model" "$file" "$work/bpe/$split.txt"
     else
@@ -98,7 +120,8 @@ prepare_text() { # of wikitext103 and gpt2
   run_to "$work/preprocess.log" fairseq-preprocess --only-source --srcdict "$out/softmax/converted/dict.txt" \
     --trainpref "$work/bpe/train.txt" --validpref "$work/bpe/valid.txt" --testpref "$work/bpe/test.txt" \
     --destdir "$work/bin" --workers "$(nproc)" || die "fairseq-preprocess failed: see $work/preprocess.log."
-  rm "$work/bpe/train.txt"
+  rm -f "$work/bpe/train.txt" "$work/first"
+  echo "$what" >"$work/source.txt"
   mv "$work" "$out/data" # only now does it count
 }
 

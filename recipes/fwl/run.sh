@@ -3,7 +3,7 @@
 # local attention, read in blocks, and Transformer-XL, read in segments. About two hours on a core; nothing is done twice,
 # but speeds, "speed *.json", are worth measuring again on a quiet machine once all else is there: remove them, and eval.
 #
-#   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
+#   bash recipes/fwl/run.sh [prepare|train|eval|all] [--data FOLDER] [--out FOLDER] [--models NAME ...]
 #                                                                    [flags for fairseq-train]
 #
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps); what is prepared needs it no more

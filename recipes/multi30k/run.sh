@@ -3,7 +3,7 @@
 # with each map of Schlag et al. 2021, Table 1, in all attentions or (self_*) in all but that to the source. 10 to 20 minutes a
 # model on one core; what is done is not done again.
 #
-#   bash recipes/multi30k/run.sh [prepare|train|eval|all] --data FOLDER [--out FOLDER] [--models 'NAME ...']
+#   bash recipes/multi30k/run.sh [prepare|train|eval|all] --data FOLDER [--out FOLDER] [--models NAME ...]
 #                                                                    [flags for fairseq-train, or in eval for fairseq-generate]
 #
 # --data FOLDER   raw text: {train,val,test_2016_flickr}.{en,de}, or the same .gz (https://github.com/multi30k/dataset)
@@ -42,7 +42,7 @@ case ${1:-} in
   [!-]*) die "there is no stage $1: it is prepare, train, eval or all." ;;
 esac
 read_flags "--models --test" "$@"
-[ -z "$test" ] || [ "$stage" = eval ] || die "--test PREFIX goes with eval."
+check_test
 for name in $models; do
   [ "$name" != common ] && [ -f "$here/conf/$name.yaml" ] || die "there is no model $name: they are $known."
 done

@@ -2,7 +2,7 @@
 # The quick start's comparison on a text that is read as a whole: the Python Enhancement Proposals, 1.7 million words.
 # About an hour on 2 cores; what is done is not done again.
 #
-#   bash recipes/peps/run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
+#   bash recipes/peps/run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models NAME ...]
 #                                                                    [flags for fairseq-train]
 #
 # --data FOLDER   holds train, valid and test as .txt or .txt.gz (data/peps); what is prepared needs it no more

@@ -32,7 +32,8 @@ def run(stage: str, out: Path, *flags: str) -> None:
         data.symlink_to(out.parents[1] / "data")
     command = ["bash", str(HERE / "run.sh"), stage, "--out", str(out), *flags]
     print("+ " + " ".join(command), file=sys.stderr, flush=True)
-    subprocess.run(command, check=True)
+    if subprocess.run(command).returncode:
+        sys.exit("long_training.py: the command above failed; the same stage goes on once that is repaired.")
 
 
 def train_rates(out: Path, model: str) -> None:
@@ -48,6 +49,10 @@ def validation(folder: Path, model: str) -> float:
 
 
 def best_rate(out: Path, model: str) -> str:
+    for rate in RATES:
+        results = out / "rates" / f"{model}-{rate}" / "long" / model
+        if not (results / "trained").exists() and not (results / "diverged").exists():
+            sys.exit(f"long_training.py: {model} was not trained at the rate {rate}: run the stage rates first.")
     return min(RATES, key=lambda rate: validation(out / "rates" / f"{model}-{rate}", model))
 
 
@@ -115,6 +120,9 @@ def main() -> None:
     if args.stage == "table":
         table(args.out, args.models)
         return
+    if args.stage == "seeds":
+        for model in args.models:
+            best_rate(args.out, model)  # before any work
     run("prepare", args.out)
     for seed in args.seeds if args.stage == "seeds" else [1]:
         for model in args.models:

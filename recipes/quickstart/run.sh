@@ -3,7 +3,7 @@
 # size on the text of Python's own standard library, evaluates them on files none of them has seen, and lets the first
 # write. About 10 minutes on 2 cores, and no download but packages. What is done is not done again.
 #
-#   bash recipes/quickstart/run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models 'NAME ...']
+#   bash recipes/quickstart/run.sh [prepare|train|eval|sample|all] [--data FOLDER] [--out FOLDER] [--models NAME ...]
 #                                                                    [flags for fairseq-train]
 #
 # --data FOLDER   your own train.txt, valid.txt and test.txt (or .txt.gz) in place of the standard library

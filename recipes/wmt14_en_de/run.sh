@@ -128,8 +128,8 @@ for argument in "$@"; do
 done
 read_flags "--conf --average --test" "${arguments[@]}"
 [ -z "$kind" ] || [ -n "$data" ] || die "--any-text says what --data FOLDER holds: give that too."
+check_test
 if [ "$stage" != eval ]; then prepare; fi
-[ -z "$test" ] || [ "$stage" = eval ] || die "--test PREFIX goes with eval."
 [ "$stage" != prepare ] || { echo "The data is in $out/data."; next train --conf conf/NAME.yaml --out "$out"; exit; }
 [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
 [ -f "$conf" ] || conf=$here/$conf

@@ -7,7 +7,7 @@ from mpl_toolkits.mplot3d import Axes3D
 from fairseq_fwp.cli import plot
 
 
-def test_each_surface_is_one_feature_in_one_quadrant(tmp_path, monkeypatch):
+def test_each_surface_is_one_feature_in_one_quadrant(tmp_path, monkeypatch, capsys):
     surfaces = {}
     draw = Axes3D.plot_surface
 
@@ -16,8 +16,10 @@ def test_each_surface_is_one_feature_in_one_quadrant(tmp_path, monkeypatch):
         return draw(axes, x, y, z, **look)
 
     monkeypatch.setattr(Axes3D, "plot_surface", record)
-    plot.main(["--dpfp", "--out", str(tmp_path / "figure1.png")])
-    assert (tmp_path / "figure1.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    plot.main(["--dpfp"])
+    assert [path.name for path in tmp_path.iterdir()] == ["dpfp.png"] and capsys.readouterr().out == "wrote dpfp.png\n"
+    assert (tmp_path / "dpfp.png").read_bytes().startswith(b"\x89PNG")
     assert len(surfaces) == 4
     for label, (x, y, z) in surfaces.items():
         # Eqs. 33-36: r(+-k1) r(+-k2).
@@ -27,7 +29,9 @@ def test_each_surface_is_one_feature_in_one_quadrant(tmp_path, monkeypatch):
         assert np.array_equal(shown, inside > 0) and np.allclose(z[shown], inside[shown])
 
 
-@pytest.mark.parametrize("arguments", [[], ["--dpfp", "train.log"]])
-def test_logs_or_dpfp(arguments):
-    with pytest.raises(SystemExit, match="give logs of training or --dpfp"):
+@pytest.mark.parametrize("arguments", [[], ["--dpfp", "train.log"], ["--dpfp", "--train"]])
+def test_logs_or_dpfp(arguments, capsys):
+    with pytest.raises(SystemExit):
         plot.main(arguments)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("fwp-plot: error: ") and "logs of training" in said

@@ -112,7 +112,10 @@ def test_it_is_the_loop_over_windows(build_model, name, given, rule):  # noqa: F
     model, text, training = build_model(arch, **flags), random_text(), random_text(29)
     protocol = Protocol(SIZE, given or 0, given is None, rule)
     expected = brute_force(model, text, rule, training, given or 0, given is None)
-    rms = training_statistics(model, training, protocol, rule, make_dictionary(50)) if rule.needs_statistics else None
+    rms = None
+    if rule.needs_statistics:
+        rms, windows = training_statistics(model, training, protocol, rule, make_dictionary(50))
+        assert windows == len(segments(29, SIZE, given or 0)[: rule.windows])
     scorer = make_scorer(model, text, protocol, [0], rms)
     actual = score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH)
     torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
@@ -164,7 +167,7 @@ def test_a_rule_of_sums_is_one_of_means_by_other_numbers(build_model):  # noqa: 
     numbers = []
     for kind in ("rms", "rms-sum"):
         protocol = Protocol(SIZE, 0, True, replace(rule, kind=kind))
-        numbers.append(training_statistics(model, training, protocol, protocol.dynamic, make_dictionary(50)))
+        numbers.append(training_statistics(model, training, protocol, protocol.dynamic, make_dictionary(50))[0])
     mean = torch.cat([part.flatten() for part in numbers[0]]).mean().item()
     same = DynamicRule(0.002 / 3**0.5, 1e-3 * 3**0.5 * mean, 1e-3 / 3**0.5, "rms", windows=3)
     scores = []
@@ -193,6 +196,11 @@ MISUSES = {
     "no step size": (["--dynamic", "sgd"], "--dynamic needs its step size, --dynamic-lr"),
     "a step without a rule": (["--dynamic-lr", "1"], "--dynamic-lr belongs to --dynamic"),
     "statistics without a rule": (["--dynamic-statistics", "1"], "--dynamic-statistics belongs to --dynamic"),
+    "an epsilon of SGD": (
+        ["--dynamic", "sgd", "--dynamic-lr", "1", "--dynamic-epsilon", "1"],
+        "--dynamic-epsilon belongs to --dynamic rms and rms-sum",
+    ),
+    "a decay without a rule": (["--dynamic-decay", "1"], "--dynamic-decay belongs to --dynamic"),
     "sums of all": (
         ["--dynamic", "rms-sum", "--dynamic-lr", "1"],
         "depend on the number of its windows: give --dynamic-s",

@@ -289,6 +289,11 @@ def test_dynamic_evaluation(folder, caplog):
     assert "gathered statistics of 2 windows of train" in caplog.text
     assert moved["loss"] != pytest.approx(plain["loss"], abs=1e-5) and math.isfinite(moved["loss"])
     assert moved["protocol"].endswith("dynamic evaluation (RMS, epsilon 1e-05, lr 0.001, decay 0), anew after </s>")
+    with caplog.at_level("INFO"):
+        rule = ["--dynamic", "rms-sum", "--dynamic-lr", 0, "--dynamic-statistics", 10**6]
+        summed = evaluate(folder, "--context-window", 0, *rule)
+    (windows,) = re.findall(r"RMS-sum of (\d+) windows", summed["protocol"])
+    assert f"gathered statistics of {windows} windows" in caplog.text
 
 
 def test_settings_are_read_in_their_types(folder):
@@ -327,11 +332,15 @@ REFUSALS = {
     "a folder for a checkpoint": ([".", "data"], r"there is no checkpoint .*: it is a folder"),
     "another kind of file": (["text/test.txt", "data"], r"test\.txt \([\d,]+ bytes\) is not a complete checkpoint"),
     "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt is no checkpoint of fairseq"),
+    "a list for weights": (["list.pt", "data"], r"list\.pt is no checkpoint of fairseq: it has no model"),
+    "other settings": (["settings.pt", "data"], r"settings\.pt is no checkpoint of fairseq: .* none of its settings"),
     "half a checkpoint": (["half.pt", "data"], r"half\.pt \([\d,]+ bytes\) is not a complete checkpoint"),
     "diverged": (["diverged.pt", "data"], r"probabilities that are not above 0: it has diverged"),
     "translation": (["translation.pt", "data"], r"the model 'transformer', which is no language model"),
     "a plugin's": (["plugin.pt", "data"], r"the model 'my_lm' of the task .*: name its plugin with --user-dir"),
     "another dictionary": (["delta.pt", "data2"], r"data2 has another .*dictionary \(16 words, .*pass the data"),
+    "a dictionary of bytes": (["delta.pt", "bytes"], r"the dictionary in .*bytes cannot be read: Incorrect encoding"),
+    "no plug-in": (["delta.pt", "data", "--user-dir", "/none"], r"there is no plug-in /none: give its folder"),
     "no dictionary": (["delta.pt", "text"], r"no dict\.txt in the data folder"),
     "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"no text 'valid' in .*, where .* test, train"),
     "no text": (["delta.pt", "empty"], r"the text 'test' in .*empty is empty: preprocess a file"),
@@ -357,6 +366,7 @@ MISUSES = {
     "two protocols": (["--carry-state", "--stride", 2], r"not allowed with"),
     "no folder": (["--scores", "none/scores.tsv"], r"none/scores\.tsv is no file in a folder that exists"),
     "no dictionary of settings": (["--model-overrides", "[1"], r"is no dictionary of settings"),
+    "one file for two": (["--scores", "a", "--json", "a"], r"--json and --scores are two files, got a for both"),
     "no number": (["--stride", "0"], r"'0' is no whole number above 0"),
 }
 
@@ -367,6 +377,8 @@ def damaged(folder):
     whole = (folder / "delta.pt").read_bytes()
     (folder / "half.pt").write_bytes(whole[: len(whole) // 2])
     torch.save({"weight": torch.zeros(3)}, folder / "foreign.pt")
+    (folder / "bytes").mkdir()
+    (folder / "bytes" / "dict.txt").write_bytes(b"\xff\xfe 1\n")
     (folder / "empty").mkdir()
     (folder / "empty" / "dict.txt").write_text((folder / "data" / "dict.txt").read_text())
     builder = MMapIndexedDatasetBuilder(str(folder / "empty" / "test.bin"))
@@ -380,6 +392,8 @@ def damaged(folder):
 
     edited("diverged.pt", lambda state: state["model"]["decoder.embed_tokens.weight"].fill_(math.nan))
     edited("translation.pt", lambda state: state["cfg"]["model"].update(_name="transformer"))
+    edited("list.pt", lambda state: state.update(model=[1]))
+    edited("settings.pt", lambda state: state.update(cfg={"a": 1}))
     edited("plugin.pt", lambda state: state["cfg"]["model"].update(_name="my_lm"))
     return folder
 

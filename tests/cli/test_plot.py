@@ -28,10 +28,11 @@ def logs(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [[], ["--x", "hours", "--train"]])
-def test_picture_and_tables(logs, flags):
+def test_picture_and_tables(logs, flags, capsys):
     out = logs / "a curve.png"
     plot.main([f"Delta rule={logs}/delta/train.log", f"{logs}/sum/train.log", "--out", str(out), *flags])
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
+    assert capsys.readouterr().out == f"wrote {out}, a curve.csv and a curve.md\n"
     rows = list(csv.DictReader((logs / "a curve.csv").open()))
     assert [row["run"] for row in rows] == ["Delta rule"] * 3 + ["sum"] * 3
     last = {"run": "sum", "update": "300", "hours": "3.0000", "train_ppl": "63.0", "valid_ppl": "63.33"}
@@ -52,7 +53,20 @@ def test_the_best_is_the_lowest_not_the_last(logs):
     assert plot.read_log("delta", log).best == 100
 
 
-@pytest.mark.parametrize("text", [None, "", "Traceback\n", '{"num_updates": "5", "ppl": "3"}\n'])
+def test_a_run_that_diverged_is_drawn_up_to_there(logs):
+    log = logs / "delta" / "train.log"
+    damaged = (
+        '{"valid_ppl": "7", "valid_num_updates": "nan"}\n| valid on \'valid\' subset | ppl 1.2.3 | num_updates 5\n'
+    )
+    log.write_text("".join([*lines(100, best=1.0), *lines(200, best=float("nan")), damaged]))
+    plot.main([f"{logs}/delta", "--out", str(logs / "curves.png")])
+    assert (logs / "curves.md").read_text().splitlines()[-1] == "| delta | 11.00 | 100 | 200 | 2.00 |"
+
+
+NAN = '{"valid_ppl": "nan", "valid_num_updates": "9"}\n'
+
+
+@pytest.mark.parametrize("text", [None, "", "Traceback\n", '{"num_updates": "5", "ppl": "3"}\n', NAN])
 def test_logs_without_validation_are_refused(logs, text, capsys):
     log = logs / "bad.log"
     if text is not None:

@@ -191,7 +191,9 @@ def test_the_dictionary_of_another_model(refused, tmp_path):
     (tmp_path / "dict.txt").write_bytes(b"\xff\xfe 1\n")
     refused(r"the dictionary .*dict\.txt cannot be read: Incorrect encoding", theirs.state_dict(), settings)
     (tmp_path / "dict.txt").unlink()
-    refused(r"the dictionary .*dict\.txt cannot be read", theirs.state_dict(), settings)
+    refused(
+        r"there is no .*dict\.txt: give the dict\.txt of the training with --vocabulary", theirs.state_dict(), settings
+    )
 
 
 def test_files_that_are_no_checkpoints(checkpoint):

@@ -275,11 +275,17 @@ def recipe(tmp_path):
         (["all", "--save-dir", "x"], "--save-dir is set by the recipe"),
         (["all", "--source-updates", "0"], "--source-updates must be a whole number of at least 1, got '0'"),
         (["all", "--corpus", "gpt2", "--source-updates", "4"], "--source-updates is of --corpus peps"),
+        (["eval", "--rows", "softmax", "nosuch"], "there is no row nosuch: they are softmax local_w32 decay_m4"),
+        (["all", "--lines", "0"], "--lines must be a whole number of at least 1"),
+        (["all", "--max-updates", "x"], "fairseq-train refuses the flags: unrecognized arguments: --max-updates x."),
     ],
 )
 def test_wrong_arguments_are_explained(recipe, tmp_path, arguments, sentence):
     result = run(recipe, *arguments, "--out", tmp_path / "out")
     assert result.returncode == 1 and sentence in result.stderr
+
+
+SPLITS = ("valid", "test")
 
 
 def make_text(folder, mark=""):
@@ -344,7 +350,8 @@ def test_peps_and_what_was_interrupted(recipe, tmp_path):
         "--out",
         out,
         "--rows",
-        "softmax decay_m4 decay_m4_spans delta_norm_m4 divided_sum_m4 local_w32",
+        "softmax decay_m4",
+        *("decay_m4_spans", "delta_norm_m4", "divided_sum_m4", "local_w32"),
         "--source-updates",
         4,
         *FEW,
@@ -392,12 +399,17 @@ def test_wikitext103(recipe, tmp_path):
     model = TransformerLanguageModel.build_model(Namespace(**vars(args)), namespace)
     torch.save({"args": args, "model": model.state_dict()}, folder / "model.pt")
     arguments = ["--model", folder / "model.pt", "--data", data, "--out", tmp_path / "out", "--rows", "decay_m32", *FEW]
+    arguments += ["--lines", 5]
     result = run(recipe, "all", "--corpus", "wikitext103", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     (row,) = [
         line for line in (tmp_path / "out" / "table.md").read_text().splitlines() if line.startswith("| decay, m = 32")
     ]
     assert "| 22.10 | 20.70 |" in row and "not run" not in row
+    assert [len((tmp_path / "out" / "data" / "bpe" / f"{name}.txt").read_text().splitlines()) for name in SPLITS] == [
+        5,
+        5,
+    ]
 
 
 @pytest.mark.slow

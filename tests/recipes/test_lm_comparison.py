@@ -53,8 +53,8 @@ def test_prepare_finishes_once_and_for_one_source(text, tmp_path):
     assert (out / "data" / "bin" / "train.bin").stat().st_mtime_ns == made
     other = run("prepare", "--data", tmp_path, "--out", out)
     assert other.returncode == 1 and "another --out" in other.stderr
-    few = run("prepare", "--data", text, "--out", tmp_path / "few", "--lines", "5")
-    assert few.returncode == 0 and "Next: bash" in few.stdout, few.stderr
+    few = run("prepare", "--data", text, "--models", "sum", "softmax", "--out", tmp_path / "few", "--lines", "5")
+    assert few.returncode == 0 and "--models sum\\ softmax" in few.stdout, few.stderr
     assert (tmp_path / "few" / "data" / "text" / "test.txt").read_text() == LINE * 5
     assert (tmp_path / "few" / "data" / "text" / "train.txt").read_text() == LINE * 200
     untrained = run("eval", "--data", text, "--out", out)
@@ -177,6 +177,8 @@ def test_training_that_is_done_again_counts_once(tmp_path):
         (["tain"], "there is no stage tain"),
         (["eval", "--out", "/nonexistent"], "run the stage prepare first"),
         (["all", "--data"], "--data needs a value"),
+        (["all", "--models", "nosuch"], "there is no model nosuch: they are delta long/decay long/delta"),
+        (["all", "--lines", "abc"], "--lines must be a whole number of at least 1, got 'abc'"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

@@ -35,6 +35,12 @@ def test_the_best_validation_chooses_the_rate(out):
     assert long_training.best_rate(out, "delta") == "0.003"
 
 
+def test_seeds_need_the_rates(out, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["long_training.py", "seeds", "--out", str(out), "--models", "delta", "sum"])
+    with pytest.raises(SystemExit, match=r"sum was not trained at the rate 0\.0015: run the stage rates first"):
+        long_training.main()
+
+
 def test_a_table_has_mean_and_deviation_of_the_seeds(out, capsys):
     long_training.table(out, list(long_training.MODELS))
     assert capsys.readouterr().out.splitlines()[2:] == ["| delta | 0.003 | 2 | 12.00 ± 5.66 | 24.00 ± 11.31 |"]

@@ -127,7 +127,7 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
     (recipes / "multi30k" / "run.sh").write_text(script)
     flags = [*SMALL, "--max-update", "4", "--warmup-updates", "1", "--validate-interval-updates", "2"]
     # As a shell completes the name of a folder.
-    arguments = ["all", "--data", f"{folder}/", "--out", out, "--models", "softmax favor", *flags]
+    arguments = ["all", "--data", f"{folder}/", "--out", out, "--models", "softmax", "favor", *flags]
     done = run(recipes / "multi30k" / "run.sh", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = (out / "table.md").read_text().splitlines()
@@ -148,6 +148,11 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
     write_pairs(tmp_path / "my own", 8)
     other = run(recipes / "multi30k" / "run.sh", *own)
     assert other.returncode == 1 and "has other text than" in other.stderr
+    (tmp_path / "odd.en").write_text("one\n")
+    (tmp_path / "odd.de").write_text("eins\nzwei\n")
+    odd = run(recipes / "multi30k" / "run.sh", *own[:5], "--test", tmp_path / "odd")
+    assert odd.returncode == 1 and "different numbers of lines" in odd.stderr
+    assert not list((out / "tests").glob("*.unfinished"))
     again = run(recipes / "multi30k" / "run.sh", "prepare", "--data", folder, "--out", out)
     assert again.returncode == 0 and "+" not in again.stderr, again.stderr
 
@@ -159,6 +164,7 @@ def test_multi30k_from_raw_text_to_a_table(recipes, tmp_path):
         ("multi30k", ["prepare", "--out", "unused"], "give --data FOLDER"),
         ("multi30k", ["eval", "--out", "/nonexistent"], "run the stage prepare first"),
         ("multi30k", ["train", "--test", "x"], "--test PREFIX goes with eval"),
+        ("multi30k", ["eval", "--test", "mt/nope", "--out", "/x"], "there is neither mt/nope.en nor mt/nope.en.gz"),
         ("multi30k", ["all", "--models"], "--models needs a value"),
         ("multi30k", ["all", "--models", "sum softmx"], "there is no model softmx"),
         ("wmt14_en_de", [], "there is no stage ''"),
