@@ -60,7 +60,7 @@ def _check_results(rule: Rule, inputs: dict[str, Any]) -> None:
 
 
 def _check_causality(rule: Rule, inputs: dict[str, Any], others: dict[str, Any]) -> None:
-    changed = {
+    changed: dict[str, Any] = {
         name: x if name == "state" else torch.cat([x[:, :, :CUT], others[name][:, :, CUT:]], 2)
         for name, x in inputs.items()
     }
@@ -95,7 +95,8 @@ def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
 
     def function(*tensors: Tensor) -> Results:
-        return rule(**dict(zip(leaves, tensors, strict=True)))
+        named: dict[str, Any] = dict(zip(leaves, tensors, strict=True))
+        return rule(**named)
 
     right = torch.autograd.gradcheck(function, tuple(leaves.values()), raise_exception=False)
     assert right, f"{rule.name}: gradients must be those of finite differences"
