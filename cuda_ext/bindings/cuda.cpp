@@ -1,230 +1,144 @@
-// Registers the CUDA kernels for the operators whose schema, fake and autograd fairseq_fwp/ops owns.
+// The operator on CUDA tensors: its arguments become those of the launchers.
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <vector>
+#include "../cuda/launchers.h"
+#include "kernel_arguments.h"
 
-#include "binding_arguments.h"
-#include "cuda/launchers.h"
-
-namespace fwp {
+namespace fwp::cuda {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
-cuda::Type kernel_type(const Tensor& q) {
-  switch (q.scalar_type()) {
-    case at::kFloat: return cuda::Type::float32;
-    case at::kDouble: return cuda::Type::float64;
-    case at::kBFloat16: return cuda::Type::bfloat16;
-    case at::kHalf: return cuda::Type::float16;
-    default: TORCH_CHECK(false, "q must be float32, float64, bfloat16 or float16, got ", q.scalar_type());
+Type type_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return Type::float32;
+    case at::kDouble: return Type::float64;
+    case at::kBFloat16: return Type::bfloat16;
+    default: return Type::float16;
   }
 }
 
-void* data(const Tensor& x) { return x.mutable_data_ptr(); }
+Tokens tokens(const Tensor& x) {
+  if (!x.defined()) return {};
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), type_of(x.scalar_type())};
+}
 
-// One call of an operator: it checks tensors against q, shows them to a kernel in the way that the kernel wants, and
-// launches it on q's device and that device's current stream.
-class Invocation {
- public:
-  const Sizes size;
+Target target(const Tensor& x) {
+  if (!x.defined()) return {};
+  return {x.mutable_data_ptr(), type_of(x.scalar_type())};
+}
 
-  Invocation(const Tensor& q, const Tensor& values)
-      : size(q, values), type_(kernel_type(q)), given_(q.options()), state_(given_.dtype(state_type(q))),
-        guard_(q.device()) {
-    TORCH_CHECK(q.is_cuda(), "q must be on the GPU, where other arguments are, got ", q.device());
+Tensor contiguous(const Optional& x) { return x ? x->contiguous() : Tensor(); }
+const void* data(const Tensor& x) { return x.defined() ? x.const_data_ptr() : nullptr; }
+void* memory(const Tensor& x) { return x.defined() ? x.mutable_data_ptr() : nullptr; }
+
+Rule cuda_rule(const Arguments& given, const TokenTensors& in) {
+  if (given.removes()) return Rule::removal;
+  if (in.value_decay.defined()) return Rule::decay;
+  if (in.key_decay.defined()) return given.erases ? Rule::gated_delta_by_key : Rule::gated_by_key;
+  if (in.head_decay.defined()) return given.erases ? Rule::gated_delta : Rule::gated;
+  return given.erases ? Rule::delta : Rule::sum;
+}
+
+// What both passes have: checked arguments, as the kernels read them, on q's device and that device's current stream.
+struct Pass {
+  const fwp::Sizes size;
+  const at::ScalarType state_type;
+  const c10::DeviceGuard guard;
+  const TokenTensors in;
+  const Tensor state, first;
+  const Rule rule;
+
+  Pass(const Arguments& given, const Tensor& values)
+      : size(given.q, values), state_type(fwp::state_type(given.q)), guard(given.q.device()),
+        in((check_all(given, values), prepare_all(given, size))), state(contiguous(given.state)),
+        first(contiguous(given.first)), rule(cuda_rule(given, in)) {}
+
+  Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options()); }
+  Tensor empty_in_state_type(at::IntArrayRef sizes) const { return at::empty(sizes, in.q.options().dtype(state_type)); }
+  std::array<int64_t, 5> kept_sizes() const { return {size.B, size.H, size.L / kChunk, size.Dk, size.Dv}; }
+
+  Inputs inputs() const {
+    return {tokens(in.q), tokens(in.k), tokens(in.v), tokens(in.head_decay), tokens(in.key_decay), tokens(in.value_decay),
+            tokens(in.rate), tokens(in.removal_key), tokens(in.removal), data(state)};
   }
 
-  // Arguments of q's dtype, in any layout.
-  cuda::Tokens keys(const char* name, const Tensor& x) { return tokens(name, x, size.keys(), given_); }
-  cuda::Tokens values(const char* name, const Tensor& x) { return tokens(name, x, size.values(), given_); }
-  cuda::Tokens rates(const char* name, const Tensor& x) { return tokens(name, x, size.rates(), given_); }
-  cuda::Tokens grad_out(const OptionalTensor& x) { return x ? values("grad_out", *x) : cuda::Tokens{}; }
-  // Arguments of the state's dtype.
-  cuda::Tokens error(const Tensor& x) { return tokens("error", x, size.values(), state_); }
-  const void* state(const char* name, const OptionalTensor& x) { return x ? packed(name, *x, size.state()) : nullptr; }
-  const void* kept(const Tensor& x) { return packed("kept", x, kept_sizes()); }
-
-  // Memory for results.
-  Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, given_); }
-  Tensor empty_in_state_type(at::IntArrayRef sizes) const { return at::empty(sizes, state_); }
-  Tensor empty_state() const { return empty_in_state_type(size.state()); }
-  Tensor empty_kept() const { return empty_in_state_type(kept_sizes()); }
-  // An operator cannot return an undefined tensor: (0,), whose address is null, stands for the gradient of no state.
-  Tensor empty_gradient(const OptionalTensor& x) const { return x ? empty_state() : empty_in_state_type({0}); }
-
-  // `launch` gets a cuda::Call and returns null, or what failed.
+  // `launch` gets a Call and returns null, or what failed.
   template <typename F>
-  void run(cuda::Operator op, F launch) const {
-    const cuda::Sizes sizes{size.B, size.H, size.L, size.Dk, size.Dv};
-    const int64_t bytes = cuda::workspace_bytes(op, sizes, type_);
+  void run(bool is_backward, F launch) const {
+    const Sizes sizes{size.B, size.H, size.L, size.Dk, size.Dv};
+    const Type type = type_of(in.q.scalar_type());
+    const int64_t bytes = is_backward ? workspace_bytes(rule, sizes, type) : 0;
     // It may go before the kernels have run: its memory is given only to what this stream does after them.
-    const Tensor workspace = at::empty({bytes}, given_.dtype(at::kByte));
-    void* const stream = c10::cuda::getCurrentCUDAStream(given_.device().index()).stream();
-    const char* const failure = launch(cuda::Call{sizes, type_, data(workspace), stream});
+    const Tensor workspace = at::empty({bytes}, in.q.options().dtype(at::kByte));
+    void* const stream = c10::cuda::getCurrentCUDAStream(in.q.device().index()).stream();
+    const bool* const starts = first.defined() ? first.const_data_ptr<bool>() : nullptr;
+    const char* const failure = launch(Call{sizes, type, rule, starts, memory(workspace), stream});
     TORCH_CHECK(failure == nullptr, failure);
   }
 
  private:
-  std::array<int64_t, 5> kept_sizes() const { return {size.B, size.H, size.L / cuda::kChunk, size.Dk, size.Dv}; }
-
-  cuda::Tokens tokens(const char* name, const Tensor& x, at::IntArrayRef sizes, const at::TensorOptions& options) {
-    check(name, x, sizes, at::typeMetaToScalarType(options.dtype()), given_.device());
-    const bool side_by_side = x.dim() == 3 || x.size(3) == 1 || x.stride(3) == 1;
-    const Tensor& same = hold(side_by_side ? x : x.contiguous());
-    return {same.const_data_ptr(), same.stride(0), same.stride(1), same.stride(2)};
+  static void check_all(const Arguments& given, const Tensor& values) {
+    TORCH_CHECK(given.q.is_cuda(), "q must be on the GPU, where other arguments are, got ", given.q.device());
+    given.check_all(fwp::Sizes(given.q, values), given.q.scalar_type(), given.q.device());
   }
-
-  const void* packed(const char* name, const Tensor& x, at::IntArrayRef sizes) {
-    check(name, x, sizes, at::typeMetaToScalarType(state_.dtype()), given_.device());
-    return hold(x.contiguous()).const_data_ptr();
-  }
-
-  const Tensor& hold(Tensor x) { return held_.emplace_back(std::move(x)); }
-
-  const cuda::Type type_;
-  const at::TensorOptions given_, state_;
-  const c10::DeviceGuard guard_;
-  std::vector<Tensor> held_;  // copies, until they are queued
 };
 
-std::tuple<Tensor, Tensor> sum_rule(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& state) {
-  Invocation call(q, v);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), v_ = call.values("v", v);
-  const auto state_ = call.state("state", state);
-  const Tensor out = call.empty(call.size.values()), final = call.empty_state();
-  call.run(cuda::Operator::sum_forward, [&](const cuda::Call& c) {
-    return cuda::sum_forward(c, q_, k_, v_, state_, data(out), data(final));
+std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                        const Optional& decay, const Optional& value_decay,
+                                                        const Optional& rate, const Optional& removal_key,
+                                                        const Optional& removal_rate, const Optional& state,
+                                                        const Optional& first, bool erases) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  const Pass pass(given, v);
+  const Tensor out = pass.empty(pass.size.values()), after = pass.empty_in_state_type(pass.size.state());
+  Tensor retrieved, kept;
+  if (given.retrieves()) retrieved = pass.empty_in_state_type(pass.size.values());
+  if (given.keeps_states()) kept = pass.empty_in_state_type(pass.kept_sizes());
+  pass.run(false, [&](const Call& call) {
+    return forward(call, pass.inputs(), {target(out), memory(after), memory(retrieved), memory(kept)});
   });
-  return {out, final};
+  return {out, after, or_nothing(retrieved, after), or_nothing(kept, after)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> sum_rule_backward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                             const OptionalTensor& state,
-                                                             const OptionalTensor& grad_out,
-                                                             const OptionalTensor& grad_state) {
-  Invocation call(q, v);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), v_ = call.values("v", v);
-  const auto state_ = call.state("state", state), d_final = call.state("grad_state", grad_state);
-  const auto d_out = call.grad_out(grad_out);
-  const Tensor d_q = call.empty(call.size.keys()), d_k = call.empty(call.size.keys());
-  const Tensor d_v = call.empty(call.size.values()), d_state = call.empty_gradient(state);
-  call.run(cuda::Operator::sum_backward, [&](const cuda::Call& c) {
-    return cuda::sum_backward(c, q_, k_, v_, state_, d_out, d_final, data(d_q), data(d_k), data(d_v), data(d_state));
+NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
+                                  const Optional& value_decay, const Optional& rate, const Optional& removal_key,
+                                  const Optional& removal_rate, const Optional& state, const Optional& first,
+                                  bool erases, const Tensor& retrieved, const Tensor& kept, const Optional& grad_out,
+                                  const Optional& grad_state) {
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  TORCH_CHECK(erases || v, "v must be given");
+  const Pass pass(given, v ? *v : retrieved);
+  const auto device = q.device();
+  if (given.retrieves()) check("retrieved", retrieved, pass.size.values(), pass.state_type, device);
+  if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, device);
+  check("grad_out", grad_out, pass.size.values(), q.scalar_type(), device);
+  check("grad_state", grad_state, pass.size.state(), pass.state_type, device);
+  const Tensor found = given.retrieves() ? prepare(retrieved) : Tensor(), d_out = grad_out ? prepare(*grad_out) : Tensor();
+  const Tensor states = given.keeps_states() ? kept.contiguous() : Tensor(), d_state = contiguous(grad_state);
+  const TokenTensors& in = pass.in;
+  const auto like = [](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); };
+  TokenTensors to;
+  to.q = like(in.q), to.k = like(in.k), to.v = pass.empty(pass.size.values());
+  to.key_decay = like(in.key_decay), to.value_decay = like(in.value_decay), to.head_decay = like(in.head_decay);
+  if (rate) to.rate = like(in.rate);
+  if (in.removal.defined()) to.removal = like(in.removal), to.removal_key = like(in.removal);
+  const Tensor d_initial = state ? pass.empty_in_state_type(pass.size.state()) : Tensor();
+  pass.run(true, [&](const Call& call) {
+    const Gradients gradients{target(to.q),           target(to.k),          target(to.v),    target(to.head_decay),
+                              target(to.key_decay),   target(to.value_decay), target(to.rate), target(to.removal_key),
+                              target(to.removal),     memory(d_initial)};
+    return backward(call, pass.inputs(), {tokens(found), tokens(d_out), data(states), data(d_state)}, gradients);
   });
-  return {d_q, d_k, d_v, d_state};
-}
-
-std::tuple<Tensor, Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                                              const OptionalTensor& state) {
-  Invocation call(q, v);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), v_ = call.values("v", v), beta_ = call.rates("beta", beta);
-  const auto state_ = call.state("state", state);
-  const Tensor out = call.empty(call.size.values()), final = call.empty_state();
-  const Tensor error = call.empty_in_state_type(call.size.values());
-  call.run(cuda::Operator::delta_forward, [&](const cuda::Call& c) {
-    return cuda::delta_forward(c, q_, k_, v_, beta_, state_, data(out), data(final), data(error));
-  });
-  return {out, final, error};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(const Tensor& q, const Tensor& k,
-                                                                       const Tensor& beta, const OptionalTensor& state,
-                                                                       const Tensor& error,
-                                                                       const OptionalTensor& grad_out,
-                                                                       const OptionalTensor& grad_state) {
-  Invocation call(q, error);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), beta_ = call.rates("beta", beta);
-  const auto state_ = call.state("state", state), d_final = call.state("grad_state", grad_state);
-  const auto error_ = call.error(error), d_out = call.grad_out(grad_out);
-  const Tensor d_q = call.empty(call.size.keys()), d_k = call.empty(call.size.keys());
-  const Tensor d_v = call.empty(call.size.values()), d_beta = call.empty(call.size.rates());
-  const Tensor d_state = call.empty_gradient(state);
-  call.run(cuda::Operator::delta_backward, [&](const cuda::Call& c) {
-    return cuda::delta_backward(c, q_, k_, beta_, state_, error_, d_out, d_final, data(d_q), data(d_k), data(d_v),
-                                data(d_beta), data(d_state));
-  });
-  return {d_q, d_k, d_v, d_beta, d_state};
-}
-
-std::tuple<Tensor, Tensor, Tensor> gated_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
-                                              const OptionalTensor& state) {
-  Invocation call(q, v);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), v_ = call.values("v", v), gate_ = call.rates("gate", gate);
-  const auto state_ = call.state("state", state);
-  const Tensor out = call.empty(call.size.values()), final = call.empty_state(), kept = call.empty_kept();
-  call.run(cuda::Operator::gated_forward, [&](const cuda::Call& c) {
-    return cuda::gated_forward(c, q_, k_, v_, gate_, state_, data(out), data(final), data(kept));
-  });
-  return {out, final, kept};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_rule_backward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate, const OptionalTensor& state,
-    const Tensor& kept, const OptionalTensor& grad_out, const OptionalTensor& grad_state) {
-  Invocation call(q, v);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), v_ = call.values("v", v), gate_ = call.rates("gate", gate);
-  const auto state_ = call.state("state", state), d_final = call.state("grad_state", grad_state);
-  const auto kept_ = call.kept(kept);
-  const auto d_out = call.grad_out(grad_out);
-  const Tensor d_q = call.empty(call.size.keys()), d_k = call.empty(call.size.keys());
-  const Tensor d_v = call.empty(call.size.values()), d_gate = call.empty(call.size.rates());
-  const Tensor d_state = call.empty_gradient(state);
-  call.run(cuda::Operator::gated_backward, [&](const cuda::Call& c) {
-    return cuda::gated_backward(c, q_, k_, v_, gate_, state_, kept_, d_out, d_final, data(d_q), data(d_k), data(d_v),
-                                data(d_gate), data(d_state));
-  });
-  return {d_q, d_k, d_v, d_gate, d_state};
-}
-
-std::tuple<Tensor, Tensor, Tensor> decay_rule(const Tensor& q, const Tensor& k, const Tensor& v,
-                                              const Tensor& key_decay, const Tensor& value_decay,
-                                              const OptionalTensor& state) {
-  Invocation call(q, v);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), v_ = call.values("v", v);
-  const auto f = call.keys("key_decay", key_decay), z = call.values("value_decay", value_decay);
-  const auto state_ = call.state("state", state);
-  const Tensor out = call.empty(call.size.values()), final = call.empty_state(), kept = call.empty_kept();
-  call.run(cuda::Operator::decay_forward, [&](const cuda::Call& c) {
-    return cuda::decay_forward(c, q_, k_, v_, f, z, state_, data(out), data(final), data(kept));
-  });
-  return {out, final, kept};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decay_rule_backward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key_decay, const Tensor& value_decay,
-    const OptionalTensor& state, const Tensor& kept, const OptionalTensor& grad_out,
-    const OptionalTensor& grad_state) {
-  Invocation call(q, v);
-  const auto q_ = call.keys("q", q), k_ = call.keys("k", k), v_ = call.values("v", v);
-  const auto f = call.keys("key_decay", key_decay), z = call.values("value_decay", value_decay);
-  const auto state_ = call.state("state", state), d_final = call.state("grad_state", grad_state);
-  const auto kept_ = call.kept(kept);
-  const auto d_out = call.grad_out(grad_out);
-  const Tensor d_q = call.empty(call.size.keys()), d_k = call.empty(call.size.keys());
-  const Tensor d_v = call.empty(call.size.values()), d_state = call.empty_gradient(state);
-  const Tensor d_f = call.empty(call.size.keys()), d_z = call.empty(call.size.values());
-  call.run(cuda::Operator::decay_backward, [&](const cuda::Call& c) {
-    return cuda::decay_backward(c, q_, k_, v_, f, z, state_, kept_, d_out, d_final, data(d_q), data(d_k), data(d_v),
-                                data(d_f), data(d_z), data(d_state));
-  });
-  return {d_q, d_k, d_v, d_f, d_z, d_state};
+  return gradients(given, in, to, d_initial);
 }
 
 }  // namespace
-}  // namespace fwp
+}  // namespace fwp::cuda
 
 TORCH_LIBRARY_IMPL(fwp, CUDA, m) {
-  m.impl("sum_rule", &fwp::sum_rule);
-  m.impl("sum_rule_backward", &fwp::sum_rule_backward);
-  m.impl("delta_rule", &fwp::delta_rule);
-  m.impl("delta_rule_backward", &fwp::delta_rule_backward);
-  m.impl("gated_rule", &fwp::gated_rule);
-  m.impl("gated_rule_backward", &fwp::gated_rule_backward);
-  m.impl("decay_rule", &fwp::decay_rule);
-  m.impl("decay_rule_backward", &fwp::decay_rule_backward);
+  m.impl("fast_weights", &fwp::cuda::fast_weights);
+  m.impl("fast_weights_backward", &fwp::cuda::fast_weights_backward);
 }

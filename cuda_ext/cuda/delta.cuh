@@ -8,11 +8,6 @@
 
 namespace fwp::cuda {
 
-template <typename A, int n>
-FWP_DEVICE void scaled(A factor, const A (&x)[n], A (&product)[n]) {
-  FWP_UNROLL for (int i = 0; i < n; ++i) product[i] = factor * x[i];
-}
-
 template <typename A>
 struct DeltaForward : Scan<A, 2, 1, 1> {
   enum Rows { kKey, kQuery };

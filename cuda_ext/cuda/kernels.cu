@@ -1,4 +1,2 @@
 // The only file that nvcc compiles: everything, with the functions of launchers.h for others to link.
-#include "launch_decay.cuh"
-#include "launch_delta.cuh"
-#include "launch_sum.cuh"
+#include "launch_rules.cuh"

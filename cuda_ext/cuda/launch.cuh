@@ -114,16 +114,13 @@ struct Maker {
   const Sizes& size = call.size;
   static constexpr Type kState = sizeof(A) == 8 ? Type::float64 : Type::float32;
 
-  ScanSize along_keys() const { return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv)}; }
-  ScanSize along_values() const { return {size.B * size.H, size.H, size.L, int(size.Dv), int(size.Dk)}; }
+  ScanSize along_keys() const { return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), call.first}; }
+  ScanSize along_values() const { return {size.B * size.H, size.H, size.L, int(size.Dv), int(size.Dk), call.first}; }
 
-  Input input(const Tokens& x) const { return {x.data, x.batch, x.head, x.token, call.type}; }
-  Input in_state_type(const Tokens& x) const { return {x.data, x.batch, x.head, x.token, kState}; }
   // A contiguous array of `width` numbers a token, in the state's type.
   Input scratch(const void* x, int64_t width) const {
     return {x, size.H * size.L * width, size.L * width, width, kState};
   }
-  Output output(void* x) const { return {x, call.type}; }
   static Output raw(void* x) { return {x, kState}; }
 
   template <typename T>
@@ -151,16 +148,21 @@ inline size_t bytes_of_tokens(const Sizes& size, Type type, int64_t width) {
   return aligned(size_t(size.B * size.H * size.L * width) * state_bytes(type));
 }
 
-}  // namespace detail
+// Consecutive arrays of the workspace, of `width` numbers a token each.
+class Workspace {
+ public:
+  Workspace(const Call& call) : call_(call), next_(static_cast<char*>(call.workspace)) {}
+  void* tokens(int64_t width) {
+    void* const found = next_;
+    next_ += bytes_of_tokens(call_.size, call_.type, width);
+    return found;
+  }
 
-size_t workspace_bytes(Operator op, const Sizes& size, Type type) {
-  using namespace detail;
-  // d_write, and the half of d_k where d_k itself is not in the state's type.
-  if (op == Operator::delta_backward)
-    return bytes_of_tokens(size, type, size.Dv) + (in_state_type(type) ? 0 : bytes_of_tokens(size, type, size.Dk));
-  // Each key column's part of d_gate.
-  if (op == Operator::gated_backward) return bytes_of_tokens(size, type, size.Dk);
-  return 0;
-}
+ private:
+  const Call& call_;
+  char* next_;
+};
+
+}  // namespace detail
 
 }  // namespace fwp::cuda

@@ -1,4 +1,4 @@
-// The delta rule of launchers.h: which scans its operators consist of.
+// The delta rule: which scans its passes consist of.
 #pragma once
 
 #include "delta.cuh"
@@ -38,51 +38,45 @@ const char* launch_either(const Scan& scan, Type, void* stream) {
   return launch(scan, stream);
 }
 
+inline const char* delta_forward(const Call& call, const Inputs& in, const Outputs& to) {
+  return with_maker(call, [&](auto make) {
+    using A = typename decltype(make)::Number;
+    const DeltaForward<A> scan{
+        {make.along_keys(), {}, {{in.k, in.q}, {in.v}, {in.rate}}, make.matrix(in.state), make.matrix(to.state)},
+        to.out, make.raw(to.retrieved)};
+    return launch_either(scan, call.type, call.stream);
+  });
+}
+
+// d_write, and the half of d_k where d_k itself is not in the state's type.
+inline size_t delta_workspace(const Sizes& size, Type type) {
+  return bytes_of_tokens(size, type, size.Dv) + (in_state_type(type) ? 0 : bytes_of_tokens(size, type, size.Dk));
+}
+
+inline const char* delta_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return with_maker(call, [&](auto make) {
+    using A = typename decltype(make)::Number;
+    Workspace workspace(call);
+    void* const d_write = workspace.tokens(call.size.Dv);
+    void* const half = in_state_type(call.type) ? to.k.data : workspace.tokens(call.size.Dk);
+    const Tokens write = make.scratch(d_write, call.size.Dv), first_half = make.scratch(half, call.size.Dk);
+    const Tokens &error = more.retrieved, &d_out = more.d_out;
+    const DeltaBackwardValues<A> values{
+        {make.along_keys(), {}, {{in.k, in.q}, {d_out}, {in.rate}}, make.matrix(more.d_state), make.matrix(to.state)},
+        to.v, make.raw(d_write)};
+    const DeltaBackwardQueries<A> queries{
+        {make.along_values(), {}, {{error, write, d_out}, {in.k}, {in.rate}}, make.transposed(in.state), {}},
+        to.q, make.raw(half), to.rate};
+    const DeltaBackwardKeys<A> keys{
+        {make.along_values(), {}, {{error, write, d_out}, {in.q, in.k, first_half}, {in.rate}},
+         make.transposed(more.d_state), {}},
+        to.k};
+    const char* text = launch_either(values, call.type, call.stream);
+    if (!text) text = launch(queries, call.stream);
+    return text ? text : launch(keys, call.stream);
+  });
+}
+
 }  // namespace detail
-
-const char* delta_forward(const Call& call, Tokens q, Tokens k, Tokens v, Tokens beta, const void* state,
-                                 void* out, void* new_state, void* error) {
-  return detail::with_maker(call, [&](auto make) {
-    using A = typename decltype(make)::Number;
-    const DeltaForward<A> scan{{make.along_keys(),  {},
-                                {{make.input(k), make.input(q)}, {make.input(v)}, {make.input(beta)}},
-                                make.matrix(state), make.matrix(new_state)},
-                               make.output(out), make.raw(error)};
-    return detail::launch_either(scan, call.type, call.stream);
-  });
-}
-
-const char* delta_backward(const Call& call, Tokens q, Tokens k, Tokens beta, const void* state, Tokens error,
-                                  Tokens grad_out, const void* grad_state, void* d_q, void* d_k, void* d_v,
-                                  void* d_beta, void* d_state) {
-  return detail::with_maker(call, [&](auto make) {
-    using A = typename decltype(make)::Number;
-    const Sizes& size = call.size;
-    const Input query = make.input(q), key = make.input(k), rate = make.input(beta), d_out = make.input(grad_out);
-    const Input e = make.in_state_type(error);
-    char* const scratch = static_cast<char*>(call.workspace);
-    void* const d_write = scratch;
-    void* const half = detail::in_state_type(call.type) ? d_k
-                                                        : scratch + detail::bytes_of_tokens(size, call.type, size.Dv);
-    const Input write = make.scratch(d_write, size.Dv), first_half = make.scratch(half, size.Dk);
-    const DeltaBackwardValues<A> values{{make.along_keys(),       {},
-                                         {{key, query}, {d_out}, {rate}},
-                                         make.matrix(grad_state), make.matrix(d_state)},
-                                        make.output(d_v), make.raw(d_write)};
-    const char* text = detail::launch_either(values, call.type, call.stream);
-    if (!text)
-      text = detail::launch(DeltaBackwardQueries<A>{{make.along_values(), {}, {{e, write, d_out}, {key}, {rate}},
-                                                     make.transposed(state), {}},
-                                                    make.output(d_q), make.raw(half), make.output(d_beta)},
-                            call.stream);
-    if (!text)
-      text = detail::launch(DeltaBackwardKeys<A>{{make.along_values(), {},
-                                                  {{e, write, d_out}, {query, key, first_half}, {rate}},
-                                                  make.transposed(grad_state), {}},
-                                                 make.output(d_k)},
-                            call.stream);
-    return text;
-  });
-}
 
 }  // namespace fwp::cuda

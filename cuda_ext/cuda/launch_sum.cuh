@@ -1,4 +1,4 @@
-// The sum rule of launchers.h: which scans its operators consist of.
+// The sum rule: which scans its passes consist of.
 #pragma once
 
 #include "sum.cuh"
@@ -27,38 +27,32 @@ const char* launch_either(const SumScan<A>& scan, Type type, void* stream) {
   return launch(scan, stream);
 }
 
-}  // namespace detail
-
-const char* sum_forward(const Call& call, Tokens q, Tokens k, Tokens v, const void* state, void* out,
-                               void* new_state) {
-  return detail::with_maker(call, [&](auto make) {
+inline const char* sum_forward(const Call& call, const Inputs& in, const Outputs& to) {
+  return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
-    const SumScan<A> scan{{make.along_keys(),  {},
-                           {{make.input(k), make.input(q)}, {make.input(v)}, {}},
-                           make.matrix(state), make.matrix(new_state)},
-                          false, make.output(out)};
-    return detail::launch_either(scan, call.type, call.stream);
+    const SumScan<A> scan{{make.along_keys(), {}, {{in.k, in.q}, {in.v}, {}}, make.matrix(in.state), make.matrix(to.state)},
+                          false, to.out};
+    return launch_either(scan, call.type, call.stream);
   });
 }
 
-const char* sum_backward(const Call& call, Tokens q, Tokens k, Tokens v, const void* state, Tokens grad_out,
-                                const void* grad_state, void* d_q, void* d_k, void* d_v, void* d_state) {
-  return detail::with_maker(call, [&](auto make) {
+inline const char* sum_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
-    const Input query = make.input(q), key = make.input(k), value = make.input(v), d_out = make.input(grad_out);
-    const SumScan<A> queries{{make.along_values(), {}, {{value, d_out}, {key}, {}}, make.transposed(state), {}},
-                             false, make.output(d_q)};
-    const SumScan<A> keys{{make.along_values(), {}, {{d_out, value}, {query}, {}}, make.transposed(grad_state), {}},
-                          true, make.output(d_k)};
-    const SumScan<A> values{{make.along_keys(),       {},
-                             {{query, key}, {d_out}, {}},
-                             make.matrix(grad_state), make.matrix(d_state)},
-                            true, make.output(d_v)};
+    const Tokens& d_out = more.d_out;
+    const SumScan<A> queries{
+        {make.along_values(), {}, {{in.v, d_out}, {in.k}, {}}, make.transposed(in.state), {}}, false, to.q};
+    const SumScan<A> keys{
+        {make.along_values(), {}, {{d_out, in.v}, {in.q}, {}}, make.transposed(more.d_state), {}}, true, to.k};
+    const SumScan<A> values{
+        {make.along_keys(), {}, {{in.q, in.k}, {d_out}, {}}, make.matrix(more.d_state), make.matrix(to.state)}, true, to.v};
     const char* error = nullptr;
     for (const SumScan<A>* scan : {&queries, &keys, &values})
-      if (!error) error = detail::launch_either(*scan, call.type, call.stream);
+      if (!error) error = launch_either(*scan, call.type, call.stream);
     return error;
   });
 }
+
+}  // namespace detail
 
 }  // namespace fwp::cuda

@@ -20,6 +20,7 @@ constexpr int kBuffers = 2;            // of tokens: one is filled while the oth
 struct ScanSize {
   int64_t heads, heads_per_batch, length;
   int rows, columns;
+  const bool* first;  // (batches, length): tokens before which the matrix is zero, forwards; null: nowhere
 };
 
 // All are powers of two, but `slabs`.

@@ -5,18 +5,8 @@
 
 namespace fwp::cuda {
 
-// An array of tokens (B, H, L, D) or (B, H, L); zeros where `data` is null.
-struct Input {
-  const void* data = nullptr;
-  int64_t batch = 0, head = 0, token = 0;
-  Type type = Type::float32;
-};
-
-// A contiguous array (B, H, L, D) or (B, H, L); not wanted where `data` is null.
-struct Output {
-  void* data = nullptr;
-  Type type = Type::float32;
-};
+using Input = Tokens;  // zeros where `data` is null
+using Output = Target;
 
 // A rows x columns matrix for each head, or for each head and chunk; the transpose of one by its strides. Zeros, or not
 // wanted, where `data` is null.
@@ -52,6 +42,18 @@ struct Tile {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= factor;
   }
+  FWP_DEVICE void scale_rows(const A (&row)[kRows]) {
+    FWP_UNROLL for (int r = 0; r < kRows; ++r)
+      FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= row[r];
+  }
+  FWP_DEVICE void scale_columns(const A (&column)[kColumns]) {
+    FWP_UNROLL for (int r = 0; r < kRows; ++r)
+      FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= column[c];
+  }
+  FWP_DEVICE void clear() {
+    FWP_UNROLL for (int r = 0; r < kRows; ++r)
+      FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = A(0);
+  }
   // row x, of this thread's rows alone.
   FWP_DEVICE void read(const A (&row)[kRows], A (&sum)[kColumns]) const {
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) {
@@ -59,7 +61,19 @@ struct Tile {
       FWP_UNROLL for (int r = 1; r < kRows; ++r) sum[c] = fma(row[r], x[r][c], sum[c]);
     }
   }
+  // The sums over this thread's rows of the products of elements.
+  FWP_DEVICE void read_with(const Tile& other, A (&sum)[kColumns]) const {
+    FWP_UNROLL for (int c = 0; c < kColumns; ++c) {
+      sum[c] = x[0][c] * other.x[0][c];
+      FWP_UNROLL for (int r = 1; r < kRows; ++r) sum[c] = fma(x[r][c], other.x[r][c], sum[c]);
+    }
+  }
 };
+
+template <typename A, int n>
+FWP_DEVICE void scaled(A factor, const A (&x)[n], A (&product)[n]) {
+  FWP_UNROLL for (int i = 0; i < n; ++i) product[i] = factor * x[i];
+}
 
 // Over all lanes that share a column: the same bits for each of them, whatever else runs. All of a warp must call it.
 template <typename A, int n>
@@ -115,6 +129,10 @@ struct Place {
   FWP_DEVICE bool brings_tokens() const { return thread >= plan.threads(); }
   // Whether the thread has columns of a head, though perhaps beyond the last one.
   FWP_DEVICE bool is_there() const { return !brings_tokens() && head < size.heads; }
+  // Whether a document begins with token t.
+  FWP_DEVICE bool begins(int64_t t) const {
+    return size.first && is_there() && size.first[head / size.heads_per_batch * size.length + t];
+  }
   FWP_DEVICE int row(int r) const { return ((r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
 
   FWP_DEVICE A* buffer(int64_t n) const {
@@ -256,7 +274,11 @@ struct Scan {
     const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
     Tile<A, kRows, kColumns> matrix;
     place.load(initial, place.head, matrix);
-    place.for_tokens(reverse, [&](int64_t t, const A* token) { step(place, t, token, matrix); });
+    place.for_tokens(reverse, [&](int64_t t, const A* token) {
+      if (!reverse && place.begins(t)) matrix.clear();
+      step(place, t, token, matrix);
+      if (reverse && place.begins(t)) matrix.clear();
+    });
     place.store(matrix, last, place.head);
   }
 };

@@ -14,9 +14,10 @@ ARCHITECTURES = ["80", "90a", "100"]
 # takes two for each number. The scans on the tensor cores, whose threads hold 64 numbers of the state where it has 128
 # rows, have two blocks of 128.
 GREATEST = {"f": 128, "d": 168, "L": 255}
-# Seven scans in three shapes, two of the backward pass in two, and one sum, in float32; in float64 one shape less. And
-# scans on the tensor cores (L, for a number of rows): one of the sum and two of the delta rule, for four of them.
-KERNELS_BY_TYPE = {"f": 7 * 3 + 2 * 2 + 1, "d": 7 * 2 + 2 * 2 + 1, "L": 3 * 4}
+# One scan of the sum and four of the delta rule in three shapes (float64: two), three for each of the six rules that
+# fade in two, and one sum. And scans on the tensor cores (L, for a number of rows): one of the sum and two of the delta
+# rule, for four of them.
+KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": 3 * 4}
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc of CUDA 12 or later on PATH")
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
+from operator_cases import CASES, as_double, cotangents_of, make_case, reference
+from rule_cases import relative_error
 from test_sanitizer import run_watched
-from twin import KERNELS, ORDER, Twin, TwinError, build
+from twin import KERNELS, Twin, TwinError, build
 
 # Ragged in every size; with several heads in a block, several slabs, stages, chunks.
 SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
@@ -45,16 +46,16 @@ MUTATIONS = {
     ),
     "padding_not_written": Mutation("scan.cuh", "i < width; i += kWarp) target", "i < count; i += kWarp) target"),
     "slot_shared_by_threads": Mutation(
-        "decay.cuh", "place.own_memory() + place.thread", "place.own_memory()", ("gated", "decay")
+        "forget.cuh", "place.own_memory() + place.thread", "place.own_memory()", ("gated", "decay")
     ),
     "slots_overrun": Mutation(
-        "launch_decay.cuh", "? Scan::kStates : 0", "? Scan::kStates - 1 : 0", ("gated", "decay"), "beyond its shared"
+        "launch_forget.cuh", "? Scan::kStates : 0", "? Scan::kStates - 1 : 0", ("gated", "decay"), "beyond its shared"
     ),
     "group_too_long": Mutation(
-        "decay.cuh", "left < kGroup ? int(left) : kGroup", "left < kGroup ? int(left) + 1 : kGroup", ("gated", "decay")
+        "forget.cuh", "left < kGroup ? int(left) : kGroup", "left < kGroup ? int(left) + 1 : kGroup", ("gated", "decay")
     ),
     "state_not_restored": Mutation(
-        "decay.cuh", "else if (stage.group < stage.groups - 1)", "else if (false)", ("gated", "decay")
+        "forget.cuh", "else if (stage.group < stage.groups - 1)", "else if (false)", ("gated", "decay")
     ),
     "sum_one_step_short": Mutation(
         "scan.cuh", "distance < lanes; distance *= 2", "2 * distance < lanes; distance *= 2"
@@ -90,6 +91,11 @@ MUTATIONS = {
         "delta_chunks.cuh", "    __syncwarp();\n    solve(n, rates(chunk));", "    solve(n, rates(chunk));", ("delta",)
     ),
     "a_state_in_one_part": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<1>(", ("delta",)),
+    "correction_not_faded": Mutation(
+        "forget.cuh", "fma(-decay[c], column[c], d_key[c])", "d_key[c] - column[c]", ("gated_delta_by_key",)
+    ),
+    "removal_after_fading": Mutation("forget.cuh", "      g.add(row, of_found);\n", "", ("rwkv7",)),
+    "document_not_begun": Mutation("forget.cuh", "    if (place.begins(t)) g.clear();\n", "", ("gla",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
 
@@ -107,31 +113,32 @@ def mutated(mutation, folder):
 
 @pytest.fixture(scope="module")
 def cases():
-    """Inputs, gradients and what the reference makes of them."""
+    """Arguments, gradients and what the reference makes of them."""
     found = []
-    for rule in ORDER:
+    for rule in CASES:
         for shape in SHAPES:
-            inputs = sample_inputs(rule, shape)
-            gradients = cotangents(inputs)
-            found.append((rule, inputs, gradients, results(RULES[rule].reference, inputs, gradients)))
+            given, erases = make_case(rule, shape, torch.float64)
+            if shape is SHAPES[1]:
+                given["first"] = torch.arange(shape[2]).expand(shape[0], -1).remainder(11).eq(5)
+            gradients = cotangents_of(given)
+            found.append((rule, given, erases, gradients, reference(given, erases, gradients)))
     for rule in ("sum", "delta"):
-        inputs = sample_inputs(rule, CHUNK_SHAPE, torch.bfloat16)
-        gradients = cotangents(inputs)
-        exact = {name: x.double() for name, x in inputs.items()}
-        truth = results(RULES[rule].reference, exact, tuple(x.double() for x in gradients))
-        found.append((rule, inputs, gradients, truth))
+        given, erases = make_case(rule, CHUNK_SHAPE, torch.bfloat16)
+        gradients = cotangents_of(given)
+        truth = reference(as_double(given), erases, [x.double() for x in gradients])
+        found.append((rule, given, erases, gradients, truth))
     return found
 
 
-def faults(twin, cases, rules=ORDER):
+def faults(twin, cases, rules=CASES):
     """What is wrong, if anything, by the checks that the kernels themselves have to pass."""
-    for rule, inputs, gradients, truth in cases:
+    for rule, given, erases, gradients, truth in cases:
         if rule not in rules:
             continue
         for multiprocessors in (132, 1):
             for reverse in (0, 1):
                 try:
-                    found = twin.results(rule, inputs, gradients, multiprocessors=multiprocessors, reverse=reverse)
+                    found = twin.results(given, erases, gradients, multiprocessors=multiprocessors, reverse=reverse)
                 except TwinError as error:
                     return str(error)
                 for name, x in truth.items():
@@ -148,14 +155,14 @@ def test_no_mistake_no_fault(twin, cases):
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mistake_is_found(name, cases, tmp_path):
     mutation = MUTATIONS[name]
-    parts = {"sum": "SUM", "delta": "DELTA", "gated": "DECAY", "decay": "DECAY"}
-    flags = ["-O0", *sorted({f"-DTWIN_{parts[rule]}" for rule in mutation.rules})]
+    part = {"sum": "SUM", "delta": "DELTA"}.get(mutation.rules[0], "FORGET")
+    flags = ["-O0", f"-DTWIN_{part}"]
     fault = faults(Twin(build(mutated(mutation, tmp_path), flags=flags, folder=tmp_path)), cases, mutation.rules)
     assert fault and mutation.complaint in fault
 
 
 def test_address_sanitizer_watches_shared_memory(tmp_path):
-    found = run_watched(mutated(MUTATIONS["slots_overrun"], tmp_path), ("-DTWIN_DECAY",), tmp_path)
+    found = run_watched(mutated(MUTATIONS["slots_overrun"], tmp_path), ("-DTWIN_FORGET",), tmp_path)
     assert found.returncode != 0 and "use-after-poison" in found.stderr
 
 

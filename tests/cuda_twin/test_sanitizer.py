@@ -18,7 +18,7 @@ SIZES = [
 
 
 def run_watched(kernels=KERNELS, flags=("-Wall", "-Werror"), folder=CACHE):
-    """All operators at all sizes, in all types and both orders of threads."""
+    """All rules at all sizes, in all types and both orders of threads, with documents and without."""
     flags = ("-O0", "-g1", "-fsanitize=address", *flags)
     program = build(kernels, program=True, flags=flags, folder=folder)
     arguments = [str(n) for size in SIZES for n in size]

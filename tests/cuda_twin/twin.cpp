@@ -3,68 +3,76 @@
 #include <cstdlib>
 
 // A mutation test needs only the rules that it tests.
-#if !defined(TWIN_SUM) && !defined(TWIN_DELTA) && !defined(TWIN_DECAY)
+#if !defined(TWIN_SUM) && !defined(TWIN_DELTA) && !defined(TWIN_FORGET)
 #define TWIN_SUM
 #define TWIN_DELTA
-#define TWIN_DECAY
-#endif
-
+#define TWIN_FORGET
+#include "launch_rules.cuh"
+#else
 #ifdef TWIN_SUM
 #include "launch_sum.cuh"
 #endif
 #ifdef TWIN_DELTA
 #include "launch_delta.cuh"
 #endif
-#ifdef TWIN_DECAY
-#include "launch_decay.cuh"
+#ifdef TWIN_FORGET
+#include "launch_forget.cuh"
 #endif
 
-using fwp::cuda::Call;
-using fwp::cuda::Operator;
-using fwp::cuda::Sizes;
-using fwp::cuda::Tokens;
-using fwp::cuda::Type;
+namespace fwp::cuda {
 
-extern "C" size_t twin_workspace_bytes(int op, const Sizes* size, int type) {
-  return fwp::cuda::workspace_bytes(Operator(op), *size, Type(type));
+#ifdef TWIN_SUM
+size_t workspace_bytes(Rule, const Sizes&, Type) { return 0; }
+const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return detail::sum_forward(call, in, to); }
+const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return detail::sum_backward(call, in, more, to);
+}
+#elif defined(TWIN_DELTA)
+size_t workspace_bytes(Rule, const Sizes& size, Type type) { return detail::delta_workspace(size, type); }
+const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
+  return detail::delta_forward(call, in, to);
+}
+const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return detail::delta_backward(call, in, more, to);
+}
+#else
+size_t workspace_bytes(Rule rule, const Sizes& size, Type type) { return detail::forget_workspace(rule, size, type); }
+const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
+  return detail::forget_forward(call, in, to);
+}
+const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return detail::forget_backward(call, in, more, to);
+}
+#endif
+
+}  // namespace fwp::cuda
+#endif
+
+using namespace fwp::cuda;
+
+// What the twin pretends to be.
+struct Pretended {
+  int reversed, multiprocessors, shared_kib;
+};
+
+static void pretend(const Pretended& how) {
+  twin::machine().reversed = how.reversed;
+  twin::machine().multiprocessors = how.multiprocessors;
+  twin::machine().shared_bytes = size_t(how.shared_kib) * 1024;
+  twin::machine().error[0] = 0;
 }
 
-// `in` holds the Tokens and `a` the arrays of an operator, in the order of its arguments.
-extern "C" const char* twin_run(int op, const Sizes* size, int type, void* workspace, const Tokens* in, void* const* a,
-                                int reversed, int multiprocessors, int shared_kib) {
-  using namespace fwp::cuda;
-  twin::machine().reversed = reversed;
-  twin::machine().multiprocessors = multiprocessors;
-  twin::machine().shared_bytes = size_t(shared_kib) * 1024;
-  twin::machine().error[0] = 0;
-  const Call call{*size, Type(type), workspace, nullptr};
-  switch (Operator(op)) {
-#ifdef TWIN_SUM
-    case Operator::sum_forward:
-      return sum_forward(call, in[0], in[1], in[2], a[0], a[1], a[2]);
-    case Operator::sum_backward:
-      return sum_backward(call, in[0], in[1], in[2], a[0], in[3], a[1], a[2], a[3], a[4], a[5]);
-#endif
-#ifdef TWIN_DELTA
-    case Operator::delta_forward:
-      return delta_forward(call, in[0], in[1], in[2], in[3], a[0], a[1], a[2], a[3]);
-    case Operator::delta_backward:
-      return delta_backward(call, in[0], in[1], in[2], a[0], in[3], in[4], a[1], a[2], a[3], a[4], a[5], a[6]);
-#endif
-#ifdef TWIN_DECAY
-    case Operator::gated_forward:
-      return gated_forward(call, in[0], in[1], in[2], in[3], a[0], a[1], a[2], a[3]);
-    case Operator::gated_backward:
-      return gated_backward(call, in[0], in[1], in[2], in[3], a[0], a[1], in[4], a[2], a[3], a[4], a[5], a[6], a[7]);
-    case Operator::decay_forward:
-      return decay_forward(call, in[0], in[1], in[2], in[3], in[4], a[0], a[1], a[2], a[3]);
-    case Operator::decay_backward:
-      return decay_backward(call, in[0], in[1], in[2], in[3], in[4], a[0], a[1], in[5], a[2], a[3], a[4], a[5], a[6],
-                            a[7], a[8]);
-#endif
-    default:
-      return "this operator is not part of the build";
-  }
+extern "C" size_t twin_workspace_bytes(const Call* call) { return workspace_bytes(call->rule, call->size, call->type); }
+
+extern "C" const char* twin_forward(const Pretended* how, const Call* call, const Inputs* in, const Outputs* to) {
+  pretend(*how);
+  return forward(*call, *in, *to);
+}
+
+extern "C" const char* twin_backward(const Pretended* how, const Call* call, const Inputs* in, const Backward* more,
+                                     const Gradients* to) {
+  pretend(*how);
+  return backward(*call, *in, *more, *to);
 }
 
 #ifdef TWIN_PROGRAM
@@ -87,85 +95,59 @@ struct Array {
   }
 };
 
-std::vector<int> operators() {
-  std::vector<int> found;
-  const auto add = [&](Operator forward, Operator backward) {
-    found.push_back(int(forward));
-    found.push_back(int(backward));
-  };
+std::vector<Rule> rules() {
+  std::vector<Rule> found;
 #ifdef TWIN_SUM
-  add(Operator::sum_forward, Operator::sum_backward);
+  found.push_back(Rule::sum);
 #endif
 #ifdef TWIN_DELTA
-  add(Operator::delta_forward, Operator::delta_backward);
+  found.push_back(Rule::delta);
 #endif
-#ifdef TWIN_DECAY
-  add(Operator::gated_forward, Operator::gated_backward);
-  add(Operator::decay_forward, Operator::decay_backward);
+#ifdef TWIN_FORGET
+  for (int rule = int(Rule::gated); rule <= int(Rule::removal); ++rule) found.push_back(Rule(rule));
 #endif
   return found;
 }
 
-// All operators on arrays of their exact sizes.
-const char* run_all(const Sizes& size, Type type, int reversed, int multiprocessors) {
+// Both passes of a rule on arrays of their exact sizes; the second token of each sequence begins a document, or none does.
+const char* run(Rule rule, const Sizes& size, Type type, bool documents, const Pretended& how) {
   const Type of_state = type == Type::float64 ? type : Type::float32;
   const int64_t heads = size.B * size.H, tokens = heads * size.L;
-  const auto view = [&](const Array& x, int64_t width) {
-    return Tokens{x.bytes.data(), size.H * size.L * width, size.L * width, width};
+  std::vector<Array> arrays;
+  arrays.reserve(64);
+  const auto make = [&](int64_t count, Type t) -> void* { return arrays.emplace_back(count, t).bytes.data(); };
+  const auto view = [&](int64_t width, Type t) {
+    return Tokens{make(tokens * width, t), size.H * size.L * width, size.L * width, width, t};
   };
-  for (const int op : operators()) {
-    std::vector<Array> arrays;
-    arrays.reserve(32);
-    const auto make = [&](int64_t count, Type t) -> Array& { return arrays.emplace_back(count, t); };
-    const auto keys = [&] { return view(make(tokens * size.Dk, type), size.Dk); };
-    const auto values = [&] { return view(make(tokens * size.Dv, type), size.Dv); };
-    const auto rates = [&] { return view(make(tokens, type), 1); };
-    const auto states = [&](int64_t each, Type t) -> void* {
-      return make(heads * each * size.Dk * size.Dv, t).bytes.data();
-    };
-    const auto state = [&] { return states(1, of_state); };
-    const auto kept = [&] { return states(size.L / fwp::cuda::kChunk, of_state); };
-    const auto out = [&](int64_t width, Type t) -> void* { return make(tokens * width, t).bytes.data(); };
-    const auto d_key = [&] { return out(size.Dk, type); };
-    const auto d_value = [&] { return out(size.Dv, type); };
-    const auto d_rate = [&] { return out(1, type); };
-    std::vector<Tokens> in;
-    std::vector<void*> a;
-    switch (Operator(op)) {
-      case Operator::sum_forward:
-        in = {keys(), keys(), values()}, a = {state(), d_value(), state()};
-        break;
-      case Operator::sum_backward:
-        in = {keys(), keys(), values(), values()}, a = {state(), state(), d_key(), d_key(), d_value(), state()};
-        break;
-      case Operator::delta_forward:
-        in = {keys(), keys(), values(), rates()}, a = {state(), d_value(), state(), out(size.Dv, of_state)};
-        break;
-      case Operator::delta_backward:
-        in = {keys(), keys(), rates(), view(make(tokens * size.Dv, of_state), size.Dv), values()};
-        a = {state(), state(), d_key(), d_key(), d_value(), d_rate(), state()};
-        break;
-      case Operator::gated_forward:
-        in = {keys(), keys(), values(), rates()}, a = {state(), d_value(), state(), kept()};
-        break;
-      case Operator::gated_backward:
-        in = {keys(), keys(), values(), rates(), values()};
-        a = {state(), kept(), state(), d_key(), d_key(), d_value(), d_rate(), state()};
-        break;
-      case Operator::decay_forward:
-        in = {keys(), keys(), values(), keys(), values()}, a = {state(), d_value(), state(), kept()};
-        break;
-      case Operator::decay_backward:
-        in = {keys(), keys(), values(), keys(), values(), values()};
-        a = {state(), kept(), state(), d_key(), d_key(), d_value(), d_key(), d_value(), state()};
-        break;
-    }
-    std::vector<unsigned char> workspace(fwp::cuda::workspace_bytes(Operator(op), size, type));
-    const char* error =
-        twin_run(op, &size, int(type), workspace.data(), in.data(), a.data(), reversed, multiprocessors, 163);
-    if (error) return error;
+  const auto target = [&](int64_t width, Type t) { return Target{make(tokens * width, t), t}; };
+  const auto states = [&](int64_t each) { return make(heads * each * size.Dk * size.Dv, of_state); };
+  const bool by_head = rule == Rule::gated || rule == Rule::gated_delta, removes = rule == Rule::removal;
+  const bool by_key = rule > Rule::delta && !by_head, by_value = rule == Rule::decay;
+  const bool erases = rule == Rule::delta || rule == Rule::gated_delta || rule == Rule::gated_delta_by_key;
+  Inputs in;
+  Gradients to;
+  in.q = view(size.Dk, type), in.k = view(size.Dk, type), in.v = view(size.Dv, type), in.state = states(1);
+  to.q = target(size.Dk, type), to.k = target(size.Dk, type), to.v = target(size.Dv, type), to.state = states(1);
+  if (by_head) in.head_decay = view(1, type), to.head_decay = target(1, type);
+  if (by_key) in.key_decay = view(size.Dk, type), to.key_decay = target(size.Dk, type);
+  if (by_value) in.value_decay = view(size.Dv, type), to.value_decay = target(size.Dv, type);
+  if (rule != Rule::sum) in.rate = view(1, type), to.rate = target(1, type);
+  if (removes) {
+    in.removal_key = view(size.Dk, type), in.removal = view(size.Dk, of_state);
+    to.removal_key = target(size.Dk, of_state), to.removal = target(size.Dk, of_state);
   }
-  return nullptr;
+  Backward more;
+  if (erases || removes) more.retrieved = view(size.Dv, of_state);
+  if (rule > Rule::delta) more.kept = states(size.L / kChunk);
+  more.d_out = view(size.Dv, type), more.d_state = states(1);
+  const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
+                    const_cast<void*>(more.kept)};
+  std::vector<unsigned char> workspace(workspace_bytes(rule, size, type));
+  const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
+  for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
+  const Call call{size, type, rule, documents ? first.get() : nullptr, workspace.data(), nullptr};
+  const char* const error = twin_forward(&how, &call, &in, &out);
+  return error ? error : twin_backward(&how, &call, &in, &more, &to);
 }
 
 }  // namespace
@@ -175,12 +157,14 @@ int main(int count, char** arguments) {
   for (int i = 1; i + 4 < count; i += 5) {
     const auto at = [&](int n) { return int64_t(std::atoll(arguments[i + n])); };
     const Sizes size{at(0), at(1), at(2), at(3), at(4)};
-    for (const Type type : {Type::float32, Type::float64, Type::bfloat16, Type::float16})
-      for (const int multiprocessors : {132, 1})
-        if (const char* error = run_all(size, type, multiprocessors == 1, multiprocessors)) {
-          std::fprintf(stderr, "%s\n", error);
-          return 1;
-        }
+    for (const Rule rule : rules())
+      for (const Type type : {Type::float32, Type::float64, Type::bfloat16, Type::float16})
+        for (const int multiprocessors : {132, 1})
+          if (const char* error = run(rule, size, type, multiprocessors == 1 && type != Type::bfloat16,
+                                      {multiprocessors == 1, multiprocessors, 163})) {
+            std::fprintf(stderr, "%s\n", error);
+            return 1;
+          }
   }
   return 0;
 }

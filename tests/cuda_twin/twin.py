@@ -1,4 +1,7 @@
-"""Building the CUDA kernels for the CPU, with twin.h in place of CUDA, and calling them on tensors."""
+"""Building the CUDA kernels for the CPU, with twin.h in place of CUDA, and calling them on tensors.
+
+Its operator takes the arguments of ``fast_weights`` by name, those that are there, and whether the rule erases.
+"""
 
 import ctypes
 import hashlib
@@ -9,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rule_cases import state_dtype
@@ -16,11 +20,13 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "cuda_ext" / "cuda"
-CHUNK = 32  # tokens between two states that the forward pass of gated and decay keeps
+CHUNK = 32  # tokens between two states that the forward pass of rules that fade keeps
 # Where libraries and programs are kept for as long as no source changes.
 CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_twin_{os.getuid()}")
 GUARD = 4096  # elements before and after each output, which nothing may write to
-ORDER = ("sum", "delta", "gated", "decay")
+# The operator's arguments, and its rules as the launchers name them.
+NAMES = ("q", "k", "v", "decay", "value_decay", "rate", "removal_key", "removal_rate", "state", "first")
+RULES = ("sum", "delta", "gated", "gated_by_key", "decay", "gated_delta", "gated_delta_by_key", "removal")
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -57,27 +63,86 @@ def build(
     return target
 
 
-class _Sizes(ctypes.Structure):
+class _Structure(ctypes.Structure):
+    """Zeros, but for what is named."""
+
+
+class _Sizes(_Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("B", "H", "L", "Dk", "Dv")]
 
 
-class _Tokens(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
+class _Tokens(_Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
+        ("type", ctypes.c_int),
+    ]
 
 
-def _tokens(x: Tensor | None) -> _Tokens:
-    if x is None:
-        return _Tokens(None, 0, 0, 0)
-    assert x.dim() == 3 or x.stride(3) == 1 or x.shape[3] <= 1, "the last dimension must be contiguous"
-    return _Tokens(x.data_ptr(), *x.stride()[:3])
+class _Target(_Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int)]
+
+
+class _Call(_Structure):
+    _fields_ = [
+        ("size", _Sizes),
+        ("type", ctypes.c_int),
+        ("rule", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("first", "workspace", "stream")),
+    ]
+
+
+PARTS = ("q", "k", "v", "head_decay", "key_decay", "value_decay", "rate", "removal_key", "removal")
+
+
+class _Inputs(_Structure):
+    _fields_ = [*((name, _Tokens) for name in PARTS), ("state", ctypes.c_void_p)]
+
+
+class _Outputs(_Structure):
+    _fields_ = [("out", _Target), *((name, ctypes.c_void_p) for name in ("state", "retrieved", "kept"))]
+
+
+class _Backward(_Structure):
+    _fields_ = [
+        *((name, _Tokens) for name in ("retrieved", "d_out")),
+        *((name, ctypes.c_void_p) for name in ("kept", "d_state")),
+    ]
+
+
+class _Gradients(_Structure):
+    _fields_ = [*((name, _Target) for name in PARTS), ("state", ctypes.c_void_p)]
+
+
+class _Pretended(_Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("reversed", "multiprocessors", "shared_kib")]
+
+
+def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure:
+    """The structure with what it wants of these tensors: where each lies, and how."""
+    filled = structure()
+    for name, kind in structure._fields_:
+        x = tensors.get(name)
+        if x is None:
+            continue
+        if kind is _Tokens:
+            assert x.dim() == 3 or x.stride(3) == 1 or x.shape[3] <= 1, "the last dimension must be contiguous"
+            setattr(filled, name, _Tokens(x.data_ptr(), *x.stride()[:3], TYPES[x.dtype]))
+            continue
+        assert x.is_contiguous()
+        setattr(filled, name, _Target(x.data_ptr(), TYPES[x.dtype]) if kind is _Target else x.data_ptr())
+    return filled
 
 
 class TwinError(Exception):
     """What the twin has to say against the kernels."""
 
 
+Given = dict[str, Tensor]
+
+
 class Twin:
-    """The operators of launchers.h.
+    """The operator and its backward pass.
 
     Args:
         library: what :func:`build` returns.
@@ -85,53 +150,52 @@ class Twin:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._library.twin_run.restype = ctypes.c_char_p
+        self._library.twin_forward.restype = self._library.twin_backward.restype = ctypes.c_char_p
         self._library.twin_workspace_bytes.restype = ctypes.c_size_t
 
-    def forward(self, rule: str, inputs: dict[str, Tensor | None], **how: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Out, the new state, and what else the operator keeps for the backward pass."""
-        q, v, state = inputs["q"], inputs["v"], inputs["state"]
-        sizes, dtype = (*q.shape, v.shape[3]), state_dtype(q.dtype)
-        out, new_state = self._empty(v.shape, q.dtype), self._empty((*q.shape[:2], *sizes[3:]), dtype)
-        chunks = (*q.shape[:2], q.shape[2] // CHUNK, *sizes[3:])
-        kept = None if rule == "sum" else self._empty(v.shape if rule == "delta" else chunks, dtype)
-        tokens = [x for name, x in inputs.items() if name != "state"]
-        self._run(2 * ORDER.index(rule), sizes, q.dtype, tokens, [state], [out, new_state, kept], **how)
-        return out, new_state, kept
+    def forward(self, given: Given, erases: bool, **how: int) -> Given:
+        """out, state, and what the backward pass needs of retrieved and kept."""
+        rule, parts = prepare(given, erases)
+        q, v = given["q"], given["v"]
+        sizes, dtype = (*q.shape[:2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
+        to = {"out": self._empty(v.shape, q.dtype), "state": self._empty(sizes, dtype)}
+        if erases or rule == "removal":
+            to["retrieved"] = self._empty(v.shape, dtype)
+        if rule not in ("sum", "delta"):
+            to["kept"] = self._empty((*q.shape[:2], q.shape[2] // CHUNK, *sizes[2:]), dtype)
+        self._run(self._library.twin_forward, rule, given, [_fill(_Inputs, parts), _fill(_Outputs, to)], to, **how)
+        return to
 
     def backward(
-        self,
-        rule: str,
-        inputs: dict[str, Tensor | None],
-        kept: Tensor | None,
-        gradients: tuple[Tensor | None, Tensor | None],
-        **how: int,
-    ) -> dict[str, Tensor]:
-        """Gradients of all inputs by name; that of the state where there is one."""
-        q, v, state = inputs["q"], inputs["v"], inputs["state"]
-        tokens = {name: x for name, x in inputs.items() if name != "state"}
-        found = {f"d_{name}": self._empty(x.shape, x.dtype) for name, x in tokens.items()}
-        if state is not None:
-            found["d_state"] = self._empty(state.shape, state.dtype)
-        if rule == "delta":
-            tokens["v"] = tokens.pop("beta")
-            tokens["error"] = kept
-        given = [state] if rule in ("sum", "delta") else [state, kept]
-        results = [*found.values()] + ([] if state is not None else [None])
-        arguments = [*tokens.values(), gradients[0]]
-        sizes = (*q.shape, v.shape[3])
-        self._run(2 * ORDER.index(rule) + 1, sizes, q.dtype, arguments, [*given, gradients[1]], results, **how)
-        return found
+        self, given: Given, erases: bool, results: Given, gradients: Sequence[Tensor | None], **how: int
+    ) -> Given:
+        """Gradients of the arguments, by name; that of the state where there is one."""
+        rule, parts = prepare(given, erases)
+        dtype = state_dtype(given["q"].dtype)
+        to = {name: self._empty(x.shape, dtype if "removal" in name else x.dtype) for name, x in parts.items()}
+        to = {name: x for name, x in to.items() if name != "rate" or "rate" in given}
+        more = {name: x for name, x in results.items() if name in ("retrieved", "kept")}
+        more |= {name: x for name, x in zip(("d_out", "d_state"), gradients, strict=True) if x is not None}
+        structures = [_fill(_Inputs, parts), _fill(_Backward, more), _fill(_Gradients, to)]
+        self._run(self._library.twin_backward, rule, given, structures, to, **how)
+        if "removal" in to:
+            rate, d_removal = given["removal_rate"], to.pop("removal")
+            to["removal_rate"] = d_removal * given["removal_key"]
+            to["removal_key"] += d_removal * rate
+        of_decay = to.pop("head_decay", to.pop("key_decay", None))
+        if "decay" in given:
+            to["decay"] = of_decay.sum(-1) if of_decay.dim() > given["decay"].dim() else of_decay
+        return {f"d_{name}": x.to(given[name].dtype) for name, x in to.items()}
 
-    def results(
-        self, rule: str, inputs: dict[str, Tensor | None], gradients: tuple[Tensor | None, Tensor | None], **how: int
-    ) -> dict[str, Tensor]:
-        """Outputs and all gradients, by name, as rule_cases.results has them."""
-        out, new_state, kept = self.forward(rule, inputs, **how)
-        return {"out": out, "state": new_state} | self.backward(rule, inputs, kept, gradients, **how)
+    def results(self, given: Given, erases: bool, gradients: Sequence[Tensor | None], **how: int) -> Given:
+        """Outputs and all gradients, by name."""
+        found = self.forward(given, erases, **how)
+        outputs = {name: found[name] for name in ("out", "state")}
+        return outputs | self.backward(given, erases, found, gradients, **how)
 
-    def workspace_bytes(self, operator: int, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        return self._library.twin_workspace_bytes(operator, ctypes.byref(_Sizes(*sizes)), TYPES[dtype])
+    def workspace_bytes(self, rule: str, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        call = _Call(_Sizes(*sizes), TYPES[dtype], RULES.index(rule))
+        return self._library.twin_workspace_bytes(ctypes.byref(call))
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """NaN, with a guard on both sides."""
@@ -145,34 +209,49 @@ class Twin:
 
     def _run(
         self,
-        operator: int,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        tokens: list[Tensor | None],
-        given: list[Tensor | None],
-        outputs: list[Tensor | None],
+        function: Any,
+        rule: str,
+        given: Given,
+        structures: list[_Structure],
+        outputs: Given,
         *,
         reverse: int = 0,
         multiprocessors: int = 132,
         shared_kib: int = 163,  # an A100's
     ) -> None:
-        assert all(x is None or x.is_contiguous() for x in given)
-        need = self.workspace_bytes(operator, sizes, dtype)
+        q, first = given["q"], given.get("first")
+        sizes = (*q.shape, given["v"].shape[3])
+        need = self.workspace_bytes(rule, sizes, q.dtype)
         workspace = self._empty((-(-need // 4),), torch.float32)
-        arrays = [x if x is None else x.data_ptr() for x in (*given, *outputs)]
-        error = self._library.twin_run(
-            operator,
-            ctypes.byref(_Sizes(*sizes)),
-            TYPES[dtype],
-            ctypes.c_void_p(workspace.data_ptr() if need else None),
-            (_Tokens * len(tokens))(*map(_tokens, tokens)),
-            (ctypes.c_void_p * len(arrays))(*arrays),
-            reverse,
-            multiprocessors,
-            shared_kib,
-        )
+        pointers = (None if first is None else first.data_ptr(), workspace.data_ptr() if need else None)
+        call = _Call(_Sizes(*sizes), TYPES[q.dtype], RULES.index(rule), *pointers)
+        how = _Pretended(reverse, multiprocessors, shared_kib)
+        error = function(*map(ctypes.byref, (how, call, *structures)))
         if error is not None:
             raise TwinError(error.decode())
-        for x in (workspace, *outputs):
-            if x is not None:
-                self._check_guards(x)
+        for x in (workspace, *outputs.values()):
+            self._check_guards(x)
+
+
+def prepare(given: Given, erases: bool) -> tuple[str, Given]:
+    """The rule, and what the launchers read of it, as the binding has them from the operator's arguments."""
+    q, decay = given["q"], given.get("decay")
+    parts = {name: x for name, x in given.items() if name in (*PARTS, "state")}
+    fades = decay is not None or "value_decay" in given or "removal_key" in given or ("rate" in given and not erases)
+    if erases or fades:
+        parts.setdefault("rate", torch.ones((), dtype=q.dtype).expand(q.shape[:3]))
+    if not fades:
+        return "delta" if erases else "sum", parts
+    if decay is None and ("value_decay" in given or "removal_key" in given):
+        decay = torch.ones(q.shape[3], dtype=q.dtype).expand(q.shape)
+    if "removal_key" in given:
+        parts["removal"] = given["removal_key"].to(state_dtype(q.dtype)) * given["removal_rate"]
+    if decay is None or (decay.dim() == 3 and not {"value_decay", "removal_key"} & given.keys()):
+        parts["head_decay"] = torch.ones((), dtype=q.dtype).expand(q.shape[:3]) if decay is None else decay
+        return "gated_delta" if erases else "gated", parts
+    parts["key_decay"] = decay if decay.dim() == 4 else decay.unsqueeze(-1).expand(q.shape).contiguous()
+    if "removal_key" in given:
+        return "removal", parts
+    if "value_decay" in given:
+        return "decay", parts
+    return "gated_delta_by_key" if erases else "gated_by_key", parts

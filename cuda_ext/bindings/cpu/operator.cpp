@@ -1,46 +1,11 @@
 // The operator on CPU tensors: its arguments become those of a kernel.
 
-#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include "passes.h"
 
 namespace fwp::cpu {
 namespace {
-
-// A rule by what it needs of the kernels.
-enum class Rule { kSum, kDelta, kForget, kRetrieve };
-
-Rule rule_of(const Arguments& given) {
-  if (given.removes() || (given.erases && given.forgets())) return Rule::kRetrieve;
-  if (given.erases) return Rule::kDelta;
-  return given.forgets() || given.rate ? Rule::kForget : Rule::kSum;
-}
-
-// What is absent is one where a kernel asks for it.
-TokenTensors prepare_all(const Arguments& given, const Sizes& size, at::ScalarType type) {
-  const auto ready = [&](const Optional& x) { return x ? prepare(*x, type) : Tensor(); };
-  TokenTensors in;
-  in.q = prepare(given.q, type), in.k = prepare(given.k, type), in.v = ready(given.v);
-  in.value_decay = ready(given.value_decay);
-  if (given.rate) in.rate = given.rate->to(type);
-  const Rule rule = rule_of(given);
-  const auto ones = [&](at::IntArrayRef sizes) { return at::ones(sizes, in.q.options()); };
-  if (given.erases && !in.rate.defined()) in.rate = ones(size.rates());
-  if (rule != Rule::kForget && rule != Rule::kRetrieve) return in;
-  if (given.removes()) {
-    in.removal_key = ready(given.removal_key);
-    in.removal = in.removal_key.mul(given.removal_rate->to(type));
-  }
-  const bool by_head = !given.removes() && !given.value_decay && (given.decays_by_head() || !given.decay);
-  if (by_head)
-    in.head_decay = given.decay ? given.decay->to(type) : ones(size.rates());
-  else if (given.decays_by_head())
-    in.key_decay = given.decay->to(type).unsqueeze(-1).expand(size.keys()).contiguous();
-  else
-    in.key_decay = given.decay ? ready(given.decay) : ones(size.keys());
-  return in;
-}
 
 // Sequences fall into documents, each with a memory of its own: call f(sequence, first token, number of tokens, whether
 // the memory goes on from the state).
@@ -55,27 +20,6 @@ void for_documents(const Tensor& first, F f) {
       f(b, begin, end - begin, begin == 0 && !mark[0]);
     }
   }
-}
-
-using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// The gradients of the operator's arguments, from those of what the kernels read. An operator cannot return an undefined
-// tensor: (0,) stands for that of an absent argument.
-NineTensors gradients(const Arguments& given, const TokenTensors& in, const TokenTensors& to, const Tensor& d_initial) {
-  const auto of = [&](const Optional& x, const Tensor& gradient) {
-    return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());
-  };
-  Tensor d_decay = to.head_decay.defined() ? to.head_decay : to.key_decay;
-  if (given.decays_by_head() && !to.head_decay.defined()) d_decay = to.key_decay.sum(-1);
-  Tensor d_removal_key, d_removal_rate;
-  if (given.removes()) {
-    d_removal_key = to.removal_key.addcmul_(to.removal, given.removal_rate->to(in.q.scalar_type()));
-    d_removal_rate = to.removal.mul_(in.removal_key);
-  }
-  const auto type = given.q.scalar_type();
-  return {to.q.to(type), to.k.to(type), to.v.to(type), of(given.decay, d_decay), of(given.value_decay, to.value_decay),
-          of(given.rate, to.rate), of(given.removal_key, d_removal_key), of(given.removal_rate, d_removal_rate),
-          of(given.state, d_initial)};
 }
 
 void run(Rule rule, const Forward& pass) {

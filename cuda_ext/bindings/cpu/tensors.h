@@ -13,15 +13,9 @@
 #include <type_traits>
 
 #include "../../cpu/state_block.h"
-#include "../arguments.h"
+#include "../kernel_arguments.h"
 
 namespace fwp::cpu {
-
-// In the dtype that the kernels compute in, the elements of a vector side by side. Most often the tensor itself.
-inline Tensor prepare(const Tensor& x, at::ScalarType type) {
-  const Tensor same = x.scalar_type() == type ? x : x.to(type);
-  return same.stride(-1) == 1 || same.size(-1) == 1 ? same : same.contiguous();
-}
 
 // The heads of a tensor in memory, null where it is undefined. A tensor is asked for its strides once and not for every
 // head: over a single token the answers took as long as a fifth of the arithmetic.
@@ -50,28 +44,6 @@ class Heads {
   A* data_ = nullptr;
   int64_t heads_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
-
-// Of `batches` sequences from `batch` on `length` tokens from `first` on; of a tensor that holds nothing, nothing.
-inline Tensor tokens_of(const Tensor& x, int64_t batch, int64_t batches, int64_t first, int64_t length) {
-  if (!x.defined()) return x;
-  return (batches == x.size(0) ? x : x.narrow(0, batch, batches)).narrow(2, first, length);
-}
-
-// What the kernels read or write a token, in the dtype that they compute in; undefined is what a rule has not.
-struct TokenTensors {
-  Tensor q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
-
-  TokenTensors part(int64_t batch, int64_t batches, int64_t first, int64_t length) const {
-    TokenTensors part = *this;
-    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.head_decay, &part.rate,
-                      &part.removal, &part.removal_key})
-      *x = tokens_of(*x, batch, batches, first, length);
-    return part;
-  }
-};
-
-// An operator cannot return an undefined tensor: (0,) stands for it.
-inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
 
 // Aligned memory for `count` numbers.
 template <typename A>

@@ -1,0 +1,101 @@
+// What the operators of all devices make of their arguments before a kernel sees them, and of its gradients after.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+
+#include <tuple>
+
+#include "arguments.h"
+
+namespace fwp {
+
+// The elements of a vector side by side, in the dtype `type` or else in the tensor's own. Most often the tensor itself.
+inline Tensor prepare(const Tensor& x, std::optional<at::ScalarType> type = {}) {
+  const Tensor same = type && x.scalar_type() != *type ? x.to(*type) : x;
+  return same.dim() == 3 || same.stride(-1) == 1 || same.size(-1) == 1 ? same : same.contiguous();
+}
+
+// Of `batches` sequences from `batch` on `length` tokens from `first` on; of a tensor that holds nothing, nothing.
+inline Tensor tokens_of(const Tensor& x, int64_t batch, int64_t batches, int64_t first, int64_t length) {
+  if (!x.defined()) return x;
+  return (batches == x.size(0) ? x : x.narrow(0, batch, batches)).narrow(2, first, length);
+}
+
+// What kernels read or write a token; undefined is what a rule has not.
+struct TokenTensors {
+  Tensor q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
+
+  TokenTensors part(int64_t batch, int64_t batches, int64_t first, int64_t length) const {
+    TokenTensors part = *this;
+    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.head_decay, &part.rate,
+                      &part.removal, &part.removal_key})
+      *x = tokens_of(*x, batch, batches, first, length);
+    return part;
+  }
+};
+
+// An operator cannot return an undefined tensor: (0,) stands for it.
+inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
+
+// A rule by what it needs of the kernels.
+enum class Rule { kSum, kDelta, kForget, kRetrieve };
+
+inline Rule rule_of(const Arguments& given) {
+  if (given.removes() || (given.erases && given.forgets())) return Rule::kRetrieve;
+  if (given.erases) return Rule::kDelta;
+  return given.forgets() || given.rate ? Rule::kForget : Rule::kSum;
+}
+
+// What is absent is one where a kernel asks for it. On a CPU everything is in the dtype that is computed in, `type`; else
+// tensors stay in theirs, but for what is removed.
+inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::optional<at::ScalarType> type = {}) {
+  const auto ready = [&](const Optional& x) { return x ? prepare(*x, type) : Tensor(); };
+  TokenTensors in;
+  in.q = prepare(given.q, type), in.k = prepare(given.k, type), in.v = ready(given.v);
+  in.value_decay = ready(given.value_decay);
+  in.rate = ready(given.rate);
+  // The same one for all tokens.
+  const auto ones = [&](at::IntArrayRef sizes) {
+    return (sizes.size() == 3 ? at::ones({}, in.q.options()) : at::ones({sizes[3]}, in.q.options())).expand(sizes);
+  };
+  const Rule rule = rule_of(given);
+  const bool fades = rule == Rule::kForget || rule == Rule::kRetrieve;
+  if (!in.rate.defined() && (given.erases || (fades && !type))) in.rate = ones(size.rates());
+  if (!fades) return in;
+  if (given.removes()) {
+    in.removal_key = ready(given.removal_key);
+    in.removal = in.removal_key.to(type.value_or(state_type(given.q))).mul(*given.removal_rate);
+  }
+  const bool by_head = !given.removes() && !given.value_decay && (given.decays_by_head() || !given.decay);
+  if (by_head)
+    in.head_decay = given.decay ? ready(given.decay) : ones(size.rates());
+  else if (given.decays_by_head())
+    in.key_decay = ready(given.decay).unsqueeze(-1).expand(size.keys()).contiguous();
+  else
+    in.key_decay = given.decay ? ready(given.decay) : ones(size.keys());
+  return in;
+}
+
+using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The gradients of the operator's arguments, from those of what the kernels read. An operator cannot return an undefined
+// tensor: (0,) stands for that of an absent argument.
+inline NineTensors gradients(const Arguments& given, const TokenTensors& in, const TokenTensors& to, const Tensor& d_initial) {
+  const auto of = [&](const Optional& x, const Tensor& gradient) {
+    return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());
+  };
+  Tensor d_decay = to.head_decay.defined() ? to.head_decay : to.key_decay;
+  if (given.decays_by_head() && !to.head_decay.defined()) d_decay = to.key_decay.sum(-1);
+  Tensor d_removal_key, d_removal_rate;
+  if (given.removes()) {
+    d_removal_key = to.removal_key.addcmul_(to.removal, given.removal_rate->to(to.removal.scalar_type()));
+    d_removal_rate = to.removal.mul_(in.removal_key);
+  }
+  const auto type = given.q.scalar_type();
+  return {to.q.to(type), to.k.to(type), to.v.to(type), of(given.decay, d_decay), of(given.value_decay, to.value_decay),
+          of(given.rate, to.rate), of(given.removal_key, d_removal_key), of(given.removal_rate, d_removal_rate),
+          of(given.state, d_initial)};
+}
+
+}  // namespace fwp

@@ -1,0 +1,153 @@
+// Rules that fade or remove: which scans their passes consist of.
+#pragma once
+
+#include "forget.cuh"
+#include "launch.cuh"
+
+namespace fwp::cuda {
+
+template <typename A>
+__global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const TokenSums<A> sums) {
+  sums.run();
+}
+
+namespace detail {
+
+// With narrow tiles, and tall ones for more rows: these scans hold more in registers than the sum and the delta rule.
+template <typename Scan>
+const char* launch_narrow(const Scan& scan, int states, int stage, void* stream) {
+  using A = typename Scan::Number;
+  Gpu gpu;
+  if (const char* error = query(&gpu)) return error;
+  if (scan.size.rows > kWarp * kNarrow.rows)
+    return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, stage, gpu, stream);
+  return launch_shape<Scan, kNarrow.rows, 1>(scan, states, stage, gpu, stream);
+}
+
+template <typename Scan>
+const char* launch_backward(const Scan& scan, void* stream) {
+  return launch_narrow(scan, Scan::kRebuilds ? Scan::kStates : 0, Scan::kRebuilds ? kGroup : 0, stream);
+}
+
+template <typename A>
+const char* launch(const TokenSums<A>& sums, void* stream) {
+  constexpr int kTokens = kThreadsPerBlock / kWarp;
+  const int64_t blocks = (sums.tokens + kTokens - 1) / kTokens;
+  if (blocks == 0) return nullptr;
+  if (const char* error = check_blocks(blocks)) return error;
+  return launch_kernel(token_sums_kernel<A>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
+}
+
+// f with the scans of the rule.
+template <typename F>
+const char* with_scans(Rule rule, F f) {
+  const auto call = [&](auto fades, auto erases) { return f(fades, erases); };
+#define FWP_SCANS(fades, erases) \
+  return call(std::integral_constant<Fades, Fades::fades>{}, std::integral_constant<Erases, Erases::erases>{})
+  switch (rule) {
+    case Rule::gated: FWP_SCANS(kHead, kNothing);
+    case Rule::gated_by_key: FWP_SCANS(kKey, kNothing);
+    case Rule::decay: FWP_SCANS(kKeyAndValue, kNothing);
+    case Rule::gated_delta: FWP_SCANS(kHead, kKey);
+    case Rule::gated_delta_by_key: FWP_SCANS(kKey, kKey);
+    default: FWP_SCANS(kKey, kRemoval);
+  }
+#undef FWP_SCANS
+}
+
+inline const char* forget_forward(const Call& call, const Inputs& in, const Outputs& to) {
+  return with_maker(call, [&](auto make) {
+    using A = typename decltype(make)::Number;
+    return with_scans(call.rule, [&](auto fades, auto erases) {
+      using Scan = ForgetForward<A, decltype(fades)::value, decltype(erases)::value>;
+      Scan scan{{make.along_keys()}};
+      scan.inputs.rows[Scan::kKey] = in.k;
+      scan.inputs.rows[Scan::kQuery] = in.q;
+      scan.inputs.columns[Scan::kValue] = in.v;
+      scan.inputs.scalars[Scan::kRate] = in.rate;
+      if constexpr (fades == Fades::kHead) scan.inputs.scalars[Scan::kHeadDecay] = in.head_decay;
+      if constexpr (fades != Fades::kHead) scan.inputs.rows[Scan::kKeyDecay] = in.key_decay;
+      if constexpr (fades == Fades::kKeyAndValue) scan.inputs.columns[Scan::kValueDecay] = in.value_decay;
+      if constexpr (erases == Erases::kRemoval) {
+        scan.inputs.rows[Scan::kRemovalKey] = in.removal_key;
+        scan.inputs.rows[Scan::kRemoval] = in.removal;
+      }
+      scan.initial = make.matrix(in.state);
+      scan.last = make.matrix(to.state);
+      scan.kept = make.matrix(to.kept);
+      scan.out = to.out;
+      scan.retrieved = make.raw(to.retrieved);
+      return launch_narrow(scan, 0, 0, call.stream);
+    });
+  });
+}
+
+// d_write; of a removal the gradient of what it finds; each key column's part of the gradient of a head's decay.
+inline size_t forget_workspace(Rule rule, const Sizes& size, Type type) {
+  const bool by_head = rule == Rule::gated || rule == Rule::gated_delta;
+  return bytes_of_tokens(size, type, size.Dv) * (1 + (rule == Rule::removal)) +
+         by_head * bytes_of_tokens(size, type, size.Dk);
+}
+
+inline const char* forget_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return with_maker(call, [&](auto make) {
+    using A = typename decltype(make)::Number;
+    return with_scans(call.rule, [&](auto fades, auto erases) {
+      using Values = ForgetValues<A, decltype(fades)::value, decltype(erases)::value>;
+      using Keys = ForgetKeys<A, decltype(fades)::value, decltype(erases)::value>;
+      const Sizes& size = call.size;
+      Workspace workspace(call);
+      void* const d_write = workspace.tokens(size.Dv);
+      Values values{};
+      Keys keys{};
+      values.size = make.along_keys(), keys.size = make.along_values();
+      values.inputs.rows[Values::kKey] = keys.inputs.columns[Keys::kKey] = in.k;
+      values.inputs.rows[Values::kQuery] = keys.inputs.columns[Keys::kQuery] = in.q;
+      values.inputs.columns[Values::kDOut] = keys.inputs.rows[Keys::kDOut] = more.d_out;
+      values.inputs.scalars[Values::kRate] = keys.inputs.scalars[Keys::kRate] = in.rate;
+      const Tokens& error = erases == Erases::kKey ? more.retrieved : in.v;
+      keys.inputs.rows[Keys::kError] = error;
+      if constexpr (erases == Erases::kKey) keys.inputs.rows[Keys::kDWrite] = make.scratch(d_write, size.Dv);
+      values.d_write = make.raw(d_write), values.d_v = to.v;
+      keys.d_q = to.q, keys.d_k = to.k, keys.d_decay = to.key_decay;
+      if constexpr (erases == Erases::kRemoval) {
+        void* const d_found = workspace.tokens(size.Dv);
+        values.inputs.rows[Values::kRemovalKey] = keys.inputs.columns[Keys::kRemovalKey] = in.removal_key;
+        values.inputs.rows[Values::kRemoval] = keys.inputs.columns[Keys::kRemoval] = in.removal;
+        keys.inputs.rows[Keys::kFound] = more.retrieved;
+        keys.inputs.rows[Keys::kDFound] = make.scratch(d_found, size.Dv);
+        values.d_found = make.raw(d_found);
+        keys.d_removal_key = to.removal_key, keys.d_removal = to.removal;
+      }
+      void* const parts = fades == Fades::kHead ? workspace.tokens(size.Dk) : nullptr;
+      if constexpr (fades == Fades::kHead) {
+        values.inputs.scalars[Values::kHeadDecay] = keys.inputs.scalars[Keys::kHeadDecay] = in.head_decay;
+        keys.d_decay = make.raw(parts);
+      } else {
+        values.inputs.rows[Values::kKeyDecay] = keys.inputs.columns[Keys::kKeyDecay] = in.key_decay;
+      }
+      if constexpr (fades == Fades::kKeyAndValue) {
+        values.inputs.columns[Values::kValue] = in.v;
+        values.inputs.columns[Values::kValueDecay] = keys.inputs.rows[Keys::kValueDecay] = in.value_decay;
+        values.initial = make.matrix(in.state), values.kept = make.matrix(more.kept);
+        values.d_value_decay = to.value_decay;
+      }
+      keys.initial = make.transposed(in.state), keys.kept = make.transposed(more.kept);
+      values.d_last = make.matrix(more.d_state), keys.d_last = make.transposed(more.d_state);
+      values.d_initial = make.matrix(to.state);
+      const char* text = launch_backward(values, call.stream);
+      if (!text) text = launch_backward(keys, call.stream);
+      const auto sum = [&](const void* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
+        if (!out.data) return nullptr;
+        return launch(TokenSums<A>{static_cast<const A*>(x), y, size.H, size.L, size.B * size.H * size.L, int(width), out},
+                      call.stream);
+      };
+      if (!text) text = sum(d_write, error, size.Dv, to.rate);
+      return text || fades != Fades::kHead ? text : sum(parts, {}, size.Dk, to.head_decay);
+    });
+  });
+}
+
+}  // namespace detail
+
+}  // namespace fwp::cuda

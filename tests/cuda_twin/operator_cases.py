@@ -1,0 +1,38 @@
+"""Every rule as a case of the operator: its arguments, and what the loop over the step makes of them."""
+
+from collections.abc import Sequence
+
+import torch
+from rule_cases import RULES, cotangents, operands, sample_inputs
+from torch import Tensor
+from twin import NAMES, Given
+
+from fairseq_fwp.ops.fast_weights import Inputs, _rule
+
+CASES = [name for name, rule in RULES.items() if rule.kernel and not name.startswith("delta_product")]
+
+
+def make_case(rule: str, shape: Sequence[int], dtype: torch.dtype, **options: object) -> tuple[Given, bool]:
+    """The arguments that are there, by name, and whether the rule erases."""
+    *tensors, erases = operands(rule, sample_inputs(rule, shape, dtype, **options))
+    return {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}, erases
+
+
+def as_double(given: Given) -> Given:
+    return {name: x if name == "first" else x.double() for name, x in given.items()}
+
+
+def cotangents_of(given: Given) -> tuple[Tensor, Tensor]:
+    """Random gradients of out and of the new state."""
+    return cotangents(given)
+
+
+def reference(given: Given, erases: bool, gradients: Sequence[Tensor]) -> Given:
+    """Outputs and all gradients, by name."""
+    leaves = {name: x if name == "first" else x.detach().requires_grad_() for name, x in given.items()}
+    inputs = Inputs(**leaves, erases=erases)
+    out, state = _rule(inputs).reference(*inputs.tokens, state=inputs.state, first=inputs.first)
+    of = {name: x for name, x in leaves.items() if name != "first"}
+    found = torch.autograd.grad((out, state), list(of.values()), gradients, materialize_grads=True)
+    outputs = {"out": out.detach(), "state": state.detach()}
+    return outputs | {f"d_{name}": x for name, x in zip(of, found, strict=True)}
