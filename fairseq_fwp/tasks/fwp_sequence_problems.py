@@ -24,6 +24,9 @@ class FwpSequenceProblemsConfig(FairseqDataclass):
     valid_length: Optional[int] = option(None, "tokens of a sequence in evaluation; none: --length")  # noqa: UP045
     pairs: int = option(8, "mqar: pairs of a key and a value")
     symbols: int = option(64, "mqar: number of keys, and of values")
+    double_pairs_every: Optional[int] = option(  # noqa: UP045
+        None, "mqar: epochs of training with 2 pairs, then with 4, until they are --pairs; none: --pairs throughout"
+    )
     train_sequences: int = option(20000, "sequences between two evaluations; none comes twice")
     valid_sequences: int = option(500, "sequences of an evaluation")
     tokens_per_sample: int = option(1024, "greatest length that a model with learned positions is built for")
@@ -52,17 +55,21 @@ class FwpSequenceProblemsTask(FairseqTask):
         """Raises ValueError for settings without a sequence."""
         lengths = {"length": cfg.length, "valid_length": cfg.length if cfg.valid_length is None else cfg.valid_length}
         counts = {name: getattr(cfg, name) for name in ("pairs", "symbols", "train_sequences", "valid_sequences")}
+        if cfg.double_pairs_every is not None:
+            counts["double_pairs_every"] = cfg.double_pairs_every
         for name, value in (lengths | counts).items():
             if value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if cfg.double_pairs_every is not None and str(cfg.problem) != "mqar":
+            raise ValueError("--double-pairs-every must go with --problem mqar: the others have no pairs")
         if str(cfg.problem) == "mqar":
             if cfg.pairs > cfg.symbols:
                 raise ValueError(f"--pairs must be at most --symbols = {cfg.symbols}, got {cfg.pairs}")
             for name, length in lengths.items():
-                if length < 3 * cfg.pairs:
+                if length <= 2 * cfg.pairs:
                     raise ValueError(
-                        f"--{name.replace('_', '-')} must be at least 3 x --pairs = {3 * cfg.pairs}, got {length}: "
-                        "a pair takes two tokens, and its query one"
+                        f"--{name.replace('_', '-')} must be more than 2 x --pairs = {2 * cfg.pairs}, got {length}: "
+                        "a pair takes two tokens, and what follows asks for values"
                     )
         return cls(cfg)
 
@@ -90,6 +97,7 @@ class FwpSequenceProblemsTask(FairseqTask):
             self.cfg.train_sequences if training else self.cfg.valid_sequences,
             self.dictionary.nspecial,
             self.dictionary.pad(),
+            self.cfg.double_pairs_every if training else None,
         )
 
     def max_positions(self) -> None:

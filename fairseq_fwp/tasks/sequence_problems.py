@@ -50,18 +50,16 @@ def s3(generator: np.random.Generator, setting: Setting) -> Sequence:
 
 
 def mqar(generator: np.random.Generator, setting: Setting) -> Sequence:
-    """Pairs of a key and a value, and then each key once among blanks, where its value is asked for.
+    """Pairs of a key and a value, no key twice, and then keys of them at random, each of which asks for its value.
 
-    Keys are symbols 1 ... n, values n + 1 ... 2 n, and a blank is 0.
+    Keys are symbols 0 ... n - 1, values n ... 2 n - 1.
     """
     length, pairs, symbols = setting
-    keys = 1 + generator.permutation(symbols)[:pairs]
-    values = 1 + symbols + generator.integers(symbols, size=pairs)
-    sequence, answers = np.zeros(length, dtype=np.int64), np.full(length, NOT_ASKED)
-    sequence[0 : 2 * pairs : 2], sequence[1 : 2 * pairs : 2] = keys, values
-    places = 2 * pairs + generator.permutation(length - 2 * pairs)[:pairs]
-    sequence[places], answers[places] = keys, values
-    return sequence, answers
+    keys = generator.permutation(symbols)[:pairs]
+    values = symbols + generator.integers(symbols, size=pairs)
+    asked = generator.integers(pairs, size=length - 2 * pairs)
+    sequence = np.concatenate([np.stack([keys, values], axis=1).ravel(), keys[asked]])
+    return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[asked]])
 
 
 class Problem(NamedTuple):
@@ -74,21 +72,29 @@ class Problem(NamedTuple):
 PROBLEMS = {
     "parity": Problem(parity, lambda setting: 2),
     "s3": Problem(s3, lambda setting: 6),
-    "mqar": Problem(mqar, lambda setting: 1 + 2 * setting.symbols),
+    "mqar": Problem(mqar, lambda setting: 2 * setting.symbols),
 }
 
 
 class ProblemSequences(FairseqDataset):
     """Sequences that follow from seed, epoch and index alone, so that none is repeated and a resumed run continues.
 
-    first, padding: index of the first symbol and of padding in the dictionary; count: sequences of an epoch.
+    first, padding: index of the first symbol and of padding in the dictionary; count: sequences of an epoch;
+    doubling: epochs after which the pairs, two at first, are doubled, until they are those of the setting; None: these.
     """
 
     def __init__(
-        self, problem: Problem, setting: Setting, seed: tuple[int, ...], count: int, first: int, padding: int
+        self,
+        problem: Problem,
+        setting: Setting,
+        seed: tuple[int, ...],
+        count: int,
+        first: int,
+        padding: int,
+        doubling: int | None = None,
     ) -> None:
         self.problem, self.setting, self.seed, self.count = problem, setting, seed, count
-        self.first, self.padding = first, padding
+        self.first, self.padding, self.doubling = first, padding, doubling
         self.epoch = 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -100,10 +106,17 @@ class ProblemSequences(FairseqDataset):
         """Batches are of indices, which stay."""
         return True
 
+    def _setting(self) -> Setting:
+        """That of this epoch: with fewer pairs a sequence is shorter by as much."""
+        length, pairs, symbols = self.setting
+        if self.doubling:
+            pairs = min(pairs, 2 ** (1 + (self.epoch - 1) // self.doubling))
+        return Setting(length * pairs // self.setting.pairs, pairs, symbols)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """id; symbols and answers (L,) of the dictionary."""
         generator = np.random.default_rng((*self.seed, self.epoch, int(index)))
-        symbols, answers = self.problem.draw(generator, self.setting)
+        symbols, answers = self.problem.draw(generator, self._setting())
         target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
         return {"id": int(index), "symbols": symbols + self.first, "target": target}
 

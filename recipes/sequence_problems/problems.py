@@ -1,26 +1,25 @@
 """Train models on small problems of state tracking and recall, and report how many answers are right.
 
-    python recipes/sequence_problems/problems.py train|report [--conf YAML] [--out FOLDER] [--workers N]
-
-A run is a problem, a model and a seed, and has a folder OUT/PROBLEM/MODEL-SEED with its `train.log` and, once it is
-finished, `finished`. What is finished is not run again. `report` writes OUT/accuracy.csv, an evaluation a row, and
-OUT/accuracy.png, and prints a table of the last ones.
+A run, of a problem, a model and a seed, has a folder OUT/PROBLEM/MODEL_SEED with its `train.log` and, at its end, its
+command in `finished`, with which it is not run again. The report is accuracy.csv, accuracy.png and a table.
 """
 
 import argparse
 import csv
+import json
 import re
 import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import yaml
 from tqdm import tqdm
 
-from fairseq_fwp.cli.plot_style import colours, load_pyplot
+from fairseq_fwp.cli.plot_style import PUBLISHED, colours, load_pyplot, save
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -34,15 +33,15 @@ ALWAYS = {
     "log-format": "json",
     "log-interval": 100,
 }
-EVALUATION = re.compile(r'"valid_accuracy": "([\d.]+)".*?"valid_num_updates": "(\d+)"')
 
 
 class Run(NamedTuple):
-    """One training: of a problem, by a model, from a seed, in its folder."""
+    """One training: of a problem, by a model, from a seed, in its folder. chance: right answers of a guess, in %."""
 
     problem: str
     model: str
     seed: int
+    chance: float
     flags: dict[str, Any]
     folder: Path
 
@@ -50,99 +49,112 @@ class Run(NamedTuple):
     def command(self) -> list[str]:
         words = ["fairseq-train"]
         for flag, value in self.flags.items():
-            if value is not False:
-                words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+            words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
         return words
+
+    @property
+    def finished(self) -> bool:
+        path = self.folder / "finished"
+        return path.exists() and path.read_text(encoding="utf-8") == shlex.join(self.command)
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """The updates and the percentage of right answers of every evaluation."""
-        found = EVALUATION.findall((self.folder / "train.log").read_text(encoding="utf-8"))
-        return [(int(updates), float(accuracy)) for accuracy, updates in found]
+        log = (self.folder / "train.log").read_text(encoding="utf-8")
+        found = map(json.loads, re.findall(r"\| valid \| (\{.*\})$", log, re.MULTILINE))
+        return [(int(values["valid_num_updates"]), float(values["valid_accuracy"])) for values in found]
 
 
-def runs(conf: Path, out: Path) -> list[Run]:
-    """Return the runs that a file asks for."""
-    plan = yaml.safe_load(conf.read_text(encoding="utf-8"))
-    found = []
-    for problem, of_problem in plan["problems"].items():
-        for model in of_problem["models"]:
-            if model not in plan["models"]:
-                raise SystemExit(f"{conf}: {problem} asks for the model {model!r}, which is not among models")
-            flags = ALWAYS | plan["common"] | of_problem["flags"] | plan["models"][model]
-            for seed in plan["seeds"]:
-                folder = out / problem / re.sub(r"[^\w.]+", "_", f"{model}-{seed}")
-                found.append(Run(problem, model, seed, flags | {"seed": seed, "save-dir": str(folder)}, folder))
-    return found
+def read_runs(conf: Path, out: Path) -> list[Run]:
+    """The runs that a file asks for. Raises ValueError where it cannot be read or a problem names an unknown model."""
+    try:
+        plan = yaml.safe_load(conf.read_text(encoding="utf-8"))
+        runs = []
+        for problem, asked in plan["problems"].items():
+            for model in asked["models"]:
+                for seed in plan["seeds"]:
+                    folder = out / problem / re.sub(r"[^\w.]+", "_", f"{model}-{seed}")
+                    flags = ALWAYS | plan["common"] | asked["flags"] | plan["models"][model]
+                    flags |= {"seed": seed, "save-dir": str(folder)}
+                    runs.append(Run(problem, model, seed, asked["chance"], flags, folder))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{conf} must be like {HERE}/conf/quick.yaml, got {why}") from error
+    return runs
 
 
 def train(run: Run) -> None:
-    """Train one model, unless that is done. Raises SystemExit with the log's last lines where it fails."""
-    done = run.folder / "finished"
-    if done.exists():
+    """Train one model, unless that is done. Raises ValueError with the log's last line where it fails."""
+    if run.finished:
         return
     run.folder.mkdir(parents=True, exist_ok=True)
     tqdm.write("+ " + shlex.join(run.command), file=sys.stderr)
-    with (run.folder / "train.log").open("w", encoding="utf-8") as log:
-        status = subprocess.run(run.command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    if status:
-        last = (run.folder / "train.log").read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-        raise SystemExit(
-            "\n".join([f"{run.problem}, {run.model}: fairseq-train failed, see {run.folder}/train.log", *last])
-        )
-    done.touch()
+    path, finished = run.folder / "train.log", run.folder / "finished"
+    finished.unlink(missing_ok=True)  # that of other flags
+    with path.open("w", encoding="utf-8") as log:
+        done = subprocess.run(run.command, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        last = path.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(f"{run.problem}, {run.model}: fairseq-train failed, see {path}: {last}")
+    finished.write_text(shlex.join(run.command), encoding="utf-8")
 
 
-def report(found: list[Run], out: Path) -> None:
-    """Write the accuracies of all finished runs, draw them, and print the last ones."""
-    finished = [run for run in found if (run.folder / "finished").exists()]
-    if not finished:
-        raise SystemExit(f"no run has finished in {out}: begin with the stage train")
+def report(runs: list[Run], out: Path) -> None:
+    """Write the evaluations of all finished runs, draw the last ones, and print them as Markdown."""
+    runs = [run for run in runs if run.finished]
+    if not runs:
+        raise ValueError(f"no run has finished in {out}: begin with the stage train.")
     with (out / "accuracy.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["problem", "model", "seed", "updates", "accuracy"])
-        writer.writerows([*run[:3], *evaluation] for run in finished for evaluation in run.evaluations)
-    draw(finished, out / "accuracy.png")
-    print("| problem | model | seed | updates | right answers, % |", "| --- | --- | ---: | ---: | ---: |", sep="\n")
-    for run in finished:
-        updates, accuracy = run.evaluations[-1]
-        print(f"| {run.problem} | {run.model} | {run.seed} | {updates:,} | {accuracy:.1f} |")
+        writer.writerows([*run[:3], *evaluation] for run in runs for evaluation in run.evaluations)
+    chances = {run.problem: run.chance for run in runs}
+    last = [(run[:2], run.evaluations[-1][1]) for run in runs]
+    found = {key: mean(value for other, value in last if other == key) for key, _ in last}
+    draw(chances, found, out / "accuracy.png")
+    print("| model |", " | ".join(chances), "|\n| --- |" + " ---: |" * len(chances))
+    print("| a guess |", " | ".join(f"{chance:.1f}" for chance in chances.values()), "|")
+    for model in dict.fromkeys(run.model for run in runs):
+        cells = (f"{found[problem, model]:.1f}" if (problem, model) in found else "-" for problem in chances)
+        print(f"| {model} |", " | ".join(cells), "|")
 
 
-def draw(finished: list[Run], picture: Path) -> None:
-    """A panel for each problem: right answers against updates, a line a run."""
+def draw(chances: dict[str, float], found: dict[tuple[str, str], float], picture: Path) -> None:
+    """A panel for each problem: a bar for each model, the best above, and a line at what a guess gets."""
     plt = load_pyplot()
-    problems = list(dict.fromkeys(run.problem for run in finished))
-    colour = colours(run.model for run in finished)
-    figure, panels = plt.subplots(1, len(problems), figsize=(4.6 * len(problems), 3.4), squeeze=False, sharey=True)
-    for panel, problem in zip(panels[0], problems, strict=True):
-        of_problem = [run for run in finished if run.problem == problem]
-        for run in of_problem:
-            label = (
-                run.model if run.seed == min(other.seed for other in of_problem if other.model == run.model) else None
-            )
-            panel.plot(*zip(*run.evaluations, strict=True), color=colour[run.model], label=label)
-        panel.set_title(problem)
-        panel.set_xlabel("updates")
-        panel.set_ylim(0, 103)
-        panel.legend()
-    panels[0][0].set_ylabel("right answers (%)")
-    figure.savefig(picture)
+    colour = colours(dict.fromkeys(model.partition(",")[0] for _, model in found))
+    figure, panels = plt.subplots(1, len(chances), figsize=(4.2 * len(chances), 4), squeeze=False)
+    for panel, (problem, chance) in zip(panels[0], chances.items(), strict=True):
+        bars = sorted((value, model) for (name, model), value in found.items() if name == problem)
+        values, models = zip(*bars, strict=True)
+        panel.barh(models, values, color=[colour[model.partition(",")[0]] for model in models])
+        panel.axvline(chance, color=PUBLISHED, linestyle="--", label="a guess")
+        panel.set(title=problem, xlabel="right answers (%)", xlim=(0, 100))
+        panel.grid(visible=False, axis="y")
+    panels[0][0].legend(loc="lower right")
+    save(figure, picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", nargs="?", choices=["train", "report", "all"], default="all")
+    parser.add_argument("stage", nargs="?", choices=["plan", "train", "report", "all"], default="all")
     parser.add_argument("--conf", type=Path, default=HERE / "conf" / "quick.yaml")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "sequence_problems")
     parser.add_argument("--workers", type=int, default=2, help="runs at once, each on one core (2)")
     args = parser.parse_args()
-    found = runs(args.conf, args.out)
-    if args.stage != "report":
-        with ThreadPoolExecutor(args.workers) as workers:
-            list(tqdm(workers.map(train, found), total=len(found), desc="runs", disable=None))
-    if args.stage != "train":
-        report(found, args.out)
+    try:
+        if args.workers < 1:
+            raise ValueError(f"--workers must be at least 1, got {args.workers}.")
+        runs = read_runs(args.conf, args.out)
+        if args.stage == "plan":
+            print("\n".join(shlex.join(run.command) for run in runs if not run.finished))
+        if args.stage in ("train", "all"):
+            with ThreadPoolExecutor(args.workers) as workers:
+                list(tqdm(workers.map(train, runs), total=len(runs), desc="runs", disable=None))
+        if args.stage in ("report", "all"):
+            report(runs, args.out)
+    except ValueError as error:
+        sys.exit(f"problems.py: {error}")
 
 
 if __name__ == "__main__":
