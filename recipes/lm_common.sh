@@ -21,6 +21,11 @@ read_names() { # read_names FLAG ARGUMENT...
   [ -n "$names" ] || die "$flag needs a value: one name or several."
 }
 
+find_conf() { # of --conf, a path or a name in this recipe's folder
+  [ -f "$conf" ] || conf=$here/$conf
+  [ -f "$conf" ] || die "give --conf conf/NAME.yaml: there are $(cd "$here/conf" && find . -name '*.yaml' ! -name common.yaml | sort | cut -c 3- | paste -sd ' ')."
+}
+
 check_lines() { # check_lines VALUE: of --lines
   [[ $1 =~ ^[1-9][0-9]*$ ]] || die "--lines must be a whole number of at least 1, got '$1'."
 }

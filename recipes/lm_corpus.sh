@@ -82,11 +82,11 @@ evaluate() { # evaluate NAME
 main() {
   local name
   read_arguments "$@"
+  [ "$stage" != train ] || find_conf # before any work
   if [ "$stage" != eval ]; then prepare; fi
   [ "$stage" != prepare ] || { echo "The data is in $out/data."; next train --conf conf/NAME.yaml --out "$out"; return 0; }
   [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
-  [ -f "$conf" ] || conf=$here/$conf
-  [ -f "$conf" ] || die "give --conf conf/NAME.yaml: there are $(cd "$here/conf" && find . -name '*.yaml' ! -name common.yaml | sort | cut -c 3- | paste -sd ' ')."
+  find_conf
   name=$(realpath --relative-to "$here/conf" -- "$conf")
   name=${name%.yaml}
   name=${name//..\//}

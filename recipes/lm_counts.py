@@ -17,6 +17,9 @@ def counts(folder: Path) -> dict[str, int]:
     dictionary = Dictionary.load(str(folder / "dict.txt"))
     found, specials = {}, {dictionary.eos()}
     for split in ("train", "valid", "test"):
+        text = folder / f"{split}.bin"
+        if text.exists() and not text.stat().st_size:
+            raise ValueError(f"{split}.txt holds no text: give it at least one line")
         lines = data_utils.load_indexed_dataset(str(folder / split), dictionary)
         if lines is None:
             raise ValueError(f"{folder / split}.bin is missing: prepare the data again.")

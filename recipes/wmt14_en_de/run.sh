@@ -129,11 +129,11 @@ done
 read_flags "--conf --average --test" "${arguments[@]}"
 [ -z "$kind" ] || [ -n "$data" ] || die "--any-text says what --data FOLDER holds: give that too."
 check_test
+[ "$stage" != train ] || find_conf # before any work
 if [ "$stage" != eval ]; then prepare; fi
 [ "$stage" != prepare ] || { echo "The data is in $out/data."; next train --conf conf/NAME.yaml --out "$out"; exit; }
 [ -d "$out/data" ] || die "there is no $out/data: run the stage prepare first."
-[ -f "$conf" ] || conf=$here/$conf
-[ -f "$conf" ] || die "give --conf conf/NAME.yaml: there are $(cd "$here/conf" && find . -name '*.yaml' ! -name common.yaml | sort | cut -c 3- | paste -sd ' ')."
+find_conf
 name=$(basename "$conf" .yaml)
 case $stage in
   train)

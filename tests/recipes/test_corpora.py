@@ -131,6 +131,9 @@ def test_wikitext_is_counted_and_another_text_needs_to_be_meant(recipes, wikitex
     assert "valid 216 in place of 217,646" in refused.stderr and "--any-text" in refused.stderr
     counts = lm_counts.check(out / "data.unfinished" / "bin", {"vocabulary": 21})
     assert counts == {"train": 1440, "valid": 216, "test": 192, "vocabulary": 21}
+    (out / "data.unfinished" / "bin" / "valid.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"valid\.txt holds no text"):
+        lm_counts.check(out / "data.unfinished" / "bin", {})
     meant = run(script, *arguments, "--any-text")
     assert meant.returncode == 0, meant.stderr
     assert (out / "data" / "bin" / "train.bin").exists() and not (out / "data.unfinished").exists()
@@ -232,6 +235,7 @@ def test_another_file_than_enwik8_is_refused(recipes, tmp_path):
         (["prepare", "--any-text"], "give that too"),
         (["prepare", "--data", "/nonexistent"], "there is no folder /nonexistent"),
         (["train", "--save-dir", "x"], "set by the recipe"),
+        (["train", "--conf", "nosuch"], "give --conf conf/NAME.yaml: there are "),
     ],
 )
 def test_wrong_arguments_are_explained(recipes, arguments, message):
