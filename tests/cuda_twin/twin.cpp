@@ -161,7 +161,7 @@ int main(int count, char** arguments) {
       for (const Type type : {Type::float32, Type::float64, Type::bfloat16, Type::float16})
         for (const int multiprocessors : {132, 1})
           if (const char* error = run(rule, size, type, multiprocessors == 1 && type != Type::bfloat16,
-                                      {multiprocessors == 1, multiprocessors, 163})) {
+                                      {multiprocessors == 1, multiprocessors, 227})) {
             std::fprintf(stderr, "%s\n", error);
             return 1;
           }

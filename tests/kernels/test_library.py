@@ -285,22 +285,29 @@ def draw(*size):
     return torch.rand(*size, dtype=torch.float64, requires_grad=True)
 q, k, v, beta, state = draw(2, 2, 4, 3), draw(2, 2, 4, 3), draw(2, 2, 4, 5), draw(2, 2, 4), draw(2, 2, 3, 5)
 f, z = draw(2, 2, 4, 3), draw(2, 2, 4, 5)
-for op, reference, given in (
-    (torch.ops.fwp.sum_rule.default, ops.sum_rule_reference, (q, k, v, state)),
-    (torch.ops.fwp.delta_rule.default, ops.delta_rule_reference, (q, k, v, beta, state)),
-    (torch.ops.fwp.gated_rule.default, ops.gated_rule_reference, (q, k, v, beta, state)),
-    (torch.ops.fwp.decay_rule.default, ops.decay_rule_reference, (q, k, v, f, z, state)),
+NAMES = ("decay", "value_decay", "rate", "removal_key", "removal_rate")
+def of_operator(names, erases, x):
+    gates = dict(zip(names, x[3:]))
+    return (*x[:3], *(gates.get(name) for name in (*NAMES, "state")), None, erases)
+for names, erases, reference, given in (
+    (("state",), False, ops.sum_rule_reference, (q, k, v, state)),
+    (("rate", "state"), True, ops.delta_rule_reference, (q, k, v, beta, state)),
+    (("decay", "state"), False, ops.gla_rule_reference, (q, k, v, beta, state)),
+    (("decay", "value_decay", "state"), False, ops.decay_rule_reference, (q, k, v, f, z, state)),
+    (("decay", "rate", "state"), True, ops.gated_delta_rule_reference, (q, k, v, f, beta, state)),
 ):
+    def op(*x):
+        return torch.ops.fwp.fast_weights.default(*of_operator(names, erases, x))
     assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given)
-    assert torch.autograd.gradcheck(lambda *x: op(*x, None)[:2], given[:-1])
-    torch.library.opcheck(op, given)
-    torch.library.opcheck(op, (*given[:-1], None))
+    assert torch.autograd.gradcheck(lambda *x: op(*x)[:2], given[:-1])
+    torch.library.opcheck(torch.ops.fwp.fast_weights.default, of_operator(names, erases, given))
+    torch.library.opcheck(torch.ops.fwp.fast_weights.default, of_operator(names, erases, given[:-1]))
     empty = tuple(x[:, :, :0] for x in given[:-1])
     assert torch.equal(op(*empty, state)[1], state)
     (gradient,) = torch.autograd.grad(op(*empty, state)[1].sum(), state)
     assert torch.equal(gradient, torch.ones_like(state))
     compiled = torch.compile(lambda *x: op(*x)[0], backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(*given), reference(*given)[0])
+    torch.testing.assert_close(compiled(*given), reference(*given)[0])
     # over more than two chunks of the rules that forget
     long = [torch.cat([x] * 18, 2)[:, :, :70].detach().requires_grad_() for x in given[:-1]]
     found, truth = (
