@@ -97,7 +97,8 @@ class Result(NamedTuple):
     @property
     def rule(self) -> str:
         """The update rule: a flag's, or that of the preset, whose name begins with it."""
-        preset = DEFAULTS["update-rule"] if self.arch == BARE_ARCH else self.arch.split("_")[0]
+        named = [rule for rule in COLOURS if self.arch.startswith(rule)]
+        preset = max(named, key=len) if named else DEFAULTS["update-rule"]
         return self.point.flags.get("update-rule", preset)
 
 
