@@ -26,6 +26,7 @@ ROOMS = {
     "_options": set(),
     "kernels": {"torch"},
     "ops": {"torch", "fairseq_fwp.kernels"},
+    "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp._options"},
     # They know a model by its methods alone.

@@ -18,22 +18,34 @@ Each rule is one file: its equation, the step that defines it, and how it is wri
     RuntimeError: ``backend="kernel"`` and no kernel can be built or used.
 
 A rule of one's own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which is called in the same way: gradients,
-checks and the operator of PyTorch come with it. ``check_rule(my_rule)`` holds it to what every rule promises.
+checks and the operator of PyTorch come with it. ``fairseq_fwp.testing.check_rule(my_rule)`` holds it to what every rule
+promises.
 """
+
+from functools import partial
 
 from ..kernels import KernelStatus, kernel_status
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
-from .decay import decay_rule, decay_rule_reference
-from .delta import delta_rule, delta_rule_reference
-from .delta_product import delta_product_rule, delta_product_rule_reference
-from .fwm import fwm_rule, fwm_rule_reference
-from .gated import gated_rule, gated_rule_reference
-from .gated_delta import gated_delta_rule, gated_delta_rule_reference
-from .gla import gla_rule, gla_rule_reference
-from .laws import check_rule
+from .decay import decay_rule
+from .delta import delta_rule
+from .delta_product import delta_product_rule
+from .fwm import fwm_rule
+from .gated import gated_rule
+from .gated_delta import gated_delta_rule
+from .gla import gla_rule
 from .rule import Rule
-from .rwkv7 import rwkv7_rule, rwkv7_rule_reference
-from .sum import sum_rule, sum_rule_reference
+from .rwkv7 import rwkv7_rule
+from .sum import sum_rule
+
+decay_rule_reference = partial(decay_rule, backend="reference")
+delta_rule_reference = partial(delta_rule, backend="reference")
+delta_product_rule_reference = partial(delta_product_rule, backend="reference")
+fwm_rule_reference = partial(fwm_rule, backend="reference")
+gated_rule_reference = partial(gated_rule, backend="reference")
+gated_delta_rule_reference = partial(gated_delta_rule, backend="reference")
+gla_rule_reference = partial(gla_rule, backend="reference")
+rwkv7_rule_reference = partial(rwkv7_rule, backend="reference")
+sum_rule_reference = partial(sum_rule, backend="reference")
 
 __all__ = [
     "PER_KEY",
@@ -41,7 +53,6 @@ __all__ = [
     "PER_VALUE",
     "KernelStatus",
     "Rule",
-    "check_rule",
     "decay_rule",
     "decay_rule_reference",
     "delta_product_rule",

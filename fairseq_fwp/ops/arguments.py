@@ -49,30 +49,20 @@ def check_arguments(
     ``tensors`` are q, k, v and what else a rule has, each with the shapes that it may have, in the names of sizes.
     """
     for name, (x, _) in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{rule}: {name} must be a tensor, got {type(x).__name__}")
-        _expect_strides(rule, name, x)
-    sizes = _sizes(rule, tensors)
-    q = tensors["q"][0]
+        _expect_dense(rule, name, x, "a tensor")
+    sizes, q = _sizes(rule, tensors), tensors["q"][0]
     if q.dtype not in DTYPES:
         raise TypeError(f"{rule}: q must be float32, float64, bfloat16 or float16, got {q.dtype}")
     for name, (x, shapes) in tensors.items():
-        _expect_shape(rule, name, x, shapes, sizes)
-        _expect_dtype(rule, name, x, q.dtype, "q's dtype")
-        _expect_device(rule, name, x, q.device)
-    dtype = state_dtype(q.dtype)
-    for name, given, shape, expected, why in (
-        ("state", state, ("B", "H", "Dk", "Dv"), dtype, f"dtype for {q.dtype} inputs"),
-        ("first", first, ("B", "L"), torch.bool, "dtype"),
-    ):
-        if given is None:
-            continue
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{rule}: {name} must be a tensor or None, got {type(given).__name__}")
-        _expect_strides(rule, name, given)
-        _expect_shape(rule, name, given, (shape,), sizes)
-        _expect_dtype(rule, name, given, expected, why)
-        _expect_device(rule, name, given, q.device)
+        _expect(rule, name, x, shapes, sizes, q.dtype, "q's dtype", q.device)
+    if state is not None:
+        _expect_dense(rule, "state", state, "a tensor or None")
+        dtype = state_dtype(q.dtype)
+        shapes = (("B", "H", "Dk", "Dv"),)
+        _expect(rule, "state", state, shapes, sizes, dtype, f"dtype for {q.dtype} inputs", q.device)
+    if first is not None:
+        _expect_dense(rule, "first", first, "a tensor or None")
+        _expect(rule, "first", first, (("B", "L"),), sizes, torch.bool, "dtype", q.device)
 
 
 def _sizes(rule: str, tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]]) -> dict[str, int]:
@@ -86,24 +76,29 @@ def _sizes(rule: str, tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]]) -> d
     return sizes
 
 
-def _expect_strides(rule: str, name: str, tensor: Tensor) -> None:
+def _expect_dense(rule: str, name: str, x: Tensor, what: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{rule}: {name} must be {what}, got {type(x).__name__}")
     # The dispatcher has no kernel for any other layout, and would call the operator's Python body again and again.
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{rule}: {name} must be a dense tensor, got one of layout {tensor.layout}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{rule}: {name} must be a dense tensor, got one of layout {x.layout}")
 
 
-def _expect_shape(rule: str, name: str, tensor: Tensor, shapes: tuple[Shape, ...], sizes: dict[str, int]) -> None:
+def _expect(
+    rule: str,
+    name: str,
+    x: Tensor,
+    shapes: tuple[Shape, ...],
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    what: str,
+    device: torch.device,
+) -> None:
     allowed = {shape: tuple(sizes[size] for size in shape) for shape in shapes}
-    if tensor.shape not in allowed.values():
+    if x.shape not in allowed.values():
         wanted = " or ".join(f"({', '.join(shape)}) = {numbers}" for shape, numbers in allowed.items())
-        raise ValueError(f"{rule}: {name} must have shape {wanted}, got {tuple(tensor.shape)}")
-
-
-def _expect_dtype(rule: str, name: str, tensor: Tensor, dtype: torch.dtype, what: str) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{rule}: {name} must have {what} = {dtype}, got {tensor.dtype}")
-
-
-def _expect_device(rule: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{rule}: {name} must be on q's device = {device}, got {tensor.device}")
+        raise ValueError(f"{rule}: {name} must have shape {wanted}, got {tuple(x.shape)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{rule}: {name} must have {what} = {dtype}, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{rule}: {name} must be on q's device = {device}, got {x.device}")

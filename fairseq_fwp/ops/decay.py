@@ -6,7 +6,6 @@ Mao 2022, "Fine-Tuning Pre-trained Transformers into Decaying Fast Weights" (arX
 transposed, and our decays are what their sigmoids return.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +47,3 @@ def decay_rule(
             every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, key_decay, value_decay, state=state, first=first, backend=backend)
-
-
-decay_rule_reference = partial(decay_rule, backend="reference")

@@ -7,7 +7,6 @@ Schlag, Irie & Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight P
 gives the transition negative eigenvalues (Grazzi et al. 2025, arXiv 2411.12537).
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +46,3 @@ def delta_rule(
         beta: (B, H, L), usually in (0, 1) or (0, 2). All else is that of every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, beta, state=state, first=first, backend=backend)
-
-
-delta_rule_reference = partial(delta_rule, backend="reference")

@@ -7,8 +7,6 @@ Siems, Carstensen, Zela, Hutter, Pontil & Grazzi 2025, "DeltaProduct: Improving 
 Householder Products" (arXiv 2502.10297), Eqs. 3-4; with a decay it is their Gated DeltaProduct. Their H is ours.
 """
 
-from functools import partial
-
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -92,6 +90,3 @@ def delta_product_rule(
     if decay is None:
         return RULE.run(q, k, v, beta, state=state, first=first, backend=backend)
     return WITH_DECAY.run(q, k, v, beta, decay, state=state, first=first, backend=backend)
-
-
-delta_product_rule_reference = partial(delta_product_rule, backend="reference")

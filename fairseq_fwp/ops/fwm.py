@@ -14,8 +14,6 @@ our write beta (v - v_old). Two cases that the equation leaves open:
 A norm over the whole memory is not linear in it, so this rule is not of the family and has no kernel.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -60,6 +58,3 @@ def fwm_rule(
             :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, beta, state=state, first=first, backend=backend)
-
-
-fwm_rule_reference = partial(fwm_rule, backend="reference")

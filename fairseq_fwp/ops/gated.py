@@ -7,7 +7,6 @@ Peng, Pappas, Yogatama, Schwartz, Smith & Kong 2021, "Random Feature Attention" 
 write 1 - beta for it. Their W is ours transposed.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +49,3 @@ def gated_rule(
         gate: (B, H, L), what is kept, usually in (0, 1). All else is that of every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, gate, state=state, first=first, backend=backend)
-
-
-gated_rule_reference = partial(gated_rule, backend="reference")

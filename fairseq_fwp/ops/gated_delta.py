@@ -7,7 +7,6 @@ for each dimension of the key, Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692),
 what is kept, not its logarithm.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +49,3 @@ def gated_delta_rule(
         beta: (B, H, L), usually in (0, 1) or (0, 2). All else is that of every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, decay, beta, state=state, first=first, backend=backend)
-
-
-gated_delta_rule_reference = partial(gated_delta_rule, backend="reference")

@@ -7,7 +7,6 @@ Yang, Wang, Shen, Panda & Kim 2024, "Gated Linear Attention Transformers with Ha
 for each head) and of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060). a is what is kept, not its logarithm.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +47,3 @@ def gla_rule(
             :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, decay, state=state, first=first, backend=backend)
-
-
-gla_rule_reference = partial(gla_rule, backend="reference")

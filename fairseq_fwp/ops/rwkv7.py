@@ -8,7 +8,6 @@ S is ours transposed. What is removed is what the memory held before it faded. W
 al. 2025, arXiv 2506.02475) and other transitions that are a diagonal plus a matrix of rank one.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +53,3 @@ def rwkv7_rule(
             removal_rate: (B, H, L, Dk), any numbers. All else is that of every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, decay, removal_key, removal_rate, state=state, first=first, backend=backend)
-
-
-rwkv7_rule_reference = partial(rwkv7_rule, backend="reference")

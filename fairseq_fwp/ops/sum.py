@@ -7,8 +7,6 @@ Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers" (ar
 ours transposed.
 """
 
-from functools import partial
-
 from torch import Tensor
 
 from .arguments import outer
@@ -38,6 +36,3 @@ def sum_rule(
     Arguments, results and errors are those of every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, state=state, first=first, backend=backend)
-
-
-sum_rule_reference = partial(sum_rule, backend="reference")
