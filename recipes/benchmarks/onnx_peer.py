@@ -1,18 +1,22 @@
 """ONNX Runtime's LinearAttention, the operator of this kind that others ship for a CPU: float32, forward only.
 
-Its kernel is the one of the domain com.microsoft, which computes what ONNX's opset 27 defines.
+It is there twice: opset 27's, which ONNX Runtime expands to a loop of simple operators (Scan), and a fused kernel with
+the same inputs, of the domain com.microsoft.
 """
 
 import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
+DOMAINS = {"ONNX Runtime's Scan": "", "ONNX Runtime's fused kernel": "com.microsoft"}
 
-def linear_attention(rule, heads, decays, rates):
+
+def linear_attention(rule, shape, domain, decays, rates):
     """Return a session of one thread whose `run(None, pack(...))` gives the output (B, L, H Dv) and the state.
 
-    rule: linear, gated, delta or gated_delta; decays, rates: whether it has them.
+    rule: linear, gated, delta or gated_delta; shape: (B, H, L, Dk, Dv); decays, rates: whether it has them.
     """
+    B, H, L, Dk, Dv = shape
     names = ["query", "key", "value", "past_state", "decay" if decays else "", "beta" if rates else ""]
     node = helper.make_node(
         "LinearAttention",
@@ -20,14 +24,20 @@ def linear_attention(rule, heads, decays, rates):
         ["output", "present_state"],
         update_rule=rule,
         scale=1.0,
-        q_num_heads=heads,
-        kv_num_heads=heads,
-        domain="com.microsoft",
+        q_num_heads=H,
+        kv_num_heads=H,
+        domain=domain,
     )
-    of = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in [*names, *node.output] if name}
-    graph = helper.make_graph([node], rule, [of[name] for name in names if name], [of[name] for name in node.output])
-    versions = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=versions, ir_version=10)
+    state = [B, H, Dk, Dv]
+    # Without these sizes the Scan does not run.
+    sizes = {"query": [B, L, H * Dk], "key": [B, L, H * Dk], "value": [B, L, H * Dv], "past_state": state}
+    sizes |= {"output": [B, L, H * Dv], "present_state": state}
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes.get(name)) for name in of if name]
+        for of in (names, node.output)
+    )
+    versions = [helper.make_opsetid("", 27), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], rule, inputs, outputs), opset_imports=versions, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])

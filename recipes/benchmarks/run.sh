@@ -28,11 +28,12 @@ for part in "${parts[@]}"; do
   if [ "$part" = operators ]; then
     bash "$root/recipes/setup.sh" peers ||
       echo "run.sh: pytorch-fast-transformers was not set up; unless it is there already, its rows will say 'not available'" >&2
+  fi
+  case "$part" in
     # Freed memory stays with the process. Else every contender draws fresh pages from the system in every call, which
     # takes up to half of the time at small shapes, and which calls are spared is chance.
-    run env MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_MAX_=0 python "$here/operators.py"
-  else
-    run python "$here/$part.py"
-  fi
+    operators | family) run env MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_MAX_=0 python "$here/$part.py" ;;
+    *) run python "$here/$part.py" ;;
+  esac
   run python "$here/plots.py" "$part"
 done

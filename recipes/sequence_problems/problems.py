@@ -7,6 +7,7 @@ command in `finished`, with which it is not run again. The report is accuracy.cs
 import argparse
 import csv
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -120,18 +121,19 @@ def report(runs: list[Run], out: Path) -> None:
 
 
 def draw(chances: dict[str, float], found: dict[tuple[str, str], float], picture: Path) -> None:
-    """A panel for each problem: a bar for each model, the best above, and a line at what a guess gets."""
+    """A panel for each problem: a bar for each model that it was given to, and a line at what a guess gets."""
     plt = load_pyplot()
-    colour = colours(dict.fromkeys(model.partition(",")[0] for _, model in found))
-    figure, panels = plt.subplots(1, len(chances), figsize=(4.2 * len(chances), 4), squeeze=False)
+    models = list(dict.fromkeys(model for _, model in found))[::-1]  # the first above
+    colour = colours(dict.fromkeys(model.partition(",")[0] for model in models[::-1]))
+    size = (2 + 2.6 * len(chances), 1 + 0.27 * len(models))
+    figure, panels = plt.subplots(1, len(chances), figsize=size, squeeze=False, sharey=True)
     for panel, (problem, chance) in zip(panels[0], chances.items(), strict=True):
-        bars = sorted((value, model) for (name, model), value in found.items() if name == problem)
-        values, models = zip(*bars, strict=True)
-        panel.barh(models, values, color=[colour[model.partition(",")[0]] for model in models])
-        panel.axvline(chance, color=PUBLISHED, linestyle="--", label="a guess")
-        panel.set(title=problem, xlabel="right answers (%)", xlim=(0, 100))
+        values = [found.get((problem, model), math.nan) for model in models]
+        bars = panel.barh(models, values, color=[colour[model.partition(",")[0]] for model in models])
+        panel.bar_label(bars, ["" if math.isnan(value) else f"{value:.0f}" for value in values], padding=2, fontsize=8)
+        panel.axvline(chance, color=PUBLISHED, linestyle="--")
+        panel.set(title=f"{problem} (dashed: a guess)", xlabel="right answers (%)", xlim=(0, 112))
         panel.grid(visible=False, axis="y")
-    panels[0][0].legend(loc="lower right")
     save(figure, picture)
 
 

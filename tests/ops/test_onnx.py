@@ -10,7 +10,7 @@ from fairseq_fwp import ops
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes/benchmarks"))
 
-from onnx_peer import linear_attention, pack
+from onnx_peer import DOMAINS, linear_attention, pack
 
 CASES = {
     "linear": (ops.sum_rule, "linear", ()),
@@ -23,8 +23,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("peer", DOMAINS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_numbers_as_onnx_runtime(case, backend):
+def test_the_same_numbers_as_onnx_runtime(case, peer, backend):
     rule, theirs, gates = CASES[case]
     B, H, L, Dk, Dv = 2, 3, 70, 16, 24
     q, k, v = torch.randn(B, H, L, Dk), torch.randn(B, H, L, Dk), torch.randn(B, H, L, Dv)
@@ -36,7 +37,7 @@ def test_the_same_numbers_as_onnx_runtime(case, backend):
     }
     given = {name: made[name] for name in gates}
     decay, beta = given.get("head", given.get("key")), given.get("beta")
-    session = linear_attention(theirs, H, decay is not None, beta is not None)
+    session = linear_attention(theirs, (B, H, L, Dk, Dv), DOMAINS[peer], decay is not None, beta is not None)
     expected, last = (torch.from_numpy(x) for x in session.run(None, pack(q, k, v, state, decay, beta)))
     out, after = rule(q, k, v, *given.values(), state, backend=backend)
     torch.testing.assert_close(out, expected.unflatten(-1, (H, Dv)).transpose(1, 2), rtol=1e-5, atol=1e-5)
