@@ -71,8 +71,8 @@ struct Arguments {
     check("first", first, {size.B, size.L}, at::kBool, device);
     TORCH_CHECK(removal_key.has_value() == removal_rate.has_value(),
                 "removal_key and removal_rate must be given together");
-    TORCH_CHECK(!(erases && removes()) && !(value_decay && retrieves()),
-                "a rule must erase or remove or fade values, not two of these");
+    TORCH_CHECK(!(erases && removes()), "a rule must erase or remove, not both");
+    TORCH_CHECK(!value_decay || !(rate || retrieves()), "a rule whose values fade must have no rate, erasing or removal");
   }
 };
 

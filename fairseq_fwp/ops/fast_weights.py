@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Any  # a tensor, or None in the backward pass of a rule that erases: `retrieved` has what it needs of it
     decay: Tensor | None = None  # what is kept
-    value_decay: Tensor | None = None
+    value_decay: Tensor | None = None  # of a rule without rate, erasing and removal
     rate: Tensor | None = None  # in q's dtype or in the state's
     removal_key: Tensor | None = None
     removal_rate: Tensor | None = None
@@ -116,8 +116,10 @@ def _check(given: Inputs) -> None:
     if (given.removal_key is None) != (given.removal_rate is None):
         raise ValueError("fast_weights: removal_key and removal_rate must be given together")
     removes = given.removal_key is not None
-    if (given.erases and removes) or (given.value_decay is not None and (given.erases or removes)):
-        raise ValueError("fast_weights: a rule must erase or remove or fade values, not two of these")
+    if given.erases and removes:
+        raise ValueError("fast_weights: a rule must erase or remove, not both")
+    if given.value_decay is not None and (given.rate is not None or given.erases or removes):
+        raise ValueError("fast_weights: a rule whose values fade must have no rate, erasing or removal")
     _rule(given).check(*given.tokens, state=given.state, first=given.first)
 
 

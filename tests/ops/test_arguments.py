@@ -4,7 +4,10 @@ import pytest
 import torch
 from rule_cases import PER_KEY, RULES, WITH_KERNEL, operands, sample_inputs
 
+from fairseq_fwp.ops.fast_weights import fast_weights
+
 SHAPE = (2, 3, 4, 5, 6)
+KEY, VALUE = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 6)
 WRONG = {
     "q": (torch.zeros(2, 3, 4), ValueError, r"q must have shape \(B, H, L, Dk\), got \(2, 3, 4\)"),
     "k": (torch.zeros(2, 3, 4, 6), ValueError, r"k must have .*\(2, 3, 4, 5\), got \(2, 3, 4, 6\)"),
@@ -113,3 +116,18 @@ def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
         for wrong in (shorter, x.double()):
             with pytest.raises((RuntimeError, TypeError, ValueError)):
                 operator(*given[:i], wrong, *given[i + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, "erase or remove, not both"),
+        ({"removal_key": KEY}, "given together"),
+        ({"value_decay": VALUE, "rate": torch.ones(2, 3, 4)}, "values fade"),
+        ({"value_decay": VALUE, "erases": True}, "values fade"),
+        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, "values fade"),
+    ],
+)
+def test_the_operator_refuses_what_no_kernel_computes(given, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        fast_weights(KEY, KEY, VALUE, **given)
