@@ -268,7 +268,7 @@ def test_epsilons_reach_every_divisor():
         plain = bare._project(x, None)[0]
         sums = plain.sum(-1, keepdim=True)
         torch.testing.assert_close(q, plain / (sums + 100 if add else 100.0))
-        divisor, z, key, value = layer._summing_normalizer(q, k, v, [], None)
+        divisor, z, key, value = layer._summing_normalizer(q, k, v, [], None, None)
         torch.testing.assert_close(divisor, (k.cumsum(2) * q).sum(-1) + 100 if add else torch.full_like(divisor, 100))
         root = (1 + 99 * (torch.arange(5) > 0)).sqrt().double()[:, None]  # nothing is retrieved for the first token
         if not add:

@@ -1,6 +1,6 @@
 """Four rules against ONNX Runtime's LinearAttention, which others have written: float32, forward."""
 
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -8,9 +8,8 @@ import torch
 
 from fairseq_fwp import ops
 
-sys.path.append(str(Path(__file__).parents[2] / "recipes/benchmarks"))
-
-from onnx_peer import DOMAINS, linear_attention, pack
+PEER = runpy.run_path(str(Path(__file__).parents[2] / "recipes/benchmarks/onnx_peer.py"))
+DOMAINS, linear_attention, pack = (PEER[name] for name in ("DOMAINS", "linear_attention", "pack"))
 
 CASES = {
     "linear": (ops.sum_rule, "linear", ()),

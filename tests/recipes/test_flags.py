@@ -15,10 +15,10 @@ from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig
 
 ROOT = Path(__file__).parents[2]
-# The grids of associative_retrieval are lists of such files; test_associative_grid.py parses their points.
-GRIDS = ROOT / "recipes" / "associative_retrieval" / "conf"
+# Lists of such files, which test_associative_grid.py and test_sequence_problems.py parse.
+GRIDS = [ROOT / "recipes" / name / "conf" for name in ("associative_retrieval", "sequence_problems")]
 CONFS = sorted(
-    path for path in ROOT.glob("recipes/*/conf/**/*.yaml") if path.name != "common.yaml" and path.parent != GRIDS
+    path for path in ROOT.glob("recipes/*/conf/**/*.yaml") if path.name != "common.yaml" and path.parent not in GRIDS
 )
 GRID = ROOT / "recipes" / "peps" / "conf" / "grid"
 GRID_ROWS = sorted(path for path in CONFS if path.parent == GRID)

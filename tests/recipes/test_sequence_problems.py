@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ CONF = {
     "models": {"sum": {}, "delta, beta to 2": {"negative-eigenvalues": True}},
 }
 # In the place of fairseq-train: counts its calls, and says what a run of seed N comes to.
-PROGRAM = """#!{python}
+PROGRAM = """
 import sys
 flags = dict(zip(sys.argv, sys.argv[1:]))
 with open({calls!r}, "a") as calls:
@@ -53,7 +54,9 @@ def recipe(tmp_path, monkeypatch):
 
     program = tmp_path / "bin/fairseq-train"
     program.parent.mkdir()
-    program.write_text(PROGRAM.format(python=sys.executable, calls=str(tmp_path / "calls")))
+    source = program.with_suffix(".py")
+    source.write_text(PROGRAM.format(calls=str(tmp_path / "calls")))
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(source))} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     return call

@@ -106,7 +106,8 @@ def test_defaults_are_the_papers():
 
 
 def test_each_rule_is_normalised_as_the_paper_has_it():
-    of_rule = {"softmax": None, "delta": "sum_normalization", "fwm": "norm_read_out"}
+    of_rule = dict.fromkeys(("delta", "gla", "gated_delta", "kda", "rwkv7"), "sum_normalization")
+    of_rule |= {"softmax": None, "fwm": "norm_read_out"}
     for name, preset in RETRIEVAL_PRESETS.items():
         expected = of_rule.get(preset["update_rule"], "attention_normalization")
         if name == "sum_tanh_retrieval":  # its features may be negative
