@@ -112,24 +112,31 @@ def report(runs: list[Run], out: Path) -> None:
     chances = {run.problem: run.chance for run in runs}
     last = [(run[:2], run.evaluations[-1][1]) for run in runs]
     found = {key: mean(value for other, value in last if other == key) for key, _ in last}
-    draw(chances, found, out / "accuracy.png")
+    names = list(dict.fromkeys(run.model for run in runs))
+    rules = list(dict.fromkeys(map(rule_of, names)))
+    models = sorted(names, key=lambda name: (rules.index(rule_of(name)), name))  # a rule and its options together
+    draw(chances, models, found, out / "accuracy.png")
     print("| model |", " | ".join(chances), "|\n| --- |" + " ---: |" * len(chances))
     print("| a guess |", " | ".join(f"{chance:.1f}" for chance in chances.values()), "|")
-    for model in dict.fromkeys(run.model for run in runs):
+    for model in models:
         cells = (f"{found[problem, model]:.1f}" if (problem, model) in found else "-" for problem in chances)
         print(f"| {model} |", " | ".join(cells), "|")
 
 
-def draw(chances: dict[str, float], found: dict[tuple[str, str], float], picture: Path) -> None:
+def rule_of(model: str) -> str:
+    return model.partition(",")[0]
+
+
+def draw(chances: dict[str, float], models: list[str], found: dict[tuple[str, str], float], picture: Path) -> None:
     """A panel for each problem: a bar for each model that it was given to, and a line at what a guess gets."""
     plt = load_pyplot()
-    models = list(dict.fromkeys(model for _, model in found))[::-1]  # the first above
-    colour = colours(dict.fromkeys(model.partition(",")[0] for model in models[::-1]))
+    colour = colours(dict.fromkeys(map(rule_of, models)))
+    models = models[::-1]  # the first above
     size = (2 + 2.6 * len(chances), 1 + 0.27 * len(models))
     figure, panels = plt.subplots(1, len(chances), figsize=size, squeeze=False, sharey=True)
     for panel, (problem, chance) in zip(panels[0], chances.items(), strict=True):
         values = [found.get((problem, model), math.nan) for model in models]
-        bars = panel.barh(models, values, color=[colour[model.partition(",")[0]] for model in models])
+        bars = panel.barh(models, values, color=[colour[rule_of(model)] for model in models])
         panel.bar_label(bars, ["" if math.isnan(value) else f"{value:.0f}" for value in values], padding=2, fontsize=8)
         panel.axvline(chance, color=PUBLISHED, linestyle="--")
         panel.set(title=f"{problem} (dashed: a guess)", xlabel="right answers (%)", xlim=(0, 112))
