@@ -165,7 +165,7 @@ def write_csv(name, header, rows):
     return path
 
 
-def publish(name, header, raw, goals, *paragraphs, head=None, script="run.sh"):
+def publish(name, header, raw, goals, *paragraphs, head=None, script="run.sh", picture=True):
     """Writes results/NAME.csv (raw), NAME_goals.csv and NAME.md, and the latter's text into RESULTS.md.
 
     `head` is the line to read the numbers by, where they are not of the CPU.
@@ -177,6 +177,6 @@ def publish(name, header, raw, goals, *paragraphs, head=None, script="run.sh"):
     ledger = HERE / "RESULTS.md"
     begin, end = f"<!-- {name}: written by {script} -->\n", f"<!-- {name}: end -->"
     before, rest = ledger.read_text(encoding="utf-8").split(begin)
-    picture = f"\n![{name}](results/{name}.png)\n"
-    ledger.write_text(before + begin + text + picture + end + rest.split(end)[1], encoding="utf-8")
+    text += f"\n![{name}](results/{name}.png)\n" if picture else ""
+    ledger.write_text(before + begin + text + end + rest.split(end)[1], encoding="utf-8")
     say(f"wrote {RESULTS / name}.md and its part of RESULTS.md")
