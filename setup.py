@@ -45,8 +45,8 @@ setup(
         # What fairseq's --tensorboard-logdir and --wandb-project need.
         "logging": ["tensorboardX", "wandb"],
         "dev": [
-            "onnx",
-            "onnxruntime",
+            "onnx>=1.23",
+            "onnxruntime>=1.32",
             "pytest",
             "pytest-xdist",
             "hypothesis",

@@ -64,7 +64,8 @@ struct Arguments {
     else
       check("decay", decay, size.keys(), given, device);
     check("value_decay", value_decay, size.values(), given, device);
-    if (rate) check("rate", rate, size.rates(), rate->scalar_type() == type ? type : given, device);
+    // Of a rule that only writes it may be 1 - gate, which half precision would round.
+    if (rate) check("rate", rate, size.rates(), !erases && rate->scalar_type() == type ? type : given, device);
     check("removal_key", removal_key, size.keys(), given, device);
     check("removal_rate", removal_rate, size.keys(), given, device);
     check("state", state, size.state(), type, device);

@@ -84,13 +84,10 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
 
 void differentiable(const c10::OperatorHandle& op, Stack* stack) {
   const auto given = torch::jit::last(*stack, kTensors + 1);
-  variable_list all, present;
   bool any = false;
   for (const auto& input : given.slice(0, kTensors)) {
-    all.push_back(input.isNone() ? Tensor() : input.toTensor());
-    const Tensor& x = all.back();
-    if (!x.defined()) continue;
-    present.push_back(x);
+    if (input.isNone()) continue;
+    const Tensor& x = input.toTensor();
     any |= x.requires_grad();
     TORCH_CHECK_NOT_IMPLEMENTED(!x._fw_grad(0).defined(),
                                 "fwp::fast_weights has no derivative in forward mode: use backend='reference'");
@@ -99,6 +96,11 @@ void differentiable(const c10::OperatorHandle& op, Stack* stack) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
+  }
+  variable_list all, present;
+  for (const auto& input : given.slice(0, kTensors)) {
+    all.push_back(input.isNone() ? Tensor() : input.toTensor());
+    if (all.back().defined()) present.push_back(all.back());
   }
   variable_list others;
   variable_list results = Differentiable::apply(at::TensorList(present), &all, given.back().toBool(), &others);

@@ -65,7 +65,8 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::
   if (!fades) return in;
   if (given.removes()) {
     in.removal_key = ready(given.removal_key);
-    in.removal = in.removal_key.to(type.value_or(state_type(given.q))).mul(*given.removal_rate);
+    // A product has the layout of one of its factors.
+    in.removal = prepare(in.removal_key.to(type.value_or(state_type(given.q))).mul(*given.removal_rate));
   }
   const bool by_head = !given.removes() && !given.value_decay && (given.decays_by_head() || !given.decay);
   if (by_head)

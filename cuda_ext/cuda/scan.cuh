@@ -185,9 +185,9 @@ struct Place {
         if (column + c < size.columns) round_to(x[c], data[c]);
     });
   }
-  // One number a token, which all threads have.
+  // One number a token, which all threads have; nowhere if it is not wanted.
   FWP_DEVICE void store_scalar(const Output& to, int64_t t, A x) const {
-    if (!is_there() || lane != 0 || column != 0) return;
+    if (!to.data || !is_there() || lane != 0 || column != 0) return;
     with_element<A>(to.type, [&](auto* element) {
       round_to(x, static_cast<decltype(element)>(to.data)[head * size.length + t]);
     });

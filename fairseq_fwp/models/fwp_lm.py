@@ -1,6 +1,7 @@
 """The language model `fwp_lm`: a decoder-only Transformer whose attention is a fast weight programmer or softmax."""
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
@@ -103,7 +104,7 @@ class FwpLanguageModelConfig(DecoderConfig):
         False, "divide mapped keys and queries by their lengths, as modern delta networks do"
     )
     negative_eigenvalues: bool = option(
-        False, "rates beta of the delta rule and its family up to 2 in place of 1 (Grazzi 2025)"
+        False, "rates beta of the delta rule and its family up to 2 in place of 1 (Grazzi 2025), for keys of length one"
     )
     fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
         "auto", "C++ and CUDA operators, the PyTorch loop that defines them, or kernels where they can be built"
@@ -165,7 +166,7 @@ class FwpLanguageModel(LanguageModel):
             if not (cfg.sum_normalization or cfg.attention_normalization):
                 unused += NORMALIZATION_FLAGS
             rule = UPDATE_RULES.get(cfg.decoder_update_rule)  # none for a checkpoint's, where its plug-in is not loaded
-            if rule and not rule.retrieves:
+            if rule and not (rule.retrieves or rule.normalizer):
                 unused += ("attention_normalization_read_out_only",)
         default = FwpLanguageModelConfig()
         return [flag for flag in unused if getattr(cfg, flag) != getattr(default, flag)]
@@ -184,7 +185,10 @@ class FwpDecoder(LanguageModelDecoder):
         super().__init__(cfg, dictionary)
         check_probability("final_dropout", cfg.final_dropout)
         self.final_dropout = Dropout(cfg.final_dropout, self)
-        self.packs_documents = cfg.decoder_update_rule != "softmax" and not cfg.positions_from_end
+        rule = UPDATE_RULES.get(cfg.decoder_update_rule)
+        # A rule from outside the package may not know documents.
+        knows = rule is not None and "first" in signature(rule.operator).parameters
+        self.packs_documents = knows and not cfg.positions_from_end
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""

@@ -98,7 +98,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         unused = [flag for name, flags in MAP_FLAGS.items() if name not in maps for flag in flags.values()]
         if args.decoder_update_rule == "softmax":
             unused += ["decoder_feature_map", *CAUSAL_FLAGS]
-        elif (rule := UPDATE_RULES.get(args.decoder_update_rule)) and not rule.retrieves:
+        elif (rule := UPDATE_RULES.get(args.decoder_update_rule)) and not (rule.retrieves or rule.normalizer):
             unused.append("attention_normalization_read_out_only")
         if maps == {"softmax"}:
             unused += [*NORMALIZATION_FLAGS, "attention_bias"]

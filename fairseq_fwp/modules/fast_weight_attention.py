@@ -208,7 +208,7 @@ class FastWeightAttention(nn.Module):
         if self.attention_normalization:
             normalize = self._forgetting_normalizer if self.rule.forgets else self._summing_normalizer
             divisor, normalizer, k, v = normalize(q, k, v, gates, normalizer, first)
-        out, weights = self.rule.operator(q, k, v, *gates, weights, first=first, backend=self.backend)
+        out, weights = self.rule.operator(q, k, v, *gates, weights, backend=self.backend, **documents(first))
         if divisor is not None:
             out = (out / divisor.unsqueeze(-1)).to(out.dtype)
         return out, FastWeightState(weights, normalizer)
@@ -252,7 +252,7 @@ class FastWeightAttention(nn.Module):
         wide = (at_least_float32(x) for x in (q, k, ones, *self.rule.forgets(*gates)))
         state = None if normalizer is None else normalizer.unsqueeze(-1)
         rule = self.rule.normalizer or self.rule.operator
-        divisor, state = rule(*wide, state, first=first, backend=self.backend)
+        divisor, state = rule(*wide, state, backend=self.backend, **documents(first))
         return bound(divisor.squeeze(-1), self.divisor_epsilon, self.add_epsilon), state.squeeze(-1), k, v
 
     def _project(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -273,7 +273,7 @@ class FastWeightAttention(nn.Module):
         if self.sum_normalization:
             features = sum_normalize(features, self.sum_epsilon, self.add_epsilon)
         if self.l2_normalization:
-            features = functional.normalize(features, dim=-1)
+            features = functional.normalize(at_least_float32(features), dim=-1)  # float16 has no epsilon of 1e-12
         v = values.unflatten(-1, (steps, self.num_heads, self.head_dim)).permute(0, 3, 1, 2, 4)
         q, k = features.to(v.dtype).permute(0, 3, 1, 2, 4).split((1, steps), 3)
         if key_padding_mask is not None:
@@ -310,6 +310,11 @@ class FastWeightAttention(nn.Module):
             f"attention_normalization={self.attention_normalization}, read_out_only={self.read_out_only}, "
             f"backend={self.backend!r}"
         )
+
+
+def documents(first: Tensor | None) -> dict[str, Tensor]:
+    """`first` by name, where there are documents: a rule from outside the package may not know it."""
+    return {} if first is None else {"first": first}
 
 
 def check_heads(embed_dim: int, num_heads: int, side: str = "decoder") -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.look_up import look_up
+from fairseq_fwp.modules.precision import at_least_float32
 
 
 class Gate(NamedTuple):
@@ -83,7 +84,7 @@ class MambaDecay(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, H, size) -> the same, in (0, 1)."""
-        return torch.exp(-self.log_rate.float().exp() * F.softplus(x + self.bias))
+        return torch.exp(-at_least_float32(self.log_rate).exp() * F.softplus(x + self.bias))
 
 
 def gla_decay(x: Tensor) -> Tensor:
@@ -144,7 +145,8 @@ UPDATE_RULES = {
         ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), normalizes=False, steps=2
     ),
     "rwkv7": UpdateRule(
-        # Peng et al. 2025, Eqs. 12 and 13, with projections of the rank of a head. The key is the layer's, as it is.
+        # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper that
+        # of the decay has a tanh within, and the removal key is the key times a learned vector; here it is projected.
         ops.rwkv7_rule,
         (
             Gate("decay", lambda dk, dv: dk, torch.zeros, 1, rwkv7_decay, rank=lambda dk, dv: dv),

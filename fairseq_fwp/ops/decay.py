@@ -20,6 +20,8 @@ def step(memory: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: T
 
 
 def in_family(q: Tensor, k: Tensor, v: Tensor, key_decay: Tensor, value_decay: Tensor, **rest: Any) -> Results:
+    if key_decay.dim() != 4:  # the operator takes a decay per head too
+        raise ValueError(f"decay_rule: key_decay must have shape (B, H, L, Dk), got {tuple(key_decay.shape)}")
     return fast_weights(q, k, v, decay=key_decay, value_decay=value_decay, **rest)
 
 

@@ -40,6 +40,11 @@ def in_family(
 ) -> Results:
     """N tokens of the gated delta rule for each: the first one fades, and the last one reads."""
     others = k.shape[3] - 1
+    # What follows sees L N tokens, and would take N times L for L times N.
+    if others < 0 or not q.shape[2:3] + k.shape[3:4] == k.shape[2:4] == v.shape[2:4] == beta.shape[2:]:
+        raise ValueError("delta_product_rule: k, v and beta must have L tokens of at least one step each")
+    if first is not None and first.dim() != 2:
+        raise ValueError(f"delta_product_rule: first must have shape (B, L), got {tuple(first.shape)}")
     # (..., L, Dk) -> (..., L N, Dk), and (..., L) -> (..., L N)
     queries = pad(q.unsqueeze(3), (0, 0, others, 0)).flatten(2, 3)
     if decay is not None:

@@ -24,7 +24,7 @@ def step(memory: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
 def in_family(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **rest: Any) -> Results:
     # In half precision 1 - gate would lose digits of a small gate.
     wide = gate.float() if gate.dtype in (torch.bfloat16, torch.float16) else gate
-    return fast_weights(q, k, v, decay=gate, rate=1 - wide, **rest)
+    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(wide, 1), **rest)
 
 
 RULE = Rule("gated_rule", step, {"gate": (PER_TOKEN,)}, in_family)

@@ -25,6 +25,8 @@ def step(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tenso
 def in_family(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor, **rest: Any
 ) -> Results:
+    if decay.dim() != 4:  # the operator takes a decay per head too
+        raise ValueError(f"rwkv7_rule: decay must have shape (B, H, L, Dk), got {tuple(decay.shape)}")
     return fast_weights(q, k, v, decay=decay, removal_key=removal_key, removal_rate=removal_rate, **rest)
 
 

@@ -111,7 +111,7 @@ class ProblemSequences(FairseqDataset):
         length, pairs, symbols = self.setting
         if self.doubling:
             pairs = min(pairs, 2 ** (1 + (self.epoch - 1) // self.doubling))
-        return Setting(length * pairs // self.setting.pairs, pairs, symbols)
+        return Setting(max(2 * pairs + 1, length * pairs // self.setting.pairs), pairs, symbols)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """id; symbols and answers (L,) of the dictionary."""

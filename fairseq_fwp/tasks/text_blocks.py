@@ -65,7 +65,10 @@ class TextBlocks(FairseqDataset):
         item = {"id": int(index), "source": tokens[:-1], "target": tokens[1:]}
         if self.documents is None:
             return item
-        return {**item, "first": torch.from_numpy(np.isin(np.arange(start, stop), self.documents))}
+        first = torch.zeros(stop - start, dtype=torch.bool)
+        begin, end = np.searchsorted(self.documents, [start, stop])
+        first[self.documents[begin:end] - start] = True
+        return {**item, "first": first}
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from rule_cases import RULES, cotangents, operands, sample_inputs
+from rule_cases import COMBINATIONS, RULES, cotangents, operands, sample_combination, sample_inputs
 from torch import Tensor
 from twin import NAMES, Given
 
@@ -16,6 +16,12 @@ def make_case(rule: str, shape: Sequence[int], dtype: torch.dtype, **options: ob
     """The arguments that are there, by name, and whether the rule erases."""
     *tensors, erases = operands(rule, sample_inputs(rule, shape, dtype, **options))
     return {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}, erases
+
+
+def make_combination(name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Given, bool]:
+    """The same of what no rule here needs."""
+    given = sample_combination(name, shape, dtype)
+    return {name: given[name] for name in NAMES if name in given}, COMBINATIONS[name][1]
 
 
 def as_double(given: Given) -> Given:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from operator_cases import CASES, as_double, cotangents_of, make_case, reference
-from rule_cases import relative_error
+from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
+from rule_cases import COMBINATIONS, relative_error
 from twin import RULES, TwinError
 
 every_rule = pytest.mark.parametrize("rule", CASES)
@@ -58,6 +58,15 @@ def test_equals_reference_in_both_orders_of_threads_and_on_any_gpu(twin, rule, s
         assert found[name].shape == x.shape and found[name].isfinite().all(), name
         assert relative_error(found[name], x) < UNIT[dtype], name
     check_other_orders_and_gpus(twin, given, erases, gradients, found)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_what_no_rule_needs_equals_the_reference(twin, name):
+    given, erases = make_combination(name, (2, 3, 45, 9, 12), torch.float64)
+    gradients = cotangents_of(given)
+    found = twin.results(given, erases, gradients)
+    for which, x in reference(given, erases, gradients).items():
+        assert relative_error(found[which], x) < 1e-13, which
 
 
 @every_rule

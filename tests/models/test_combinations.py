@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -23,7 +23,7 @@ NORMALIZATIONS = {
 COMBINATIONS = [
     kind
     for kind in itertools.product(UPDATE_RULES, FEATURE_MAPS, NORMALIZATIONS)
-    if kind[0] in ("sum", "delta", "fwm") or kind[1] in ("dpfp", "identity")
+    if kind[0] in ("sum", "gated", "decay", "delta", "fwm") or kind[1] in ("dpfp", "identity")
 ]
 
 
@@ -101,3 +101,11 @@ def test_trains_resumes_and_decodes_or_is_refused(combination):
         for t in range(tokens.shape[1])
     ]
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["sum", "delta", "gated_delta", "kda"])
+def test_an_option_that_a_rule_needs_is_not_unused(rule):
+    options = {"attention_normalization": True, "attention_normalization_read_out_only": True}
+    cfg = FwpLanguageModelConfig(decoder_update_rule=rule, decoder_feature_map="elu", **options)
+    expected = ["attention_normalization_read_out_only"] if rule == "sum" else []
+    assert FwpLanguageModel.unused_flags(cfg) == expected

@@ -24,7 +24,7 @@ NORMALIZATIONS = {
 
 
 def is_defined(rule, feature_map, normalization):
-    """Whether there is such a layer, and its map is not one that sum and delta have shown to make no difference."""
+    """Whether there is such a layer, and its map is not one that the papers' rules have shown to make no difference."""
     options = NORMALIZATIONS[normalization]
     if options and not FEATURE_MAPS[feature_map].positive:
         return False
@@ -32,7 +32,7 @@ def is_defined(rule, feature_map, normalization):
         return False
     if "attention_normalization" in options and UPDATE_RULES[rule].normalizer and "read_out_only" not in options:
         return False
-    return rule in ("sum", "delta") or feature_map in ("dpfp", "identity")
+    return rule in ("sum", "gated", "decay", "delta") or feature_map in ("dpfp", "identity")
 
 
 FAST_WEIGHTS = [kind for kind in itertools.product(UPDATE_RULES, FEATURE_MAPS, NORMALIZATIONS) if is_defined(*kind)]

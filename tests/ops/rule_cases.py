@@ -53,6 +53,20 @@ RULES = {
     "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
 }
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
+# What the operator of the family takes and no rule here needs: its optional inputs, and whether it erases.
+COMBINATIONS = {
+    "erases without a rate": ({}, True),
+    "erases without a rate, decay": ({"decay": PER_TOKEN}, True),
+    "a rate alone": ({"rate": PER_TOKEN}, False),
+    "a rate, decay by key": ({"decay": PER_KEY, "rate": PER_TOKEN}, False),
+    "value decay alone": ({"value_decay": PER_VALUE}, False),
+    "value decay and decay": ({"decay": PER_TOKEN, "value_decay": PER_VALUE}, False),
+    "removal without decay": ({"removal_key": PER_KEY, "removal_rate": PER_KEY}, False),
+    "removal, rate and decay": (
+        {"decay": PER_TOKEN, "rate": PER_TOKEN, "removal_key": PER_KEY, "removal_rate": PER_KEY},
+        False,
+    ),
+}
 # Gates that say what is kept of the memory.
 FADING = {"gate", "decay", "key_decay", "value_decay"}
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
@@ -119,6 +133,18 @@ def sample_inputs(
             inputs[gate] = inputs[gate] / (key_size / 2 or 1)
     initial = torch.randn(batch, heads, key_size, value_size, generator=generator, dtype=torch.float64)
     inputs["state"] = initial.to(state_dtype(dtype)) if state else None
+    return inputs
+
+
+def sample_combination(name: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments of the operator by name, but for `erases`."""
+    generator = generator_of(0)
+    inputs = {name: x for name, x in sample_inputs("sum", shape, dtype).items() if x is not None}
+    for gate, names in COMBINATIONS[name][0].items():
+        size = [dict(zip(("B", "H", "L", "Dk", "Dv"), shape, strict=True))[letter] for letter in names]
+        inputs[gate] = torch.rand(size, generator=generator, dtype=torch.float64).to(dtype)
+    if "removal_key" in inputs:
+        inputs["removal_key"] = inputs["removal_key"] / (shape[3] / 2)
     return inputs
 
 

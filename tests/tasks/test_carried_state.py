@@ -275,7 +275,7 @@ def test_a_saved_state_goes_on_bit_for_bit(setup):
         second.load_state_dict(saved)
         assert torch.equal(task.training_state.save(), saved["states"][0])  # also before its first batch
         found += losses(second.next_epoch_itr(), model)
-        assert [float(loss) for loss in found] == [float(loss) for loss in expected]
+        assert [loss.item() for loss in found] == [loss.item() for loss in expected]
 
 
 def test_nothing_is_carried_over_the_end_of_an_epoch(setup):

@@ -130,3 +130,10 @@ def accuracies(*flags):
 def test_delta_tells_parity_with_rates_up_to_2_and_not_without():
     assert accuracies("--negative-eigenvalues")[-1] > 95
     assert max(accuracies()) < 85
+
+
+def test_the_first_pairs_are_asked_for_in_the_shortest_sequences():
+    task = make_task(problem="mqar", length=17, pairs=8, double_pairs_every=1)
+    task.load_dataset("train")
+    item = task.dataset("train")[0]
+    assert len(item["target"]) == 5 and int((item["target"] != task.target_dictionary.pad()).sum()) == 1

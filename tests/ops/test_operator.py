@@ -1,0 +1,105 @@
+"""The operator of the family itself: what no rule here hands to it, layouts, and documents to the last bit."""
+
+import itertools
+
+import pytest
+import torch
+from rule_cases import COMBINATIONS, WITH_KERNEL, cotangents, results, sample_combination, sample_inputs
+from test_rules import BIT_SHAPES, with_backend
+
+from fairseq_fwp import ops
+from fairseq_fwp.ops.fast_weights import Inputs, _rule, fast_weights
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 45, 5, 20), (1, 2, 40, 16, 16)], ids=str)
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_combination_is_the_step_of_the_family(name, shape):
+    inputs, erases = sample_combination(name, shape, torch.float64), COMBINATIONS[name][1]
+
+    def by_step(**given):
+        made = Inputs(**given, erases=erases)
+        return _rule(made).reference(*made.tokens, state=made.state)
+
+    gradients = cotangents(inputs)
+    found = results(lambda **given: fast_weights(**given, erases=erases), inputs, gradients)
+    for which, x in results(by_step, inputs, gradients).items():
+        torch.testing.assert_close(found[which], x, rtol=1e-11, atol=1e-11, msg=which)
+
+
+def test_layouts_may_differ():
+    """A product of two inputs has the layout of one of them."""
+    inputs = sample_inputs("rwkv7", (2, 3, 40, 6, 5))
+    inputs["removal_key"] = inputs["removal_key"][:1, :1, :1].expand(2, 3, 40, 6)
+    inputs["removal_rate"] = inputs["removal_rate"].mT.contiguous().mT
+    packed = {name: x.contiguous() for name, x in inputs.items()}
+    gradients = cotangents(inputs)
+    expected = results(ops.rwkv7_rule_reference, packed, gradients)
+    for name, x in results(with_backend("rwkv7", "fastest"), inputs, gradients).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-11, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_rates_of_a_rule_that_erases_are_in_its_dtype(backend):
+    inputs = sample_inputs("delta", (1, 2, 8, 4, 4), torch.bfloat16)
+    inputs["beta"] = inputs["beta"].float()
+    with pytest.raises(TypeError, match=r"beta must have .*bfloat16, got .*float32"):
+        ops.delta_rule(**inputs, backend=backend)
+
+
+@pytest.mark.parametrize("rule", WITH_KERNEL)
+@pytest.mark.parametrize("shape", BIT_SHAPES, ids=str)
+def test_documents_change_no_bit(rule, shape):
+    """Each is what it would be as a sequence: every form of the kernels, in float32."""
+    inputs = sample_inputs(rule, shape, torch.float32)
+    function, (B, _, L, _, _) = with_backend(rule, "fastest"), shape
+    first = torch.zeros(B, L, dtype=torch.bool)
+    first[0, [0, 64, 65, 130]] = first[1, [100, L - 1]] = True
+    out, final = function(**inputs, first=first)
+    tokens = {name: x for name, x in inputs.items() if name != "state"}
+    for row in range(B):
+        begins = [0, *(t for t in first[row].nonzero().flatten().tolist() if t), L]
+        state = None if first[row, 0] else inputs["state"][row : row + 1]
+        for begin, end in itertools.pairwise(begins):
+            some = {name: x[row : row + 1, :, begin:end] for name, x in tokens.items()}
+            expected, after = function(**some, state=state if begin == 0 else None)
+            assert torch.equal(out[row : row + 1, :, begin:end], expected), (row, begin)
+        assert torch.equal(final[row : row + 1], after), row
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("decay", [None, "head", "key"])
+def test_delta_product_of_other_numbers_of_steps(steps, decay):
+    k, v = torch.rand(2, 3, 20, steps, 6).double() / 3, torch.randn(2, 3, 20, steps, 5).double()
+    inputs = {"q": torch.randn(2, 3, 20, 6).double(), "k": k, "v": v, "beta": torch.rand(2, 3, 20, steps).double()}
+    inputs["state"] = torch.randn(2, 3, 6, 5).double()
+    if decay:
+        inputs["decay"] = torch.rand(2, 3, 20, *[6] * (decay == "key")).double()
+    gradients = torch.randn(2, 3, 20, 5).double(), torch.randn(2, 3, 6, 5).double()
+    expected = results(ops.delta_product_rule_reference, inputs, gradients)
+    for name, x in results(with_backend("delta_product", "fastest"), inputs, gradients).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-11, atol=1e-11, msg=name)
+
+
+WRONG = {
+    "v": torch.zeros(2, 3, 2, 7, 5),
+    "beta": torch.zeros(2, 3, 2, 7),
+    "first": torch.zeros(2, 7, 1, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("backend", ["auto", "kernel", "reference"])
+def test_delta_product_refuses_steps_in_the_place_of_tokens(name, backend):
+    """(N, L) has as many numbers as (L, N)."""
+    inputs = sample_inputs("delta_product", (2, 3, 7, 6, 5), torch.float32)
+    with pytest.raises(ValueError, match=r"must have shape .* got"):
+        ops.delta_product_rule(**{**inputs, name: WRONG[name]}, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "kernel", "reference"])
+@pytest.mark.parametrize(("rule", "name"), [("decay", "key_decay"), ("rwkv7", "decay")])
+def test_a_decay_by_key_is_not_one_by_head(rule, name, backend):
+    inputs = sample_inputs(rule, (2, 3, 7, 6, 5), torch.float32)
+    inputs[name] = inputs[name][..., 0]
+    with pytest.raises(ValueError, match=f"{name} must have"):
+        with_backend(rule, "fastest").func(**inputs, backend=backend)
