@@ -1,4 +1,4 @@
-"""What every update rule promises, as a check that a rule from outside this package can be held to."""
+"""Check that a rule, from outside this package too, keeps what every update rule promises."""
 
 from typing import Any
 

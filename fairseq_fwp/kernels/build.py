@@ -156,7 +156,7 @@ def _cuda_flags() -> list[str]:
 
 
 def _openmp() -> list[str]:
-    """What makes ``at::parallel_for`` parallel: for GCC alone, whose OpenMP runtime PyTorch brings.
+    """Return the flags that make ``at::parallel_for`` parallel: for GCC alone, whose OpenMP runtime PyTorch brings.
 
     The runtime is not linked: its symbols resolve to the copy that PyTorch has loaded already. A second copy would not
     know of ``torch.set_num_threads``. What Clang emits needs another runtime, so kernels built by it use one thread.
@@ -166,7 +166,7 @@ def _openmp() -> list[str]:
 
 
 def _cpu_features() -> str:
-    """What -march=native goes by."""
+    """Return what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

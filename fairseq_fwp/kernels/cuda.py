@@ -90,7 +90,7 @@ def toolkit_release() -> str:
 
 
 def toolkit_folders(nvcc: str) -> tuple[list[str], list[str]]:
-    """Where nvcc finds its headers and its libraries: only it knows, of all ways in which a toolkit is installed."""
+    """Return the folders in which nvcc finds headers and libraries, which only it knows."""
     said = _ask(nvcc, "-dryrun", "-shared", "x.o")
     return re.findall(r'"-I([^"]+)"', said), re.findall(r'"-L([^"]+)"', said)
 

@@ -127,7 +127,7 @@ def _load(path: Path) -> bool:
 
 
 def _folders(device_type: str) -> Iterator[Path]:
-    """Where the library may lie: the cache, or a temporary folder of this user where the cache cannot be written.
+    """Yield the folders of the library: the cache, then a temporary folder, where the cache cannot be written.
 
     Raises BuildError where no library can be for this device.
     """

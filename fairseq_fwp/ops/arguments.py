@@ -1,4 +1,4 @@
-"""What every update rule asks of its arguments, and the one sentence it answers a wrong one with.
+"""Check the arguments of update rules, and name in one sentence what is wrong.
 
 B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """

@@ -1,4 +1,4 @@
-"""What runs a rule where it has no kernel: its loop, and gradients of one chunk of tokens at a time.
+"""Run a rule without a kernel: its reference, and gradients of one chunk of tokens at a time.
 
 The forward pass keeps a state before every CHUNK tokens, and the backward pass differentiates the loop from there on,
 the last chunk first: it holds L / CHUNK states, and those of one chunk.

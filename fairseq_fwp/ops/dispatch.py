@@ -1,4 +1,4 @@
-"""Which implementation runs an update rule: the compiled kernel, or Python."""
+"""Choose the implementation that runs an update rule: the compiled kernel, or Python."""
 
 import warnings
 from typing import Any

@@ -33,7 +33,7 @@ SCHEMA = ", ".join(f"Tensor? {name}" for name in (*OPTIONAL, "state", "first")) 
 
 
 class Inputs(NamedTuple):
-    """What the operator is given, in its order; shapes and dtypes are checked by :func:`_rule`."""
+    """The operator's arguments, in their order; shapes and dtypes are checked by :func:`_rule`."""
 
     q: Tensor
     k: Tensor
