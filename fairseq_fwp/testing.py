@@ -1,10 +1,12 @@
 """Check that a rule, from outside this package too, keeps what every update rule promises."""
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairseq_fwp.ops.arguments import Shape
 from fairseq_fwp.ops.rule import Results, Rule
 
 SIZES = {"B": 2, "H": 2, "L": 9, "Dk": 4, "Dv": 3, "N": 2}
@@ -14,22 +16,35 @@ CUT = 4
 def check_rule(rule: Rule, seed: int = 0) -> None:
     """Raise AssertionError, with the law in words, unless the rule keeps what every rule promises.
 
-    Random inputs of float64, gates in (0, 1): outputs and states have the right shapes and dtypes, a token reads what
-    is written up to itself and nothing later, a sequence may be split anywhere and its state carried, documents in one
-    sequence know nothing of each other, nothing given is changed, and gradients are those of finite differences.
+    Random inputs of float64, gates of each shape in (0, 1): outputs and states have the right shapes and dtypes, a
+    token reads what is written up to itself and nothing later, a sequence may be split anywhere and its state carried,
+    documents in one sequence know nothing of each other, nor do sequences and heads, every gate matters, nothing given
+    is changed, gradients are those of finite differences, and a ``family`` does what the step does. What a layer makes
+    of the rule, such as the ``at_padding`` of its gates, is not looked at.
     """
-    inputs = sample_inputs(rule, seed)
-    _check_results(rule, inputs)
-    _check_causality(rule, inputs, sample_inputs(rule, seed + 1))
-    _check_splits(rule, inputs)
-    _check_gradients(rule, inputs)
+    if not isinstance(rule, Rule):
+        raise TypeError(f"check_rule takes an ops.Rule, got {type(rule).__name__}")
+    for shapes in itertools.product(*rule.gates.values()):
+        gates = dict(zip(rule.gates, shapes, strict=True))
+        inputs = sample_inputs(rule, seed, gates=gates)
+        _check_results(rule, inputs)
+        _check_causality(rule, inputs, sample_inputs(rule, seed + 1, gates=gates))
+        _check_splits(rule, inputs)
+        _check_independence(rule, inputs)
+        _check_gradients(rule, inputs)
 
 
-def sample_inputs(rule: Rule, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return q, k, v, gates and a state for the sizes above: normal numbers, keys and gates in (0, 1)."""
+def sample_inputs(
+    rule: Rule, seed: int, dtype: torch.dtype = torch.float64, gates: dict[str, Shape] | None = None
+) -> dict[str, Tensor]:
+    """Return q, k, v, gates and a state for the sizes above: normal numbers, keys and gates in (0, 1).
+
+    gates: their shapes, of those that the rule allows; None: the first ones.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, Any] = {"q": ("B", "H", "L", "Dk"), "k": rule.key, "v": rule.value}
-    shapes |= {name: allowed[0] for name, allowed in rule.gates.items()} | {"state": ("B", "H", "Dk", "Dv")}
+    shapes |= gates or {name: allowed[0] for name, allowed in rule.gates.items()}
+    shapes["state"] = ("B", "H", "Dk", "Dv")
     inputs = {}
     for name, shape in shapes.items():
         draw = torch.randn if name in ("q", "v", "state") else torch.rand
@@ -91,6 +106,20 @@ def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
     )
 
 
+def _check_independence(rule: Rule, inputs: dict[str, Any]) -> None:
+    results = rule(**inputs)
+    for axis, what in enumerate(("sequences", "heads")):
+        one = {name: x.narrow(axis, 0, 1) for name, x in inputs.items()}
+        torch.testing.assert_close(
+            rule(**one),
+            tuple(x.narrow(axis, 0, 1) for x in results),
+            msg=f"{rule.name}: {what} must know nothing of each other",
+        )
+    torch.testing.assert_close(
+        results, rule(**inputs, backend="reference"), msg=f"{rule.name}: the family must do what the step does"
+    )
+
+
 def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
 
@@ -98,5 +127,8 @@ def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
         named: dict[str, Any] = dict(zip(leaves, tensors, strict=True))
         return rule(**named)
 
+    found = torch.autograd.grad(function(*leaves.values())[0].square().sum(), list(leaves.values()))
+    for gate, gradient in zip(leaves, found, strict=True):
+        assert gradient.any(), f"{rule.name}: out must depend on {gate}"
     right = torch.autograd.gradcheck(function, tuple(leaves.values()), raise_exception=False)
     assert right, f"{rule.name}: gradients must be those of finite differences"

@@ -18,7 +18,7 @@ from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 
@@ -50,7 +50,7 @@ def report(build: bool) -> str:
         "devices": devices(),
         "kernels": kernels(build),
         "update rules (--decoder-update-rule)": [
-            *(f"{name:13} {_first_line(rule.operator)}" for name, rule in UPDATE_RULES.items()),
+            *(f"{name:13} {_first_line(find_rule(name).operator)}" for name in UPDATE_RULES),
             f"{'softmax':13} {_first_line(SoftmaxAttention)}",
         ],
         "feature maps (--decoder-feature-map)": [
@@ -150,7 +150,7 @@ def _settings(preset: dict[str, Any]) -> str:
 
 
 def _first_line(documented: Any) -> str:
-    return (documented.__doc__ or "").strip().splitlines()[0]
+    return next(iter((documented.__doc__ or "").strip().splitlines()), "")
 
 
 if __name__ == "__main__":

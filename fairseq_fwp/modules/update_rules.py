@@ -160,5 +160,17 @@ UPDATE_RULES = {
 
 
 def find_rule(name: str) -> UpdateRule:
-    """The rule of that name. Raises ValueError for one that is not in UPDATE_RULES."""
-    return look_up("update rule", name, UPDATE_RULES)
+    """Return the rule of that name. Raises ValueError for one that is not in UPDATE_RULES, or not as it must be."""
+    rule = look_up("update rule", name, UPDATE_RULES)
+    where = f"UPDATE_RULES[{name!r}]"
+    if not isinstance(rule, UpdateRule):
+        raise ValueError(f"{where} must be an UpdateRule, got {type(rule).__name__}")
+    if not isinstance(rule.gates, tuple) or not all(isinstance(gate, Gate) for gate in rule.gates):
+        raise ValueError(f"{where}: gates must be a tuple such as (Gate('beta'),), got {rule.gates!r}")
+    gates = [gate.name for gate in rule.gates]
+    if isinstance(rule.operator, ops.Rule) and gates != [*rule.operator.gates]:
+        raise ValueError(
+            f"{where}: gates must be those of {rule.operator.name}, in their order: "
+            f"{', '.join(rule.operator.gates)}, got {', '.join(gates) or 'none'}"
+        )
+    return rule

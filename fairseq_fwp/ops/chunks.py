@@ -76,13 +76,22 @@ def _allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty((*q.shape[:3], v.shape[-1])), state, starts
 
 
+def _free_name(name: str) -> str:
+    """Return the name, with a number where there is such an operator already: of a rule made again, or of our own."""
+    free, number = name, 1
+    while any(hasattr(torch.ops.fwp, taken) for taken in (free, f"{free}_backward")):
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
 def make_operator(rule: "Rule") -> Callable[..., "Results"]:
     """Return the rule as an operator ``fwp::<name>`` of PyTorch, with its fake and its autograd."""
-    names = ("q", "k", "v", *rule.gates)
-    tensors = ", ".join(f"Tensor {name}" for name in names)
+    name, names = _free_name(rule.name), ("q", "k", "v", *rule.gates)
+    tensors = ", ".join(f"Tensor {tensor}" for tensor in names)
     schema = f"({tensors}, Tensor? state, Tensor? first) -> (Tensor, Tensor, Tensor)"
 
-    @torch.library.custom_op(f"fwp::{rule.name}", mutates_args=(), schema=schema)
+    @torch.library.custom_op(f"fwp::{name}", mutates_args=(), schema=schema)
     def op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tokens, state, first = given
         rule.check(*tokens, state=state, first=first)
@@ -96,7 +105,7 @@ def make_operator(rule: "Rule") -> Callable[..., "Results"]:
 
     schema = f"({tensors}, Tensor? first, Tensor starts, Tensor? grad_out, Tensor? grad_state) -> Tensor[]"
 
-    @torch.library.custom_op(f"fwp::{rule.name}_backward", mutates_args=(), schema=schema)
+    @torch.library.custom_op(f"fwp::{name}_backward", mutates_args=(), schema=schema)
     def op_backward(*given: Any) -> list[Tensor]:
         *tokens, first, starts, grad_out, grad_state = given
         return backward(rule.reference, tuple(tokens), first, starts, grad_out, grad_state)

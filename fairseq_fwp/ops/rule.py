@@ -16,6 +16,7 @@ from .arguments import PER_KEY, PER_VALUE, Shape, check_arguments, first_state, 
 from .dispatch import BACKENDS, require_kernel, too_large
 
 Results = tuple[Tensor, Tensor]
+SIZES = {"B", "H", "L", "N", "Dk", "Dv"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ class Rule:
     _compute: Callable[..., Results] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._check_form()
         object.__setattr__(self, "_compute", self.family or chunks.make_operator(self))
         object.__setattr__(self, "__doc__", self.step.__doc__)
 
@@ -49,6 +51,8 @@ class Rule:
         given = dict(zip(names, arguments, strict=False)) | named
         if len(arguments) > len(names) or {*names[:-1]} - {*given} or {*given} - {*names}:
             raise TypeError(f"{self.name} takes {', '.join(names)}, first and backend, got {', '.join(given)}")
+        if twice := {*names[: len(arguments)]} & {*named}:
+            raise TypeError(f"{self.name} got {', '.join(sorted(twice))} by position and by name")
         state = given.pop("state", None)
         return self.run(*(given[name] for name in names[:-1]), state=state, first=first, backend=backend)
 
@@ -79,12 +83,15 @@ class Rule:
     def reference(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> Results:
         """Return what the loop over the step gives, which is differentiable as often as wanted."""
         q, _, v = tokens[:3]
-        memory, reads = first_state(q, v, state), []
+        reads: list[Tensor] = []
+        memory = like = first_state(q, v, state)
         with torch.autocast(q.device.type, enabled=False):
             for q_t, *token, is_first in self.unbind(*tokens, first=first):
                 if is_first is not None:
                     memory = memory.masked_fill(is_first, 0)
                 memory = self.step(memory, *token)
+                if not reads:
+                    self._check_step(memory, like)
                 reads.append(retrieve(q_t, memory))
         out = torch.stack(reads, 2).to(v.dtype) if reads else v.flatten(2, -2).clone()
         return out, memory
@@ -102,6 +109,26 @@ class Rule:
         shapes = [(PER_KEY,), (self.key,), (self.value,), *self.gates.values()]
         named = zip(("q", "k", "v", *self.gates), zip(tokens, shapes, strict=True), strict=True)
         check_arguments(self.name, dict(named), state, first)
+
+    def _check_form(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"the name of a rule must be an identifier such as my_rule, got {self.name!r}")
+        if not isinstance(self.gates, Mapping):
+            raise ValueError(f"{self.name}: gates must be names with shapes, got {self.gates!r}")
+        for gate, shapes in self.gates.items():
+            if gate in ("q", "k", "v", "state", "first", "backend") or not gate.isidentifier():
+                raise ValueError(f"{self.name}: a gate must have a name of its own, got {gate!r}")
+            if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
+                raise ValueError(
+                    f"{self.name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}"
+                )
+
+    def _check_step(self, memory: Any, like: Tensor) -> None:
+        """A step of another shape would be broadcast in silence."""
+        got = f"{tuple(memory.shape)} of {memory.dtype}" if isinstance(memory, Tensor) else type(memory).__name__
+        expected = f"{tuple(like.shape)} of {like.dtype}"
+        if got != expected:
+            raise TypeError(f"{self.name}: the step must return the memory, {expected}, got {got}")
 
     def _require_kernel(self, q: Any) -> None:
         if self.family is None:

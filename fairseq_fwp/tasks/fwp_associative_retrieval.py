@@ -57,7 +57,7 @@ class Progress:
 class FwpAssociativeRetrievalTask(FairseqTask):
     """Synthetic retrieval (Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1).
 
-    Nothing is read: every sequence is generated from --seed, in training as in evaluation, and none comes twice. An
+    Nothing is read: every sequence is generated from --seed, in training as in evaluation, and drawn anew. An
     epoch is what lies between two evaluations. How far the training got is saved with the checkpoint, so that an
     interrupted run ends where an uninterrupted one does.
     """

@@ -27,7 +27,7 @@ class FwpSequenceProblemsConfig(FairseqDataclass):
     double_pairs_every: Optional[int] = option(  # noqa: UP045
         None, "mqar: epochs of training with 2 pairs, then with 4, until they are --pairs; none: --pairs throughout"
     )
-    train_sequences: int = option(20000, "sequences between two evaluations; none comes twice")
+    train_sequences: int = option(20000, "sequences between two evaluations; each is drawn anew")
     valid_sequences: int = option(500, "sequences of an evaluation")
     tokens_per_sample: int = option(1024, "greatest length that a model with learned positions is built for")
     max_target_positions: Optional[int] = II("task.tokens_per_sample")  # noqa: UP045
@@ -60,6 +60,10 @@ class FwpSequenceProblemsTask(FairseqTask):
         for name, value in (lengths | counts).items():
             if value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name, length in lengths.items():
+            if length > cfg.tokens_per_sample:
+                flag, greatest = name.replace("_", "-"), cfg.tokens_per_sample
+                raise ValueError(f"--{flag} must be at most --tokens-per-sample = {greatest}, got {length}")
         if cfg.double_pairs_every is not None and str(cfg.problem) != "mqar":
             raise ValueError("--double-pairs-every must go with --problem mqar: the others have no pairs")
         if str(cfg.problem) == "mqar":

@@ -5,9 +5,18 @@ import math
 import pytest
 import torch
 
+from fairseq_fwp import ops
 from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.update_rules import UPDATE_RULES, MambaDecay, gla_decay, rwkv7_decay, unit_length
+from fairseq_fwp.modules.update_rules import (
+    UPDATE_RULES,
+    Gate,
+    MambaDecay,
+    UpdateRule,
+    gla_decay,
+    rwkv7_decay,
+    unit_length,
+)
 
 X = torch.linspace(-6, 6, 25, dtype=torch.float64)
 
@@ -121,3 +130,23 @@ def test_a_rule_from_outside_need_not_know_documents(monkeypatch):
     layer.load_state_dict(expected.state_dict())
     state = layer(x)[1]
     torch.testing.assert_close(layer(x, state)[0], expected(x, state)[0])
+
+
+LEAKY = ops.Rule(
+    "leaky_rule", lambda m, k, v, keep: keep.unsqueeze(-1) * m + ops.outer(k, v), {"keep": (ops.PER_TOKEN,)}
+)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (LEAKY, "must be an UpdateRule, got Rule"),
+        (UpdateRule(LEAKY, Gate("keep")), "gates must be a tuple such as"),
+        (UpdateRule(LEAKY), "gates must be those of leaky_rule, in their order: keep, got none"),
+        (UpdateRule(LEAKY, (Gate("kept"),)), "gates must be those of leaky_rule, in their order: keep, got kept"),
+    ],
+)
+def test_an_entry_of_the_table_that_cannot_be_a_layer_is_refused(monkeypatch, entry, message):
+    monkeypatch.setitem(UPDATE_RULES, "leaky", entry)
+    with pytest.raises(ValueError, match=rf"UPDATE_RULES\['leaky'\].*{message}"):
+        build("leaky")
