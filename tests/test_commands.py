@@ -269,10 +269,13 @@ def test_two_processes_train_and_resume(data, tmp_path):
 REFUSALS = {
     "unknown rule": (["--decoder-update-rule", "hebb"], r"invalid choice: 'hebb' \(choose from"),
     "unknown map": (["--decoder-feature-map", "cosine"], r"invalid choice: 'cosine' \(choose from"),
-    "heads": (["--decoder-attention-heads", "5"], r"dimension 32 is not divisible by 5 attention heads: change"),
-    "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"nu must be between 1 and 2 \* head_dim - 1 = 7, got"),
-    "key": (["--decoder-key-dim", "0"], r"keys must be at least 1, got 0: change --decoder-key-dim"),
-    "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"at least one .*: change --favor-features"),
+    "heads": (
+        ["--decoder-attention-heads", "5"],
+        r"--decoder-embed-dim must be divisible by --decoder-attention-heads, got 32 and 5",
+    ),
+    "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"--dpfp-nu must be between 1 and .* here 7, got 8"),
+    "key": (["--decoder-key-dim", "0"], r"--decoder-key-dim must be at least 1, got 0"),
+    "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"--favor-features must be at least 1, got"),
     "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"absolute positions do not .*--mem-len 0"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
     "log": (["--log-file", "/dev/null/x"], r"--log-file /dev/null/x cannot be written \("),

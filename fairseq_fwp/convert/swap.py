@@ -36,8 +36,9 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.convert.source import Conversion
+from fairseq_fwp.models.attention_options import build_attention
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, build_attention
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.look_up import look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -217,7 +218,7 @@ def state_size_flags(feature_map: str, size: int) -> dict[str, int]:
 
 def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], heads: int) -> Any:
     """The attention of a layer, with what goes into it of the weights of softmax attention, which has `heads`."""
-    attention: Any = build_attention(cfg)
+    attention: Any = build_attention(FwpLanguageModelConfig, cfg)
     attention.apply(initialize)
     size = attention.feature_map.feature_dim
     if target.state_size not in (None, size):

@@ -21,13 +21,11 @@ from fairseq_fwp.modules.adaptive_softmax import (
     TiedAdaptiveSoftmax,
     UntiedSoftmax,
 )
+from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.dropout import Dropout
-from fairseq_fwp.modules.fast_weight_attention import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.modules.relative_attention import Memory
-from fairseq_fwp.modules.softmax_attention import KeyValueCache
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +41,15 @@ class DecoderConfig(FairseqDataclass):
     activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(  # type: ignore[valid-type]
         "relu", "activation function between the feed-forward projections"
     )
-    dropout: float = option(0.1, "dropout probability of embeddings and blocks")
-    attention_dropout: float = option(0.0, "dropout probability of softmax attention weights")
-    activation_dropout: float = option(0.0, "dropout probability after the feed-forward activation")
+    dropout: float = option(0.1, "dropout probability of embeddings and blocks", same_function=True)
+    attention_dropout: float = option(
+        0.0,
+        "dropout probability of softmax attention weights",
+        argument="dropout",
+        of="attention",
+        same_function=True,
+    )
+    activation_dropout: float = option(0.0, "dropout probability after the feed-forward activation", same_function=True)
     decoder_embed_dim: int = option(128, "embedding dimension, of the heads together too")
     decoder_ffn_embed_dim: int = option(2048, "feed-forward dimension")
     decoder_layers: int = option(16, "number of layers")
@@ -63,7 +67,7 @@ class DecoderConfig(FairseqDataclass):
         "biased: word vectors of the input and a bias each, as Transformer-XL; tied: without biases, as GPT-2 and "
         "fairseq's adaptive input; untied: vectors of its own, as fairseq's transformer_lm",
     )
-    adaptive_softmax_dropout: float = option(0.0, "dropout probability in the adaptive softmax")
+    adaptive_softmax_dropout: float = option(0.0, "dropout probability in the adaptive softmax", same_function=True)
     no_scale_embedding: bool = option(False, "do not scale embeddings by the root of their dimension")
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
@@ -91,9 +95,9 @@ class DecoderState(NamedTuple):
         return DecoderState(layers, self.positions.masked_fill(rows, 0))
 
 
-STATES = (DecoderState, FastWeightState, KeyValueCache, Memory)
-# A checkpoint in mid-epoch holds the state of its streams.
-torch.serialization.add_safe_globals([*STATES])
+STATES: set[Any] = {DecoderState, *(state for attention in ATTENTIONS.values() for state in attention.states)}
+# A checkpoint in mid-epoch holds the state of its streams, by the names that the classes had when it was written.
+torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES])
 # A model that torch.export.save writes takes and returns them.
 for _state in STATES:
     torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
@@ -112,7 +116,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         super().__init__(dictionary)
         check_sizes(cfg)
         self.padding_idx = dictionary.pad()
-        self.carries_state = self.has_constant_state(cfg)
         self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
         cutoffs = read_cutoffs(cfg, len(dictionary))
         self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
@@ -121,6 +124,9 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         self.sample_length = cfg.tokens_per_sample
         self.dropout = Dropout(cfg.dropout, self)
         self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
+        # A state that does not grow with the text can be carried on for ever.
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        self.carries_state = all(attention.constant_state for attention in attentions)
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
         self.layer_norm = nn.LayerNorm(cfg.decoder_embed_dim) if final_norm else None
         # Also without cutoffs, so that the criterion adaptive_loss always works.
@@ -129,10 +135,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
-        raise NotImplementedError
-
-    def has_constant_state(self, cfg: Any) -> bool:
-        """Whether the state does not grow with the text, and so can be carried on for ever."""
         raise NotImplementedError
 
     def build_attention(self, cfg: Any) -> nn.Module:

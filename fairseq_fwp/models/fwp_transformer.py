@@ -7,10 +7,9 @@ with any update rule. Each can be softmax attention as well, which is then fairs
 
 from argparse import Namespace
 from contextlib import nullcontext
-from dataclasses import Field, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import ARCH_MODEL_REGISTRY, register_model, register_model_architecture
@@ -24,42 +23,35 @@ from fairseq.models.transformer import base_architecture as transformer_architec
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
-from fairseq_fwp.models.fwp_lm import FAST_WEIGHT_FLAGS, MAP_FLAGS, NORMALIZATION_FLAGS, FwpLanguageModelConfig
+from fairseq_fwp._options import option
+from fairseq_fwp.models.attention_options import (
+    AttentionOptions,
+    Use,
+    add_choices,
+    attention_name,
+    rule_choices,
+    unused_options,
+)
 from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.trained_model import TrainedModel
 from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
+from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.onednn import OneDnnLinear, mkl_is_slow
 from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
-
-# What the command line offers beside fairseq's flags of a Transformer: those of a fast weight layer, as the language
-# model has them, and where the maps go.
-SHARED_FLAGS = ("decoder_update_rule", *FAST_WEIGHT_FLAGS, "attention_bias", "fwp_backend")
-MAP_OF = {
-    "encoder_feature_map": "map of the encoder's self-attention; softmax: softmax attention",
-    "cross_feature_map": "map of the decoder's attention to the source; softmax: softmax attention",
-}
-# What only the decoder's self-attention looks at.
-CAUSAL_FLAGS = ("decoder_key_dim", "sum_normalization", "attention_normalization", "sum_normalization_epsilon") + (
-    "attention_normalization_read_out_only", "scale_read_out", "norm_read_out",
-    "l2_normalization", "negative_eigenvalues"
-)  # fmt: skip
 
 
-def _same(option: Field) -> Any:
-    return option.name, option.type, field(default=option.default, metadata=option.metadata)
+@dataclass
+class FastWeightOptions(AttentionOptions):
+    """What the command line offers besides fairseq's flags of a Transformer."""
 
-
-FastWeightOptions = make_dataclass(
-    "FastWeightOptions",
-    [
-        *(_same(option) for option in fields(FwpLanguageModelConfig) if option.name in SHARED_FLAGS),
-        *((name, str, field(default="elu", metadata={"help": text})) for name, text in MAP_OF.items()),
-    ],
-    bases=(FairseqDataclass,),
-)
+    encoder_feature_map: str = option(
+        "elu", "map of the encoder's self-attention; softmax: softmax attention", of="all"
+    )
+    cross_feature_map: str = option(
+        "elu", "map of the decoder's attention to the source; softmax: softmax attention", of="all"
+    )
 
 
 @register_model("fwp_transformer")
@@ -75,12 +67,14 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
     def add_args(cls, parser: Any) -> None:
         """fairseq's flags of a Transformer and ours, with what the tables hold now as choices."""
         super().add_args(parser)
-        choices = {"decoder_update_rule": ["softmax", *UPDATE_RULES], "decoder_feature_map": list(FEATURE_MAPS)}
-        choices |= {name: ["softmax", *FEATURE_MAPS] for name in MAP_OF}
-        for option in fields(FastWeightOptions):
-            if option.name in choices:
-                flag = f"--{option.name.replace('_', '-')}"
-                parser.add_argument(flag, choices=choices[option.name], help=option.metadata["help"])
+        maps = [SOFTMAX, *FEATURE_MAPS]
+        choices = {
+            "decoder_update_rule": rule_choices(),
+            "decoder_feature_map": FEATURE_MAPS,
+            "encoder_feature_map": maps,
+            "cross_feature_map": maps,
+        }
+        add_choices(parser, FastWeightOptions, choices)
         gen_parser_from_dataclass(parser, FastWeightOptions(), delete_default=True)  # leaves alone what is there
 
     @classmethod
@@ -94,17 +88,9 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
     @classmethod
     def unused_flags(cls, args: Any) -> list[str]:
         """The options that no attention of this configuration looks at, where they are not at their defaults."""
-        maps = set(attentions(args))
-        unused = [flag for name, flags in MAP_FLAGS.items() if name not in maps for flag in flags.values()]
-        if args.decoder_update_rule == "softmax":
-            unused += ["decoder_feature_map", *CAUSAL_FLAGS]
-        elif (rule := UPDATE_RULES.get(args.decoder_update_rule)) and not (rule.retrieves or rule.normalizer):
-            unused.append("attention_normalization_read_out_only")
-        if maps == {"softmax"}:
-            unused += [*NORMALIZATION_FLAGS, "attention_bias"]
-        default = FastWeightOptions()
-        found = [flag for flag in dict.fromkeys(unused) if getattr(args, flag) != getattr(default, flag)]
-        return found if "softmax" in maps or not args.attention_dropout else [*found, "attention_dropout"]
+        found = unused_options(FastWeightOptions, args, linear_attentions(args))
+        uses_softmax = len(linear_attentions(args)) < 3
+        return [*found, "attention_dropout"] if args.attention_dropout and not uses_softmax else found
 
     @classmethod
     def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +106,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         """Those of fairseq's own Transformer, as softmax attention."""
         if ARCH_MODEL_REGISTRY.get(saved.get("arch", saved.get("_name"))) is cls:
             return saved
-        return {**saved, **dict.fromkeys((*MAP_OF, "decoder_update_rule"), "softmax")}
+        return {**saved, **dict.fromkeys(("encoder_feature_map", "decoder_update_rule", "cross_feature_map"), SOFTMAX)}
 
     @classmethod
     def build_encoder(cls, cfg: Any, src_dict: Any, embed_tokens: nn.Embedding) -> "FwpTransformerEncoder":
@@ -213,7 +199,7 @@ class FwpTransformerDecoder(TransformerDecoderBase):
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
         """(L, L) for softmax attention; None for fast weights, which have no future."""
-        return super().buffered_future_mask(tensor) if self.cfg.decoder_update_rule == "softmax" else None
+        return super().buffered_future_mask(tensor) if has_softmax(self.cfg) else None
 
     def extract_features(
         self,
@@ -225,7 +211,7 @@ class FwpTransformerDecoder(TransformerDecoderBase):
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """prev_output_tokens (B, L) -> features (B, L, D); with an incremental_state, of the last token alone."""
-        if full_context_alignment and self.cfg.decoder_update_rule != "softmax":
+        if full_context_alignment and not has_softmax(self.cfg):
             raise ValueError("alignment with the full context needs softmax attention: --decoder-update-rule softmax")
         return super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
@@ -246,36 +232,37 @@ def count_positions(positions: nn.Module | None, learned: bool, padding_idx: int
 
 def check_options(cfg: TransformerConfig) -> None:
     """Raises ValueError for options of fairseq's attention that a configured linear one does not have."""
-    if cfg.cross_self_attention and cfg.decoder_update_rule != "softmax":
+    if cfg.cross_self_attention and not has_softmax(cfg):
         raise ValueError("--cross-self-attention attends to source and target at once: it needs softmax attention")
-    if cfg.quant_noise.pq > 0 and not uses_softmax_alone(cfg):
+    if cfg.quant_noise.pq > 0 and linear_attentions(cfg):
         raise ValueError("--quant-noise-pq is for fairseq's own attention: all three must be softmax, or leave it out")
 
 
 def option_names() -> list[str]:
     """The options of the model, those of fairseq's nested configuration under the names of their flags."""
     names = []
-    for option in fields(TransformerConfig):
-        nested: Any = option.default
+    for field in fields(TransformerConfig):
+        nested: Any = field.default
         inner = fields(nested) if is_dataclass(nested) else ()
-        names += [f"{option.name}_{field.name}" for field in inner] or [option.name]
-    return [name for name in (*names, *(option.name for option in fields(FastWeightOptions))) if "_name" not in name]
+        names += [f"{field.name}_{part.name}" for part in inner] or [field.name]
+    return [name for name in (*names, *(field.name for field in fields(FastWeightOptions))) if "_name" not in name]
 
 
-def attentions(cfg: Any) -> tuple[str, str, str]:
-    """The map of each attention, or softmax: of the encoder, of the decoder to itself, and of that to the source."""
-    causal = "softmax" if cfg.decoder_update_rule == "softmax" else cfg.decoder_feature_map
-    return cfg.encoder_feature_map, causal, cfg.cross_feature_map
+def has_softmax(cfg: Any) -> bool:
+    """Whether the decoder attends to its past by fairseq's own attention."""
+    return attention_name(cfg) == SOFTMAX
 
 
-def uses_softmax_alone(cfg: Any) -> bool:
-    """Whether no attention is linear."""
-    return set(attentions(cfg)) == {"softmax"}
+def linear_attentions(cfg: Any) -> list[Use]:
+    """The attentions, of the three, that are not fairseq's own."""
+    causal = Use("attention", ATTENTIONS[attention_name(cfg)], cfg.decoder_feature_map, cfg.decoder_update_rule)
+    maps = (name for name in (cfg.encoder_feature_map, cfg.cross_feature_map) if name != SOFTMAX)
+    return [*(() if has_softmax(cfg) else (causal,)), *(Use("linear", LinearAttention, name) for name in maps)]
 
 
 @register_model_architecture("fwp_transformer", "fwp_transformer")
 def base_architecture(args: Any) -> None:
     """The size of fairseq's `transformer`; delta rule, ELU+1 in all attentions, neither normalisation of the rule."""
-    for option in fields(FastWeightOptions):
-        if not option.name.startswith("_"):
-            setattr(args, option.name, getattr(args, option.name, option.default))
+    for field in fields(FastWeightOptions):
+        if not field.name.startswith("_"):
+            setattr(args, field.name, getattr(args, field.name, field.default))

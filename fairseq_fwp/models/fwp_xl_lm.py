@@ -15,13 +15,14 @@ from fairseq.models import register_model
 from torch import Tensor, nn
 
 from fairseq_fwp._options import option
+from fairseq_fwp.models.attention_options import SIZES, naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel, forgets_segments
-from fairseq_fwp.modules.fast_weight_attention import check_heads
+from fairseq_fwp.modules.attention.heads import check_heads
+from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.learned_positions import LearnedPositions
-from fairseq_fwp.modules.relative_attention import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
-from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,9 @@ class FwpXlLanguageModelConfig(DecoderConfig):
         "sinusoids; or vectors learned for each layer and position of --tokens-per-sample (Al-Rfou et al. 2019)",
     )
     half_loss: bool = option(
-        False, "train on the second half of each segment alone; needs --criterion adaptive_loss, which counts by it"
+        False,
+        "train on the second half of each segment alone; needs --criterion adaptive_loss, which counts by it",
+        same_function=True,
     )
 
 
@@ -105,6 +108,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         check_memory(cfg)
         super().__init__(cfg, dictionary)
         self.mem_len = cfg.mem_len
+        self.carries_state = cfg.mem_len > 0
         self.segment_length = cfg.tokens_per_sample
         self.half_loss = cfg.half_loss
         self.final_dropout: nn.Module = self.dropout  # as the paper's public code has it
@@ -122,10 +126,6 @@ class FwpXlDecoder(LanguageModelDecoder):
         if cfg.decoder_positions != "absolute":
             return None
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
-
-    def has_constant_state(self, cfg: Any) -> bool:
-        """Whether there is a memory to carry from segment to segment."""
-        return cfg.mem_len > 0
 
     def build_attention(self, cfg: Any) -> nn.Module:
         """The attention of one layer."""
@@ -213,7 +213,8 @@ def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
 def build_attention(cfg: FwpXlLanguageModelConfig) -> nn.Module:
     """The attention of the configuration: over a memory with relative positions, or absolute."""
     sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
-    check_heads(*sizes)
+    with naming_flags(SIZES):
+        check_heads(*sizes)
     if cfg.decoder_positions in ABSOLUTE:
         return SoftmaxAttention(*sizes, cfg.attention_dropout)
     positions: SinusoidalDistances | LearnedDistances

@@ -10,10 +10,11 @@ from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from fairseq_fwp.models.fwp_lm import build_attention, build_map
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState, check_heads
+from fairseq_fwp.models.attention_options import AttentionOptions, build_attention, build_map, construct, naming_flags
+from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
+from fairseq_fwp.modules.attention.heads import check_heads
+from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.linear_attention import LinearAttention
 
 IncrementalState: TypeAlias = dict[str, Any] | None
 
@@ -123,8 +124,8 @@ class FwpEncoderLayer(TransformerEncoderLayerBase):
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """softmax: fairseq's own."""
         heads = cfg.encoder_attention_heads
-        check_heads(embed_dim, heads, "encoder")
-        if cfg.encoder_feature_map == "softmax":
+        check_side("encoder", embed_dim, heads)
+        if cfg.encoder_feature_map == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg)
         return build_linear_attention(EncoderAttention, cfg.encoder_feature_map, embed_dim, heads, cfg)
 
@@ -134,9 +135,9 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
 
     def build_self_attention(self, embed_dim: int, cfg: Any, **options: Any) -> nn.Module:
         """softmax: fairseq's own."""
-        if cfg.decoder_update_rule == "softmax":
+        if cfg.decoder_update_rule == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, **options)
-        attention = build_attention(cfg)
+        attention = build_attention(AttentionOptions, cfg)
         assert isinstance(attention, FastWeightAttention)
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
@@ -145,25 +146,32 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         """softmax: fairseq's own."""
         heads, source_dim = cfg.decoder_attention_heads, cfg.encoder_embed_dim
-        check_heads(embed_dim, heads)
-        if cfg.cross_feature_map == "softmax":
+        check_side("decoder", embed_dim, heads)
+        if cfg.cross_feature_map == SOFTMAX:
             return super().build_encoder_attention(embed_dim, cfg)
         return build_linear_attention(
             CrossAttention, cfg.cross_feature_map, embed_dim, heads, cfg, source_dim=source_dim
         )
 
 
+def check_side(side: str, embed_dim: int, num_heads: int) -> None:
+    """Raise ValueError, with that side's flags, unless the heads divide its dimension."""
+    with naming_flags({"embed_dim": f"{side}_embed_dim", "num_heads": f"{side}_attention_heads"}):
+        check_heads(embed_dim, num_heads)
+
+
 def build_linear_attention(
     kind: type[LinearAttention], feature_map: str, embed_dim: int, num_heads: int, cfg: Any, **options: Any
 ) -> LinearAttention:
     """A linear attention with the map of that name."""
-    attention = kind(
-        embed_dim,
-        num_heads,
-        build_map(feature_map, embed_dim // num_heads, cfg, besides="softmax or "),
-        epsilon=cfg.normalization_epsilon,
-        add_epsilon=cfg.add_normalization_epsilon,
-        bias=cfg.attention_bias,
+    feature_map_ = build_map(AttentionOptions, cfg, feature_map, embed_dim // num_heads, besides="softmax or ")
+    division = construct(Division, AttentionOptions, cfg, "division")
+    attention: LinearAttention = construct(
+        *(kind, AttentionOptions, cfg, "linear"),
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        feature_map=feature_map_,
+        division=division,
         **options,
     )
     k, v = attention.kv_proj.weight.chunk(2)

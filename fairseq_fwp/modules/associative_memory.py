@@ -1,6 +1,6 @@
 """Memories that store associations one after the other and are read after the last: the synthetic retrieval task's.
 
-Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1: values are one-hot vectors, a read-out has one number for
+Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1: values are one-hot vectors, an output has one number for
 each. Shapes: B batch, L writes, Q queries, S values, d key_dim, Dk feature_dim of the map; q (B, Q, d) and k (B, L, d)
 before the map, values (B, L) the index of each one-hot vector, out (B, Q, S).
 
@@ -9,9 +9,10 @@ query backwards. Unrolled, what a query retrieves is
 
     q W_L = sum_t c_t v_t        c_t = s_t (r_t . k_t)        r_L = q
 
-with s_t the strength of the write at t, and r_(t-1) what the rule makes of r_t when it writes a zero under k_t:
-r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the operator itself, run in
-reverse on values of zero from the state q, gives all c_t in O(L Dk) for a query, where the matrix W takes O(L Dk S).
+with s_t the strength of the write at t (`write_strength` of the rule), and r_(t-1) what the rule makes of r_t when it
+writes a zero under k_t: r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the
+operator itself, run in reverse on values of zero from the state q, gives all c_t in O(L Dk) for a query, where the
+matrix W takes O(L Dk S).
 """
 
 import math
@@ -22,14 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.normalization import (
-    NORMALIZATION_EPSILON,
-    bound,
-    normalize_retrieval,
-    running_normalizer,
-    sum_normalize,
+from fairseq_fwp.modules.attention.normalization import (
+    AttentionNormalization,
+    SumNormalization,
+    fit_normalizations,
+    running_sum,
 )
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.update_rules import Gate, find_rule
 
@@ -65,10 +65,9 @@ class SoftmaxMemory(nn.Module):
 class FastWeightMemory(nn.Module):
     """Feature map x update rule x two normalisations, the parts of `FastWeightAttention` around associations.
 
-    feature_map: a map built for d; update_rule: a key of `UPDATE_RULES`; num_values: S; sum_normalization: divide
-    mapped q and k by their sums (Schlag 2021, Eq. 29); attention_normalization: divide the read-out by z . q, and what
-    a rule retrieves before it writes by z . k (Eqs. 26-28); norm_read_out: layer normalisation of the read-out without
-    weights, which the public code has for the rule fwm; backend: of the operators.
+    feature_map: a map built for d; update_rule: a key of `UPDATE_RULES`; num_values: S; sum_normalization: of mapped q
+    and k; attention_normalization: of the output, and of what a rule retrieves before it writes; norm_output: layer
+    normalisation of the output without weights, which the public code has for the rule fwm; backend: of the operators.
 
     Raises ValueError for an unknown rule, one of several keys a token, and a normalisation that the rule does not have
     or with a map whose features may be negative.
@@ -80,36 +79,29 @@ class FastWeightMemory(nn.Module):
         update_rule: str,
         num_values: int,
         *,
-        sum_normalization: bool = False,
-        attention_normalization: bool = False,
-        norm_read_out: bool = False,
+        sum_normalization: SumNormalization | None = None,
+        attention_normalization: AttentionNormalization | None = None,
+        norm_output: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         self.rule = find_rule(update_rule)
-        if (sum_normalization or attention_normalization) and not feature_map.positive:
-            raise ValueError(
-                f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation divide "
-                "by sums of features: choose another map, or an architecture without normalisations"
-            )
+        self.sum_normalization, self.attention_normalization = fit_normalizations(
+            feature_map, sum_normalization, attention_normalization
+        )
         if self.rule.steps > 1:
             raise ValueError(
                 f"the update rule {update_rule} has {self.rule.steps} keys a token, and an association one"
             )
         if attention_normalization and (self.rule.normalizer or not self.rule.normalizes):
             raise ValueError(
-                f"attention normalisation is not defined for the update rule {update_rule} here: leave it out "
-                "(sum normalisation is)"
+                f"`attention_normalization` is not defined for the update rule {update_rule} here: leave it out "
+                "(`sum_normalization` is)"
             )
         self.feature_map = feature_map
-        self.read_weights = READ_WEIGHTS.get(update_rule)
         self.num_values = num_values
-        self.sum_normalization = sum_normalization
-        self.attention_normalization = attention_normalization
-        self.norm_read_out = norm_read_out
+        self.norm_output = norm_output
         self.backend = backend
-        # Features that sum to one are no smaller with one map than with another.
-        self.divisor_epsilon = NORMALIZATION_EPSILON if sum_normalization else feature_map.epsilon
         self.gate_activations = nn.ModuleDict(
             {gate.name: gate.learned(1, self._size(gate)) for gate in self.rule.gates if gate.learned}
         )
@@ -148,16 +140,17 @@ class FastWeightMemory(nn.Module):
             for gate, logits in zip(self.rule.gates, gates, strict=True)
             for opened in [self.activation(gate)(at_least_float32(logits).unsqueeze(-2)).squeeze(-2)]
         ]
-        retrieval = self.attention_normalization and self.rule.retrieves
-        written, scale = self._normalize_retrieval(k) if retrieval else (k, k.new_ones(1))
-        if self.read_weights is None:
+        written, scale = k, k.new_ones(1)
+        if self.attention_normalization and self.rule.retrieves:
+            written, scale = self._normalize_retrieval(k, self.attention_normalization)
+        if self.rule.write_strength is None:
             out = self._read_state(q, written, values, scale, opened)
         else:
-            weights = self.read_weights(self.rule.operator, q, written, opened, self.backend)
+            weights = self._read_weights(q, written, opened, self.rule.write_strength(*opened))
             out = distribute(weights * scale, values, self.num_values)
         if self.attention_normalization:
-            out = out / bound(self._divisor(q, k, opened, out), self.divisor_epsilon)
-        return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
+            out = out / self.attention_normalization.bound(self._divisor(q, k, opened, out))
+        return functional.layer_norm(out, out.shape[-1:]) if self.norm_output else out
 
     def activation(self, gate: Gate) -> Callable[[Tensor], Tensor]:
         """From logits (..., 1, size) to the gate."""
@@ -165,23 +158,39 @@ class FastWeightMemory(nn.Module):
 
     def _map(self, x: Tensor) -> Tensor:
         features = at_least_float32(self.feature_map(x))
-        return sum_normalize(features, self.feature_map.epsilon) if self.sum_normalization else features
+        return self.sum_normalization(features) if self.sum_normalization else features
 
     def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor], out: Tensor) -> Tensor:
         """q . z_L (B, Q, 1): z is the sum of the keys, or for a rule that forgets its own memory for values of one."""
         if self.rule.retrieves:
             return q @ k.sum(1).unsqueeze(-1)
-        if self.read_weights is not None:
+        if self.rule.write_strength is not None:
             return out.sum(-1, keepdim=True)  # as the one-hot vectors sum to values of one
         gates = [] if self.rule.forgets is None else [gate.contiguous() for gate in self.rule.forgets(*gates)]
         return q @ self._write(k, k.new_ones(*k.shape[:2], 1), gates)
 
-    def _normalize_retrieval(self, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalize_retrieval(self, k: Tensor, normalization: AttentionNormalization) -> tuple[Tensor, Tensor]:
         """k, and what its values are multiplied by (B, L, 1), so that what the rule retrieves is normalised."""
-        z = running_normalizer(k.unsqueeze(1))
-        ones = k.new_ones(k.shape[0], 1, k.shape[1], 1)
-        k, scale = normalize_retrieval(k.unsqueeze(1), ones, z, self.divisor_epsilon)
+        k = k.unsqueeze(1)
+        ones = k.new_ones(*k.shape[:3], 1)
+        k, scale = normalization.normalize_retrieval(k, ones, running_sum(k))
         return k.squeeze(1), scale.squeeze(1)
+
+    def _read_weights(self, q: Tensor, k: Tensor, gates: list[Tensor], strength: Any) -> Tensor:
+        """c (B, L, Q), for a rule with a write strength (B, 1, L).
+
+        The operator reads after each write, so the read behind write t is that with the key of write t - 1.
+        """
+        if not gates:  # r = q stays as it is
+            return k @ q.mT
+        k, gates = k.flip(1).unsqueeze(1), [gate.flip(2) for gate in gates]
+        state = q.mT.unsqueeze(1)
+        writes, reads = k[:, :, :-1], k[:, :, 1:]
+        zeros = k.new_zeros(*writes.shape[:3], q.shape[1])
+        before = [gate[:, :, :-1] for gate in gates]
+        out, _ = self.rule.operator(reads, writes, zeros, *before, state, backend=self.backend)
+        reads = torch.cat([k[:, :, :1] @ state, out], dim=2).squeeze(1).flip(1)
+        return strength.mT * reads
 
     def _read_state(self, q: Tensor, k: Tensor, values: Tensor, scale: Tensor, gates: list[Tensor]) -> Tensor:
         """Through the matrix, for rules that have no shorter way."""
@@ -204,40 +213,3 @@ def distribute(weights: Tensor, values: Tensor, num_values: int) -> Tensor:
     """sum_t weights_t v_t with one-hot v_t: weights (B, L, Q) -> (B, Q, S)."""
     out = weights.new_zeros(weights.shape[0], num_values, weights.shape[2])
     return out.scatter_add(1, values.unsqueeze(-1).expand_as(weights), weights).mT
-
-
-def sum_read_weights(operator: Any, q: Tensor, k: Tensor, gates: list[Tensor], backend: str) -> Tensor:
-    """c (B, L, Q) of the sum rule, which leaves r = q as it is."""
-    return k @ q.mT
-
-
-def gated_read_weights(operator: Any, q: Tensor, k: Tensor, gates: list[Tensor], backend: str) -> Tensor:
-    """c (B, L, Q) of the gated rule, which writes with 1 - g."""
-    return (1 - gates[0]).mT * _reverse_reads(operator, q, k, gates[0], backend)
-
-
-def delta_read_weights(operator: Any, q: Tensor, k: Tensor, gates: list[Tensor], backend: str) -> Tensor:
-    """c (B, L, Q) of the delta rule, which writes with beta."""
-    return gates[0].mT * _reverse_reads(operator, q, k, gates[0], backend)
-
-
-def _reverse_reads(operator: Any, q: Tensor, k: Tensor, gate: Tensor, backend: str) -> Tensor:
-    """r_t . k_t (B, L, Q) with gate (B, 1, L).
-
-    The operator reads after each write, so the read behind write t is that with the key of write t - 1.
-    """
-    k = k.flip(1).unsqueeze(1)
-    gate = gate.flip(2)
-    state = q.mT.unsqueeze(1)
-    writes, reads = k[:, :, :-1], k[:, :, 1:]
-    zeros = k.new_zeros(*writes.shape[:3], q.shape[1])
-    out, _ = operator(reads, writes, zeros, gate[:, :, :-1], state, backend=backend)
-    return torch.cat([k[:, :, :1] @ state, out], dim=2).squeeze(1).flip(1)
-
-
-# Rules whose memory is linear in the values, each of which they treat alike; others are read through the matrix.
-READ_WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor, list[Tensor], str], Tensor]] = {
-    "sum": sum_read_weights,
-    "gated": gated_read_weights,
-    "delta": delta_read_weights,
-}

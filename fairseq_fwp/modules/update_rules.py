@@ -49,6 +49,10 @@ class UpdateRule(NamedTuple):
         normalisation only the division of the output is defined, which has to be asked for by name.
     normalizes: whether attention normalisation is defined for it at all.
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
+    short: what is faster for a short sequence from an empty memory, such as `ops.SumScores`.
+    write_strength: gates -> (B, H, L), how strongly a token writes, of a rule whose memory is linear in the values and
+        forgets alike forwards and backwards (its transition is symmetric); None: of others. A memory that is only read
+        at its end is then read backwards from the query: see `associative_memory.py`.
     """
 
     operator: Callable[..., tuple[Tensor, Tensor]]
@@ -58,6 +62,8 @@ class UpdateRule(NamedTuple):
     normalizer: Callable[..., tuple[Tensor, Tensor]] | None = None
     normalizes: bool = True
     steps: int = 1
+    short: type[ops.SumScores] | None = None
+    write_strength: Callable[..., Tensor | float] | None = None
 
 
 def uniform_gate_bias(number: int) -> Tensor:
@@ -98,18 +104,19 @@ def rwkv7_decay(x: Tensor) -> Tensor:
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """x / ||x|| along the last dimension."""
-    return F.normalize(x, dim=-1)
+    """x / ||x|| along the last dimension, in float32 at least: float16 has no number as small as its epsilon."""
+    return F.normalize(at_least_float32(x), dim=-1)
 
 
 BETA = Gate("beta", doubles=True)
 UPDATE_RULES = {
-    "sum": UpdateRule(ops.sum_rule),
+    "sum": UpdateRule(ops.sum_rule, short=ops.SumScores, write_strength=lambda: 1),
     "gated": UpdateRule(
         # Mao 2022, Eq. 5: the gate has no bias, and gates the normaliser too.
         ops.gated_rule,
         (Gate("gate", at_padding=1),),
         forgets=lambda gate: (gate,),
+        write_strength=lambda gate: 1 - gate,
     ),
     "gla": UpdateRule(
         # Yang et al. 2024, Sec. 4.4: a projection of rank 16.
@@ -117,7 +124,7 @@ UPDATE_RULES = {
         (Gate("decay", lambda dk, dv: dk, torch.zeros, 1, gla_decay, rank=lambda dk, dv: 16),),
         forgets=lambda decay: (decay,),
     ),
-    "delta": UpdateRule(ops.delta_rule, (BETA,), retrieves=True),
+    "delta": UpdateRule(ops.delta_rule, (BETA,), retrieves=True, write_strength=lambda beta: beta),
     "decay": UpdateRule(
         ops.decay_rule,
         (

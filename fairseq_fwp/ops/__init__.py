@@ -35,6 +35,7 @@ from .gated_delta import gated_delta_rule
 from .gla import gla_rule
 from .rule import Rule
 from .rwkv7 import rwkv7_rule
+from .short import SumScores, scores_are_cheaper
 from .sum import sum_rule
 
 decay_rule_reference = partial(decay_rule, backend="reference")
@@ -53,6 +54,7 @@ __all__ = [
     "PER_VALUE",
     "KernelStatus",
     "Rule",
+    "SumScores",
     "decay_rule",
     "decay_rule_reference",
     "delta_product_rule",
@@ -72,6 +74,7 @@ __all__ = [
     "retrieve",
     "rwkv7_rule",
     "rwkv7_rule_reference",
+    "scores_are_cheaper",
     "sum_rule",
     "sum_rule_reference",
 ]

@@ -23,7 +23,7 @@ from report import Contender, Goal, goal_row, interleave, memory, publish, ratio
 
 from fairseq_fwp.models.decoder import DecoderState
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
-from fairseq_fwp.modules.softmax_attention import KeyValueCache, SoftmaxAttention
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 
 VOCABULARY = 8000
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384)

@@ -8,7 +8,9 @@ from fuzz_values import arrange, dtypes, equal, layouts, seeds, special, values
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, check_heads
+from fairseq_fwp.modules.attention import FastWeightAttention
+from fairseq_fwp.modules.attention.heads import check_heads
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -33,12 +35,12 @@ def arguments_of(name):
 
 
 def build(name, head_dim, arguments, seed=0):
-    """The map, or None where it is refused, as it must be in one sentence that names the flag."""
+    """The map, or None where it is refused, as it must be in one sentence that names the argument."""
     torch.manual_seed(seed)
     try:
         return FEATURE_MAPS[name](head_dim, **arguments)
     except ValueError as error:
-        assert "--" in str(error) and "\n" not in str(error)
+        assert "`" in str(error) and "\n" not in str(error)
         return None
 
 
@@ -92,15 +94,18 @@ def is_defined(rule, normalization):
     return (rule.normalizes or normalization in ("none", "sum")) and not (of_all and rule.normalizer)
 
 
-def build_attention(rule, feature_map, normalization, add_epsilon=False, embed_dim=24, num_heads=3):
-    flags = {
-        "none": {},
-        "sum": {"sum_normalization": True},
-        "attention": {"attention_normalization": True},
-        "both": {"sum_normalization": True, "attention_normalization": True},
-        "read-out": {"attention_normalization": True, "read_out_only": True},
-    }[normalization]
-    return FastWeightAttention(embed_dim, num_heads, feature_map, rule, add_epsilon=add_epsilon, **flags)
+def normalizations(name, *epsilon):
+    """The arguments of a layer for them; epsilon: and whether it is added."""
+    output_only = name == "read-out"
+    attention = AttentionNormalization(*epsilon, output_only=output_only)
+    return {
+        **({"sum_normalization": SumNormalization(*epsilon)} if name in ("sum", "both") else {}),
+        **({"attention_normalization": attention} if name in ("attention", "both", "read-out") else {}),
+    }
+
+
+def build_attention(rule, feature_map, normalization, add_epsilon=False):
+    return FastWeightAttention(24, 3, feature_map, rule, **normalizations(normalization, None, add_epsilon))
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
@@ -165,13 +170,12 @@ def test_no_normaliser_divides_by_zero(name, rule, normalization, scale, seed, d
 def test_a_layer_of_any_size_runs_or_is_refused_in_one_sentence(
     rule, name, embed_dim, num_heads, key_dim, epsilon, normalization
 ):
-    flags = {"sum_normalization": normalization in ("sum", "both")}
-    flags["attention_normalization"] = normalization in ("attention", "both")
-    flags["read_out_only"] = normalization == "read-out"
     try:
         check_heads(embed_dim, num_heads)
         feature_map = FEATURE_MAPS[name](embed_dim // num_heads if key_dim is None else key_dim)
-        layer = FastWeightAttention(embed_dim, num_heads, feature_map, rule, key_dim=key_dim, epsilon=epsilon, **flags)
+        layer = FastWeightAttention(
+            embed_dim, num_heads, feature_map, rule, key_dim=key_dim, **normalizations(normalization, epsilon)
+        )
     except ValueError as error:
         assert "\n" not in str(error)
         return

@@ -85,7 +85,7 @@ def test_favor_draws_in_training_alone():
 @pytest.mark.parametrize(
     "flags, unused",
     [
-        ({"update_rule": "softmax", "feature_map": "dpfp", "dpfp_nu": 2}, ["feature-map", "dpfp-nu"]),
+        ({"update_rule": "softmax", "feature_map": "dpfp", "dpfp_nu": 2}, ["dpfp-nu", "feature-map"]),
         ({"feature_map": "relu", "dpfp_nu": 2, "relu_features": 3}, ["dpfp-nu"]),
         ({"feature_map": "favor", "favor_features": 8}, []),
     ],

@@ -31,7 +31,7 @@ def refusal_of(rule, feature_map, normalization):
     """What a combination is refused with, or None."""
     attention = normalization in ("attention", "both", "read-out")
     if attention and not UPDATE_RULES[rule].normalizes:
-        return f"attention normalisation is not defined for the update rule {rule}"
+        return f"--attention-normalization is not defined for the update rule {rule}"
     if attention and UPDATE_RULES[rule].normalizer and normalization != "read-out":
         return "erases and forgets, and only its output can be normalised"
     if normalization != "neither" and not FEATURE_MAPS[feature_map].positive:

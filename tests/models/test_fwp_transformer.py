@@ -14,6 +14,7 @@ from fairseq_fwp.models import fwp_transformer
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
 from fairseq_fwp.models.presets import MT_PRESETS
 from fairseq_fwp.modules import onednn
+from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -301,8 +302,8 @@ def test_presets(arch):
         assert not any(hasattr(module, "feature_map") for module in model.modules())
         return
     causal = decoder.self_attn.attention
-    assert causal.rule is UPDATE_RULES[rule] and causal.sum_normalization == (rule == "delta")
-    assert causal.attention_normalization == (rule == "sum")
+    assert causal.rule is UPDATE_RULES[rule] and bool(causal.sum_normalization) == (rule == "delta")
+    assert bool(causal.attention_normalization) == (rule == "sum")
     for attention in (encoder.self_attn, decoder.encoder_attn, causal):
         assert type(attention.feature_map) is FEATURE_MAPS[rest[0] if rest else "elu"]
         assert attention.feature_map.feature_dim == (512 if rest else 64)
@@ -415,13 +416,16 @@ def test_positions_go_on_beyond_any_table():
         ({"decoder_feature_map": "identity", "sum_normalization": True}, "features of either sign"),
         (
             {"encoder_attention_heads": 3},
-            "16 is not divisible by 3 attention heads: change --encoder-embed-dim or --enc",
+            "--encoder-embed-dim must be divisible by --encoder-attention-heads, got 16 and 3",
         ),
         (
             {"decoder_attention_heads": 3},
-            "16 is not divisible by 3 attention heads: change --decoder-embed-dim or --dec",
+            "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3",
         ),
-        ({"decoder_update_rule": "softmax", "normalization_epsilon": -1.0}, "must be numbers above 0: got -1.0"),
+        (
+            {"decoder_update_rule": "softmax", "normalization_epsilon": -1.0},
+            "--normalization-epsilon must be a number above 0, got -1.0",
+        ),
         ({"decoder_update_rule": "hebb"}, "unknown update rule 'hebb'"),
     ],
 )
@@ -436,7 +440,7 @@ def test_what_the_attentions_to_a_whole_sequence_are_built_with():
     model = build(**sizes, **flags)
     found = model.encoder.layers[0].self_attn, model.decoder.layers[0].encoder_attn
     assert [(x.num_heads, x.q_proj.in_features, x.kv_proj.in_features) for x in found] == [(2, 24, 24), (4, 16, 24)]
-    assert all(x.epsilon == 0.125 and x.add_epsilon for x in found)
+    assert all(x.division == Division(0.125, add_epsilon=True) for x in found)
     assert all(part.bias is not None for x in found for part in (x.q_proj, x.kv_proj, x.out_proj))
 
 

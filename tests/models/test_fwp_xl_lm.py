@@ -289,7 +289,7 @@ REFUSED = {
     "absolute positions do not tell a segment from the one before": {"decoder_positions": "absolute"},
     "layerwise positions do not tell a segment from the one before": {"decoder_positions": "layerwise"},
     "one vector for each distance up to --clamp-len: give at least 1": {"decoder_positions": "shaw_biased"},
-    "16 is not divisible by 3 attention heads": {"decoder_attention_heads": 3},
+    "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3": {"decoder_attention_heads": 3},
     "cannot be divided 1 times by 0: change --div-val": {"div_val": 0, "adaptive_softmax_cutoff": "10"},
 }
 

@@ -5,12 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fairseq_fwp.modules.associative_memory import READ_WEIGHTS, FastWeightMemory, SoftmaxMemory
+from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 B, L, Q, S, D = 2, 7, 3, 5, 4
-NORMALIZATIONS = [{}, {"sum_normalization": True}, {"attention_normalization": True}]
+NORMALIZATIONS = [
+    {},
+    {"sum_normalization": SumNormalization()},
+    {"attention_normalization": AttentionNormalization()},
+]
 
 
 def inputs(memory, length=L):
@@ -78,7 +83,7 @@ def refusal_of(rule, map_name, norm):
     if UPDATE_RULES[rule].steps > 1:
         return "has 2 keys a token, and an association one"
     if "attention_normalization" in norm and (not UPDATE_RULES[rule].normalizes or UPDATE_RULES[rule].normalizer):
-        return f"attention normalisation is not defined for the update rule {rule}"
+        return f"`attention_normalization` is not defined for the update rule {rule}"
     return None
 
 
@@ -106,7 +111,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
 
 @pytest.mark.parametrize("length", [1, L])
 @pytest.mark.parametrize("norm", NORMALIZATIONS)
-@pytest.mark.parametrize("rule", READ_WEIGHTS)
+@pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.write_strength])
 def test_reading_backwards_is_reading_the_matrix(rule, norm, length):
     """The same numbers and gradients, by kernels too."""
     memory = make(rule, **norm)
@@ -115,7 +120,7 @@ def test_reading_backwards_is_reading_the_matrix(rule, norm, length):
     backwards = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
     memory.backend = "auto"
     by_kernel = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
-    memory.read_weights = None
+    memory.rule = memory.rule._replace(write_strength=None)
     matrix = torch.autograd.grad((memory(q, k, values, gates) * cotangent).sum(), [q, k, *gates])
     torch.testing.assert_close(backwards, matrix)
     torch.testing.assert_close(by_kernel, matrix)
@@ -130,7 +135,7 @@ def test_softmax():
 
 
 def test_layer_normalisation_of_the_read_out():
-    memory, plain = make("fwm", "tanh", norm_read_out=True), make("fwm", "tanh")
+    memory, plain = make("fwm", "tanh", norm_output=True), make("fwm", "tanh")
     q, k, values, gates = inputs(memory)
     read = plain(q, k, values, gates)
     centred = read - read.mean(-1, keepdim=True)

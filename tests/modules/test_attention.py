@@ -5,21 +5,23 @@ import itertools
 
 import pytest
 import torch
+from projected import projected
 
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.attention.local import LocalAttention
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
+from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
+from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.local_attention import LocalAttention
-from fairseq_fwp.modules.relative_attention import LearnedDistances, RelativeAttention, SinusoidalDistances
-from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, uniform_gate_bias
 
 DIM, HEADS = 12, 3
 NORMALIZATIONS = {
     "neither": {},
-    "sum": {"sum_normalization": True},
-    "attention": {"attention_normalization": True},
-    "both": {"sum_normalization": True, "attention_normalization": True},
-    "read-out": {"attention_normalization": True, "read_out_only": True},
+    "sum": {"sum_normalization": SumNormalization()},
+    "attention": {"attention_normalization": AttentionNormalization()},
+    "both": {"sum_normalization": SumNormalization(), "attention_normalization": AttentionNormalization()},
+    "output": {"attention_normalization": AttentionNormalization(output_only=True)},
 }
 
 
@@ -30,7 +32,7 @@ def is_defined(rule, feature_map, normalization):
         return False
     if "attention_normalization" in options and not UPDATE_RULES[rule].normalizes:
         return False
-    if "attention_normalization" in options and UPDATE_RULES[rule].normalizer and "read_out_only" not in options:
+    if "attention_normalization" in options and UPDATE_RULES[rule].normalizer and normalization != "output":
         return False
     return rule in ("sum", "gated", "decay", "delta") or feature_map in ("dpfp", "identity")
 
@@ -74,7 +76,7 @@ def test_two_pieces_with_the_carried_state_equal_the_whole(layer):
 
 @pytest.mark.parametrize("length, by_scores", [(6, True), (12, False)])
 @pytest.mark.parametrize("kind", [kind for kind in FAST_WEIGHTS if kind[0] == "sum"], ids="-".join)
-def test_short_sequences_are_read_by_their_scores(kind, length, by_scores, monkeypatch):
+def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     """Without a state the sum rule is attention: read-out, state, what follows on it, and gradients are the same."""
     layer = FastWeightAttention(32, 2, FEATURE_MAPS[kind[1]](16), "sum", **NORMALIZATIONS[kind[2]]).double().eval()
     x = torch.randn(2, length, 32, dtype=torch.float64, requires_grad=True)
@@ -92,11 +94,14 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores, monke
     expected = results()
     layer.backend = "auto"
     visits = []
-    read = layer._read
-    monkeypatch.setattr(layer, "_read", lambda *tensors: visits.append(1) or read(*tensors))
+    operator = layer.rule.operator
+    layer.rule = layer.rule._replace(
+        operator=lambda *tensors, **_: visits.append(1) or operator(*tensors, backend="auto")
+    )
     for ours, theirs in zip(results(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert len(visits) == (1 if by_scores else 3)  # what follows on a state visits it
+    reads = (2 if layer.attention_normalization and layer.rule.forgets else 1) * (1 if by_scores else 3)
+    assert len(visits) == reads  # what follows on a state visits it
     assert (layer(x, None, padding, keep_state=False)[1] is None) == by_scores
 
 
@@ -163,19 +168,19 @@ def test_gates_are_all_that_rules_differ_by():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="12 is not divisible by 5 attention heads"):
+    with pytest.raises(ValueError, match="`embed_dim` must be divisible by `num_heads`, got 12 and 5"):
         FastWeightAttention(12, 5, FEATURE_MAPS["elu"](2), "sum")
-    with pytest.raises(ValueError, match="12 is not divisible by 0 attention heads"):
+    with pytest.raises(ValueError, match="`embed_dim` must be divisible by `num_heads`, got 12 and 0"):
         SoftmaxAttention(12, 0)
     with pytest.raises(ValueError, match="unknown update rule 'hebb': choose one of sum, gated, gla"):
         FastWeightAttention(12, 3, FEATURE_MAPS["elu"](4), "hebb")
-    for flag in ("sum_normalization", "attention_normalization"):
+    for normalization in ("sum", "attention"):
         with pytest.raises(ValueError, match="features of either sign"):
-            FastWeightAttention(12, 3, FEATURE_MAPS["identity"](4), "sum", **{flag: True})
+            FastWeightAttention(12, 3, FEATURE_MAPS["identity"](4), "sum", **NORMALIZATIONS[normalization])
 
 
 @pytest.mark.parametrize("rule", ["sum", "delta"])
-@pytest.mark.parametrize("normalization", ["attention", "both", "read-out"])
+@pytest.mark.parametrize("normalization", ["attention", "both", "output"])
 @pytest.mark.parametrize("carried", [False, True])
 def test_attention_normalization_is_equations_26_to_28(rule, normalization, carried):
     """The layer against the loop of the paper, from its own projections."""
@@ -184,7 +189,7 @@ def test_attention_normalization_is_equations_26_to_28(rule, normalization, carr
     size = DIM // HEADS
     state = FastWeightState(torch.randn(2, HEADS, size, size).double(), torch.rand(2, HEADS, size).double() + 0.5)
     found, last = layer(x, state if carried else None)
-    q, k, v, gates = layer._project(x, None)
+    q, k, v, gates = projected(layer, x)
     weights, z = (state.weights, state.normalizer) if carried else (torch.zeros_like(y) for y in state)
     reads = []
     for t in range(7):
@@ -192,7 +197,7 @@ def test_attention_normalization_is_equations_26_to_28(rule, normalization, carr
         write = v_t
         if rule == "delta":
             retrieved = (k_t.unsqueeze(-2) @ weights).squeeze(-2)
-            if normalization != "read-out" and (carried or t > 0):
+            if normalization != "output" and (carried or t > 0):
                 retrieved = retrieved / (z * k_t).sum(-1, keepdim=True)
             write = gates[0][:, :, t, None] * (v_t - retrieved)
         weights = weights + k_t.unsqueeze(-1) * write.unsqueeze(-2)
@@ -208,7 +213,7 @@ def test_the_gated_normaliser_forgets_as_the_memory_does():
     """Mao 2022, Eq. 5: what is read is an average of the values, whatever the gates."""
     layer = build(("gated", "elu", "attention"))
     x = torch.randn(2, 7, DIM, dtype=torch.float64)
-    q, k, v, (gate,) = layer._project(x, None)
+    q, k, v, (gate,) = projected(layer, x)
     reads, weights, z = [], torch.zeros(2, HEADS, 4, 4, dtype=torch.float64), torch.zeros(2, HEADS, 4).double()
     for t in range(7):
         g = gate[:, :, t, None]
@@ -224,7 +229,7 @@ def test_the_gated_normaliser_forgets_as_the_memory_does():
 def test_the_decaying_normaliser_is_what_is_left_of_the_keys():
     layer = build(("decay", "elu", "attention"))
     x = torch.randn(1, 3, DIM, dtype=torch.float64)
-    _, k, _, (key_decay, _) = layer._project(x, None)
+    _, k, _, (key_decay, _) = projected(layer, x)
     z = (k[:, :, 0] * key_decay[:, :, 1] + k[:, :, 1]) * key_decay[:, :, 2] + k[:, :, 2]
     torch.testing.assert_close(layer(x)[1].normalizer, z)
 
@@ -243,8 +248,7 @@ def test_a_padded_token_leaves_the_memory_alone():
 def test_options_of_the_public_code():
     x = torch.randn(2, 5, DIM, dtype=torch.float64)
     plain, scaled, normed = (
-        build(("delta", "elu", "both"), **options)
-        for options in ({}, {"scale_read_out": True}, {"norm_read_out": True})
+        build(("delta", "elu", "both"), **options) for options in ({}, {"scale_output": True}, {"norm_output": True})
     )
     for layer in (scaled, normed):
         layer.load_state_dict(plain.state_dict(), strict=False)
@@ -261,14 +265,17 @@ def test_epsilons_reach_every_divisor():
     """With a huge one every divisor is that number, or grows by it."""
     x = torch.randn(2, 5, DIM, dtype=torch.float64)
     for add in (False, True):
-        layer = build(("delta", "elu", "both"), epsilon=100.0, add_epsilon=add)
-        q, k, v, _ = layer._project(x, None)
+        attention = AttentionNormalization(100.0, add)
+        layer = build(
+            ("delta", "elu", "both"), sum_normalization=SumNormalization(100.0, add), attention_normalization=attention
+        )
+        q, k, v, _ = projected(layer, x)
         bare = build(("delta", "elu", "neither"))
         bare.load_state_dict(layer.state_dict())
-        plain = bare._project(x, None)[0]
+        plain = projected(bare, x)[0]
         sums = plain.sum(-1, keepdim=True)
         torch.testing.assert_close(q, plain / (sums + 100 if add else 100.0))
-        divisor, z, key, value = layer._summing_normalizer(q, k, v, [], None, None)
+        divisor, key, value, z = attention.apply(layer.rule, q, k, v, [], None, backend="reference")
         torch.testing.assert_close(divisor, (k.cumsum(2) * q).sum(-1) + 100 if add else torch.full_like(divisor, 100))
         root = (1 + 99 * (torch.arange(5) > 0)).sqrt().double()[:, None]  # nothing is retrieved for the first token
         if not add:
@@ -279,10 +286,8 @@ def test_epsilons_reach_every_divisor():
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_epsilon_that_is_none_is_refused(epsilon):
-    with pytest.raises(ValueError, match="must be numbers above 0: got"):
-        build(("delta", "elu", "sum"), epsilon=epsilon)
-    with pytest.raises(ValueError, match="give both"):
-        build(("delta", "elu", "neither"), read_out_only=True)
+    with pytest.raises(ValueError, match="`epsilon` must be a number above 0, got"):
+        SumNormalization(epsilon)
 
 
 @pytest.mark.parametrize("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
@@ -291,7 +296,7 @@ def test_constant_values_are_read_back(name, size):
     """A read-out that is an average of the values written, whatever the size of the features."""
     if name == "favor" and size > 1:
         pytest.skip("exp(-|q|^2 / 2) exp(-|k|^2 / 2) is below float32 there: see its docstring")
-    layer = FastWeightAttention(32, 2, FEATURE_MAPS[name](16), "sum", attention_normalization=True)
+    layer = FastWeightAttention(32, 2, FEATURE_MAPS[name](16), "sum", attention_normalization=AttentionNormalization())
     with torch.no_grad():
         torch.nn.init.normal_(layer.in_proj.weight[:64], std=size / 32**0.5)
         layer.in_proj.weight[64:] = 0
@@ -327,7 +332,7 @@ def test_long_memories_survive_half_precision(rule, logit):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_options_in_half_precision(normalization, dtype):
-    layer = build(("delta", "elu", normalization), backend="auto", norm_read_out=True, scale_read_out=True).to(dtype)
+    layer = build(("delta", "elu", normalization), backend="auto", norm_output=True, scale_output=True).to(dtype)
     out = layer(torch.randn(2, 6, DIM).to(dtype))[0]
     assert out.dtype == dtype and out.isfinite().all()
 
@@ -368,9 +373,7 @@ def test_half_precision_and_autocast(kind, dtype):
 # Nothing bounds what is read without a normalisation, nor what delta writes for keys without one: it diverges, as the
 # paper says.
 CORRECTING = ("delta", "gated_delta", "kda")
-BOUNDED = [
-    kind for kind in FAST_WEIGHTS if kind[2] != "neither" and (kind[0] not in CORRECTING or kind[2] != "read-out")
-]
+BOUNDED = [kind for kind in FAST_WEIGHTS if kind[2] != "neither" and (kind[0] not in CORRECTING or kind[2] != "output")]
 
 
 @pytest.mark.parametrize("kind", BOUNDED, ids="-".join)
@@ -387,7 +390,7 @@ def test_large_inputs_stay_finite(kind):
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_a_layer_compiles_into_one_graph(rule):
     torch.compiler.reset()
-    normalization = next(x for x in ("attention", "read-out", "sum") if is_defined(rule, "dpfp", x))
+    normalization = next(x for x in ("attention", "output", "sum") if is_defined(rule, "dpfp", x))
     layer = build((rule, "dpfp", normalization), backend="auto").float()
     x = torch.randn(2, 5, DIM)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

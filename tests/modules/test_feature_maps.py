@@ -81,18 +81,18 @@ def test_dpfp_pairs_every_neighbour_within_reach():
     "name, arguments, message",
     [
         *[
-            ("dpfp", {"nu": nu}, rf"between 1 and 2 \* head_dim - 1 = 11, got {nu}: change --dpfp-nu")
+            ("dpfp", {"nu": nu}, f"`nu` must be between 1 and twice the size of a key less one, here 11, got {nu}")
             for nu in (0, -1, 12)
         ],
-        ("favor", {"num_features": 0}, "at least one random feature vector, got 0: change --favor-features"),
-        ("favor", {"draw": "sobol"}, "'sobol' of FAVOR.: choose --favor-draw from orthogonal, gaussian, authors"),
-        ("favor", {"offset": -0.1}, "so is its offset: got -0.1, change --favor-offset"),
-        ("favor", {"offset": math.nan}, "so is its offset: got nan, change --favor-offset"),
-        ("favor", {"redraw": -1}, "0 for never: got -1, change --favor-redraw"),
-        ("relu", {"num_features": -1}, "at least one feature, got -1: change --relu-features"),
+        ("favor", {"num_features": 0}, "`num_features` must be at least 1, got 0"),
+        ("favor", {"draw": "sobol"}, "`draw` must be one of orthogonal, gaussian, authors, got 'sobol'"),
+        ("favor", {"offset": -0.1}, "`offset` must be a number of 0 or more, got -0.1"),
+        ("favor", {"offset": math.nan}, "`offset` must be a number of 0 or more, got nan"),
+        ("favor", {"redraw": -1}, "`redraw` must be a number of mini-batches, or 0 for never, got -1"),
+        ("relu", {"num_features": -1}, "`num_features` must be at least 1, got -1"),
     ],
 )
-def test_refusals_name_the_flag(name, arguments, message):
+def test_refusals_name_the_argument(name, arguments, message):
     with pytest.raises(ValueError, match=message):
         FEATURE_MAPS[name](HEAD_DIM, **arguments)
 
@@ -372,5 +372,5 @@ def test_a_matrix_that_comes_with_the_state_lasts_until_the_next_draw():
     assert not torch.equal(feature_map.projection, matrix) and "projection" not in feature_map.state_dict()
     other.load_state_dict(own)
     assert not torch.equal(other.projection, matrix)
-    with pytest.raises(ValueError, match=r"projection is \(4, 8\) where FAVOR\+ has \(5, 8\)"):
+    with pytest.raises(ValueError, match=r"projection must be \(5, 8\), got \(4, 8\)"):
         other.load_state_dict({**own, "projection": torch.randn(4, 8)})

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
+from fairseq_fwp.modules.attention.linear import LinearAttention
+from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.favor import Favor
-from fairseq_fwp.modules.linear_attention import LinearAttention
 
 DIM, HEADS, SOURCE_DIM = 12, 3, 10
 POSITIVE = [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive]
@@ -40,7 +41,7 @@ def by_definition(layer, x, source, padding=None):
             for query in layer.feature_map(q[:, at]):
                 kept = [j for j in range(len(source[b])) if padding is None or not padding[b, j]]
                 numerator = sum((k[j] @ query) * v[j] for j in kept)
-                divisor = sum(k[j] @ query for j in kept).clamp(min=layer.epsilon)
+                divisor = sum(k[j] @ query for j in kept).clamp(min=layer.division.epsilon)
                 reads.append(numerator / divisor if layer.feature_map.positive else numerator)
             heads.append(torch.stack(reads))
         rows.append(torch.cat(heads, -1))
@@ -84,7 +85,7 @@ def test_weights_are_the_factors_of_the_values(layer):
     x, source = random(2, 4, DIM), random(2, 6, SOURCE_DIM)
     padding = torch.tensor([[True, False, False, True, False, False], [False] * 6])
     weights = layer.weights(x, source, padding)
-    values = layer._split_heads(layer.kv_proj(source)[..., DIM:])
+    values = layer.split_heads(layer.kv_proj(source)[..., DIM:])
     torch.testing.assert_close(layer.out_proj((weights @ values).transpose(1, 2).flatten(2)), layer(x, source, padding))
     assert not weights[0, :, :, [0, 3]].any() and weights.shape == (2, HEADS, 4, 6)
 
@@ -144,12 +145,12 @@ def test_constant_values_are_read_back(name):
 
 def test_epsilons_reach_the_divisor():
     x, source = random(1, 2, DIM), random(1, 3, SOURCE_DIM)
-    bounded, added = (build("elu", epsilon=100.0, add_epsilon=add) for add in (False, True))
+    bounded, added = (build("elu", division=Division(100.0, add)) for add in (False, True))
     added.load_state_dict(bounded.state_dict())
     bounded.out_proj.weight.data.copy_(torch.eye(DIM))
     added.out_proj.weight.data.copy_(torch.eye(DIM))
     state = bounded.summarize(source)
-    q = bounded.feature_map(bounded._split_heads(bounded.q_proj(x)))
+    q = bounded.feature_map(bounded.split_heads(bounded.q_proj(x)))
     numerator, z = (q @ state.weights), (q * state.normalizer.unsqueeze(2)).sum(-1, keepdim=True)
     for layer, divisor in ((bounded, torch.full_like(z, 100)), (added, z + 100)):
         torch.testing.assert_close(layer(x, source), (numerator / divisor).transpose(1, 2).flatten(2))
@@ -198,5 +199,5 @@ def test_no_tensor_has_a_row_for_every_pair_of_tokens(name, largest_tensor):
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="12 is not divisible by 5 attention heads"):
+    with pytest.raises(ValueError, match="`embed_dim` must be divisible by `num_heads`, got 12 and 5"):
         LinearAttention(12, 5, FEATURE_MAPS["elu"](2))

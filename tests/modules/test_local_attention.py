@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fairseq_fwp.modules.local_attention import LocalAttention
-from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+from fairseq_fwp.modules.attention.local import LocalAttention
+from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 
 DIM, HEADS = 12, 3
 
@@ -72,5 +72,5 @@ def test_no_tensor_grows_faster_than_the_sequence(largest_tensor):
 
 
 def test_a_window_without_a_token_is_refused():
-    with pytest.raises(ValueError, match="at least 1 token, got 0: change --attention-window"):
+    with pytest.raises(ValueError, match="`window` must be at least 1 token, got 0"):
         LocalAttention(DIM, HEADS, 0)

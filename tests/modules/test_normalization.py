@@ -4,31 +4,29 @@ import pytest
 import torch
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.normalization import (
-    normalize_retrieval,
-    read_divisor,
-    retrieval_divisor,
-    running_normalizer,
-    sum_normalize,
-)
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization, running_sum
+
+NORMALIZATION = AttentionNormalization()
 
 
 def attention_normalize(out, q, k, normalizer, **epsilon):
     """Eqs. 26 and 28, as the layer composes them."""
-    z = running_normalizer(k, normalizer)
-    return (out / read_divisor(q, z, **epsilon).unsqueeze(-1)).to(out.dtype), z[:, :, -1].clone()
+    z = running_sum(k, normalizer)
+    return (out / AttentionNormalization(**epsilon).output_divisor(q, z).unsqueeze(-1)).to(out.dtype), z[
+        :, :, -1
+    ].clone()
 
 
 def test_sum_normalized_features_sum_to_one():
     features = torch.rand(3, 5, 7, dtype=torch.float64)
-    normalized = sum_normalize(features)
+    normalized = SumNormalization()(features)
     torch.testing.assert_close(normalized.sum(-1), torch.ones(3, 5, dtype=torch.float64))
     torch.testing.assert_close(normalized * features.sum(-1, keepdim=True), features)
 
 
 def test_zero_features_stay_zero_with_a_finite_gradient():
     features = torch.zeros(2, 4, requires_grad=True)
-    normalized = sum_normalize(features)
+    normalized = SumNormalization()(features)
     assert torch.equal(normalized, torch.zeros(2, 4))
     normalized.sum().backward()
     assert features.grad.isfinite().all()
@@ -38,7 +36,7 @@ def test_the_bounds_are_the_documented_ones():
     """A sum above 1e-6 divides exactly, a smaller one counts as 1e-6; the same for z . q."""
     features = torch.tensor([[1e-4, 3e-4], [1e-7, 1e-7]], dtype=torch.float64)
     expected = torch.tensor([[0.25, 0.75], [0.1, 0.1]], dtype=torch.float64)
-    torch.testing.assert_close(sum_normalize(features), expected)
+    torch.testing.assert_close(SumNormalization()(features), expected)
     q = torch.ones(1, 1, 2, 1, dtype=torch.float64)
     k = torch.tensor([1e-7, 1e-4], dtype=torch.float64).reshape(1, 1, 2, 1)
     out, _ = attention_normalize(torch.ones(1, 1, 2, 1, dtype=torch.float64), q, k, None)
@@ -88,8 +86,8 @@ def equations_24_and_26_to_28(q, k, v, beta, weights, z):
 
 def delta_with_attention_normalization(q, k, v, beta, weights=None, z_0=None, half=False):
     """The same through the operator, as a layer calls it; half: in the form made for half precision."""
-    z = running_normalizer(k, z_0)
-    divisor, c = read_divisor(q, z), retrieval_divisor(k, z)
+    z = running_sum(k, z_0)
+    divisor, c = NORMALIZATION.output_divisor(q, z), NORMALIZATION.retrieval_divisor(k, z)
     k, v, beta = (k / c.sqrt()[..., None], c.sqrt()[..., None] * v, beta) if half else (k, c[..., None] * v, beta / c)
     out, weights = ops.delta_rule(q, *(x.to(q.dtype) for x in (k, v, beta)), weights, backend="reference")
     return out / divisor[..., None], weights, z[:, :, -1]
@@ -123,7 +121,7 @@ def test_the_delta_rule_retrieves_a_normalized_value(case, sum_norm, half):
     elif case == "orthogonal keys":
         k[:, :, :2, :2] = k[:, :, 2:4, 2:] = 0
     if sum_norm:
-        q, k = sum_normalize(q), sum_normalize(k)
+        q, k = SumNormalization()(q), SumNormalization()(k)
     expected = by_the_equations((q, k, v, beta), weights, z)
     results = delta_with_attention_normalization(q, k, v, beta, weights, z, half)
     for result, value in zip(results, expected, strict=True):
@@ -140,16 +138,16 @@ def test_retrieval_differs_from_the_plain_delta_rule():
 def test_the_retrieval_divisor_by_hand():
     """One where nothing is stored under the key, the bound where next to nothing is, z . k elsewhere."""
     k = torch.tensor([[0.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0], [1e-9, 0.0]]).reshape(1, 1, 5, 2)
-    divisor = retrieval_divisor(k, running_normalizer(k))
+    divisor = NORMALIZATION.retrieval_divisor(k, running_sum(k))
     torch.testing.assert_close(divisor.flatten(), torch.tensor([1.0, 1.0, 6.0, 1.0, 1e-6]))
-    carried = retrieval_divisor(k, running_normalizer(k, torch.tensor([0.5, 0.25]).reshape(1, 1, 2)))
+    carried = NORMALIZATION.retrieval_divisor(k, running_sum(k, torch.tensor([0.5, 0.25]).reshape(1, 1, 2)))
     torch.testing.assert_close(carried.flatten(), torch.tensor([1.0, 1.0, 7.5, 0.25, 1e-6]))
 
 
 def test_epsilon_bounds_or_is_added():
     k = torch.tensor([0.0, 1.0, 1e-5]).reshape(1, 1, 3, 1)
     q = torch.tensor([1.0, 2.0, 1e-5]).reshape(1, 1, 3, 1)
-    z = running_normalizer(k)
+    z = running_sum(k)
     styles = {"bound": {"epsilon": 1e-2}, "added": {"epsilon": 1e-2, "add_epsilon": True}}
     expected = {
         "bound": torch.tensor([1e-2, 2.0, 1e-2]),
@@ -157,27 +155,30 @@ def test_epsilon_bounds_or_is_added():
     }
     for style, arguments in styles.items():
         read = expected[style]
-        torch.testing.assert_close(read_divisor(q, z, **arguments).flatten(), read)
+        torch.testing.assert_close(AttentionNormalization(**arguments).output_divisor(q, z).flatten(), read)
         out, _ = attention_normalize(torch.ones(1, 1, 3, 1), q, k, None, **arguments)
         torch.testing.assert_close(out.flatten(), 1 / read)
-    torch.testing.assert_close(retrieval_divisor(k, z, 1e-2).flatten(), torch.tensor([1.0, 1.0, 1e-2]))
+    torch.testing.assert_close(
+        AttentionNormalization(1e-2).retrieval_divisor(k, z).flatten(), torch.tensor([1.0, 1.0, 1e-2])
+    )
     features = torch.tensor([0.005, 0.0])
-    torch.testing.assert_close(sum_normalize(features, **styles["bound"]), torch.tensor([0.5, 0.0]))
-    torch.testing.assert_close(sum_normalize(features, **styles["added"]), torch.tensor([1 / 3, 0.0]))
+    torch.testing.assert_close(SumNormalization(**styles["bound"])(features), torch.tensor([0.5, 0.0]))
+    torch.testing.assert_close(SumNormalization(**styles["added"])(features), torch.tensor([1 / 3, 0.0]))
 
 
 def test_divisors_are_carried():
     q, k, _, _ = delta_inputs(9)
-    z = running_normalizer(k)
-    first = running_normalizer(k[:, :, :4])
-    second = running_normalizer(k[:, :, 4:], first[:, :, -1])
+    z = running_sum(k)
+    first = running_sum(k[:, :, :4])
+    second = running_sum(k[:, :, 4:], first[:, :, -1])
     torch.testing.assert_close(torch.cat([first, second[:, :, 1:]], 2), z)
-    for divisor, x in ((read_divisor, q), (retrieval_divisor, k)):
+    for divisor, x in ((NORMALIZATION.output_divisor, q), (NORMALIZATION.retrieval_divisor, k)):
         halves = [divisor(x[:, :, :4], first), divisor(x[:, :, 4:], second)]
         torch.testing.assert_close(torch.cat(halves, 2), divisor(x, z))
-    carried = running_normalizer(k[:, :, :0], z[:, :, -1])
+    carried = running_sum(k[:, :, :0], z[:, :, -1])
     assert torch.equal(carried, z[:, :, -1:])
-    assert retrieval_divisor(k[:, :, :0], carried).shape == read_divisor(q[:, :, :0], carried).shape == (2, 3, 0)
+    for divisor, x in ((NORMALIZATION.output_divisor, q), (NORMALIZATION.retrieval_divisor, k)):
+        assert divisor(x[:, :, :0], carried).shape == (2, 3, 0)
 
 
 def test_the_carried_normalizer_does_not_hold_the_sequence():
@@ -190,9 +191,9 @@ def test_the_carried_normalizer_does_not_hold_the_sequence():
 def test_half_precision_divisors_are_float32(dtype):
     q, k, _, _ = delta_inputs(3000, torch.float32)
     q, k = q.to(dtype), k.to(dtype)
-    z = running_normalizer(k)
-    exact = running_normalizer(k.double())
-    for divisor, x in ((read_divisor, q), (retrieval_divisor, k)):
+    z = running_sum(k)
+    exact = running_sum(k.double())
+    for divisor, x in ((NORMALIZATION.output_divisor, q), (NORMALIZATION.retrieval_divisor, k)):
         result = divisor(x, z)
         assert result.dtype == torch.float32
         torch.testing.assert_close(result.double(), divisor(x.double(), exact), rtol=3e-6, atol=0)
@@ -239,11 +240,12 @@ def test_an_added_epsilon_shrinks_the_write_as_the_public_code_does(case):
         k[0, :, :3] = 0
     elif case == "orthogonal keys":
         k[:, :, :2, :2] = k[:, :, 2:4, 2:] = 0
-    z, epsilon = running_normalizer(k, z_0), 1e-2
+    z, epsilon = running_sum(k, z_0), 1e-2
     c = torch.where(z[:, :, :-1].eq(0).all(-1), 1, (z[:, :, :-1] * k).sum(-1))
     expected, _ = ops.delta_rule(q, k / (c + epsilon).unsqueeze(-1), v, beta * c, backend="reference")
-    keys, values = normalize_retrieval(k, v, z, epsilon, add_epsilon=True)
+    normalization = AttentionNormalization(epsilon, add_epsilon=True)
+    keys, values = normalization.normalize_retrieval(k, v, z)
     result, _ = ops.delta_rule(q, keys, values, beta, backend="reference")
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), (q, v, beta)))
-    assert torch.autograd.grad(normalize_retrieval(k, v, z, epsilon, True)[0].sum(), k)[0].isfinite().all()
+    assert torch.autograd.grad(normalization.normalize_retrieval(k, v, z)[0].sum(), k)[0].isfinite().all()

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from fairseq_fwp.modules.relative_attention import (
+from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
     Memory,
     RelativeAttention,
     RelativeCache,
     SinusoidalDistances,
 )
-from fairseq_fwp.modules.softmax_attention import SoftmaxAttention
+from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 
 DIM, HEADS = 12, 3
 SIZE = DIM // HEADS

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from projected import projected
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.fast_weight_attention import FastWeightAttention
+from fairseq_fwp.modules.attention import FastWeightAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import (
     UPDATE_RULES,
@@ -68,33 +69,6 @@ def build(rule, feature_map="identity", **options):
     return FastWeightAttention(16, 2, FEATURE_MAPS[feature_map](8), rule, **options)
 
 
-def project(layer, x, mask=None):
-    with torch.no_grad():
-        return layer._project(x, mask)
-
-
-@pytest.mark.parametrize("feature_map", ["identity", "elu", "dpfp"])
-def test_l2_normalization_divides_keys_and_queries_by_their_lengths(feature_map):
-    layer = build("delta", feature_map, l2_normalization=True)
-    plain = build("delta", feature_map)
-    plain.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 5, 16)
-    q, k, v, _ = project(layer, x)
-    bare_q, bare_k, bare_v, _ = project(plain, x)
-    for found, bare in ((q, bare_q), (k, bare_k)):
-        torch.testing.assert_close(found, bare / bare.square().sum(-1, keepdim=True).sqrt())
-    assert torch.equal(v, bare_v)
-
-
-def test_l2_normalization_of_a_zero_in_half_precision_is_zero():
-    """A padded token may be zero, and what it reads must be a number."""
-    layer = build("delta", l2_normalization=True).half()
-    x = torch.randn(1, 3, 16).half()
-    x[:, 0] = 0
-    for y in project(layer, x, torch.tensor([[True, False, False]]))[:3]:
-        assert y.isfinite().all()
-
-
 DOUBLING = [name for name, rule in UPDATE_RULES.items() if any(gate.doubles for gate in rule.gates)]
 
 
@@ -107,8 +81,8 @@ def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
     layer, plain = build(rule, negative_eigenvalues=True), build(rule)
     plain.load_state_dict(layer.state_dict())
     x = 3 * torch.randn(4, 9, 16)
-    *_, gates = project(layer, x)
-    *_, bare = project(plain, x)
+    *_, gates = projected(layer, x)
+    *_, bare = projected(plain, x)
     for gate, found, usual in zip(layer.rule.gates, gates, bare, strict=True):
         torch.testing.assert_close(found, 2 * usual if gate.name == "beta" else usual)
 

@@ -191,7 +191,7 @@ def scores(folder):
     for name, flags in cases():
         torch.manual_seed(0)
         try:
-            with contextlib.redirect_stderr(None):
+            with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None):
                 found[name] = measure(flags, folder)
         except (ValueError, SystemExit) as error:
             found[name] = {"refused": type(error).__name__}
@@ -216,7 +216,10 @@ CONVERSIONS = (
 )
 # Python does not look into the folder that it runs in: there may be a package of ours.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-UPDATES = "--optimizer adam --lr 0.01 --criterion adaptive_loss --ddp-backend legacy_ddp --batch-size 4 --cpu --data-buffer-size 0"
+UPDATES = (
+    "--optimizer adam --lr 0.01 --criterion adaptive_loss --ddp-backend legacy_ddp --batch-size 4 --cpu "
+    "--data-buffer-size 0"  # none is read ahead by a thread, which may not have ended when Python does
+)
 
 
 def command(python, name, *arguments):

@@ -23,7 +23,7 @@ class Dpfp(FeatureMap):
         super().__init__()
         if not 1 <= nu <= 2 * head_dim - 1:
             raise ValueError(
-                f"DPFP's nu must be between 1 and 2 * head_dim - 1 = {2 * head_dim - 1}, got {nu}: change --dpfp-nu"
+                f"`nu` must be between 1 and twice the size of a key less one, here {2 * head_dim - 1}, got {nu}"
             )
         self.nu = nu
         self.feature_dim = 2 * head_dim * nu

@@ -68,20 +68,13 @@ class Favor(FeatureMap):
         super().__init__()
         num_features = (head_dim + 1) // 2 if num_features is None else num_features
         if num_features < 1:
-            raise ValueError(
-                f"FAVOR+ needs at least one random feature vector, got {num_features}: change --favor-features"
-            )
+            raise ValueError(f"`num_features` must be at least 1, got {num_features}")
         if draw not in DRAWS:
-            raise ValueError(f"unknown draw {draw!r} of FAVOR+: choose --favor-draw from {', '.join(DRAWS)}")
+            raise ValueError(f"`draw` must be one of {', '.join(DRAWS)}, got {draw!r}")
         if not 0 <= offset < math.inf:
-            raise ValueError(
-                f"FAVOR+'s features are numbers that are not negative, and so is its offset: got {offset}, change "
-                "--favor-offset"
-            )
+            raise ValueError(f"`offset` must be a number of 0 or more, got {offset}")
         if redraw < 0:
-            raise ValueError(
-                f"FAVOR+ draws anew every so many mini-batches, 0 for never: got {redraw}, change --favor-redraw"
-            )
+            raise ValueError(f"`redraw` must be a number of mini-batches, or 0 for never, got {redraw}")
         self.feature_dim = 2 * num_features
         self.draw = draw
         self.offset = offset
@@ -126,8 +119,8 @@ class Favor(FeatureMap):
             self._draw()
         elif projection.shape != self.projection.shape:
             raise ValueError(
-                f"{prefix}projection is {tuple(projection.shape)} where FAVOR+ has {tuple(self.projection.shape)}: "
-                "change --favor-features"
+                f"{prefix}projection must be {tuple(self.projection.shape)}, got {tuple(projection.shape)}: change "
+                "the number of FAVOR+'s features"
             )
         else:
             self.projection = projection.to(self.projection)

@@ -2,8 +2,6 @@
 
 from torch import nn
 
-from fairseq_fwp.modules.normalization import NORMALIZATION_EPSILON
-
 
 class FeatureMap(nn.Module):
     """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
@@ -15,8 +13,8 @@ class FeatureMap(nn.Module):
 
     feature_dim: int
     positive: bool
-    epsilon: float = NORMALIZATION_EPSILON
+    epsilon: float = 1e-6
     scale: float = 1.0
 
     def resample(self) -> None:
-        """Draws the random features anew: for each mini-batch in training, never in evaluation. Here: none to draw."""
+        """Draw random features again: for each mini-batch in training, never in evaluation. Here: none to draw."""

@@ -27,7 +27,7 @@ class LearnedRelu(FeatureMap):
         super().__init__()
         num_features = head_dim if num_features is None else num_features
         if num_features < 1:
-            raise ValueError(f"the relu map needs at least one feature, got {num_features}: change --relu-features")
+            raise ValueError(f"`num_features` must be at least 1, got {num_features}")
         self.feature_dim = num_features
         self.linear = nn.Linear(head_dim, num_features)
 

@@ -9,30 +9,29 @@ Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, 
 import torch
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.fast_weight_attention import (
-    FastWeightState,
-    check_epsilons,
-    check_heads,
-    scores_are_cheaper,
-)
+from fairseq_fwp.modules.attention.heads import Attention, check_heads
+from fairseq_fwp.modules.attention.normalization import Division
+from fairseq_fwp.modules.attention.state import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.normalization import bound
 from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.ops import scores_are_cheaper
+
+DIVISION = Division()
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Attention):
     """y_i = phi(q_i) W / (z . phi(q_i)) with W = sum_j phi(k_j)^T v_j and z = sum_j phi(k_j).
 
     Katharopoulos et al. 2020, arXiv 2006.16236, Eqs. 4 and 5; Schlag et al. 2021, arXiv 2102.11174, Eqs. 13 to 19,
-    with the sums over the whole sequence. A map with features of either sign has no such divisor: the read-out is
+    with the sums over the whole sequence. A map with features of either sign has no such divisor: the output is
     phi(q_i) W, as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4, unless `bias` gives all
     of them one, as fairseq's attention has it, which starts at zero.
 
     embed_dim: D; num_heads: H; feature_map: a map built for d; source_dim: size of what is attended to, None = D;
-    epsilon: of the divisor, None = the map's; add_epsilon: add it to the divisor (else: its lower bound).
+    division: by z . phi(q_i).
 
     Features, W and z are in float32 at least, also under autocast. Raises ValueError for a head count that does not
-    divide embed_dim, and an epsilon that is not above 0.
+    divide embed_dim.
     """
 
     def __init__(
@@ -42,18 +41,15 @@ class LinearAttention(nn.Module):
         feature_map: FeatureMap,
         *,
         source_dim: int | None = None,
-        epsilon: float | None = None,
-        add_epsilon: bool = False,
+        division: Division = DIVISION,
         bias: bool = False,
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads)
-        check_epsilons(epsilon)
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.feature_map = feature_map
-        self.epsilon = feature_map.epsilon if epsilon is None else epsilon
-        self.add_epsilon = add_epsilon
+        self.division = division.with_epsilon(feature_map.epsilon)
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.kv_proj = nn.Linear(embed_dim if source_dim is None else source_dim, 2 * embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -68,7 +64,7 @@ class LinearAttention(nn.Module):
         weights, v = self._weights_and_values(x, source, key_padding_mask)
         with torch.autocast(v.device.type, enabled=False):
             out = weights @ v.to(weights.dtype)
-        return self._merge_heads(out, x.dtype)
+        return self.out_proj(self.merge_heads(out).to(x.dtype))
 
     def summarize(self, source: Tensor, key_padding_mask: Tensor | None = None) -> FastWeightState:
         """What is kept of source (B, S, source_dim): W (B, H, Dk, Dv), and z (B, H, Dk) for a positive map.
@@ -82,13 +78,13 @@ class LinearAttention(nn.Module):
 
     def read(self, x: Tensor, state: FastWeightState) -> Tensor:
         """What x (B, L, D) reads from a summary of B sequences, (B, L, D)."""
-        q = at_least_float32(self.feature_map(self._split_heads(self.q_proj(x))))
+        q = at_least_float32(self.feature_map(self.split_heads(self.q_proj(x))))
         with torch.autocast(q.device.type, enabled=False):
             out = q @ state.weights.to(q.dtype)
             if state.normalizer is not None:
                 divisor = q @ state.normalizer.to(q.dtype).unsqueeze(-1)
-                out = out / bound(divisor, self.epsilon, self.add_epsilon)
-        return self._merge_heads(out, x.dtype)
+                out = out / self.division.bound(divisor)
+        return self.out_proj(self.merge_heads(out).to(x.dtype))
 
     def weights(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The factors a of the values in what x (B, L, D) reads, y_i = sum_j a_ij v_j: (B, H, L, S).
@@ -99,27 +95,19 @@ class LinearAttention(nn.Module):
 
     def _weights_and_values(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """a (B, H, L, S), and values (B, H, S, Dv)."""
-        q = at_least_float32(self.feature_map(self._split_heads(self.q_proj(x))))
+        q = at_least_float32(self.feature_map(self.split_heads(self.q_proj(x))))
         k, v = self._keys_and_values(source, key_padding_mask)
         with torch.autocast(q.device.type, enabled=False):
             products = q @ k.transpose(-1, -2)
             if not self.feature_map.positive:
                 return products, v
-            return products / bound(products.sum(-1, keepdim=True), self.epsilon, self.add_epsilon), v
+            return products / self.division.bound(products.sum(-1, keepdim=True)), v
 
     def _keys_and_values(self, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mapped keys (B, H, S, Dk), zero at padding, and values (B, H, S, Dv)."""
-        k, v = (self._split_heads(x) for x in self.kv_proj(source).chunk(2, dim=-1))
+        k, v = (self.split_heads(x) for x in self.kv_proj(source).chunk(2, dim=-1))
         k, v = at_least_float32(self.feature_map(k)), at_least_float32(v)
         return k if key_padding_mask is None else k.masked_fill(key_padding_mask[:, None, :, None], 0), v
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """(B, L, D) -> (B, H, L, d)."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-
-    def _merge_heads(self, out: Tensor, dtype: torch.dtype) -> Tensor:
-        """What was read, (B, H, L, Dv) -> y (B, L, D)."""
-        return self.out_proj(out.transpose(1, 2).flatten(2).to(dtype))
-
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, epsilon={self.epsilon}, add_epsilon={self.add_epsilon}"
+        return f"num_heads={self.num_heads}, division={self.division}"

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.alignment import Alignment, join_padding, reset_padding
+from fairseq_fwp.modules.attention.alignment import Alignment, join_padding, reset_padding
+from fairseq_fwp.modules.attention.heads import Attention, check_heads
 from fairseq_fwp.modules.dropout import Dropout
-from fairseq_fwp.modules.fast_weight_attention import check_heads
 from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
@@ -169,13 +169,15 @@ class LearnedDistances(nn.Module):
         return self.table[:, torch.arange(start, stop, device=self.table.device).clamp(max=self.clamp_len)]
 
 
-class RelativeAttention(nn.Module):
+class RelativeAttention(Attention):
     """softmax((a) + (b) + (c) + (d)) over the memory and the segment's past, projections without bias.
 
     embed_dim: D; num_heads: H; positions: a `SinusoidalDistances` or `LearnedDistances`; window: a token sees itself
     and window - 1 tokens before it, None = all; dropout: of the attention weights. Memory for the scores of both
     kinds is O(B H L S): the vectors of distances are never laid out for pairs of tokens.
     """
+
+    states = (Memory,)
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class RelativeAttention(nn.Module):
         if alignment is not None:
             y = alignment.restore(y)
         after = RelativeCache(keys, values, distances, padding) if hidden is None else Memory(hidden, padding)
-        return self.out_proj(y.transpose(1, 2).flatten(2)), after
+        return self.out_proj(self.merge_heads(y)), after
 
     def cache(self, memory: Memory) -> RelativeCache:
         """The memory with its keys and values, for decoding; valid as long as the weights do not change."""

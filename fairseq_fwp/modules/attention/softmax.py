@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fairseq_fwp.modules.alignment import join_padding, reset_padding
-from fairseq_fwp.modules.fast_weight_attention import check_heads
+from fairseq_fwp.modules.attention.alignment import join_padding, reset_padding
+from fairseq_fwp.modules.attention.heads import Attention, check_heads
 from fairseq_fwp.modules.onednn import Linear
 
 
@@ -47,11 +47,15 @@ class KeyValueCache(NamedTuple):
         )
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(Attention):
     """softmax(q k^T / sqrt(d)) v over the past (Vaswani et al. 2017).
 
     embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as fairseq's and GPT-2's.
     """
+
+    constant_state = False
+    named_as_rule = True
+    states = (KeyValueCache,)
 
     def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, *, bias: bool = False) -> None:
         super().__init__()
@@ -77,7 +81,7 @@ class SoftmaxAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None and past == 0,
         )
-        return self.out_proj(y.transpose(1, 2).flatten(2)), cache
+        return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (B, L, D) -> q, k and v, (B, H, L, d) each."""

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_fwp.modules.alignment import Alignment
-from fairseq_fwp.modules.softmax_attention import KeyValueCache, SoftmaxAttention, extend
+from fairseq_fwp.modules.attention.alignment import Alignment
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention, extend
 
 
 class LocalAttention(SoftmaxAttention):
@@ -17,14 +17,15 @@ class LocalAttention(SoftmaxAttention):
     Time and memory are O(L w), the state holds window - 1 tokens. Raises ValueError for a window below 1.
     """
 
+    constant_state = True
+    named_as_rule = False
+
     def __init__(
         self, embed_dim: int, num_heads: int, window: int, dropout: float = 0.0, *, bias: bool = False
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, bias=bias)
         if window < 1:
-            raise ValueError(
-                f"the window of attention must hold at least 1 token, got {window}: change --attention-window"
-            )
+            raise ValueError(f"`window` must be at least 1 token, got {window}")
         self.window = window
 
     def forward(
@@ -42,7 +43,7 @@ class LocalAttention(SoftmaxAttention):
             alignment = Alignment(cache.padding, x.shape[1])
             cache = KeyValueCache(alignment.align(cache.keys), alignment.align(cache.values), alignment.padding)
             y = alignment.restore(self._attend(alignment.align_queries(q), cache))
-        return self.out_proj(y.transpose(1, 2).flatten(2)), cache.last(self.window - 1)
+        return self.out_proj(self.merge_heads(y)), cache.last(self.window - 1)
 
     def _attend(self, q: Tensor, cache: KeyValueCache) -> Tensor:
         """Blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""

@@ -1,0 +1,298 @@
+"""Every option of attention, described once: flags, warnings, checks of checkpoints and docs/flags.md come from here.
+
+An option is one field: its default, its help text, and in its metadata
+
+    of: whose argument it is: "attention" (a causal one), "linear" (of a translation model), a normalisation, or a
+        feature map by its name; "all": it is never said to have no effect;
+    argument: the name of that argument, by default that of the option;
+    same_function: whether trained weights compute the same whatever its value.
+
+An attention uses the options that its constructor has arguments for, and those of the map and the normalisations
+chosen. A new option is a field here and an argument there.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import Field, dataclass, fields
+from enum import Enum
+from inspect import signature
+from typing import Any, NamedTuple, Optional
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+
+from fairseq_fwp._options import option
+from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
+from fairseq_fwp.modules.attention.heads import check_heads, check_key_dim
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.feature_maps.favor import DRAWS
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.look_up import look_up
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+DIVISIONS = ("sum_normalization", "attention_normalization", "division")
+
+
+@dataclass
+class MemoryOptions(FairseqDataclass):
+    """Options of the maps and normalisations: those of every attention, and of the memory of the retrieval task."""
+
+    dpfp_nu: int = option(1, "capacity of the dpfp map: 2 * key dimension * nu features", argument="nu", of="dpfp")
+    favor_features: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
+        None,
+        "random vectors m of the favor map: 2 m features; none: key dimension / 2",
+        argument="num_features",
+        of="favor",
+    )
+    favor_draw: ChoiceEnum(list(DRAWS)) = option(  # type: ignore[valid-type]
+        "orthogonal", "how the favor map draws its vectors", argument="draw", of="favor"
+    )
+    favor_offset: float = option(
+        0.0,
+        "added to the exponentials of the favor map: 1e-4 in the papers' public code, none in the papers",
+        argument="offset",
+        of="favor",
+    )
+    favor_redraw: int = option(
+        1,
+        "in training the favor map draws anew every so many mini-batches; 0: never",
+        argument="redraw",
+        of="favor",
+        same_function=True,
+    )
+    favor_softmax_scale: bool = option(
+        False,
+        "the favor map estimates exp(q . k / sqrt(d)) (Choromanski 2021)",
+        argument="softmax_scale",
+        of="favor",
+    )
+    relu_features: Optional[int] = option(  # noqa: UP045
+        None, "features of the learned relu map; none: key dimension", argument="num_features", of="relu"
+    )
+    sum_normalization: bool = option(
+        False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)", of="attention"
+    )
+    attention_normalization: bool = option(
+        False,
+        "divide the output by z . q, and what the delta rule retrieves by z . k (Schlag 2021, Eqs. 26-28)",
+        of="attention",
+    )
+    norm_read_out: bool = option(
+        False, "layer normalisation of each head's output", argument="norm_output", of="attention"
+    )
+    fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
+        "auto",
+        "C++ and CUDA operators, the PyTorch loop that defines them, or kernels where they can be built",
+        argument="backend",
+        of=("attention", "all"),
+        same_function=True,
+    )
+
+
+@dataclass
+class AttentionOptions(MemoryOptions):
+    """Options of a causal attention, and of the linear attentions around it in translation."""
+
+    # Plain strings: `add_choices` offers what the tables hold by then, entries from outside this package included.
+    decoder_update_rule: str = option(
+        "delta",
+        "how a token writes into the fast weights; softmax: attention over all past tokens",
+        argument="update_rule",
+        of=("attention", "all"),
+    )
+    decoder_feature_map: str = option("elu", "map of keys and queries", argument="feature_map", of="attention")
+    decoder_key_dim: Optional[int] = option(  # noqa: UP045
+        None,
+        "size of a head's keys and queries before the map; none: embedding dimension / heads",
+        argument="key_dim",
+        of="attention",
+    )
+    attention_normalization_read_out_only: bool = option(
+        False,
+        "with --attention-normalization: divide the output alone, as the paper's public code does by default",
+        argument="output_only",
+        of="attention_normalization",
+    )
+    normalization_epsilon: Optional[float] = option(  # noqa: UP045
+        None,
+        "lower bound of the divisors of both normalisations (the papers have none); none: 1e-6, favor: 1e-24",
+        argument="epsilon",
+        of=DIVISIONS,
+    )
+    add_normalization_epsilon: bool = option(
+        False,
+        "add the epsilon to every divisor, as public code does, in place of bounding it",
+        argument="add_epsilon",
+        of=DIVISIONS,
+    )
+    sum_normalization_epsilon: Optional[float] = option(  # noqa: UP045
+        None,
+        "the epsilon of --sum-normalization, where it is another; none: --normalization-epsilon",
+        argument="epsilon",
+        of="sum_normalization",
+    )
+    scale_read_out: bool = option(
+        False,
+        "multiply the output by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do",
+        argument="scale_output",
+        of="attention",
+    )
+    negative_eigenvalues: bool = option(
+        False,
+        "rates beta of the delta rule and its family up to 2 in place of 1 (Grazzi 2025), for keys of length one",
+        of="attention",
+    )
+    attention_bias: bool = option(
+        False,
+        "biases in the projections of the attention, as fairseq's and GPT-2's have; also of gates without one",
+        argument="bias",
+        of=("attention", "linear"),
+    )
+
+
+# The arguments of every attention, by the options of a decoder.
+SIZES = {"embed_dim": "decoder_embed_dim", "num_heads": "decoder_attention_heads"}
+NORMALIZATIONS = {"sum_normalization": SumNormalization, "attention_normalization": AttentionNormalization}
+
+
+def attention_name(cfg: Any) -> str:
+    """Return which of ATTENTIONS the options ask for: softmax, for one, is spelled as an update rule."""
+    rule = cfg.decoder_update_rule
+    if rule == SOFTMAX and getattr(cfg, "attention_window", None) is not None:
+        return "local"
+    return rule if rule in rule_choices() and rule not in UPDATE_RULES else "fast_weight"
+
+
+def rule_choices() -> list[str]:
+    """Return what --decoder-update-rule offers: the rules, and attentions without one."""
+    return [*(name for name, attention in ATTENTIONS.items() if attention.named_as_rule), *UPDATE_RULES]
+
+
+def add_choices(parser: Any, options: type, choices: Mapping[str, Iterable[str]]) -> None:
+    """Add options whose choices are what tables hold now; fairseq's parser then leaves them alone."""
+    for field in fields(options):
+        if field.name in choices:
+            parser.add_argument(flag(field.name), choices=list(choices[field.name]), help=field.metadata["help"])
+
+
+def arguments(options: type, cfg: Any, part: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arguments of `part` as the configuration has them, and by which option each is given.
+
+    Of two options for one argument the later one counts, unless it is None.
+    """
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for field in fields(options):
+        if part in parts(field):
+            argument = field.metadata.get("argument", field.name)
+            value = getattr(cfg, field.name)
+            if value is not None or argument not in values:
+                values[argument] = str(value) if isinstance(value, Enum) else value
+                names[argument] = field.name
+    return values, names
+
+
+def parts(field: Field) -> tuple[str, ...]:
+    """Return whose arguments an option is; () for one that is none of attention."""
+    of = field.metadata.get("of", ())
+    return (of,) if isinstance(of, str) else of
+
+
+def construct(kind: Any, options: type, cfg: Any, part: str, **given: Any) -> Any:
+    """Return kind(...), with the arguments given and those that the options of `part` say; its errors name flags."""
+    values, names = arguments(options, cfg, part)
+    accepted = signature(kind).parameters
+    others = {field.metadata.get("argument", field.name): field.name for field in fields(options) if parts(field)}
+    with naming_flags({**SIZES, **others, **names}):
+        return kind(**{name: value for name, value in {**values, **given}.items() if name in accepted})
+
+
+@contextmanager
+def naming_flags(names: Mapping[str, str]) -> Iterator[None]:
+    """Put the flags of options in the place of the `arguments` that an error names; names: options by argument."""
+    try:
+        yield
+    except ValueError as error:
+        message = re.sub(r"`(\w+)`", lambda found: flag(names.get(found[1], found[1])), str(error))
+        raise ValueError(message) from None
+
+
+def flag(name: str) -> str:
+    """Return an option as it is given."""
+    return f"--{name.replace('_', '-')}"
+
+
+def build_attention(options: type, cfg: Any) -> Any:
+    """Return the causal attention of the configuration. Raises ValueError, with the flag, where there is none."""
+    kind = ATTENTIONS[attention_name(cfg)]
+    given = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
+    if "feature_map" in signature(kind).parameters:
+        with naming_flags({**SIZES, "key_dim": "decoder_key_dim"}):
+            check_heads(**given)
+            key_dim = given["embed_dim"] // given["num_heads"] if cfg.decoder_key_dim is None else cfg.decoder_key_dim
+            check_key_dim(key_dim)
+        given |= {"key_dim": key_dim, "feature_map": build_map(options, cfg, cfg.decoder_feature_map, key_dim)}
+        given |= build_normalizations(options, cfg)
+    return construct(kind, options, cfg, "attention", **given)
+
+
+def build_map(options: type, cfg: Any, name: str, key_dim: int, besides: str = "") -> FeatureMap:
+    """Return the map of that name for keys of key_dim. Raises ValueError for another name.
+
+    besides: words for what can be chosen besides the maps.
+    """
+    kind = look_up("feature map", name, FEATURE_MAPS, besides)
+    values, names = arguments(options, cfg, name)
+    with naming_flags(names):
+        return kind(key_dim, **values)
+
+
+def build_normalizations(options: type, cfg: Any) -> dict[str, Any]:
+    """Return the two normalisations by the names of their arguments, None for what is off."""
+    built = {
+        name: construct(kind, options, cfg, name) if getattr(cfg, name) else None
+        for name, kind in NORMALIZATIONS.items()
+    }
+    if built["attention_normalization"] is None and getattr(cfg, "attention_normalization_read_out_only", False):
+        raise ValueError("--attention-normalization-read-out-only needs --attention-normalization: give both")
+    return built
+
+
+class Use(NamedTuple):
+    """An attention that a model has: the part whose options it takes, its class, its map and its rule."""
+
+    part: str
+    kind: Any
+    feature_map: str
+    update_rule: str = ""
+
+
+def unused_options(options: type, cfg: Any, uses: Iterable[Use]) -> list[str]:
+    """Return the options that none of these attentions looks at, where they are not at their defaults."""
+    used = {field.name for field in fields(options) if "all" in parts(field)}
+    for use in uses:
+        used.update(_used_options(options, cfg, use))
+    return [
+        field.name
+        for field in fields(options)
+        if parts(field) and field.name not in used and getattr(cfg, field.name) != field.default
+    ]
+
+
+def _used_options(options: type, cfg: Any, use: Use) -> Iterator[str]:
+    accepted = signature(use.kind).parameters
+    rule = UPDATE_RULES.get(use.update_rule)  # none for a checkpoint's, where its plug-in is not loaded
+    for field in fields(options):
+        argument = field.metadata.get("argument", field.name)
+        for part in parts(field):
+            if part == use.part:
+                looked_at = argument in accepted
+            elif part in DIVISIONS:
+                looked_at = part in accepted and getattr(cfg, part, True)
+            else:
+                looked_at = part == use.feature_map and "feature_map" in accepted
+            if argument == "output_only" and rule and not (rule.retrieves or rule.normalizer):
+                looked_at = False  # its output is all that there is to normalise
+            if looked_at:
+                yield field.name

@@ -1,0 +1,30 @@
+"""Attentions: each an nn.Module, built from plain arguments. A new one is one file here and one line below.
+
+Causal ones are attention(x, state, key_padding_mask) -> (y, state): see `heads.Attention`.
+"""
+
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
+from fairseq_fwp.modules.attention.heads import Attention
+from fairseq_fwp.modules.attention.linear import LinearAttention
+from fairseq_fwp.modules.attention.local import LocalAttention
+from fairseq_fwp.modules.attention.relative import Memory, RelativeAttention
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
+from fairseq_fwp.modules.attention.state import FastWeightState
+
+# Also the spelling of softmax among update rules and feature maps.
+SOFTMAX = "softmax"
+
+ATTENTIONS: dict[str, type[Attention]] = {
+    "fast_weight": FastWeightAttention,
+    "linear": LinearAttention,
+    SOFTMAX: SoftmaxAttention,
+    "local": LocalAttention,
+    "relative": RelativeAttention,
+}
+
+# States by the names that files written before these modules moved have for them.
+FORMER_NAMES = (
+    (FastWeightState, "fairseq_fwp.modules.fast_weight_attention.FastWeightState"),
+    (KeyValueCache, "fairseq_fwp.modules.softmax_attention.KeyValueCache"),
+    (Memory, "fairseq_fwp.modules.relative_attention.Memory"),
+)

@@ -1,0 +1,148 @@
+"""Causal self-attention whose memory is a matrix of constant size per head, written and read at every token.
+
+Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d.
+"""
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fwp.modules.attention.normalization import (
+    AttentionNormalization,
+    SumNormalization,
+    fit_normalizations,
+)
+from fairseq_fwp.modules.attention.projection import RuleProjection
+from fairseq_fwp.modules.attention.state import FastWeightState
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.onednn import Linear
+from fairseq_fwp.modules.precision import at_least_float32
+
+
+class FastWeightAttention(RuleProjection):
+    """Feature map x update rule x two normalisations (Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4).
+
+    embed_dim: D; num_heads: H; feature_map: a map built for key_dim; update_rule: a key of `UPDATE_RULES`;
+    key_dim: size of a head's key before the map, None = D / H (Mao 2022 projects to few: its m);
+    sum_normalization: of mapped q and k; attention_normalization: of the output, and of what the rule retrieves;
+    scale_output: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
+    norm_output: layer normalisation of each head's output (what the public code of the rule fwm does);
+    bias: of q, k, v, the output, and the gates that the rule gives none, which start at zero;
+    negative_eigenvalues: rates of delta's family up to 2 in place of 1 (Grazzi et al. 2025, arXiv 2411.12537);
+    backend: of the operators.
+
+    Raises ValueError as `RuleProjection` does, for a normalisation with a map whose features may be negative, and one
+    that the rule does not have.
+    """
+
+    states = (FastWeightState,)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        feature_map: FeatureMap,
+        update_rule: str,
+        *,
+        key_dim: int | None = None,
+        sum_normalization: SumNormalization | None = None,
+        attention_normalization: AttentionNormalization | None = None,
+        scale_output: bool = False,
+        norm_output: bool = False,
+        bias: bool = False,
+        negative_eigenvalues: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        key_dim = embed_dim // max(num_heads, 1) if key_dim is None else key_dim
+        super().__init__(embed_dim, num_heads, feature_map, update_rule, key_dim, bias, negative_eigenvalues)
+        if attention_normalization:
+            attention_normalization.check(update_rule, self.rule)
+        self.sum_normalization, self.attention_normalization = fit_normalizations(
+            feature_map, sum_normalization, attention_normalization
+        )
+        self.key_normalizations = [normalize for normalize in (self.sum_normalization,) if normalize]
+        self.scale = self.head_dim**-0.5 if scale_output else 1.0
+        self.backend = backend
+        # A rule from outside the package may not know documents.
+        self.packs_documents = "first" in signature(self.rule.operator).parameters
+        # Half precision rounds what is kept for hundreds of tokens, a number just below 1, to 1; and features that do
+        # not sum to one, and gradients through a small divisor, can overflow float16.
+        self.forgets = any(gate.at_padding is not None for gate in self.rule.gates)
+        self.overflows = attention_normalization is not None or sum_normalization is None
+        self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_output else None
+        self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
+        self.initialize()
+
+    def forward(
+        self,
+        x: Tensor,
+        state: FastWeightState | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Tensor, FastWeightState | None]:
+        """x (B, L, D) -> y (B, L, D) and the state after the last token, which without keep_state may be left out.
+
+        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing;
+        first (B, L): True at tokens with which a document begins, before which the memory is empty, None = nowhere.
+        """
+        queries_keys, v, gates = self.project(x)
+        if self.forgets or (self.overflows and v.dtype == torch.float16):
+            v = at_least_float32(v)
+        features = self.feature_map(queries_keys)
+        for normalization in self.key_normalizations:
+            features = normalization(features)
+        q, k, v, gates = self.arrange(features, v, gates, key_padding_mask)
+        out, state = self.read(q, k, v, gates, state, first, keep_state)
+        if self.read_out_norm is not None:
+            out = self.read_out_norm(out.to(x.dtype))
+        if self.scale != 1:
+            out = out * self.scale
+        return self.out_proj(self.merge_heads(out).to(x.dtype)), state
+
+    def read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: list[Tensor],
+        state: FastWeightState | None,
+        first: Tensor | None,
+        keep_state: bool,
+    ) -> tuple[Tensor, FastWeightState | None]:
+        """Return what the rule reads (B, H, L, Dv), normalised, and the state after the last token."""
+        short = self.rule.short
+        if short and state is None and first is None and self.backend == "auto" and short.suit(q, v):
+            return self._read_scores(short(q, k), v, keep_state)
+        weights, z = (None, None) if state is None else state
+        options = {"backend": self.backend} if first is None else {"backend": self.backend, "first": first}
+        divisor = None
+        if self.attention_normalization:
+            divisor, k, v, z = self.attention_normalization.apply(self.rule, q, k, v, gates, z, **options)
+        out, weights = self.rule.operator(q, k, v, *gates, weights, **options)
+        if divisor is not None:
+            out = (out / divisor.unsqueeze(-1)).to(out.dtype)
+        return out, FastWeightState(weights, z)
+
+    def _read_scores(self, scores: Any, v: Tensor, keep_state: bool) -> tuple[Tensor, FastWeightState | None]:
+        """The same for few tokens after an empty memory."""
+        normalization = self.attention_normalization
+        out = scores.read(v)
+        if normalization:
+            out = out / normalization.bound(scores.read_ones()).unsqueeze(-1)
+        if not keep_state:
+            return out, None
+        return out, FastWeightState(scores.state(v), scores.state_of_ones() if normalization else None)
+
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Numbers in the fast weights of a sequence, whatever its length; Schlag et al. 2021, App. F, leaves out z."""
+        return self.num_heads * self.feature_map.feature_dim * self.head_dim
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, key_dim={self.key_dim}, sum_normalization={self.sum_normalization}, "
+            f"attention_normalization={self.attention_normalization}, backend={self.backend!r}"
+        )

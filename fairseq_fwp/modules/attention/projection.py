@@ -1,0 +1,121 @@
+"""From the tokens of a layer to the queries, keys, values and gates of its update rule.
+
+Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, N keys and values a token (one, but for rules of steps).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fwp.modules.attention.heads import Attention, check_heads, check_key_dim
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.onednn import Linear
+from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.update_rules import Gate, find_rule
+
+
+class RuleProjection(Attention):
+    """q, k, v and the rule's gates from one projection, without bias as in Schlag et al. 2021, Eqs. 4 and 21.
+
+    Gates that the rule gives a bias have one all the same. With `bias`, as pretrained Transformers have it, all do.
+
+    feature_map: a map of keys of key_dim; negative_eigenvalues: rates of delta's family up to 2 in place of 1.
+
+    Raises ValueError for an unknown rule, a head count that does not divide embed_dim, a key_dim below 1, and negative
+    eigenvalues of a rule that has none.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        feature_map: FeatureMap,
+        update_rule: str,
+        key_dim: int,
+        bias: bool,
+        negative_eigenvalues: bool,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        check_key_dim(key_dim)
+        self.rule = rule = find_rule(update_rule)
+        if negative_eigenvalues and not any(gate.doubles for gate in rule.gates):
+            raise ValueError(f"`negative_eigenvalues` need a rule with a beta up to 1, and {update_rule} has none")
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.key_dim = key_dim
+        self.negative_eigenvalues = negative_eigenvalues
+        self.feature_map = feature_map
+        dims = (feature_map.feature_dim, self.head_dim)
+        gate_sizes = {gate.name: num_heads * (gate.size(*dims) if gate.size else 1) for gate in rule.gates}
+        ranks = {gate.name: gate.rank(*dims) for gate in rule.gates if gate.rank}
+        self.sizes = [(1 + rule.steps) * num_heads * key_dim, rule.steps * embed_dim, *(gate_sizes | ranks).values()]
+        self.in_proj = Linear(embed_dim, sum(self.sizes), bias=False)
+        self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None
+        self.gate_biases = nn.ParameterDict(
+            {gate.name: torch.zeros(gate_sizes[gate.name]) for gate in rule.gates if gate.bias or bias}
+        )
+        self.gate_expansions = nn.ModuleDict(
+            {name: Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
+        )
+        self.gate_activations = nn.ModuleDict(
+            {
+                gate.name: gate.learned(num_heads, gate_sizes[gate.name] // num_heads)
+                for gate in rule.gates
+                if gate.learned
+            }
+        )
+
+    def initialize(self) -> None:
+        """Draw the initial biases of the gates, as the rule has them."""
+        for gate in self.rule.gates:
+            if gate.bias:
+                bias = self.gate_biases[gate.name]
+                with torch.no_grad():
+                    bias.copy_(gate.bias(bias.numel()))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """x (B, L, D) -> q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, d) and gates (B, L, H, size)."""
+        queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
+        if self.bias is not None:
+            of_queries_keys, of_values = self.bias.split(self.sizes[:2])
+            queries_keys, values = queries_keys + of_queries_keys, values + of_values
+        return (
+            queries_keys.unflatten(-1, (-1, self.num_heads, self.key_dim)),
+            values.unflatten(-1, (-1, self.num_heads, self.head_dim)),
+            [self._open(gate, projected) for gate, projected in zip(self.rule.gates, gates, strict=True)],
+        )
+
+    def _open(self, gate: Gate, projected: Tensor) -> Tensor:
+        """The gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
+        if gate.rank:
+            projected = self.gate_expansions[gate.name](projected)
+        if gate.name in self.gate_biases:
+            projected = projected + self.gate_biases[gate.name]
+        activation = self.gate_activations[gate.name] if gate.learned else gate.activation
+        opened: Tensor = activation(at_least_float32(projected).unflatten(-1, (self.num_heads, -1)))
+        return 2 * opened if gate.doubles and self.negative_eigenvalues else opened
+
+    def arrange(
+        self, features: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """As the operator takes them, all in v's dtype: q, k (B, H, L, Dk), v (B, H, L, Dv), gates (B, H, L, size).
+
+        k and v are (B, H, L, N, size) for a rule of several steps, a gate of one number is (B, H, L). A padded token
+        has a key of zero, and gates that leave the memory alone.
+        """
+        steps = self.rule.steps
+        v = v.permute(0, 3, 1, 2, 4)
+        q, k = features.to(v.dtype).permute(0, 3, 1, 2, 4).split((1, steps), 3)
+        if key_padding_mask is not None:
+            k = k.masked_fill(key_padding_mask[:, None, :, None, None], 0)
+            gates = [
+                opened
+                if gate.at_padding is None
+                else opened.masked_fill(key_padding_mask[..., None, None], gate.at_padding)
+                for gate, opened in zip(self.rule.gates, gates, strict=True)
+            ]
+        gates = [
+            (opened.transpose(1, 2) if gate.size else opened.transpose(1, 2).squeeze(-1)).to(v.dtype)
+            for gate, opened in zip(self.rule.gates, gates, strict=True)
+        ]
+        return q.squeeze(3), *((k, v) if steps > 1 else (k.squeeze(3), v.squeeze(3))), gates

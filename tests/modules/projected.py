@@ -1,0 +1,10 @@
+"""What a fast weight layer gives its rule."""
+
+
+def projected(layer, x, key_padding_mask=None):
+    """q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
+    queries_keys, v, gates = layer.project(x)
+    features = layer.feature_map(queries_keys)
+    for normalization in layer.key_normalizations:
+        features = normalization(features)
+    return layer.arrange(features, v, gates, key_padding_mask)
