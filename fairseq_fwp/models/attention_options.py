@@ -138,6 +138,9 @@ class AttentionOptions(MemoryOptions):
         argument="scale_output",
         of="attention",
     )
+    l2_normalization: bool = option(
+        False, "divide mapped keys and queries by their lengths, as modern delta networks do", of="attention"
+    )
     negative_eigenvalues: bool = option(
         False,
         "rates beta of the delta rule and its family up to 2 in place of 1 (Grazzi 2025), for keys of length one",

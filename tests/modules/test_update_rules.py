@@ -69,6 +69,28 @@ def build(rule, feature_map="identity", **options):
     return FastWeightAttention(16, 2, FEATURE_MAPS[feature_map](8), rule, **options)
 
 
+@pytest.mark.parametrize("feature_map", ["identity", "elu", "dpfp"])
+def test_l2_normalization_divides_keys_and_queries_by_their_lengths(feature_map):
+    layer = build("delta", feature_map, l2_normalization=True)
+    plain = build("delta", feature_map)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 5, 16)
+    q, k, v, _ = projected(layer, x)
+    bare_q, bare_k, bare_v, _ = projected(plain, x)
+    for found, bare in ((q, bare_q), (k, bare_k)):
+        torch.testing.assert_close(found, bare / bare.square().sum(-1, keepdim=True).sqrt())
+    assert torch.equal(v, bare_v)
+
+
+def test_l2_normalization_of_a_zero_in_half_precision_is_zero():
+    """A padded token may be zero, and what it reads must be a number."""
+    layer = build("delta", l2_normalization=True).half()
+    x = torch.randn(1, 3, 16).half()
+    x[:, 0] = 0
+    for y in projected(layer, x, torch.tensor([[True, False, False]]))[:3]:
+        assert y.isfinite().all()
+
+
 DOUBLING = [name for name, rule in UPDATE_RULES.items() if any(gate.doubles for gate in rule.gates)]
 
 

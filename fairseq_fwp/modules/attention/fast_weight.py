@@ -19,6 +19,7 @@ from fairseq_fwp.modules.attention.state import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.onednn import Linear
 from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.update_rules import unit_length
 
 
 class FastWeightAttention(RuleProjection):
@@ -26,15 +27,15 @@ class FastWeightAttention(RuleProjection):
 
     embed_dim: D; num_heads: H; feature_map: a map built for key_dim; update_rule: a key of `UPDATE_RULES`;
     key_dim: size of a head's key before the map, None = D / H (Mao 2022 projects to few: its m);
-    sum_normalization: of mapped q and k; attention_normalization: of the output, and of what the rule retrieves;
+    sum_normalization: of mapped q and k; l2_normalization: divide them by their lengths (Yang et al. 2024, arXiv
+    2406.06484, Sec. 3.3); attention_normalization: of the output, and of what the rule retrieves;
     scale_output: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
     norm_output: layer normalisation of each head's output (what the public code of the rule fwm does);
     bias: of q, k, v, the output, and the gates that the rule gives none, which start at zero;
     negative_eigenvalues: rates of delta's family up to 2 in place of 1 (Grazzi et al. 2025, arXiv 2411.12537);
     backend: of the operators.
 
-    Raises ValueError as `RuleProjection` does, for a normalisation with a map whose features may be negative, and one
-    that the rule does not have.
+    Raises ValueError as `RuleProjection` does, and for a normalisation that the map or the rule does not have.
     """
 
     states = (FastWeightState,)
@@ -48,6 +49,7 @@ class FastWeightAttention(RuleProjection):
         *,
         key_dim: int | None = None,
         sum_normalization: SumNormalization | None = None,
+        l2_normalization: bool = False,
         attention_normalization: AttentionNormalization | None = None,
         scale_output: bool = False,
         norm_output: bool = False,
@@ -62,7 +64,9 @@ class FastWeightAttention(RuleProjection):
         self.sum_normalization, self.attention_normalization = fit_normalizations(
             feature_map, sum_normalization, attention_normalization
         )
-        self.key_normalizations = [normalize for normalize in (self.sum_normalization,) if normalize]
+        self.key_normalizations: list[Any] = [self.sum_normalization] if self.sum_normalization else []
+        if l2_normalization:
+            self.key_normalizations.append(unit_length)
         self.scale = self.head_dim**-0.5 if scale_output else 1.0
         self.backend = backend
         # A rule from outside the package may not know documents.
@@ -142,7 +146,5 @@ class FastWeightAttention(RuleProjection):
         return self.num_heads * self.feature_map.feature_dim * self.head_dim
 
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, key_dim={self.key_dim}, sum_normalization={self.sum_normalization}, "
-            f"attention_normalization={self.attention_normalization}, backend={self.backend!r}"
-        )
+        normalizations = [*self.key_normalizations, self.attention_normalization]
+        return f"num_heads={self.num_heads}, key_dim={self.key_dim}, normalizations={normalizations}"
