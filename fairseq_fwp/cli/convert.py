@@ -28,6 +28,7 @@ from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, check, write
 from fairseq_fwp.convert.source import Options
 from fairseq_fwp.convert.swap import Target, swap
+from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 def add_target(group: Any) -> None:
     """The fields of `Target`, by the names that fairseq-train has for them."""
-    rules = ["softmax", *UPDATE_RULES]
+    rules = [SOFTMAX, *UPDATE_RULES]
     group.add_argument("--decoder-update-rule", dest="update_rule", choices=rules, help="softmax: with a window")
     group.add_argument(
         "--decoder-feature-map", dest="feature_map", choices=list(FEATURE_MAPS), help="default: identity, none"
@@ -109,7 +110,7 @@ def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Targ
         return None
     if "update_rule" not in given:
         made.error("the new attention needs --decoder-update-rule")
-    if given["update_rule"] == "softmax" and given.keys() != {"update_rule", "window"}:
+    if given["update_rule"] == SOFTMAX and given.keys() != {"update_rule", "window"}:
         made.error("--decoder-update-rule softmax takes --attention-window, and nothing else of another attention")
     return Target(**given)
 

@@ -16,7 +16,7 @@ from fairseq.utils import import_user_module
 import fairseq_fwp
 from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
-from fairseq_fwp.modules.attention import SoftmaxAttention
+from fairseq_fwp.modules.attention import ATTENTIONS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
 
@@ -51,7 +51,7 @@ def report(build: bool) -> str:
         "kernels": kernels(build),
         "update rules (--decoder-update-rule)": [
             *(f"{name:13} {_first_line(find_rule(name).operator)}" for name in UPDATE_RULES),
-            f"{'softmax':13} {_first_line(SoftmaxAttention)}",
+            *(f"{name:13} {_first_line(kind)}" for name, kind in ATTENTIONS.items() if kind.named_as_rule),
         ],
         "feature maps (--decoder-feature-map)": [
             f"{name:10} {_first_line(feature_map)}" for name, feature_map in FEATURE_MAPS.items()

@@ -30,6 +30,7 @@ from fairseq_fwp.convert.source import (
     whole_numbers,
 )
 from fairseq_fwp.convert.vocabulary import dictionary_words
+from fairseq_fwp.modules.attention import SOFTMAX
 
 EXPORT = (
     "export what is needed with: python -c \"import torch; s = torch.load('model.pt', 'cpu', weights_only=False); "
@@ -141,7 +142,7 @@ def common_flags(options: Options, final_norm: bool) -> dict[str, Any]:
         **{name: bool(options.get(name)) for name in switches},
         "activation_dropout": options.get("activation_dropout") or options.get("relu_dropout", 0.0),
         "activation_fn": str(getattr(options.get("activation_fn"), "value", options.get("activation_fn"))),
-        "decoder_update_rule": "softmax",
+        "decoder_update_rule": SOFTMAX,
         "attention_bias": True,
         "decoder_normalize_before": before,
         "no_decoder_final_norm": before and not final_norm,

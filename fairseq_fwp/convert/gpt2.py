@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fairseq_fwp.convert.source import Conversion, Entry, Options, Source, check_equal, convert_tensors
 from fairseq_fwp.convert.vocabulary import arrange
+from fairseq_fwp.modules.attention import SOFTMAX
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -198,7 +199,7 @@ def flags(options: Options, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "activation_fn": ACTIVATIONS[options.get("activation_function")],
         "dropout": options.get("resid_pdrop"),
         "attention_dropout": options.get("attn_pdrop"),
-        "decoder_update_rule": "softmax",
+        "decoder_update_rule": SOFTMAX,
         "attention_bias": True,
         "decoder_normalize_before": True,
         "decoder_learned_pos": True,

@@ -36,9 +36,10 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.convert.source import Conversion
-from fairseq_fwp.models.attention_options import build_attention
+from fairseq_fwp.models.attention_options import attention_name, build_attention
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.look_up import look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -59,13 +60,13 @@ SCORE_SCALE = 0.1
 Projections = tuple[Tensor, Tensor, Tensor]
 
 # The weights of softmax attention.
-SOFTMAX = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
+PARTS = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
 
 
 class Target(NamedTuple):
     """The new attention.
 
-    update_rule, feature_map: keys of their tables; or update_rule "softmax" with a window, for local attention;
+    update_rule, feature_map: keys of their tables; or update_rule softmax with a window, for local attention;
     state_size: m, None = that of the map on heads of d; heads: None = those of the source;
     read_out_only: attention normalisation divides the output alone, as the paper's does, and not what delta retrieves;
     decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
@@ -140,9 +141,9 @@ INITIALISATIONS = {
 def swap(conversion: Conversion, target: Target) -> Conversion:
     """The conversion with the new attention. Raises ValueError where it is none of softmax, or the target cannot be."""
     flags = conversion.flags
-    if conversion.arch != "fwp_lm" or flags.get("decoder_update_rule") != "softmax" or flags.get("attention_window"):
+    if conversion.arch != "fwp_lm" or attention_name(configure(flags)) != SOFTMAX:
         raise ValueError("another attention takes the place of softmax over all past tokens: this model has none")
-    if target.update_rule == "softmax":
+    if target.update_rule == SOFTMAX:
         return conversion._replace(flags={**flags, "attention_window": target.window})
     source, flags = configure(flags), {**flags, **target_flags(target, flags)}
     cfg = configure(flags)
@@ -151,7 +152,7 @@ def swap(conversion: Conversion, target: Target) -> Conversion:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         for prefix in prefixes:
-            of_layer = {name: conversion.weights.get(prefix + name) for name in SOFTMAX}
+            of_layer = {name: conversion.weights.get(prefix + name) for name in PARTS}
             attention = new_attention(cfg, target, of_layer, source.decoder_attention_heads)
             weights |= {prefix + name: tensor for name, tensor in attention.state_dict().items()}
     return conversion._replace(flags=flags, weights=weights)

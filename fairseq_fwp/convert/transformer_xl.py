@@ -28,6 +28,7 @@ from fairseq_fwp.convert.source import (
     whole_numbers,
 )
 from fairseq_fwp.convert.vocabulary import Vocabulary, arrange, given_words
+from fairseq_fwp.modules.attention import SOFTMAX
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
@@ -148,7 +149,7 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
         return Conversion("fwp_xl_lm", flags, weights, vocabulary.words, vocabulary.notes + notes)
     flags |= {
         **absolute_positions(options),
-        "decoder_update_rule": "softmax",
+        "decoder_update_rule": SOFTMAX,
         "final_dropout": options.get("dropout", 0.0),
     }
     table += positions(sizes["d_model"])

@@ -23,6 +23,8 @@ from typing import Any
 
 from fairseq.models import register_model_architecture
 
+from fairseq_fwp.modules import attention
+
 WT103 = {"adaptive_softmax_cutoff": "20000,40000,200000"}
 SMALL = {"decoder_embed_dim": 128}
 MEDIUM = {"decoder_embed_dim": 256}
@@ -35,7 +37,7 @@ DECAY = {"decoder_update_rule": "decay", "decoder_feature_map": "identity"}
 GLA = {**DELTA, "decoder_update_rule": "gla"}
 GATED_DELTA = {**DELTA, "decoder_update_rule": "gated_delta"}
 KDA = {**DELTA, "decoder_update_rule": "kda"}
-SOFTMAX = {"decoder_update_rule": "softmax"}
+SOFTMAX = {"decoder_update_rule": attention.SOFTMAX}
 # As many features as elu has would be m = d / 2: Table 2.
 FAVOR = {"decoder_feature_map": "favor"}
 DPFP = {"decoder_feature_map": "dpfp", "dpfp_nu": 1}
@@ -149,7 +151,7 @@ MT_MAPS: dict[str, dict[str, Any]] = {"elu": {}, "favor": {"favor_features": 256
 
 MT_PRESETS: dict[str, dict[str, Any]] = {
     f"softmax_mt_wmt14_en_de{size}": {
-        **SOFTMAX, "encoder_feature_map": "softmax", "cross_feature_map": "softmax", **sizes
+        **SOFTMAX, "encoder_feature_map": attention.SOFTMAX, "cross_feature_map": attention.SOFTMAX, **sizes
     }
     for size, sizes in MT_SIZES.items()
 } | {

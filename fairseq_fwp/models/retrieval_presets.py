@@ -9,6 +9,7 @@ the rules gated and decay of Mao 2022, arXiv 2210.04243, normalised as sum, and 
 from typing import Any
 
 from fairseq_fwp.models.presets import register
+from fairseq_fwp.modules.attention import SOFTMAX
 
 SUM = {"update_rule": "sum", "attention_normalization": True}
 GATED = {"update_rule": "gated", "attention_normalization": True}
@@ -19,7 +20,7 @@ FAVOR = {"feature_map": "favor"}
 DPFP = {"feature_map": "dpfp"}
 
 RETRIEVAL_PRESETS: dict[str, dict[str, Any]] = {
-    "softmax_retrieval": {"update_rule": "softmax"},
+    "softmax_retrieval": {"update_rule": SOFTMAX},
     "sum_retrieval": SUM,
     "sum_favor64_retrieval": {**SUM, **FAVOR, "favor_features": 64},
     "sum_favor128_retrieval": {**SUM, **FAVOR, "favor_features": 128},

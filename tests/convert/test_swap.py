@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
+from rule_inputs import rule_inputs
 
 from fairseq_fwp import _compat
 from fairseq_fwp.cli.convert import main
@@ -97,7 +98,7 @@ def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(sou
     x = random_input()
     q, k, v = projected(source, x)
     attention = attention_of(swap(source, Target("gated", state_size=size)))
-    new_q, new_k, new_v, _ = attention._project(x, None)
+    new_q, new_k, new_v, _ = rule_inputs(attention, x)
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
     torch.testing.assert_close(new_v, v)
 
@@ -107,7 +108,7 @@ def test_a_map_sees_the_queries_of_softmax(source):
     q, k, _ = projected(source, x)
     attention = attention_of(swap(source, Target("gated", "elu", attention_normalization=True)))
     mapped = [attention.feature_map(part) for part in (q / math.sqrt(HEAD), k)]
-    for found, expected in zip(attention._project(x, None)[:2], mapped, strict=True):
+    for found, expected in zip(rule_inputs(attention, x)[:2], mapped, strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -132,7 +133,7 @@ def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
 def test_features_beyond_the_dimensions_change_no_score(source):
     x = random_input()
     q, k, _ = projected(source, x)
-    new_q, new_k, *_ = attention_of(swap(source, Target("gated", state_size=HEAD + 3)))._project(x, None)
+    new_q, new_k, *_ = rule_inputs(attention_of(swap(source, Target("gated", state_size=HEAD + 3))), x)
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
     assert new_q[..., HEAD:].eq(0).all() and new_k[..., HEAD:].ne(0).all()
 
@@ -144,7 +145,7 @@ def test_one_head_has_one_state_of_the_same_size(source):
     x = random_input()
     q, k, _ = projected(source, x)
     whole = swap(source, Target("gated", state_size=DIM, heads=1))
-    new_q, new_k, *_ = attention_of(whole)._project(x, None)
+    new_q, new_k, *_ = rule_inputs(attention_of(whole), x)
     expected = (q @ k.transpose(-1, -2)).sum(1, keepdim=True) * SCALE
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), expected)
 
@@ -157,7 +158,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
         assert opened.shape == (size,) and opened.min() >= 1 / size and opened.max() <= 1 - 1 / size
         assert opened.std() > 0.15  # uniform in (0, 1): 0.29
     *_, v = projected(source, x)
-    _, _, new_v, _ = attention._project(x, None)
+    _, _, new_v, _ = rule_inputs(attention, x)
     kept = attention.gate_biases["value_decay"].sigmoid().view(HEADS, 1, HEAD)
     torch.testing.assert_close(new_v, v * (1 - kept))
 
@@ -167,7 +168,7 @@ def test_decay_that_begins_with_spans(source, size):
     """Scores are the nearest to those of softmax but for the last feature, whose read-out is a mean of the values."""
     longest, x = 81, random_input()
     attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
-    q, k, v, _ = attention._project(x, None)
+    q, k, v, _ = rule_inputs(attention, x)
     spans = longest ** ((torch.arange(size, dtype=torch.float64) + 0.5) / size)
     spans[-1] = 9
     biases = {name: bias.double().sigmoid() for name, bias in attention.gate_biases.items()}
@@ -190,18 +191,18 @@ def test_decay_that_begins_with_spans(source, size):
 def test_additive_values_without_normalisation_are_a_512th(source, normalized, scale):
     x = random_input()
     attention = attention_of(swap(source, Target("sum", "relu", 4, attention_normalization=normalized)))
-    torch.testing.assert_close(attention._project(x, None)[2], projected(source, x)[2] * scale)
+    torch.testing.assert_close(rule_inputs(attention, x)[2], projected(source, x)[2] * scale)
 
 
 @pytest.mark.parametrize("rule", ["delta", "fwm"])
 def test_delta_begins_with_small_writes(source, rule):
     attention = attention_of(swap(source, Target(rule, "relu", 4, sum_normalization=True)))
-    k, v = attention._project(random_input(), None)[1:3]
-    (beta,) = attention._project(random_input(), None)[3]
+    k, v = rule_inputs(attention, random_input())[1:3]
+    (beta,) = rule_inputs(attention, random_input())[3]
     assert beta.min() > 0.004 and beta.max() < 0.012 and beta.mean().item() == pytest.approx(0.007, abs=0.001)
     assert k.sum(-1).le(1 + 1e-6).all() and v.std() > 0.5
     for gate in (swap(source, Target("gated", state_size=4)),):
-        assert attention_of(gate)._project(random_input(), None)[3][0].mean().item() == pytest.approx(0.5, abs=0.05)
+        assert rule_inputs(attention_of(gate), random_input())[3][0].mean().item() == pytest.approx(0.5, abs=0.05)
 
 
 def test_local_attention_has_the_same_weights(source):
@@ -229,7 +230,7 @@ def test_one_conversion_is_like_the_other(source):
         (Target("decay", state_size=0), "must be at least 1, got 0"),
         (Target("decay", window=4), "fast weights have no window"),
         (Target("decay", "identity", 4, attention_normalization=True), "features of either sign"),
-        (Target("decay", state_size=4, heads=3), "not divisible by 3 attention heads"),
+        (Target("decay", state_size=4, heads=3), "must be divisible by --decoder-attention-heads, got"),
         (Target("gated", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
         (Target("decay", "relu", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
         (Target("decay", decay_spans=0), "--decay-spans is a number of tokens, at least 1: got 0"),
@@ -299,7 +300,7 @@ def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
         convert(saved, tmp_path / "out", *flags, "--attention-normalization-read-out-only").decoder.layers[1].self_attn
     )
     x = random_input()
-    q, k, v, (beta,) = attention._project(x, None)
+    q, k, v, (beta,) = rule_inputs(attention, x)
     expected = delta_rule(q, k, v, beta)[0] / (q * k.cumsum(2)).sum(-1, keepdim=True)
     torch.testing.assert_close(attention(x)[0], attention.out_proj(expected.transpose(1, 2).flatten(2)))
 

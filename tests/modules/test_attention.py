@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from projected import projected
+from rule_inputs import rule_inputs
 
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.local import LocalAttention
@@ -189,7 +189,7 @@ def test_attention_normalization_is_equations_26_to_28(rule, normalization, carr
     size = DIM // HEADS
     state = FastWeightState(torch.randn(2, HEADS, size, size).double(), torch.rand(2, HEADS, size).double() + 0.5)
     found, last = layer(x, state if carried else None)
-    q, k, v, gates = projected(layer, x)
+    q, k, v, gates = rule_inputs(layer, x)
     weights, z = (state.weights, state.normalizer) if carried else (torch.zeros_like(y) for y in state)
     reads = []
     for t in range(7):
@@ -213,7 +213,7 @@ def test_the_gated_normaliser_forgets_as_the_memory_does():
     """Mao 2022, Eq. 5: what is read is an average of the values, whatever the gates."""
     layer = build(("gated", "elu", "attention"))
     x = torch.randn(2, 7, DIM, dtype=torch.float64)
-    q, k, v, (gate,) = projected(layer, x)
+    q, k, v, (gate,) = rule_inputs(layer, x)
     reads, weights, z = [], torch.zeros(2, HEADS, 4, 4, dtype=torch.float64), torch.zeros(2, HEADS, 4).double()
     for t in range(7):
         g = gate[:, :, t, None]
@@ -229,7 +229,7 @@ def test_the_gated_normaliser_forgets_as_the_memory_does():
 def test_the_decaying_normaliser_is_what_is_left_of_the_keys():
     layer = build(("decay", "elu", "attention"))
     x = torch.randn(1, 3, DIM, dtype=torch.float64)
-    _, k, _, (key_decay, _) = projected(layer, x)
+    _, k, _, (key_decay, _) = rule_inputs(layer, x)
     z = (k[:, :, 0] * key_decay[:, :, 1] + k[:, :, 1]) * key_decay[:, :, 2] + k[:, :, 2]
     torch.testing.assert_close(layer(x)[1].normalizer, z)
 
@@ -269,10 +269,10 @@ def test_epsilons_reach_every_divisor():
         layer = build(
             ("delta", "elu", "both"), sum_normalization=SumNormalization(100.0, add), attention_normalization=attention
         )
-        q, k, v, _ = projected(layer, x)
+        q, k, v, _ = rule_inputs(layer, x)
         bare = build(("delta", "elu", "neither"))
         bare.load_state_dict(layer.state_dict())
-        plain = projected(bare, x)[0]
+        plain = rule_inputs(bare, x)[0]
         sums = plain.sum(-1, keepdim=True)
         torch.testing.assert_close(q, plain / (sums + 100 if add else 100.0))
         divisor, key, value, z = attention.apply(layer.rule, q, k, v, [], None, backend="reference")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from projected import projected
+from rule_inputs import rule_inputs
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import FastWeightAttention
@@ -75,8 +75,8 @@ def test_l2_normalization_divides_keys_and_queries_by_their_lengths(feature_map)
     plain = build("delta", feature_map)
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(2, 5, 16)
-    q, k, v, _ = projected(layer, x)
-    bare_q, bare_k, bare_v, _ = projected(plain, x)
+    q, k, v, _ = rule_inputs(layer, x)
+    bare_q, bare_k, bare_v, _ = rule_inputs(plain, x)
     for found, bare in ((q, bare_q), (k, bare_k)):
         torch.testing.assert_close(found, bare / bare.square().sum(-1, keepdim=True).sqrt())
     assert torch.equal(v, bare_v)
@@ -87,7 +87,7 @@ def test_l2_normalization_of_a_zero_in_half_precision_is_zero():
     layer = build("delta", l2_normalization=True).half()
     x = torch.randn(1, 3, 16).half()
     x[:, 0] = 0
-    for y in projected(layer, x, torch.tensor([[True, False, False]]))[:3]:
+    for y in rule_inputs(layer, x, torch.tensor([[True, False, False]]))[:3]:
         assert y.isfinite().all()
 
 
@@ -103,8 +103,8 @@ def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
     layer, plain = build(rule, negative_eigenvalues=True), build(rule)
     plain.load_state_dict(layer.state_dict())
     x = 3 * torch.randn(4, 9, 16)
-    *_, gates = projected(layer, x)
-    *_, bare = projected(plain, x)
+    *_, gates = rule_inputs(layer, x)
+    *_, bare = rule_inputs(plain, x)
     for gate, found, usual in zip(layer.rule.gates, gates, bare, strict=True):
         torch.testing.assert_close(found, 2 * usual if gate.name == "beta" else usual)
 

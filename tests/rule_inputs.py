@@ -1,7 +1,7 @@
 """What a fast weight layer gives its rule."""
 
 
-def projected(layer, x, key_padding_mask=None):
+def rule_inputs(layer, x, key_padding_mask=None):
     """q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
     queries_keys, v, gates = layer.project(x)
     features = layer.feature_map(queries_keys)
