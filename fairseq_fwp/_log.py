@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fairseq_fwp._settings import plain
+from fairseq_fwp._options import plain
 
 COMMANDS = ("train", "validate", "eval_lm", "generate", "interactive")
 

@@ -32,7 +32,6 @@ MENDED = [
     (checkpoint_utils, "load_checkpoint_to_cpu"),
     (checkpoint_utils, "save_checkpoint"),
     (checkpoint_utils, "load_checkpoint"),
-    (checkpoint_utils, "load_model_ensemble_and_task"),
     (LanguageModelingTask, "setup_dictionary"),
     (LanguageModelingTask, "eval_lm_dataloader"),
     (DiverseBeamSearch, "step"),

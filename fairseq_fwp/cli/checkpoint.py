@@ -25,6 +25,8 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     state = load_state(path)
     cfg, state["args"] = state["cfg"], None  # those of an earlier fairseq are in both
     overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
+    if saved := getattr(state["model"], "saved", None):
+        state["model"].saved = saved._replace(overridden=bool(overrides))
     check_kind(path, cfg)
     task = setup_task(cfg, data)
     if task.target_dictionary is not task.source_dictionary:

@@ -40,7 +40,9 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
         False, "a linear map before the layer, which the paper has not, to make its inputs white: see fwp-add-layer"
     )
     fwl_random_start: bool = option(
-        False, "begin with weights drawn as in the paper's public code, 0.05 N(0, 1), in place of the identity"
+        False,
+        "begin with weights drawn as in the paper's public code, 0.05 N(0, 1), in place of the identity",
+        same_function=True,
     )
     fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
         "both", "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none"

@@ -5,6 +5,7 @@ the source are sums over a whole sequence (`LinearAttention`); the decoder's sel
 with any update rule. Each can be softmax attention as well, which is then fairseq's own.
 """
 
+import re
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
@@ -54,6 +55,10 @@ class FastWeightOptions(AttentionOptions):
     )
 
 
+# fairseq's options that change how weights are trained, or how much memory that takes, and not what they compute.
+OF_TRAINING = re.compile("drop|quant_noise|embed_path|activations$|max_.*_positions|min_params_to_wrap|shuffle|export")
+
+
 @register_model("fwp_transformer")
 class FwpTransformerModel(TrainedModel, TransformerModel):
     """A Transformer for translation over fast weights; works with fairseq's own tasks, criteria and commands."""
@@ -100,6 +105,12 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         transformer_architecture(args)
         cfg = TransformerConfig.from_namespace(args)
         return {name: getattr(cfg, name) for name in option_names()}
+
+    @classmethod
+    def same_function(cls, name: str) -> bool:
+        """Whether its field says so, or the name of one of fairseq's."""
+        ours = FastWeightOptions.__dataclass_fields__.get(name)
+        return bool(ours.metadata.get("same_function")) if ours else bool(OF_TRAINING.search(name))
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,12 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
         """The options of the configuration, by these settings and else by their defaults."""
         return {name: settings.get(name, default) for name, default in vars(cls.config()).items()}
 
+    @classmethod
+    def same_function(cls, name: str) -> bool:
+        """Whether its field says so; one without a help text is the task's, or a name."""
+        metadata = cls.config.__dataclass_fields__[name].metadata
+        return "help" not in metadata or metadata.get("same_function", False)
+
     def max_decoder_positions(self) -> int:
         """Longest generation: unlike training and scoring it is not bound to --tokens-per-sample."""
         return MAX_GENERATED_POSITIONS

@@ -1,100 +1,80 @@
-"""What a model knows of the settings that its weights were trained with, once others are given for them."""
+"""The options that weights were trained with, compared with those of the model that loads them."""
 
 import logging
-import warnings
 from argparse import Namespace
 from typing import Any
 
-import torch
 from fairseq.models import BaseFairseqModel
-from torch import Tensor
 
-# Options that change how weights are trained, or how their function is computed, but not that function: with another
-# value of them the same weights give, in evaluation, the same scores. All other options are taken to change these.
-SAME_FUNCTION = frozenset(
-    {
-        *("dropout", "attention_dropout", "activation_dropout", "adaptive_softmax_dropout", "relu_dropout"),
-        *("final_dropout", "encoder_layerdrop", "decoder_layerdrop", "favor_redraw", "half_loss", "base_shuffle"),
-        "fwl_random_start",
-        *("quant_noise_pq", "quant_noise_pq_block_size", "quant_noise_scalar"),
-        *("encoder_embed_path", "decoder_embed_path"),
-        *("tokens_per_sample", "add_bos_token", "max_source_positions", "max_target_positions"),
-        "_name",  # of an architecture, which says no more than its options
-        *("fwp_backend", "checkpoint_activations", "offload_activations", "min_params_to_wrap", "export"),
-    }
-)
+from fairseq_fwp._options import as_given, plain
+
+logger = logging.getLogger(__name__)
 
 
 class TrainedModel(BaseFairseqModel):
     """To be put before a model of fairseq among the bases of a class.
 
     Settings are dictionaries by name, as a checkpoint or a command line has them: with more than the model's options,
-    and not with those that they leave at their defaults.
+    and without those that they leave at their defaults.
     """
 
     @classmethod
     def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """The options of the model, and no others, by these settings and else by their defaults."""
+        """Return the options of the model, and no others, by these settings and else by their defaults."""
+        raise NotImplementedError
+
+    @classmethod
+    def same_function(cls, name: str) -> bool:
+        """Whether trained weights compute the same whatever the value of this option."""
         raise NotImplementedError
 
     @classmethod
     def unused_flags(cls, cfg: Any) -> list[str]:
-        """The options given that this configuration does not look at: its fields."""
+        """Return the options given that this configuration does not look at: its fields."""
         raise NotImplementedError
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """The settings by which this model takes over the weights of one with these, if that can be at all.
+        """Return the settings by which this model takes the weights of one with these, if that can be at all.
 
         `saved` itself for a model of this class; what the weights know nothing of is not among those of another.
         """
         return saved
 
     @classmethod
-    def misfits(
-        cls, weights: dict[str, Tensor], saved: dict[str, Any], given: dict[str, Any], task: Any
-    ) -> dict[str, tuple[Any, Any]]:
-        """The options, as `given`, that the weights of a model with the settings `saved` cannot be loaded with.
-
-        By name, the value that the weights go with, and the one given: each alone is in the way. {} where other things
-        are, or only several together.
-        """
-        saved, given = cls.complete(cls.adopt(saved)), cls.complete(given)
-        if not cls._fits(weights, saved, task):
-            return {}
-        return {
-            name: (saved[name], given[name])
-            for name in saved
-            if saved[name] != given[name] and not cls._fits(weights, {**saved, name: given[name]}, task)
-        }
-
-    @classmethod
-    def changes(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """The options by which weights trained with the settings `saved` compute something else as `given`, by name.
-
-        Without those that one of the two does not look at.
-        """
+    def differences(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return (value saved, value given) by option, without those that one of the two does not look at."""
         adopted = cls.adopt(saved)
         before, after = cls.complete(adopted), cls.complete(given)
         known = before.keys() if adopted is saved else before.keys() & adopted.keys()
-        ignored = SAME_FUNCTION.union(*(cls.unused_flags(Namespace(**options)) for options in (before, after)))
+        ignored = {name for options in (before, after) for name in cls.unused_flags(Namespace(**options))}
         return {
             name: (before[name], after[name])
             for name in before
-            if name in known - ignored and before[name] != after[name]
+            if name in known - ignored and before[name] != after[name] and not cls.same_function(name)
         }
 
-    @classmethod
-    def _fits(cls, weights: dict[str, Tensor], options: dict[str, Any], task: Any) -> bool:
-        """Whether a model with these options takes the weights: only names and shapes are looked at."""
-        level = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # such a model is not there to be told of
+    def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
+        """Load weights. Where they were trained with other options, say so, or why they cannot be loaded: ValueError.
+
+        The options are an attribute of the weights, `saved`, as checkpoint_utils.load_checkpoint_to_cpu puts it there.
+        """
+        saved: Any = getattr(state_dict, "saved", None)
+        found = self.differences(saved.options, plain(model_cfg)) if saved and model_cfg else {}
+        theirs, ours = (", ".join(as_given(name, pair[side]) for name, pair in found.items()) for side in (0, 1))
         try:
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that a model without numbers takes none
-                cls.build_model(Namespace(**options), task).load_state_dict(dict(weights))
-        except (OSError, RuntimeError, ValueError):
-            return False
-        finally:
-            logging.disable(level)
-        return True
+            loaded = super().load_state_dict(state_dict, strict, model_cfg, args)
+        except RuntimeError:
+            if not found:
+                raise
+            asked = "--model-overrides asks for" if saved.overridden else "this model has"
+            raise ValueError(
+                f"{saved.path} goes with {theirs}, and {asked} {ours}: give the flags of its model, or another "
+                "checkpoint"
+            ) from None
+        if found and not saved.overridden:
+            logger.warning(
+                "%s was trained with %s, and goes on here with %s: its weights compute something else so",
+                *(saved.path, theirs, ours),
+            )
+        return loaded

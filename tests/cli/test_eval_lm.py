@@ -359,7 +359,7 @@ OVERRIDES = {
     "{'sum_normalization': 'x'}": r"sets sum_normalization to 'x': it has to be True or False$",
     "{'fwp_backend': 'gpu'}": r"sets fwp_backend to 'gpu': it has to be one of auto, kernel, reference$",
     "{'decoder_update_rule': 'x'}": r"unknown update rule 'x'",
-    "{'decoder_layers': 3}": r"sets decoder_layers to 3 \(trained with 2\), which the weights of .* do not fit$",
+    "{'decoder_layers': 3}": r"goes with --decoder-layers 2, and --model-overrides asks for --decoder-layers 3: ",
 }
 MISUSES = {
     "two streams": (["--carry-state", "--batch-size", 2], r"--carry-state reads one stream"),

@@ -4,12 +4,11 @@ import pytest
 import torch
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 
-from fairseq_fwp._settings import plain
+from fairseq_fwp._options import plain
+from fairseq_fwp._settings import Saved
 from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
-from fairseq_fwp.models.fwp_transformer import option_names
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
-from fairseq_fwp.models.trained_model import SAME_FUNCTION
 
 from .conftest import SMALL, configure, log_probs, random_tokens
 
@@ -52,7 +51,7 @@ def test_options_are_named_where_weights_compute_something_else(build_model, cas
     other, tokens = build_model("fwp_lm", **{**trained, **others}), random_tokens(2, 9)
     other.load_state_dict(model.state_dict())
     before, after = (plain(configure("fwp_lm", **{**SMALL, **flags})) for flags in (trained, {**trained, **others}))
-    found = FwpLanguageModel.changes(before, after)
+    found = FwpLanguageModel.differences(before, after)
     if case == "draw":  # what is drawn next: these weights have been
         assert found == {"favor_draw": ("orthogonal", "gaussian")}
         return
@@ -66,8 +65,8 @@ def test_an_earlier_version_had_the_defaults(arch):
     model = next(model for model in models if model.config is MODEL_DATACLASS_REGISTRY[arch])
     given = plain(configure(arch, **SMALL))
     saved = {name: given[name] for name in (*SMALL, "_name") if name in given}
-    assert model.changes(saved, given) == {}
-    assert model.changes(saved, {**given, "no_scale_embedding": True}) == {"no_scale_embedding": (False, True)}
+    assert model.differences(saved, given) == {}
+    assert model.differences(saved, {**given, "no_scale_embedding": True}) == {"no_scale_embedding": (False, True)}
 
 
 def test_what_a_new_layer_is_was_not_trained_otherwise():
@@ -75,14 +74,34 @@ def test_what_a_new_layer_is_was_not_trained_otherwise():
     saved = {**plain(configure("fwp_lm", **SMALL)), "_name": "fwp_lm"}
     layer = {"fwl_hidden_dim": 40, "fwl_gradients_at": "carried"}
     given = plain(configure("fwp_fwl_lm", **SMALL, **layer, decoder_feature_map="tanh"))
-    assert FwpFwlLanguageModel.changes(saved, given) == {"decoder_feature_map": ("elu", "tanh")}
-    assert FwpFwlLanguageModel.changes({**given, "_name": "fwp_fwl_lm"}, {**given, "fwl_gradients_at": "trained"}) == {
-        "fwl_gradients_at": ("carried", "trained")
-    }
+    assert FwpFwlLanguageModel.differences(saved, given) == {"decoder_feature_map": ("elu", "tanh")}
+    assert FwpFwlLanguageModel.differences(
+        {**given, "_name": "fwp_fwl_lm"}, {**given, "fwl_gradients_at": "trained"}
+    ) == {"fwl_gradients_at": ("carried", "trained")}
 
 
-def test_exceptions_are_options():
-    known = set(option_names()).union(
-        *(MODEL_DATACLASS_REGISTRY[arch].__dataclass_fields__ for arch in ("fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"))
-    )
-    assert known >= SAME_FUNCTION
+def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
+    """Where they cannot be loaded, and where they compute something else; options that were asked for are not said."""
+    model = build_model("fwp_lm")
+    options = plain(configure("fwp_lm", **SMALL))
+    weights = model.state_dict()
+    weights.saved = Saved("some.pt", options, overridden=False)
+    given = {**SMALL, "decoder_feature_map": "tanh", "dropout": 0.5}
+    other = build_model("fwp_lm", **given)
+    other.load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("trained_model")] == [
+        "some.pt was trained with --decoder-feature-map elu, and goes on here with --decoder-feature-map tanh: its "
+        "weights compute something else so"
+    ]
+    caplog.clear()
+    weights.saved = weights.saved._replace(overridden=True)
+    other.load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
+    assert not caplog.records
+    given["decoder_layers"] = 3
+    for overridden, whose in ((False, "this model has"), (True, "--model-overrides asks for")):
+        weights.saved = weights.saved._replace(overridden=overridden)
+        with pytest.raises(ValueError, match="^some.pt goes with .*--decoder-layers 2.*, and " + whose + " .*layers 3"):
+            build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
+    del weights.saved
+    with pytest.raises(RuntimeError, match="Missing key"):
+        build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
