@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_fwp.models.attention_options import rule_choices
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [
@@ -49,4 +49,4 @@ def test_the_front_page_names_every_rule_map_and_architecture():
     named = {name for value in values for name in expanded(value.removeprefix("--arch "))}
     words = set(" ".join(values).split())
     assert not {name for presets in PRESETS_OF_MODELS.values() for name in presets} - named
-    assert not {*UPDATE_RULES, *FEATURE_MAPS} - words
+    assert not {*rule_choices(), *FEATURE_MAPS} - words

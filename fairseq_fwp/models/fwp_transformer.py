@@ -30,7 +30,6 @@ from fairseq_fwp.models.attention_options import (
     Use,
     add_choices,
     attention_name,
-    rule_choices,
     unused_options,
 )
 from fairseq_fwp.models.language_model import warn_of_unused
@@ -41,6 +40,7 @@ from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.onednn import OneDnnLinear, mkl_is_slow
 from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 
 @dataclass
@@ -74,7 +74,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         super().add_args(parser)
         maps = [SOFTMAX, *FEATURE_MAPS]
         choices = {
-            "decoder_update_rule": rule_choices(),
+            "decoder_update_rule": [SOFTMAX, *UPDATE_RULES],
             "decoder_feature_map": FEATURE_MAPS,
             "encoder_feature_map": maps,
             "cross_feature_map": maps,

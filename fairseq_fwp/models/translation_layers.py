@@ -138,7 +138,8 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
         if cfg.decoder_update_rule == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, **options)
         attention = build_attention(AttentionOptions, cfg)
-        assert isinstance(attention, FastWeightAttention)
+        if not isinstance(attention, FastWeightAttention):
+            raise ValueError(f"--decoder-update-rule {cfg.decoder_update_rule} is not for translation: choose a rule")
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)

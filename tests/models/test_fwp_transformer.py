@@ -427,6 +427,7 @@ def test_positions_go_on_beyond_any_table():
             "--normalization-epsilon must be a number above 0, got -1.0",
         ),
         ({"decoder_update_rule": "hebb"}, "unknown update rule 'hebb'"),
+        ({"decoder_update_rule": "delta_rnn"}, "--decoder-update-rule delta_rnn is not for translation"),
     ],
 )
 def test_what_cannot_be_built_is_refused(flags, message):
