@@ -38,6 +38,8 @@ GLA = {**DELTA, "decoder_update_rule": "gla"}
 GATED_DELTA = {**DELTA, "decoder_update_rule": "gated_delta"}
 KDA = {**DELTA, "decoder_update_rule": "kda"}
 SOFTMAX = {"decoder_update_rule": attention.SOFTMAX}
+# Irie et al. 2021, arXiv 2106.06295: the sizes of its language models are those of Schlag's.
+DELTA_RNN = {"decoder_update_rule": "delta_rnn", "sum_normalization": True}
 # As many features as elu has would be m = d / 2: Table 2.
 FAVOR = {"decoder_feature_map": "favor"}
 DPFP = {"decoder_feature_map": "dpfp", "dpfp_nu": 1}
@@ -58,6 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gated_delta_lm_wt103_medium": {**GATED_DELTA, **MEDIUM, **WT103},
     "kda_lm_wt103": {**KDA, **SMALL, **WT103},
     "kda_lm_wt103_medium": {**KDA, **MEDIUM, **WT103},
+    "delta_rnn_lm_wt103": {**DELTA_RNN, **SMALL, **WT103},
     "gated_lm_wt103": {**GATED, **SMALL, **WT103},
     "decay_lm_wt103": {**DECAY, **SMALL, **WT103},
     "softmax_lm_wt103": {**SOFTMAX, **SMALL, **WT103},

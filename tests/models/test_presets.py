@@ -50,6 +50,7 @@ def test_published_number_of_parameters(arch, wikitext103):
     gates = {
         "delta": 8 * dim,
         "gated": 8 * dim,
+        "delta_rnn": 8 * dim + 2 * dim * dim + 8 * dim,  # beta, and keys, values and beta of the second memory
         "decay": 2 * (dim + 1) * dim,
         "gla": 16 * (dim + dim) + dim,  # of rank 16
         "gated_delta": 8 * (dim + 2) + 8 * dim,  # decays with A and b, and beta
@@ -160,7 +161,7 @@ def test_transformer_xl_has_the_published_settings(arch):
 @pytest.mark.parametrize("arch", PRESETS)
 def test_names_follow_the_grammar_and_belong_to_the_model(arch):
     assert re.fullmatch(
-        rf"(softmax|({'|'.join(UPDATE_RULES)})(_({'|'.join(FEATURE_MAPS)}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch
+        rf"(softmax|delta_rnn|({'|'.join(UPDATE_RULES)})(_({'|'.join(FEATURE_MAPS)}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch
     )
     assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
 

@@ -8,6 +8,7 @@ import torch
 from rule_inputs import rule_inputs
 
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
+from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.local import LocalAttention
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.attention.relative import LearnedDistances, RelativeAttention, SinusoidalDistances
@@ -41,6 +42,7 @@ FAST_WEIGHTS = [kind for kind in itertools.product(UPDATE_RULES, FEATURE_MAPS, N
 BASELINES = {
     ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
     ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
+    ("delta_rnn",): lambda: DeltaRnn(DIM, HEADS, FEATURE_MAPS["elu"](4), sum_normalization=SumNormalization()),
     ("relative",): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS)),
     ("relative", "window"): lambda: RelativeAttention(DIM, HEADS, SinusoidalDistances(DIM, HEADS, 3), window=6),
     ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3, biased=True)),

@@ -3,6 +3,7 @@
 Causal ones are attention(x, state, key_padding_mask) -> (y, state): see `heads.Attention`.
 """
 
+from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
 from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
 from fairseq_fwp.modules.attention.heads import Attention
 from fairseq_fwp.modules.attention.linear import LinearAttention
@@ -20,6 +21,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
     SOFTMAX: SoftmaxAttention,
     "local": LocalAttention,
     "relative": RelativeAttention,
+    "delta_rnn": DeltaRnn,
 }
 
 # States by the names that files written before these modules moved have for them.

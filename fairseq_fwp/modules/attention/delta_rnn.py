@@ -1,0 +1,129 @@
+"""The Delta RNN: fast weights whose outputs are fed back through a second memory.
+
+Irie, Schlag, Csordas & Schmidhuber 2021, "Going Beyond Linear Transformers with Recurrent Fast Weight Programmers"
+(arXiv 2106.06295). Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fwp import ops
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
+from fairseq_fwp.modules.attention.heads import Attention
+from fairseq_fwp.modules.attention.normalization import SumNormalization
+from fairseq_fwp.modules.attention.state import FastWeightState
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.onednn import Linear
+from fairseq_fwp.modules.precision import at_least_float32
+
+
+class DeltaRnnState(NamedTuple):
+    """The memories W (B, H, Dk, d) and R (B, H, d, d), and the last output y (B, H, d) before its projection."""
+
+    weights: Tensor
+    recurrent: Tensor
+    output: Tensor
+
+    def detach(self) -> "DeltaRnnState":
+        """The same values, cut from the graph."""
+        return DeltaRnnState(*(part.detach() for part in self))
+
+    def reorder(self, new_order: Tensor) -> "DeltaRnnState":
+        """The rows new_order (B',) of the batch, as beam search selects them."""
+        return DeltaRnnState(*(part.index_select(0, new_order) for part in self))
+
+    def reset(self, rows: Tensor) -> "DeltaRnnState":
+        """Empty in the rows of the batch that are True, rows (B,) bool."""
+        return DeltaRnnState(*(empty_rows(part, rows) for part in self))
+
+
+class DeltaRnn(Attention):
+    """y_t = phi(q_t) W_t + softmax(y_(t-1)) R_t, with both memories written by the delta rule, and y_0 = 0.
+
+    R has keys, values and rates of its own, projected from the token as those of W are; its keys are a softmax, as
+    what it is read with. As the public code's version 2. The recurrence goes token by token, in Python.
+
+    Arguments are those of `FastWeightAttention`, which is the memory W. Raises ValueError as it does.
+    """
+
+    named_as_rule = True
+    packs_documents = True
+    states = (DeltaRnnState,)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        feature_map: FeatureMap,
+        *,
+        key_dim: int | None = None,
+        sum_normalization: SumNormalization | None = None,
+        l2_normalization: bool = False,
+        negative_eigenvalues: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.feedforward = FastWeightAttention(
+            *(embed_dim, num_heads, feature_map, "delta"),
+            key_dim=key_dim,
+            sum_normalization=sum_normalization,
+            l2_normalization=l2_normalization,
+            negative_eigenvalues=negative_eigenvalues,
+            backend=backend,
+        )
+        self.feedforward.out_proj = nn.Identity()  # type: ignore[assignment]
+        self.num_heads = num_heads
+        self.backend = backend
+        self.recurrent_proj = Linear(embed_dim, 2 * embed_dim + num_heads, bias=False)
+        self.out_proj = Linear(embed_dim, embed_dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: DeltaRnnState | None = None,
+        key_padding_mask: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, DeltaRnnState]:
+        """x (B, L, D) -> y (B, L, D) and the state after the last token; arguments as in `FastWeightAttention`."""
+        before = None if state is None else FastWeightState(state.weights)
+        read, after = self.feedforward(x, before, key_padding_mask, first)
+        z = at_least_float32(self.split_heads(read))
+        k, v, beta = self._project(x, z.dtype)
+        memory = z.new_zeros(*z.shape[:2], z.shape[3], z.shape[3]) if state is None else state.recurrent
+        y = z.new_zeros(*z.shape[:2], z.shape[3]) if state is None else state.output
+        outs = []
+        for t in range(x.shape[1]):
+            if first is not None:
+                memory, y = empty_rows(memory, first[:, t]), empty_rows(y, first[:, t])
+            token = slice(t, t + 1)
+            fed_back = y.softmax(-1).unsqueeze(2)
+            out, written = ops.delta_rule(
+                fed_back, k[:, :, token], v[:, :, token], beta[:, :, token], memory, backend=self.backend
+            )
+            new = z[:, :, t] + out.squeeze(2)
+            if key_padding_mask is not None:
+                padded = key_padding_mask[:, t, None, None]
+                written, new = torch.where(padded[..., None], memory, written), torch.where(padded, y, new)
+            memory, y = written, new
+            outs.append(y)
+        out = torch.stack(outs, 2) if outs else z
+        return self.out_proj(self.merge_heads(out).to(x.dtype)), DeltaRnnState(after.weights, memory, y)
+
+    def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """k (B, H, L, d), a softmax, v (B, H, L, d) and beta (B, H, L) of the memory R."""
+        embed_dim = x.shape[-1]
+        projected = self.recurrent_proj(x).to(dtype)
+        k, v = (self.split_heads(part) for part in projected[..., : 2 * embed_dim].chunk(2, -1))
+        return k.softmax(-1), v, projected[..., 2 * embed_dim :].sigmoid().transpose(1, 2)
+
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Numbers in both memories and the last output."""
+        head_dim = self.out_proj.in_features // self.num_heads
+        return self.feedforward.state_size(length) + self.num_heads * head_dim * (head_dim + 1)
+
+
+def empty_rows(part: Tensor, rows: Tensor) -> Tensor:
+    """Zeros in the rows of the batch (B, ...) that are True, rows (B,) bool."""
+    return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0)
