@@ -30,6 +30,7 @@ ROOMS = {
     "modules": {"torch", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp._options"},
     # They know a model by its methods alone.
+    "evaluation": {"torch", "fairseq_fwp.modules.onednn"},
     "tasks": CONFIG | {"fairseq_fwp._options"},
     "criterions": CONFIG,
     "convert": PEOPLE | ABOVE | {"fairseq_fwp._dictionaries"},
@@ -40,7 +41,7 @@ ROOMS = {
 # and a plug-in adds to its tables.
 RECIPES = {"fairseq_fwp.cli"}
 PLUGIN = {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.convert"}
-BENCHMARKS = RECIPES | {"fairseq_fwp.kernels", "fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.models"}
+BENCHMARKS = RECIPES | {f"fairseq_fwp.{room}" for room in ("kernels", "ops", "modules", "models", "evaluation")}
 
 
 def imports(file: Path, root: Path) -> Iterator[tuple[int, str]]:
@@ -128,6 +129,7 @@ def tree(root: Path, path: str, source: str) -> Path:
         ("fairseq_fwp/models/lm.py", "from fairseq_fwp.ops import sum_rule", "fairseq_fwp.ops.sum_rule"),
         ("fairseq_fwp/tasks/lm.py", "from fairseq_fwp.models import lm", "fairseq_fwp.models.lm"),
         ("fairseq_fwp/criterions/loss.py", "import fairseq_fwp.tasks.lm", "fairseq_fwp.tasks.lm"),
+        ("fairseq_fwp/evaluation/score.py", "from fairseq_fwp.models import lm", "fairseq_fwp.models.lm"),
         ("fairseq_fwp/convert/opt.py", "from fairseq_fwp.cli import main", "fairseq_fwp.cli.main"),
         ("fairseq_fwp/cli/info.py", "import pandas", "pandas"),
         ("fairseq_fwp/utils.py", "", "no room"),

@@ -12,77 +12,22 @@ import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.argument_types import output_file, positive
 from fairseq_fwp.cli.checkpoint import architecture, load_model, load_state
-from fairseq_fwp.cli.eval_lm import load_text, write_whole
-from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel
-from fairseq_fwp.models.language_model import fill_in_defaults
-
-# What is read of the training text are the beginnings of so many equal parts of it.
-STREAMS = 16
-
-
-def add_layer(base: Any, cfg: Any, task: Any, hidden_dim: int | None) -> tuple[FwpFwlLanguageModel, Any]:
-    """The model with a layer that is not fast yet, and its settings, from a base and its configuration.
-
-    Raises ValueError for a model that the layer cannot be put on.
-    """
-    arch = architecture(cfg)
-    names = [name for name, (_, model) in BASES.items() if type(base) is model]
-    if not names:
-        raise ValueError(f"the layer goes on {' or '.join(BASES)}, and this is {arch}")
-    settings = OmegaConf.to_container(cfg.model) if OmegaConf.is_config(cfg.model) else vars(cfg.model)
-    settings |= {
-        "_name": "fwp_fwl_lm", "arch": "fwp_fwl_lm", "fwl_base": names[0], "fwl_fast_weights": "none",
-        "fwl_map_inputs": True, "fwl_hidden_dim": hidden_dim,
-    }  # fmt: skip
-    completed = fill_in_defaults(OmegaConf.create(settings), FwpFwlLanguageModel.config())
-    model = FwpFwlLanguageModel.build_model(completed, task)
-    if model.decoder.last_norm is None:
-        raise ValueError("the layer is the identity on normalised features alone: this model has no last normalisation")
-    model.load_state_dict(base.state_dict())
-    return model, completed
-
-
-def read_moments(model: Any, tokens: Tensor, count: int, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (D,) and covariance (D, D) of the features below the layer, and second moments of the loss's gradients.
-
-    By `count` of the tokens (N,), in segments as long as in training, whose state is carried on if `carry`.
-    """
-    decoder = model.eval().decoder
-    length = min(decoder.sample_length, len(tokens) // STREAMS)
-    if length < 2:
-        raise ValueError(f"a training text of {len(tokens):,} tokens is too short for {STREAMS} streams")
-    streams = tokens[: len(tokens) // STREAMS * STREAMS].view(STREAMS, -1)
-    read = max(length, min(count // STREAMS, streams.shape[1]) // length * length)
-    features: list[Tensor] = []
-    hook = decoder.fast_weight_layer.register_forward_pre_hook(lambda layer, inputs: features.append(inputs[0]))
-    norm, softmax, state, gradients = decoder.fast_weight_layer.norm, decoder.adaptive_softmax, None, []
-    for segment in streams[:, :read].split(length, 1):
-        with torch.no_grad():
-            state = decoder(segment, state=state if carry else None)[1]["state"]
-        with torch.enable_grad():
-            x = features[-1][:, :-1].detach().requires_grad_()
-            y = norm(x)
-            of_y = softmax.loss_gradient(y.detach(), segment[:, 1:])
-            gradients.append(torch.autograd.grad(y, x, of_y)[0].flatten(0, 1))
-    hook.remove()
-    x, of_x = torch.cat(features, 1).flatten(0, 1).double(), torch.cat(gradients).double()
-    return x.mean(0).float(), x.mT.cov(), of_x.mT @ of_x / len(of_x)
+from fairseq_fwp.cli.files import load_text, write_whole
+from fairseq_fwp.convert.fast_weight_layer import add_layer, read_moments
 
 
 def run(args: Namespace) -> None:
     """Does what the arguments say, and prints what was written."""
     base, task, cfg = load_model(args.path, args.data, {})
-    model, settings = add_layer(base, cfg, task, args.fwl_hidden_dim)
+    model, settings = add_layer(base, cfg.model, architecture(cfg), task, args.fwl_hidden_dim)
     text = load_text(task, args.data, "train", task.source_dictionary.eos())
     carry = bool(getattr(cfg.task, "carry_state", False))
     model.decoder.fast_weight_layer.whiten(*read_moments(model, text.tokens, args.tokens, carry))

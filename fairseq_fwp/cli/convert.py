@@ -23,7 +23,7 @@ from typing import Any
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
-from fairseq_fwp.cli.eval_lm import import_plugin
+from fairseq_fwp.cli.files import import_plugin
 from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, check, write
 from fairseq_fwp.convert.source import Options
@@ -118,7 +118,7 @@ def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Targ
 def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
     try:
-        import_plugin(plugin_parser().parse_known_args(arguments)[0])
+        import_plugin(plugin_parser().parse_known_args(arguments)[0].user_dir)
     except ValueError as error:
         sys.exit(f"fwp-convert: {error}")
     made = parser()

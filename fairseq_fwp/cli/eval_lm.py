@@ -14,125 +14,90 @@ rms the rule as they write it, rms-sum that of their code for Transformer-XL, to
 """
 
 import argparse
-import dataclasses
 import json
 import logging
-import math
-import os
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from fairseq import utils
-from fairseq.data import data_utils
 from fairseq.logging.progress_bar import progress_bar
-from torch import Tensor
 
-import fairseq_fwp
+import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.argument_types import dictionary_of_settings, non_negative, output_file, positive
 from fairseq_fwp.cli.checkpoint import load_model
-from fairseq_fwp.cli.dynamic import KINDS, DynamicRule, gather_statistics
-from fairseq_fwp.cli.protocol import (
-    Protocol,
-    choose_protocol,
-    count_state,
-    document_starts,
-    make_scorer,
-    plan_windows,
-    warn_of_positions,
-)
-from fairseq_fwp.cli.scoring import Text, score
-from fairseq_fwp.modules.onednn import OneDnnLinear
+from fairseq_fwp.cli.files import import_plugin, load_text, write_whole
+from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
+from fairseq_fwp.evaluation.dynamic import KINDS
 from fairseq_fwp.tasks.text_blocks import BLANK_LINE
 
 logger = logging.getLogger(__name__)
 
-# What --batch-size amounts to by default. A CPU works from its caches: beyond these, batches gain nothing.
-TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
+# The flag that sets each argument of the library, and what else to say where that cannot be.
+FLAGS = {
+    "window": ("--tokens-per-sample", " (--model-overrides \"{'max_target_positions': N}\")"),
+    "context": ("--context-window (--tokens-per-sample less --stride)", ""),
+    "carry_state": ("--carry-state", ": leave it out"),
+}
 
 
-@dataclass
-class Result:
-    """loss: mean, base e; state_size: numbers a sequence needs kept, None = unknown; times in seconds."""
+class Result(NamedTuple):
+    """What was evaluated, and its scores. characters: of the text, None = unknown."""
 
     path: str
     subset: str
-    protocol: str
+    reset_after: str | None
     parameters: int
-    state_size: int | None
-    tokens: int
-    seconds: float
-    loss: float
     characters: int | None
+    scores: Scores
 
     @property
-    def bits(self) -> float:
-        """Mean loss of a token, base 2."""
-        return self.loss / math.log(2)
+    def protocol(self) -> str:
+        """How the text was scored, in words."""
+        return str(self.scores.protocol) + (f", anew after {self.reset_after}" if self.reset_after else "")
 
     @property
-    def perplexity(self) -> float:
-        """Infinite where it is no float."""
-        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
+    def tokens(self) -> int:
+        """Tokens scored."""
+        return len(self.scores.log_probs)
 
     @property
     def bits_per_character(self) -> float | None:
         """None: the number of characters is not known."""
-        return self.bits * self.tokens / self.characters if self.characters else None
+        return self.scores.bits * self.tokens / self.characters if self.characters else None
 
     def lines(self) -> list[str]:
         """The report, with fairseq-eval-lm's words where it has them."""
         found = [f"{self.subset}: {self.protocol}", f"num. model params: {self.parameters:,}"]
-        if self.state_size is not None:
-            found.append(f"state size: {self.state_size:,} numbers ({self.state_size / 1e6:.2f} M)")
-        speed = self.tokens / self.seconds
-        found.append(f"Evaluated {self.tokens:,} tokens in {self.seconds:.1f}s ({speed:.2f} tokens/s)")
-        found.append(f"Loss (base e): {self.loss:.4f}")
-        found.append(f"Loss (base 2): {self.bits:.4f}, Perplexity: {self.perplexity:.2f}")
+        kept, seconds = self.scores.state_size, self.scores.seconds
+        if kept is not None:
+            found.append(f"state size: {kept:,} numbers ({kept / 1e6:.2f} M)")
+        found.append(f"Evaluated {self.tokens:,} tokens in {seconds:.1f}s ({self.tokens / seconds:.2f} tokens/s)")
+        found.append(f"Loss (base e): {self.scores.loss:.4f}")
+        found.append(f"Loss (base 2): {self.scores.bits:.4f}, Perplexity: {self.scores.perplexity:.2f}")
         if self.bits_per_character is not None:
             found.append(f"Bits per character: {self.bits_per_character:.4f} ({self.characters:,} characters)")
         return found
 
     def as_json(self) -> str:
-        """All fields and what follows from them."""
-        derived = {"loss_base_2": self.bits, "perplexity": self.perplexity}
-        return json.dumps(
-            {**dataclasses.asdict(self), **derived, "bits_per_character": self.bits_per_character}, indent=2
-        )
-
-
-def import_plugin(args: Namespace) -> None:
-    """Imports the --user-dir, unless it is this package: fairseq would take it for another one of the same name.
-
-    Raises ValueError where there is no such folder.
-    """
-    if args.user_dir is None or Path(args.user_dir).resolve() != Path(fairseq_fwp.__file__).resolve().parent:
-        if os.path.isfile(args.user_dir or ""):
-            raise ValueError(f"--user-dir {args.user_dir} is a file: give the folder of a plug-in")
-        try:
-            utils.import_user_module(args)
-        except FileNotFoundError as error:
-            raise ValueError(f"there is no plug-in {error}: give its folder as --user-dir") from error
-
-
-def load_text(task: Any, data: str, subset: str, first: int) -> Text:
-    """The subset as one stream, with the symbol `first` read before it; ValueError if it is not there or empty."""
-    folder = utils.split_paths(data)[0]
-    prefix = os.path.join(folder, subset)
-    if os.path.exists(f"{prefix}.bin") and not os.path.getsize(f"{prefix}.bin"):
-        raise ValueError(f"the text {subset!r} in {folder} is empty: preprocess a file with at least one token")
-    dataset = data_utils.load_indexed_dataset(prefix, task.source_dictionary)
-    if dataset is None:
-        found = sorted({file.stem for file in Path(folder).glob("*.idx")})
-        raise ValueError(f"no text {subset!r} in {folder}, where there is {', '.join(found) or 'none'}")
-    tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
-    return Text(torch.cat([tokens.new_tensor([first]), tokens[:-1]]), tokens)
+        """All that is known."""
+        found = {
+            "path": self.path,
+            "subset": self.subset,
+            "protocol": self.protocol,
+            "parameters": self.parameters,
+            "state_size": self.scores.state_size,
+            "tokens": self.tokens,
+            "seconds": self.scores.seconds,
+            "loss": self.scores.loss,
+            "characters": self.characters,
+            "loss_base_2": self.scores.bits,
+            "perplexity": self.scores.perplexity,
+            "bits_per_character": self.bits_per_character,
+        }
+        return json.dumps(found, indent=2)
 
 
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
@@ -143,70 +108,66 @@ def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | N
     return tokens if words and all(len(word) == 1 for word in words) else None
 
 
-def evaluate(args: Namespace) -> None:
+def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
+    """The protocol that the arguments name; ValueError where the model, or the task's settings, cannot follow it."""
+    limit = model.max_positions()
+    window = args.tokens_per_sample or min(getattr(task, "tokens_per_sample", None) or limit, limit)
+    given = {"lr": args.dynamic_lr, "decay": args.dynamic_decay, "epsilon": args.dynamic_epsilon}
+    given = {name: value for name, value in given.items() if value is not None}
+    rule = DynamicRule(kind=args.dynamic, windows=args.dynamic_statistics, **given) if args.dynamic else None
+    context = window - args.stride if args.context_window is None else args.context_window
+    separator = getattr(task, "reset_state_after", None)
+    if args.carry_state and separator and separator != args.reset_after:
+        raise ValueError(
+            f"trained with --reset-state-after {separator}, this model is to be evaluated so too: pass --reset-after "
+            f"{separator}, or leave out --carry-state"
+        )
+    return Protocol(window, 0 if args.carry_state else context, args.carry_state, rule)
+
+
+def warn_of_positions(model: Any, length: int) -> None:
+    """Says so where a carried state comes with absolute positions that training has not seen."""
+    if getattr(model.decoder, "embed_positions", None) is not None and length > model.max_positions():
+        logger.warning(
+            "absolute positions go on to %s, of which the model has seen %s in training: Schlag et al. 2021 carry the "
+            "state of models with --no-token-positional-embeddings",
+            f"{length:,}",
+            f"{model.max_positions():,}",
+        )
+
+
+def run(args: Namespace) -> None:
     """Runs the evaluation that the arguments describe; prints its result and writes its files."""
-    import_plugin(args)
+    import_plugin(args.user_dir)
     model, task, cfg = load_model(args.path, args.data, args.model_overrides)
-    protocol = choose_protocol(args, model, cfg.task)
+    protocol = read_protocol(args, model, cfg.task)
     dictionary = task.source_dictionary
     first = dictionary.bos() if getattr(cfg.task, "add_bos_token", False) else dictionary.eos()
-    text = load_text(task, args.data, args.gen_subset, first)
+    text = load_text(task, args.data, args.gen_subset, first, args.reset_after)
+    train = load_text(task, args.data, "train", first, args.reset_after) if args.dynamic not in (None, "sgd") else None
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
-    model, text = model.to(device), Text(*(part.to(device) for part in text))
-    model.requires_grad_(protocol.dynamic is not None)
-    length = len(text.tokens)
-    warn_of_positions(model, protocol, length)
+    model = model.to(device).requires_grad_(args.dynamic is not None)
+    if args.carry_state:
+        warn_of_positions(model, len(text.tokens))
 
-    starts = document_starts(text.tokens, dictionary, args.reset_after)
-    batch_size = args.batch_size or max(1, TOKENS_AT_ONCE[device.type] // protocol.size)
-    plan = plan_windows(starts, length, protocol, batch_size)
-    rms = None
-    if protocol.dynamic is not None and protocol.dynamic.needs_statistics:
-        train = load_text(task, args.data, "train", first)
-        rms, windows = training_statistics(model, train, protocol, protocol.dynamic, dictionary)
-        protocol.dynamic = dataclasses.replace(
-            protocol.dynamic, windows=windows
-        )  # a short text has fewer than asked for
-    scorer = make_scorer(model, text, protocol, starts, rms)
-    default_format = "simple" if args.no_progress_bar else "tqdm"
-    bar = progress_bar(
-        plan, args.log_format, args.log_interval, prefix=args.gen_subset, default_log_format=default_format
-    )
-    started = time.perf_counter()
-    with OneDnnLinear():
-        log_probs = score(scorer, bar, length, bar.log)
+    def progress(batches: Any) -> Any:
+        shown = {"prefix": args.gen_subset, "default_log_format": "simple" if args.no_progress_bar else "tqdm"}
+        return progress_bar(batches, args.log_format, args.log_interval, **shown)
+
     result = Result(
         path=args.path,
         subset=args.gen_subset,
-        protocol=str(protocol),
+        reset_after=args.reset_after,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        state_size=count_state(model, protocol),
-        tokens=length,
-        seconds=time.perf_counter() - started,
-        loss=-float(log_probs.mean()),
-        characters=count_characters(dictionary, length, args.characters),
+        characters=count_characters(dictionary, len(text.tokens), args.characters),
+        scores=evaluate(model, text, protocol, train, args.batch_size, progress),
     )
     if args.scores:
-        words = [dictionary[token] for token in text.tokens.tolist()]
-        table = score_table(words, log_probs.tolist())
+        table = score_table([dictionary[token] for token in text.tokens.tolist()], result.scores.log_probs.tolist())
         write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
     if args.json:
         write_whole(args.json, lambda file: file.write_text(result.as_json() + "\n", encoding="utf-8"))
     print("\n".join(result.lines()))
-
-
-def training_statistics(
-    model: Any, text: Text, protocol: Protocol, rule: DynamicRule, dictionary: Any
-) -> tuple[list[Tensor], int]:
-    """What a rule of dynamic evaluation knows of the training text, read as the protocol reads; of how many windows."""
-    started, device = time.perf_counter(), next(model.parameters()).device
-    starts = document_starts(text.tokens, dictionary, protocol.reset_after)
-    plan = plan_windows(starts, len(text.tokens), protocol, 1)[: rule.windows]
-    text = Text(*(part.to(device) for part in text))
-    scorer = make_scorer(model, text, dataclasses.replace(protocol, dynamic=None), starts, None)
-    rms = gather_statistics(scorer, plan, rule)
-    logger.info("gathered statistics of %s windows of train in %.1fs", f"{len(plan):,}", time.perf_counter() - started)
-    return rms, len(plan)
 
 
 def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
@@ -215,14 +176,11 @@ def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
     return "\n".join(["position\ttoken\tlog_prob", *rows]) + "\n"
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls write for a file of another name first, so that one of this name is whole."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def name_flags(error: Exception) -> str:
+    """The sentence of an error, which begins with an argument of the library, by the flag that sets it."""
+    name, space, rest = str(error).partition(" ")
+    flag, hint = FLAGS.get(name, (name, ""))
+    return f"{flag}{space}{rest}{hint}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -302,9 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
         made.error("--dynamic rms-sum takes steps that depend on the number of its windows: give --dynamic-statistics")
     try:
-        evaluate(args)
+        run(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"fwp-eval-lm: {error}")
+        sys.exit(f"fwp-eval-lm: {name_flags(error)}")
     except torch.cuda.OutOfMemoryError:
         sys.exit(
             "fwp-eval-lm: the GPU has too little memory for that many windows at once: pass a smaller --batch-size"

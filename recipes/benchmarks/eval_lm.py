@@ -15,7 +15,8 @@ from fairseq.sequence_scorer import SequenceScorer
 from omegaconf import OmegaConf
 from report import Contender, Goal, goal_row, interleave, publish, ratios, say
 
-from fairseq_fwp.cli.scoring import Text, WindowScorer, batches, windows
+from fairseq_fwp.evaluation.scoring import WindowScorer
+from fairseq_fwp.evaluation.windows import Text, batches, windows
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.modules.onednn import OneDnnLinear
 

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from report import Contender, Goal, goal_row, interleave, publish, ratios, say
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer
-from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer
+from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer
+from fairseq_fwp.evaluation.scoring import StreamScorer, WindowScorer
+from fairseq_fwp.evaluation.windows import Text, Window
 from fairseq_fwp.models.presets import FWL_PRESETS
 from fairseq_fwp.modules.onednn import OneDnnLinear
 

@@ -10,7 +10,7 @@ from cli.test_eval_lm import preprocess, train_model
 from models.conftest import build_model  # noqa: F401  (a fixture)
 
 from fairseq_fwp.cli import add_layer, eval_lm
-from fairseq_fwp.cli.add_layer import STREAMS, read_moments
+from fairseq_fwp.convert.fast_weight_layer import STREAMS, read_moments
 
 LENGTH = 8
 XL = ["--task", "fwp_language_modeling", "--carry-state", "--arch", "fwp_xl_lm", "--mem-len", "4"]

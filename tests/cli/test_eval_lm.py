@@ -1,4 +1,4 @@
-"""fwp-eval-lm: each protocol against brute force and fairseq's own evaluation, and its refusals."""
+"""fwp-eval-lm: against fairseq's own evaluation, what it prints and writes, and its refusals."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,154 +16,16 @@ from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq_cli import eval_lm as fairseq_eval_lm
 from fairseq_cli import preprocess as fairseq_preprocess
 from fairseq_cli import train as fairseq_train
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
+from models.conftest import make_dictionary
 
 from fairseq_fwp import _compat
 from fairseq_fwp.cli import eval_lm
-from fairseq_fwp.cli.protocol import check_carries
-from fairseq_fwp.cli.scoring import StreamScorer, Text, Window, WindowScorer, batches, score, windows
-from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
 SIZE = 32  # of the blocks of the checkpoint's training
-LENGTH = 61
-
-
-def random_text(length=LENGTH, vocabulary=50):
-    tokens = torch.randint(4, vocabulary, (length,))
-    return Text(torch.cat([torch.tensor([2]), tokens[:-1]]), tokens)
-
-
-def brute_force(model, text, start_of):
-    """Token by token: a forward pass over inputs[start_of(i) : i + 1], and all words' probabilities at its end."""
-    log_probs = []
-    for i, token in enumerate(text.tokens):
-        with torch.no_grad():
-            output = model(text.inputs[start_of(i) : i + 1].unsqueeze(0))
-            log_probs.append(model.get_normalized_probs(output, log_probs=True)[0, -1, token])
-    return torch.stack(log_probs)
-
-
-def plan(length, size, given, batch_size=3):
-    return batches(windows(length, size, given), batch_size)
-
-
-@given(length=st.integers(1, 200), size=st.integers(1, 40), data=st.data())
-@settings(deadline=None)
-def test_windows_are_fairseqs_blocks_with_context(length, size, data):
-    given_tokens = data.draw(st.integers(0, size - 1))
-    step = size - given_tokens
-    scored = []
-    for window in windows(length, size, given_tokens):
-        assert window.end - window.start <= size
-        for i in range(window.first, window.end):
-            assert window.start == max(0, i // step * step - given_tokens)
-            scored.append(i)
-    assert scored == list(range(length))
-
-
-def test_batches_are_of_one_shape():
-    found = list(plan(23, size=8, given=5, batch_size=2))
-    assert [w for batch in found for w in batch] == list(windows(23, 8, 5))
-    shapes = [[(w.end - w.start, w.end - w.first) for w in batch] for batch in found]
-    assert shapes == [[(6, 6)], [(8, 3), (8, 3)], [(8, 3), (8, 3)], [(8, 3)], [(7, 2)]]
-
-
-MODELS = {
-    **{rule: {"decoder_update_rule": rule} for rule in UPDATE_RULES},
-    "softmax": {"decoder_update_rule": "softmax"},
-    "pre-norm without positions": {"decoder_normalize_before": True, "no_token_positional_embeddings": True},
-    "clusters": {"adaptive_softmax_cutoff": "10,30"},
-    "one layer": {"decoder_layers": 1},
-}
-
-
-@pytest.mark.parametrize("size, given_tokens", [(16, 15), (16, 11), (16, 0), (LENGTH + 5, LENGTH + 4), (1, 0)])
-@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
-def test_windows_agree_with_brute_force(build_model, flags, size, given_tokens):  # noqa: F811
-    model, text = build_model("fwp_lm", **flags), random_text()
-    step = size - given_tokens
-    expected = brute_force(model, text, lambda i: max(0, i // step * step - given_tokens))
-    actual = score(WindowScorer(model, text), plan(LENGTH, size, given_tokens), LENGTH)
-    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("size", [1, 16, LENGTH])
-@pytest.mark.parametrize(
-    "flags", [MODELS["delta"], MODELS["pre-norm without positions"]], ids=["delta", "no positions"]
-)
-def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size):  # noqa: F811
-    model, text = build_model("fwp_lm", **flags), random_text()
-    expected = brute_force(model, text, lambda i: 0)
-    actual = score(StreamScorer(model, text), plan(LENGTH, size, 0, batch_size=1), LENGTH)
-    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
-
-
-def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them(build_model):  # noqa: F811
-    model, task = build_model("fwp_lm"), Namespace(reset_state_after="</s>")
-    for other in (None, "blank-line"):
-        with pytest.raises(ValueError, match="pass --reset-after </s>"):
-            check_carries(model, task, other)
-    check_carries(model, task, "</s>")
-
-
-def test_a_stream_has_no_gaps(build_model):  # noqa: F811
-    scorer = StreamScorer(build_model("fwp_lm"), random_text())
-    scorer([Window(0, 0, 4)])
-    with pytest.raises(ValueError, match="the state has read 4 tokens"):
-        scorer([Window(5, 5, 9)])
-
-
-@pytest.mark.parametrize("cutoffs", [None, "10,30"])
-def test_fairseqs_own_models(cutoffs):
-    config = TransformerLanguageModelConfig(
-        decoder_layers=2, decoder_embed_dim=16, decoder_ffn_embed_dim=24, decoder_attention_heads=4,
-        decoder_input_dim=16, decoder_output_dim=16, adaptive_softmax_cutoff=cutoffs, tokens_per_sample=LENGTH,
-        max_target_positions=LENGTH,
-    )  # fmt: skip
-
-    class Task:
-        source_dictionary = target_dictionary = make_dictionary(50)
-
-    model, text = TransformerLanguageModel.build_model(config, Task).double().eval(), random_text()
-    actual = score(WindowScorer(model, text), plan(LENGTH, 16, 12), LENGTH)
-    # Without cutoffs fairseq's softmax is float32 whatever the model is.
-    expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
-    torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
-    with pytest.raises(ValueError, match="this TransformerLanguageModel has no state of constant size to carry"):
-        check_carries(model, task=None)
-
-
-def test_every_token_counts_once():
-    def scorer(batch):
-        return torch.zeros(sum(window.end - window.first for window in batch))
-
-    for gap in ([[Window(0, 0, 4)], [Window(5, 5, 8)]], [[Window(0, 0, 5)], [Window(4, 4, 8)]]):
-        with pytest.raises(RuntimeError, match="1 of 8 tokens were not scored exactly once"):
-            score(scorer, gap, 8)
-    with pytest.raises(ValueError, match="tokens 0 to 8 probabilities that are not above 0"):
-        score(lambda batch: torch.tensor([-1.0] * 7 + [-torch.inf]), [[Window(0, 0, 8)]], 8)
-
-
-@pytest.mark.parametrize(
-    "arch, numbers",
-    [
-        # Schlag et al. 2021, Table 4: 0.13 M. The Transformer's by the formula of its Appendix F, keys and values.
-        ("sum_lm_wt103_medium", 16 * 8 * 32 * 32),
-        ("delta_lm_wt103_medium", 131_072),
-        ("softmax_lm_wt103_medium", 384 * 512 * 16),
-        ("delta_dpfp_lm_wt103", 16 * 8 * 32 * 16),
-    ],
-)
-def test_state_size_is_that_of_the_paper(build_model, arch, numbers):  # noqa: F811
-    paper = {"decoder_layers": 16, "decoder_attention_heads": 8, "decoder_embed_dim": 256 if "medium" in arch else 128}
-    assert build_model(arch, **paper).decoder.state_size(384) == numbers
 
 
 def test_characters():
@@ -173,6 +36,16 @@ def test_characters():
     assert eval_lm.count_characters(letters, 7, None) == 7
     assert eval_lm.count_characters(words, 7, None) is None
     assert eval_lm.count_characters(words, 7, 30) == 30
+
+
+def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them():
+    """As the model was trained."""
+    model = SimpleNamespace(max_positions=lambda: 8, decoder=SimpleNamespace(carries_state=True))
+    task, flags = Namespace(reset_state_after="</s>"), ["data", "--path", "x", "--carry-state"]
+    for other in ([], ["--reset-after", "blank-line"]):
+        with pytest.raises(ValueError, match="pass --reset-after </s>"):
+            eval_lm.read_protocol(eval_lm.parser().parse_args(flags + other), model, task)
+    eval_lm.read_protocol(eval_lm.parser().parse_args([*flags, "--reset-after", "</s>"]), model, task)
 
 
 # From here on with a checkpoint and binarised text, as people have them.
@@ -344,11 +217,12 @@ REFUSALS = {
     "no dictionary": (["delta.pt", "text"], r"no dict\.txt in the data folder"),
     "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"no text 'valid' in .*, where .* test, train"),
     "no text": (["delta.pt", "empty"], r"the text 'test' in .*empty is empty: preprocess a file"),
-    "too long": (["delta.pt", "data", "--tokens-per-sample", 33], r"33 is longer than the 32 .*: pass at most 32"),
-    "wide stride": (["delta.pt", "data", "--stride", 33], r"--stride must be in that range"),
-    "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window from 0 to 31"),
-    "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window from 0 to 31"),
-    "no state": (["softmax.pt", "data", "--carry-state"], r"FwpLanguageModel has no state of constant size"),
+    "too long": (["delta.pt", "data", "--tokens-per-sample", 33], r"--tokens-per-sample must be at most 32, .*--mod"),
+    "wide stride": (["delta.pt", "data", "--stride", 33], r"less --stride\) must be from 0 to 31, got -1"),
+    "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window .* from 0 to 31, got 32"),
+    "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window .* from 0 to 31, got -1"),
+    "no state": (["softmax.pt", "data", "--carry-state"], r"--carry-state needs .*FwpLanguageModel has none: leave it"),
+    "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after: 'none' is not in the dictionary"),
 }  # fmt: skip
 OVERRIDES = {
     "{'heads': 3}": r"has no setting for: heads$",
@@ -368,6 +242,21 @@ MISUSES = {
     "no dictionary of settings": (["--model-overrides", "[1"], r"is no dictionary of settings"),
     "one file for two": (["--scores", "a", "--json", "a"], r"--json and --scores are two files, got a for both"),
     "no number": (["--stride", "0"], r"'0' is no whole number above 0"),
+    "no step size": (["--dynamic", "sgd"], "--dynamic needs its step size, --dynamic-lr"),
+    "a step without a rule": (["--dynamic-lr", "1"], "--dynamic-lr belongs to --dynamic"),
+    "statistics without a rule": (["--dynamic-statistics", "1"], "--dynamic-statistics belongs to --dynamic"),
+    "an epsilon of SGD": (
+        ["--dynamic", "sgd", "--dynamic-lr", "1", "--dynamic-epsilon", "1"],
+        "--dynamic-epsilon belongs to --dynamic rms and rms-sum",
+    ),
+    "a decay without a rule": (["--dynamic-decay", "1"], "--dynamic-decay belongs to --dynamic"),
+    "sums of all": (
+        ["--dynamic", "rms-sum", "--dynamic-lr", "1"],
+        "depend on the number of its windows: give --dynamic-s",
+    ),
+    "batches that learn": (["--dynamic", "sgd", "--dynamic-lr", "1", "--batch-size", "2"], "leave out --batch-size"),
+    "negative": (["--dynamic", "sgd", "--dynamic-lr", "-1"], "'-1' is no number from 0 on"),
+    "no number of a step": (["--dynamic", "sgd", "--dynamic-lr", "big"], "'big' is no number from 0 on"),
 }
 
 

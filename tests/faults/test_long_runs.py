@@ -12,7 +12,8 @@ from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 from rule_cases import RULES, fastest_backend, relative_error, sample_inputs
 
-from fairseq_fwp.cli.scoring import StreamScorer, Text, WindowScorer, windows
+from fairseq_fwp.evaluation.scoring import StreamScorer, WindowScorer
+from fairseq_fwp.evaluation.windows import Text, windows
 
 pytestmark = pytest.mark.slow
 STEPS = 100_000

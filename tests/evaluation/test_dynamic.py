@@ -1,17 +1,15 @@
-"""Dynamic evaluation agrees with a loop that follows the papers' formulas weight by weight, and its flags."""
+"""Dynamic evaluation agrees with a loop that follows the papers' formulas weight by weight."""
 
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
+from models.conftest import build_model  # noqa: F401  (a fixture)
 
-from fairseq_fwp.cli import eval_lm
-from fairseq_fwp.cli.dynamic import DynamicRule, DynamicScorer, gather_statistics
-from fairseq_fwp.cli.eval_lm import training_statistics
-from fairseq_fwp.cli.protocol import Protocol, document_starts, make_scorer, plan_windows
-from fairseq_fwp.cli.scoring import Text, WindowScorer, score
+from fairseq_fwp.evaluation import DynamicRule, Protocol, Text, document_starts, evaluate, gather_statistics
+from fairseq_fwp.evaluation.dynamic import measure
+from fairseq_fwp.evaluation.scoring import WindowScorer
 
 LENGTH, SIZE = 37, 8
 MODELS = {
@@ -32,9 +30,8 @@ RULES = {
 }
 
 
-def random_text(length=LENGTH):
-    tokens = torch.randint(4, 50, (length,))
-    return Text(torch.cat([torch.tensor([2]), tokens[:-1]]), tokens)
+def random_text(length=LENGTH, starts=(0,)):
+    return Text.after(2, torch.randint(4, 50, (length,)), starts)
 
 
 def loss_of(model, text, start, first, end, state):
@@ -54,7 +51,7 @@ def segments(length, size, given):
     ]
 
 
-def brute_force(model, text, rule, training, given, carry, starts=(0,)):
+def brute_force(model, text, rule, training, given, carry):
     """One number after the other, on a copy of the model."""
     model = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters()]
@@ -72,7 +69,7 @@ def brute_force(model, text, rule, training, given, carry, starts=(0,)):
     rms = {name: torch.sqrt(torch.as_tensor(squares[name]) / divisor) for name in names}
     flat = torch.cat([value.expand_as(trained[name]).flatten() for name, value in rms.items()])
     scores, state = [], None
-    for document, until in zip(starts, [*starts[1:], len(text.tokens)], strict=True):
+    for document, until in zip(text.starts, [*text.starts[1:], len(text.tokens)], strict=True):
         state = None
         with torch.no_grad():
             for name, weight in model.named_parameters():
@@ -112,13 +109,12 @@ def test_it_is_the_loop_over_windows(build_model, name, given, rule):  # noqa: F
     model, text, training = build_model(arch, **flags), random_text(), random_text(29)
     protocol = Protocol(SIZE, given or 0, given is None, rule)
     expected = brute_force(model, text, rule, training, given or 0, given is None)
-    rms = None
+    before = copy.deepcopy(model.state_dict())
+    scores = evaluate(model, text, protocol, training)
     if rule.needs_statistics:
-        rms, windows = training_statistics(model, training, protocol, rule, make_dictionary(50))
-        assert windows == len(segments(29, SIZE, given or 0)[: rule.windows])
-    scorer = make_scorer(model, text, protocol, [0], rms)
-    actual = score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH)
-    torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
+        assert scores.protocol.dynamic.statistics.windows == len(segments(29, SIZE, given or 0)[: rule.windows])
+    torch.testing.assert_close(scores.log_probs, expected, atol=1e-8, rtol=0)
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)  # as it was trained
 
 
 def test_words_that_a_model_lacks_have_no_weight_to_pull_back(build_model):  # noqa: F811
@@ -129,9 +125,7 @@ def test_words_that_a_model_lacks_have_no_weight_to_pull_back(build_model):  # n
     weights["decoder.adaptive_softmax.bias"][:2] = -torch.inf
     model.load_state_dict(weights)
     expected = brute_force(model, text, rule, random_text(9), 0, False)
-    protocol = Protocol(SIZE, 0, False, rule)
-    scorer = make_scorer(model, text, protocol, [0], None)
-    actual = score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH)
+    actual = evaluate(model, text, Protocol(SIZE, 0, False, rule)).log_probs
     torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
 
 
@@ -139,24 +133,18 @@ def test_words_that_a_model_lacks_have_no_weight_to_pull_back(build_model):  # n
 @pytest.mark.parametrize("starts", [[0, 11, 12, 30], [0]], ids=str)
 def test_documents_start_with_the_trained_weights(build_model, carry, starts):  # noqa: F811
     arch, flags = MODELS["Transformer-XL"]
-    model, text, rule = build_model(arch, **flags), random_text(), RULES["sgd, decay"]
-    protocol = Protocol(SIZE, 0, carry, rule, "</s>")
-    expected = brute_force(model, text, rule, random_text(9), 0, carry, starts)
-    scorer = make_scorer(model, text, protocol, starts, None)
-    actual = score(scorer, plan_windows(starts, LENGTH, protocol, 1), LENGTH)
+    model, text, rule = build_model(arch, **flags), random_text(starts=tuple(starts)), RULES["sgd, decay"]
+    expected = brute_force(model, text, rule, random_text(9), 0, carry)
+    actual = evaluate(model, text, Protocol(SIZE, 0, carry, rule)).log_probs
     torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
 
 
 def test_where_documents_start():
-    dictionary = make_dictionary(50)
-    end, word = dictionary.eos(), dictionary.index("w3")
+    end, word = 2, 7
     tokens = torch.tensor([5, end, end, 6, word, 20, end, end, end, 8, word, end])
-    assert document_starts(tokens, dictionary, None) == [0]
-    assert document_starts(tokens, dictionary, "w3") == [0, 5, 11]
-    assert document_starts(tokens, dictionary, "blank-line") == [0, 3, 8, 9]
-    assert document_starts(torch.tensor([end, 5, end]), dictionary, "blank-line") == [0, 1]
-    with pytest.raises(ValueError, match="'nothing' is not in the dictionary"):
-        document_starts(tokens, dictionary, "nothing")
+    assert document_starts(tokens, word) == (0, 5, 11)
+    assert document_starts(tokens, end, empty_lines=True) == (0, 3, 8, 9)
+    assert document_starts(torch.tensor([end, 5, end]), end, empty_lines=True) == (0, 1)
 
 
 def test_a_rule_of_sums_is_one_of_means_by_other_numbers(build_model):  # noqa: F811
@@ -164,57 +152,39 @@ def test_a_rule_of_sums_is_one_of_means_by_other_numbers(build_model):  # noqa: 
     arch, flags = MODELS["Transformer-XL"]
     model, text, training = build_model(arch, **flags), random_text(), random_text(29)
     rule = DynamicRule(0.002, 1e-3, 1e-3, "rms-sum", windows=3)
-    numbers = []
-    for kind in ("rms", "rms-sum"):
-        protocol = Protocol(SIZE, 0, True, replace(rule, kind=kind))
-        numbers.append(training_statistics(model, training, protocol, protocol.dynamic, make_dictionary(50))[0])
-    mean = torch.cat([part.flatten() for part in numbers[0]]).mean().item()
+    protocol = Protocol(SIZE, 0, True, replace(rule, kind="rms"))
+    statistics = gather_statistics(model, training, protocol).dynamic.statistics
+    mean = torch.cat([part.flatten() for part in statistics.rms]).mean().item()
     same = DynamicRule(0.002 / 3**0.5, 1e-3 * 3**0.5 * mean, 1e-3 / 3**0.5, "rms", windows=3)
     scores = []
-    for one, rms in zip((same, rule), numbers, strict=True):
-        protocol, copied = Protocol(SIZE, 0, True, one), copy.deepcopy(model)
-        scorer = make_scorer(copied, text, protocol, [0], rms)
-        scores.append(score(scorer, plan_windows([0], LENGTH, protocol, 1), LENGTH))
+    for one in (same, rule):
+        protocol = gather_statistics(model, training, Protocol(SIZE, 0, True, one))
+        scores.append(evaluate(model, text, protocol).log_probs)
     torch.testing.assert_close(*scores, atol=1e-9, rtol=0)
 
 
 def test_rules_need_their_statistics(build_model):  # noqa: F811
-    scorer = WindowScorer(build_model("fwp_lm"), random_text())
-    with pytest.raises(ValueError, match="the RMS rules, and they alone"):
-        DynamicScorer(scorer, RULES["rms"])
-    with pytest.raises(ValueError, match="no window of the training text"):
-        gather_statistics(scorer, [], RULES["rms"])
+    model, text = build_model("fwp_lm"), random_text()
+    with pytest.raises(ValueError, match="statistics must be there for kind 'rms', got None: pass the training text"):
+        evaluate(model, text, Protocol(SIZE, dynamic=RULES["rms"]))
+    with pytest.raises(ValueError, match="train must have at least one window"):
+        measure(WindowScorer(model, text), [], "rms")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        ({"kind": "adam"}, "kind must be one of sgd, rms, rms-sum, got 'adam'"),
+        ({"decay": -0.5}, "decay must be 0 or more, got -0.5"),
+        ({"lr": float("nan")}, "lr must be 0 or more, got nan"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(numbers, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        DynamicRule(**{"lr": 0.1, **numbers})
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_it_says_what_it_did(rule):
-    assert str(Protocol(8, 0, True, RULES[rule], "</s>")).endswith(f"{RULES[rule]}, anew after </s>")
+    assert str(Protocol(8, 0, True, RULES[rule])).endswith(f", {RULES[rule]}")
     assert rule[:3].upper() in str(RULES[rule])
-
-
-MISUSES = {
-    "no step size": (["--dynamic", "sgd"], "--dynamic needs its step size, --dynamic-lr"),
-    "a step without a rule": (["--dynamic-lr", "1"], "--dynamic-lr belongs to --dynamic"),
-    "statistics without a rule": (["--dynamic-statistics", "1"], "--dynamic-statistics belongs to --dynamic"),
-    "an epsilon of SGD": (
-        ["--dynamic", "sgd", "--dynamic-lr", "1", "--dynamic-epsilon", "1"],
-        "--dynamic-epsilon belongs to --dynamic rms and rms-sum",
-    ),
-    "a decay without a rule": (["--dynamic-decay", "1"], "--dynamic-decay belongs to --dynamic"),
-    "sums of all": (
-        ["--dynamic", "rms-sum", "--dynamic-lr", "1"],
-        "depend on the number of its windows: give --dynamic-s",
-    ),
-    "batches": (["--dynamic", "sgd", "--dynamic-lr", "1", "--batch-size", "2"], "leave out --batch-size"),
-    "negative": (["--dynamic", "sgd", "--dynamic-lr", "-1"], "'-1' is no number from 0 on"),
-    "no number": (["--dynamic", "sgd", "--dynamic-lr", "big"], "'big' is no number from 0 on"),
-}
-
-
-@pytest.mark.parametrize("case", MISUSES)
-def test_misuse_is_refused_at_once(capsys, case):
-    arguments, sentence = MISUSES[case]
-    with pytest.raises(SystemExit) as stopped:
-        eval_lm.main(["data", "--path", "delta.pt", *arguments])
-    assert stopped.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]

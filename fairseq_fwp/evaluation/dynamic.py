@@ -18,59 +18,76 @@ epsilon epsilon / sqrt(N) and, where the pull is not cut off at 1, the decay sqr
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fairseq_fwp.cli.scoring import DocumentScorer, Scorer, Window
+from fairseq_fwp.evaluation.scoring import Scorer
+from fairseq_fwp.evaluation.windows import Window
 
 KINDS = {"sgd": "SGD", "rms": "RMS", "rms-sum": "RMS-sum"}
 
 
+class Statistics(NamedTuple):
+    """rms: RMS, or for RMS-sum sqrt(N) RMS, of each learned weight; windows: N."""
+
+    rms: list[Tensor]
+    windows: int
+
+
 @dataclass(frozen=True)
 class DynamicRule:
-    """The step above. kind: one of KINDS; windows: N, None = all there are. SGD has neither these nor an epsilon."""
+    """The step above. kind: one of KINDS; windows: at most so many of the training text count, None = all there are.
+
+    SGD uses neither these nor an epsilon. statistics: what the RMS rules divide by, see `gather_statistics`. Raises
+    ValueError for another kind, and for a number below 0.
+    """
 
     lr: float
     decay: float = 0.0
     epsilon: float = 1e-5
     kind: str = "sgd"
     windows: int | None = None
+    statistics: Statistics | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        for name in ("lr", "decay", "epsilon"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether it divides by what `gather_statistics` finds."""
+        """Whether it divides by statistics of the training text."""
         return self.kind != "sgd"
 
     def __str__(self) -> str:
         text = KINDS[self.kind]
-        if self.kind == "rms-sum":
-            text += f" of {self.windows} windows"  # of the mean, the number hardly matters
+        if self.kind == "rms-sum":  # of the mean, the number hardly matters
+            text += f" of {self.statistics.windows if self.statistics else self.windows} windows"
         if self.needs_statistics:
             text += f", epsilon {self.epsilon:g}"
         return f"dynamic evaluation ({text}, lr {self.lr:g}, decay {self.decay:g})"
 
 
 def learned_weights(model: Any) -> list[Tensor]:
-    """All that training changes, each once."""
+    """Return all that training changes, each once."""
     return [weight for weight in model.parameters() if weight.requires_grad]
 
 
-def score_and_differentiate(scorer: Any, batch: list[Window], weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The log-probabilities of a batch, and the gradients of their mean loss; zero where a weight has no part in it."""
+def score_and_differentiate(scorer: Scorer, batch: list[Window], weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the log-probabilities of a batch, and the gradients of their mean loss, zero for unused weights."""
     with torch.enable_grad():
         log_probs = scorer.log_probs(batch)
         gradients = torch.autograd.grad(-log_probs.mean(), weights, materialize_grads=True)
     return log_probs.detach(), list(gradients)
 
 
-def gather_statistics(scorer: Scorer | DocumentScorer, plan: Iterable[list[Window]], rule: DynamicRule) -> list[Tensor]:
-    """RMS, or for RMS-sum sqrt(N) RMS, of each learned weight over a plan of N batches.
-
-    Raises ValueError for a plan without any.
-    """
+def measure(scorer: Scorer, plan: Iterable[list[Window]], kind: str) -> Statistics:
+    """Return the statistics of a kind of rule over a plan of N batches. Raises ValueError for a plan without any."""
     weights = learned_weights(scorer.model)
     squares, count = [torch.zeros_like(weight) for weight in weights], 0
     for count, batch in enumerate(plan, start=1):  # noqa: B007
@@ -78,33 +95,38 @@ def gather_statistics(scorer: Scorer | DocumentScorer, plan: Iterable[list[Windo
         for square, gradient in zip(squares, gradients, strict=True):
             square.addcmul_(gradient, gradient)
     if not count:
-        raise ValueError(f"no window of the training text to gather the statistics of --dynamic {rule.kind} on")
-    return [square.div_(count if rule.kind == "rms" else 1).sqrt_() for square in squares]
+        raise ValueError("train must have at least one window to gather statistics on, got none")
+    return Statistics([square.div_(count if kind == "rms" else 1).sqrt_() for square in squares], count)
 
 
 class DynamicScorer:
     """Scores windows one after the other, each with the weights as the ones before it left them.
 
-    The model's own weights change. rms: what `gather_statistics` returned, for a rule that uses it.
+    The model's own weights change; a document starts with the trained ones. Raises ValueError for a rule without the
+    statistics that it needs.
     """
 
-    def __init__(self, scorer: Scorer, rule: DynamicRule, rms: list[Tensor] | None = None) -> None:
-        if rule.needs_statistics != (rms is not None):
-            raise ValueError("the RMS rules, and they alone, need statistics of the training text")
+    def __init__(self, scorer: Scorer, rule: DynamicRule) -> None:
+        if rule.needs_statistics and rule.statistics is None:
+            raise ValueError(f"statistics must be there for kind {rule.kind!r}, got None: pass the training text")
         self.scorer = scorer
         self.weights = learned_weights(scorer.model)
         self.trained = [weight.detach().clone() for weight in self.weights]
         self.rule = rule
         self.steps: list[Tensor | float] = [rule.lr] * len(self.weights)
         self.decays: list[Tensor | float] = [rule.decay] * len(self.weights)
-        if rms is not None:
-            self.steps = [rule.lr / (part + rule.epsilon) for part in rms]
-        if rms is not None and rule.decay:
+        if not rule.needs_statistics or rule.statistics is None:
+            return
+        rms = rule.statistics.rms
+        self.steps = [rule.lr / (part + rule.epsilon) for part in rms]
+        if rule.decay:
             mean = sum(float(part.sum()) for part in rms) / sum(part.numel() for part in rms)
             summed = rule.kind == "rms-sum"
             self.decays = [rule.decay * part if summed else (rule.decay / mean * part).clamp(max=1) for part in rms]
 
     def __call__(self, batch: list[Window]) -> Tensor:
+        if self.scorer.starts_document(batch):
+            self.restore()
         log_probs, gradients = score_and_differentiate(self.scorer, batch, self.weights)
         self._learn(gradients)
         return log_probs
@@ -117,8 +139,7 @@ class DynamicScorer:
             weight += back - step * gradient
 
     @torch.no_grad()
-    def restart(self, first: int) -> None:
-        """Where token `first` starts a document: the weights are the trained ones again, and nothing was read."""
+    def restore(self) -> None:
+        """Make the model's weights the trained ones again."""
         for weight, trained in zip(self.weights, self.trained, strict=True):
             weight.copy_(trained)
-        self.scorer.restart(first)

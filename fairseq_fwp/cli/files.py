@@ -1,0 +1,65 @@
+"""What the commands read besides checkpoints, and how they write: plug-ins, binarised texts, whole files."""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.data import data_utils
+
+import fairseq_fwp
+from fairseq_fwp.evaluation import Text, document_starts
+from fairseq_fwp.tasks.text_blocks import BLANK_LINE
+
+
+def import_plugin(folder: str | None) -> None:
+    """Import the --user-dir, unless it is this package: fairseq would take it for another one of the same name.
+
+    Raises ValueError where there is no such folder.
+    """
+    if folder is None or Path(folder).resolve() == Path(fairseq_fwp.__file__).resolve().parent:
+        return
+    if os.path.isfile(folder):
+        raise ValueError(f"--user-dir {folder} is a file: give the folder of a plug-in")
+    try:
+        utils.import_user_module(Namespace(user_dir=folder))
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no plug-in {error}: give its folder as --user-dir") from error
+
+
+def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | None = None) -> Text:
+    """Return the subset with the symbol `first` read before it; documents end with the symbol reset_after.
+
+    Raises ValueError for a subset that is not there or empty, and for a symbol that is not in the dictionary.
+    """
+    folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
+    prefix = os.path.join(folder, subset)
+    if os.path.exists(f"{prefix}.bin") and not os.path.getsize(f"{prefix}.bin"):
+        raise ValueError(f"the text {subset!r} in {folder} is empty: preprocess a file with at least one token")
+    dataset = data_utils.load_indexed_dataset(prefix, dictionary)
+    if dataset is None:
+        found = sorted({file.stem for file in Path(folder).glob("*.idx")})
+        raise ValueError(f"no text {subset!r} in {folder}, where there is {', '.join(found) or 'none'}")
+    tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
+    if reset_after is None:
+        return Text.after(first, tokens)
+    if reset_after != BLANK_LINE and reset_after not in dictionary:
+        raise ValueError(
+            f"--reset-after: {reset_after!r} is not in the dictionary: give a symbol of it, or {BLANK_LINE}"
+        )
+    empty_lines = reset_after == BLANK_LINE
+    separator = dictionary.eos() if empty_lines else dictionary.index(reset_after)
+    return Text.after(first, tokens, document_starts(tokens, separator, empty_lines))
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Call write for a file of another name first, so that one of this name is whole."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,156 @@
+"""Protocols of evaluation: how much is read at a time, after which context, with what carried or learned."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer, measure
+from fairseq_fwp.evaluation.scoring import Scorer, StreamScorer, WindowScorer, score
+from fairseq_fwp.evaluation.windows import Text, Window, batches, document_windows
+from fairseq_fwp.modules.onednn import OneDnnLinear
+
+logger = logging.getLogger(__name__)
+
+# What a batch reads by default. A CPU works from its caches: beyond these, batches gain nothing.
+TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a text is scored.
+
+    window: tokens that a window reads; context: the first of them, which it does not score; carry_state: a window goes
+    on from the state of the one before; dynamic: how the weights learn from what was scored, None = they stay. Raises
+    ValueError for a window of no tokens and for a context that leaves none to score.
+    """
+
+    window: int
+    context: int = 0
+    carry_state: bool = False
+    dynamic: DynamicRule | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
+        most = 0 if self.carry_state else self.window - 1
+        if not 0 <= self.context <= most:
+            raise ValueError(
+                f"context must be from 0 to {most}, got {self.context}: a window scores at least one token"
+            )
+
+    def __str__(self) -> str:
+        text = f"windows of {self.window} tokens, each after at least {self.context} given ones where the text has them"
+        if not self.context:
+            text = f"blocks of {self.window} tokens, each by itself"
+        if self.carry_state:
+            text = f"state carried over segments of {self.window} tokens"
+        return text if self.dynamic is None else f"{text}, {self.dynamic}"
+
+    def check(self, model: Any) -> None:
+        """Raise ValueError for a model that cannot follow the protocol."""
+        limit = model.max_positions()
+        if self.window > limit:
+            raise ValueError(
+                f"window must be at most {limit}, the tokens that the model was trained on, got {self.window}: pass at "
+                f"most {limit}, or allow more by the model's max_target_positions"
+            )
+        if self.carry_state and not getattr(model.decoder, "carries_state", False):
+            raise ValueError(
+                f"carry_state needs a model with a state of constant size, and this {type(model).__name__} has none"
+            )
+
+    def plan(self, text: Text, batch_size: int | None = None) -> list[list[Window]]:
+        """Return the windows of a text in batches, of one each where one depends on those before it."""
+        if self.carry_state or self.dynamic is not None:
+            batch_size = 1
+        size = batch_size or max(1, TOKENS_AT_ONCE.get(text.tokens.device.type, 1) // self.window)
+        return list(batches(document_windows(text, self.window, self.context), size))
+
+    def scorer(self, model: Any, text: Text) -> Scorer:
+        """Return what scores the windows of a plan while the weights stay, on the model's device."""
+        device = next(model.parameters()).device
+        return (StreamScorer if self.carry_state else WindowScorer)(model, text.to(device))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """log_probs (N,): of each token of the text, base e, float64; protocol: by which, with its statistics.
+
+    state_size: numbers that a sequence needs kept, None for a model that does not count them; seconds: of the scoring.
+    """
+
+    log_probs: Tensor
+    protocol: Protocol
+    state_size: int | None
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a token, base e."""
+        return -float(self.log_probs.mean())
+
+    @property
+    def bits(self) -> float:
+        """Mean loss of a token, base 2."""
+        return self.loss / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that is no float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+def evaluate(
+    model: Any,
+    text: Text,
+    protocol: Protocol,
+    train: Text | None = None,
+    batch_size: int | None = None,
+    progress: Callable[[list[list[Window]]], Iterable[list[Window]]] = iter,
+) -> Scores:
+    """Score every token of a text once by a protocol. The weights are those of before afterwards.
+
+    train: the training text, for a dynamic rule that still needs its statistics. batch_size: windows at once, where
+    they do not depend on each other; None = as many as are fast. progress: wraps the batches to show how far the
+    evaluation is; a method `log` of what it returns, as fairseq's bars have it, gets {"tokens", "ppl"}. Raises
+    ValueError for a model that cannot follow the protocol, or whose probabilities are not finite.
+    """
+    protocol.check(model)
+    if train is not None:
+        protocol = gather_statistics(model, train, protocol)
+    scorer: Any = protocol.scorer(model, text)
+    bar = progress(protocol.plan(scorer.text, batch_size))
+    dynamic = None if protocol.dynamic is None else DynamicScorer(scorer, protocol.dynamic)
+    started = time.perf_counter()
+    try:
+        with OneDnnLinear():
+            found = score(dynamic or scorer, bar, len(text.tokens), getattr(bar, "log", lambda numbers: None))
+    finally:
+        if dynamic is not None:
+            dynamic.restore()
+    count = getattr(model.decoder, "state_size", None)
+    kept = None if count is None else count(protocol.window, protocol.carry_state)
+    return Scores(found, protocol, kept, time.perf_counter() - started)
+
+
+def gather_statistics(model: Any, train: Text, protocol: Protocol) -> Protocol:
+    """Return the protocol with the statistics of the training text that its dynamic rule needs, if it has none yet.
+
+    The text is read as the protocol reads: the first `windows` windows of the rule, or all.
+    """
+    rule = protocol.dynamic
+    if rule is None or not rule.needs_statistics or rule.statistics is not None:
+        return protocol
+    started, scorer = time.perf_counter(), protocol.scorer(model, train)
+    found = measure(scorer, protocol.plan(train)[: rule.windows], rule.kind)
+    seconds = time.perf_counter() - started
+    logger.info("gathered statistics of %s windows of train in %.1fs", f"{found.windows:,}", seconds)
+    return replace(protocol, dynamic=replace(rule, statistics=found))

@@ -1,0 +1,115 @@
+"""Scorers: each takes a batch of windows and returns the log-probabilities (base e) of the tokens that they score.
+
+The windows of a batch are consecutive and of one shape; the log-probabilities are in the text's order. A model is
+fairseq's: it has a `decoder` and `get_normalized_probs`. Shapes: B windows of a batch, n tokens that each scores.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_fwp.evaluation.windows import Text, Window
+
+
+class Scorer:
+    """Scores batches of windows of a text with a model, in evaluation mode."""
+
+    def __init__(self, model: Any, text: Text) -> None:
+        self.model = model.eval()
+        self.text = text
+        self.starts = frozenset(text.starts)
+
+    @torch.no_grad()
+    def __call__(self, batch: list[Window]) -> Tensor:
+        return self.log_probs(batch)
+
+    def log_probs(self, batch: list[Window]) -> Tensor:
+        """Return the log-probabilities (B n,), with a graph where gradients are enabled."""
+        raise NotImplementedError
+
+    def starts_document(self, batch: list[Window]) -> bool:
+        """Return whether a document starts with the batch, so that what was read before is to be forgotten."""
+        return batch[0].first in self.starts
+
+
+class WindowScorer(Scorer):
+    """Scores each window by itself, as if nothing had come before it."""
+
+    def log_probs(self, batch: list[Window]) -> Tensor:
+        """Return the log-probabilities (B n,), with a graph where gradients are enabled."""
+        inputs = torch.stack([self.text.inputs[window.start : window.end] for window in batch])
+        tokens = torch.stack([self.text.tokens[window.first : window.end] for window in batch])
+        decoder, scored = self.model.decoder, tokens.shape[1]
+        if "last" in inspect.signature(getattr(decoder, "extract_features", decoder.forward)).parameters:
+            output = decoder.output_layer(decoder.extract_features(inputs, last=scored)[0])
+        else:
+            output = decoder(inputs)[0][:, -scored:]
+        return target_log_prob(self.model, output, tokens).flatten()
+
+
+class StreamScorer(Scorer):
+    """Scores windows one after the other, each with the state that the one before it left.
+
+    The decoder takes `state` and returns a new one as "state" in its second value. A document starts without a state.
+    """
+
+    def __init__(self, model: Any, text: Text) -> None:
+        super().__init__(model, text)
+        self.state: Any = None
+        self.read = 0
+
+    def log_probs(self, batch: list[Window]) -> Tensor:
+        """Return the window's log-probabilities (n,); gradients do not flow into the windows before it."""
+        (window,) = batch
+        if self.starts_document(batch):
+            self.state, self.read = None, window.first
+        if not self.read == window.start == window.first:
+            raise ValueError(f"the state has read {self.read} tokens, which {window} does not go on from")
+        read = slice(window.start, window.end)
+        output, extra = self.model.decoder(self.text.inputs[read].unsqueeze(0), state=self.state)
+        self.state, self.read = extra["state"].detach(), window.end
+        return target_log_prob(self.model, output, self.text.tokens[read].unsqueeze(0)).flatten()
+
+
+def target_log_prob(model: Any, output: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probabilities (B, n) of tokens (B, n), from what the decoder of a fairseq model returned."""
+    softmax: Any = getattr(model.decoder, "adaptive_softmax", None)
+    if hasattr(softmax, "target_log_prob"):
+        return softmax.target_log_prob(output, tokens)
+    log_probs = model.get_normalized_probs((output, None), log_probs=True, sample={"target": tokens})
+    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def score(
+    scorer: Callable[[list[Window]], Tensor],
+    plan: Iterable[list[Window]],
+    length: int,
+    report: Callable[[dict[str, float]], None] = lambda numbers: None,
+) -> Tensor:
+    """Return the log-probabilities (N,), float64, of a text of N = length tokens.
+
+    report gets {"tokens", "ppl"}, the perplexity so far, after each batch of the plan. Raises RuntimeError unless the
+    plan scores every token once, ValueError at a log-probability that is not finite.
+    """
+    log_probs = torch.zeros(length, dtype=torch.float64)
+    times = torch.zeros(length, dtype=torch.int64)
+    total = 0.0
+    for batch in plan:
+        scored = slice(batch[0].first, batch[-1].end)
+        log_probs[scored] = scorer(batch).double().cpu()
+        times[scored] += 1
+        total += float(log_probs[scored].sum())
+        if not math.isfinite(total):
+            raise ValueError(
+                f"the model gives tokens {scored.start:,} to {scored.stop:,} probabilities that are not above 0: "
+                "it has diverged or overflows, or its vocabulary lacks one of them (a converted one may lack line ends)"
+            )
+        report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
+    wrong = int(times.ne(1).sum())
+    if wrong:
+        raise RuntimeError(f"{wrong:,} of {length:,} tokens were not scored exactly once")
+    return log_probs

@@ -1,0 +1,80 @@
+"""A text, its documents, and the windows that read it.
+
+Shapes: N tokens of the text, B windows of a batch.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Text(NamedTuple):
+    """inputs (N,) and tokens (N,): tokens[i] is to be predicted after inputs[: i + 1].
+
+    starts: the first token of each document, in order; a text is one document unless they say otherwise.
+    """
+
+    inputs: Tensor
+    tokens: Tensor
+    starts: tuple[int, ...] = (0,)
+
+    @classmethod
+    def after(cls, first: int, tokens: Tensor, starts: Iterable[int] = (0,)) -> "Text":
+        """Return the text of tokens (N,) before which the token `first` is read, such as the end of a line."""
+        return cls(torch.cat([tokens.new_tensor([first]), tokens[:-1]]), tokens, tuple(starts))
+
+    def to(self, device: torch.device) -> "Text":
+        """Return the text on a device."""
+        return Text(self.inputs.to(device), self.tokens.to(device), self.starts)
+
+
+class Window(NamedTuple):
+    """What reads inputs[start:end] and scores tokens[first:end]."""
+
+    start: int
+    first: int
+    end: int
+
+
+def document_starts(tokens: Tensor, separator: int, empty_lines: bool = False) -> tuple[int, ...]:
+    """Return the first token of each document of tokens (N,); a document ends with the token `separator`.
+
+    empty_lines: the separator ends a line, and a document ends with a line of nothing else.
+    """
+    ends = tokens.eq(separator)
+    if empty_lines:
+        ends &= torch.cat([ends.new_ones(1), ends[:-1]])
+    return (0, *(place + 1 for place in ends[:-1].nonzero().flatten().tolist()))
+
+
+def windows(length: int, size: int, context: int) -> Iterator[Window]:
+    """Yield windows of `size` tokens that score all but their first `context`: each of `length` tokens once.
+
+    What `fairseq-eval-lm --tokens-per-sample size --context-window context` scores: blocks of size - context tokens,
+    after `context` tokens or all that there are. The blocks within the first `size` tokens are one window here, since
+    what comes later changes nothing (but positions that count from the end of a sample; Schlag's public code reads them
+    as one window too). context = size - 1 is the sliding window of Schlag et al. 2021, Sec. 6.3; context = 0 are blocks
+    without context. No window reuses another's vectors: from the second layer on they depend on where it begins.
+    """
+    step = size - context
+    window = Window(0, 0, min(size // step * step, length))
+    while window.first < length:
+        yield window
+        window = Window(window.end - context, window.end, min(window.end + step, length))
+
+
+def document_windows(text: Text, size: int, context: int) -> Iterator[Window]:
+    """Yield the windows of each document of a text."""
+    for start, end in pairwise([*text.starts, len(text.tokens)]):
+        for window in windows(end - start, size, context):
+            yield Window(*(start + place for place in window))
+
+
+def batches(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
+    """Yield up to `size` consecutive windows that read and score the same numbers of tokens."""
+    for _, alike in groupby(found, lambda window: (window.end - window.start, window.end - window.first)):
+        while batch := list(islice(alike, size)):
+            yield batch

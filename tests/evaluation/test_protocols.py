@@ -1,0 +1,167 @@
+"""Each protocol against brute force, and what cannot be evaluated."""
+
+import math
+import re
+import textwrap
+
+import pytest
+import torch
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
+
+import fairseq_fwp.evaluation
+from fairseq_fwp.evaluation import Protocol, Text, evaluate
+from fairseq_fwp.evaluation.scoring import StreamScorer, score
+from fairseq_fwp.evaluation.windows import Window, batches, windows
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+LENGTH = 61
+
+
+def random_text(length=LENGTH, starts=(0,)):
+    return Text.after(2, torch.randint(4, 50, (length,)), starts)
+
+
+def brute_force(model, text, start_of):
+    """Token by token: a forward pass over inputs[start_of(i) : i + 1], and all words' probabilities at its end."""
+    log_probs = []
+    for i, token in enumerate(text.tokens):
+        with torch.no_grad():
+            output = model(text.inputs[start_of(i) : i + 1].unsqueeze(0))
+            log_probs.append(model.get_normalized_probs(output, log_probs=True)[0, -1, token])
+    return torch.stack(log_probs)
+
+
+def plan(length, size, given, batch_size=3):
+    return batches(windows(length, size, given), batch_size)
+
+
+@given(length=st.integers(1, 200), size=st.integers(1, 40), data=st.data())
+@settings(deadline=None)
+def test_windows_are_fairseqs_blocks_with_context(length, size, data):
+    given_tokens = data.draw(st.integers(0, size - 1))
+    step = size - given_tokens
+    scored = []
+    for window in windows(length, size, given_tokens):
+        assert window.end - window.start <= size
+        for i in range(window.first, window.end):
+            assert window.start == max(0, i // step * step - given_tokens)
+            scored.append(i)
+    assert scored == list(range(length))
+
+
+def test_batches_are_of_one_shape():
+    found = list(plan(23, size=8, given=5, batch_size=2))
+    assert [w for batch in found for w in batch] == list(windows(23, 8, 5))
+    shapes = [[(w.end - w.start, w.end - w.first) for w in batch] for batch in found]
+    assert shapes == [[(6, 6)], [(8, 3), (8, 3)], [(8, 3), (8, 3)], [(8, 3)], [(7, 2)]]
+
+
+MODELS = {
+    **{rule: {"decoder_update_rule": rule} for rule in UPDATE_RULES},
+    "softmax": {"decoder_update_rule": "softmax"},
+    "pre-norm without positions": {"decoder_normalize_before": True, "no_token_positional_embeddings": True},
+    "clusters": {"adaptive_softmax_cutoff": "10,30"},
+    "one layer": {"decoder_layers": 1},
+}
+
+
+@pytest.mark.parametrize("size, given_tokens", [(16, 15), (16, 11), (16, 0), (LENGTH + 5, LENGTH + 4), (1, 0)])
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
+def test_windows_agree_with_brute_force(build_model, flags, size, given_tokens):  # noqa: F811
+    model, text = build_model("fwp_lm", **flags, max_target_positions=2 * LENGTH), random_text()
+    step = size - given_tokens
+    expected = brute_force(model, text, lambda i: max(0, i // step * step - given_tokens))
+    actual = evaluate(model, text, Protocol(size, given_tokens), batch_size=3).log_probs
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 16, LENGTH])
+@pytest.mark.parametrize(
+    "flags", [MODELS["delta"], MODELS["pre-norm without positions"]], ids=["delta", "no positions"]
+)
+def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size):  # noqa: F811
+    model, text = build_model("fwp_lm", **flags, max_target_positions=2 * LENGTH), random_text()
+    expected = brute_force(model, text, lambda i: 0)
+    actual = evaluate(model, text, Protocol(size, carry_state=True)).log_probs
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+def test_a_stream_has_no_gaps(build_model):  # noqa: F811
+    scorer = StreamScorer(build_model("fwp_lm"), random_text())
+    scorer([Window(0, 0, 4)])
+    with pytest.raises(ValueError, match="the state has read 4 tokens"):
+        scorer([Window(5, 5, 9)])
+
+
+@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+def test_fairseqs_own_models(cutoffs):
+    config = TransformerLanguageModelConfig(
+        decoder_layers=2, decoder_embed_dim=16, decoder_ffn_embed_dim=24, decoder_attention_heads=4,
+        decoder_input_dim=16, decoder_output_dim=16, adaptive_softmax_cutoff=cutoffs, tokens_per_sample=LENGTH,
+        max_target_positions=LENGTH,
+    )  # fmt: skip
+
+    class Task:
+        source_dictionary = target_dictionary = make_dictionary(50)
+
+    model, text = TransformerLanguageModel.build_model(config, Task).double().eval(), random_text()
+    actual = evaluate(model, text, Protocol(16, 12), batch_size=3).log_probs
+    # Without cutoffs fairseq's softmax is float32 whatever the model is.
+    expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
+    torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"carry_state needs .* this TransformerLanguageModel has none"):
+        evaluate(model, text, Protocol(16, carry_state=True))
+
+
+def test_every_token_counts_once():
+    def scorer(batch):
+        return torch.zeros(sum(window.end - window.first for window in batch))
+
+    for gap in ([[Window(0, 0, 4)], [Window(5, 5, 8)]], [[Window(0, 0, 5)], [Window(4, 4, 8)]]):
+        with pytest.raises(RuntimeError, match="1 of 8 tokens were not scored exactly once"):
+            score(scorer, gap, 8)
+    with pytest.raises(ValueError, match="tokens 0 to 8 probabilities that are not above 0"):
+        score(lambda batch: torch.tensor([-1.0] * 7 + [-torch.inf]), [[Window(0, 0, 8)]], 8)
+
+
+@pytest.mark.parametrize(
+    "arch, numbers",
+    [
+        # Schlag et al. 2021, Table 4: 0.13 M. The Transformer's by the formula of its Appendix F, keys and values.
+        ("sum_lm_wt103_medium", 16 * 8 * 32 * 32),
+        ("delta_lm_wt103_medium", 131_072),
+        ("softmax_lm_wt103_medium", 384 * 512 * 16),
+        ("delta_dpfp_lm_wt103", 16 * 8 * 32 * 16),
+    ],
+)
+def test_state_size_is_that_of_the_paper(build_model, arch, numbers):  # noqa: F811
+    paper = {"decoder_layers": 16, "decoder_attention_heads": 8, "decoder_embed_dim": 256 if "medium" in arch else 128}
+    model, text = build_model(arch, **paper, max_target_positions=384), random_text(3)
+    assert evaluate(model, text, Protocol(384)).state_size == numbers
+
+
+def test_the_example_of_the_docstring_runs(build_model, capsys):  # noqa: F811
+    """And prints the perplexities of brute force."""
+    example = re.search(r"\n\n((?: {4}.*\n|\n)+)", fairseq_fwp.evaluation.__doc__)[1]
+    model, tokens, dictionary = build_model("fwp_lm"), random_text().tokens, make_dictionary(50)
+    exec(textwrap.dedent(example), {"model": model, "tokens": tokens, "dictionary": dictionary})
+    printed = [float(number) for number in capsys.readouterr().out.split()[:2]]
+    text = Text.after(dictionary.eos(), tokens)
+    for ppl, start_of in zip(printed, (lambda i: max(0, i - 7), lambda i: 0), strict=True):
+        assert ppl == pytest.approx(math.exp(-brute_force(model, text, start_of).mean()), rel=1e-6)
+
+
+def test_what_cannot_be_is_refused(build_model):  # noqa: F811
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        Protocol(0)
+    for context in (-1, 8):
+        with pytest.raises(ValueError, match=f"context must be from 0 to 7, got {context}"):
+            Protocol(8, context)
+    with pytest.raises(ValueError, match="context must be from 0 to 0, got 4"):
+        Protocol(8, 4, carry_state=True)
+    model = build_model("fwp_lm", tokens_per_sample=9)
+    with pytest.raises(ValueError, match=r"window must be at most 9, the tokens .*, got 10: pass at most 9"):
+        evaluate(model, random_text(), Protocol(10))
