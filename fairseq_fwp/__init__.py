@@ -1,15 +1,14 @@
 """Fast weight programmers for fairseq: `fairseq-train --user-dir fairseq_fwp --arch delta_lm_wt103 ...`.
 
 `ops` and `modules` need torch alone. Together with fairseq, whichever of the two is imported first, the package
-patches what today's torch, numpy and Python break in fairseq (`_compat`), what faults do to its files (`_files`), how
-it mistakes dictionaries (`_dictionaries`), what it says of flags that do not fit a checkpoint (`_settings`) and what
-it says for nothing (`_log`), and registers the models, tasks and criterions.
+patches what today's torch, numpy and Python break in fairseq (`patches`), and registers the models, tasks and
+criterions.
 """
 
 import importlib
 from typing import Any
 
-from fairseq_fwp._registration import register_with_fairseq
+from fairseq_fwp.registration import register_with_fairseq
 
 register_with_fairseq()
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_fwp import _compat  # before any test imports fairseq, whose import is hushed then
+from fairseq_fwp.patches.messages import (
+    silence_known_warnings,  # before any test imports fairseq, whose import is hushed then
+)
 
 # The laws hold for any inputs: FWP_TEST_SEED=$RANDOM bash tests/run.sh tries others.
 SEED = int(os.environ.get("FWP_TEST_SEED", "0"))
@@ -16,7 +18,7 @@ SEED = int(os.environ.get("FWP_TEST_SEED", "0"))
 
 @pytest.fixture(autouse=True)
 def fixed_seeds():
-    _compat.silence_known_warnings()  # pytest has its own filters for every test
+    silence_known_warnings()  # pytest has its own filters for every test
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

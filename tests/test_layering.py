@@ -17,23 +17,19 @@ ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "tasks",
 # What each room of the package may import besides itself and the standard library. Imports never point backwards.
 ROOMS = {
     "__init__": {"fairseq_fwp"},
-    "_registration": {"fairseq_fwp"},
-    "_compat": CONFIG,
-    "_files": CONFIG | {"fairseq_fwp._compat"},
-    "_dictionaries": CONFIG | {"fairseq_fwp._compat"},
-    "_log": CONFIG | {"fairseq_fwp._options"},
-    "_settings": CONFIG | {"fairseq_fwp._compat", "fairseq_fwp._options"},
-    "_options": {"omegaconf"},
+    "registration": {"fairseq_fwp"},
+    "options": {"omegaconf"},
+    "patches": CONFIG | {"fairseq_fwp.options"},
     "kernels": {"torch"},
     "ops": {"torch", "fairseq_fwp.kernels"},
     "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.ops"},
-    "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp._options"},
+    "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp.options"},
     # They know a model by its methods alone.
     "evaluation": {"torch", "fairseq_fwp.modules.onednn"},
-    "tasks": CONFIG | {"fairseq_fwp._options"},
+    "tasks": CONFIG | {"fairseq_fwp.options"},
     "criterions": CONFIG,
-    "convert": PEOPLE | ABOVE | {"fairseq_fwp._dictionaries"},
+    "convert": PEOPLE | ABOVE | {"fairseq_fwp.patches"},
     "cli": PEOPLE | {"fairseq_fwp"},
 }
 
@@ -93,7 +89,7 @@ def test_every_import_keeps_to_its_room():
 
 def test_rooms_are_there():
     rooms = {path.relative_to(ROOT).parts[1].removesuffix(".py") for path in ROOT.glob("fairseq_fwp/**/*.py")}
-    assert {"__init__", "_compat", "ops", "modules", "models"} <= rooms
+    assert {"__init__", "patches", "ops", "modules", "models"} <= rooms
 
 
 def test_kernels_are_free_of_torch():

@@ -16,8 +16,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fairseq_fwp._dictionaries import KEY, fingerprints
 from fairseq_fwp.convert.source import Conversion
+from fairseq_fwp.patches.dictionaries import KEY, fingerprints
 
 # Of FAVOR+'s draws, where they do not come with the weights: one conversion is like the other.
 SEED = 1

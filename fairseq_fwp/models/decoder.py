@@ -13,7 +13,6 @@ from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_fwp._options import option
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import (
     AdaptiveSoftmax,
@@ -26,6 +25,7 @@ from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
 

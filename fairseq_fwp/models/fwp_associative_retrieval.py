@@ -16,7 +16,6 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fairseq_fwp._options import option
 from fairseq_fwp.models.attention_options import (
     MemoryOptions,
     Use,
@@ -31,6 +30,7 @@ from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemo
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.options import option
 
 # E for each of the S keys and S values: the public code's; the paper does not say.
 EMBED_DIM_PER_SYMBOL = 1.1

@@ -15,13 +15,13 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
 from torch import Tensor, nn
 
-from fairseq_fwp._options import option
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
 from fairseq_fwp.models.language_model import forgets_segments
 from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer, FastWeightLayerState
 from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
+from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from typing import Any, Optional
 from fairseq.models import register_model
 from torch import Tensor, nn
 
-from fairseq_fwp._options import option
 from fairseq_fwp.models.attention_options import (
     AttentionOptions,
     Use,
@@ -23,6 +22,7 @@ from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
+from fairseq_fwp.options import option
 
 
 @dataclass

@@ -24,7 +24,6 @@ from fairseq.models.transformer import base_architecture as transformer_architec
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
-from fairseq_fwp._options import option
 from fairseq_fwp.models.attention_options import (
     AttentionOptions,
     Use,
@@ -41,6 +40,7 @@ from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.onednn import OneDnnLinear, mkl_is_slow
 from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.options import option
 
 
 @dataclass

@@ -14,7 +14,6 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from torch import Tensor, nn
 
-from fairseq_fwp._options import option
 from fairseq_fwp.models.attention_options import SIZES, naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel, forgets_segments
@@ -23,6 +22,7 @@ from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, Rel
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
 from fairseq_fwp.modules.learned_positions import LearnedPositions
 from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
+from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
 

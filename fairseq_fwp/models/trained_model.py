@@ -6,7 +6,7 @@ from typing import Any
 
 from fairseq.models import BaseFairseqModel
 
-from fairseq_fwp._options import as_given, plain
+from fairseq_fwp.options import as_given, plain
 
 logger = logging.getLogger(__name__)
 

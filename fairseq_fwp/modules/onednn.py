@@ -18,8 +18,18 @@ from torch.overrides import TorchFunctionMode
 MIN_ROWS = 256
 
 
-class Linear(nn.Linear):
-    """torch's layer, through oneDNN where that is faster; see `linear`."""
+class Projection(nn.Linear):
+    """torch's layer, where a bias that is not there is no parameter either: fairseq takes all such for a shared one."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        if not bias:
+            del self._parameters["bias"]
+            self.bias = None  # type: ignore[assignment]
+
+
+class Linear(Projection):
+    """The same, through oneDNN where that is faster; see `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)

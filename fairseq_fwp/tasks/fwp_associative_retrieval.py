@@ -11,7 +11,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
-from fairseq_fwp._options import option
+from fairseq_fwp.options import option
 from fairseq_fwp.tasks.associations import Associations, Setting
 
 logger = logging.getLogger(__name__)

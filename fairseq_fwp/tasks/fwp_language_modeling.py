@@ -14,7 +14,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 
-from fairseq_fwp._options import option
+from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
 from fairseq_fwp.tasks.stream_iterator import StreamIterator
 from fairseq_fwp.tasks.streams import Streams

@@ -9,7 +9,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 
-from fairseq_fwp._options import option
+from fairseq_fwp.options import option
 from fairseq_fwp.tasks.sequence_problems import PROBLEMS, ProblemSequences, Setting
 
 

@@ -21,8 +21,8 @@ from fairseq_cli import preprocess as fairseq_preprocess
 from fairseq_cli import train as fairseq_train
 from models.conftest import make_dictionary
 
-from fairseq_fwp import _compat
 from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.patches.messages import silence_known_warnings
 
 PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
 SIZE = 32  # of the blocks of the checkpoint's training
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_an_earlier_fairseq(folder):
     settings = {name: value for group in groups.values() for name, value in group.items() if name != "_name"}
     args = Namespace(**{**settings, **names, "arch": names["model"]})
     torch.save({**state, "args": args, "cfg": None}, folder / "earlier.pt")
-    _compat.silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
+    silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
     longer = ["--model-overrides", "{'max_target_positions': 50}", "--tokens-per-sample", 50]
     assert evaluate(folder, *longer, path="earlier.pt")["loss"] == evaluate(folder, *longer)["loss"]
 

@@ -11,10 +11,10 @@ from fairseq import checkpoint_utils
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 
-from fairseq_fwp import _compat
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import SOURCES, checkpoint
 from fairseq_fwp.convert.source import Options
+from fairseq_fwp.patches.messages import silence_known_warnings
 
 VECTORS = Path(__file__).parent / "vectors"
 # The end of a line first, as in the public vocabularies, and unknown words among the frequent.
@@ -97,7 +97,7 @@ class Converter:
             for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
         ]
         files = [str(self.state_dict), "--vocabulary", str(self.words), "--out", str(self.out)]
-        _compat.silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
+        silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
         main(["--source", vector.source, *files, *flags])
         return self.out
 

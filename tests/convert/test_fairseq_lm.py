@@ -11,8 +11,8 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from fairseq_fwp import _compat
 from fairseq_fwp.cli.convert import main
+from fairseq_fwp.patches.messages import silence_known_warnings
 from tests.convert.conftest import load
 
 SMALL = {"decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4}
@@ -66,7 +66,7 @@ class Checkpoint:
         torch.save({"args": None, "cfg": {"model": settings, "task": {}}, "model": tensors, **other}, self.file)
 
     def convert(self, *arguments):
-        _compat.silence_known_warnings()
+        silence_known_warnings()
         main(["--source", "fairseq-lm", str(self.file), "--out", str(self.out), *arguments])
         return load(self.out)
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from fairseq_fwp import _compat
 from fairseq_fwp.cli.convert import main
+from fairseq_fwp.patches.messages import silence_known_warnings
 from tests.convert.conftest import load
 
 WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
@@ -76,7 +76,7 @@ class Folder:
         save_file(tensors, self.path / "model.safetensors")
 
     def convert(self, *arguments):
-        _compat.silence_known_warnings()
+        silence_known_warnings()
         main(["--source", "gpt2", str(self.path), "--out", str(self.out), *arguments])
         return load(self.out)
 

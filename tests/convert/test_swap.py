@@ -11,7 +11,6 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
 from rule_inputs import rule_inputs
 
-from fairseq_fwp import _compat
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import checkpoint
 from fairseq_fwp.convert.source import Conversion
@@ -20,6 +19,7 @@ from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.ops import delta_rule
+from fairseq_fwp.patches.messages import silence_known_warnings
 from tests.convert.conftest import load
 
 DIM, HEADS, HEAD, LENGTH = 16, 2, 8, 12
@@ -257,7 +257,7 @@ def saved(source, tmp_path):
 
 
 def convert(folder, out, *arguments):
-    _compat.silence_known_warnings()
+    silence_known_warnings()
     main(["--source", "fwp-lm", str(folder / "checkpoint.pt"), "--out", str(out), *map(str, arguments)])
     return load(out)[0]
 

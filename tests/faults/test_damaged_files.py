@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from small_text import write_text
 
 import fairseq_fwp
-from fairseq_fwp import _files
+from fairseq_fwp.patches import writing
 
 DAMAGES = ["cut short", "longer", "empty", "index cut short", "index of zeros", "another dictionary"]
 
@@ -210,7 +210,7 @@ def test_a_save_is_tried_again_from_its_beginning(tmp_path, monkeypatch):
         save(obj, file)
 
     monkeypatch.setattr(torch, "save", fail_twice)
-    monkeypatch.setattr(_files, "PAUSE", 0)
+    monkeypatch.setattr(writing, "PAUSE", 0)
     checkpoint_utils.torch_persistent_save({"a": 1}, str(tmp_path / "checkpoint.pt"))
     assert len(set(map(id, calls))) == 3 and torch.load(tmp_path / "checkpoint.pt") == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
@@ -234,5 +234,4 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         assert result.returncode == status, result.stderr
         if status:
-            expected = f"OSError: --save-dir {save_dir} cannot be written (Permission denied): give a folder that can"
-            assert result.stderr.strip().splitlines()[-1] == expected
+            assert f"Permission denied: '{save_dir}/" in result.stderr.strip().splitlines()[-1]

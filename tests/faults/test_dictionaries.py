@@ -13,8 +13,8 @@ from fairseq_cli import train as fairseq_train
 from small_text import write_text
 from test_damaged_files import training
 
-from fairseq_fwp import _dictionaries
 from fairseq_fwp.cli import eval_lm
+from fairseq_fwp.patches import dictionaries
 
 
 def train(data, save_dir, *flags):
@@ -96,7 +96,7 @@ def test_checkpoints_that_say_nothing_of_a_dictionary_are_loaded(data, save_dir)
     path = save_dir / "checkpoint_last.pt"
     state = torch.load(path)
     for place in ("task_state", "extra_state"):
-        assert state[place].pop(_dictionaries.KEY).keys() == {"source_dictionary", "target_dictionary"}
+        assert state[place].pop(dictionaries.KEY).keys() == {"source_dictionary", "target_dictionary"}
     torch.save(state, path)
     rewrite(data, reverse)
     load_to_evaluate(save_dir, data)
@@ -112,7 +112,7 @@ def dictionary(*words):
 
 def test_what_a_fingerprint_tells_apart():
     def prints(source, target):
-        return _dictionaries.fingerprints(Namespace(source_dictionary=source, target_dictionary=target))
+        return dictionaries.fingerprints(Namespace(source_dictionary=source, target_dictionary=target))
 
     plain = prints(dictionary("a", "b"), dictionary("a", "b"))
     assert plain["source_dictionary"] == plain["target_dictionary"]
@@ -126,4 +126,4 @@ def test_what_a_fingerprint_tells_apart():
 def test_a_task_without_a_dictionary_has_no_fingerprint():
     config = tasks.TASK_DATACLASS_REGISTRY["fwp_associative_retrieval"](seed=1, update_freq=[1])
     task = tasks.TASK_REGISTRY["fwp_associative_retrieval"].setup_task(config)
-    assert _dictionaries.fingerprints(task) == {} and _dictionaries.difference(task, {"source_dictionary": "x"}) == ""
+    assert dictionaries.fingerprints(task) == {} and dictionaries.difference(task, {"source_dictionary": "x"}) == ""

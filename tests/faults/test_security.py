@@ -16,7 +16,7 @@ from fairseq import checkpoint_utils, utils
 from fairseq.data import Dictionary
 from small_text import write_text
 
-from fairseq_fwp import _files
+from fairseq_fwp.patches import configuration
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -138,9 +138,9 @@ def test_a_configuration_is_no_code(tmp_path, canary):
     ],
 )
 def test_settings_mean_what_they_meant(text, value):
-    assert _files.evaluate(text) == value == eval(text)
+    assert configuration.evaluate(text) == value == eval(text)
     assert utils.eval_str_list("1,2.5") == [1.0, 2.5] and utils.eval_bool("True")
-    assert fairseq.models.transformer_lm.eval is _files.evaluate
+    assert fairseq.models.transformer_lm.eval is configuration.evaluate
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_settings_mean_what_they_meant(text, value):
 )
 def test_code_is_refused(text):
     with pytest.raises(ValueError, match=r"is code, and is not run|is no number, string or list of them"):
-        _files.evaluate(text)
+        configuration.evaluate(text)
 
 
 def shell_function(recipe, name):

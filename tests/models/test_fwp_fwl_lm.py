@@ -9,11 +9,11 @@ import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 
-from fairseq_fwp._options import plain
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.presets import FWL_PRESETS
 from fairseq_fwp.modules.fast_weight_layer import GRADIENTS_AT, PACE, STEP_SIZE
+from fairseq_fwp.options import plain
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
 from .stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states

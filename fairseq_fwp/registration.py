@@ -24,10 +24,9 @@ def register_with_fairseq() -> None:
 
 
 def _register() -> None:
-    from fairseq_fwp import _compat, _dictionaries, _files, _log, _settings
+    from fairseq_fwp import patches
 
-    for patches in (_compat, _files, _dictionaries, _settings, _log):
-        patches.apply()
+    patches.apply()
     # Only now: they import more of fairseq, which must be patched before.
     from fairseq_fwp import criterions, models, tasks  # noqa: F401
 
@@ -48,9 +47,9 @@ class _AfterFairseq(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
-            from fairseq_fwp import _compat
+            from fairseq_fwp.patches.messages import silence_known_warnings
 
-            _compat.silence_known_warnings()
+            silence_known_warnings()
             with _root_logger_as_it_is():
                 execute(module)
             sys.meta_path.remove(self)

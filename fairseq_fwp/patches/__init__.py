@@ -1,0 +1,224 @@
+"""What fairseq 0.12 needs today, for any of its models: one table, and a file for each topic.
+
+A patch stays here if fairseq does not work without it on today's stack, or if data or checkpoints would be lost or
+silently wrong, or code would run from a file. It replaces one attribute of one fairseq module, never a file.
+
+    python -m fairseq_fwp.patches        prints the table of docs/fairseq_on_current_python.md
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fairseq_fwp.patches import batches, configuration, data, dictionaries, messages, processes, reading, stack, writing
+
+
+class Patch(NamedTuple):
+    """Of fairseq, unless another package is named.
+
+    symbol: what is replaced by patch(what it was), or, where the patch has no argument, what it is about; the reason
+    is the patch's docstring. since: what made it necessary; test: what fails without it.
+    """
+
+    symbol: str
+    patch: Callable[..., Any]
+    since: str
+    test: str
+
+    @property
+    def reason(self) -> str:
+        """The first paragraph of its docstring, in one line."""
+        return " ".join((inspect.getdoc(self.patch) or "").split("\n\n")[0].split())
+
+
+FAIRSEQ = "fairseq 0.12"
+INDEXED = "fairseq.data.indexed_dataset.MMapIndexedDataset"
+PATCHES = (
+    Patch("numpy.compat", stack.restore_numpy_compat, "numpy 2.0", "tests/patches/test_stack.py::test_numpy_compat"),
+    Patch(
+        "torch.serialization",
+        stack.allow_checkpoint_types,
+        "torch 2.6",
+        "tests/patches/test_stack.py::test_checkpoint_types_load",
+    ),
+    Patch(
+        "fairseq.data.token_block_dataset.best_fitting_int_dtype",
+        stack.count_below_zero,
+        "numpy 2.0",
+        "tests/patches/test_stack.py::test_blocks_of_one_token",
+    ),
+    Patch(
+        "fairseq.distributed.utils.call_main",
+        stack.forget_tpu,
+        FAIRSEQ,
+        "tests/patches/test_stack.py::test_bf16_is_not_taken_for_a_tpu",
+    ),
+    Patch(
+        "fairseq.search.DiverseBeamSearch.step",
+        *(
+            stack.count_diverse_beams_by_batch,
+            FAIRSEQ,
+            "tests/test_translation_commands.py::test_every_sentence_is_translated",
+        ),
+    ),
+    Patch(
+        "fairseq.data.data_utils.batch_by_size",
+        batches.keep_last_batch,
+        FAIRSEQ,
+        "tests/patches/test_batches.py::test_every_index_is_in_one_batch",
+    ),
+    Patch(
+        "fairseq.tasks.FairseqTask.get_batch_iterator",
+        batches.keep_batches_of_first_epoch,
+        FAIRSEQ,
+        "tests/faults/test_resumed_batches.py::test_the_rest_of_an_epoch_and_the_next",
+    ),
+    Patch(
+        "fairseq.tasks.language_modeling.LanguageModelingTask.eval_lm_dataloader",
+        *(
+            batches.refuse_unscored_tokens,
+            FAIRSEQ,
+            "tests/test_commands.py::test_text_longer_than_the_model_is_refused",
+        ),
+    ),
+    Patch(
+        "fairseq.distributed.utils.infer_init_method",
+        processes.join_launched_processes,
+        FAIRSEQ,
+        "tests/faults/test_launchers.py::test_processes_of_torchrun_find_each_other",
+    ),
+    Patch(
+        "fairseq.checkpoint_utils.save_checkpoint",
+        processes.save_for_every_process,
+        FAIRSEQ,
+        "tests/faults/test_many_processes.py::test_states_in_mid_epoch_are_of_their_number_of_processes",
+    ),
+    Patch(
+        "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
+        reading.load_weights_only,
+        "torch 2.4",
+        "tests/faults/test_security.py::test_they_are_refused_where_torch_would_run_them",
+    ),
+    Patch(
+        "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
+        reading.keep_saved_options,
+        FAIRSEQ,
+        "tests/test_translation_commands.py::test_weights_that_compute_something_else_are_told_of",
+    ),
+    Patch(
+        "fairseq.checkpoint_utils.load_checkpoint",
+        reading.show_what_a_model_refuses,
+        FAIRSEQ,
+        "tests/test_translation_commands.py::test_flags_that_a_checkpoint_does_not_fit_are_named",
+    ),
+    Patch(
+        "fairseq.checkpoint_utils.torch_persistent_save",
+        writing.save_whole,
+        FAIRSEQ,
+        "tests/faults/test_damaged_files.py::test_a_disk_that_is_full",
+    ),
+    Patch(
+        "fairseq.file_io.PathManager.copy",
+        writing.copy_whole,
+        FAIRSEQ,
+        "tests/faults/test_damaged_files.py::test_a_copy_on_a_full_disk_leaves_the_old_file",
+    ),
+    Patch(
+        "fairseq.data.indexed_dataset.make_dataset",
+        data.refuse_damaged_data,
+        FAIRSEQ,
+        "tests/faults/test_damaged_files.py::test_texts",
+    ),
+    Patch(
+        f"{INDEXED}.__del__",
+        data.close_what_is_open,
+        FAIRSEQ,
+        "tests/faults/test_damaged_files.py::test_texts",
+    ),
+    Patch(
+        f"{INDEXED}.Index.__del__",
+        data.close_what_is_open,
+        FAIRSEQ,
+        "tests/faults/test_damaged_files.py::test_texts",
+    ),
+    Patch(
+        "fairseq.models.*.eval",
+        configuration.evaluate_data_alone,
+        FAIRSEQ,
+        "tests/faults/test_security.py::test_a_configuration_is_no_code",
+    ),
+    Patch(
+        "fairseq.trainer.Trainer.state_dict",
+        dictionaries.save_fingerprints,
+        FAIRSEQ,
+        "tests/faults/test_dictionaries.py::test_what_a_fingerprint_tells_apart",
+    ),
+    Patch(
+        "fairseq.tasks.FairseqTask.load_state_dict",
+        dictionaries.refuse_in_evaluation,
+        FAIRSEQ,
+        "tests/faults/test_dictionaries.py::test_nothing_is_evaluated_with_other_words",
+    ),
+    Patch(
+        "fairseq.trainer.Trainer.load_checkpoint",
+        dictionaries.refuse_at_resume,
+        FAIRSEQ,
+        "tests/faults/test_dictionaries.py::test_a_training_does_not_go_on_with_other_words",
+    ),
+    Patch(
+        "warnings.filters",
+        messages.silence_known_warnings,
+        "torch 2.4, hydra 1.1",
+        "tests/patches/test_messages.py::test_only_known_warnings_are_silenced",
+    ),
+    Patch(
+        "logging.root.level",
+        *(
+            messages.hide_debugging,
+            FAIRSEQ,
+            "tests/patches/test_messages.py::test_debugging_messages_of_libraries_are_hidden",
+        ),
+    ),
+)
+
+
+def apply() -> None:
+    """Run every patch; a second call changes nothing."""
+    for entry in PATCHES:
+        if inspect.signature(entry.patch).parameters:
+            _replace(entry)
+        else:
+            entry.patch()
+
+
+def find(symbol: str) -> tuple[Any, str]:
+    """Return the module or class that has the symbol, and its name there."""
+    *path, name = symbol.split(".")
+    owner: Any = None
+    for index, part in enumerate(path):
+        try:
+            owner = importlib.import_module(".".join(path[: index + 1]))
+        except ModuleNotFoundError:
+            owner = getattr(owner, part)
+    return owner, name
+
+
+def _replace(entry: Patch) -> None:
+    owner, name = find(entry.symbol)
+    original = getattr(owner, name)
+    patches = getattr(original, "patches", ())
+    if entry.patch.__name__ in patches:
+        return
+    replacement = entry.patch(original)
+    function = getattr(replacement, "__func__", replacement)
+    functools.update_wrapper(function, original)
+    function.patches = (*patches, entry.patch.__name__)
+    setattr(owner, name, replacement)
+
+
+def table() -> str:
+    """Return the table of patches in Markdown."""
+    rows = (f"| `{entry.symbol}` | {entry.reason} | {entry.since} |" for entry in PATCHES)
+    return "\n".join(("| symbol | reason | needed since |", "| --- | --- | --- |", *rows)) + "\n"

@@ -1,0 +1,67 @@
+"""Samples that fairseq drops, reads twice or leaves out of a score."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+Original = Callable[..., Any]
+
+
+def keep_last_batch(batch_by_size: Original) -> Any:
+    """fairseq drops a last batch whose size is no multiple of --required-batch-size-multiple (8 by default)."""
+
+    def batch_all(indices: Any, *args: Any, **kwargs: Any) -> Any:
+        indices = np.fromiter(indices, dtype=np.int64) if not isinstance(indices, np.ndarray) else indices
+        batches = batch_by_size(indices, *args, **kwargs) if len(indices) else []
+        # Fixed shapes part the data otherwise; elsewhere batches are consecutive and only the last can be missing.
+        kept = sum(len(batch) for batch in batches)
+        if kept < len(indices) and kwargs.get("fixed_shapes") is None:
+            batches = [*batches, indices[kept:]]
+        return batches
+
+    return batch_all
+
+
+def keep_batches_of_first_epoch(get_batch_iterator: Original) -> Any:
+    """fairseq deals the text into batches once and shuffles those in every epoch; resumed, it deals by another seed.
+
+    In mid-epoch a resumed run would read some samples again, others never, and at its end go on in another order.
+    """
+
+    def get_with_seed_of_first_epoch(
+        self: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **kwargs: Any
+    ) -> Any:
+        anew = any(map(kwargs.get, ("disable_iterator_cache", "update_epoch_batch_itr")))
+        kept = self.can_reuse_epoch_itr(dataset) and not anew and not getattr(self.cfg, "rebuild_batches", False)
+        if epoch == 1 or not kept or dataset in self.dataset_to_epoch_iter:
+            return get_batch_iterator(self, dataset, *args, seed=seed, epoch=epoch, **kwargs)
+        # Batches are made by the sum of both, shuffled by the iterator's own seed and epoch.
+        iterator = get_batch_iterator(self, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **kwargs)
+        iterator.seed = seed
+        return iterator
+
+    return get_with_seed_of_first_epoch
+
+
+def refuse_unscored_tokens(eval_lm_dataloader: Original) -> Any:
+    """fairseq-eval-lm leaves out blocks longer than the model takes and reports the perplexity of the rest."""
+
+    def check_lengths(
+        self: Any, dataset: Any, *args: Any, max_positions: Any = None, context_window: int = 0, **kwargs: Any
+    ) -> Any:
+        longest = int(max(dataset.sizes, default=0)) + context_window
+        limit = min(max_positions) if isinstance(max_positions, Iterable) else max_positions
+        if longest == 0:
+            raise ValueError("nothing to evaluate: the data set is empty")
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"text of {longest} tokens in one piece is longer than the {limit} that the model was trained on: "
+                f"pass --tokens-per-sample {limit} with --sample-break-mode none, or allow more with "
+                f"--model-overrides \"{{'max_target_positions': {longest}}}\""
+            )
+        return eval_lm_dataloader(
+            self, dataset, *args, max_positions=max_positions, context_window=context_window, **kwargs
+        )
+
+    return check_lengths

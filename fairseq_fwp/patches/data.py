@@ -1,0 +1,57 @@
+"""Preprocessed texts: a damaged one is named before anything learns from it."""
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+PREPROCESS = "run fairseq-preprocess again, or copy its folder again"
+Original = Callable[..., Any]
+
+
+def refuse_damaged_data(make: Original) -> Any:
+    """fairseq learns from a text that was cut short, or preprocessed with another dictionary, as far as it goes."""
+    from fairseq.data import indexed_dataset
+
+    def make_or_explain(path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:
+        text, index = indexed_dataset.data_file_path(path), indexed_dataset.index_file_path(path)
+        if os.path.exists(index) and os.path.exists(text) and not os.path.getsize(text):
+            raise ValueError(f"the text {text} is empty: preprocess a file with at least one token")
+        try:
+            dataset = make(path, *args, dictionary=dictionary, **kwargs)
+        except (AssertionError, KeyError, ValueError, struct.error) as error:
+            raise ValueError(f"{index} is no whole index of a text: {PREPROCESS}") from error
+        if isinstance(dataset, indexed_dataset.MMapIndexedDataset):
+            _check_text(text, dataset, dictionary)
+        return dataset
+
+    return make_or_explain
+
+
+def close_what_is_open(close: Original) -> Any:
+    """A data set that could not be opened fails again when it goes away, behind the error that says why."""
+
+    def close_if_open(self: Any) -> None:
+        with contextlib.suppress(AttributeError):
+            close(self)
+
+    return close_if_open
+
+
+def _check_text(path: str, dataset: Any, dictionary: Any) -> None:
+    dtype = np.dtype(dataset._index.dtype)
+    found, expected = os.path.getsize(path), int(dataset.sizes.sum(dtype=np.int64)) * dtype.itemsize
+    if found != expected:
+        raise ValueError(
+            f"{path} has {found:,} bytes where its index counts {expected:,}: it was cut short, or is the text of "
+            f"another index; {PREPROCESS}"
+        )
+    largest = int(np.frombuffer(dataset._bin_buffer, dtype).max(initial=0))
+    if dictionary is not None and largest >= len(dictionary):
+        raise ValueError(
+            f"{path} has a word of number {largest:,}, and the dictionary beside it {len(dictionary):,} words: it is "
+            f"not the one that the text was preprocessed with; {PREPROCESS}"
+        )

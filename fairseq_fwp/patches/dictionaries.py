@@ -1,0 +1,88 @@
+"""A model and its dictionary belong together: with another one of the same size each number is another word.
+
+Checkpoints say which dictionaries they were trained with.
+"""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+KEY = "dictionaries"
+Original = Callable[..., Any]
+
+
+def fingerprints(task: Any) -> dict[str, str]:
+    """The size of each dictionary that a task has, and a digest of its words in their order."""
+    from fairseq.data import Dictionary
+
+    found = {}
+    for name in ("source_dictionary", "target_dictionary"):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            dictionary = getattr(task, name)
+            if isinstance(dictionary, Dictionary):
+                digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
+                found[name] = f"{len(dictionary):,} words, {digest[:12]}"
+    return found
+
+
+def difference(task: Any, saved: dict[str, str]) -> str:
+    """What is to be said of a model that was trained with other dictionaries; "" with the same, or if none is known."""
+    now = fingerprints(task)
+    different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
+    if not different:
+        return ""
+    name = max(different)  # of both the target's
+    data = getattr(task.args if task.cfg is None else task.cfg, "data", None)
+    return (
+        f"{data} has another {name.replace('_', ' ')} ({now[name]}) than the model was trained with ({saved[name]}): "
+        "pass the data folder that it was trained on, or preprocess the text with that one's dictionary "
+        "(fairseq-preprocess --srcdict, --tgtdict)"
+    )
+
+
+def save_fingerprints(state_dict: Original) -> Any:
+    """fairseq does not save which words a model was trained with.
+
+    They are saved in two places: evaluation reads the one, a training that goes on the other.
+    """
+
+    def state_with_fingerprints(self: Any) -> Any:
+        state = state_dict(self)
+        for place in ("task_state", "extra_state"):
+            state[place] = {**state[place], KEY: fingerprints(self.task)}
+        return state
+
+    return state_with_fingerprints
+
+
+def refuse_in_evaluation(load: Original) -> Any:
+    """fairseq evaluates with other words in the same number: it finds another size alone."""
+
+    def load_or_refuse(self: Any, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        if sentence := difference(self, rest.pop(KEY, {})):
+            raise ValueError(sentence)
+        load(self, rest)
+
+    return load_or_refuse
+
+
+def refuse_at_resume(load: Original) -> Any:
+    """fairseq goes on training with other words in the same number.
+
+    With a new optimizer another training begins, which may replace words: that is said, and not refused.
+    """
+
+    def load_or_refuse(self: Any, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any) -> Any:
+        extra_state = load(self, filename, reset_optimizer, *args, **kwargs)
+        sentence = difference(self.task, (extra_state or {}).get(KEY, {}))
+        if sentence and not reset_optimizer:
+            raise ValueError(f"{filename} cannot go on: {sentence}")
+        if sentence:
+            logger.warning("%s: %s", filename, sentence)
+        return extra_state
+
+    return load_or_refuse

@@ -1,0 +1,72 @@
+"""What today's Python, numpy and torch break in fairseq."""
+
+import argparse
+import codecs
+import importlib.util
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+Original = Callable[..., Any]
+
+
+def restore_numpy_compat() -> None:
+    """numpy 2 has no `np.compat`; fairseq's `--sample-break-mode eos` reads `np.compat.long`."""
+    if not hasattr(np, "compat"):
+        np.compat = argparse.Namespace(long=int)  # type: ignore[attr-defined]
+
+
+def allow_checkpoint_types() -> None:
+    """torch >= 2.6 unpickles tensors only; fairseq's checkpoints and object broadcasts hold these types too."""
+    from fairseq.distributed import utils as distributed_utils
+    from omegaconf import DictConfig, ListConfig, base, nodes
+
+    torch.serialization.add_safe_globals(
+        [argparse.Namespace, DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, defaultdict]
+        + [distributed_utils._TensorPlaceholder]
+        + [nodes.AnyNode, nodes.BooleanNode, nodes.FloatNode, nodes.IntegerNode, nodes.StringNode]
+        + [Any, dict, list, int]
+        # What --best-checkpoint-metric bleu leaves in them: its value, and the n-grams counted.
+        + [np.ndarray, np.dtype, np.ndarray(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+        + [type(np.dtype(number)) for number in (np.float64, np.float32, np.int64, np.int32)]
+        + [codecs.encode]  # their bytes; torch 2.4 does not allow it by itself
+    )
+
+
+def count_below_zero(best_fitting: Original) -> Any:
+    """numpy 2 keeps fairseq's unsigned ends of blocks unsigned: that of a block of one token, less two, is 65,535."""
+    return lambda largest: np.int64
+
+
+def forget_tpu(call_main: Original) -> Any:
+    """fairseq takes --bf16 for a TPU run and looks for torch_xla, also where there is none."""
+
+    def call_without_tpu(cfg: Any, main: Any, **kwargs: Any) -> Any:
+        if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
+            cfg.common.tpu = False
+        return call_main(cfg, main, **kwargs)
+
+    return call_without_tpu
+
+
+def count_diverse_beams_by_batch(step: Original) -> Any:
+    """Diverse beams look up a table with a row per sentence of the batch by the sentence's number in the data set."""
+
+    def step_by_row(
+        self: Any,
+        number: int,
+        lprobs: Any,
+        scores: Any,
+        prev_output_tokens: Any = None,
+        original_batch_idxs: Any = None,
+    ) -> Any:
+        if number == 0:
+            self.sentences = original_batch_idxs
+        # Each sentence still in the batch, as its row in the whole batch.
+        rows = (original_batch_idxs.unsqueeze(1) == self.sentences).int().argmax(1)
+        return step(self, number, lprobs, scores, prev_output_tokens, rows)
+
+    return step_by_row

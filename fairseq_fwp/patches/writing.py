@@ -1,0 +1,88 @@
+"""Files that fairseq writes: none is left half-written."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# As often as fairseq tries to save, and so long (seconds) in between: file systems of a network fail for moments.
+ATTEMPTS, PAUSE = 3, 2.5
+Original = Callable[..., Any]
+
+
+def save_whole(save: Original) -> Any:
+    """fairseq tries a failed save again behind the half of the first, leaves it on the full disk and names nothing."""
+    from fairseq.file_io import PathManager
+
+    def save_or_explain(obj: Any, filename: str, async_write: bool = False) -> None:
+        if async_write or PathManager.path_requires_pathmanager(filename):
+            save(obj, filename, async_write)
+        else:
+            _save(obj, filename)
+
+    return save_or_explain
+
+
+def _save(obj: Any, path: str) -> None:
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with _in_place_of(path) as unfinished, open(unfinished, "wb") as file:
+                torch.save(obj, file)
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        except (OSError, RuntimeError) as error:
+            if attempt == ATTEMPTS:
+                raise _not_saved(path, error) from error
+            time.sleep(PAUSE)
+
+
+def copy_whole(copy: Original) -> Any:
+    """fairseq copies a checkpoint over checkpoint_last.pt, from which a run that is killed then cannot go on."""
+    from fairseq.file_io import PathManager
+
+    def copy_or_explain(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
+        if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
+            return copy(src_path, dst_path, overwrite)
+        try:
+            with _in_place_of(dst_path) as unfinished:
+                shutil.copyfile(src_path, unfinished)
+        except OSError as error:
+            raise _not_saved(dst_path, error) from error
+        return True
+
+    return staticmethod(copy_or_explain)
+
+
+@contextlib.contextmanager
+def _in_place_of(path: str) -> Iterator[str]:
+    """A path beside it: what is written there takes its place in one step, or goes away."""
+    unfinished = f"{path}.tmp"
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        raise
+
+
+def _not_saved(path: str, error: BaseException) -> OSError:
+    return OSError(
+        f"{path} could not be saved ({_reason(error)}): what was saved before it is whole; make room or give another "
+        "--save-dir, and the same command goes on from there"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said: torch's writer, on top of it, says no more than a position."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).partition("\n")[0]

@@ -1,0 +1,69 @@
+"""What today's Python, numpy and torch break in fairseq."""
+
+import argparse
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data import TokenBlockDataset
+from fairseq.distributed import utils as distributed_utils
+from omegaconf import OmegaConf
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_of_one_token():
+    text = [torch.tensor([5]), torch.tensor([6, 7])]
+    blocks = TokenBlockDataset(text, [1, 2], 1, pad=1, eos=2, include_targets=True)
+    assert [part.tolist() for part in blocks[0]] == [[2], [5], [1, 2]]
+
+
+def test_numpy_compat():
+    assert np.compat.long is int
+
+
+@pytest.mark.parametrize(
+    "value", [argparse.Namespace(arch="x"), OmegaConf.create({"a": {"b": [1, 0.5, "c", True, None]}})], ids=type
+)
+def test_checkpoint_types_load(value):
+    file = io.BytesIO()
+    torch.save({"value": value}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["value"] == value
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(27.7), np.float32(0.5), np.int64(3), np.array([12, 7, 4, 2]), np.array([1.5])], ids=repr
+)
+def test_numbers_of_numpy_load(value):
+    """Those that `--eval-bleu --best-checkpoint-metric bleu` leaves in a checkpoint."""
+    file = io.BytesIO()
+    torch.save({"best": value}, file, pickle_protocol=2)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["best"]
+    assert type(loaded) is type(value) and loaded.dtype == value.dtype and np.array_equal(loaded, value)
+
+
+def test_other_objects_of_numpy_do_not_load():
+    file = io.BytesIO()
+    torch.save({"best": np.array([print], dtype=object)}, file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("bf16, expected", [(True, False), (False, True)])
+def test_bf16_is_not_taken_for_a_tpu(monkeypatch, bf16, expected):
+    config = OmegaConf.create(
+        {
+            "common": {"tpu": True, "bf16": bf16},
+            "distributed_training": {
+                "distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "legacy_ddp",
+            },
+        }
+    )  # fmt: skip
+    seen = []
+    monkeypatch.setattr(distributed_utils, "infer_init_method", lambda *_: None)
+    distributed_utils.call_main(config, lambda cfg: seen.append(cfg.common.tpu))
+    assert seen == [expected]
