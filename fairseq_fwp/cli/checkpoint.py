@@ -46,6 +46,8 @@ def setup_task(cfg: Any, data: str) -> Any:
     """The task on a data folder. Raises ValueError or OSError for one without a dictionary that can be read."""
     if not data:
         raise ValueError("the data folder has no name: give the one that the model was trained on")
+    if not os.path.exists(os.path.join(data, "dict.txt")):
+        raise ValueError(f"there is no dict.txt in the data folder {data}: give the one that the model was trained on")
     try:
         return tasks.setup_task(cfg.task, from_checkpoint=True)
     except (ValueError, OSError):
