@@ -83,6 +83,8 @@ def test_training_learns_and_says_nothing_alarming(trained):
     assert last < first
     assert "arning" not in log
     assert log.count("dropped cutoffs 20000,40000,200000") == 1
+    (settings,) = re.findall(r"fairseq_cli.train \| (settings, others as by default: .*)", log)
+    assert "model.decoder_layers=2," in settings and "optimization.lr=[0.001]," in settings and len(settings) < 1000
     assert re.findall(r"detected shared parameter: (.*)", log) == [
         "decoder.embed_tokens.weight <- decoder.adaptive_softmax.weight"
     ]

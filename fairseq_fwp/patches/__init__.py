@@ -174,6 +174,12 @@ PATCHES = (
         "tests/patches/test_messages.py::test_only_known_warnings_are_silenced",
     ),
     Patch(
+        "logging.getLogger",
+        messages.shorten_settings,
+        FAIRSEQ,
+        "tests/test_commands.py::test_training_learns_and_says_nothing_alarming",
+    ),
+    Patch(
         "logging.root.level",
         *(
             messages.hide_debugging,

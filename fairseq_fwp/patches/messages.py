@@ -1,9 +1,17 @@
 """Messages that a user of fairseq can do nothing about."""
 
+import dataclasses
 import logging
 import os
 import sys
 import warnings
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fairseq_fwp.options import plain
+
+COMMANDS = ("train", "validate", "eval_lm", "generate", "interactive")
 
 # Warnings of fairseq's own imports and calls that a user of this plugin can do nothing about.
 KNOWN_WARNINGS = (
@@ -28,3 +36,60 @@ def hide_debugging() -> None:
     """A model of fairseq's sets the root logger to DEBUG when it is imported, before most commands set it."""
     if "fairseq_cli" in sys.modules and logging.root.level == logging.DEBUG:
         logging.root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
+
+
+def shorten_settings() -> None:
+    """fairseq's commands begin with a line of all settings there are, most of its 6,000 characters defaults."""
+    for command in COMMANDS:
+        logging.getLogger(f"fairseq_cli.{command}").addFilter(_keep_settings_given)
+
+
+def _keep_settings_given(record: logging.LogRecord) -> bool:
+    if isinstance(record.msg, DictConfig):
+        given = settings_given(record.msg)
+        record.msg = "settings, others as by default: %s"
+        record.args = (", ".join(f"{name}={value}" for name, value in given.items()),)
+    return True
+
+
+def settings_given(cfg: DictConfig) -> dict[str, Any]:
+    """The settings of fairseq's configuration that are not at their defaults, as "group.name"; "group": its `_name`.
+
+    Of a part without known defaults, such as a model that fairseq has no dataclass for: all that no other group has.
+    """
+    from fairseq.dataclass.configs import FairseqConfig
+
+    known = {part.name for part in dataclasses.fields(FairseqConfig)} - {"_name"}
+    groups = {group: plain(settings) for group, settings in cfg.items() if settings and group in known}
+    given: dict[str, Any] = {}
+    for group, settings in groups.items():
+        kind = _dataclass(group, settings.get("_name"))
+        if kind is None:
+            defaults = {name: value for other in groups if other != group for name, value in groups[other].items()}
+        else:
+            defaults = OmegaConf.to_container(OmegaConf.structured(kind), enum_to_str=True)
+        if settings.get("_name"):
+            given[group] = settings["_name"]
+        for name in settings.keys() - {"_name"}:
+            value, default = settings[name], defaults.get(name)
+            if isinstance(default, str) and default.startswith("${"):  # that of another group
+                default = OmegaConf.select(cfg, default[2:-1])
+            if name not in defaults or value != default:
+                given[f"{group}.{name}"] = value
+    return dict(sorted(given.items()))
+
+
+def _dataclass(group: str, name: str | None) -> Any:
+    """That of a group of settings, or of the part that `name` stands for in it; None where there is none."""
+    from fairseq.dataclass.configs import FairseqConfig
+    from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY
+
+    kind = FairseqConfig.__dataclass_fields__[group].type
+    if dataclasses.is_dataclass(kind):
+        return kind
+    if group == "model":
+        return MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name))
+    parts = TASK_DATACLASS_REGISTRY if group == "task" else REGISTRIES.get(group, {}).get("dataclass_registry", {})
+    return parts.get(name)
