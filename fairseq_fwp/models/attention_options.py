@@ -217,7 +217,7 @@ def naming_flags(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        message = re.sub(r"`(\w+)`", lambda found: flag(names.get(found[1], found[1])), str(error))
+        message = re.sub(r"`(\w+)`", lambda found: flag(names[found[1]]) if found[1] in names else found[0], str(error))
         raise ValueError(message) from None
 
 

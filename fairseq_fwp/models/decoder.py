@@ -13,6 +13,7 @@ from fairseq.models import FairseqIncrementalDecoder
 from omegaconf import II
 from torch import Tensor, nn
 
+from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import (
     AdaptiveSoftmax,
@@ -28,6 +29,9 @@ from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
+
+# Arguments of the embeddings and the output layer, and the options that they come from.
+OUTPUT_FLAGS = {"cutoffs": "adaptive_softmax_cutoff", "div_val": "div_val", "embed_dim": "decoder_embed_dim"}
 
 # The paper does not say how it initialises; these are the values of its public code.
 WEIGHT_STD = 0.02
@@ -316,7 +320,8 @@ def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> 
     """The word embeddings of the configuration."""
     if cfg.div_val == 1:
         return nn.Embedding(len(dictionary), cfg.decoder_embed_dim, dictionary.pad())
-    return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
+    with naming_flags(OUTPUT_FLAGS):
+        return AdaptiveInput(len(dictionary), cfg.decoder_embed_dim, cutoffs, cfg.div_val, dictionary.pad())
 
 
 def build_adaptive_softmax(
@@ -333,7 +338,8 @@ def build_adaptive_softmax(
     biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout
     if isinstance(embed_tokens, AdaptiveInput):
         return ProjectedAdaptiveSoftmax(embed_tokens, biased=biased, dropout=dropout)
-    return TiedAdaptiveSoftmax(embed_tokens, cutoffs, biased=biased, dropout=dropout)
+    with naming_flags(OUTPUT_FLAGS):
+        return TiedAdaptiveSoftmax(embed_tokens, cutoffs, biased=biased, dropout=dropout)
 
 
 def initialize(module: nn.Module) -> None:

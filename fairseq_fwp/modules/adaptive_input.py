@@ -29,8 +29,8 @@ class AdaptiveInput(nn.Module):
         check_cutoffs(cutoffs, vocab_size, padding_idx)
         if div_val < 1 or embed_dim // div_val ** len(cutoffs) < 1:
             raise ValueError(
-                f"embeddings of {embed_dim} dimensions cannot be divided {len(cutoffs)} times by {div_val}: change "
-                "--div-val, --decoder-embed-dim or --adaptive-softmax-cutoff"
+                f"`embed_dim` {embed_dim} cannot be divided {len(cutoffs)} times by {div_val}: change `div_val`, "
+                "`embed_dim` or the number of `cutoffs`"
             )
         self.embedding_dim = embed_dim
         self.num_embeddings = vocab_size
@@ -68,6 +68,6 @@ def check_cutoffs(cutoffs: list[int], vocab_size: int, padding_idx: int | None) 
     bounds, least = [0, *cutoffs, vocab_size], 0 if padding_idx is None else padding_idx + 1
     if any(low >= high for low, high in pairwise(bounds)) or bounds[1] < least:
         raise ValueError(
-            f"adaptive softmax cutoffs must rise from {max(least, 1)} to less than the vocabulary's {vocab_size} "
-            f"words, got {','.join(map(str, cutoffs))}: change --adaptive-softmax-cutoff"
+            f"`cutoffs` must rise from {max(least, 1)} to less than the vocabulary's {vocab_size} words, got "
+            f"{','.join(map(str, cutoffs))}"
         )

@@ -126,6 +126,12 @@ PATCHES = (
         "tests/faults/test_damaged_files.py::test_a_copy_on_a_full_disk_leaves_the_old_file",
     ),
     Patch(
+        "fairseq.distributed.utils.call_main",
+        writing.make_folder_of_log,
+        FAIRSEQ,
+        "tests/test_commands.py::trained",
+    ),
+    Patch(
         "fairseq.data.indexed_dataset.make_dataset",
         data.refuse_damaged_data,
         FAIRSEQ,

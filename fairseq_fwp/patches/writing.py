@@ -58,6 +58,18 @@ def copy_whole(copy: Original) -> Any:
     return staticmethod(copy_or_explain)
 
 
+def make_folder_of_log(call_main: Original) -> Any:
+    """fairseq opens --log-file before it makes the folder of --save-dir, in which the file may lie."""
+
+    def call_with_log(cfg: Any, main: Any, **kwargs: Any) -> Any:
+        log = getattr(cfg.common, "log_file", None)
+        if log:
+            os.makedirs(os.path.dirname(os.path.abspath(log)), exist_ok=True)
+        return call_main(cfg, main, **kwargs)
+
+    return call_with_log
+
+
 @contextlib.contextmanager
 def _in_place_of(path: str) -> Iterator[str]:
     """A path beside it: what is written there takes its place in one step, or goes away."""

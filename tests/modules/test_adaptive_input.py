@@ -58,5 +58,5 @@ def test_autocast():
 
 @pytest.mark.parametrize("div_val", [0, -2, 8])
 def test_sizes_that_cannot_be_divided_are_refused(div_val):
-    with pytest.raises(ValueError, match=f"32 dimensions cannot be divided 2 times by {div_val}: change --div-val"):
+    with pytest.raises(ValueError, match=f"`embed_dim` 32 cannot be divided 2 times by {div_val}: change `div_val`"):
         AdaptiveInput(VOCABULARY, DIM, [10, 20], div_val)
