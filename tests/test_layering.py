@@ -1,4 +1,4 @@
-"""Which room may import which: DESIGN's table, held against every import statement of the checkout."""
+"""Which room may import which: the table of docs/architecture.md, held against every import of the checkout."""
 
 import ast
 import re
@@ -85,6 +85,12 @@ def faults(root: Path) -> list[str]:
 
 def test_every_import_keeps_to_its_room():
     assert faults(ROOT) == []
+
+
+def test_the_page_names_every_room():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page.split("## A layer")[0], re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == ROOMS.keys() - {"__init__"}
 
 
 def test_rooms_are_there():

@@ -290,7 +290,10 @@ REFUSED = {
     "layerwise positions do not tell a segment from the one before": {"decoder_positions": "layerwise"},
     "one vector for each distance up to --clamp-len: give at least 1": {"decoder_positions": "shaw_biased"},
     "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3": {"decoder_attention_heads": 3},
-    "--decoder-embed-dim 16 cannot be divided 1 times by 0: change --div-val": {"div_val": 0, "adaptive_softmax_cutoff": "10"},
+    "--decoder-embed-dim 16 cannot be divided 1 times by 0: change --div-val": {
+        "div_val": 0,
+        "adaptive_softmax_cutoff": "10",
+    },
 }
 
 

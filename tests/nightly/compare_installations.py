@@ -279,7 +279,8 @@ def trainings(before, data, folder):
             command(python, "fwp-convert", source, "--source", "fwp-lm", "--out", out, *flags.split())
             table = out / "scores.tsv"
             command(python, "fwp-eval-lm", data, "--path", out / "checkpoint.pt", "--stride", 4, "--scores", table)
-            results.append({"flags": (out / "flags.txt").read_text(), "scores": digest_text(table.read_text())})
+            given = sorted((out / "flags.txt").read_text().strip().split(" --"))
+            results.append({"flags": given, "scores": digest_text(table.read_text())})
         yield f"converted {flags}", *results
 
 
