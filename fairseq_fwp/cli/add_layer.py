@@ -4,7 +4,7 @@
     fairseq-train data-bin/corpus --arch fwp_fwl_lm --fwl-map-inputs --finetune-from-model start.pt ...
 
 The layer is the identity, in a basis where its steps down gradients are those of K-FAC (see
-modules/fast_weight_layer.py), by features and gradients of the training text, which is read as in training. Without
+modules/fast_weight_layer), by features and gradients of the training text, which is read as in training. Without
 this command --finetune-from-model starts with the identity too, but in the basis of the features.
 """
 

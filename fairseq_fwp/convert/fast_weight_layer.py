@@ -18,7 +18,7 @@ def add_layer(base: Any, options: Any, arch: str, task: Any, hidden_dim: int | N
 
     arch: the name of the base's architecture. Raises ValueError for a model that the layer cannot be put on.
     """
-    names = [name for name, (_, model) in BASES.items() if type(base) is model]
+    names = [name for name, model in BASES.items() if type(base) is model]
     if not names:
         raise ValueError(f"the layer goes on {' or '.join(BASES)}, and this is {arch}")
     settings = OmegaConf.to_container(options) if OmegaConf.is_config(options) else vars(options)
@@ -45,17 +45,16 @@ def read_moments(model: Any, tokens: Tensor, count: int, carry: bool) -> tuple[T
         raise ValueError(f"a training text of {len(tokens):,} tokens is too short for {STREAMS} streams")
     streams = tokens[: len(tokens) // STREAMS * STREAMS].view(STREAMS, -1)
     read = max(length, min(count // STREAMS, streams.shape[1]) // length * length)
-    features: list[Tensor] = []
-    hook = decoder.fast_weight_layer.register_forward_pre_hook(lambda layer, inputs: features.append(inputs[0]))
-    norm, softmax, state, gradients = decoder.fast_weight_layer.norm, decoder.adaptive_softmax, None, []
+    norm, state = decoder.fast_weight_layer.norm, None
+    features, gradients = [], []
     for segment in streams[:, :read].split(length, 1):
         with torch.no_grad():
-            state = decoder(segment, state=state if carry else None)[1]["state"]
+            found, state = decoder.base.extract_features(segment, state if carry else None)
+        features.append(found)
         with torch.enable_grad():
-            x = features[-1][:, :-1].detach().requires_grad_()
+            x = found[:, :-1].detach().requires_grad_()
             y = norm(x)
-            of_y = softmax.loss_gradient(y.detach(), segment[:, 1:])
+            of_y = decoder.adaptive_softmax.loss_gradient(y.detach(), segment[:, 1:])
             gradients.append(torch.autograd.grad(y, x, of_y)[0].flatten(0, 1))
-    hook.remove()
     x, of_x = torch.cat(features, 1).flatten(0, 1).double(), torch.cat(gradients).double()
     return x.mean(0).float(), x.mT.cov(), of_x.mT @ of_x / len(of_x)

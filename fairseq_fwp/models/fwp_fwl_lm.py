@@ -1,6 +1,6 @@
 """The language model `fwp_fwl_lm`: any other one here with a fast weight layer on top (Clark et al. 2022).
 
-arXiv 2212.02475; the layer and its equations are in modules/fast_weight_layer.py. What it learns of a token it knows
+arXiv 2212.02475; the layer and its equations are in modules/fast_weight_layer. What it learns of a token it knows
 from reading the token after it, so that scoring, training and decoding are the models' own, and a "state" is the one of
 the model below together with what the layer has learnt.
 """
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, FairseqIncrementalDecoder, register_model
 from torch import Tensor, nn
 
+from fairseq_fwp.models.attention_options import naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
-from fairseq_fwp.models.fwp_lm import FwpDecoder, FwpLanguageModel, FwpLanguageModelConfig
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
 from fairseq_fwp.models.language_model import forgets_segments
 from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer, FastWeightLayerState
@@ -87,38 +88,31 @@ torch.serialization.add_safe_globals([FwlState])
 
 
 class FwlDecoder(LanguageModelDecoder):
-    """To be put before another decoder among the bases of a class: a fast weight layer on that decoder's features.
+    """A fast weight layer on the features of another decoder, whose state it goes on with.
 
+    base: any `LanguageModelDecoder`; layer: of its dimension; last_norm: the name of the base's last normalisation, for
+    a layer that begins as the identity to take over. The weights of the base have its own names in a checkpoint.
     Incremental decoding gives what a stream of segments of --tokens-per-sample tokens gives.
     """
 
-    half_loss = False  # of decoders that have no such option
+    packs_documents = False  # the layer learns from whole segments
 
-    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
-        super().__init__(cfg, dictionary)
-        self.packs_documents = False  # the layer learns from whole segments
-        entries = 0
-        if cfg.fwl_fast_weights == "softmax-bias":
-            self.adaptive_softmax = build_shifted_softmax(self.embed_tokens, self.adaptive_softmax.bounds[1:-1])
-            self.adaptive_softmax.apply(initialize)
-            entries = self.adaptive_softmax.shift_entries
-        self.fast_weight_layer = FastWeightLayer(
-            cfg.decoder_embed_dim,
-            4 * cfg.decoder_embed_dim if cfg.fwl_hidden_dim is None else cfg.fwl_hidden_dim,
-            str(cfg.fwl_fast_weights),
-            entries,
-            cfg.fwl_step_size,
-            cfg.fwl_decay,
-            cfg.fwl_divide_gradients_by,
-            cfg.fwl_map_inputs,
-            str(cfg.fwl_gradients_at),
-            cfg.fwl_random_start,
-        )
-        self.fast_weight_layer.apply(initialize)
-        # The normalisation that the features come from, where one does, and that an identity takes over.
-        below = "layer_norm" if cfg.decoder_normalize_before else f"layers.{cfg.decoder_layers - 1}.final_layer_norm"
-        none = cfg.fwl_random_start or (cfg.decoder_normalize_before and cfg.no_decoder_final_norm)
-        self.last_norm = None if none else below
+    def __init__(self, base: LanguageModelDecoder, layer: FastWeightLayer, last_norm: str | None) -> None:
+        FairseqIncrementalDecoder.__init__(self, base.dictionary)  # it builds nothing of its own
+        del self.adaptive_softmax  # fairseq's None; see __getattr__
+        self.base = base
+        self.fast_weight_layer = layer
+        self.last_norm = last_norm
+        self.half_loss = getattr(base, "half_loss", False)
+        self.register_state_dict_post_hook(leave_out_base)
+        self.register_load_state_dict_pre_hook(put_in_base)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a decoder has, such as its output layer and positions, is the base's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
 
     def extract_features(  # type: ignore[override]
         self, tokens: Tensor, state: FwlState | None = None, last: int | None = None
@@ -127,7 +121,7 @@ class FwlDecoder(LanguageModelDecoder):
 
         last: features (B, last, D) of the last tokens alone.
         """
-        x, base = super().extract_features(tokens, None if state is None else state.base)
+        x, base = self.base.extract_features(tokens, None if state is None else state.base)
         y, layer = self._adapt(x, tokens, None if state is None else state.layer)
         return y if last is None else y[:, y.shape[1] - last :], FwlState(base, layer)
 
@@ -135,7 +129,7 @@ class FwlDecoder(LanguageModelDecoder):
         self, tokens: Tensor, state: FwlState | None, read: int
     ) -> tuple[Tensor, FwlState]:
         """The same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
-        x, base = super().extract_unread_features(tokens, None if state is None else state.base, read)
+        x, base = self.base.extract_unread_features(tokens, None if state is None else state.base, read)
         layer = None if state is None else state.layer
         length, pieces = self.sample_length, []
         ends = range(read - read % length + length, tokens.shape[1], length)
@@ -155,7 +149,7 @@ class FwlDecoder(LanguageModelDecoder):
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried."""
-        return super().state_size(length, carried) + self.fast_weight_layer.state_size(length, carried)
+        return self.base.state_size(length, carried) + self.fast_weight_layer.state_size(length, carried)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         """Makes of a checkpoint one of this model, where they differ by the layer, or by what its weights' steps are.
@@ -187,26 +181,67 @@ class FwlDecoder(LanguageModelDecoder):
         return state_dict
 
 
-class FwlFwpDecoder(FwlDecoder, FwpDecoder):
-    """A fast weight layer on `FwpDecoder`."""
+BASE = "base."
 
 
-class FwlXlDecoder(FwlDecoder, FwpXlDecoder):  # type: ignore[misc]
-    """A fast weight layer on `FwpXlDecoder`, without the dropout after its last layer.
-
-    There are the keys of what is learned while reading: with noise in them, training would distrust them.
-    """
-
-    def __init__(self, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> None:
-        super().__init__(cfg, dictionary)
-        self.final_dropout = nn.Identity()
+def leave_out_base(decoder: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Give the base's weights the names that they have without the layer, in the same order."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[prefix + key.removeprefix(prefix).removeprefix(BASE)] = state_dict.pop(key)
 
 
-# For each model below: the decoder, and the model whose options are looked at.
-BASES: dict[str, tuple[type[FwlDecoder], Any]] = {
-    "fwp_lm": (FwlFwpDecoder, FwpLanguageModel),
-    "fwp_xl_lm": (FwlXlDecoder, FwpXlLanguageModel),
+def put_in_base(decoder: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give weights that are not the layer's the names that they have in the base."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        if not name.startswith((BASE, "fast_weight_layer.")):
+            state_dict[prefix + BASE + name] = state_dict.pop(key)
+
+
+# The models that the layer can be put on, by the names that --fwl-base has for them.
+BASES: dict[str, Any] = {"fwp_lm": FwpLanguageModel, "fwp_xl_lm": FwpXlLanguageModel}
+
+# The options that set the arguments of the layer.
+FLAGS = {"divisor": "fwl_divide_gradients_by"} | {
+    name: f"fwl_{name}" for name in ("hidden_dim", "map_inputs", "random_start", "step_size", "decay", "gradients_at")
 }
+
+
+def build_base(cfg: "FwpFwlLanguageModelConfig", dictionary: Any) -> LanguageModelDecoder:
+    """Return the decoder below the layer, with a softmax whose bias can change where that is fast."""
+    base: LanguageModelDecoder = BASES[str(cfg.fwl_base)].build_decoder(cfg, dictionary)
+    if isinstance(base, FwpXlDecoder):
+        # What it drops are the keys of what is learned while reading: with noise in them, training would distrust them.
+        base.final_dropout = nn.Identity()
+    if cfg.fwl_fast_weights == "softmax-bias":
+        base.adaptive_softmax = build_shifted_softmax(base.embed_tokens, base.adaptive_softmax.bounds[1:-1])
+        base.adaptive_softmax.apply(initialize)
+    return base
+
+
+def build_layer(cfg: "FwpFwlLanguageModelConfig", bias_entries: int) -> FastWeightLayer:
+    """Return the layer of the configuration. Raises ValueError, with the flag, where it cannot be."""
+    with naming_flags(FLAGS):
+        layer = FastWeightLayer(
+            cfg.decoder_embed_dim,
+            4 * cfg.decoder_embed_dim if cfg.fwl_hidden_dim is None else cfg.fwl_hidden_dim,
+            str(cfg.fwl_fast_weights),
+            bias_entries,
+            cfg.fwl_step_size,
+            cfg.fwl_decay,
+            cfg.fwl_divide_gradients_by,
+            cfg.fwl_map_inputs,
+            str(cfg.fwl_gradients_at),
+            cfg.fwl_random_start,
+        )
+    return layer.apply(initialize)
+
+
+def last_norm(cfg: "FwpFwlLanguageModelConfig") -> str | None:
+    """Return the name of the normalisation that features come from and an identity takes over, None for none."""
+    if cfg.fwl_random_start or (cfg.decoder_normalize_before and cfg.no_decoder_final_norm):
+        return None
+    return "layer_norm" if cfg.decoder_normalize_before else f"layers.{cfg.decoder_layers - 1}.final_layer_norm"
 
 
 @register_model("fwp_fwl_lm", dataclass=FwpFwlLanguageModelConfig)
@@ -235,17 +270,18 @@ class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
     @classmethod
     def build_decoder(cls, cfg: FwpFwlLanguageModelConfig, dictionary: Any) -> FwlDecoder:
         """The decoder of the configuration."""
-        decoder, _ = BASES[str(cfg.fwl_base)]
-        return decoder(cfg, dictionary)
+        base = build_base(cfg, dictionary)
+        layer = build_layer(cfg, getattr(base.adaptive_softmax, "shift_entries", 0))
+        return FwlDecoder(base, layer, last_norm(cfg))
 
     @classmethod
     def unused_flags(cls, cfg: FwpFwlLanguageModelConfig) -> list[str]:
         """The options that neither the layer nor the model below looks at, where they are not at their defaults."""
-        _, base = BASES[str(cfg.fwl_base)]
+        base = BASES[str(cfg.fwl_base)]
         shared = {option.name for option in fields(DecoderConfig)}
         others = [
             (option.name, option.default)
-            for name, (_, model) in BASES.items()
+            for name, model in BASES.items()
             if name != cfg.fwl_base
             for option in fields(model.config)
             if option.name not in shared

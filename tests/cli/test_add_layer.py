@@ -82,7 +82,7 @@ def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
     for start in range(STREAMS):
         state = None
         for segment in tokens[17 * start : 17 * start + 10].view(2, 1, 5):
-            x, base = super(type(decoder).__mro__[1], decoder).extract_features(segment, state)
+            x, base = decoder.base.extract_features(segment, state)
             state = base if carry else None
             x = x.detach().requires_grad_()
             log_probs = decoder.adaptive_softmax.get_log_prob(decoder.fast_weight_layer.norm(x), None)

@@ -1,5 +1,6 @@
 """Laws of the language models with a fast weight layer: streams, decoding, fine-tuning, and the variants."""
 
+import copy
 import io
 import logging
 import math
@@ -12,7 +13,8 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.presets import FWL_PRESETS
-from fairseq_fwp.modules.fast_weight_layer import GRADIENTS_AT, PACE, STEP_SIZE
+from fairseq_fwp.modules.fast_weight_layer import GRADIENTS_AT
+from fairseq_fwp.modules.fast_weight_layer.layer import PACE, STEP_SIZE
 from fairseq_fwp.options import plain
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
@@ -294,9 +296,7 @@ def test_the_state_is_counted(build, kind):
     layer = model.decoder.fast_weight_layer
     _, state = by_segments(model, random_tokens(1, 8), 4)
     assert numbers(state.layer) == layer.state_size(4, carried=True)
-    assert model.decoder.state_size(4, True) == layer.state_size(4, True) + super(
-        type(model.decoder).__mro__[1], model.decoder
-    ).state_size(4, True)
+    assert model.decoder.state_size(4, True) == layer.state_size(4, True) + model.decoder.base.state_size(4, True)
     _, state = by_segments(model, random_tokens(1, 4), 4)
     assert numbers(state.layer) == layer.state_size(4)
 
@@ -312,3 +312,19 @@ def test_presets_have_the_papers_sizes(arch):
     dim = 1024 if "xl" in arch else 768
     assert layer == 8 * dim * dim + 7 * dim + 12
     assert round((count - layer) / 1e6) == (285 if "xl" in arch else 114)
+
+
+@pytest.mark.parametrize("kind", ["delta", "projected"])
+def test_it_is_a_layer_on_any_decoder(build, kind):
+    """The features are those of the base, and a checkpoint has the names of the base's."""
+    model, tokens = build(kind), random_tokens(2, 4)
+    decoder = model.decoder
+    features, _ = decoder.base.extract_features(tokens)
+    expected, _ = decoder.fast_weight_layer(features, tokens, decoder.base.adaptive_softmax)
+    assert torch.equal(decoder.extract_features(tokens)[0], expected)
+    base = [f"decoder.{name}" for name in decoder.base.state_dict()]
+    layer = [f"decoder.fast_weight_layer.{name}" for name in decoder.fast_weight_layer.state_dict()]
+    assert list(model.state_dict()) == base + layer
+    other = copy.deepcopy(build(kind))
+    assert other.load_state_dict(model.state_dict(), strict=True).unexpected_keys == []
+    assert torch.equal(other(tokens)[0], model(tokens)[0])

@@ -13,15 +13,9 @@ from torch import nn
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
-from fairseq_fwp.modules.fast_weight_layer import (
-    DAMPING,
-    FAST_WEIGHTS,
-    GRADIENTS_AT,
-    PACE,
-    SPREAD,
-    STEP_SIZE,
-    FastWeightLayer,
-)
+from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer
+from fairseq_fwp.modules.fast_weight_layer.layer import PACE, STEP_SIZE
+from fairseq_fwp.modules.fast_weight_layer.start import DAMPING, SPREAD
 from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
 
 DIM, HIDDEN, WORDS = 6, 14, 23
@@ -183,12 +177,12 @@ class FirstOrder:
         self.layer = layer
 
     def __call__(self, *arguments):
-        learn = self.layer._learn
-        self.layer._learn = lambda *inputs: {name: found.detach() for name, found in learn(*inputs).items()}
+        differentiate = self.layer._differentiate
+        self.layer._differentiate = lambda *given: {part: one.detach() for part, one in differentiate(*given).items()}
         try:
             return self.layer(*arguments)
         finally:
-            del self.layer._learn
+            del self.layer._differentiate
 
 
 def test_the_sum_is_strict(fast):
@@ -259,9 +253,9 @@ def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
             ours.append(y)
             start += piece
         torch.testing.assert_close(torch.cat(ours, 1), expected)
-        for name, gradients in after.gradients.items():
-            torch.testing.assert_close(kept.gradients[name], gradients)
-        torch.testing.assert_close(kept.sums, after.sums)
+        for name, gradients in after.history.items():
+            torch.testing.assert_close(kept.history[name], gradients)
+        torch.testing.assert_close(kept.update, after.update)
 
 
 def test_padding_changes_nothing(fast):
@@ -354,20 +348,20 @@ def test_half_precision_is_close(dtype):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="--fwl-hidden-dim"):
+    with pytest.raises(ValueError, match=f"`hidden_dim` must be at least {2 * DIM}, got {2 * DIM - 1}"):
         FastWeightLayer(DIM, 2 * DIM - 1)
-    with pytest.raises(ValueError, match="--fwl-random-start"):
+    with pytest.raises(ValueError, match="`map_inputs` must be off with `random_start`"):
         FastWeightLayer(DIM, HIDDEN, map_inputs=True, random_start=True)
-    with pytest.raises(ValueError, match="--fwl-map-inputs"):
+    with pytest.raises(ValueError, match="`map_inputs` must be on"):
         FastWeightLayer(DIM, HIDDEN).whiten(torch.zeros(DIM), torch.eye(DIM), torch.eye(DIM))
     for divisor in (0, -1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"--fwl-divide-gradients-by {divisor}"):
+        with pytest.raises(ValueError, match=f"`divisor` must be above 0, got {divisor}"):
             FastWeightLayer(DIM, HIDDEN, divisor=divisor)
     for step_size in (-0.1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"--fwl-step-size {step_size}"):
+        with pytest.raises(ValueError, match=f"`step_size` must be 0 or more, got {step_size}"):
             FastWeightLayer(DIM, HIDDEN, step_size=step_size)
     for decay in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=f"--fwl-decay {decay}"):
+        with pytest.raises(ValueError, match=f"`decay` must be from 0 to 1, got {decay}"):
             FastWeightLayer(DIM, HIDDEN, decay=decay)
     with pytest.raises(ValueError, match="unknown choice of fast weights 'all': choose one of both, first"):
         FastWeightLayer(DIM, HIDDEN, "all")

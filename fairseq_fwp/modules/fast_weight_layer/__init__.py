@@ -1,0 +1,34 @@
+"""A layer that learns while it reads, after the last attention: the fast weight layer (FWL).
+
+Clark, Guu, Chang, Pasupat, Hinton & Norouzi 2022, "Meta-Learning Fast Weight Language Models" (arXiv 2212.02475).
+With theta = (U, a, W, b and the layer normalisation's gain and shift),
+
+    f_theta(h) = LayerNorm(ReLU^2(h U + a) W + b)
+    L_t = -log p(x_{t+1} | f_theta(h_t))                             the loss with the trained ("slow") weights
+    y_t = f_theta'(h_t),  theta' = theta - alpha (Delta + sum over S <= i < t of dL_i / dtheta)
+    Delta <- gamma Delta + stopgrad(sum over S <= i <= T of dL_i / dtheta)    after a segment S..T
+
+with a step size alpha and a decay gamma for each weight, and the running update Delta of past segments. The sum is
+strict, as in the paper's Eq. 1: its last formula prints i <= t, with which y_t would know the token that it predicts.
+No position waits for another: h_t has the gradients of all L_i in one backward pass, and a sum of gradients of U or W
+is linear attention whose keys are the weight's inputs and whose values are the gradients of its outputs (Eq. 2).
+
+The paper's L_t, of the trained weights, asks for the same step again wherever it has been taken already. With gradients
+at "carried" weights, L_t is the loss with theta - alpha Delta, the weights that a segment begins with, as in dynamic
+evaluation: what is learned asks for no more, and Delta can count longer. It costs one more product with Delta.
+
+layer.py has f and its gradients, update.py what gradients add to f, state.py what is kept, start.py where it begins.
+Shapes: B batch, L tokens, M positions that teach, D embed_dim, F hidden_dim.
+"""
+
+import torch
+
+from fairseq_fwp.modules.fast_weight_layer.layer import GRADIENTS_AT, FastWeightLayer
+from fairseq_fwp.modules.fast_weight_layer.state import FastWeightLayerState, Gradients
+from fairseq_fwp.modules.fast_weight_layer.update import FAST_WEIGHTS
+
+__all__ = ["FAST_WEIGHTS", "GRADIENTS_AT", "FastWeightLayer", "FastWeightLayerState", "Gradients"]
+
+# A checkpoint in mid-epoch holds the state of its streams, one of before by the names that its parts have here.
+STATES = (FastWeightLayerState, Gradients)
+torch.serialization.add_safe_globals([*STATES, *((state, f"{__name__}.{state.__name__}") for state in STATES)])

@@ -1,0 +1,274 @@
+"""The layer itself: f, the gradients of its losses in one backward pass, and f with the weights that these make."""
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fairseq_fwp.modules.causal_sum import Number
+from fairseq_fwp.modules.fast_weight_layer.start import HEIGHT, be_identity, white_bases
+from fairseq_fwp.modules.fast_weight_layer.state import FastWeightLayerState, Gradients
+from fairseq_fwp.modules.fast_weight_layer.update import FAST_WEIGHTS, Update, end_segment
+from fairseq_fwp.modules.look_up import look_up
+
+# Step sizes start where those of the public code do (google-research, fwl); the paper does not say. It does not say
+# where gamma starts either, which that code has not: here, a segment counts 9 tenths of the next.
+STEP_SIZE = 0.01
+DECAY = 0.9
+
+# Of U and W in the public code, which draws them.
+RANDOM_STD = 0.05
+
+# Adam moves every number by about the learning rate an update, which suits weights. Step sizes and decays, whose best
+# values may be orders of magnitude away, are learned as 0.01 exp(30 s) and sigmoid(30 d): 3% an update at 0.001.
+PACE = 30.0
+
+# At which weights a segment's losses are differentiated.
+GRADIENTS_AT = ("trained", "carried")
+
+
+class Softmax(Protocol):
+    """The output layer: what it does with features (B, M, D) and tokens (B, M)."""
+
+    def target_log_prob(self, features: Tensor, target: Tensor) -> Tensor:
+        """Return the tokens' log-probabilities (B, M)."""
+
+    def loss_gradient(self, features: Tensor, target: Tensor) -> Tensor:
+        """Return the gradients (B, M, D) of minus the tokens' log-probabilities by the features, without a graph."""
+
+
+class Losses(NamedTuple):
+    """M positions that have a loss: the inputs x (B, M, D) of U, hidden = x U + a (B, M, F) with the trained U and a.
+
+    targets, known: the tokens (B, M) that they are to predict, and whether there are both, (B, M) bool.
+    """
+
+    x: Tensor
+    hidden: Tensor
+    targets: Tensor
+    known: Tensor
+
+    def at(self, positions: slice) -> "Losses":
+        """Return some of them."""
+        return Losses(*(values[:, positions] for values in self))
+
+
+class FastWeightLayer(nn.Module):
+    """f_theta' (see the package), from the features of a language model to those of its output softmax.
+
+    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; random_start: U and W are drawn as in
+    the public code, in place of the identity; fast: a key of FAST_WEIGHTS;
+    bias_entries: with "softmax-bias", how many that bias has;
+    gradients_at: one of GRADIENTS_AT, "trained" in the paper;
+    step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
+    by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
+    training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
+    ValueError for an identity of fewer than 2 D hidden units, for a random start with a map, which is for the identity,
+    and for a divisor that is not above 0, a step size below 0 or a decay that is not from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        fast: str = "both",
+        bias_entries: int = 0,
+        step_size: float | None = None,
+        decay: float | None = None,
+        divisor: float = 1.0,
+        map_inputs: bool = False,
+        gradients_at: str = "trained",
+        random_start: bool = False,
+    ) -> None:
+        super().__init__()
+        if random_start and map_inputs:
+            raise ValueError("`map_inputs` must be off with `random_start`: the map is for a layer that is an identity")
+        if hidden_dim < 2 * embed_dim and not random_start:
+            raise ValueError(
+                f"`hidden_dim` must be at least {2 * embed_dim}, got {hidden_dim}: a layer that begins as the identity "
+                "needs two units for each feature"
+            )
+        if not 0 < divisor < math.inf:
+            raise ValueError(f"`divisor` must be above 0, got {divisor}")
+        if step_size is not None and not 0 <= step_size < math.inf:
+            raise ValueError(f"`step_size` must be 0 or more, got {step_size}")
+        if decay is not None and not 0 <= decay <= 1:
+            raise ValueError(f"`decay` must be from 0 to 1, got {decay}")
+        if gradients_at not in GRADIENTS_AT:
+            raise ValueError(f"`gradients_at` must be one of {', '.join(GRADIENTS_AT)}, got {gradients_at!r}")
+        self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
+        self.first = nn.Linear(embed_dim, hidden_dim)
+        self.second = nn.Linear(hidden_dim, embed_dim)
+        self.norm = nn.LayerNorm(embed_dim)
+        self.fast = look_up("choice of fast weights", fast, FAST_WEIGHTS)
+        self.bias_entries = bias_entries
+        self.divisor = divisor
+        self.gradients_at = gradients_at
+        self.random_start = random_start
+        self.fixed_step_size, self.fixed_decay = step_size, decay
+        count = len(self.fast)
+        self.log_step_sizes = nn.Parameter(torch.zeros(count)) if count > 0 and step_size is None else None
+        start = torch.full((count,), DECAY).logit() / PACE
+        self.decay_logits = nn.Parameter(start) if count > 0 and decay is None else None
+
+    def initialize(self) -> None:
+        """Begin as the identity on features x that are normalised (|x| <= sqrt D), gain and shift aside, or at random.
+
+        The units beyond 2 D are random, and add nothing until W learns to read them.
+        """
+        dim = self.first.in_features
+        nn.init.normal_(self.first.weight, std=HEIGHT * dim**-0.5)
+        for parameter in (self.first.bias, self.second.weight, self.second.bias):
+            nn.init.zeros_(parameter)
+        self.norm.reset_parameters()
+        if self.random_start:
+            for layer in (self.first, self.second):
+                nn.init.normal_(layer.weight, std=RANDOM_STD)
+            return
+        eye = torch.eye(dim)
+        be_identity(self, eye, eye, torch.zeros(dim))
+
+    def whiten(self, mean: Tensor, covariance: Tensor, of_gradients: Tensor) -> None:
+        """Begin as the identity where a step down the gradient of U is one of K-FAC, see `start.white_bases`.
+
+        mean (D,), covariance (D, D): of the features; of_gradients (D, D): second moments of the loss's gradients by
+        them. Raises ValueError for a layer without the map.
+        """
+        if self.inputs is None:
+            raise ValueError("`map_inputs` must be on for white inputs, got a layer without the map")
+        keys, basis = white_bases(covariance, of_gradients)
+        be_identity(self, keys.to(mean), basis.to(mean), mean)
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        softmax: Softmax,
+        state: FastWeightLayerState | None = None,
+        padding: Tensor | None = None,
+        same_segment: bool = False,
+    ) -> tuple[Tensor, FastWeightLayerState]:
+        """x (B, L, D), features after each of the tokens (B, L) -> y (B, L, D + bias_entries) and the new state.
+
+        The bias_entries are what is added to each entry of the softmax's bias: its features end with them.
+        state: after what was read before, None = nothing. padding (B, L): True at tokens that are none. same_segment:
+        the tokens go on with the segment of the state; otherwise they are the next one, whole or its beginning.
+        """
+        slots = x if state is None else torch.cat([state.pending.unsqueeze(1).to(x.dtype), x], 1)
+        inputs = slots if self.inputs is None else self.inputs(slots)
+        hidden = self.first(inputs)
+        losses = Losses(inputs[:, :-1], hidden[:, :-1], *_targets(tokens, padding, state))
+        update: dict[str, Tensor] = {} if state is None else state.update
+        if state is None:
+            history = self._differentiate(losses, softmax, update)
+        elif same_segment:
+            found = self._differentiate(losses, softmax, update)
+            history = {part: state.history[part].then(new) for part, new in found.items()}
+        else:
+            # The last loss of the segment before was not known before its token.
+            last = self._differentiate(losses.at(slice(1)), softmax, update)
+            whole = {part: state.history[part].then(new.detach()) for part, new in last.items()}
+            with torch.autocast(x.device.type, enabled=False):
+                update = end_segment(update, whole, self.decays())
+            history = self._differentiate(losses.at(slice(1, None)), softmax, update)
+        new = slots.shape[1] - x.shape[1]
+        fast = Update(self.step_sizes(), update, history)
+        y = self._apply_above(hidden[:, new:] + fast.of_layer("first", inputs[:, new:]), fast)[-1]
+        return y, FastWeightLayerState(update, history, *_last(x, padding, state)).detach()
+
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Return the numbers in a state after a segment of `length` tokens, with Delta where it is carried."""
+        embed_dim, hidden_dim = self.first.in_features, self.first.out_features
+        sizes = {
+            "first.weight": (embed_dim, hidden_dim),
+            "first.bias": (hidden_dim,),
+            "second.weight": (hidden_dim, embed_dim),
+            "softmax.bias": (self.bias_entries,),
+        }
+        update = {name: sizes.get(name, (embed_dim,)) for name in self.fast}
+        history = [sum(size) for name, size in update.items() if name not in ("first.bias", "second.bias")]
+        return embed_dim + (length - 1) * sum(history) + carried * sum(map(math.prod, update.values()))
+
+    def step_sizes(self) -> dict[str, Number]:
+        """Return alpha of each fast weight."""
+        if self.log_step_sizes is None:
+            return dict.fromkeys(self.fast, self.fixed_step_size or 0.0)
+        with torch.autocast(self.log_step_sizes.device.type, enabled=False):
+            return dict(zip(self.fast, STEP_SIZE * (PACE * self.log_step_sizes).exp(), strict=True))
+
+    def decays(self) -> dict[str, Number]:
+        """Return gamma of each fast weight."""
+        if self.decay_logits is None:
+            return dict.fromkeys(self.fast, self.fixed_decay or 0.0)
+        return dict(zip(self.fast, (PACE * self.decay_logits).sigmoid(), strict=True))
+
+    def _differentiate(self, losses: Losses, softmax: Softmax, update: dict[str, Tensor]) -> dict[str, Gradients]:
+        """Return the gradients of the losses by the fast parts; zero where no target is known."""
+        if not self.fast:
+            return {}
+        x, hidden, targets, known = losses
+        second_order = torch.is_grad_enabled()
+        moves = self.gradients_at == "carried" and len(update) > 0
+        fast = Update(self.step_sizes(), update, {}) if moves else Update({}, {}, {})
+        with torch.enable_grad():
+            hidden = hidden + fast.of_layer("first", x)
+            if not (second_order and hidden.requires_grad):
+                hidden = hidden.detach().requires_grad_()
+            squares, outputs, normal, y = self._apply_above(hidden, fast)
+            if second_order:
+                loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor
+                (of_y,) = torch.autograd.grad(loss, y, create_graph=True)
+            else:
+                of_y = softmax.loss_gradient(y.detach(), targets) * known.unsqueeze(-1) / self.divisor
+            outs = {"first": hidden, "second": outputs}
+            outs = {layer: out for layer, out in outs.items() if f"{layer}.weight" in self.fast}
+            errors = torch.autograd.grad(y, list(outs.values()), of_y, create_graph=second_order) if outs else ()
+        if not second_order:
+            squares, normal = squares.detach(), normal.detach()
+        inputs = {"first": x, "second": squares}
+        found = {layer: Gradients(inputs[layer], error) for layer, error in zip(outs, errors, strict=True)}
+        of_y, of_bias = of_y.split([normal.shape[-1], self.bias_entries], -1)
+        of_vectors = {"norm.weight": normal * of_y, "norm.bias": of_y, "softmax.bias": of_bias}
+        return found | {name: Gradients(None, error) for name, error in of_vectors.items() if name in self.fast}
+
+    def _apply_above(self, hidden: Tensor, fast: Update) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return, of hidden units (B, L, F), their squares, the outputs of W, these normalised, and y."""
+        squares = hidden.relu().square()
+        outputs = self.second(squares) + fast.of_layer("second", squares)
+        normal = F.layer_norm(outputs, outputs.shape[-1:], eps=self.norm.eps)
+        weight, length = self.norm.weight, hidden.shape[1]
+        gain = weight + fast.of_vector("norm.weight", weight, length)
+        y = normal * gain + self.norm.bias + fast.of_vector("norm.bias", weight, length)
+        if self.bias_entries:
+            shifts = y.new_zeros(*y.shape[:-1], self.bias_entries)
+            y = torch.cat([y, shifts + fast.of_vector("softmax.bias", weight, length)], -1)
+        return squares, outputs, normal, y
+
+
+def _targets(tokens: Tensor, padding: Tensor | None, state: FastWeightLayerState | None) -> tuple[Tensor, Tensor]:
+    """Return the token (B, M) that each position but the last is to predict, and whether there are both, (B, M)."""
+    first = 0 if state is not None else 1
+    valid = torch.ones_like(tokens, dtype=torch.bool) if padding is None else ~padding
+    before = valid[:, :-1]
+    if state is not None:
+        before = torch.cat([state.started.unsqueeze(1), before], 1)
+    if padding is None:
+        return tokens[:, first:], before
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    following = places.masked_fill(padding, tokens.shape[1]).flip(1).cummin(1).values.flip(1)[:, first:]
+    there = following < tokens.shape[1]
+    return tokens.gather(1, following.where(there, 0)), before & there
+
+
+def _last(x: Tensor, padding: Tensor | None, state: FastWeightLayerState | None) -> tuple[Tensor, Tensor]:
+    """Return the features (B, D) after the last token of each row, and whether there is one, (B,)."""
+    if padding is None:
+        return x[:, -1], torch.ones(len(x), dtype=torch.bool, device=x.device)
+    places = torch.arange(1, x.shape[1] + 1, device=x.device).masked_fill(padding, 0)
+    last, started = places.max(1).values, (~padding).any(1)
+    pending = x[torch.arange(len(x), device=x.device), (last - 1).clamp(min=0)]
+    before = torch.zeros_like(pending) if state is None else state.pending.to(x.dtype)
+    pending = pending.where(started.unsqueeze(1), before)
+    return pending, started if state is None else started | state.started
