@@ -1,5 +1,7 @@
 """The kernels of a version before against these: `python before.py FOLDER`, a checkout whose recipes/setup.sh has run.
 
+`--models`: whole models in place of kernels, a training step and decoding token by token.
+
 float32, one thread, at the shapes of operators.py. Each installation measures its own calls in a process of its own, in
 turn, so that a slow moment hits both alike.
 """
@@ -10,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -48,10 +51,94 @@ def calls():
     return found
 
 
-def serve():
+# Models of four layers, by their flags; sequences and tokens of a training step.
+MODELS = {
+    "sum": ("--arch sum_lm_wt103", 8, 256),
+    "delta": ("--arch delta_lm_wt103", 8, 256),
+    "delta, both normalisations": ("--arch delta_lm_wt103 --attention-normalization", 8, 256),
+    "gated delta": ("--arch gated_delta_lm_wt103", 8, 256),
+    "decay": ("--arch decay_lm_wt103", 8, 256),
+    "softmax": ("--arch softmax_lm_wt103", 8, 256),
+    "Transformer-XL": ("--arch xl_lm_wt103", 8, 256),
+    "fast weight layer": ("--arch fwp_fwl_lm --decoder-update-rule softmax --attention-window 64", 8, 256),
+    "translation, delta": ("--arch delta_mt_wmt14_en_de", 16, 32),
+}
+WORDS, DECODED = 1000, 32
+
+
+def model_calls():
+    """The same of whole models: a training step, and one sequence token by token."""
+    from fairseq.data import Dictionary
+    from fairseq.models import (
+        ARCH_CONFIG_REGISTRY,
+        ARCH_MODEL_NAME_REGISTRY,
+        ARCH_MODEL_REGISTRY,
+        MODEL_DATACLASS_REGISTRY,
+    )
+    from omegaconf import OmegaConf
+
+    import fairseq_fwp  # noqa: F401
+
+    dictionary = Dictionary()
+    for index in range(WORDS - len(dictionary)):
+        dictionary.add_symbol(str(index))
+    task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    found = {}
+    for name, (flags, sequences, length) in MODELS.items():
+        arch = flags.split()[1]
+        parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+        parser.add_argument("--arch")
+        ARCH_MODEL_REGISTRY[arch].add_args(parser)
+        layers = ["--decoder-layers", "4", *(("--encoder-layers", "4") if "_mt_" in arch else ())]
+        args = parser.parse_args([*flags.split(), *layers])
+        of_task = {"tokens_per_sample": length, "max_target_positions": 1024, "add_bos_token": False}
+        vars(args).update(of_task)
+        ARCH_CONFIG_REGISTRY[arch](args)
+        options = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY[arch])
+        given = {name: value for name, value in vars(args).items() if name != "arch"}
+        cfg = OmegaConf.merge(OmegaConf.structured(options), given) if options else args
+        torch.manual_seed(1)
+        model = ARCH_MODEL_REGISTRY[arch].build_model(cfg, task)
+        tokens = torch.randint(4, WORDS, (sequences, length))
+        where = f"{sequences} x {length} tokens"
+        found[f"{name}, {operators.TRAINING}", where] = partial(train_step, model, tokens)
+        found[f"{name}, decoding", f"{DECODED} tokens"] = partial(decode, model, tokens[:1, :DECODED])
+    return found
+
+
+def train_step(model, tokens):
+    """Loss and gradients of a batch; a translation model reads the same as its source."""
+    model.train()
+    if hasattr(model, "encoder"):
+        out, _ = model(tokens, torch.full((len(tokens),), tokens.shape[1]), tokens)
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1).float(), tokens.flatten())
+    else:
+        features, _ = model(tokens)
+        logits, targets = model.decoder.adaptive_softmax(features, tokens)
+        loss = torch.nn.functional.cross_entropy(logits[0], targets[0])
+    model.zero_grad()
+    loss.backward()
+
+
+@torch.no_grad()
+def decode(model, tokens):
+    """Every token in a step of its own."""
+    model.eval()
+    state, source = {}, None
+    if hasattr(model, "encoder"):
+        lengths = torch.full((len(tokens),), tokens.shape[1])
+        source = model.encoder.forward_torchscript({"src_tokens": tokens, "src_lengths": lengths})
+    for end in range(1, tokens.shape[1] + 1):
+        if source is None:
+            model.decoder(tokens[:, :end], incremental_state=state)
+        else:
+            model.decoder(tokens[:, :end], source, incremental_state=state)
+
+
+def serve(models):
     """Say what there is, then answer how many seconds a call takes: a line of its number and how often in, one out."""
     torch.set_num_threads(1)
-    known = calls()
+    known = model_calls() if models else calls()
     for call in known.values():
         call()
     print(json.dumps(list(known)), flush=True)
@@ -69,9 +156,9 @@ def serve():
 class Installation:
     """A process that serves the calls of one folder. Freed memory stays with it: see run.sh."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, models):
         keep = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_MAX_": "0", "OMP_NUM_THREADS": "1"}
-        command = [folder / ".venv/bin/python", __file__, "--serve"]
+        command = [folder / ".venv/bin/python", __file__, "--serve", *(["--models"] if models else [])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | keep
         )
@@ -85,8 +172,8 @@ class Installation:
         return float(self.process.stdout.readline())
 
 
-def compare(folder):
-    sides = {"before": Installation(folder.resolve()), "now": Installation(ROOT)}
+def compare(folder, models):
+    sides = {"before": Installation(folder.resolve(), models), "now": Installation(ROOT, models)}
     names = sides["now"].names
     often = [max(1, round(SECONDS_A_CALL / sides["before"].seconds(i, 1))) for i in range(len(names))]
     times = {side: [[] for _ in names] for side in sides}
@@ -108,20 +195,21 @@ def compare(folder):
     commit = subprocess.run(["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     before = f"Time now / time before, {commit.stdout.strip() or 'a version'}; one thread, float32.\n"
     header = ["what", "where", "version", "round", "seconds"]
-    publish("before", header, raw, rows, before, script="before.py", picture=False)
+    publish("before_models" if models else "before", header, raw, rows, before, script="before.py", picture=False)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="of the version before")
+    parser.add_argument("--models", action="store_true", help="whole models in place of kernels")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve()
+        serve(args.models)
     elif args.folder is None:
         parser.error("the folder of the version before is missing")
     else:
-        compare(args.folder)
+        compare(args.folder, args.models)
 
 
 if __name__ == "__main__":
