@@ -50,6 +50,7 @@ setup(
             "pytest",
             "pytest-xdist",
             "hypothesis",
+            "soundfile",  # fairseq reads audio with it
             "packaging",
             "ruff",
             "mypy",

@@ -1,0 +1,93 @@
+"""fairseq's own models: `--user-dir fairseq_fwp` trains them and goes on from their checkpoints on today's stack."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "faults"))
+from command_server import Commands
+from small_text import write_text
+
+
+def sizes(*stacks: str) -> list[str]:
+    small = {"layers": "1", "embed-dim": "16", "ffn-embed-dim": "16", "attention-heads": "2"}
+    return [word for stack in stacks for name, size in small.items() for word in (f"--{stack}-{name}", size)]
+
+
+AUDIO = [*sizes("encoder"), "--conv-feature-layers", "[(16, 10, 5)] + [(16, 8, 8)] * 2", "--final-dim", "16"]
+AUDIO += ["--mask-length", "2", "--conv-pos", "4", "--conv-pos-groups", "2"]
+MODELS = {
+    "translation": ["--arch", "transformer", *sizes("encoder", "decoder"), "--source-lang", "a", "--target-lang", "b"],
+    "language_modeling": ["--arch", "transformer_lm", *sizes("decoder"), "--tokens-per-sample", "16"],
+    "audio_pretraining": [
+        *("--arch", "wav2vec2", *AUDIO, "--quantize-targets", "--latent-vars", "8", "--num-negatives", "4"),
+        *("--criterion", "wav2vec", "--infonce", "--loss-weights", "[0.1, 10]"),
+    ],
+    "hubert_pretraining": [
+        *("--arch", "hubert", *AUDIO, "--labels", '["km"]', "--label-rate", "50"),
+        *("--criterion", "hubert", "--loss-weights", "[10]"),
+    ],
+}
+
+
+def write_translation(folder: Path) -> None:
+    """The same lines on both sides."""
+    write_text(folder)
+    for side in "ab":
+        (folder / f"dict.{side}.txt").symlink_to("dict.txt")
+        for name in ("train.bin", "train.idx", "valid.bin", "valid.idx"):
+            split, kind = name.split(".")
+            (folder / f"{split}.a-b.{side}.{kind}").symlink_to(name)
+
+
+def write_audio(folder: Path) -> None:
+    """Half a second of noise in a file, and a label for each fiftieth of a second."""
+    noise, rate, length = np.random.default_rng(1), 16000, 8000
+    (folder / "audio").mkdir()
+    (folder / "dict.km.txt").write_text("".join(f"{label} 1\n" for label in range(5)))
+    for split, count in (("train", 24), ("valid", 5)):
+        names = [f"{split}{number}.wav" for number in range(count)]
+        for name in names:
+            soundfile.write(folder / "audio" / name, noise.uniform(-1, 1, length), rate)
+        (folder / f"{split}.tsv").write_text("\n".join([f"{folder}/audio", *(f"{name}\t{length}" for name in names)]))
+        labels = (" ".join(map(str, noise.integers(0, 5, 50 * length // rate))) for _ in names)
+        (folder / f"{split}.km").write_text("\n".join(labels))
+
+
+WRITERS = {"translation": write_translation, "language_modeling": write_text}
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    server = Commands()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("task", MODELS)
+def test_a_model_of_fairseq_trains_and_resumes(task, commands, tmp_path):
+    """Resumed, it becomes what it would have become, to the last bit; masks of audio have no seed."""
+    WRITERS.get(task, write_audio)(tmp_path)
+    log = tmp_path / "log"
+
+    def train(folder, updates):
+        flags = ["--task", task, *MODELS[task], "--batch-size", "4", "--optimizer", "adam", "--lr", "1e-3", "--cpu"]
+        flags += ["--log-format", "simple", "--log-interval", "1", "--num-workers", "0", "--no-epoch-checkpoints"]
+        save = ["--save-dir", tmp_path / folder, "--max-update", updates]
+        assert commands.run("fairseq-train", tmp_path, *flags, *save, log=log) == 0, log.read_text()
+        return torch.load(tmp_path / folder / "checkpoint_last.pt", weights_only=True)
+
+    begun, resumed = train("stopped", 3), train("stopped", 6)
+    losses = [float(loss) for loss in re.findall(r" \d+ / \d+ loss=([\d.]+)", log.read_text())]
+    assert len(losses) == 6 and np.isfinite(losses).all()
+    assert resumed["optimizer_history"][-1]["num_updates"] == 6
+    assert not all(torch.equal(begun["model"][name], weight) for name, weight in resumed["model"].items())
+    if WRITERS.get(task):
+        whole = train("whole", 6)
+        assert all(torch.equal(whole["model"][name], weight) for name, weight in resumed["model"].items())
