@@ -77,7 +77,7 @@ def model_calls():
     )
     from omegaconf import OmegaConf
 
-    import fairseq_fwp  # noqa: F401
+    import fairseq_fwp.models  # noqa: F401  (registers them)
 
     dictionary = Dictionary()
     for index in range(WORDS - len(dictionary)):
