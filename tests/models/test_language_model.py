@@ -1,7 +1,14 @@
 """What the language models have in common."""
 
+import io
+import sys
+from types import ModuleType
+
 import pytest
+import torch
 from fairseq.sequence_generator import SequenceGenerator
+
+from fairseq_fwp.modules.attention import FORMER_NAMES
 
 from .conftest import random_tokens
 
@@ -12,3 +19,19 @@ def test_generation_is_not_bound_to_the_length_of_training_samples(build_model, 
     generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=2, min_len=20, max_len_b=20)
     ((best, _),) = generator.generate([model], {"net_input": {"src_tokens": prompt}}, prefix_tokens=prompt)
     assert len(best["tokens"]) == 21  # and the end of the line
+
+
+@pytest.mark.parametrize(("kind", "former"), FORMER_NAMES, ids=lambda x: getattr(x, "__name__", None))
+def test_states_of_files_written_before_their_modules_moved_are_loaded(kind, former, monkeypatch):
+    """A checkpoint in mid-epoch has the name of the class, and torch loads the names that it was told of alone."""
+    module, _, name = former.rpartition(".")
+    state = kind(*(torch.randn(2, 3) for _ in kind._fields))
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    setattr(sys.modules[module], name, kind)
+    monkeypatch.setattr(kind, "__module__", module)
+    file = io.BytesIO()
+    torch.save(state, file)
+    monkeypatch.undo()
+    found = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert type(found) is kind
+    assert all(torch.equal(one, other) for one, other in zip(found, state, strict=True))

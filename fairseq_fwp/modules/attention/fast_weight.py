@@ -93,19 +93,19 @@ class FastWeightAttention(RuleProjection):
         state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing;
         first (B, L): True at tokens with which a document begins, before which the memory is empty, None = nowhere.
         """
-        queries_keys, v, gates = self.project(x)
+        queries_keys, v, gates = self.project(x)  # project
         if self.forgets or (self.overflows and v.dtype == torch.float16):
             v = at_least_float32(v)
-        features = self.feature_map(queries_keys)
+        features = self.feature_map(queries_keys)  # map
         for normalization in self.key_normalizations:
-            features = normalization(features)
+            features = normalization(features)  # normalise
         q, k, v, gates = self.arrange(features, v, gates, key_padding_mask)
-        out, state = self.read(q, k, v, gates, state, first, keep_state)
+        out, state = self.read(q, k, v, gates, state, first, keep_state)  # rule, normalise
         if self.read_out_norm is not None:
             out = self.read_out_norm(out.to(x.dtype))
         if self.scale != 1:
             out = out * self.scale
-        return self.out_proj(self.merge_heads(out).to(x.dtype)), state
+        return self.out_proj(self.merge_heads(out).to(x.dtype)), state  # project
 
     def read(
         self,
