@@ -16,10 +16,11 @@ rms the rule as they write it, rms-sum that of their code for Transformer-XL, to
 import argparse
 import json
 import logging
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fairseq.logging.progress_bar import progress_bar
@@ -35,69 +36,47 @@ from fairseq_fwp.tasks.text_blocks import BLANK_LINE
 
 logger = logging.getLogger(__name__)
 
-# The flag that sets each argument of the library, and what else to say where that cannot be.
+# What sets the arguments of the library that its errors name.
 FLAGS = {
-    "window": ("--tokens-per-sample", " (--model-overrides \"{'max_target_positions': N}\")"),
-    "context": ("--context-window (--tokens-per-sample less --stride)", ""),
-    "carry_state": ("--carry-state", ": leave it out"),
+    "window": "--tokens-per-sample",
+    "context": "--context-window (--tokens-per-sample less --stride)",
+    "carry_state": "--carry-state",
+    "max_target_positions": "--model-overrides \"{'max_target_positions': N}\"",
 }
 
 
-class Result(NamedTuple):
-    """What was evaluated, and its scores. characters: of the text, None = unknown."""
+def summarize(args: Namespace, model: Any, dictionary: Any, scores: Scores) -> dict[str, Any]:
+    """What was evaluated, and its result, as --json has it; None where a number is not known."""
+    tokens = len(scores.log_probs)
+    characters = count_characters(dictionary, tokens, args.characters)
+    return {
+        "path": args.path,
+        "subset": args.gen_subset,
+        "protocol": str(scores.protocol) + (f", anew after {args.reset_after}" if args.reset_after else ""),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "state_size": scores.state_size,
+        "tokens": tokens,
+        "seconds": scores.seconds,
+        "loss": scores.loss,
+        "characters": characters,
+        "loss_base_2": scores.bits,
+        "perplexity": scores.perplexity,
+        "bits_per_character": scores.bits * tokens / characters if characters else None,
+    }
 
-    path: str
-    subset: str
-    reset_after: str | None
-    parameters: int
-    characters: int | None
-    scores: Scores
 
-    @property
-    def protocol(self) -> str:
-        """How the text was scored, in words."""
-        return str(self.scores.protocol) + (f", anew after {self.reset_after}" if self.reset_after else "")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens scored."""
-        return len(self.scores.log_probs)
-
-    @property
-    def bits_per_character(self) -> float | None:
-        """None: the number of characters is not known."""
-        return self.scores.bits * self.tokens / self.characters if self.characters else None
-
-    def lines(self) -> list[str]:
-        """The report, with fairseq-eval-lm's words where it has them."""
-        found = [f"{self.subset}: {self.protocol}", f"num. model params: {self.parameters:,}"]
-        kept, seconds = self.scores.state_size, self.scores.seconds
-        if kept is not None:
-            found.append(f"state size: {kept:,} numbers ({kept / 1e6:.2f} M)")
-        found.append(f"Evaluated {self.tokens:,} tokens in {seconds:.1f}s ({self.tokens / seconds:.2f} tokens/s)")
-        found.append(f"Loss (base e): {self.scores.loss:.4f}")
-        found.append(f"Loss (base 2): {self.scores.bits:.4f}, Perplexity: {self.scores.perplexity:.2f}")
-        if self.bits_per_character is not None:
-            found.append(f"Bits per character: {self.bits_per_character:.4f} ({self.characters:,} characters)")
-        return found
-
-    def as_json(self) -> str:
-        """All that is known."""
-        found = {
-            "path": self.path,
-            "subset": self.subset,
-            "protocol": self.protocol,
-            "parameters": self.parameters,
-            "state_size": self.scores.state_size,
-            "tokens": self.tokens,
-            "seconds": self.scores.seconds,
-            "loss": self.scores.loss,
-            "characters": self.characters,
-            "loss_base_2": self.scores.bits,
-            "perplexity": self.scores.perplexity,
-            "bits_per_character": self.bits_per_character,
-        }
-        return json.dumps(found, indent=2)
+def report(summary: dict[str, Any]) -> list[str]:
+    """The lines of a summary, with fairseq-eval-lm's words where it has them."""
+    of = Namespace(**summary)
+    found = [f"{of.subset}: {of.protocol}", f"num. model params: {of.parameters:,}"]
+    if of.state_size is not None:
+        found.append(f"state size: {of.state_size:,} numbers ({of.state_size / 1e6:.2f} M)")
+    found.append(f"Evaluated {of.tokens:,} tokens in {of.seconds:.1f}s ({of.tokens / of.seconds:.2f} tokens/s)")
+    found.append(f"Loss (base e): {of.loss:.4f}")
+    found.append(f"Loss (base 2): {of.loss_base_2:.4f}, Perplexity: {of.perplexity:.2f}")
+    if of.bits_per_character is not None:
+        found.append(f"Bits per character: {of.bits_per_character:.4f} ({of.characters:,} characters)")
+    return found
 
 
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
@@ -154,20 +133,14 @@ def run(args: Namespace) -> None:
         shown = {"prefix": args.gen_subset, "default_log_format": "simple" if args.no_progress_bar else "tqdm"}
         return progress_bar(batches, args.log_format, args.log_interval, **shown)
 
-    result = Result(
-        path=args.path,
-        subset=args.gen_subset,
-        reset_after=args.reset_after,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        characters=count_characters(dictionary, len(text.tokens), args.characters),
-        scores=evaluate(model, text, protocol, train, args.batch_size, progress),
-    )
+    scores = evaluate(model, text, protocol, train, args.batch_size, progress)
+    summary = summarize(args, model, dictionary, scores)
     if args.scores:
-        table = score_table([dictionary[token] for token in text.tokens.tolist()], result.scores.log_probs.tolist())
+        table = score_table([dictionary[token] for token in text.tokens.tolist()], scores.log_probs.tolist())
         write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
     if args.json:
-        write_whole(args.json, lambda file: file.write_text(result.as_json() + "\n", encoding="utf-8"))
-    print("\n".join(result.lines()))
+        write_whole(args.json, lambda file: file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8"))
+    print("\n".join(report(summary)))
 
 
 def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
@@ -177,10 +150,8 @@ def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
 
 
 def name_flags(error: Exception) -> str:
-    """The sentence of an error, which begins with an argument of the library, by the flag that sets it."""
-    name, space, rest = str(error).partition(" ")
-    flag, hint = FLAGS.get(name, (name, ""))
-    return f"{flag}{space}{rest}{hint}"
+    """The sentence of an error, with flags in place of the `arguments` that it names."""
+    return re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -54,10 +54,10 @@ class DynamicRule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+            raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {self.kind!r}")
         for name in ("lr", "decay", "epsilon"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+                raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}")
 
     @property
     def needs_statistics(self) -> bool:
@@ -95,7 +95,7 @@ def measure(scorer: Scorer, plan: Iterable[list[Window]], kind: str) -> Statisti
         for square, gradient in zip(squares, gradients, strict=True):
             square.addcmul_(gradient, gradient)
     if not count:
-        raise ValueError("train must have at least one window to gather statistics on, got none")
+        raise ValueError("`train` must have at least one window to gather statistics on, got none")
     return Statistics([square.div_(count if kind == "rms" else 1).sqrt_() for square in squares], count)
 
 
@@ -108,7 +108,7 @@ class DynamicScorer:
 
     def __init__(self, scorer: Scorer, rule: DynamicRule) -> None:
         if rule.needs_statistics and rule.statistics is None:
-            raise ValueError(f"statistics must be there for kind {rule.kind!r}, got None: pass the training text")
+            raise ValueError(f"`train` must be given for the statistics of kind {rule.kind!r}, got None")
         self.scorer = scorer
         self.weights = learned_weights(scorer.model)
         self.trained = [weight.detach().clone() for weight in self.weights]

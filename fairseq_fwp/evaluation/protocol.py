@@ -36,11 +36,11 @@ class Protocol:
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+            raise ValueError(f"`window` must be at least 1, got {self.window}")
         most = 0 if self.carry_state else self.window - 1
         if not 0 <= self.context <= most:
             raise ValueError(
-                f"context must be from 0 to {most}, got {self.context}: a window scores at least one token"
+                f"`context` must be from 0 to {most}, got {self.context}: a window scores at least one token"
             )
 
     def __str__(self) -> str:
@@ -56,12 +56,13 @@ class Protocol:
         limit = model.max_positions()
         if self.window > limit:
             raise ValueError(
-                f"window must be at most {limit}, the tokens that the model was trained on, got {self.window}: pass at "
-                f"most {limit}, or allow more by the model's max_target_positions"
+                f"`window` must be at most {limit}, the tokens that the model was trained on, got {self.window}: pass "
+                f"at most {limit}, or allow more by `max_target_positions`"
             )
         if self.carry_state and not getattr(model.decoder, "carries_state", False):
+            name = type(model).__name__
             raise ValueError(
-                f"carry_state needs a model with a state of constant size, and this {type(model).__name__} has none"
+                f"`carry_state` needs a model with a state of constant size, and this {name} has none: leave it out"
             )
 
     def plan(self, text: Text, batch_size: int | None = None) -> list[list[Window]]:

@@ -165,18 +165,18 @@ def test_a_rule_of_sums_is_one_of_means_by_other_numbers(build_model):  # noqa: 
 
 def test_rules_need_their_statistics(build_model):  # noqa: F811
     model, text = build_model("fwp_lm"), random_text()
-    with pytest.raises(ValueError, match="statistics must be there for kind 'rms', got None: pass the training text"):
+    with pytest.raises(ValueError, match="`train` must be given for the statistics of kind 'rms'"):
         evaluate(model, text, Protocol(SIZE, dynamic=RULES["rms"]))
-    with pytest.raises(ValueError, match="train must have at least one window"):
+    with pytest.raises(ValueError, match="`train` must have at least one window"):
         measure(WindowScorer(model, text), [], "rms")
 
 
 @pytest.mark.parametrize(
     ("numbers", "sentence"),
     [
-        ({"kind": "adam"}, "kind must be one of sgd, rms, rms-sum, got 'adam'"),
-        ({"decay": -0.5}, "decay must be 0 or more, got -0.5"),
-        ({"lr": float("nan")}, "lr must be 0 or more, got nan"),
+        ({"kind": "adam"}, "`kind` must be one of sgd, rms, rms-sum, got 'adam'"),
+        ({"decay": -0.5}, "`decay` must be 0 or more, got -0.5"),
+        ({"lr": float("nan")}, "`lr` must be 0 or more, got nan"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(numbers, sentence):

@@ -112,7 +112,7 @@ def test_fairseqs_own_models(cutoffs):
     # Without cutoffs fairseq's softmax is float32 whatever the model is.
     expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
     torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
-    with pytest.raises(ValueError, match=r"carry_state needs .* this TransformerLanguageModel has none"):
+    with pytest.raises(ValueError, match=r"`carry_state` needs .* this TransformerLanguageModel has none"):
         evaluate(model, text, Protocol(16, carry_state=True))
 
 
@@ -155,13 +155,13 @@ def test_the_example_of_the_docstring_runs(build_model, capsys):  # noqa: F811
 
 
 def test_what_cannot_be_is_refused(build_model):  # noqa: F811
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`window` must be at least 1, got 0"):
         Protocol(0)
     for context in (-1, 8):
-        with pytest.raises(ValueError, match=f"context must be from 0 to 7, got {context}"):
+        with pytest.raises(ValueError, match=f"`context` must be from 0 to 7, got {context}"):
             Protocol(8, context)
-    with pytest.raises(ValueError, match="context must be from 0 to 0, got 4"):
+    with pytest.raises(ValueError, match="`context` must be from 0 to 0, got 4"):
         Protocol(8, 4, carry_state=True)
     model = build_model("fwp_lm", tokens_per_sample=9)
-    with pytest.raises(ValueError, match=r"window must be at most 9, the tokens .*, got 10: pass at most 9"):
+    with pytest.raises(ValueError, match=r"`window` must be at most 9, the tokens .*, got 10: pass at most 9"):
         evaluate(model, random_text(), Protocol(10))
