@@ -132,7 +132,7 @@ class Rule:
 
     def _require_kernel(self, q: Any) -> None:
         if self.family is None:
-            raise RuntimeError(f"{self.name} has no compiled kernel: use backend 'auto' or 'reference'")
+            raise RuntimeError(f"{self.name} has no compiled kernel: use backend='auto' or 'reference'")
         if isinstance(q, Tensor):
             require_kernel(q.device.type)
 
