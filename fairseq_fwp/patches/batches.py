@@ -24,16 +24,16 @@ def keep_last_batch(batch_by_size: Original) -> Any:
 
 
 def keep_batches_of_first_epoch(get_batch_iterator: Original) -> Any:
-    """fairseq deals the text into batches once and shuffles those in every epoch; resumed, it deals by another seed.
+    """fairseq makes its batches once, but a resumed run makes others: it reads some samples twice and others never.
 
-    In mid-epoch a resumed run would read some samples again, others never, and at its end go on in another order.
+    Batches are made in the first epoch and shuffled in every epoch; a resumed run makes them with another seed.
     """
 
     def get_with_seed_of_first_epoch(
         self: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **kwargs: Any
     ) -> Any:
-        anew = any(map(kwargs.get, ("disable_iterator_cache", "update_epoch_batch_itr")))
-        kept = self.can_reuse_epoch_itr(dataset) and not anew and not getattr(self.cfg, "rebuild_batches", False)
+        rebuild = any(map(kwargs.get, ("disable_iterator_cache", "update_epoch_batch_itr")))
+        kept = self.can_reuse_epoch_itr(dataset) and not rebuild and not getattr(self.cfg, "rebuild_batches", False)
         if epoch == 1 or not kept or dataset in self.dataset_to_epoch_iter:
             return get_batch_iterator(self, dataset, *args, seed=seed, epoch=epoch, **kwargs)
         # Batches are made by the sum of both, shuffled by the iterator's own seed and epoch.

@@ -13,7 +13,7 @@ Original = Callable[..., Any]
 
 
 def refuse_damaged_data(make: Original) -> Any:
-    """fairseq learns from a text that was cut short, or preprocessed with another dictionary, as far as it goes."""
+    """fairseq trains on a text that was cut short, or preprocessed with another dictionary, as far as it goes."""
     from fairseq.data import indexed_dataset
 
     def make_or_explain(path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def refuse_damaged_data(make: Original) -> Any:
 
 
 def close_what_is_open(close: Original) -> Any:
-    """A data set that could not be opened fails again when it goes away, behind the error that says why."""
+    """A data set that could not be opened fails again when it is deleted, after the error that says why."""
 
     def close_if_open(self: Any) -> None:
         with contextlib.suppress(AttributeError):
@@ -52,6 +52,6 @@ def _check_text(path: str, dataset: Any, dictionary: Any) -> None:
     largest = int(np.frombuffer(dataset._bin_buffer, dtype).max(initial=0))
     if dictionary is not None and largest >= len(dictionary):
         raise ValueError(
-            f"{path} has a word of number {largest:,}, and the dictionary beside it {len(dictionary):,} words: it is "
+            f"{path} has a word of number {largest:,}, and the dictionary next to it {len(dictionary):,} words: it is "
             f"not the one that the text was preprocessed with; {PREPROCESS}"
         )

@@ -59,7 +59,7 @@ def save_fingerprints(state_dict: Original) -> Any:
 
 
 def refuse_in_evaluation(load: Original) -> Any:
-    """fairseq evaluates with other words in the same number: it finds another size alone."""
+    """fairseq evaluates with another dictionary of the same size: only another size is an error."""
 
     def load_or_refuse(self: Any, state_dict: dict[str, Any]) -> None:
         rest = dict(state_dict)
@@ -71,7 +71,7 @@ def refuse_in_evaluation(load: Original) -> Any:
 
 
 def refuse_at_resume(load: Original) -> Any:
-    """fairseq goes on training with other words in the same number.
+    """fairseq resumes a training with another dictionary of the same size.
 
     With a new optimizer another training begins, which may replace words: that is said, and not refused.
     """

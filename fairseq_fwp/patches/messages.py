@@ -26,7 +26,7 @@ KNOWN_WARNINGS = (
 
 
 def silence_known_warnings() -> None:
-    """fairseq's own imports and calls warn of themselves at each start, and a speech task of tensorboardX."""
+    """fairseq's own imports and calls print warnings at each start, and a speech task asks for tensorboardX."""
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     for message, category in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)

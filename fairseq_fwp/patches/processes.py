@@ -10,14 +10,14 @@ Original = Callable[..., Any]
 
 
 def join_launched_processes(infer: Original) -> Any:
-    """Of processes that torchrun starts with one GPU or none each, fairseq has every one train alone, to one folder."""
+    """Processes that torchrun starts with at most one GPU each train separately in fairseq, all into one folder."""
 
     def infer_or_join(cfg: Any, *args: Any, **kwargs: Any) -> None:
         launched = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
         together = int(os.environ["WORLD_SIZE"]) if launched else 1
         if together == 1 or cfg.distributed_init_method is not None or cfg.tpu:
             return infer(cfg, *args, **kwargs)
-        cfg.distributed_world_size = together  # 1 is fairseq's word for a process that is alone
+        cfg.distributed_world_size = together  # 1 tells fairseq that there is only one process
         if torch.cuda.device_count():
             return infer(cfg, *args, **kwargs)
         cfg.distributed_init_method, cfg.distributed_no_spawn = "env://", True
@@ -28,7 +28,7 @@ def join_launched_processes(infer: Original) -> Any:
 
 
 def save_for_every_process(save_checkpoint: Original) -> Any:
-    """fairseq asks the first process alone what a checkpoint is to hold; streams have a state in each of them."""
+    """fairseq asks only the first process what a checkpoint must hold; streams have a state in each process."""
 
     def collect_and_save(cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(epoch_itr, "collect_states"):

@@ -20,7 +20,7 @@ Original = Callable[..., Any]
 
 
 def load_weights_only(load: Original) -> Any:
-    """torch 2.4 and 2.5 run what is pickled in a file; a file cut short ends in an error of the zip reader."""
+    """torch 2.4 and 2.5 run code that is pickled in a file; a file cut short ends in an error of the zip reader."""
 
     def load_or_explain(path: str, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -30,7 +30,7 @@ def load_weights_only(load: Original) -> Any:
             # A zip archive that was cut short sends its reader to places before its beginning.
             if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):
                 raise
-            # Whole, but with objects beside its tensors.
+            # Whole, but with other objects than tensors.
             if untrusted := re.search(r"GLOBAL (\S+)|unrecognized|only build", str(error)):
                 raise RuntimeError(
                     f"{path} holds pickled objects ({untrusted[1] or 'of unknown types'}), which could run any "
@@ -49,7 +49,7 @@ def load_weights_only(load: Original) -> Any:
                 ) from error
             if isinstance(error, KeyError):
                 raise RuntimeError(
-                    f"{path} has a model, but not all that fairseq saves beside it (no {error}): it was damaged, "
+                    f"{path} has a model, but not all that fairseq saves with it (no {error}): it was damaged, "
                     "or written by something else; copy it again, or use another checkpoint of the same folder"
                 ) from error
             raise
@@ -93,7 +93,7 @@ class Saved(NamedTuple):
 
 
 def keep_saved_options(load: Original) -> Any:
-    """fairseq gives a model weights alone: with other options they are loaded all the same, into another function."""
+    """fairseq gives a model only weights: with other options they load as well, and compute something else."""
 
     def load_with_options(path: str, arg_overrides: dict[str, Any] | None = None, *args: Any, **kw: Any) -> Any:
         state = load(path, arg_overrides, *args, **kw)
@@ -107,7 +107,7 @@ def keep_saved_options(load: Original) -> Any:
 
 
 def show_what_a_model_refuses(load: Original) -> Any:
-    """In training fairseq says of every error that the architectures do not match, and not what the model says."""
+    """In training fairseq reports every error of loading as other architectures, and hides what the model says."""
 
     def load_or_explain(*args: Any, **kwargs: Any) -> Any:
         try:

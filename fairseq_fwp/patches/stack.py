@@ -37,12 +37,12 @@ def allow_checkpoint_types() -> None:
 
 
 def count_below_zero(best_fitting: Original) -> Any:
-    """numpy 2 keeps fairseq's unsigned ends of blocks unsigned: that of a block of one token, less two, is 65,535."""
+    """numpy 2 keeps fairseq's unsigned ends of blocks unsigned: 1 - 2, in a block of one token, becomes 65,535."""
     return lambda largest: np.int64
 
 
 def forget_tpu(call_main: Original) -> Any:
-    """fairseq takes --bf16 for a TPU run and looks for torch_xla, also where there is none."""
+    """fairseq takes --bf16 for a run on a TPU and stops where torch_xla is not installed."""
 
     def call_without_tpu(cfg: Any, main: Any, **kwargs: Any) -> Any:
         if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
@@ -53,7 +53,7 @@ def forget_tpu(call_main: Original) -> Any:
 
 
 def count_diverse_beams_by_batch(step: Original) -> Any:
-    """Diverse beams look up a table with a row per sentence of the batch by the sentence's number in the data set."""
+    """Diverse beams index a table of the batch by numbers of the data set, and fail or mix up its sentences."""
 
     def step_by_row(
         self: Any,

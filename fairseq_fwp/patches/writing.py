@@ -15,7 +15,7 @@ Original = Callable[..., Any]
 
 
 def save_whole(save: Original) -> Any:
-    """fairseq tries a failed save again behind the half of the first, leaves it on the full disk and names nothing."""
+    """fairseq writes the retry of a failed save after the half that is there, and leaves both on the full disk."""
     from fairseq.file_io import PathManager
 
     def save_or_explain(obj: Any, filename: str, async_write: bool = False) -> None:
@@ -42,7 +42,7 @@ def _save(obj: Any, path: str) -> None:
 
 
 def copy_whole(copy: Original) -> Any:
-    """fairseq copies a checkpoint over checkpoint_last.pt, from which a run that is killed then cannot go on."""
+    """fairseq copies a checkpoint over checkpoint_last.pt: a run that is killed meanwhile cannot be resumed."""
     from fairseq.file_io import PathManager
 
     def copy_or_explain(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
@@ -72,7 +72,7 @@ def make_folder_of_log(call_main: Original) -> Any:
 
 @contextlib.contextmanager
 def _in_place_of(path: str) -> Iterator[str]:
-    """A path beside it: what is written there takes its place in one step, or goes away."""
+    """A path next to it: what is written there takes its place in one step, or is removed."""
     unfinished = f"{path}.tmp"
     try:
         yield unfinished

@@ -103,7 +103,7 @@ def damage_text(folder, damage):
         return r"train.idx is no whole index"
     lines = (folder / "dict.txt").read_text().splitlines(keepends=True)
     (folder / "dict.txt").write_text("".join(lines[: len(lines) // 2]))
-    return r"train.bin has a word of number \d+, and the dictionary beside it \d+ words"
+    return r"train.bin has a word of number \d+, and the dictionary next to it \d+ words"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
