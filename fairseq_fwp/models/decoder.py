@@ -107,43 +107,15 @@ for _state in STATES:
     torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
 
 
-class LanguageModelDecoder(FairseqIncrementalDecoder):
-    """Embeddings, layers and tied output; a subclass says which attention and positions.
+class StatefulDecoder(FairseqIncrementalDecoder):
+    """fairseq's interface of a decoder that goes on with a state, and keeps it while decoding.
 
-    No tensor here grows faster than linearly with the sequence. packs_documents: whether `first` can be given, so that
-    a segment holds several documents.
+    A subclass has an adaptive_softmax and max_target_positions, and says what features are. packs_documents: whether
+    `first` can be given, so that a segment holds several documents; carries_state: whether the state has a bound.
     """
 
     packs_documents = False
-
-    def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
-        super().__init__(dictionary)
-        check_sizes(cfg)
-        self.padding_idx = dictionary.pad()
-        self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
-        cutoffs = read_cutoffs(cfg, len(dictionary))
-        self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
-        self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
-        self.embed_positions = self.build_positions(cfg)
-        self.sample_length = cfg.tokens_per_sample
-        self.dropout = Dropout(cfg.dropout, self)
-        self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
-        # A state that does not grow with the text can be carried on for ever.
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        self.carries_state = all(attention.constant_state for attention in attentions)
-        final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
-        self.layer_norm = nn.LayerNorm(cfg.decoder_embed_dim) if final_norm else None
-        # Also without cutoffs, so that the criterion adaptive_loss always works.
-        self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
-        self.apply(initialize)
-
-    def build_positions(self, cfg: Any) -> nn.Module | None:
-        """The absolute positions that are added to the embeddings."""
-        raise NotImplementedError
-
-    def build_attention(self, cfg: Any) -> nn.Module:
-        """The attention of one layer."""
-        raise NotImplementedError
+    carries_state: bool
 
     def forward(
         self,
@@ -191,6 +163,75 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             return super().get_normalized_probs(net_output, log_probs, sample)
         scores = F.log_softmax(first, dim=-1)
         return scores if log_probs else scores.exp()
+
+    def extract_features(self, tokens: Tensor, state: Any = None, last: int | None = None) -> tuple[Tensor, Any]:
+        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
+
+        last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
+        """
+        raise NotImplementedError
+
+    def extract_unread_features(self, tokens: Tensor, state: Any, read: int) -> tuple[Tensor, Any]:
+        """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
+        raise NotImplementedError
+
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried."""
+        raise NotImplementedError
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
+
+        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
+        """
+        return at_least_float32(features)
+
+    def max_positions(self) -> int:
+        """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
+        return self.max_target_positions
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+        """Keeps the rows new_order of the decoding state, as beam search selects them."""
+        kept = self.get_incremental_state(incremental_state, "state")
+        if kept is not None:
+            state, read = kept
+            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
+
+
+class LanguageModelDecoder(StatefulDecoder):
+    """Embeddings, layers and tied output; a subclass says which attention and positions.
+
+    No tensor here grows faster than linearly with the sequence.
+    """
+
+    def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
+        super().__init__(dictionary)
+        check_sizes(cfg)
+        self.padding_idx = dictionary.pad()
+        self.max_target_positions = cfg.max_target_positions or cfg.tokens_per_sample
+        cutoffs = read_cutoffs(cfg, len(dictionary))
+        self.embed_tokens = build_embedding(cfg, dictionary, cutoffs)
+        self.embed_scale = 1.0 if cfg.no_scale_embedding else math.sqrt(cfg.decoder_embed_dim)
+        self.embed_positions = self.build_positions(cfg)
+        self.sample_length = cfg.tokens_per_sample
+        self.dropout = Dropout(cfg.dropout, self)
+        self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
+        # A state that does not grow with the text can be carried on for ever.
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        self.carries_state = all(attention.constant_state for attention in attentions)
+        final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
+        self.layer_norm = nn.LayerNorm(cfg.decoder_embed_dim) if final_norm else None
+        # Also without cutoffs, so that the criterion adaptive_loss always works.
+        self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
+        self.apply(initialize)
+
+    def build_positions(self, cfg: Any) -> nn.Module | None:
+        """The absolute positions that are added to the embeddings."""
+        raise NotImplementedError
+
+    def build_attention(self, cfg: Any) -> nn.Module:
+        """The attention of one layer."""
+        raise NotImplementedError
 
     def extract_features(
         self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
@@ -251,24 +292,6 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         """
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return sum(attention.state_size(length, carried) for attention in attentions)
-
-    def output_layer(self, features: Tensor) -> Tensor:
-        """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
-
-        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
-        """
-        return at_least_float32(features)
-
-    def max_positions(self) -> int:
-        """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
-        return self.max_target_positions
-
-    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Keeps the rows new_order of the decoding state, as beam search selects them."""
-        kept = self.get_incremental_state(incremental_state, "state")
-        if kept is not None:
-            state, read = kept
-            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
 
 
 def check_sizes(cfg: DecoderConfig) -> None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY, FairseqIncrementalDecoder, register_model
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
 from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import naming_flags
-from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
+from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, StatefulDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
 from fairseq_fwp.models.language_model import forgets_segments
@@ -87,7 +87,7 @@ class FwlState(NamedTuple):
 torch.serialization.add_safe_globals([FwlState])
 
 
-class FwlDecoder(LanguageModelDecoder):
+class FwlDecoder(StatefulDecoder):
     """A fast weight layer on the features of another decoder, whose state it goes on with.
 
     base: any `LanguageModelDecoder`; layer: of its dimension; last_norm: the name of the base's last normalisation, for
@@ -95,10 +95,8 @@ class FwlDecoder(LanguageModelDecoder):
     Incremental decoding gives what a stream of segments of --tokens-per-sample tokens gives.
     """
 
-    packs_documents = False  # the layer learns from whole segments
-
     def __init__(self, base: LanguageModelDecoder, layer: FastWeightLayer, last_norm: str | None) -> None:
-        FairseqIncrementalDecoder.__init__(self, base.dictionary)  # it builds nothing of its own
+        super().__init__(base.dictionary)
         del self.adaptive_softmax  # fairseq's None; see __getattr__
         self.base = base
         self.fast_weight_layer = layer
@@ -114,7 +112,7 @@ class FwlDecoder(LanguageModelDecoder):
         except AttributeError:
             return getattr(super().__getattr__("base"), name)
 
-    def extract_features(  # type: ignore[override]
+    def extract_features(
         self, tokens: Tensor, state: FwlState | None = None, last: int | None = None
     ) -> tuple[Tensor, FwlState]:
         """tokens (B, L), one segment, after those that `state` has read -> features (B, L, D) and the new state.
@@ -125,9 +123,7 @@ class FwlDecoder(LanguageModelDecoder):
         y, layer = self._adapt(x, tokens, None if state is None else state.layer)
         return y if last is None else y[:, y.shape[1] - last :], FwlState(base, layer)
 
-    def extract_unread_features(  # type: ignore[override]
-        self, tokens: Tensor, state: FwlState | None, read: int
-    ) -> tuple[Tensor, FwlState]:
+    def extract_unread_features(self, tokens: Tensor, state: FwlState | None, read: int) -> tuple[Tensor, FwlState]:
         """The same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
         x, base = self.base.extract_unread_features(tokens, None if state is None else state.base, read)
         layer = None if state is None else state.layer
