@@ -17,8 +17,11 @@ def evaluate_data_alone() -> None:
 def evaluate(text: str) -> Any:
     """The value of numbers, strings, lists, tuples and dictionaries, their sums and multiples: "[(512, 3)] * 4".
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and TypeError for what is no string, as `eval` does: fairseq asks it so whether
+    an option has been evaluated.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"evaluate takes a string, got {type(text).__name__}")
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError) as error:

@@ -151,6 +151,13 @@ def test_code_is_refused(text):
         configuration.evaluate(text)
 
 
+def test_options_that_are_no_strings_are_left_to_fairseq():
+    """It evaluates some twice, and takes a TypeError for the sign that it has, as of --left-pad-source."""
+    with pytest.raises(TypeError, match="evaluate takes a string, got bool"):
+        configuration.evaluate(True)
+    assert utils.eval_bool(True, default=True) and utils.eval_str_list(0.5) == [0.5]
+
+
 def shell_function(recipe, name):
     """The text of a function of a recipe's run.sh."""
     return re.search(rf"^{name}\(\) {{.*?^}}", (RECIPES / recipe / "run.sh").read_text(), re.M | re.S)[0]
