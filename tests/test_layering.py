@@ -19,7 +19,7 @@ ROOMS = {
     "__init__": {"fairseq_fwp"},
     "registration": {"fairseq_fwp"},
     "options": {"omegaconf"},
-    "patches": CONFIG | {"fairseq_fwp.options"},
+    "patches": CONFIG | {"bitarray", "fairseq_fwp.options"},
     "kernels": {"torch"},
     "ops": {"torch", "fairseq_fwp.kernels"},
     "testing": {"torch", "fairseq_fwp.ops"},

@@ -12,7 +12,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fairseq_fwp.patches import batches, configuration, data, dictionaries, messages, processes, reading, stack, writing
+from fairseq_fwp.patches import (
+    batches,
+    configuration,
+    data,
+    dictionaries,
+    legacy,
+    messages,
+    processes,
+    reading,
+    stack,
+    writing,
+)
 
 
 class Patch(NamedTuple):
@@ -54,6 +65,18 @@ PATCHES = (
         stack.forget_tpu,
         FAIRSEQ,
         "tests/patches/test_stack.py::test_bf16_is_not_taken_for_a_tpu",
+    ),
+    Patch(
+        "bitarray.util.rindex",
+        legacy.restore_rindex,
+        "bitarray 3.0",
+        "tests/patches/test_legacy.py::test_huffman_codes",
+    ),
+    Patch(
+        "fairseq.data.legacy.masked_lm_dictionary.MaskedLMDictionary.load",
+        legacy.load_masked_dictionary,
+        "fairseq 0.12.3",
+        "tests/patches/test_legacy.py::test_dictionaries_of_masked_models",
     ),
     Patch(
         "fairseq.search.DiverseBeamSearch.step",

@@ -1,0 +1,27 @@
+"""Older parts of fairseq that newer packages, or fairseq itself, have left behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def restore_rindex() -> None:
+    """bitarray 3 has no `bitarray.util.rindex`; fairseq's Huffman codes end where it says."""
+    from bitarray import bitarray, util
+
+    if not hasattr(util, "rindex"):
+
+        def rindex(bits: bitarray, value: int = 1) -> int:
+            return bits.index(value, right=True)
+
+        util.rindex = rindex  # type: ignore[attr-defined]
+
+
+def load_masked_dictionary(load: Callable[..., Any]) -> Any:
+    """fairseq 0.12.3 loads dictionaries with an argument that those for masked language models do not take."""
+
+    def load_without_argument(cls: type, f: Any, add_special_symbols: bool = True) -> Any:
+        dictionary: Any = cls()
+        dictionary.add_from_file(f)
+        return dictionary
+
+    return classmethod(load_without_argument)
