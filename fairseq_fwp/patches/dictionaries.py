@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
-KEY = "dictionaries"
+KEY = "dictionary_fingerprints"
+OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list
 Original = Callable[..., Any]
 
 
@@ -28,9 +29,15 @@ def fingerprints(task: Any) -> dict[str, str]:
     return found
 
 
+def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
+    """Remove the fingerprints from a saved state and return them; {} if there are none."""
+    key = KEY if KEY in state else OLD_KEY
+    return state.pop(key) if isinstance(state.get(key), dict) else {}
+
+
 def difference(task: Any, saved: dict[str, str]) -> str:
     """What is to be said of a model that was trained with other dictionaries; "" with the same, or if none is known."""
-    now = fingerprints(task)
+    now = fingerprints(task) if saved else {}
     different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
     if not different:
         return ""
@@ -63,9 +70,10 @@ def refuse_in_evaluation(load: Original) -> Any:
 
     def load_or_refuse(self: Any, state_dict: dict[str, Any]) -> None:
         rest = dict(state_dict)
-        if sentence := difference(self, rest.pop(KEY, {})):
+        saved = take_fingerprints(rest)
+        load(self, rest)  # which may hold the task's dictionaries
+        if sentence := difference(self, saved):
             raise ValueError(sentence)
-        load(self, rest)
 
     return load_or_refuse
 
@@ -78,7 +86,7 @@ def refuse_at_resume(load: Original) -> Any:
 
     def load_or_refuse(self: Any, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any) -> Any:
         extra_state = load(self, filename, reset_optimizer, *args, **kwargs)
-        sentence = difference(self.task, (extra_state or {}).get(KEY, {}))
+        sentence = difference(self.task, take_fingerprints(extra_state or {}))
         if sentence and not reset_optimizer:
             raise ValueError(f"{filename} cannot go on: {sentence}")
         if sentence:

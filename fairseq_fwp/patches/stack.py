@@ -21,12 +21,13 @@ def restore_numpy_compat() -> None:
 
 def allow_checkpoint_types() -> None:
     """torch >= 2.6 unpickles tensors only; fairseq's checkpoints and object broadcasts hold these types too."""
+    from fairseq.data import Dictionary
     from fairseq.distributed import utils as distributed_utils
     from omegaconf import DictConfig, ListConfig, base, nodes
 
     torch.serialization.add_safe_globals(
         [argparse.Namespace, DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, defaultdict]
-        + [distributed_utils._TensorPlaceholder]
+        + [distributed_utils._TensorPlaceholder, Dictionary]  # of HuBERT, and of fine-tuning on speech
         + [nodes.AnyNode, nodes.BooleanNode, nodes.FloatNode, nodes.IntegerNode, nodes.StringNode]
         + [Any, dict, list, int]
         # What --best-checkpoint-metric bleu leaves in them: its value, and the n-grams counted.

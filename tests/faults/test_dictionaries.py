@@ -103,6 +103,20 @@ def test_checkpoints_that_say_nothing_of_a_dictionary_are_loaded(data, save_dir)
     train(data, save_dir, "--max-update", 4)
 
 
+def test_fingerprints_where_earlier_versions_saved_them(data, save_dir):
+    path = save_dir / "checkpoint_last.pt"
+    state = torch.load(path)
+    for place in ("task_state", "extra_state"):
+        state[place]["dictionaries"] = state[place].pop(dictionaries.KEY)
+    torch.save(state, path)
+    load_to_evaluate(save_dir, data)
+    rewrite(data, reverse)
+    with pytest.raises(ValueError, match=SENTENCE):
+        load_to_evaluate(save_dir, data)
+    with pytest.raises(ValueError, match=f"cannot go on: .*{SENTENCE}"):
+        train(data, save_dir, "--max-update", 4)
+
+
 def dictionary(*words):
     made = Dictionary()
     for word in words:

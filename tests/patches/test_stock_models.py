@@ -91,3 +91,6 @@ def test_a_model_of_fairseq_trains_and_resumes(task, commands, tmp_path):
     if WRITERS.get(task):
         whole = train("whole", 6)
         assert all(torch.equal(whole["model"][name], weight) for name, weight in resumed["model"].items())
+    if task == "hubert_pretraining":
+        (saved,) = resumed["task_state"]["dictionaries"]
+        assert saved.symbols[4:9] == list("01234")
