@@ -79,6 +79,12 @@ PATCHES = (
         "tests/patches/test_legacy.py::test_dictionaries_of_masked_models",
     ),
     Patch(
+        "fairseq.models.hubert.hubert_asr.HubertEncoder.__init__",
+        legacy.give_hubert_its_option,
+        "fairseq 0.12.3",
+        "tests/patches/test_stock_models.py::test_hubert_is_fine_tuned",
+    ),
+    Patch(
         "fairseq.search.DiverseBeamSearch.step",
         *(
             stack.count_diverse_beams_by_batch,

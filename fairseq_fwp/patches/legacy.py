@@ -1,4 +1,4 @@
-"""Older parts of fairseq that newer packages, or fairseq itself, have left behind."""
+"""Parts of fairseq that newer packages, or fairseq itself, have left behind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,3 +25,19 @@ def load_masked_dictionary(load: Callable[..., Any]) -> Any:
         return dictionary
 
     return classmethod(load_without_argument)
+
+
+def give_hubert_its_option(init: Callable[..., Any]) -> Any:
+    """fairseq 0.12.3 asks a HuBERT model for CTC for an option that only its sequence-to-sequence models have."""
+    from omegaconf import open_dict
+
+    def init_with_option(self: Any, cfg: Any, task: Any) -> None:
+        if "autoregressive" in cfg:
+            return init(self, cfg, task)
+        with open_dict(cfg):
+            cfg.autoregressive = False
+            init(self, cfg, task)
+            del cfg.autoregressive  # the checkpoint's configuration stays that of the model
+        return None
+
+    return init_with_option

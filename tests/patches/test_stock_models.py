@@ -70,27 +70,47 @@ def commands() -> Iterator[Commands]:
     server.close()
 
 
-@pytest.mark.parametrize("task", MODELS)
-def test_a_model_of_fairseq_trains_and_resumes(task, commands, tmp_path):
-    """Resumed, it becomes what it would have become, to the last bit; masks of audio have no seed."""
-    WRITERS.get(task, write_audio)(tmp_path)
-    log = tmp_path / "log"
+@pytest.fixture
+def train(commands, tmp_path):
+    """train(folder, updates, *flags) -> its last checkpoint; the data and the log lie in tmp_path."""
 
-    def train(folder, updates):
-        flags = ["--task", task, *MODELS[task], "--batch-size", "4", "--optimizer", "adam", "--lr", "1e-3", "--cpu"]
-        flags += ["--log-format", "simple", "--log-interval", "1", "--num-workers", "0", "--no-epoch-checkpoints"]
+    def train(folder, updates, *flags):
+        log = tmp_path / "log"
+        flags += ("--batch-size", "4", "--optimizer", "adam", "--lr", "1e-3", "--cpu", "--no-epoch-checkpoints")
+        flags += ("--log-format", "simple", "--log-interval", "1", "--num-workers", "0")
         save = ["--save-dir", tmp_path / folder, "--max-update", updates]
         assert commands.run("fairseq-train", tmp_path, *flags, *save, log=log) == 0, log.read_text()
         return torch.load(tmp_path / folder / "checkpoint_last.pt", weights_only=True)
 
-    begun, resumed = train("stopped", 3), train("stopped", 6)
-    losses = [float(loss) for loss in re.findall(r" \d+ / \d+ loss=([\d.]+)", log.read_text())]
+    return train
+
+
+@pytest.mark.parametrize("task", MODELS)
+def test_a_model_of_fairseq_trains_and_resumes(task, train, tmp_path):
+    """Resumed, it becomes what it would have become, to the last bit; masks of audio have no seed."""
+    WRITERS.get(task, write_audio)(tmp_path)
+    flags = ["--task", task, *MODELS[task]]
+    begun, resumed = train("stopped", 3, *flags), train("stopped", 6, *flags)
+    log = (tmp_path / "log").read_text()
+    losses = [float(loss) for loss in re.findall(r" \d+ / \d+ loss=([\d.]+)", log)]
     assert len(losses) == 6 and np.isfinite(losses).all()
     assert resumed["optimizer_history"][-1]["num_updates"] == 6
     assert not all(torch.equal(begun["model"][name], weight) for name, weight in resumed["model"].items())
-    if WRITERS.get(task):
-        whole = train("whole", 6)
+    if task in WRITERS:
+        whole = train("whole", 6, *flags)
         assert all(torch.equal(whole["model"][name], weight) for name, weight in resumed["model"].items())
     if task == "hubert_pretraining":
         (saved,) = resumed["task_state"]["dictionaries"]
         assert saved.symbols[4:9] == list("01234")
+
+
+def test_hubert_is_fine_tuned(train, tmp_path):
+    write_audio(tmp_path)
+    train("before", 1, "--task", "hubert_pretraining", *MODELS["hubert_pretraining"])
+    flags = ["--task", "hubert_pretraining", "--fine-tuning", "--single-target", "--labels", '["km"]']
+    flags += ["--arch", "hubert_ctc", "--w2v-path", tmp_path / "before" / "checkpoint_last.pt", "--mask-length", "2"]
+    flags += ["--criterion", "ctc", "--zero-infinity", "--disable-validation"]
+    train("tuned", 1, *flags)
+    resumed = train("tuned", 2, *flags)
+    assert resumed["task_state"]["target_dictionary"].symbols[4:9] == list("01234")
+    assert resumed["optimizer_history"][-1]["num_updates"] == 2 and "autoregressive" not in resumed["cfg"]["model"]
