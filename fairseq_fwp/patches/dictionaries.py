@@ -20,12 +20,21 @@ def fingerprints(task: Any) -> dict[str, str]:
     from fairseq.data import Dictionary
 
     found = {}
+    for name, dictionary in _dictionaries(task).items():
+        if isinstance(dictionary, Dictionary):
+            digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
+            found[name] = f"{len(dictionary):,} words, {digest[:12]}"
+    return found
+
+
+def _dictionaries(task: Any) -> dict[str, Any]:
+    """Those of a multilingual task by language: its source and target depend on the pair that is translated."""
+    if by_language := getattr(task, "dicts", None):
+        return {f"dictionary of {language}": dictionary for language, dictionary in by_language.items()}
+    found = {}
     for name in ("source_dictionary", "target_dictionary"):
         with contextlib.suppress(AttributeError, NotImplementedError):
-            dictionary = getattr(task, name)
-            if isinstance(dictionary, Dictionary):
-                digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
-                found[name] = f"{len(dictionary):,} words, {digest[:12]}"
+            found[name] = getattr(task, name)
     return found
 
 

@@ -137,6 +137,17 @@ def test_what_a_fingerprint_tells_apart():
     assert short["source_dictionary"] == plain["source_dictionary"] != short["target_dictionary"]
 
 
+def test_each_language_is_compared_with_itself():
+    """A multilingual task has the first one's dictionary on both sides in training, and its pair's in evaluation."""
+    words = {"de": dictionary("a"), "en": dictionary("b")}
+    trained = Namespace(dicts=words, source_dictionary=words["de"], target_dictionary=words["de"])
+    evaluated = Namespace(dicts=words, target_dictionary=words["en"], cfg=Namespace(data="folder"))
+    saved = dictionaries.fingerprints(trained)
+    assert dictionaries.difference(evaluated, saved) == ""
+    evaluated.dicts = words | {"en": dictionary("c")}
+    assert dictionaries.difference(evaluated, saved).startswith("folder has another dictionary of en (5 words, ")
+
+
 def test_a_task_without_a_dictionary_has_no_fingerprint():
     config = tasks.TASK_DATACLASS_REGISTRY["fwp_associative_retrieval"](seed=1, update_freq=[1])
     task = tasks.TASK_REGISTRY["fwp_associative_retrieval"].setup_task(config)
