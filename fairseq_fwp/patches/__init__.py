@@ -179,7 +179,7 @@ PATCHES = (
         "tests/faults/test_damaged_files.py::test_texts",
     ),
     Patch(
-        "fairseq.models.*.eval",
+        "fairseq.*.eval",
         configuration.evaluate_data_alone,
         FAIRSEQ,
         "tests/faults/test_security.py::test_a_configuration_is_no_code",

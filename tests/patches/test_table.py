@@ -1,16 +1,16 @@
 """The table of patches is what is patched, and each has a test and a reason."""
 
+import inspect
+import subprocess
 import sys
 from pathlib import Path
 
-import fairseq.models
 import pytest
 
 from fairseq_fwp import patches
 from fairseq_fwp.patches import PATCHES
 
 ROOT = Path(__file__).parents[2]
-REPLACED = [entry for entry in PATCHES if "fairseq." in entry.symbol and "*" not in entry.symbol]
 
 
 @pytest.mark.parametrize("entry", PATCHES, ids=lambda entry: entry.symbol)
@@ -20,39 +20,57 @@ def test_an_entry_has_a_reason_and_a_test_that_is_there(entry):
     assert entry.reason.endswith(".") and entry.since
 
 
-def patched():
-    """Everything in fairseq's modules and their classes that a patch has replaced: its patches by its symbol."""
+def attributes():
+    """Everything in fairseq's modules, and in the classes that they define, by its full name; no modules."""
     found = {}
     for module_name, module in list(sys.modules.items()):
-        if module_name.split(".")[0] not in ("fairseq", "fairseq_cli") or module is None:
-            continue
-        owners = [module]
-        for owner in owners:
-            for name, value in list(vars(owner).items()):
-                if names := getattr(getattr(value, "__func__", value), "patches", ()):
-                    found[id(owner), name] = names
-                if isinstance(value, type) and value.__module__ == module_name and value not in owners:
-                    owners.append(value)
+        if module_name.split(".")[0] in ("fairseq", "fairseq_cli") and module.__name__ == module_name:
+            owners = [(module_name, module)]
+            for path, owner in owners:
+                for name, value in list(vars(owner).items()):
+                    if inspect.isclass(value) and value.__module__ == module_name:
+                        owners += [(f"{path}.{name}", value)] * (value not in dict(owners).values())
+                    if not inspect.ismodule(value):
+                        found[f"{path}.{name}"] = value
     return found
 
 
+def full_name(symbol):
+    owner, name = patches.find(symbol)
+    return (
+        ".".join([owner.__name__] if inspect.ismodule(owner) else [owner.__module__, owner.__qualname__]) + f".{name}"
+    )
+
+
 def test_the_table_is_what_is_patched():
-    """A function that another module has imported under its name is found there as well."""
-    expected = {}
-    for entry in REPLACED:
-        owner, name = patches.find(entry.symbol)
-        expected[id(owner), name] = (*expected.get((id(owner), name), ()), entry.patch.__name__)
-    found = patched()
-    assert expected.items() <= found.items()
-    assert set(found.values()) <= set(expected.values())
-    assert fairseq.models.transformer_lm.eval is patches.configuration.evaluate
+    """Of what fairseq has imported, the package replaces what the table names, and nothing else."""
+    code = f"""
+import inspect, sys
+import fairseq_cli.train, fairseq
+{inspect.getsource(attributes)}
+before = attributes()
+owners = before.keys() | sys.modules.keys()
+import fairseq_fwp
+for name, value in attributes().items():
+    if before.get(name, before) is not value and name.rpartition(".")[0] in owners:
+        print(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("fairseq")]
+    evaluated = {name for name in found if name.endswith(".eval")}
+    assert {"fairseq.utils.eval", "fairseq.models.transformer_lm.eval"} <= evaluated
+    symbols = [entry.symbol for entry in PATCHES if entry.symbol.startswith("fairseq.") and "*" not in entry.symbol]
+    assert set(found) - evaluated == set(map(full_name, symbols))
 
 
 def test_a_second_call_changes_nothing():
-    before = patched()
-    assert before
+    import fairseq_cli.train  # noqa: F401
+
+    before = attributes()
     patches.apply()
-    assert patched() == before
+    after = attributes()
+    assert len(before) > 1000 and after.keys() == before.keys()
+    assert all(after[name] is value for name, value in before.items())
 
 
 def test_the_page_has_the_table():
