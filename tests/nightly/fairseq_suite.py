@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-LIMIT = 300  # seconds a test
+LIMIT = 900  # seconds a test
 LENGTH = 160  # characters of an error
 RUNS = {"as shipped": [], "with the patches": ["-p", "fairseq_fwp"]}
 FAILED = ("failed", "errors")
