@@ -15,7 +15,7 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.models.attention_options import naming_flags
+from fairseq_fwp.models.attention_options import construct
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, StatefulDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
@@ -35,32 +35,54 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
         "fwp_lm", "the model below the fast weight layer, built by its own flags"
     )
     fwl_hidden_dim: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
-        None, "units of the fast weight layer; none: four times the embedding dimension, as in the paper's public code"
+        None,
+        "units of the fast weight layer; none: four times the embedding dimension, as in the paper's public code",
+        argument="hidden_dim",
+        of="fast_weight_layer",
     )
     fwl_map_inputs: bool = option(
-        False, "a linear map before the layer, which the paper has not, to make its inputs white: see fwp-add-layer"
+        False,
+        "a linear map before the layer, which the paper has not, to make its inputs white: see fwp-add-layer",
+        argument="map_inputs",
+        of="fast_weight_layer",
     )
     fwl_random_start: bool = option(
         False,
         "begin with weights drawn as in the paper's public code, 0.05 N(0, 1), in place of the identity",
+        argument="random_start",
+        of="fast_weight_layer",
         same_function=True,
     )
     fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
-        "both", "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none"
+        "both",
+        "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none",
+        argument="fast",
+        of="fast_weight_layer",
     )
     fwl_step_size: Optional[float] = option(  # noqa: UP045
-        None, "one fixed step size for all fast weights; none: one for each, learned from 0.01 on"
+        None,
+        "one fixed step size for all fast weights; none: one for each, learned from 0.01 on",
+        argument="step_size",
+        of="fast_weight_layer",
     )
     fwl_decay: Optional[float] = option(  # noqa: UP045
-        None, "one fixed decay of what earlier segments taught; none: one for each fast weight, learned from 0.9 on"
+        None,
+        "one fixed decay of what earlier segments taught; none: one for each fast weight, learned from 0.9 on",
+        argument="decay",
+        of="fast_weight_layer",
     )
     fwl_gradients_at: ChoiceEnum(list(GRADIENTS_AT)) = option(  # type: ignore[valid-type]
         "trained",
         "weights that losses are differentiated at: the trained ones, as in the paper, or those that a segment begins "
         "with, where state is carried, as in dynamic evaluation",
+        argument="gradients_at",
+        of="fast_weight_layer",
     )
     fwl_divide_gradients_by: float = option(
-        1.0, "1: gradients of single tokens, as in the paper; tokens of a training batch: as in its public code"
+        1.0,
+        "1: gradients of single tokens, as in the paper; tokens of a training batch: as in its public code",
+        argument="divisor",
+        of="fast_weight_layer",
     )
 
 
@@ -197,11 +219,6 @@ def put_in_base(decoder: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 # The models that the layer can be put on, by the names that --fwl-base has for them.
 BASES: dict[str, Any] = {"fwp_lm": FwpLanguageModel, "fwp_xl_lm": FwpXlLanguageModel}
 
-# The options that set the arguments of the layer.
-FLAGS = {"divisor": "fwl_divide_gradients_by"} | {
-    name: f"fwl_{name}" for name in ("hidden_dim", "map_inputs", "random_start", "step_size", "decay", "gradients_at")
-}
-
 
 def build_base(cfg: "FwpFwlLanguageModelConfig", dictionary: Any) -> LanguageModelDecoder:
     """Return the decoder below the layer, with a softmax whose bias can change where that is fast."""
@@ -217,19 +234,10 @@ def build_base(cfg: "FwpFwlLanguageModelConfig", dictionary: Any) -> LanguageMod
 
 def build_layer(cfg: "FwpFwlLanguageModelConfig", bias_entries: int) -> FastWeightLayer:
     """Return the layer of the configuration. Raises ValueError, with the flag, where it cannot be."""
-    with naming_flags(FLAGS):
-        layer = FastWeightLayer(
-            cfg.decoder_embed_dim,
-            4 * cfg.decoder_embed_dim if cfg.fwl_hidden_dim is None else cfg.fwl_hidden_dim,
-            str(cfg.fwl_fast_weights),
-            bias_entries,
-            cfg.fwl_step_size,
-            cfg.fwl_decay,
-            cfg.fwl_divide_gradients_by,
-            cfg.fwl_map_inputs,
-            str(cfg.fwl_gradients_at),
-            cfg.fwl_random_start,
-        )
+    given = {"embed_dim": cfg.decoder_embed_dim, "bias_entries": bias_entries}
+    if cfg.fwl_hidden_dim is None:
+        given["hidden_dim"] = 4 * cfg.decoder_embed_dim
+    layer: FastWeightLayer = construct(FastWeightLayer, FwpFwlLanguageModelConfig, cfg, "fast_weight_layer", **given)
     return layer.apply(initialize)
 
 

@@ -52,7 +52,15 @@ def test_arguments_become_flags():
 
 @pytest.mark.parametrize("options", flags.GROUPS.values(), ids=lambda options: options.__name__)
 def test_options_of_attention_say_whose_they_are(options):
-    known = {"all", "attention", "linear", "sum_normalization", "attention_normalization", "division"}
+    known = {
+        "all",
+        "attention",
+        "linear",
+        "sum_normalization",
+        "attention_normalization",
+        "division",
+        "fast_weight_layer",
+    }
     known |= {"dpfp", "favor", "relu"}
     for option in fields(options):
         assert set(parts(option)) <= known, option.name
