@@ -1,0 +1,41 @@
+"""The program behind every recipe: `python recipes/driver KIND --recipe FOLDER SETTINGS... ARGUMENTS...`.
+
+A recipe's run.sh gives the kind and its settings, and then what its user gave, which wins.
+"""
+
+import importlib
+import signal
+import sys
+from pathlib import Path
+
+# This checkout's package, also where another folder's is installed.
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
+from commands import RecipeError
+
+# Kind of recipe: the module whose main(arguments) runs it.
+KINDS = {
+    "language-model": "language_models",
+    "fast-weight-layer": "fast_weight_layers",
+    "conversion": "conversion",
+    "translation": "translation",
+    "retrieval": "retrieval",
+    "problems": "problems",
+}
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] not in KINDS:
+        sys.exit(f"usage: python recipes/driver {{{','.join(KINDS)}}} --recipe FOLDER ...")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        importlib.import_module(KINDS[arguments[0]]).main(arguments[1:])
+    except (RecipeError, ValueError, OSError) as error:
+        sys.exit(f"run.sh: {error}")
+    except KeyboardInterrupt:
+        print("\nrun.sh: stopped; the same command goes on.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,103 @@
+"""How a language model is evaluated: labels, flags of fwp-eval-lm, and values of which the best on valid counts."""
+
+import fnmatch
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from commands import RecipeError, run, whole
+from flags import read_yaml
+from log import read_json
+from prepare import count
+
+# Flags of the command line that say how the text is read: they replace the recipe's ways.
+READING = ("--stride", "--tokens-per-sample", "--context-window", "--carry-state", "--model-overrides")
+
+
+class Way(NamedTuple):
+    """One way of evaluation. values: each takes the place of @ in the flags, and the best on valid is used on test.
+
+    scores: write each token's log-probability next to the result.
+    """
+
+    label: str = ""
+    flags: str = "--context-window 0"  # blocks, as fairseq-eval-lm reads
+    splits: tuple[str, ...] = ("valid", "test")
+    values: tuple[str, ...] = ()
+    scores: bool = False
+
+
+def read_ways(path: Path, name: str) -> list[Way]:
+    """Return the ways of a model in a file of the recipe: those of the first pattern that its name fits.
+
+    A pattern has labels, and a label flags or a mapping with `flags` and other fields of Way. Without a file there is
+    one way, blocks.
+    """
+    if not path.exists():
+        return [Way()]
+    for pattern, ways in read_yaml(path).items():
+        if fnmatch.fnmatch(name, pattern):
+            return [read_way(path, label, asked) for label, asked in ways.items()]
+    raise RecipeError(f"{path} has no pattern that fits {name}: add one, such as '*'.")
+
+
+def read_way(path: Path, label: str, asked: Any) -> Way:
+    if isinstance(asked, str):
+        return Way(label, asked)
+    if unknown := asked.keys() - set(Way._fields):
+        raise RecipeError(f"{path}: a way has {', '.join(Way._fields[1:])}, got {', '.join(unknown)}.")
+    lists = {field: tuple(asked[field].split()) for field in ("splits", "values") if field in asked}
+    return Way(label, asked["flags"], scores=asked.get("scores") == "true", **({"splits": ("valid", "test")} | lists))
+
+
+def result(folder: Path, split: str, label: str) -> Path:
+    return folder / f"{' '.join(word for word in (split, label) if word)}.json"
+
+
+def evaluate(
+    folder: Path, data: Path, text: Path, way: Way, flags: list[str], checkpoint: str = "checkpoint_best.pt"
+) -> None:
+    """Evaluate the model of a folder in one way, every token of each split."""
+    for split in way.splits:
+        values = way.values if way.values and split == "valid" else (best(folder, way.label),) if way.values else ("",)
+        for value in values:
+            label = f"{way.label} {value}".strip()
+            words = shlex.split(way.flags.replace("@", value))
+            score(folder / checkpoint, result(folder, split, label), data, split, text, [*words, *flags], way.scores)
+
+
+def score(
+    checkpoint: Path, path: Path, data: Path, split: str, text: Path, flags: list[str], scores: bool = False
+) -> None:
+    """Run fwp-eval-lm, and check that it scored every token of text/SPLIT.txt. What is there is not done again."""
+    if path.exists():
+        print(f"{path.parent.name} is evaluated already: {path}")
+        return
+    tokens = ["--scores", str(path.with_suffix(".tsv"))] if scores else []
+    with whole(path) as work:
+        run(
+            "fwp-eval-lm", data, "--path", checkpoint, "--gen-subset", split, "--no-progress-bar",
+            "--json", work, *flags, *tokens,
+        )  # fmt: skip
+        check_scored(work, text / f"{split}.txt")
+    print(f"The result is in {path}: perplexity {read_json(path)['perplexity']:.2f}", flush=True)
+
+
+def check_scored(path: Path, text: Path) -> None:
+    scored, there = read_json(path)["tokens"], count(text)
+    if scored != there:
+        raise RecipeError(f"{path}: {scored:,} tokens were scored, but {text} has {there:,}: nothing is reported.")
+
+
+def results(folder: Path, split: str, label: str) -> dict[str, dict[str, Any]]:
+    """Return the results of a split under a label, by the value that follows it in the file's name."""
+    start = f"{split} {label}".strip()
+    return {path.stem.removeprefix(start).strip(): read_json(path) for path in folder.glob(f"{start}*.json")}
+
+
+def best(folder: Path, label: str) -> str:
+    """Return the value that serves the validation text best."""
+    found = results(folder, "valid", label)
+    if not found:
+        raise RecipeError(f"{folder} has no result on the validation text for {label}: run the stage evaluate first.")
+    return min(found, key=lambda value: found[value]["loss"])

@@ -1,0 +1,91 @@
+"""Flags of fairseq-train: read from a YAML, checked before any work, and made into labels.
+
+    arch: delta_lm_wt103          ->  --arch delta_lm_wt103
+    dropout: 0.1                  ->  --dropout 0.1
+    share-decoder-input-output-embed: true  ->  --share-decoder-input-output-embed
+    include: common.yaml          ->  the flags of that file first (its path is relative to this one)
+
+Values are passed on exactly as written, so 1e-3 stays 1e-3.
+"""
+
+import contextlib
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+from commands import RecipeError
+
+# They change no score, and so name no result: with a value, without one.
+SILENT = {"--batch-size", "--log-format", "--log-interval"}, {"--cpu", "--no-progress-bar"}
+
+
+def read_yaml(path: Path, plain: bool = True) -> Any:
+    """Return what a YAML holds, with `plain` every value as the string it is. Raises RecipeError."""
+    import yaml
+
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader if plain else yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+def read_flags(path: Path) -> list[str]:
+    """Return the flags of one YAML file, in the order written. Raises RecipeError for one that is not flat."""
+    settings = read_yaml(path)
+    if not isinstance(settings, dict):
+        raise RecipeError(f"{path} must be a flat list of `flag: value` lines.")
+    flags = []
+    for name, value in settings.items():
+        if not isinstance(value, str) or value in ("", "false"):
+            raise RecipeError(f"{path}: {name} needs one plain value (`true` for a switch; leave out what is off).")
+        if name == "include":
+            flags += read_flags(path.parent / value)
+        else:
+            flags += as_flags({name: value})
+    return flags
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """Return flags for names and values; true is a switch, false leaves it out."""
+    flags = []
+    for name, value in settings.items():
+        if str(value).lower() != "false":
+            flags += [f"--{name}"] if str(value).lower() == "true" else [f"--{name}", str(value)]
+    return flags
+
+
+def value_of(flags: list[str], name: str, default: str = "") -> str:
+    """Return the last value that a flag is given."""
+    for i in reversed(range(len(flags))):
+        if flags[i] == name and i + 1 < len(flags):
+            return flags[i + 1]
+        if flags[i].startswith(f"{name}="):
+            return flags[i].partition("=")[2]
+    return default
+
+
+def label(flags: list[str]) -> str:
+    """Return a name for the result of an evaluation with these flags: those that change it, without slashes."""
+    names, with_value = [], False
+    for flag in flags:
+        if with_value:
+            with_value = False
+        elif flag in SILENT[0]:
+            with_value = True
+        elif flag.partition("=")[0] not in SILENT[0] | SILENT[1]:
+            names.append(flag.removeprefix("--"))
+    return " ".join(names).replace("/", "_")
+
+
+def refusal(flags: list[str]) -> str | None:
+    """Return what fairseq-train says of flags that it refuses, without its usage; None where it takes them."""
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
+    from fairseq import options
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            options.parse_args_and_arch(options.get_training_parser(), flags)
+        except SystemExit:
+            return said.getvalue().splitlines()[-1].split("error: ")[-1].split(" (choose from")[0]
+    return None

@@ -1,0 +1,92 @@
+"""Prepare text for fairseq: pieces of words, fairseq-preprocess, and counts of what came out."""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+from commands import RecipeError, run
+
+SPLITS = ("train", "valid", "test")
+
+
+def cut(folder: Path, lines: int) -> None:
+    """Keep the first lines of valid and test: a trial."""
+    for split in ("valid", "test"):
+        path = folder / f"{split}.txt"
+        with path.open(encoding="utf-8") as file:
+            kept = "".join(itertools.islice(file, lines))
+        path.write_text(kept, encoding="utf-8")
+
+
+def learn_bpe(text: Path, merges: int, codes: Path) -> None:
+    """Learn merges of byte-pair encoding from one text."""
+    codes.parent.mkdir(parents=True, exist_ok=True)
+    run("subword-nmt", "learn-bpe", "-s", merges, "-i", text, "-o", codes)
+
+
+def apply_bpe(codes: Path, text: Path, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    run("subword-nmt", "apply-bpe", "-c", codes, "--num-workers", os.cpu_count(), "-i", text, "-o", out)
+
+
+def preprocess(out: Path, *flags: object) -> None:
+    """Run fairseq-preprocess into the folder `out`; its words go to preprocess.log next to it."""
+    run("fairseq-preprocess", "--destdir", out, *flags, log=out.parent / "preprocess.log")
+
+
+def preprocess_text(folder: Path, out: Path, *flags: object, splits: tuple[str, ...] = SPLITS) -> None:
+    """Run fairseq-preprocess on SPLIT.txt of a folder."""
+    prefixes = [word for split in splits for word in (f"--{split}pref", folder / f"{split}.txt")]
+    preprocess(out, "--only-source", *prefixes, "--workers", os.cpu_count(), *flags)
+
+
+def count(text: Path) -> int:
+    """Return the words of a text with one end of line each, as fairseq counts them."""
+    with text.open(encoding="utf-8") as file:
+        return sum(len(line.split()) + 1 for line in file)
+
+
+def counts(folder: Path) -> dict[str, int]:
+    """Return the tokens of each split and the size of the vocabulary, of what fairseq-preprocess wrote.
+
+    Tokens include the end of each line; so does the vocabulary, which has the other special symbols only as far as they
+    are words of the training text (<unk> in WikiText). Raises RecipeError where a split is missing or empty.
+    """
+    from fairseq.data import Dictionary, data_utils
+
+    dictionary = Dictionary.load(str(folder / "dict.txt"))
+    found, specials = {}, {dictionary.eos()}
+    for split in SPLITS:
+        text = folder / f"{split}.bin"
+        if text.exists() and not text.stat().st_size:
+            raise RecipeError(f"{split}.txt holds no text: give it at least one line.")
+        lines = data_utils.load_indexed_dataset(str(folder / split), dictionary)
+        if lines is None:
+            raise RecipeError(f"{text} is missing: prepare the data again.")
+        found[split] = int(lines.sizes.sum())
+        if split == "train" and any((lines[i] == dictionary.unk()).any() for i in range(len(lines))):
+            specials.add(dictionary.unk())
+    words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
+    return found | {"vocabulary": len(words) + len(specials)}
+
+
+def check_counts(folder: Path, expected: dict[str, int]) -> None:
+    """Print the counts. Raises RecipeError unless they are those expected."""
+    found = counts(folder)
+    print(", ".join(f"{name} {number:,}" for name, number in found.items()))
+    wrong = [
+        f"{name} {found[name]:,} in place of {number:,}" for name, number in expected.items() if found[name] != number
+    ]
+    if wrong:
+        raise RecipeError(
+            f"this is another text than the recipe's: {', '.join(wrong)}. If it is meant, add --any-text."
+        )
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
