@@ -60,8 +60,16 @@ def write(path: Path, text: str) -> None:
 def check_same(file: Path, settings: str) -> None:
     """Check that what lies next to `file` was made with these settings, numbers by their value. Raises RecipeError."""
     made = file.read_text(encoding="utf-8")
-    if made.strip() != settings.strip() and list(map(_value, made.split())) != list(map(_value, settings.split())):
+    if made.strip() != settings.strip() and _values(made) != _values(settings):
         raise RecipeError(f"{file.parent} was made with other settings (see {file}): give another --out.")
+
+
+def _values(settings: str) -> list[float | str]:
+    try:
+        words = shlex.split(settings)
+    except ValueError:  # an apostrophe in a path
+        words = settings.split()
+    return [_value(word) for word in words]
 
 
 def _value(word: str) -> float | str:

@@ -1,7 +1,6 @@
 """How a language model is evaluated: labels, flags of fwp-eval-lm, and values of which the best on valid counts."""
 
 import fnmatch
-import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +16,14 @@ READING = ("--stride", "--tokens-per-sample", "--context-window", "--carry-state
 class Way(NamedTuple):
     """One way of evaluation. values: each takes the place of @ in the flags, and the best on valid is used on test.
 
-    scores: write each token's log-probability next to the result.
+    test_all: use all values on test too. scores: write each token's log-probability next to the result.
     """
 
     label: str = ""
     flags: str = "--context-window 0"  # blocks, as fairseq-eval-lm reads
     splits: tuple[str, ...] = ("valid", "test")
     values: tuple[str, ...] = ()
+    test_all: bool = False
     scores: bool = False
 
 
@@ -47,7 +47,8 @@ def read_way(path: Path, label: str, asked: Any) -> Way:
     if unknown := asked.keys() - set(Way._fields):
         raise RecipeError(f"{path}: a way has {', '.join(Way._fields[1:])}, got {', '.join(unknown)}.")
     lists = {field: tuple(asked[field].split()) for field in ("splits", "values") if field in asked}
-    return Way(label, asked["flags"], scores=asked.get("scores") == "true", **({"splits": ("valid", "test")} | lists))
+    switches = {field: asked.get(field) == "true" for field in ("test_all", "scores")}
+    return Way(label, asked["flags"], **switches, **lists)
 
 
 def result(folder: Path, split: str, label: str) -> Path:
@@ -59,10 +60,13 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a folder in one way, every token of each split."""
     for split in way.splits:
-        values = way.values if way.values and split == "valid" else (best(folder, way.label),) if way.values else ("",)
+        if way.values and split == "test" and not way.test_all:
+            values = (best(folder, way.label),)
+        else:
+            values = way.values or ("",)
         for value in values:
             label = f"{way.label} {value}".strip()
-            words = shlex.split(way.flags.replace("@", value))
+            words = way.flags.replace("@", value).split()
             score(folder / checkpoint, result(folder, split, label), data, split, text, [*words, *flags], way.scores)
 
 

@@ -38,14 +38,8 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
     write(settings, shlex.join(flags) + "\n")
     log = folder / "train.log"
     saving = [
-        "--save-dir",
-        str(folder),
-        "--no-epoch-checkpoints",
-        "--keep-interval-updates",
-        "1",
-        "--log-format",
-        "json",
-    ]
+        "--save-dir", str(folder), "--no-epoch-checkpoints", "--keep-interval-updates", "1", "--log-format", "json"
+    ]  # fmt: skip
     # What the command line gives comes last, and so wins.
     if fairseq_train([command[0], *saving, *command[1:]], log, name):
         trained.touch()

@@ -1,0 +1,110 @@
+"""Download archives whose checksums are known, from several sources, resumed where a connection broke."""
+
+import contextlib
+import hashlib
+import http.client
+import sys
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from commands import RecipeError, run
+
+BLOCK = 2**20
+TIMEOUT = 60  # seconds without a byte
+# Some servers refuse what urllib calls itself.
+USER_AGENT = "Mozilla/5.0 (fairseq_fwp recipes)"
+
+
+class Archive(NamedTuple):
+    """A file to download: its name, SHA-256, sources in the order they are tried, and which of its members are needed.
+
+    members: patterns of tar; a .zip is unpacked whole, and what is no archive is left as it is.
+    """
+
+    name: str
+    checksum: str
+    urls: tuple[str, ...]
+    members: tuple[str, ...] = ()
+
+    def fetch(self, folder: Path) -> None:
+        """Download it into a folder and unpack it there. Raises RecipeError."""
+        path = folder / self.name
+        fetch(path, self.checksum, self.urls)
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(folder)
+        elif ".tar" in path.suffixes or path.suffix == ".tgz":
+            patterns = ["--wildcards", *self.members] if self.members else []
+            run("tar", "-xzf", path, "-C", folder, *patterns)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def receive(url: str, part: Path) -> None:
+    """Append to `part` what it lacks of the file at `url`, or write it anew; OSError if the connection breaks."""
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": USER_AGENT} | ({"Range": f"bytes={have}-"} if have else {})
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # nothing is lacking: the checksum says whether it is right
+            return
+        raise
+    with contextlib.closing(response):
+        resumes = getattr(response, "status", None) == 206
+        length = response.headers.get("Content-Length")
+        with part.open("ab" if resumes else "wb") as file:
+            received = copy(response, file)
+    if length is not None and received < int(length):
+        raise OSError(f"the connection ended after {received:,} of {int(length):,} bytes")
+
+
+def copy(response: IO[bytes], file: IO[bytes]) -> int:
+    """Copy all there is; return the number of bytes."""
+    received = 0
+    while block := response.read(BLOCK):
+        file.write(block)
+        received += len(block)
+        if received % (32 * BLOCK) < len(block):
+            print(f"{received / 1e6:,.0f} MB", file=sys.stderr)
+    return received
+
+
+def fetch(path: Path, checksum: str, urls: Sequence[str]) -> None:
+    """Download a file from the first URL that has it; it is as it was unless it has that checksum at the end.
+
+    What has arrived when a connection breaks stays in FILE.part, and the next source, or the next run, goes on from
+    there. Raises RecipeError with the reason of every source where none has the file.
+    """
+    if path.exists() and sha256(path) == checksum:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    reasons = []
+    for url in urls:
+        print(f"fetching {url}", file=sys.stderr)
+        try:
+            began_elsewhere = part.exists()
+            receive(url, part)
+            if sha256(part) != checksum and began_elsewhere:
+                part.unlink()
+                receive(url, part)
+            if (found := sha256(part)) == checksum:
+                part.replace(path)
+                return
+            part.unlink()
+            reasons.append(f"{url} has another file (its SHA-256 is {found})")
+        except (OSError, http.client.HTTPException) as error:
+            reasons.append(f"{url}: {error}")
+    raise RecipeError(f"no source has {path.name}: {'; '.join(reasons)}. Give a folder that has the data with --data.")
+

@@ -1,0 +1,189 @@
+"""Recipes of language models: one text, several models, their perplexities in one table."""
+
+import argparse
+from pathlib import Path
+
+import evaluation
+import reports
+from arguments import ROOT, whole_number
+from commands import RecipeError, check_same, run, whole, write
+from evaluation import READING, Way
+from flags import label
+from models import Model, Models
+from prepare import (
+    SPLITS,
+    apply_bpe,
+    check_counts,
+    cut,
+    learn_bpe,
+    preprocess,
+    preprocess_text,
+    remove,
+)
+from texts import TEXTS, checksum, read_words
+
+
+class LanguageModels(Models):
+    stages = ("prepare", "train", "evaluate", "sample", "all")
+    rest = "flags for fairseq-train, or in evaluate for fwp-eval-lm"
+
+    def __init__(self, arguments: list[str]) -> None:
+        super().__init__(arguments)
+        args = self.args
+        self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
+        if args.any_text and not args.data:
+            raise RecipeError("--any-text says what --data FOLDER holds: give that too.")
+        if args.test and (self.stage != "evaluate" or not args.test.is_file()):
+            raise RecipeError(f"--test FILE goes with the stage evaluate, and is a text: got {args.test}.")
+        if args.data and not args.data.is_dir():
+            raise RecipeError(f"there is no folder {args.data}.")
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        super().add_flags(parser)
+        hidden = argparse.SUPPRESS
+        parser.add_argument("--text", choices=TEXTS, required=True, help=hidden)
+        parser.add_argument("--merges", type=int, default=0, help=hidden)  # of byte-pair encoding; 0: words as they are
+        parser.add_argument("--prompt", help=hidden)
+        parser.add_argument("--per-word", action="store_true", help=hidden)
+        parser.add_argument(
+            "--data", type=Path, metavar="FOLDER", help="what it holds stands above; what is prepared needs it no more"
+        )
+        parser.add_argument("--any-text", action="store_true", help="FOLDER holds another text than the recipe's")
+        parser.add_argument(
+            "--lines", type=whole_number, metavar="N", help="the first N lines of valid and test alone: a trial"
+        )
+        parser.add_argument(
+            "--test", type=Path, metavar="FILE", help="with evaluate: raw text of one's own in place of valid and test"
+        )
+
+    # Data.
+
+    @property
+    def words(self) -> Path:
+        """The folder of what fairseq-preprocess read."""
+        return self.data / ("bpe" if self.merges else "text")
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that the text is read from: the one given, or one of its name in data/."""
+        here = ROOT / "data" / self.args.text
+        return self.args.data.absolute() if self.args.data else here if here.is_dir() else None
+
+    def settings(self) -> str:
+        if not self.merges:
+            asked = self.args.data and (f"any text of {self.args.data.absolute()}" if self.args.any_text else "the corpus")
+            return asked or ("" if self.data.is_dir() else "the corpus")
+        if self.folder is None and self.text.make is None:
+            return "" if self.data.is_dir() else f"{self.merges} merges; downloaded"
+        said = f"{self.merges} merges; {self.folder or 'own text'}"
+        said += f"; {self.lines} lines of valid and test" if self.lines else ""
+        return said + (f" {checksum(self.folder)}" if self.folder else "")
+
+    def prepare(self, work: Path) -> None:
+        text = work / "text"
+        text.mkdir()
+        expected = self.write_text(text)
+        if self.lines:
+            cut(text, self.lines)
+        if self.merges:
+            learn_bpe(text / "train.txt", self.merges, work / "bpe" / "codes")
+            for split in SPLITS:
+                apply_bpe(work / "bpe" / "codes", text / f"{split}.txt", work / "bpe" / f"{split}.txt")
+            text = work / "bpe"
+        preprocess_text(text, work / "bin")
+        check_counts(work / "bin", expected)
+        if not self.merges:
+            remove(text / "train.txt")
+
+    def write_text(self, out: Path) -> dict[str, int]:
+        """Write SPLIT.txt; return the counts that are expected."""
+        if self.folder:
+            return self.text.write(self.folder, out, self.args.any_text)
+        if self.text.make:
+            self.text.make(out)
+            return {}
+        for archive in self.text.archives:
+            archive.fetch(self.out / "download")
+        return self.text.write(self.out / "download", out, False)
+
+    # Evaluation.
+
+    def ways(self, model: Model) -> list[Way]:
+        """Return the ways of evaluation: the recipe's, unless the command line says how the text is read."""
+        own = label(self.evaluation_flags)
+        ways = evaluation.read_ways(self.recipe / "evaluation.yaml", model.name)
+        if replaced := [flag for flag in self.evaluation_flags if flag.partition("=")[0] in READING]:
+            print(f"{replaced[0]} replaces the recipe's way of reading: {'; '.join(way.flags for way in ways)}")
+            ways = [Way("", "")]
+        return [way._replace(label=f"{way.label} {own}".strip()) for way in ways]
+
+    def evaluate(self, model: Model) -> None:
+        for way in self.ways(model):
+            if self.args.test:
+                self.evaluate_own(model, way)
+            else:
+                evaluation.evaluate(model.folder, self.bin, self.words, way, self.evaluation_flags)
+
+    def evaluate_own(self, model: Model, way: Way) -> None:
+        """Evaluate on a text of one's own; a way with several values has that which is best on valid."""
+        name = f"own_{self.args.test.stem}"
+        data = self.prepare_own(name)
+        value = evaluation.best(model.folder, way.label) if way.values else ""
+        flags = [*way.flags.replace("@", value).split(), *self.evaluation_flags]
+        path = evaluation.result(model.folder, name, f"{way.label} {value}".strip())
+        evaluation.score(model.folder / "checkpoint_best.pt", path, data / "bin", "test", data, flags)
+
+    def prepare_own(self, name: str) -> Path:
+        """Prepare a text of one's own with the vocabulary of the training."""
+        folder, settings = self.out / "tests" / name, str(self.args.test.absolute())
+        if folder.is_dir():
+            check_same(folder / "source.txt", settings)
+            return folder
+        with whole(folder) as work:
+            work.mkdir()
+            self.text.copy(self.args.test, work / "test.txt")
+            if self.merges:
+                raw = (work / "test.txt").replace(work / "raw.txt")
+                apply_bpe(self.data / "bpe" / "codes", raw, work / "test.txt")
+            dictionary = self.bin / "dict.txt"
+            preprocess(work / "bin", "--only-source", "--srcdict", dictionary, "--testpref", work / "test.txt")
+            write(work / "source.txt", settings + "\n")
+        return folder
+
+    # Reports and samples.
+
+    def report(self) -> None:
+        if self.args.test:
+            return
+        measure = "loss_base_2" if self.args.text == "enwik8" else "perplexity"
+        words = self.data / "text" if self.args.per_word else None
+        reports.write(self.recipe, self.out, self.models, measure, words)
+
+    def main(self) -> None:
+        super().main()
+        if self.stage == "sample" or (self.stage == "all" and self.args.prompt):
+            self.sample(self.models[0])
+
+    def sample(self, model: Model) -> None:
+        self.check_trained(model)
+        prompt = self.args.prompt
+        if self.folder or not prompt:  # a text of one's own is continued from the first words of its test set
+            lines = read_words(self.data / "text" / "test.txt")
+            prompt = " ".join(next(line for line in lines if line)[:4])
+        pieces = ["--bpe", "subword_nmt", "--bpe-codes", self.data / "bpe" / "codes"] if self.merges else []
+        log, out = self.out / "sample.log", self.out / "sample.txt"
+        write(self.out / "prompt.txt", prompt + "\n")
+        run(
+            "fairseq-interactive", self.bin, "--user-dir", ROOT / "fairseq_fwp", "--task", "language_modeling",
+            "--path", model.folder / "checkpoint_best.pt", "--input", self.out / "prompt.txt", *pieces,
+            "--sampling", "--sampling-topp", 0.9, "--temperature", 0.7, "--beam", 3, "--nbest", 3, "--max-len-b", 200,
+            "--seed", 1, *(flag for flag in self.extra if flag == "--cpu"), log=log,
+        )  # fmt: skip
+        lines = (line.split("\t") for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("D-"))
+        write(out, self.text.show("".join(line[2] + "\n" for line in lines)))
+        print(f'Three texts that {model.name} wrote after "{prompt}" (also in {out}):')
+        print(out.read_text(encoding="utf-8"))
+
+
+def main(arguments: list[str]) -> None:
+    LanguageModels(arguments).main()

@@ -1,0 +1,191 @@
+"""What recipes that train models share: which models, the stages, seeds, and the data they are trained on."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import training
+from arguments import Parser, names
+from commands import RecipeError, check_same, whole, write
+from flags import read_flags, read_yaml, refusal
+
+
+class Model(NamedTuple):
+    """One training: its name in tables, the YAML of its flags, its folder, and its seed if the YAML's is not meant."""
+
+    name: str
+    conf: Path
+    folder: Path
+    seed: int | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        return read_flags(self.conf) + ([] if self.seed is None else ["--seed", str(self.seed)])
+
+    @property
+    def label(self) -> str:
+        return self.name if self.seed is None else f"{self.name}, seed {self.seed}"
+
+
+class Models:
+    """The stages of a recipe; a kind of recipe says how it prepares, evaluates and reports."""
+
+    stages: tuple[str, ...] = ("prepare", "train", "evaluate", "all")
+    rest = "flags for fairseq-train"
+
+    def __init__(self, arguments: list[str]) -> None:
+        parser = Parser(self.stages, self.rest)
+        self.add_flags(parser)
+        self.args = parser.parse(arguments)
+        self.recipe, self.out = self.args.recipe, self.args.out
+        self.stage, self.extra = self.args.stage, self.args.extra
+        self.data, self.bin = self.out / "data", self.out / "data" / "bin"
+        self.models = self.read_models()
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--models",
+            nargs="+",
+            metavar="NAME",
+            help="which of conf/*.yaml, or of its folders (those of the recipe's own list)",
+        )
+        parser.add_argument("--conf", metavar="YAML", help="one model: a file, or its path in the recipe's folder")
+        parser.add_argument("--seeds", type=int, metavar="N", help="train each model with the seeds 1 to N")
+
+    # What a kind of recipe fills in.
+
+    def settings(self) -> str:
+        """Return what the data is made from, in words; empty: whatever there is counts."""
+        raise NotImplementedError
+
+    def prepare(self, work: Path) -> None:
+        """Write the data into the folder `work`."""
+        raise NotImplementedError
+
+    def evaluate(self, model: Model) -> None:
+        raise NotImplementedError
+
+    def report(self) -> None:
+        """Write tables and pictures of all models."""
+
+    def train(self, model: Model) -> None:
+        training.train(model.folder, self.bin, [*model.flags, *self.extra])
+
+    # The models.
+
+    def read_models(self) -> list[Model]:
+        if self.args.conf:
+            confs = [self.find_conf(self.args.conf)]
+        else:
+            # The user's --models stand in place of the recipe's.
+            confs = [self.recipe / "conf" / f"{name}.yaml" for name in self.expand(names(self.args.models))]
+        if not confs and self.stage != "prepare":
+            raise RecipeError(f"give --conf conf/NAME.yaml or --models NAME: there are {', '.join(self.known())}.")
+        if self.args.seeds is not None and self.args.seeds < 1:
+            raise RecipeError(f"--seeds must be at least 1, got {self.args.seeds}.")
+        seeds = [None] if self.args.seeds is None else range(1, self.args.seeds + 1)
+        return [self.model(conf, seed) for conf in confs for seed in seeds]
+
+    def model(self, conf: Path, seed: int | None) -> Model:
+        folder = self.recipe / "conf"
+        inside = conf.is_relative_to(folder)
+        name = str(conf.relative_to(folder).with_suffix("")) if inside else conf.stem
+        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed)
+
+    def find_conf(self, path: str) -> Path:
+        for conf in (Path(path), self.recipe / path):
+            if conf.is_file():
+                return conf.resolve()
+        raise RecipeError(f"there is no {path}: give --conf conf/NAME.yaml, there are {', '.join(self.known())}.")
+
+    def known(self) -> list[str]:
+        """Return the names of all models of the recipe."""
+        folder = self.recipe / "conf"
+        found = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.yaml"))
+        return sorted(str(name) for name in found if name.name != "common")
+
+    def expand(self, given: list[str]) -> list[str]:
+        """Return names of models; a folder stands for all in it, in the order of the tables in FOLDER.yaml, if any."""
+        found, known = [], self.known()
+        for name in given:
+            rows = self.recipe / f"{name}.yaml"
+            inside = [other for other in known if other.startswith(f"{name}/")]
+            if name in known:
+                found.append(name)
+            elif inside and rows.exists():
+                found += [f"{name}/{run}" for run in runs(read_yaml(rows))]
+            elif inside:
+                found += inside
+            else:
+                raise RecipeError(f"there is no model {name}: they are {', '.join(known)}.")
+        return list(dict.fromkeys(found))
+
+    def check_flags(self) -> None:
+        """Check the flags of all models before any work. Raises RecipeError for those that fairseq-train refuses."""
+        for model in self.models:
+            flags = [*model.flags, *self.extra]
+            plugin = [] if "--user-dir" in flags else training.PLUGIN
+            if reason := refusal([str(self.bin), *plugin, *flags]):
+                raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
+
+    # The stages.
+
+    def main(self) -> None:
+        if self.stage in ("train", "all"):
+            self.check_flags()
+        if self.stage in ("prepare", "train", "all"):
+            self.prepare_once()
+        if not self.data.is_dir():
+            raise RecipeError(f"there is no {self.data}: run the stage prepare first.")
+        if self.stage == "prepare":
+            print(f"The data is in {self.data}.")
+            self.say_next("train")
+        if self.stage in ("train", "all"):
+            for model in self.models:
+                self.train(model)
+        if self.stage == "train":
+            self.say_next("evaluate")
+        if self.stage in ("evaluate", "all"):
+            for model in self.models:
+                if not (model.folder / "diverged").exists():
+                    self.check_trained(model)
+                    self.evaluate(model)
+            self.report()
+
+    def prepare_once(self) -> None:
+        settings = self.settings()
+        if not self.data.is_dir():
+            with whole(self.data) as work:
+                work.mkdir()
+                self.prepare(work)
+                write(work / "source.txt", settings + "\n")
+        elif settings:
+            check_same(self.data / "source.txt", settings)
+
+    def check_trained(self, model: Model) -> None:
+        if not (model.folder / "trained").exists():
+            raise RecipeError(f"{model.label} is not trained: run the stage train first.")
+
+    @property
+    def evaluation_flags(self) -> list[str]:
+        """Flags of the command line that go to the evaluation: all in its own stage, else that of the device."""
+        return self.extra if self.stage == "evaluate" else [flag for flag in self.extra if flag == "--cpu"]
+
+    def say_next(self, stage: str) -> None:
+        """Say which command comes after this one."""
+        words = ["bash", str(self.recipe / "run.sh"), stage, "--out", str(self.out)]
+        if self.args.conf:
+            words += ["--conf", self.args.conf]
+        elif self.args.models:
+            words += ["--models", *names(self.args.models)]
+        if self.args.seeds:
+            words += ["--seeds", str(self.args.seeds)]
+        print("Next: " + shlex.join(words), file=sys.stderr)
+
+
+def runs(tables: list[dict]) -> list[str]:
+    """Return the runs that rows name, or rows of tables, each once."""
+    rows = [row for table in tables for row in table.get("rows", [table])]
+    return list(dict.fromkeys(row["run"] for row in rows))

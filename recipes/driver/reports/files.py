@@ -1,0 +1,53 @@
+"""What the files of a run say, and how it is shown."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from commands import write
+from log import read_json, read_training
+from tables import write_csv
+
+
+class Run(NamedTuple):
+    """What became of a training; updates None: neither trained nor diverged. diverged: where, in words."""
+
+    folder: Path
+    parameters: int | None = None
+    updates: int | None = None
+    hours: float | None = None
+    diverged: str = ""
+
+    @property
+    def said(self) -> str:
+        """What stands in place of a result that there is none of."""
+        return "diverged" if self.diverged else "not run"
+
+    def result(self, name: str) -> dict[str, Any]:
+        """Return what an evaluation wrote; empty where there is none."""
+        return {} if self.updates is None or self.diverged else read_json(self.folder / f"{name}.json")
+
+
+def read_run(folder: Path) -> Run:
+    stopped = folder / "diverged"
+    if not stopped.exists() and not (folder / "trained").exists():
+        return Run(folder)
+    training = read_training(folder / "train.log")
+    said = stopped.read_text(encoding="utf-8").strip() if stopped.exists() else ""
+    return Run(folder, training.parameters, training.updates, training.hours, said)
+
+
+def show(value: float | str | None, digits: int = 2, none: str = "-") -> str:
+    """Return a number in a table; a word as it is."""
+    if value is None or value == "":
+        return none
+    return value if isinstance(value, str) else f"{value:,.{digits}f}"
+
+
+def save(folder: Path, name: str, rows: Sequence[dict[str, Any]], lines: Sequence[str], *pictures: str) -> None:
+    """Write the numbers into NAME.csv and the table into table.md, and print the table."""
+    write_csv(folder / f"{name}.csv", rows)
+    write(folder / "table.md", "\n".join(lines) + "\n")
+    print("\n".join(lines))
+    also = "".join(f", a picture in {folder / picture}" for picture in pictures)
+    print(f"The same is in {folder / 'table.md'}, its numbers in {folder / f'{name}.csv'}{also}.")

@@ -1,0 +1,106 @@
+"""The text of the Python standard library that runs this program, as train.txt, valid.txt and test.txt.
+
+A real corpus that is already on every machine with Python: the sources, with their docstrings, and the reference
+topics that `help()` shows. One line of the output is one block (a top-level function or class, or a run of statements
+up to a blank line); inside it, a line break that is followed by n levels of indentation (4 columns each) is the word
+`\u23cen`, so that a language model learns the layout and a sample can be printed as code again (`show`).
+
+A file goes to train, valid or test as a whole, by a hash of its path: the same on every machine, and no file is in
+two of them. The files come in the order of that hash until `MAX_BYTES` are taken.
+"""
+
+import collections
+import hashlib
+import re
+import sysconfig
+from pathlib import Path
+
+MAX_BYTES = 6_000_000  # what the quick start's few minutes of training can read
+HELD_OUT = 5  # per cent of the files for valid, and as many for test
+BREAK = "\u23ce"
+# Test suites, code that is not part of the library, and tables that a program wrote.
+SKIPPED_FOLDERS = {
+    "test": "test suites", "tests": "test suites", "idle_test": "test suites", "testing": "test suites",
+    "site-packages": "installed packages", "dist-packages": "installed packages", "ensurepip": "installed packages",
+    "encodings": "generated tables", "lib2to3": "generated tables", "msilib": "generated tables",
+    "pydoc_data": "read as topics", "idlelib": "programs", "turtledemo": "programs", "__phello__": "programs",
+}  # fmt: skip
+
+
+def standard_library() -> tuple[dict[str, str], collections.Counter]:
+    """Return the text of each usable file or topic by its relative path, and how many were skipped for which reason."""
+    root = Path(sysconfig.get_path("stdlib"))
+    texts, skipped = {}, collections.Counter()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        reasons = [SKIPPED_FOLDERS[part] for part in name.split("/")[:-1] if part in SKIPPED_FOLDERS]
+        if reasons or name.startswith(("config-", "_sysconfigdata")):
+            skipped[reasons[0] if reasons else "generated tables"] += 1
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            skipped["not UTF-8"] += 1
+            continue
+        if sum(map(str.isalpha, text)) < 0.5 * len("".join(text.split())):
+            skipped["fewer letters than digits and signs"] += 1
+        elif len(text) < 200:
+            skipped["shorter than 200 characters"] += 1
+        else:
+            texts[name] = text
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave the topics out
+        topics = {}
+    texts.update((f"topics/{name}", text) for name, text in topics.items() if len(text) >= 200)
+    return texts, skipped
+
+
+def blocks(text: str) -> list[str]:
+    """Split a file at blank lines before unindented text; one output line per block."""
+    found = []
+    for block in re.split(r"\n\s*\n(?=\S)", text.expandtabs(4)):
+        lines = [line for line in block.split("\n") if line.strip()]
+        words = []
+        for line in lines:
+            levels = (len(line) - len(line.lstrip())) // 4
+            words += [f"{BREAK}{levels}", *line.split()] if words else line.split()
+        if words:
+            found.append(" ".join(words))
+    return found
+
+
+def split_of(name: str) -> tuple[str, str]:
+    """Return the split that a file belongs to, and its place in the order in which files are taken."""
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    per_cent = int(digest[:8], 16) % 100
+    return ("valid" if per_cent < HELD_OUT else "test" if per_cent < 2 * HELD_OUT else "train"), digest
+
+
+def write(out: Path) -> None:
+    """Write train.txt, valid.txt and test.txt into a folder, and print what they hold."""
+    texts, skipped = standard_library()
+    splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    files, taken = collections.Counter(), 0
+    for name in sorted(texts, key=lambda name: split_of(name)[1]):
+        size = len(texts[name].encode())
+        if taken + size > MAX_BYTES:
+            skipped[f"beyond the first {MAX_BYTES:,} bytes"] += 1
+            continue
+        taken += size
+        split = split_of(name)[0]
+        files[split] += 1
+        splits[split] += blocks(texts[name])
+    out.mkdir(parents=True, exist_ok=True)
+    for split, lines in splits.items():
+        (out / f"{split}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        words = sum(len(line.split()) for line in lines)
+        print(f"{split}: {files[split]} files and topics, {len(lines):,} blocks, {words:,} words")
+    for reason, count in sorted(skipped.items()):
+        print(f"skipped: {count} files ({reason})")
+
+
+def show(text: str) -> str:
+    """Undo the line-break words of `blocks`, with an empty line between two blocks."""
+    return re.sub(rf" ?{BREAK}(\d+) ?", lambda match: "\n" + "    " * int(match[1]), text.replace("\n", "\n\n"))
+

@@ -1,0 +1,140 @@
+"""The texts of language models: how each is made, fetched or read from a folder, checked, and cut into words."""
+
+import gzip
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import enwik8
+import stdlib
+from commands import RecipeError
+from fetch import Archive
+from prepare import SPLITS
+
+ROOT = Path(__file__).resolve().parents[2]
+FEWEST_WORDS = {"train": 1000, "valid": 100, "test": 100}
+
+
+class Text(NamedTuple):
+    """A text: write(folder, out, any_text) writes SPLIT.txt and returns the counts that are expected, if any.
+
+    archives: what is downloaded where no folder is given. copy: one file of raw text as words.
+    make: writes SPLIT.txt from nothing, where no folder is given. show: a sample as it is read.
+    """
+
+    write: Callable[[Path, Path, bool], dict[str, int]]
+    archives: tuple[Archive, ...] = ()
+    make: Callable[[Path], None] | None = None
+    copy: Callable[[Path, Path], None] = lambda file, out: copy_words(read_words(file), out)
+    show: Callable[[str], str] = str
+
+
+def checksum(folder: Path) -> str:
+    """Return one checksum of the texts in a folder, whatever it is called."""
+    files = sorted(folder.glob("*.txt*"))
+    if not files:
+        return ""
+    lines = sorted(subprocess.run(["cksum", *files], capture_output=True, text=True, check=True).stdout.splitlines())
+    listed = "\n".join(lines) + "\n"
+    return subprocess.run(["cksum"], input=listed, capture_output=True, text=True, check=True).stdout.strip()
+
+
+# Any text, as lines of words.
+
+
+def find(folder: Path, name: str) -> Path:
+    """Return NAME.txt or NAME.txt.gz. Raises RecipeError."""
+    for ending in (".txt", ".txt.gz"):
+        if (path := folder / (name + ending)).is_file():
+            return path
+    raise RecipeError(f"{folder / name}.txt is missing: the folder needs train, valid and test as .txt or .txt.gz.")
+
+
+def read_words(path: Path) -> list[list[str]]:
+    """Return the words of each line. Raises RecipeError for what is no UTF-8 text."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            return [line.split() for line in file]
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+
+
+def copy_words(lines: list[list[str]], out: Path) -> None:
+    """Write lines with single spaces: subword-nmt and fairseq differ in what white space is to them."""
+    out.write_text("".join(" ".join(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def write_lines(folder: Path, out: Path, any_text: bool = True) -> dict[str, int]:
+    """Copy the three texts of a folder. Raises RecipeError where one is missing or too short to learn from."""
+    if not folder.is_dir():
+        raise RecipeError(f"there is no folder {folder}: give one that holds train.txt, valid.txt and test.txt.")
+    splits = {}
+    for name, fewest in FEWEST_WORDS.items():
+        path = find(folder, name)
+        splits[name] = read_words(path)
+        if (count := sum(map(len, splits[name]))) < fewest:
+            raise RecipeError(f"{path} has {count} words, but at least {fewest} are needed: give it more text.")
+    for name, lines in splits.items():
+        copy_words(lines, out / f"{name}.txt")
+        print(f"{name}: {len(lines):,} lines, {sum(map(len, lines)):,} words")
+    return {}
+
+
+# WikiText-103, whose words are given.
+
+
+def write_wikitext(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
+    for split in SPLITS:
+        names = (f"wiki.{split}.tokens", f"wikitext-103/wiki.{split}.tokens", f"{split}.txt")
+        file = next((path for name in names if (path := folder / name).is_file()), None)
+        if file is None:
+            raise RecipeError(
+                f"{folder} has neither {names[0]} nor {names[-1]}: give a folder that has WikiText-103."
+            )
+        (out / f"{split}.txt").write_bytes(file.read_bytes())
+    return {} if any_text else {"train": 103227021, "valid": 217646, "test": 245569, "vocabulary": 267735}
+
+
+# enwik8, a word for each byte.
+
+
+def write_bytes(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
+    known = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+    return enwik8.write(folder / "enwik8", out, None if any_text else known)
+
+
+WIKITEXT = "s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip"
+TEXTS = {
+    "stdlib": Text(write_lines, make=stdlib.write, show=stdlib.show),
+    "peps": Text(write_lines),
+    "wikitext103": Text(
+        write_wikitext,
+        archives=(
+            Archive(  # the checksum is that of the archive which Salesforce Research published
+                "wikitext-103-v1.zip",
+                "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+                (
+                    "https://wikitext.smerity.com/wikitext-103-v1.zip",
+                    f"https://{WIKITEXT}",
+                    f"https://web.archive.org/web/2022id_/https://{WIKITEXT}",
+                ),
+            ),
+        ),
+    ),
+    "enwik8": Text(
+        write_bytes,
+        archives=(
+            Archive(
+                "enwik8.zip",
+                "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+                (
+                    "http://mattmahoney.net/dc/enwik8.zip",
+                    "https://data.deepai.org/enwik8.zip",
+                    "https://web.archive.org/web/2022id_/http://mattmahoney.net/dc/enwik8.zip",
+                ),
+            ),
+        ),
+        copy=lambda file, out: enwik8.write_words(file.read_bytes(), out),
+    ),
+}
