@@ -17,9 +17,7 @@ class Parser(argparse.ArgumentParser):
         self.usage = f"bash run.sh [{'|'.join(stages)}] [flags below] [{rest}]"
         self.add_argument("-h", "--help", action="help", help="show this and exit")
         self.add_argument("--recipe", type=Path, required=True, help=argparse.SUPPRESS)
-        self.add_argument(
-            "--out", type=Path, metavar="FOLDER", help="where everything goes (runs/ and the recipe's name)"
-        )
+        self.add_argument("--out", type=Path, metavar="FOLDER", help="where everything goes (runs/RECIPE)")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Return the flags: the recipe's before `--`, its user's after it; `extra` has those that go on to fairseq."""
@@ -40,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         if extra and not extra[0].startswith("-"):
             self.error(f"flags begin with --, got {extra[0]}.")
         args.stage, args.extra = stage, extra
-        args.out = (args.out or ROOT / "runs" / args.recipe.name).absolute()
+        args.out = args.out and args.out.absolute()
         return args
 
 

@@ -27,7 +27,7 @@ def split(data: bytes) -> dict[str, bytes]:
 
 
 def write(file: Path, out: Path, checksum: str | None) -> dict[str, int]:
-    """Write the splits; return the tokens of each. Raises RecipeError for a file that has not the checksum, if given."""
+    """Write the splits; return the tokens of each. Raises RecipeError for a file of another checksum."""
     if not file.is_file():
         raise RecipeError(f"there is no file {file}: give a folder that holds it.")
     data = file.read_bytes()

@@ -22,11 +22,12 @@ USER_AGENT = "Mozilla/5.0 (fairseq_fwp recipes)"
 class Archive(NamedTuple):
     """A file to download: its name, SHA-256, sources in the order they are tried, and which of its members are needed.
 
-    members: patterns of tar; a .zip is unpacked whole, and what is no archive is left as it is.
+    checksum: None where only the content is fixed, which the reader of the archive then checks. members: patterns of tar;
+    a .zip is unpacked whole, and what is no archive is left as it is.
     """
 
     name: str
-    checksum: str
+    checksum: str | None
     urls: tuple[str, ...]
     members: tuple[str, ...] = ()
 
@@ -80,13 +81,13 @@ def copy(response: IO[bytes], file: IO[bytes]) -> int:
     return received
 
 
-def fetch(path: Path, checksum: str, urls: Sequence[str]) -> None:
+def fetch(path: Path, checksum: str | None, urls: Sequence[str]) -> None:
     """Download a file from the first URL that has it; it is as it was unless it has that checksum at the end.
 
     What has arrived when a connection breaks stays in FILE.part, and the next source, or the next run, goes on from
     there. Raises RecipeError with the reason of every source where none has the file.
     """
-    if path.exists() and sha256(path) == checksum:
+    if path.exists() and checksum in (None, sha256(path)):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -96,10 +97,11 @@ def fetch(path: Path, checksum: str, urls: Sequence[str]) -> None:
         try:
             began_elsewhere = part.exists()
             receive(url, part)
-            if sha256(part) != checksum and began_elsewhere:
+            if checksum not in (None, sha256(part)) and began_elsewhere:
                 part.unlink()
                 receive(url, part)
-            if (found := sha256(part)) == checksum:
+            found = sha256(part)
+            if checksum in (None, found):
                 part.replace(path)
                 return
             part.unlink()
@@ -107,4 +109,3 @@ def fetch(path: Path, checksum: str, urls: Sequence[str]) -> None:
         except (OSError, http.client.HTTPException) as error:
             reasons.append(f"{url}: {error}")
     raise RecipeError(f"no source has {path.name}: {'; '.join(reasons)}. Give a folder that has the data with --data.")
-

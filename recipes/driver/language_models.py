@@ -40,6 +40,13 @@ class LanguageModels(Models):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         super().add_flags(parser)
+        self.add_text_flags(parser)
+        parser.add_argument("--any-text", action="store_true", help="FOLDER holds another text than the recipe's")
+        parser.add_argument(
+            "--test", type=Path, metavar="FILE", help="with evaluate: raw text of one's own in place of valid and test"
+        )
+
+    def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
         hidden = argparse.SUPPRESS
         parser.add_argument("--text", choices=TEXTS, required=True, help=hidden)
         parser.add_argument("--merges", type=int, default=0, help=hidden)  # of byte-pair encoding; 0: words as they are
@@ -48,12 +55,8 @@ class LanguageModels(Models):
         parser.add_argument(
             "--data", type=Path, metavar="FOLDER", help="what it holds stands above; what is prepared needs it no more"
         )
-        parser.add_argument("--any-text", action="store_true", help="FOLDER holds another text than the recipe's")
         parser.add_argument(
             "--lines", type=whole_number, metavar="N", help="the first N lines of valid and test alone: a trial"
-        )
-        parser.add_argument(
-            "--test", type=Path, metavar="FILE", help="with evaluate: raw text of one's own in place of valid and test"
         )
 
     # Data.
@@ -71,7 +74,9 @@ class LanguageModels(Models):
 
     def settings(self) -> str:
         if not self.merges:
-            asked = self.args.data and (f"any text of {self.args.data.absolute()}" if self.args.any_text else "the corpus")
+            asked = self.args.data and (
+                f"any text of {self.args.data.absolute()}" if self.args.any_text else "the corpus"
+            )
             return asked or ("" if self.data.is_dir() else "the corpus")
         if self.folder is None and self.text.make is None:
             return "" if self.data.is_dir() else f"{self.merges} merges; downloaded"
@@ -104,6 +109,9 @@ class LanguageModels(Models):
             return {}
         for archive in self.text.archives:
             archive.fetch(self.out / "download")
+        if self.text.convert:
+            self.text.convert(self.out / "download", out)
+            return {}
         return self.text.write(self.out / "download", out, False)
 
     # Evaluation.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import training
-from arguments import Parser, names
+from arguments import ROOT, Parser, names
 from commands import RecipeError, check_same, whole, write
 from flags import read_flags, read_yaml, refusal
 
@@ -39,7 +39,8 @@ class Models:
         parser = Parser(self.stages, self.rest)
         self.add_flags(parser)
         self.args = parser.parse(arguments)
-        self.recipe, self.out = self.args.recipe, self.args.out
+        self.recipe = self.args.recipe
+        self.out = self.args.out or self.default_out
         self.stage, self.extra = self.args.stage, self.args.extra
         self.data, self.bin = self.out / "data", self.out / "data" / "bin"
         self.models = self.read_models()
@@ -55,6 +56,10 @@ class Models:
         parser.add_argument("--seeds", type=int, metavar="N", help="train each model with the seeds 1 to N")
 
     # What a kind of recipe fills in.
+
+    @property
+    def default_out(self) -> Path:
+        return ROOT / "runs" / self.recipe.name
 
     def settings(self) -> str:
         """Return what the data is made from, in words; empty: whatever there is counts."""

@@ -103,4 +103,3 @@ def write(out: Path) -> None:
 def show(text: str) -> str:
     """Undo the line-break words of `blocks`, with an empty line between two blocks."""
     return re.sub(rf" ?{BREAK}(\d+) ?", lambda match: "\n" + "    " * int(match[1]), text.replace("\n", "\n\n"))
-

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import enwik8
+import peps
 import stdlib
 from commands import RecipeError
 from fetch import Archive
@@ -19,13 +20,15 @@ FEWEST_WORDS = {"train": 1000, "valid": 100, "test": 100}
 class Text(NamedTuple):
     """A text: write(folder, out, any_text) writes SPLIT.txt and returns the counts that are expected, if any.
 
-    archives: what is downloaded where no folder is given. copy: one file of raw text as words.
-    make: writes SPLIT.txt from nothing, where no folder is given. show: a sample as it is read.
+    archives: what is downloaded where no folder is given; convert: writes SPLIT.txt from that, in place of `write`.
+    make: writes SPLIT.txt from nothing, where no folder is given. copy: one file of raw text as words.
+    show: a sample as it is read.
     """
 
     write: Callable[[Path, Path, bool], dict[str, int]]
     archives: tuple[Archive, ...] = ()
     make: Callable[[Path], None] | None = None
+    convert: Callable[[Path, Path], None] | None = None
     copy: Callable[[Path, Path], None] = lambda file, out: copy_words(read_words(file), out)
     show: Callable[[str], str] = str
 
@@ -89,9 +92,7 @@ def write_wikitext(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
         names = (f"wiki.{split}.tokens", f"wikitext-103/wiki.{split}.tokens", f"{split}.txt")
         file = next((path for name in names if (path := folder / name).is_file()), None)
         if file is None:
-            raise RecipeError(
-                f"{folder} has neither {names[0]} nor {names[-1]}: give a folder that has WikiText-103."
-            )
+            raise RecipeError(f"{folder} has neither {names[0]} nor {names[-1]}: give a folder that has WikiText-103.")
         (out / f"{split}.txt").write_bytes(file.read_bytes())
     return {} if any_text else {"train": 103227021, "valid": 217646, "test": 245569, "vocabulary": 267735}
 
@@ -105,9 +106,18 @@ def write_bytes(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
 
 
 WIKITEXT = "s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip"
+# How a commit is packed may change, so the checksum is that of the text.
+PEPS_COMMIT = "ba4deeb7969588d937da609008d05bb83a47b1ab"
+PEPS, PEPS_PAGE = f"python/peps/tar.gz/{PEPS_COMMIT}", f"python/peps/archive/{PEPS_COMMIT}.tar.gz"
 TEXTS = {
     "stdlib": Text(write_lines, make=stdlib.write, show=stdlib.show),
-    "peps": Text(write_lines),
+    "peps": Text(
+        write_lines,
+        archives=(
+            Archive("peps.tar.gz", None, (f"https://codeload.github.com/{PEPS}", f"https://github.com/{PEPS_PAGE}")),
+        ),
+        convert=peps.write,
+    ),
     "wikitext103": Text(
         write_wikitext,
         archives=(

@@ -42,13 +42,17 @@ def write(out: Path, models: list[Model], measure: str, text: Path | None) -> No
 
 def read_row(model: Model, found: Run, measure: str, text: Path | None) -> dict[str, Any]:
     """Return the numbers of a run: those of each evaluation of valid and test that is there."""
-    files = sorted((path.stem for path in model.folder.glob("*.json")), key=lambda name: (name.startswith("test"), name))
+    files = sorted(
+        (path.stem for path in model.folder.glob("*.json")), key=lambda name: (name.startswith("test"), name)
+    )
     names = [name for name in files if name.partition(" ")[0] in ("valid", "test")]
     results = {name: read_json(model.folder / f"{name}.json") for name in names}
     row = {"model": model.name, "seed": "" if model.seed is None else model.seed, "parameters": found.parameters}
     row |= {f"{name} {HEADS[measure]}": result[measure] for name, result in results.items()}
     if text:
-        row |= {f"{name}, per word": per_word(result, text / f"{name.split()[0]}.txt") for name, result in results.items()}
+        row |= {
+            f"{name}, per word": per_word(result, text / f"{name.split()[0]}.txt") for name, result in results.items()
+        }
     return row | {"updates": found.updates, "hours": round(found.hours or 0, 3)}
 
 

@@ -147,7 +147,7 @@ def lines(tables: list[Table]) -> list[str]:
 
 
 def draw(tables: list[Table], path: Path) -> None:
-    """Draw two circles a row, ours full, the paper's empty: multiples of the best row of its table, in the paper's order."""
+    """Draw two circles a row, ours full, the paper's empty: multiples of its table's best row, in the paper's order."""
     pyplot = load_pyplot()
     from matplotlib import ticker
 

@@ -1,23 +1,22 @@
 """Where a model gains on another: Figure 2 of Clark et al. 2022 (arXiv 2212.02475), from files of fwp-eval-lm --scores.
 
-    python recipes/fwl/analysis.py BASE.tsv OTHER.tsv DICT.txt PICTURE.png --title TITLE [--block N]
-
 The mean improvement of a token's log-probability (base e) by its place in its document, by how often its type stands in
 the training text (the dictionary's counts), and by how often it has occurred in the document before. A document begins
 with a heading like those of WikiText, a line that starts with = and not with = =; for models that read blocks of N
 tokens, each by itself, a block is one. Bars have 95% intervals of the mean, as if tokens were independent. The numbers
-go to PICTURE.csv.
+go to a CSV beside the picture.
 """
 
-import argparse
 import csv
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
+
+from commands import RecipeError
+from tables import write_csv
 
 from fairseq_fwp.cli.plot_style import load_pyplot, save
 
@@ -34,14 +33,14 @@ class Token(NamedTuple):
 
 
 def read_scores(path: Path) -> list[tuple[str, float]]:
-    """The tokens of a text, with their log-probabilities."""
+    """Return the tokens of a text, with their log-probabilities."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         return [(row["token"], float(row["log_prob"])) for row in rows]
 
 
 def document_starts(words: list[str], block: int | None) -> set[int]:
-    """The places of the first tokens of documents."""
+    """Return the places of the first tokens of documents."""
     if block:
         return set(range(0, len(words), block))
     lines = [0, *(place + 1 for place, word in enumerate(words) if word == END)]
@@ -49,11 +48,11 @@ def document_starts(words: list[str], block: int | None) -> set[int]:
 
 
 def compare(base: Path, other: Path, block: int | None = None) -> Iterator[Token]:
-    """The tokens that both files score. Raises ValueError where they score different texts."""
+    """Yield the tokens that both files score. Raises RecipeError where they score different texts."""
     ours, theirs = read_scores(base), read_scores(other)
     words = [word for word, _ in ours]
     if words != [word for word, _ in theirs]:
-        raise ValueError(f"{base} and {other} score different texts: evaluate both models on one.")
+        raise RecipeError(f"{base} and {other} score different texts: evaluate both models on one.")
     starts, start, seen = document_starts(words, block), 0, Counter[str]()
     for place, ((word, old), (_, new)) in enumerate(zip(ours, theirs, strict=True)):
         if place in starts:
@@ -63,13 +62,13 @@ def compare(base: Path, other: Path, block: int | None = None) -> Iterator[Token
 
 
 def read_counts(path: Path) -> dict[str, int]:
-    """How often each word stands in the training text."""
+    """Return how often each word stands in the training text."""
     lines = (line.rsplit(" ", 1) for line in path.read_text(encoding="utf-8").splitlines())
     return {word: int(count) for word, count in lines}
 
 
 def group(tokens: list[Token], value: Callable[[Token], float], edges: list[float]) -> list[tuple]:
-    """(label, tokens, mean gain, half of its 95% interval) of the tokens with edges[i] <= value < edges[i + 1]."""
+    """Return (label, tokens, mean gain, half of its 95% interval) of tokens with edges[i] <= value < edges[i + 1]."""
     found = []
     for low, high in zip(edges, [*edges[1:], math.inf], strict=True):
         gains = [token.gain for token in tokens if low <= value(token) < high]
@@ -80,7 +79,7 @@ def group(tokens: list[Token], value: Callable[[Token], float], edges: list[floa
 
 
 def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]]:
-    """The three groupings of the figure; line ends, which the dictionary does not count, are left out of the second."""
+    """Return the three groupings of the figure; line ends, which the dictionary lacks, are not in the second."""
     counted = [token for token in tokens if token.word in counts]
     return {
         "position in the document (tokens)": group(
@@ -94,7 +93,7 @@ def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]
 
 
 def draw(found: dict[str, list[tuple]], path: Path, title: str) -> None:
-    """One panel for each grouping, on one scale."""
+    """Draw one panel for each grouping, on one scale."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, len(found), figsize=(12, 4), sharey=True)
     for panel, (grouping, groups) in zip(axes, found.items(), strict=True):
@@ -109,23 +108,20 @@ def draw(found: dict[str, list[tuple]], path: Path, title: str) -> None:
     save(figure, path)
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("base", "other", "dictionary", "picture"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--title", required=True)
-    parser.add_argument("--block", type=int, metavar="N")
-    args = parser.parse_args(arguments)
-    tokens = list(compare(args.base, args.other, args.block))
-    found = panels(tokens, read_counts(args.dictionary))
-    draw(found, args.picture, args.title)
-    with args.picture.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-        rows = ((title, *row[:2], *(f"{number:.5f}" for number in row[2:])) for title in found for row in found[title])
-        csv.writer(file).writerows([("by", "group", "tokens", "gain", "half_interval"), *rows])
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"analysis.py: {error}")
+def write(base: Path, other: Path, dictionary: Path, picture: Path, title: str, block: int | None) -> None:
+    """Draw the picture and write its numbers into a CSV of its name."""
+    found = panels(list(compare(base, other, block)), read_counts(dictionary))
+    draw(found, picture, title)
+    rows = [
+        dict(
+            zip(
+                ("by", "group", "tokens", "gain", "half_interval"),
+                (by, *row[:2], *map("{:.5f}".format, row[2:])),
+                strict=True,
+            )
+        )
+        for by, groups in found.items()
+        for row in groups
+    ]
+    write_csv(picture.with_suffix(".csv"), rows)
+    print(f"Where {other.parent} gains is in {picture}, its numbers in {picture.with_suffix('.csv')}.")

@@ -1,0 +1,45 @@
+"""The mean of the last checkpoints of a training, those that --save-interval-updates left.
+
+Parameters are averaged in float64; whole numbers, such as the counts of FAVOR+'s draws, are those of the last one.
+"""
+
+import re
+from pathlib import Path
+
+import fairseq  # noqa: F401
+import torch
+from commands import RecipeError, whole
+
+import fairseq_fwp.cli  # noqa: F401  (with fairseq before it, the package lets torch load what fairseq saves)
+
+
+def last_checkpoints(folder: Path, count: int) -> list[Path]:
+    """Return the newest ones, the last one last; RecipeError where there are fewer."""
+    found = {
+        int(name[1]): path
+        for path in folder.glob("*.pt")
+        if (name := re.fullmatch(r"checkpoint_\d+_(\d+)\.pt", path.name))
+    }
+    if not 1 <= count <= len(found):
+        raise RecipeError(f"{folder} has {len(found)} checkpoints of an update: give a number from 1 to that.")
+    return [found[update] for update in sorted(found)[-count:]]
+
+
+def average(paths: list[Path]) -> dict[str, object]:
+    """Return the last checkpoint with the mean of all as its model."""
+    sums: dict[str, torch.Tensor] = {}
+    for path in paths:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        for name, value in checkpoint["model"].items():
+            sums[name] = value.double() + sums.get(name, 0) if value.is_floating_point() else value
+    for name, value in checkpoint["model"].items():
+        checkpoint["model"][name] = (sums[name] / len(paths)).to(value.dtype) if value.is_floating_point() else value
+    return checkpoint
+
+
+def write(folder: Path, count: int, out: Path) -> None:
+    """Write the mean of the last `count` checkpoints of a folder."""
+    chosen = last_checkpoints(folder, count)
+    with whole(out) as work:
+        torch.save(average(chosen), work)
+    print(f"{out} is the mean of {', '.join(path.name for path in chosen)}")

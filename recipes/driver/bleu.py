@@ -1,0 +1,81 @@
+"""BLEU of what fairseq-generate printed, as people report it, after checking that every sentence is there.
+
+Three numbers, none comparable with another: *sacreBLEU*, of detokenised text with sacrebleu's own tokens, under its
+signature (Post 2018); *tokenised*, of the recipe's tokens, as multi-bleu.perl counts; *compound-split*, the same after
+words with hyphens are split at them on both sides, as Vaswani et al. 2017 and Ott et al. 2018 report WMT14 En-De.
+"""
+
+import re
+from pathlib import Path
+
+from commands import RecipeError
+from sacrebleu.metrics import BLEU
+from sacremoses import MosesDetokenizer
+
+HYPOTHESIS = re.compile(r"^H-(\d+)\t[^\t]*\t(.*)$", re.MULTILINE)
+SUMMARY = re.compile(r"Translated ([\d,]+) sentences \(([\d,]+) tokens\) in ([\d.]+)s")
+# That of the literature's scripts, without look-around: of "a-b-c" they split the first hyphen alone.
+COMPOUND = re.compile(r"(\S)-(\S)")
+
+
+def read_hypotheses(log: Path) -> list[str]:
+    """Return the best hypothesis of each sentence, in order. Raises RecipeError where one is missing or twice."""
+    found: dict[int, str] = {}
+    for number, text in HYPOTHESIS.findall(log.read_text(encoding="utf-8")):
+        if int(number) in found:
+            raise RecipeError(f"{log} has several hypotheses of sentence {number}: generate with --nbest 1.")
+        found[int(number)] = text
+    if sorted(found) != list(range(len(found))):
+        missing = next(number for number in range(max(found)) if number not in found)
+        raise RecipeError(f"{log}: sentence {missing} was not translated: nothing is reported.")
+    return [found[number] for number in range(len(found))]
+
+
+def read_speed(log: Path) -> dict[str, float]:
+    """Return the sentences, tokens and seconds that fairseq-generate reports, unless they went to standard error."""
+    found = SUMMARY.search(log.read_text(encoding="utf-8"))
+    if not found:
+        return {}
+    sentences, tokens, seconds = (float(number.replace(",", "")) for number in found.groups())
+    return {"sentences": int(sentences), "tokens": int(tokens), "seconds": seconds}
+
+
+def split_compounds(line: str) -> str:
+    return COMPOUND.sub(r"\1 ##AT##-##AT## \2", line)
+
+
+def tokenized_bleu(hypotheses: list[str], references: list[str]) -> float:
+    """Score as multi-bleu.perl: tokens as they stand, no smoothing."""
+    return BLEU(tokenize="none", smooth_method="none", force=True).corpus_score(hypotheses, [references]).score
+
+
+def read_references(path: Path, count: int) -> list[str]:
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if len(lines) != count:
+        raise RecipeError(f"{count:,} sentences were translated, but {path} has {len(lines):,}: nothing is reported.")
+    return lines
+
+
+def score(log: Path, tokenized: Path, raw: Path | None, language: str) -> dict[str, object]:
+    """Return the scores of one log, with the speed."""
+    hypotheses = read_hypotheses(log)
+    references = read_references(tokenized, len(hypotheses))
+    speed = read_speed(log)
+    if speed.get("sentences", len(hypotheses)) != len(hypotheses):
+        raise RecipeError(
+            f"{log} has {len(hypotheses):,} hypotheses of {speed['sentences']:,} sentences: generate again."
+        )
+    result: dict[str, object] = {
+        "sentences": len(hypotheses),
+        **speed,
+        "tokenised": tokenized_bleu(hypotheses, references),
+        "compound_split": tokenized_bleu(
+            *([split_compounds(line) for line in side] for side in (hypotheses, references))
+        ),
+    }
+    if raw is not None:
+        detokenizer, metric = MosesDetokenizer(language), BLEU()
+        detokenized = [detokenizer.detokenize(line.split()) for line in hypotheses]
+        result["sacrebleu"] = metric.corpus_score(detokenized, [read_references(raw, len(hypotheses))]).score
+        result["signature"] = str(metric.get_signature())
+    return result

@@ -1,0 +1,205 @@
+"""Recipes of conversion: a softmax model becomes each row of rows.yaml, is fine-tuned, and is measured."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import training
+from arguments import ROOT, names, whole_number
+from commands import RecipeError, run, whole, write
+from evaluation import check_scored
+from flags import read_flags, read_yaml, refusal
+from gpt2_bpe import encode
+from language_models import LanguageModels
+from models import Model
+from prepare import SPLITS, cut, preprocess_text, remove
+from reports import conversion as tables
+from reports.files import save
+
+SOURCE, SOFTMAX = tables.SOURCE, tables.SOFTMAX
+# What a corpus starts from, as fwp-convert names it.
+FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
+
+
+class Conversion(LanguageModels):
+    stages = ("prepare", "train", "evaluate", "all")
+    rest = "flags for fairseq-train, of the fine-tuning, or in evaluate for fwp-eval-lm"
+
+    def __init__(self, arguments: list[str]) -> None:
+        super().__init__(arguments)
+        args = self.args
+        if args.source_updates and args.corpus != "peps":
+            raise RecipeError("--source-updates is of --corpus peps: others are not trained here.")
+        if args.corpus == "peps" and args.model:
+            raise RecipeError("the model of peps is trained here: leave out --model.")
+        self.source = self.out / SOFTMAX / "converted"
+        self.plugin = ["--user-dir", str(self.recipe / "mao_ablations")]
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        self.add_text_flags(parser)
+        parser.set_defaults(any_text=False, test=None, conf=None, models=None, seeds=None)
+        parser.add_argument("--corpus", choices=FORMATS, default="peps", help="what is converted (peps)")
+        parser.add_argument(
+            "--model", type=Path, help="wikitext103: fairseq's checkpoint with its dict.txt; gpt2: a folder, see above"
+        )
+        parser.add_argument("--rows", nargs="+", metavar="NAME", help="which of rows.yaml (all)")
+        parser.add_argument(
+            "--source-updates", type=whole_number, metavar="N", help="peps: how long the source is trained (4000)"
+        )
+
+    @property
+    def default_out(self) -> Path:
+        return super().default_out / self.args.corpus
+
+    def read_models(self) -> list[Model]:
+        corpus = self.args.corpus
+        self.corpus: dict[str, Any] = {"start": SOURCE, "checkpoint": "best"}
+        self.corpus |= read_yaml(self.recipe / "rows.yaml", plain=False)[corpus]
+        self.rows = {row["run"]: row.get("target", "") for row in self.corpus["rows"]}
+        rows = names(self.args.rows) or list(self.rows)
+        for name in rows:
+            if name not in self.rows:
+                raise RecipeError(f"there is no row {name}: they are {', '.join(self.rows)}.")
+        if self.corpus["start"] == SOFTMAX:  # what they start from
+            rows = [SOFTMAX, *rows]
+        conf = self.recipe / "conf" / corpus / "finetune.yaml"
+        return [Model(name, conf, self.out / name) for name in dict.fromkeys(rows)]
+
+    def check_flags(self) -> None:
+        flags = ["--task", "language_modeling", "--arch", "fwp_lm", *self.extra]
+        if reason := refusal([str(self.bin), *self.plugin, *flags]):
+            raise RecipeError(f"fairseq-train refuses the flags: {reason}.")
+
+    # The source as softmax model of this plugin, and the text in its words.
+
+    def prepare_once(self) -> None:
+        if self.args.corpus == "peps":
+            super().prepare_once()
+            self.train_source()
+            self.convert_source(self.out / "source" / "checkpoint_best.pt", "--vocabulary", self.bin / "dict.txt")
+        else:
+            if not self.args.model or not self.args.model.exists():
+                raise RecipeError(f"give --model: what --corpus {self.args.corpus} starts from, see --help.")
+            self.convert_source(self.args.model)
+            super().prepare_once()
+
+    def train_source(self) -> None:
+        flags = read_flags(self.recipe / "conf" / "peps" / "source.yaml")
+        if updates := self.args.source_updates:  # a tenth of them warms up, as in source.yaml
+            flags += ["--max-update", str(updates), "--warmup-updates", str(updates // 10)]
+        training.train(self.out / "source", self.bin, flags)
+
+    def convert_source(self, model: Path, *flags: object) -> None:
+        if not self.source.is_dir():
+            run("fwp-convert", "--source", FORMATS[self.args.corpus], model, *flags, "--out", self.source)
+
+    def settings(self) -> str:
+        if self.args.corpus == "peps":
+            return super().settings()
+        return f"{self.lines or 'all'} lines of valid and test"
+
+    def prepare(self, work: Path) -> None:
+        if self.args.corpus == "peps":
+            super().prepare(work)
+            return
+        text, pieces = work / "text", work / "bpe"
+        for folder in (text, pieces):
+            folder.mkdir()
+        for split in SPLITS:
+            (text / f"{split}.txt").write_bytes(self.find(split).read_bytes())
+        if self.lines:
+            cut(text, self.lines)
+        for split in SPLITS:
+            if self.args.corpus == "gpt2":
+                print(f"{split}: {encode(self.args.model, text / f'{split}.txt', pieces / f'{split}.txt'):,} tokens")
+            else:
+                (text / f"{split}.txt").replace(pieces / f"{split}.txt")
+        remove(text)
+        preprocess_text(pieces, work / "bin", "--srcdict", self.source / "dict.txt")
+        remove(pieces / "train.txt")
+
+    def find(self, split: str) -> Path:
+        folder = self.args.data or ROOT / "data" / "peps"
+        files = [folder / f"{split}.txt"]
+        if self.args.corpus == "wikitext103":
+            files.append(folder / f"wiki.{split}.tokens")
+        for file in files:
+            if file.is_file():
+                return file
+        raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
+
+    # A row.
+
+    def train(self, model: Model) -> None:
+        converted = self.convert(model)
+        task = (converted / "flags.txt").read_text(encoding="utf-8").split()
+        start = ["--finetune-from-model", str(converted / "checkpoint.pt")]
+        training.train(model.folder, self.bin, [*task, *model.flags, *self.plugin, *start, *self.extra])
+        if not (model.folder / "checkpoint_best.pt").exists() and not (model.folder / "diverged").exists():
+            write(model.folder / "diverged", "no validation perplexity was a number\n")
+
+    def convert(self, model: Model) -> Path:
+        """Return the folder of what a row begins with; for softmax it is the source."""
+        folder, target = model.folder / "converted", self.rows.get(model.name, "")
+        start = self.source / "checkpoint.pt"
+        if self.corpus["start"] == SOFTMAX:
+            start = self.out / SOFTMAX / "checkpoint_best.pt"
+        if target and not folder.is_dir():
+            words = ["--vocabulary", self.bin / "dict.txt", "--out", folder, *target.split()]
+            run("fwp-convert", *self.plugin, "--source", "fwp-lm", start, *words)
+        return folder
+
+    def main(self) -> None:
+        if self.stage == "evaluate" and not (self.data.is_dir() and self.source.is_dir()):
+            raise RecipeError(f"there is no source in {self.out}: run the stage prepare first.")
+        super().main()
+
+    def evaluate(self, model: Model) -> None:
+        """Measure what a row was fine-tuned to by every measure, what it was converted to by the first alone."""
+        self.measure_converted(model)
+        for measure in self.corpus["measures"]:
+            self.measure(model.folder / f"checkpoint_{self.corpus['checkpoint']}.pt", model.folder, measure)
+
+    def measure_converted(self, model: Model) -> None:
+        folder = model.folder / "converted"
+        for measure in self.corpus["measures"] if model.name == SOFTMAX else self.corpus["measures"][:1]:
+            self.measure(folder / "checkpoint.pt", folder, measure)
+
+    def measure(self, checkpoint: Path, folder: Path, measure: str) -> None:
+        """Evaluate by a measure, "SPLIT CONTEXT", every token of the split; what is there is not done again."""
+        split, context = measure.split()
+        path = folder / f"{measure}.json"
+        if path.exists():
+            return
+        with whole(path) as work:
+            try:
+                run(
+                    "fwp-eval-lm", self.bin, *self.plugin, "--path", checkpoint, "--gen-subset", split,
+                    "--tokens-per-sample", self.tokens, "--context-window", context, "--no-progress-bar",
+                    "--json", work, *self.evaluation_flags,
+                )  # fmt: skip
+            except RecipeError:  # what has just been converted may give probabilities of zero
+                if folder.name != "converted":
+                    raise
+                work.write_text('{"perplexity": Infinity}\n', encoding="utf-8")
+            else:
+                check_scored(work, self.words / f"{split}.txt")
+
+    @property
+    def tokens(self) -> int:
+        """The length of a sample: that of the corpus, or else of the source, whose positions may end there."""
+        if "tokens" in self.corpus:
+            return int(self.corpus["tokens"])
+        flags = (self.source / "flags.txt").read_text(encoding="utf-8").split()
+        return int(flags[flags.index("--tokens-per-sample") + 1])
+
+    def report(self) -> None:
+        for model in self.models:
+            if (model.folder / "diverged").exists():
+                self.measure_converted(model)
+        rows = tables.read_results(self.corpus, self.out)
+        save(self.out, "results", rows, tables.table(self.corpus, rows))
+
+
+def main(arguments: list[str]) -> None:
+    Conversion(arguments).main()

@@ -1,0 +1,157 @@
+"""Recipes of fast weight layers: each base is trained, a layer is put on top, and both are read while they learn."""
+
+import shutil
+from pathlib import Path
+
+import evaluation
+import training
+from commands import RecipeError, run, whole
+from evaluation import Way
+from language_models import LanguageModels
+from log import read_json
+from models import Model
+from prepare import preprocess
+from reports import gains
+from reports.files import save, show
+from tables import markdown
+
+SPEED_LINES = 400  # of the test text, to measure speeds on
+# Row of Table 2 of Clark et al. 2022, the folder and label of ours, and the paper's valid perplexity by base.
+ROWS: list[tuple[str, str, str, dict[str, float]]] = [
+    ("No FWLs", "base", "plain", {"local": 25.1, "xl": 17.3}),
+    ("the layer, without fast weights", "slow", "plain", {}),
+    ("FWLs", "fwl", "plain", {"local": 22.4, "xl": 15.9}),
+    ("FWLs, gradients at carried weights", "carried", "plain", {}),
+    ("Test-time only", "slow", "test-time", {"local": 24.1, "xl": 16.7}),
+    ("Test-time only, gradients at carried weights", "slow", "carried", {}),
+    ("Bias only, at test time", "slow", "test-bias", {}),
+    ("Bias only", "bias", "plain", {"local": 25.0, "xl": 17.3}),
+    ("Dynamic evaluation, RMS", "base", "rms", {"local": 22.4, "xl": 15.8}),
+    ("Dynamic evaluation, RMS", "slow", "rms", {}),
+    ("Dynamic evaluation, SGD", "base", "sgd", {}),
+]
+# Blocks that are read each by itself carry nothing.
+ROWS_OF = {"local": [row for row in ROWS if "carried" not in row[1:3]], "xl": ROWS}
+# Of a model with a layer: its picture's name, title and tokens of a block, where blocks are documents.
+PICTURES: dict[str, tuple[str, str, int | None]] = {
+    "local/fwl": ("local", "FWLs on local attention", 512),
+    "xl/fwl": ("xl", "FWLs on Transformer-XL", None),
+    "xl/carried": ("xl_carried", "FWLs on Transformer-XL, gradients at carried weights", None),
+}
+
+
+class FastWeightLayers(LanguageModels):
+    stages = ("prepare", "train", "evaluate", "all")
+
+    def base(self, model: Model) -> Path:
+        """Return the folder of the model that the layer is put on."""
+        return self.model(model.conf.with_name("base.yaml"), model.seed).folder
+
+    def train(self, model: Model) -> None:
+        flags = [*model.flags, *self.extra]
+        if model.conf.stem != "base":
+            flags += ["--finetune-from-model", str(self.add_layer(model))]
+        training.train(model.folder, self.bin, flags)
+
+    def add_layer(self, model: Model) -> Path:
+        """Return the base's model with a layer on top, which changes nothing yet."""
+        base = self.base(model)
+        start = base.parent / (base.name.replace("base", "start") + ".pt")
+        if not start.exists():
+            if not (base / "trained").exists():
+                raise RecipeError(
+                    f"{model.name}: the layer is put on {base}, which is not trained: name it before, in --models."
+                )
+            run("fwp-add-layer", self.bin, "--path", base / "checkpoint_best.pt", "--out", start)
+        return start
+
+    def expand(self, given: list[str]) -> list[str]:
+        found = [name for name in super().expand(given) if not name.startswith("wt103/")]
+        return sorted(found, key=lambda name: not name.endswith("/base"))
+
+    def ways(self, model: Model) -> list[Way]:
+        ways = super().ways(model)
+        if self.lines:  # a trial
+            ways = [way._replace(flags=way.flags.replace("statistics 400", "statistics 4")) for way in ways]
+        return ways
+
+    def evaluate(self, model: Model) -> None:
+        super().evaluate(model)
+        if not self.args.test:
+            data = self.prepare_speed()
+            for way in self.ways(model):
+                self.measure(model, way, data)
+
+    def prepare_speed(self) -> Path:
+        """Write the first lines of the test text; the statistics of RMS come from a training text beside it."""
+        folder = self.out / "speed"
+        if not folder.is_dir():
+            with whole(folder) as work:
+                work.mkdir()
+                lines = (self.words / "test.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+                (work / "text").write_text("".join(lines[: self.lines or SPEED_LINES]), encoding="utf-8")
+                preprocess(
+                    work / "bin", "--only-source", "--srcdict", self.bin / "dict.txt", "--testpref", work / "text"
+                )
+                for ending in ("bin", "idx"):
+                    shutil.copy(self.bin / f"train.{ending}", work / "bin")
+        return folder / "bin" if (folder / "bin").is_dir() else folder
+
+    def measure(self, model: Model, way: Way, data: Path) -> None:
+        """Measure the speed of one way of evaluation."""
+        path = evaluation.result(model.folder, "speed", way.label)
+        if path.exists():
+            return
+        value = evaluation.best(model.folder, way.label) if way.values else ""
+        words = way.flags.replace("@", value).split()
+        with whole(path) as work:
+            run(
+                "fwp-eval-lm", data, "--path", model.folder / "checkpoint_best.pt", "--no-progress-bar", "--json", work,
+                *words, *self.evaluation_flags,
+            )  # fmt: skip
+
+    def report(self) -> None:
+        if self.args.test:
+            return
+        rows = read_rows(self.out)
+        save(self.out, "rows", rows, table(rows))
+        for name, (picture, title, block) in PICTURES.items():
+            before = self.out / name.partition("/")[0] / "base" / "test plain.tsv"
+            after = self.out / name / "test plain.tsv"
+            if before.exists() and after.exists():
+                gains.write(before, after, self.bin / "dict.txt", self.out / f"{picture}.png", title, block)
+
+
+def read_rows(out: Path) -> list[dict[str, object]]:
+    """Return the numbers of each row; tokens a second are of the text that all speeds are of. Empty: not run."""
+    found = []
+    for base, rows in ROWS_OF.items():
+        for row, name, label, paper in rows:
+            folder = out / base / name
+            valid = evaluation.results(folder, "valid", label)
+            value = evaluation.best(folder, label) if valid else ""
+            test = evaluation.results(folder, "test", label).get(value, {})
+            timed = read_json(folder / f"speed {label}.json")
+            cells = {"base": base, "row": row, "conf": name, "step": value}
+            cells |= {"valid": valid.get(value, {}).get("perplexity", ""), "test": test.get("perplexity", "")}
+            cells["tokens_per_second"] = timed["tokens"] / timed["seconds"] if timed else ""
+            found.append({**cells, "paper_valid": paper.get(base, "")})
+    return found
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Return a table for each base."""
+    lines = []
+    for base, title in (("local", "Local attention"), ("xl", "Transformer-XL")):
+        heads = ["row of Table 2", f"conf/{base}/", "step", "valid", "test", "tokens/s", "paper valid"]
+        cells = []
+        for row in (row for row in rows if row["base"] == base):
+            ours = [show(row[split], none="not run") for split in ("valid", "test")]
+            speed, paper = show(row["tokens_per_second"], 0), str(row["paper_valid"] or "-")
+            cells.append([row["row"], f"{row['conf']}.yaml", row["step"] or "-", *ours, speed, paper])
+        lines += [f"**{title}**", "", *markdown(heads, cells, left=2), ""]
+    return lines[:-1]
+
+
+def main(arguments: list[str]) -> None:
+    FastWeightLayers(arguments).main()

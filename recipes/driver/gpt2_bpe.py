@@ -1,0 +1,73 @@
+"""Raw text as GPT-2's tokens, a document a line.
+
+A vocabulary holds vocab.json and merges.txt, as Hugging Face names them, or encoder.json and vocab.bpe, as OpenAI and
+fairseq do; fairseq's own code splits the text. A line <|endoftext|> stands between two documents; everything else is
+text, line ends included. fairseq-preprocess ends each line of the result with </s>, which is that mark.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from commands import RecipeError, whole
+from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
+
+NAMES = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
+MARK = "<|endoftext|>"
+
+
+def find_vocabulary(folder: Path) -> tuple[Path, Path]:
+    """Return the two files of a vocabulary. Raises RecipeError where there are none."""
+    for pair in NAMES:
+        first, second = (folder / name for name in pair)
+        if first.is_file() and second.is_file():
+            return first, second
+    raise RecipeError(f"{folder} has neither {' with '.join(NAMES[0])} nor {' with '.join(NAMES[1])}: put them there")
+
+
+def read_encoder(folder: Path) -> Encoder:
+    """Return fairseq's encoder of a folder. Raises RecipeError unless the tokens are those of the model beside it."""
+    vocabulary, merges = find_vocabulary(folder)
+    try:
+        encoder = get_encoder(str(vocabulary), str(merges))
+        last = max(encoder.encoder.values())
+    except (ValueError, AttributeError, TypeError) as error:
+        raise RecipeError(f"{vocabulary} or {merges.name} is no vocabulary of GPT-2: {error}") from error
+    config = folder / "config.json"
+    words = json.loads(config.read_text(encoding="utf-8"))["vocab_size"] if config.is_file() else last + 1
+    if last >= words:
+        raise RecipeError(f"{vocabulary} has tokens up to number {last}, and the model of {config} {words} words")
+    return encoder
+
+
+def documents(text: Path) -> Iterator[str]:
+    """Yield the documents of a text, without the line end before a mark."""
+    lines: list[str] = []
+    with text.open(encoding="utf-8", newline="") as file:
+        for line in file:
+            if line.rstrip("\r\n") == MARK:
+                yield "".join(lines).removesuffix("\n")
+                lines = []
+            else:
+                lines.append(line)
+    if lines:
+        yield "".join(lines).removesuffix("\n")
+
+
+def encode(folder: Path, text: Path, out: Path) -> int:
+    """Write the numbers of the tokens; return how many there are. Raises RecipeError for a text that holds none."""
+    encoder, count = read_encoder(folder), 0
+    try:
+        with whole(out) as work:
+            with work.open("w", encoding="utf-8") as file:
+                for document in documents(text):
+                    tokens = encoder.encode(document)
+                    count += len(tokens)
+                    file.write(" ".join(map(str, tokens)) + "\n")
+            if not count:
+                raise RecipeError(f"{text} holds no text")
+    except KeyError as error:
+        raise RecipeError(
+            f"the merges in {folder} make {error}, which its vocabulary lacks: take both of one model"
+        ) from error
+    return count

@@ -1,0 +1,110 @@
+"""The Python Enhancement Proposals as running text, from the sources in their repository.
+
+A document starts with `= PEP n : title =`, a section with `= = heading = =`; a line is one paragraph. What is no running
+text is left out: the header but for its title, blocks of code, tables, directives, comments and targets of links. A
+document goes to train, valid or test as a whole, by a hash of its number.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from commands import RecipeError
+
+HELD_OUT = {"valid": 4, "test": 5}  # per cent of the documents
+# SHA-256 of train.txt, valid.txt and test.txt of the commit that texts.py names.
+CHECKSUM = "f9a047bf643156c149eea2cbf99a572254b396149cff0359cc95cabbbea4c132"
+UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}")
+TABLE = re.compile(r"[=+|-][=+| -]*[=+|-]?$|\+[-=]|\|")
+MARKUP = (
+    (re.compile(r":pep:`(?:[^`<]*<)?(\d+)[^`]*`"), r"PEP \1"),
+    (re.compile(r":[\w:+.-]+:`~?([^`<]*?)(?: <[^`]*>)?`"), r"\1"),  # a role
+    (re.compile(r"`([^`<]+?)\s*<[^`]*>`__?"), r"\1"),  # a link
+    (re.compile(r"``([^`]*)``"), r"\1"),
+    (re.compile(r"`([^`]*)`__?"), r"\1"),
+    (re.compile(r"\*\*([^*]+)\*\*"), r"\1"),
+    (re.compile(r"(?<!\w)\*([^*\s][^*]*)\*(?!\w)"), r"\1"),
+    (re.compile(r"\s*\[[\w#*-]+\]_"), ""),  # a footnote
+)
+
+
+def write(folder: Path, out: Path) -> None:
+    """Write train.txt, valid.txt and test.txt from the folder of the sources. Raises RecipeError for other ones."""
+    splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for path in sorted(folder.rglob("pep-[0-9][0-9][0-9][0-9].rst")):
+        number = int(path.stem.removeprefix("pep-"))
+        splits[split_of(number)] += document(number, path.read_text(encoding="utf-8"))
+    digest = hashlib.sha256()
+    for split, lines in splits.items():
+        text = "".join(line + "\n" for line in lines)
+        digest.update(text.encode())
+        (out / f"{split}.txt").write_text(text, encoding="utf-8", newline="\n")
+        print(f"{split}: {len(lines):,} lines, {sum(len(line.split()) for line in lines):,} words")
+    if digest.hexdigest() != CHECKSUM:
+        raise RecipeError(f"{folder} has other PEPs than the recipe's: the text's SHA-256 is {digest.hexdigest()}.")
+
+
+def split_of(number: int) -> str:
+    per_cent = int(hashlib.sha256(str(number).encode()).hexdigest()[:8], 16) % 100
+    for split, share in HELD_OUT.items():
+        if per_cent < share:
+            return split
+        per_cent -= share
+    return "train"
+
+
+def document(number: int, source: str) -> list[str]:
+    """Return the lines of a document."""
+    header, _, body = source.partition("\n\n")
+    title = re.search(r"^Title:((?:.|\n(?=\s))*)", header, re.MULTILINE)
+    name = plain(title[1]) if title else ""
+    return [f"= PEP {number} : {name} =", *filter(None, map(plain, paragraphs(body)))]
+
+
+def plain(text: str) -> str:
+    """Return text without markup, its words separated by single spaces."""
+    for pattern, replacement in MARKUP:
+        text = pattern.sub(replacement, text)
+    return " ".join(text.split())
+
+
+def paragraphs(body: str) -> Iterator[str]:
+    """Yield headings and paragraphs of running text; items of a list are paragraphs."""
+    skip_deeper: int | None = None  # what is indented deeper than this belongs to a block that is left out
+    for block in re.split(r"\n\s*\n", body.expandtabs(8)):
+        lines = [line.rstrip() for line in block.split("\n") if line.strip()]
+        if not lines:
+            continue
+        indent = len(lines[0]) - len(lines[0].lstrip())
+        if skip_deeper is not None and indent > skip_deeper:
+            continue
+        skip_deeper = None
+        first = lines[0].lstrip()
+        if first.startswith(("..", "__ ", ">>>")) or TABLE.match(first):
+            skip_deeper = indent if first.startswith("..") else None
+        elif len(lines) > 1 and UNDERLINE.fullmatch(lines[1].strip()):
+            yield f"= = {lines[0].strip()} = ="
+            yield from items(lines[2:])
+        else:
+            if block.rstrip().endswith("::"):
+                skip_deeper = indent
+            yield from items(lines)
+
+
+def items(lines: list[str]) -> Iterator[str]:
+    """Yield a block as one paragraph, or as many as it has items of a list."""
+    item: list[str] = []
+    for line in lines:
+        if re.match(r"\s*(?:[-*+]|\d+\.|\(?[a-z]\))\s", line) and item:
+            yield ended(item)
+            item = []
+        item.append(line)
+    if item:
+        yield ended(item)
+
+
+def ended(lines: list[str]) -> str:
+    """Return the words of a paragraph; of the two colons that announce a block of code one is text."""
+    text = " ".join(line.strip() for line in lines)
+    return text[:-1].removesuffix(":").rstrip() + ":" * (text != "::") if text.endswith("::") else text

@@ -1,0 +1,118 @@
+"""Small problems of state tracking and recall: trains models, and reports how many answers are right."""
+
+import math
+import re
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import grid
+from arguments import ROOT
+from commands import RecipeError
+from flags import as_flags, read_yaml, refusal
+from grid import Training
+from log import read_training
+from tables import markdown, write_csv
+
+ALWAYS = {
+    "task": "fwp_sequence_problems",
+    "criterion": "label_smoothed_cross_entropy",
+    "report-accuracy": True,
+    "num-workers": 0,
+    "no-save": True,
+    "log-format": "json",
+    "log-interval": 100,
+}
+
+
+class Run(NamedTuple):
+    """One training of a problem, by a model, from a seed. chance: right answers of a guess, in %."""
+
+    problem: str
+    model: str
+    seed: int
+    chance: float
+    training: Training
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """The updates and the percentage of right answers of every evaluation."""
+        return read_training(self.training.folder / "train.log").curve("accuracy")
+
+
+def read_runs(conf: Path, out: Path) -> list[Run]:
+    """Return the runs that a file asks for. Raises RecipeError where it is damaged or names an unknown model."""
+    try:
+        plan = read_yaml(conf, plain=False)
+        runs = []
+        for problem, asked in plan["problems"].items():
+            for model in asked["models"]:
+                for seed in plan["seeds"]:
+                    name = re.sub(r"[^\w.]+", "_", f"{model}-{seed}")
+                    flags = ALWAYS | plan["common"] | asked["flags"] | plan["models"][model] | {"seed": seed}
+                    training = Training(f"{problem}/{name}", out / problem / name, as_flags(flags))
+                    runs.append(Run(problem, model, seed, asked["chance"], training))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{conf} must be like conf/quick.yaml, got {type(error).__name__}: {error}.") from error
+    return runs
+
+
+def report(runs: list[Run], out: Path) -> None:
+    """Write the evaluations of all finished runs, draw the last ones, and print them as Markdown."""
+    runs = [run for run in runs if grid.is_finished(run.training)]
+    if not runs:
+        raise RecipeError(f"no run has finished in {out}: begin with the stage train.")
+    heads = ("problem", "model", "seed", "updates", "accuracy")
+    rows = [dict(zip(heads, (*run[:3], *found), strict=True)) for run in runs for found in run.evaluations]
+    write_csv(out / "accuracy.csv", rows)
+    chances = {run.problem: run.chance for run in runs}
+    last = [(run[:2], run.evaluations[-1][1]) for run in runs]
+    found = {key: mean(value for other, value in last if other == key) for key, _ in last}
+    names = list(dict.fromkeys(run.model for run in runs))
+    rules = list(dict.fromkeys(map(rule_of, names)))
+    models = sorted(names, key=lambda name: (rules.index(rule_of(name)), name))  # a rule and its options together
+    draw(chances, models, found, out / "accuracy.png")
+    cells = [["a guess", *(f"{chance:.1f}" for chance in chances.values())]]
+    for model in models:
+        shown = (f"{found[problem, model]:.1f}" if (problem, model) in found else "-" for problem in chances)
+        cells.append([model, *shown])
+    print("\n".join(markdown(["model", *chances], cells)))
+
+
+def rule_of(model: str) -> str:
+    return model.partition(",")[0]
+
+
+def draw(chances: dict[str, float], models: list[str], found: dict[tuple[Any, ...], float], picture: Path) -> None:
+    """Draw a panel for each problem: a bar for each model that it was given to, and a line at what a guess gets."""
+    from fairseq_fwp.cli.plot_style import PUBLISHED, colours, load_pyplot, save
+
+    plt = load_pyplot()
+    colour = colours(dict.fromkeys(map(rule_of, models)))
+    models = models[::-1]  # the first above
+    size = (2 + 2.6 * len(chances), 1 + 0.27 * len(models))
+    figure, panels = plt.subplots(1, len(chances), figsize=size, squeeze=False, sharey=True)
+    for panel, (problem, chance) in zip(panels[0], chances.items(), strict=True):
+        values = [found.get((problem, model), math.nan) for model in models]
+        bars = panel.barh(models, values, color=[colour[rule_of(model)] for model in models])
+        panel.bar_label(bars, ["" if math.isnan(value) else f"{value:.0f}" for value in values], padding=2, fontsize=8)
+        panel.axvline(chance, color=PUBLISHED, linestyle="--")
+        panel.set(title=f"{problem} (dashed: a guess)", xlabel="right answers (%)", xlim=(0, 112))
+        panel.grid(visible=False, axis="y")
+    save(figure, picture)
+
+
+def main(arguments: list[str]) -> None:
+    parser = grid.parser(lambda parser: parser.add_argument("--conf", type=Path, help="(conf/quick.yaml)"))
+    args = parser.parse(arguments)
+    out = args.out or ROOT / "runs" / args.recipe.name
+    runs = read_runs(args.conf or args.recipe / "conf" / "quick.yaml", out)
+
+    def check() -> None:
+        for run in runs:
+            if reason := refusal(run.training.command[1:]):
+                raise RecipeError(f"{run.training.name}: fairseq-train refuses its flags: {reason}")
+
+    grid.stages(args, [run.training for run in runs], out, check)
+    if args.stage in ("report", "all"):
+        report(runs, out)

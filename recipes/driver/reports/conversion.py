@@ -1,0 +1,103 @@
+"""What conversion came to: source, converted, fine-tuned, and the paper's numbers.
+
+A row recovers the source's perplexity divided by its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from log import read_json, read_training
+from tables import markdown
+
+# The model before any conversion; and the same after as much fine-tuning as the other rows.
+SOURCE, SOFTMAX = "source", "softmax"
+
+
+def read_measure(folder: Path, measure: str, what: str = "perplexity") -> Any:
+    """Return a number that fwp-eval-lm wrote there; None: it was not run."""
+    return read_json(folder / f"{measure}.json").get(what)
+
+
+def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """Return the source, then each row of which there is anything, as they were measured; None where nothing was."""
+    measures, first = corpus["measures"], corpus["measures"][0]
+    source = out / SOFTMAX / "converted"
+    found = [
+        {
+            "run": SOURCE,
+            "state": read_measure(source, first, "state_size"),
+            "updates": None,
+            "hours": None,
+            f"converted, {first}": None,
+            **{measure: read_measure(source, measure) for measure in measures},
+        }
+    ]
+    for name in (row["run"] for row in corpus["rows"]):
+        folder = out / name
+        diverged = (folder / "diverged").exists()
+        training = read_training(folder / "train.log") if diverged or (folder / "trained").exists() else None
+        row = {
+            "run": name,
+            "state": read_measure(folder / "converted", first, "state_size"),
+            "updates": training and training.updates,
+            "hours": training and training.hours,
+            f"converted, {first}": read_measure(folder / "converted", first),
+        }
+        found.append(row | {m: "diverged" if diverged else read_measure(folder, m) for m in measures})
+    return [row for row in found if any(value is not None for name, value in row.items() if name != "run")]
+
+
+def shown(value: float | str | None) -> str:
+    """Return a perplexity in a table; a word as it is."""
+    if value is None:
+        return "not run"
+    return value if isinstance(value, str) else f"{value:,.2f}" if value < 1e5 else f"{value:.1e}"
+
+
+def counted(value: float | None) -> str:
+    """Return a whole number in a table."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def recovered(source: float | str | None, found: float | str | None) -> str:
+    """Return the share of the source's performance; - without two numbers."""
+    if not isinstance(source, int | float) or not isinstance(found, int | float):
+        return "-"
+    return f"{source / found:.1%}"
+
+
+def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
+    """Return the source, then a line for each row; shares of what rows are converted from and of softmax."""
+    results = {row["run"]: row for row in found}
+    measures, first, rows = corpus["measures"], corpus["measures"][0], corpus["rows"]
+    compared = {"of the source": results.get(corpus["start"], {}).get(first)}
+    if corpus["start"] == SOURCE and any(row["run"] == SOFTMAX for row in rows):
+        compared["of softmax, fine-tuned"] = results.get(SOFTMAX, {}).get(first)
+    # The paper's source, as a line of its own or as the row that it fine-tuned.
+    paper_source = corpus["source"] or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
+    papers = list(dict.fromkeys(measure for row in rows for measure in row["paper"]))
+    converted = f"converted, {first}"
+    heads = ["row", "state", converted, *measures, *compared, *(f"paper {measure}" for measure in papers)]
+    heads += ["paper, of its source", "updates"]
+    lines = []
+
+    def add(name: str, run: str, paper: dict[str, Any], shares: list[str]) -> None:
+        row = results.get(run, {})
+        own = [shown(paper.get(measure, "-")) for measure in papers]
+        start = "-" if run == SOURCE else shown(row.get(converted))
+        perplexities = [shown(row.get(measure)) for measure in measures]
+        cells = [name, counted(row.get("state")), start, *perplexities, *shares[:-1], *own, shares[-1]]
+        lines.append([*cells, counted(row.get("updates"))])
+
+    add(
+        "source" if corpus["start"] == SOURCE else "before fine-tuning",
+        SOURCE,
+        corpus["source"],
+        ["-"] * (len(compared) + 1),
+    )
+    for row in rows:
+        shares = [recovered(source, results.get(row["run"], {}).get(first)) for source in compared.values()]
+        measure = next(iter(row["paper"]), None)
+        shares.append(recovered(paper_source.get(measure), row["paper"].get(measure)))
+        add(row["row"], row["run"], row["paper"], shares)
+    return markdown(heads, lines)

@@ -1,0 +1,123 @@
+"""Synthetic associative retrieval: grids of small trainings, and the paper's Figures 2 to 5 of what they came to."""
+
+import contextlib
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grid
+from arguments import ROOT
+from commands import RecipeError
+from flags import as_flags, read_yaml, refusal
+from grid import Training
+
+# No result is worth more than this many updates since the last checkpoint.
+SAVING = ["--save-interval", "5", "--no-epoch-checkpoints"]
+LOGGING = ["--log-format", "json", "--log-interval", "1000000"]
+
+
+class Point(NamedTuple):
+    """One training: its flags, and the seconds that each of its keys takes on one core."""
+
+    flags: dict[str, str]
+    seconds_per_key: float
+
+    @property
+    def name(self) -> str:
+        """A folder's name, without spaces and slashes."""
+        others = (f"{flag}={value}" for flag, value in self.flags.items() if flag != "arch")
+        return re.sub(r"[\s/]+", "_", ",".join([self.flags["arch"], *others]))
+
+    @property
+    def size(self) -> int:
+        """S, the number of keys."""
+        return int(self.flags["num-keys"])
+
+    def training(self, common: dict[str, str], out: Path) -> Training:
+        folder = out / self.name
+        flags = [*SAVING, *as_flags(common | self.flags), *LOGGING]
+        return Training(self.name, folder, flags, self.seconds_per_key * self.size)
+
+
+def read_points(paths: list[Path]) -> list[Point]:
+    """Return the points of grids, in the order in which they are trained: of an entry's lists every combination.
+
+    Raises RecipeError for a file or an entry that has none.
+    """
+    points: dict[str, Point] = {}  # by name, so that what two grids have is trained once
+    for path in paths:
+        for index, entry in enumerate(read_entries(path), 1):
+            try:
+                points.update((point.name, point) for point in combinations(entry))
+            except ValueError as error:
+                raise RecipeError(f"{path}, entry {index}: {error}") from None
+    return list(points.values())
+
+
+def read_entries(path: Path) -> list[Any]:
+    entries = read_yaml(path)
+    if not isinstance(entries, list) or not entries:
+        kind = "a mapping" if isinstance(entries, dict) else "one value" if entries else "nothing"
+        raise RecipeError(f"{path} must be a list of entries, as in conf/quick.yaml, got {kind}.")
+    return entries
+
+
+def combinations(entry: Any) -> list[Point]:
+    """Return the points of an entry. Raises ValueError where it is not flags with a value or a list of values each."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected flags and their values, got {entry!r}")
+    for flag in ("arch", "num-keys", "seconds-per-key"):
+        if flag not in entry:
+            raise ValueError(f"expected {flag}, got only {', '.join(entry)}")
+    flags = {flag: value if isinstance(value, list) else [value] for flag, value in entry.items()}
+    for flag, values in flags.items():
+        if not values or not all(isinstance(value, str) and value for value in values):
+            raise ValueError(f"expected a value or a list of values of {flag}, got {entry[flag]!r}")
+    flags["num-keys"] = [str(number("num-keys", value, int)) for value in flags.pop("num-keys")]  # last: sizes follow
+    (rate, *others) = flags.pop("seconds-per-key")
+    if others:
+        raise ValueError(f"expected one value of seconds-per-key, got {entry['seconds-per-key']!r}")
+    seconds = number("seconds-per-key", rate, float)
+    return [Point(dict(zip(flags, values, strict=True)), seconds) for values in itertools.product(*flags.values())]
+
+
+def number(flag: str, value: str, kind: type[int] | type[float]) -> float:
+    """Raises ValueError for what is not a positive one."""
+    with contextlib.suppress(ValueError):
+        if 0 < (found := kind(value)) < math.inf:
+            return found
+    raise ValueError(f"expected a positive {'integer' if kind is int else 'number'} as {flag}, got {value!r}")
+
+
+def check(points: list[Point], common: dict[str, str], out: Path) -> None:
+    """Parse flags as fairseq-train will; of points that only repeat others' flags one. Raises RecipeError."""
+    seen: set[tuple[str, str]] = set()
+    for point in points:
+        flags = {(flag, value) for flag, value in point.flags.items() if flag != "num-keys"}
+        if flags <= seen:
+            continue
+        seen |= flags
+        if reason := refusal(point.training(common, out).command[1:]):
+            raise RecipeError(f"{point.name}: fairseq-train refuses its flags: {reason}")
+
+
+def main(arguments: list[str]) -> None:
+    from reports import retrieval as report  # needs the package, which --help does not
+
+    parser = grid.parser(lambda parser: parser.add_argument(
+        "--conf", type=Path, action="append", metavar="YAML", help="a grid (conf/quick.yaml); may be given again"
+    ))  # fmt: skip
+    args = parser.parse(arguments)
+    out = args.out or ROOT / "runs" / args.recipe.name
+    points = read_points(args.conf or [args.recipe / "conf" / "quick.yaml"])
+    common = read_yaml(args.recipe / "conf" / "common.yaml")
+    trainings = [point.training(common, out) for point in points]
+
+    def check_points() -> None:
+        check(points, common, out)
+
+    grid.stages(args, trainings, out, check_points)
+    if args.stage in ("report", "all"):
+        report.write(args.recipe, points, out)

@@ -1,0 +1,211 @@
+"""Recipes of translation: parallel text, models, BLEU of valid, test and a test set of one's own."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import average
+import bleu
+from arguments import ROOT, whole_number
+from commands import RecipeError, check_same, run, whole, write
+from flags import label
+from models import Model, Models
+from pairs import LANGUAGES, PAIRS
+from parallel import copy
+from prepare import SPLITS, apply_bpe, learn_bpe, preprocess, remove
+from reports.files import read_run, save, show
+from tables import markdown, spread
+
+SOURCE, TARGET = LANGUAGES
+OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
+
+
+class Translation(Models):
+    rest = "flags for fairseq-train, or in evaluate for fairseq-generate"
+
+    def __init__(self, arguments: list[str]) -> None:
+        super().__init__(arguments)
+        args = self.args
+        self.text = PAIRS[args.pairs]
+        if args.any_text and not args.data:
+            raise RecipeError("--any-text says what --data FOLDER holds: give that too.")
+        if args.data and not args.data.is_dir():
+            raise RecipeError(f"there is no folder {args.data}.")
+        if args.test:
+            self.check_test()
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        super().add_flags(parser)
+        hidden = argparse.SUPPRESS
+        parser.add_argument("--pairs", choices=PAIRS, required=True, help=hidden)
+        parser.add_argument("--merges", type=int, required=True, help=hidden)
+        parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
+        parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
+        parser.add_argument("--data", type=Path, metavar="FOLDER", help="what it holds stands above; else a download")
+        parser.add_argument("--any-text", action="store_true", help="FOLDER holds another text than the recipe's")
+        parser.add_argument(
+            "--average", type=whole_number, metavar="N", help="the mean of the last N checkpoints, not the best one"
+        )
+        parser.add_argument(
+            "--test", type=Path, metavar="PREFIX", help="with evaluate: raw PREFIX.en and PREFIX.de, not valid and test"
+        )
+
+    def check_test(self) -> None:
+        if self.stage != "evaluate":
+            raise RecipeError("--test PREFIX goes with the stage evaluate.")
+        for language in LANGUAGES:
+            path = Path(f"{self.args.test}.{language}")
+            if not path.is_file() and not Path(f"{path}.gz").is_file():
+                raise RecipeError(f"--test: there is neither {path} nor {path.name}.gz.")
+
+    # Data.
+
+    def settings(self) -> str:
+        if not self.args.data and self.data.is_dir():
+            return ""
+        kind = " any text;" if self.args.any_text else ""
+        return f"{self.args.merges} merges;{kind} {self.args.data.resolve() if self.args.data else 'downloaded'}"
+
+    def prepare(self, work: Path) -> None:
+        folder = self.args.data or self.out / "download"
+        if not self.args.data:
+            for archive in self.text.archives:
+                archive.fetch(folder)
+        self.text.write(folder, work, self.args.any_text)
+        if not (work / "bpe").is_dir():
+            self.cut_into_pieces(work)
+        prefixes = [word for split in SPLITS for word in (f"--{split}pref", work / "bpe" / split)]
+        words = ("--joined-dictionary", *prefixes, "--workers", os.cpu_count(), *self.args.words.split())
+        preprocess(work / "bin", *OF_LANGUAGES, *words)
+        for split in ("valid", "test"):  # scores are of words: BPE out again
+            text = (work / "bpe" / f"{split}.{TARGET}").read_text(encoding="utf-8")
+            write(work / "tok" / f"{split}.{TARGET}", re.sub(r"@@( |$)", "", text, flags=re.MULTILINE))
+        for folder in (work / "tok", work / "bpe"):
+            for language in LANGUAGES:
+                remove(folder / f"train.{language}")
+
+    def cut_into_pieces(self, work: Path) -> None:
+        """Cut all texts into pieces of words: one vocabulary for both languages, learnt on the training text alone."""
+        both = work / "both"
+        with both.open("wb") as file:
+            for language in LANGUAGES:
+                file.write((work / "tok" / f"train.{language}").read_bytes())
+        codes = work / "bpe" / "codes"
+        learn_bpe(both, self.args.merges, codes)
+        both.unlink()
+        for split in SPLITS:
+            for language in LANGUAGES:
+                apply_bpe(codes, work / "tok" / f"{split}.{language}", work / "bpe" / f"{split}.{language}")
+
+    def prepare_own(self, name: str) -> Path:
+        """Prepare a test set of one's own with the vocabulary of the training."""
+        folder, codes = self.out / "tests" / name, self.data / "bpe" / "codes"
+        settings = str(self.args.test.absolute())
+        if folder.is_dir():
+            check_same(folder / "source.txt", settings)
+            return folder
+        if not codes.exists():
+            raise RecipeError(f"--test needs the BPE codes of the training, and {self.data} was made from BPE already.")
+        with whole(folder) as work:
+            copy(work / "tok" / "test", LANGUAGES, [self.args.test], tokenized=True)
+            copy(work / "text" / "test", LANGUAGES, [self.args.test])
+            for language in LANGUAGES:
+                apply_bpe(codes, work / "tok" / f"test.{language}", work / "bpe" / f"test.{language}")
+            words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
+            preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")
+            write(work / "source.txt", settings + "\n")
+        return folder
+
+    # Models.
+
+    def evaluate(self, model: Model) -> None:
+        checkpoint, name = model.folder / "checkpoint_best.pt", label(self.evaluation_flags)
+        if count := self.args.average:
+            checkpoint = model.folder / f"average_{count}.pt"
+            if not checkpoint.exists():
+                average.write(model.folder, count, checkpoint)
+            name = f"average of {count} {name}".strip()
+        if self.args.test:
+            own = f"own_{self.args.test.name}"
+            self.translate(model, own, self.prepare_own(own), "test", checkpoint, name)
+            return
+        for split in ("valid", "test"):
+            self.translate(model, split, self.data, split, checkpoint, name)
+
+    def translate(self, model: Model, name: str, data: Path, split: str, checkpoint: Path, said: str) -> None:
+        """Translate and score a split into NAME[ SAID].json; scores of other flags, but the device's, give way."""
+        path = model.folder / f"{name} {said}".strip()
+        result, log, used = (path.with_name(path.name + ending) for ending in (".json", ".log", ".flags"))
+        search = [*self.args.search.split(), *self.evaluation_flags]
+        settings = shlex.join(flag for flag in search if flag != "--cpu")
+        if result.exists() and used.exists() and used.read_text(encoding="utf-8").strip() == settings:
+            print(f"{model.label} is evaluated already: {result}")
+            return
+        remove(result)
+        run(
+            "fairseq-generate", data / "bin", "--user-dir", ROOT / "fairseq_fwp", "--task", "translation",
+            *OF_LANGUAGES, "--path", checkpoint, "--gen-subset", split, "--post-process", "subword_nmt",
+            "--max-tokens", 4000, *search, log=log,
+        )  # fmt: skip
+        raw = data / "text" / f"{split}.{TARGET}"
+        scores = bleu.score(log, data / "tok" / f"{split}.{TARGET}", raw if raw.exists() else None, TARGET)
+        write(used, settings + "\n")
+        write(result, json.dumps(scores, indent=1) + "\n")
+        print(
+            ", ".join(
+                f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in scores.items()
+            )
+        )
+        print(f"The result is in {result}", flush=True)
+
+    # Report.
+
+    def report(self) -> None:
+        rows = [row for model in self.models if (row := read_row(model))]
+        if rows and not self.args.test:
+            save(self.out, "table", rows, table(rows))
+
+
+def read_row(model: Model) -> dict[str, object]:
+    """Return the numbers of a model; empty unless valid and test were scored. Without raw text there is no sacreBLEU."""
+    found = read_run(model.folder)
+    valid, test = (found.result(split) for split in ("valid", "test"))
+    if not valid or not test:
+        return {}
+    return {
+        "model": model.name,
+        "seed": "" if model.seed is None else model.seed,
+        "parameters": found.parameters,
+        "valid_sacrebleu": valid.get("sacrebleu", ""),
+        "test_sacrebleu": test.get("sacrebleu", ""),
+        "test_tokenised": test["tokenised"],
+        "test_compound_split": test["compound_split"],
+        "updates": found.updates,
+        "hours": found.hours,
+        "signature": test.get("signature") or valid.get("signature") or "",
+    }
+
+
+SCORES = ("valid_sacrebleu", "test_sacrebleu", "test_tokenised", "test_compound_split")
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Return a line for each model, mean and deviation of its seeds."""
+    cells = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        seeds = [row for row in rows if row["model"] == name]
+        scores = [[float(row[score]) for row in seeds if row[score] != ""] for score in SCORES]
+        said = f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name
+        hours = show(sum(row["hours"] for row in seeds))
+        shown = [spread(values) if values else "no raw text" for values in scores]
+        cells.append([said, f"{seeds[0]['parameters']:,}", *shown, f"{seeds[0]['updates']:,}", hours])
+    heads = ["model", "parameters", "valid sacreBLEU", "test sacreBLEU", "test tokenised", "test compound-split"]
+    signatures = sorted({row["signature"] for row in rows} - {""})
+    return [*markdown([*heads, "updates", "hours"], cells), "", "sacreBLEU: " + ", ".join(signatures)]
+
+
+def main(arguments: list[str]) -> None:
+    Translation(arguments).main()
