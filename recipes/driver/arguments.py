@@ -14,7 +14,7 @@ class Parser(argparse.ArgumentParser):
             prog="run.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
         )
         self.stages = stages
-        self.usage = f"bash run.sh [{'|'.join(stages)}] [flags below] [{rest}]"
+        self.usage = f"bash run.sh [{'|'.join(stages)}] [flags below]" + f" [{rest}]" * bool(rest)
         self.add_argument("-h", "--help", action="help", help="show this and exit")
         self.add_argument("--recipe", type=Path, required=True, help=argparse.SUPPRESS)
         self.add_argument("--out", type=Path, metavar="FOLDER", help="where everything goes (runs/RECIPE)")

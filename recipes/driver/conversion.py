@@ -9,7 +9,6 @@ from arguments import ROOT, names, whole_number
 from commands import RecipeError, run, whole, write
 from evaluation import check_scored
 from flags import read_flags, read_yaml, refusal
-from gpt2_bpe import encode
 from language_models import LanguageModels
 from models import Model
 from prepare import SPLITS, cut, preprocess_text, remove
@@ -111,6 +110,8 @@ class Conversion(LanguageModels):
             cut(text, self.lines)
         for split in SPLITS:
             if self.args.corpus == "gpt2":
+                from gpt2_bpe import encode  # needs fairseq, which --help does not
+
                 print(f"{split}: {encode(self.args.model, text / f'{split}.txt', pieces / f'{split}.txt'):,} tokens")
             else:
                 (text / f"{split}.txt").replace(pieces / f"{split}.txt")

@@ -11,7 +11,6 @@ from language_models import LanguageModels
 from log import read_json
 from models import Model
 from prepare import preprocess
-from reports import gains
 from reports.files import save, show
 from tables import markdown
 
@@ -113,6 +112,8 @@ class FastWeightLayers(LanguageModels):
     def report(self) -> None:
         if self.args.test:
             return
+        from reports import gains  # needs the package, which --help does not
+
         rows = read_rows(self.out)
         save(self.out, "rows", rows, table(rows))
         for name, (picture, title, block) in PICTURES.items():

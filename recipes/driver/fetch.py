@@ -22,8 +22,8 @@ USER_AGENT = "Mozilla/5.0 (fairseq_fwp recipes)"
 class Archive(NamedTuple):
     """A file to download: its name, SHA-256, sources in the order they are tried, and which of its members are needed.
 
-    checksum: None where only the content is fixed, which the reader of the archive then checks. members: patterns of tar;
-    a .zip is unpacked whole, and what is no archive is left as it is.
+    checksum: None where only the content is fixed, which the reader of the archive then checks. members: patterns of
+    tar; a .zip is unpacked whole, and what is no archive is left as it is.
     """
 
     name: str

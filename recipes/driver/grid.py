@@ -84,7 +84,7 @@ def import_fairseq() -> None:
 
 
 def read_log(folder: Path) -> log.Training | None:
-    """Return what a log says; None for one that did not come as far as its model. Raises RecipeError if it is damaged."""
+    """Return what a log says; None for one that ends before its model. Raises RecipeError for a damaged one."""
     path = folder / "train.log"
     if not path.exists() or not log.PARAMETERS.search(path.read_text(encoding="utf-8", errors="replace")):
         return None

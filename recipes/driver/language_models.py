@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 import evaluation
-import reports
 from arguments import ROOT, whole_number
 from commands import RecipeError, check_same, run, whole, write
 from evaluation import READING, Way
@@ -163,6 +162,8 @@ class LanguageModels(Models):
     def report(self) -> None:
         if self.args.test:
             return
+        from reports import language_models as reports  # needs the package, which --help does not
+
         measure = "loss_base_2" if self.args.text == "enwik8" else "perplexity"
         words = self.data / "text" if self.args.per_word else None
         reports.write(self.recipe, self.out, self.models, measure, words)

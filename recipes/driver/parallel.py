@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from commands import RecipeError
-from sacremoses import MosesTokenizer
 
 Pair = tuple[str, str]
 Languages = tuple[str, str]
@@ -70,6 +69,8 @@ def read_pairs(prefixes: Iterable[Path], languages: Languages) -> Iterator[Pair]
 
 def tokenize(pairs: list[Pair], languages: Languages) -> list[Pair]:
     """Return the pairs, tokenised."""
+    from sacremoses import MosesTokenizer
+
     tokenizers = [MosesTokenizer(language) for language in languages]
     return [
         tuple(one.tokenize(text, return_str=True) for one, text in zip(tokenizers, pair, strict=True)) for pair in pairs

@@ -120,4 +120,4 @@ def main(arguments: list[str]) -> None:
 
     grid.stages(args, trainings, out, check_points)
     if args.stage in ("report", "all"):
-        report.write(args.recipe, points, out)
+        report.write(args.recipe, points, common, out)

@@ -7,8 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import average
-import bleu
 from arguments import ROOT, whole_number
 from commands import RecipeError, check_same, run, whole, write
 from flags import label
@@ -126,6 +124,8 @@ class Translation(Models):
         if count := self.args.average:
             checkpoint = model.folder / f"average_{count}.pt"
             if not checkpoint.exists():
+                import average  # needs torch, which --help does not
+
                 average.write(model.folder, count, checkpoint)
             name = f"average of {count} {name}".strip()
         if self.args.test:
@@ -150,6 +150,8 @@ class Translation(Models):
             *OF_LANGUAGES, "--path", checkpoint, "--gen-subset", split, "--post-process", "subword_nmt",
             "--max-tokens", 4000, *search, log=log,
         )  # fmt: skip
+        import bleu
+
         raw = data / "text" / f"{split}.{TARGET}"
         scores = bleu.score(log, data / "tok" / f"{split}.{TARGET}", raw if raw.exists() else None, TARGET)
         write(used, settings + "\n")
@@ -170,7 +172,7 @@ class Translation(Models):
 
 
 def read_row(model: Model) -> dict[str, object]:
-    """Return the numbers of a model; empty unless valid and test were scored. Without raw text there is no sacreBLEU."""
+    """Return the numbers of a model; empty unless both were scored. Without raw text there is no sacreBLEU."""
     found = read_run(model.folder)
     valid, test = (found.result(split) for split in ("valid", "test"))
     if not valid or not test:

@@ -1,7 +1,6 @@
-"""The recipes' Python files are scripts, not a package: their folders are put on the path."""
+"""The recipes' driver is a program, not a package: its folder is put on the path, as Python does for a program."""
 
 import sys
 from pathlib import Path
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-sys.path[:0] = [str(RECIPES), str(RECIPES / "quickstart")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "driver"))

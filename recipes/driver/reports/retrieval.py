@@ -17,6 +17,7 @@ import commands
 import grid
 from commands import RecipeError
 from flags import read_yaml
+from grid import Training
 from log import read_training
 from retrieval import Point
 from tables import markdown, write_csv
@@ -120,19 +121,20 @@ class Result(NamedTuple):
         return self.point.flags.get("update-rule", preset)
 
 
-def read_outcome(point: Point, folder: Path) -> Outcome | None:
+def read_outcome(training: Training) -> Outcome | None:
     """Return what came of a point; None where it is not finished."""
-    if not grid.is_finished(point.training({}, folder.parent)._replace(flags=[])):
+    if not grid.is_finished(training):
         return None
+    folder = training.folder
     text = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
     found = read_training(folder / "train.log")
     dim = re.search(r"feature_dim=(\d+)", text)
     return Outcome(found.curve("loss"), found.seconds, int(dim[1]) if dim else None, found.not_finite)
 
 
-def read_results(points: list[Point], out: Path) -> list[Result]:
+def read_results(points: list[Point], common: dict[str, str], out: Path) -> list[Result]:
     """Return the finished points of the grids, in their order."""
-    outcomes = ((point, read_outcome(point, out / point.name)) for point in points)
+    outcomes = ((point, read_outcome(point.training(common, out))) for point in points)
     return [Result(point, outcome) for point, outcome in outcomes if outcome]
 
 
@@ -154,7 +156,7 @@ def write_tables(results: list[Result], out: Path) -> None:
 
 
 def lines_of(results: list[Result], published: dict[str, Any]) -> list[str]:
-    """Return the lines of a table, a row for all seeds of a model at one size, with the released run's loss next to ours.
+    """Return a table, a row for all seeds of a model at one size, with the released run's loss next to ours.
 
     Models without a preset are left out in setting 1: there are as many as rules and maps, and a picture shows them.
     """
@@ -281,7 +283,7 @@ Block = tuple[str, str, int]
 
 
 def by_rule_and_map(results: list[Result]) -> dict[Block, dict[float, Cell]]:
-    """Return what S / feature dimension came to, of every rule and map without a preset; of several models the first's."""
+    """Return what S / feature dimension came to, of rules and maps without a preset; of several models the first's."""
     cells: dict[Block, dict[float, Cell]] = defaultdict(dict)
     models: dict[Block, str] = {}
     for result in results:
@@ -401,9 +403,9 @@ def why_not_drawn(result: Result) -> str:
     return "its cell of capacity.png has a model with other flags"
 
 
-def write(recipe: Path, points: list[Point], out: Path) -> None:
+def write(recipe: Path, points: list[Point], common: dict[str, str], out: Path) -> None:
     """Write everything, and name the points that are in no picture. Raises RecipeError where none is finished."""
-    results = read_results(points, out)
+    results = read_results(points, common, out)
     if not results:
         raise RecipeError(f"no point of these grids is finished in {out}: begin with the stage train.")
     # The losses of the paper's released runs, by S, of each model in each setting.

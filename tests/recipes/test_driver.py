@@ -1,0 +1,274 @@
+"""The core of the recipes' driver: commands, flags, logs, evaluations, tables."""
+
+import sys
+from pathlib import Path
+
+import arguments
+import commands
+import evaluation
+import flags
+import log
+import made_up
+import prepare
+import progress
+import pytest
+import sizes
+import tables
+import training
+from commands import RecipeError
+
+
+@pytest.fixture
+def parser(tmp_path):
+    (tmp_path / "run.sh").write_text("#!/usr/bin/env bash\n# What it does.\nset -e\n")
+    found = arguments.Parser(("prepare", "evaluate", "all"), "flags for fairseq-train")
+    found.add_argument("--models", nargs="+")
+
+    def parse(*words):
+        return found.parse(["--recipe", str(tmp_path), "--models", "a", "--", *words])
+
+    return parse
+
+
+def test_what_a_user_gives_wins_and_the_rest_goes_on(parser):
+    args = parser("eval", "--models", "b c", "d", "--lr", "1", "--cpu")
+    assert args.stage == "evaluate" and arguments.names(args.models) == ["b", "c", "d"]
+    assert args.extra == ["--lr", "1", "--cpu"] and args.out is None
+    assert parser().stage == "all" and parser().models == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tain"], "there is no stage tain: it is prepare, evaluate, all."),
+        (["--save-dir=x"], "--save-dir is set by the recipe (--out): leave it out."),
+        (["--models"], "--models: expected at least one argument"),
+        (["--out", "x", "surplus"], "flags begin with --, got surplus."),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(parser, words, said, capsys):
+    with pytest.raises(SystemExit) as error:
+        parser(*words)
+    assert error.value.code == 2 and capsys.readouterr().err.strip().endswith(said)
+
+
+def test_help_is_the_top_of_the_script(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser("--help")
+    assert "What it does." in capsys.readouterr().out
+
+
+def test_a_command_is_shown_and_its_failure_named(tmp_path, capfd):
+    commands.run(sys.executable, "-c", "print(1)")
+    assert capfd.readouterr() == ("1\n", f"+ {sys.executable} -c 'print(1)'\n")
+    with pytest.raises(RecipeError, match=r"failed \(exit status 3\): see .*log, which ends with 'why'"):
+        commands.run(sys.executable, "-c", "print('why'); raise SystemExit(3)", log=tmp_path / "log")
+
+
+def test_what_is_half_made_does_not_count(tmp_path):
+    with pytest.raises(KeyError), commands.whole(tmp_path / "a" / "data") as work:
+        work.mkdir()
+        raise KeyError
+    assert not (tmp_path / "a" / "data").exists()
+    with commands.whole(tmp_path / "a" / "data") as work:
+        assert not work.exists()  # what the first left is gone
+        work.mkdir()
+    assert (tmp_path / "a" / "data").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "same"),
+    [
+        ("--lr 2e-5 --x", "--lr 0.00002 --x", True),
+        (r"--adam-betas \(0.9\,\ 0.98\)", "--adam-betas '(0.9, 0.98)'", True),
+        ("--lr 1", "--lr 2", False),
+        ("--lr nan", "--lr 1", False),
+        ("/a's text", "/a's text", True),
+        ("/a's text", "/b's text", False),
+    ],
+)
+def test_settings_compare_numbers_by_their_value(tmp_path, made, given, same):
+    (tmp_path / "settings.txt").write_text(made + "\n")
+    if same:
+        commands.check_same(tmp_path / "settings.txt", given)
+    else:
+        with pytest.raises(RecipeError, match="was made with other settings .* give another --out"):
+            commands.check_same(tmp_path / "settings.txt", given)
+
+
+def test_flags_are_passed_on_as_written(tmp_path):
+    (tmp_path / "common.yaml").write_text("lr: 1e-3\nno-save: true\n")
+    conf = tmp_path / "a.yaml"
+    conf.write_text("include: common.yaml\nadam-betas: (0.9, 0.98)\nlr: 2e-3\n")
+    found = flags.read_flags(conf)
+    assert found == ["--lr", "1e-3", "--no-save", "--adam-betas", "(0.9, 0.98)", "--lr", "2e-3"]
+    assert flags.value_of([*found, "--seed=3"], "--lr") == "2e-3" and flags.value_of(["--seed=3"], "--seed") == "3"
+    assert flags.as_flags({"a": True, "b": False, "c": 0}) == ["--a", "--c", "0"]
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [1\n", "a: {b: 1}\n", "a:\n", "a: false\n", "include: no.yaml\n"])
+def test_what_is_not_flat_is_refused(tmp_path, text):
+    conf = tmp_path / "a.yaml"
+    conf.write_text(text)
+    with pytest.raises(RecipeError, match=r"\.yaml"):
+        flags.read_flags(conf)
+
+
+def test_flags_that_fairseq_refuses_are_one_sentence():
+    command = ["DATA", *training.PLUGIN, "--task", "language_modeling", "--arch", "delta_lm_wt103"]
+    assert flags.refusal(command) is None
+    assert flags.refusal([*command, "--max-update", "x"]) == "argument --max-update: invalid int value: 'x'"
+
+
+def test_a_result_is_named_by_the_flags_that_change_it():
+    assert flags.label(["--stride", "8", "--cpu", "--batch-size", "2", "--path=/a/b"]) == "stride 8 path=_a_b"
+
+
+def test_of_a_log_counts_what_was_not_done_again(tmp_path):
+    path = tmp_path / "train.log"
+    start = "+ fairseq-train DATA\n"
+    path.write_text(start + made_up.DIVERGED)
+    found = log.read_training(path)
+    assert (found.parameters, found.updates, found.hours) == (1234, 90, pytest.approx(108 / 3600))
+    assert found.divergence == "gradient not finite after update 90, last finite validation perplexity 88.25 at 60"
+    assert found.best() == 88.25 and found.curve()[0] == (60, 88.25)
+    path.write_text(start + made_up.DIVERGED + made_up.log((60, 7.5)))
+    found = log.read_training(path)
+    assert found.curve() == [(60, 7.5)] and not found.divergence
+    assert (found.updates, found.hours, found.seconds) == (60, pytest.approx((108 + 36) / 3600), 3)
+    path.write_text("FloatingPointError: gradients are Nan/Inf\n")
+    with pytest.raises(RecipeError, match="is no log of fairseq-train that came as far as its model"):
+        log.read_training(path)
+    path.write_text(made_up.log((60, 7.5)) + '| {"valid_ppl": "1", | {"x": "2"}\n')
+    with pytest.raises(RecipeError, match="is damaged: .* remove its folder to train again"):
+        log.read_training(path)
+
+
+def test_progress_shows_how_far_it_is(capsys):
+    shown = progress.Progress("sum", terminal=False)
+    shown.read("settings: optimization.max_update=120, task=translation\n")
+    shown.read('| train_inner | {"ppl": "10.25", "num_updates": "30", "wps": "500", "ups": "3"}\n')
+    shown.read('| valid | {"valid_ppl": "9.5", "valid_bleu": "31.25", "valid_num_updates": "60"}\n')
+    shown.read("Traceback\n")
+    shown.end()
+    line, validation, *end = capsys.readouterr().out.splitlines()
+    assert "30 of 120 ( 25%)" in line and "500 tokens/s" in line and "0m 30s left" in line
+    assert validation.endswith("validation ppl      9.5   BLEU 31.25")
+    assert end[-2:] == ["Traceback", "sum: the training stopped early; its last lines are above."]
+
+
+def test_ways_of_evaluation_are_those_of_the_first_pattern(tmp_path):
+    path = tmp_path / "evaluation.yaml"
+    assert evaluation.read_ways(path, "delta") == [evaluation.Way()]
+    path.write_text(
+        "xl/*: {window: --stride 8}\n'*':\n  rms: {flags: --lr @, values: 1 2, splits: test, scores: true}\n"
+    )
+    assert evaluation.read_ways(path, "xl/base") == [evaluation.Way("window", "--stride 8")]
+    (way,) = evaluation.read_ways(path, "delta")
+    assert way == evaluation.Way("rms", "--lr @", ("test",), ("1", "2"), scores=True)
+    path.write_text("xl: {a: {flag: --x}}\n")
+    with pytest.raises(RecipeError, match=r"a way has flags, .*, got flag\."):
+        evaluation.read_ways(path, "xl")
+    with pytest.raises(RecipeError, match="has no pattern that fits delta"):
+        evaluation.read_ways(path, "delta")
+
+
+@pytest.mark.parametrize("test_all", [False, True])
+def test_the_best_value_of_valid_is_used_on_test(tmp_path, monkeypatch, test_all):
+    def score(checkpoint, path, data, split, text, flags, scores):
+        made_up.result(tmp_path, path.stem, {"1": 5.0, "2": 4.0}[flags[1]])
+
+    monkeypatch.setattr(evaluation, "score", score)
+    way = evaluation.Way("rms", "--lr @", values=("1", "2"), test_all=test_all)
+    evaluation.evaluate(tmp_path, tmp_path, tmp_path, way, [])
+    asked = {"valid rms 1", "valid rms 2", "test rms 2"} | ({"test rms 1"} if test_all else set())
+    assert {path.stem for path in tmp_path.glob("*.json")} == asked
+    assert evaluation.best(tmp_path, "rms") == "2"
+    with pytest.raises(RecipeError, match="no result on the validation text for sgd"):
+        evaluation.best(tmp_path, "sgd")
+
+
+def test_tokens_that_were_not_scored_are_an_error(tmp_path):
+    text = tmp_path / "test.txt"
+    text.write_text("a b@@ c\nd\n")
+    assert prepare.count(text) == 6
+    made_up.result(tmp_path, "test", 4)
+    evaluation.check_scored(tmp_path / "test.json", text)
+    made_up.result(tmp_path, "test", 4, tokens=5)
+    with pytest.raises(RecipeError, match=r"5 tokens were scored, but .* has 6: nothing is reported"):
+        evaluation.check_scored(tmp_path / "test.json", text)
+
+
+def stand_in(folder, monkeypatch, text, status=0):
+    """A fairseq-train that says a text."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "said").write_text(text)
+    program = folder / "bin" / "fairseq-train"
+    program.write_text(f'#!/bin/sh\necho ran >>"{folder}/runs"; cat "{folder}/said"; exit {status}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setattr(training, "describe", lambda command: "small")
+
+
+def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch):
+    def runs():
+        return len((tmp_path / "runs").read_text().splitlines())
+
+    def train(name, *more):
+        training.train(tmp_path / name, tmp_path, ["--lr", "1e-3", *more])
+
+    stand_in(tmp_path, monkeypatch, made_up.DIVERGED.replace("FloatingPointError", "RuntimeError"), 1)
+    with pytest.raises(RecipeError, match="the training of delta failed: see"):
+        train("delta")
+    assert not (tmp_path / "delta" / "diverged").exists()
+    stand_in(tmp_path, monkeypatch, made_up.DIVERGED, 1)
+    train("delta")
+    assert (tmp_path / "delta" / "diverged").read_text().startswith("gradient not finite after update 90")
+    stand_in(tmp_path, monkeypatch, made_up.log((60, 8.0)) + "| done training")
+    for name in ("sum", "sum", "delta"):
+        train(name)
+    assert runs() == 3 and (tmp_path / "sum" / "trained").exists()
+    assert "--lr 1e-3 --save-dir" not in (tmp_path / "sum" / "train.log").read_text()  # what is given comes last
+    for name in ("sum", "delta"):
+        with pytest.raises(RecipeError, match="was made with other settings"):
+            train(name, "--seed", "2")
+
+
+def test_launch_starts_several_processes(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, made_up.log((60, 8.0)) + "| done training")
+    monkeypatch.setenv("LAUNCH", "env TRIED=1")
+    training.train(tmp_path / "sum", tmp_path, [])
+    program = tmp_path / "bin" / "fairseq-train"
+    assert (tmp_path / "sum" / "train.log").read_text().startswith(f"+ env TRIED=1 {program} ")
+
+
+def test_the_size_of_a_model_is_said_before_its_training(tmp_path):
+    (tmp_path / "dict.txt").write_text("a 1\nb 1\n")
+    command = [str(tmp_path), *training.PLUGIN, "--task", "language_modeling", "--arch", "delta_lm_wt103"]
+    small = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16"]
+    small += ["--decoder-attention-heads", "2", "--tokens-per-sample", "8"]
+    parameters, state, length = sizes.measure([*command, *small])
+    assert state == 2 * 8 * 8 and length == 8 and 1000 < parameters < 5000
+    assert f"{parameters:,} parameters, a state of 128 numbers for 8 tokens" in sizes.describe([*command, *small])
+    with pytest.raises(RecipeError, match="fairseq-train refuses the flags"):
+        sizes.describe([*command, "--lr", "x"])
+
+
+def test_tables(tmp_path):
+    assert tables.markdown(["a", "b"], [["x", 1]]) == ["| a | b |", "| --- | ---: |", "| x | 1 |"]
+    assert tables.spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00" and tables.spread([1234.5], 1) == "1,234.5"
+    rows = [{"a": 1, "b": "x, y"}]
+    tables.write_csv(tmp_path / "t.csv", rows)
+    assert tables.read_csv(tmp_path / "t.csv") == [{"a": "1", "b": "x, y"}]
+
+
+def test_counts_are_those_of_the_text_or_it_is_another(tmp_path):
+    for split, lines in (("train", 4), ("valid", 2), ("test", 2)):
+        (tmp_path / f"{split}.txt").write_text("a <unk> b\n" * lines)
+    prepare.preprocess_text(tmp_path, tmp_path / "bin")
+    expected = {"train": 16, "valid": 8, "test": 8, "vocabulary": 4}
+    prepare.check_counts(tmp_path / "bin", expected)
+    with pytest.raises(RecipeError, match=r"another text than the recipe's: valid 8 in place of 9\..*--any-text"):
+        prepare.check_counts(tmp_path / "bin", expected | {"valid": 9})
+    prepare.cut(tmp_path, 1)
+    assert (tmp_path / "test.txt").read_text() == "a <unk> b\n"
