@@ -92,7 +92,7 @@ def test_settings_compare_numbers_by_their_value(tmp_path, made, given, same):
     if same:
         commands.check_same(tmp_path / "settings.txt", given)
     else:
-        with pytest.raises(RecipeError, match="was made with other settings .* give another --out"):
+        with pytest.raises(RecipeError, match=r"was made with other settings .* give another --out"):
             commands.check_same(tmp_path / "settings.txt", given)
 
 
@@ -140,7 +140,7 @@ def test_of_a_log_counts_what_was_not_done_again(tmp_path):
     with pytest.raises(RecipeError, match="is no log of fairseq-train that came as far as its model"):
         log.read_training(path)
     path.write_text(made_up.log((60, 7.5)) + '| {"valid_ppl": "1", | {"x": "2"}\n')
-    with pytest.raises(RecipeError, match="is damaged: .* remove its folder to train again"):
+    with pytest.raises(RecipeError, match=r"is damaged: .* remove its folder to train again"):
         log.read_training(path)
 
 

@@ -1,0 +1,335 @@
+"""Recipes that train models: which, their stages and seeds, without training one; and language models in particular."""
+
+import conversion
+import evaluation
+import fast_weight_layers
+import language_models
+import made_up
+import models
+import pytest
+import training
+from commands import RecipeError
+
+LINE = "the memory is a matrix that every token reads and writes\n"
+CONF = "arch: fwp_lm\ntask: language_modeling\n"
+
+
+class Kind(models.Models):
+    """Writes down what it is asked to do."""
+
+    done: list
+
+    def settings(self):
+        return "a text"
+
+    def prepare(self, work):
+        self.done.append("prepare")
+
+    def train(self, model):
+        self.done.append(f"train {model.label}")
+        made_up.trained(model.folder, diverged="" if "delta" not in model.name else "at 3")
+
+    def evaluate(self, model):
+        self.done.append(f"evaluate {model.label}")
+
+    def report(self):
+        self.done.append("report")
+
+    def check_flags(self):
+        self.done.append("check")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    folder = tmp_path / "recipes" / "mine"
+    for name in ("delta", "sum", "common", "grid/b", "grid/a", "small/x"):
+        path = folder / "conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(CONF)
+    (folder / "grid.yaml").write_text("- {table: T, rows: [{run: b}, {run: a}]}\n- {table: U, rows: [{run: b}]}\n")
+    (folder / "run.sh").write_text("#!/usr/bin/env bash\n")
+    return folder
+
+
+@pytest.fixture
+def start(recipe, tmp_path):
+    def start(*words, kind=Kind, settings=("--models", "delta", "sum")):
+        made = kind(["--recipe", str(recipe), *settings, "--", *map(str, words), "--out", str(tmp_path / "out")])
+        made.done = []
+        return made
+
+    return start
+
+
+def test_stages_come_in_order_and_what_diverged_is_not_evaluated(start, capsys):
+    made = start("all")
+    made.main()
+    assert made.done == ["check", "prepare", "train delta", "train sum", "evaluate sum", "report"]
+    made = start("evaluate")
+    made.main()
+    assert made.done == ["evaluate sum", "report"]
+    made = start("prepare")
+    made.main()
+    assert made.done == [] and "run.sh train --out" in capsys.readouterr().err
+
+
+def test_seeds_are_models_of_their_own(start, tmp_path):
+    made = start("train", "--seeds", "2", "--models", "sum")
+    made.main()
+    assert made.done[2:] == ["train sum, seed 1", "train sum, seed 2"]
+    assert made.models[1].flags[-2:] == ["--seed", "2"]
+    assert (tmp_path / "out" / "sum" / "seed_2" / "trained").exists()
+    with pytest.raises(RecipeError, match="--seeds must be at least 1, got 0"):
+        start("--seeds", "0")
+
+
+def test_a_stage_says_which_is_missing(start, tmp_path):
+    with pytest.raises(RecipeError, match="run the stage prepare first"):
+        start("evaluate").main()
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    with pytest.raises(RecipeError, match="delta is not trained: run the stage train first"):
+        start("evaluate").main()
+
+
+def test_other_data_needs_another_folder(start, tmp_path):
+    start("prepare").main()
+    (tmp_path / "out" / "data" / "source.txt").write_text("another text\n")
+    with pytest.raises(RecipeError, match="was made with other settings"):
+        start("prepare").main()
+
+
+def test_models_are_names_folders_or_files(start, recipe, tmp_path):
+    def names(*words):
+        return [model.name for model in start(*words).models]
+
+    assert names() == ["delta", "sum"]
+    assert names("--models", "grid delta", "grid/a") == ["grid/b", "grid/a", "delta"]
+    assert names("--models", "small") == ["small/x"]
+    assert names("--conf", "conf/small/x.yaml") == ["small/x"]
+    (tmp_path / "own.yaml").write_text(CONF)
+    assert names("--conf", tmp_path / "own.yaml") == ["own"]
+    for words in (["--models", "nosuch"], ["--models", "common"], ["--conf", "conf/nosuch.yaml"]):
+        with pytest.raises(RecipeError, match=r"there is no .*delta, grid/a, grid/b, small/x, sum"):
+            start(*words)
+    assert not start("prepare", settings=()).models
+    with pytest.raises(RecipeError, match="give --conf conf/NAME.yaml or --models NAME"):
+        start("train", settings=())
+
+
+def test_flags_are_checked_before_any_work(start, recipe, monkeypatch):
+    made = start("train", "--max-update", "x")
+    with pytest.raises(RecipeError, match=r"delta: fairseq-train refuses the flags: .*--max-update"):
+        models.Models.check_flags(made)
+
+
+# Language models.
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for split, lines in (("train", 200), ("valid", 20), ("test", 20)):
+        (folder / f"{split}.txt").write_text(LINE * lines)
+    return folder
+
+
+@pytest.fixture
+def language(start, text):
+    def language(*words, name="peps", merges="20", data=True):
+        settings = ["--models", "delta", "sum", "--text", name, "--merges", merges]
+        given = ["--data", text] if data else []
+        return start(*words, *given, kind=language_models.LanguageModels, settings=settings)
+
+    return language
+
+
+def test_text_is_cut_into_pieces_once_and_for_one_source(language, tmp_path, text):
+    made = language("prepare", "--lines", "10")
+    made.main()
+    assert (made.data / "bpe" / "test.txt").read_text().count("\n") == 10
+    assert (made.bin / "train.bin").exists() and (made.data / "bpe" / "codes").exists()
+    language("prepare", "--lines", "10").main()
+    for words in ([], ["--lines", "9"]):
+        with pytest.raises(RecipeError, match="was made with other settings"):
+            language("prepare", *words).main()
+    (text / "test.txt").write_text("other " + LINE * 30)
+    with pytest.raises(RecipeError, match="was made with other settings"):
+        language("prepare", "--lines", "10").main()
+
+
+def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language, tmp_path):
+    made = language("prepare")
+    made.main()
+    own = tmp_path / "mine.txt"
+    own.write_text("the  matrix reads\n")
+    made = language("evaluate", "--test", own)
+    folder = made.prepare_own("own_mine")
+    assert (folder / "test.txt").read_text().replace("@@ ", "") == "the matrix reads\n"
+    assert (folder / "bin" / "dict.txt").read_text() == (made.bin / "dict.txt").read_text()
+    other = tmp_path / "other" / "mine.txt"
+    other.parent.mkdir()
+    other.write_text("the\n")
+    with pytest.raises(RecipeError, match="was made with other settings"):
+        language("evaluate", "--test", other).prepare_own("own_mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["all", "--test", "none.txt"], "--test FILE goes with the stage evaluate, and is a text"),
+        (["evaluate", "--test", "none.txt"], "goes with the stage evaluate, and is a text: got none.txt"),
+        (["prepare", "--data", "/nonexistent"], "there is no folder /nonexistent"),
+        (["prepare", "--any-text"], "--any-text says what --data FOLDER holds"),
+    ],
+)
+def test_wrong_arguments_of_a_text(language, words, said):
+    with pytest.raises(RecipeError, match=said):
+        language(*words, data=False)
+
+
+@pytest.mark.parametrize("lines", ["abc", "0"])
+def test_lines_are_a_number(language, lines, capsys):
+    with pytest.raises(SystemExit):
+        language("all", "--lines", lines)
+    assert f"--lines: must be a whole number of at least 1, got '{lines}'" in capsys.readouterr().err
+
+
+def test_the_command_line_replaces_the_way_of_reading(language, recipe, capsys):
+    (recipe / "evaluation.yaml").write_text("'*': {window: --stride 1, blocks: --context-window 0}\n")
+    made = language("evaluate", "--dynamic", "sgd", "--cpu")
+    assert [way.label for way in made.ways(made.models[0])] == ["window dynamic sgd", "blocks dynamic sgd"]
+    assert made.evaluation_flags == ["--dynamic", "sgd", "--cpu"]
+    made = language("evaluate", "--stride=8")
+    assert made.ways(made.models[0]) == [evaluation.Way("stride=8", "")]
+    assert "replaces the recipe's way of reading" in capsys.readouterr().out
+    assert language("all", "--lr", "1", "--cpu").evaluation_flags == ["--cpu"]
+
+
+# Fast weight layers.
+
+
+@pytest.fixture
+def layers(start, recipe, text):
+    for name in ("local/base", "local/fwl", "xl/base", "xl/fwl", "wt103/xl"):
+        path = recipe / "conf" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(CONF)
+
+    def layers(*words):
+        settings = ["--models", "local", "xl", "--text", "peps", "--merges", "20"]
+        return start(*words, kind=fast_weight_layers.FastWeightLayers, settings=settings)
+
+    return layers
+
+
+def test_a_layer_is_put_on_its_base(layers, monkeypatch, tmp_path):
+    made, done = layers("train", "--cpu"), []
+    monkeypatch.setattr(fast_weight_layers, "run", lambda *words: done.append(words))
+    monkeypatch.setattr(training, "train", lambda folder, data, flags: done.append((folder.name, flags)))
+    assert [model.name for model in made.models] == ["local/base", "xl/base", "local/fwl", "xl/fwl"]
+    with pytest.raises(RecipeError, match=r"local/fwl: the layer is put on .*base, which is not trained"):
+        made.train(made.models[2])
+    made_up.trained(tmp_path / "out" / "local" / "base")
+    made.train(made.models[0])
+    made.train(made.models[2])
+    start = str(tmp_path / "out" / "local" / "start.pt")
+    assert done[0][0] == "base" and "--finetune-from-model" not in done[0][1]
+    assert done[1][0] == "fwp-add-layer" and str(done[1][-1]) == start
+    assert done[2] == ("fwl", [*made.models[2].flags, "--cpu", "--finetune-from-model", start])
+
+
+def test_a_trial_reads_few_statistics(layers, recipe):
+    (recipe / "evaluation.yaml").write_text("'*': {rms: --dynamic-statistics 400}\n")
+    made = layers("evaluate", "--lines", "5")
+    assert made.ways(made.models[0])[0].flags == "--dynamic-statistics 4"
+
+
+def test_the_table_has_the_best_step_of_the_validation_text(tmp_path):
+    base = tmp_path / "xl" / "base"
+    for name, perplexity in (("valid plain", 30), ("test plain", 31), ("valid rms 1e-4", 25), ("valid rms 3e-4", 24)):
+        made_up.result(base, name, perplexity, tokens=100)
+    made_up.result(base, "speed plain", 31, tokens=100)
+    table = "\n".join(fast_weight_layers.table(fast_weight_layers.read_rows(tmp_path)))
+    assert "| No FWLs | base.yaml | - | 30.00 | 31.00 | 25 | 17.3 |" in table
+    assert "| Dynamic evaluation, RMS | base.yaml | 3e-4 | 24.00 | not run | - | 15.8 |" in table
+    assert "| FWLs | fwl.yaml | - | not run | not run | - | 22.4 |" in table
+    local, xl = table.split("**Transformer-XL**")
+    assert "carried" not in local and xl.count("| FWLs, gradients at carried weights | carried.yaml |") == 1
+
+
+# Conversion.
+
+
+@pytest.fixture
+def convert(tmp_path):
+    def convert(*words):
+        recipe = made_up.RECIPES / "decay_finetune"
+        given = ["--recipe", str(recipe), "--text", "peps", "--merges", "20", "--", *words, "--out", str(tmp_path)]
+        return conversion.Conversion(given)
+
+    return convert
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rows", "nosuch"], "there is no row nosuch: they are softmax, local_w32"),
+        (["--corpus", "gpt2", "--source-updates", "3"], "--source-updates is of --corpus peps"),
+        (["--model", "x"], "the model of peps is trained here"),
+    ],
+)
+def test_wrong_arguments_of_a_conversion(convert, words, said):
+    with pytest.raises(RecipeError, match=said):
+        convert("all", *words)
+
+
+def test_a_conversion_begins_where_the_paper_does(convert, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(conversion, "run", lambda *words, **_: ran.append(list(map(str, words))))
+    made = convert("--corpus", "gpt2", "--rows", "decay_m4")
+    assert [model.name for model in made.models] == ["softmax", "decay_m4"] and made.corpus["checkpoint"] == "best"
+    made.convert(made.models[1])
+    assert ran[0][ran[0].index("fwp-lm") + 1] == str(tmp_path / "softmax" / "checkpoint_best.pt")
+    made = convert("--rows", "decay_m4")
+    made.convert(made.models[0])
+    assert ran[1][ran[1].index("fwp-lm") + 1] == str(tmp_path / "softmax" / "converted" / "checkpoint.pt")
+    assert ran[1][-4:] == ["--decoder-update-rule", "decay", "--state-size", "4"]
+    assert convert("--corpus", "wikitext103").corpus["checkpoint"] == "last"
+    with pytest.raises(RecipeError, match="give --model: what --corpus gpt2 starts from"):
+        convert("--corpus", "gpt2").prepare_once()
+
+
+def test_a_sample_is_as_long_as_the_source_allows(convert, tmp_path):
+    folder = tmp_path / "softmax" / "converted"
+    folder.mkdir(parents=True)
+    (folder / "flags.txt").write_text("--arch fwp_lm --tokens-per-sample 128 --attention-bias\n")
+    assert [convert("--corpus", corpus).tokens for corpus in ("peps", "wikitext103", "gpt2")] == [512, 512, 128]
+
+
+def test_a_row_whose_validation_is_no_number_has_diverged(convert, tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(training, "train", lambda folder, data, flags: trained.append((made_up.trained(folder), flags)))
+    made = convert("--rows", "softmax", "--lr", "1")
+    (made.source).mkdir(parents=True)
+    (made.source / "flags.txt").write_text("--arch fwp_lm\n")
+    made.train(made.models[0])
+    assert (tmp_path / "softmax" / "diverged").read_text() == "no validation perplexity was a number\n"
+    flags = trained[0][1]
+    assert flags[:2] == ["--arch", "fwp_lm"] and flags[-2:] == ["--lr", "1"]
+    assert flags[flags.index("--finetune-from-model") + 1] == str(made.source / "checkpoint.pt")
+
+
+def test_what_is_just_converted_may_give_no_number(convert, tmp_path, monkeypatch):
+    def fail(*words, **_):
+        raise RecipeError("it failed.")
+
+    monkeypatch.setattr(conversion, "run", fail)
+    made = convert("--corpus", "wikitext103")
+    for name in ("converted", "decay_m32"):
+        (tmp_path / name).mkdir()
+    made.measure(tmp_path / "x.pt", tmp_path / "converted", "valid 0")
+    assert (tmp_path / "converted" / "valid 0.json").read_text() == '{"perplexity": Infinity}\n'
+    with pytest.raises(RecipeError, match="it failed"):
+        made.measure(tmp_path / "x.pt", tmp_path / "decay_m32", "valid 0")
+    assert not (tmp_path / "decay_m32" / "valid 0.json").exists()
