@@ -1,0 +1,240 @@
+"""The texts of language models: made, converted, read from folders; downloads that stand for the network."""
+
+import gzip
+import hashlib
+import io
+import tarfile
+import zipfile
+
+import enwik8
+import gpt2_bpe
+import made_up
+import peps
+import pytest
+import stdlib
+import texts
+from commands import RecipeError
+from fetch import Archive
+
+LINE = "the memory is a matrix that every token reads and writes\n"
+CODE = '''def read(self, size=-1):
+    """Read up to size bytes."""
+    if size < 0:
+        return self.readall()
+    return self._read(size)'''
+
+
+def test_layout_survives_the_line_break_words():
+    assert [stdlib.show(block) for block in stdlib.blocks(CODE + "\n\n\nX = 1\n")] == [CODE, "X = 1"]
+
+
+def test_standard_library_is_split_by_file_and_always_alike(tmp_path):
+    for folder in ("one", "two"):
+        stdlib.write(tmp_path / folder)
+    found = [
+        [(tmp_path / folder / f"{split}.txt").read_bytes() for split in peps.HELD_OUT] for folder in ("one", "two")
+    ]
+    assert found[0] == found[1] and all(found[0]) and found[0][0] != found[0][1]
+
+
+PEP = """\
+PEP: 7
+Title: A Style
+ Guide
+Author: X <x@y.z>
+
+.. highlight:: rst
+
+   hidden
+
+Abstract
+========
+
+See :pep:`8` and :pep:`the *other* <9>`, ``code``, `a link <http://x>`_ [1]_ and :func:`~os.path`::
+
+    hidden()
+
+    hidden()
+
+- One thing
+  goes on.
+- Another **bold** thing.
+
+====  ====
+a     b
+====  ====
+
+.. [1] hidden
+
+The end.
+"""
+PLAIN = [
+    "= PEP 7 : A Style Guide =",
+    "= = Abstract = =",
+    "See PEP 8 and PEP 9, code, a link and os.path:",
+    "- One thing goes on.",
+    "- Another bold thing.",
+    "The end.",
+]
+
+
+def test_peps_are_running_text():
+    assert peps.document(7, PEP) == PLAIN
+
+
+def test_peps_are_split_by_document_and_known_by_their_checksum(tmp_path, monkeypatch):
+    folder = tmp_path / "peps-1" / "peps"
+    folder.mkdir(parents=True)
+    for number in range(60):
+        (folder / f"pep-{number:04}.rst").write_text(PEP)
+    with pytest.raises(RecipeError, match="other PEPs than the recipe's: the text's SHA-256 is ([0-9a-f]+)") as error:
+        peps.write(tmp_path, tmp_path)
+    monkeypatch.setattr(peps, "CHECKSUM", str(error.value).split()[-1].rstrip("."))
+    peps.write(tmp_path, tmp_path)
+    found = {split: (tmp_path / f"{split}.txt").read_text() for split in ("train", "valid", "test")}
+    assert sum(text.count("= PEP ") for text in found.values()) == 60
+    assert all(text.count("= PEP") > 0 for text in found.values()) and found["train"].count("= PEP") > 45
+    digest = hashlib.sha256("".join(found.values()).encode())
+    assert digest.hexdigest() == peps.CHECKSUM
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for split, lines in (("train", 200), ("valid", 20), ("test", 20)):
+        (folder / f"{split}.txt").write_text(LINE * lines)
+    return folder
+
+
+def test_text_is_copied_with_single_spaces(text, tmp_path):
+    (text / "test.txt").unlink()
+    (text / "test.txt.gz").write_bytes(gzip.compress(("a\u3000b \t c\n\n" * 100).encode()))
+    texts.write_lines(text, tmp_path)
+    assert (tmp_path / "test.txt").read_text() == "a b c\n\n" * 100
+    assert (tmp_path / "train.txt").read_text() == LINE * 200
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"\xff\xfe" * 500, "UTF-8"), (b"", "has 0 words, but at least 100"), (None, r"valid\.txt is missing")],
+)
+def test_bad_text_is_refused_before_anything_is_written(text, tmp_path, content, said):
+    path = text / "valid.txt"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(RecipeError, match=said):
+        texts.write_lines(text, tmp_path)
+    assert not (tmp_path / "train.txt").exists()
+
+
+def test_a_text_is_known_by_what_it_holds(text, tmp_path):
+    before = texts.checksum(text)
+    (text / "notes").write_text("x")
+    assert texts.checksum(text) == before
+    (text / "test.txt").write_text(LINE)
+    assert texts.checksum(text) != before and texts.checksum(tmp_path / "none") == ""
+
+
+def test_wikitext_is_read_by_either_of_its_names(text, tmp_path):
+    (text / "wiki.valid.tokens").write_text("other\n")
+    expected = texts.write_wikitext(text, tmp_path, False)
+    assert expected["vocabulary"] == 267735 and texts.write_wikitext(text, tmp_path, True) == {}
+    assert (tmp_path / "valid.txt").read_text() == "other\n" and (tmp_path / "test.txt").read_text() == LINE * 20
+    (text / "test.txt").unlink()
+    with pytest.raises(RecipeError, match=r"neither wiki.test.tokens nor test.txt"):
+        texts.write_wikitext(text, tmp_path, False)
+
+
+def test_enwik8_is_split_by_bytes_and_loses_none(tmp_path):
+    data = (bytes(range(256)) + b"\n") * 40
+    (tmp_path / "enwik8").write_bytes(data)
+    counts = texts.write_bytes(tmp_path, tmp_path, True)
+    back = {word: bytes([byte]) for byte, word in enumerate(enwik8.WORDS)}
+    for split, part in enwik8.split(data).items():
+        lines = (tmp_path / f"{split}.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        found = b"\n".join(b"".join(back[word] for word in line.split(" ") if word) for line in lines)
+        assert found == part.removesuffix(b"\n") and counts[split] == len(part) + (not part.endswith(b"\n"))
+    with pytest.raises(RecipeError, match="is not enwik8: its checksum differs. If it is meant, add --any-text"):
+        texts.write_bytes(tmp_path, tmp_path, False)
+    (tmp_path / "enwik8").write_bytes(b"few")
+    with pytest.raises(RecipeError, match="has 3 bytes, but at least 1,000"):
+        texts.write_bytes(tmp_path, tmp_path, True)
+
+
+def test_archives_are_unpacked(tmp_path):
+    with zipfile.ZipFile(tmp_path / "source.zip", "w") as archive:
+        archive.writestr("wiki/a.txt", "zipped")
+    with tarfile.open(tmp_path / "source.tgz", "w:gz") as archive:
+        for name in ("x/keep.de", "x/leave.fr"):
+            member = tarfile.TarInfo(name)
+            member.size = 6
+            archive.addfile(member, io.BytesIO(b"packed"))
+    out = tmp_path / "out"
+    for name, members in (("source.zip", ()), ("source.tgz", ("*.de",))):
+        source = tmp_path / name
+        checksum = hashlib.sha256(source.read_bytes()).hexdigest()
+        Archive(f"got.{source.suffix[1:]}", checksum, (source.as_uri(),), members).fetch(out)
+    assert (out / "wiki" / "a.txt").read_text() == "zipped"
+    assert (out / "x" / "keep.de").read_text() == "packed" and not (out / "x" / "leave.fr").exists()
+
+
+def test_a_member_of_an_archive_stays_in_the_folder(tmp_path):
+    with zipfile.ZipFile(tmp_path / "source.zip", "w") as archive:
+        archive.writestr("../outside.txt", "x")
+    checksum = hashlib.sha256((tmp_path / "source.zip").read_bytes()).hexdigest()
+    Archive("a.zip", checksum, ((tmp_path / "source.zip").as_uri(),)).fetch(tmp_path / "out")
+    assert not (tmp_path / "outside.txt").exists()
+
+
+# GPT-2's tokens.
+
+LETTERS = {letter: number for number, letter in enumerate("abcdeĠ\u010a<|>")}
+VOCABULARY = LETTERS | {"ab": len(LETTERS), "Ġab": len(LETTERS) + 1}
+MERGES = "#version: 0.2\na b\nĠ ab\n"
+
+
+def write_vocabulary(folder, names=("vocab.json", "merges.txt"), vocabulary=VOCABULARY, words=None):
+    import json
+
+    folder.mkdir(exist_ok=True)
+    (folder / names[0]).write_text(json.dumps(vocabulary))
+    (folder / names[1]).write_text(MERGES)
+    if words:
+        (folder / "config.json").write_text(json.dumps({"vocab_size": words}))
+    return folder
+
+
+@pytest.mark.parametrize("names", gpt2_bpe.NAMES)
+def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
+    folder = write_vocabulary(tmp_path / "model", names)
+    (tmp_path / "raw.txt").write_text("ab ab\nc\n<|endoftext|>\nab\n")
+    assert gpt2_bpe.encode(folder, tmp_path / "raw.txt", tmp_path / "out") == 5
+    numbers = VOCABULARY
+    first = [numbers["ab"], numbers["Ġab"], numbers["\u010a"], numbers["c"]]
+    assert (tmp_path / "out").read_text() == f"{' '.join(map(str, first))}\n{numbers['ab']}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "said"),
+    [
+        ({"words": 3}, "ab\n", "has tokens up to number 11, and the model of .* 3 words"),
+        ({}, "", "holds no text"),
+        ({"vocabulary": LETTERS}, "ab\n", "the merges in .* make 'ab', which its vocabulary lacks"),
+    ],
+)
+def test_a_vocabulary_of_another_model_is_refused(tmp_path, more, text, said):
+    folder = write_vocabulary(tmp_path / "model", **more)
+    (tmp_path / "raw.txt").write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        gpt2_bpe.encode(folder, tmp_path / "raw.txt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(RecipeError, match="has neither vocab.json with merges.txt nor encoder.json with vocab.bpe"):
+        gpt2_bpe.encode(tmp_path, tmp_path / "raw.txt", tmp_path / "out")
+
+
+def test_texts_that_are_fetched_have_checksums_and_sources():
+    for name, text in texts.TEXTS.items():
+        assert text.archives or text.make, name
+        for archive in text.archives:
+            assert len(archive.urls) >= 2 and (archive.checksum is None) == (name == "peps")
+    assert made_up.RECIPES.is_dir()

@@ -1,0 +1,270 @@
+"""The parts of the translation recipes: parallel text, scores, means of checkpoints."""
+
+import gzip
+import random
+from argparse import Namespace
+from pathlib import Path
+
+import average
+import bleu
+import made_up
+import pairs
+import parallel
+import pytest
+import torch
+import translation
+from commands import RecipeError
+from models import Model
+from sacrebleu.metrics import BLEU
+
+BOTH = ("en", "de")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
+    made_up.write_pairs(tmp_path / "a", 5, packed)
+    ending = ".gz" if packed else ""
+    write = gzip.compress if packed else bytes
+    # What Python takes for ends of lines besides \n; an empty side; a long one.
+    (tmp_path / f"b.en{ending}").write_bytes(write(("It's\u2028one \x0b line.\n\n" + "many " * 50 + "\n").encode()))
+    (tmp_path / f"b.de{ending}").write_bytes(write("Eine Zeile\x85.\nleer\nzu lang\n".encode()))
+    out = tmp_path / "new" / "both"
+    parallel.copy(out, BOTH, [tmp_path / "a", tmp_path / "b"], tokenized=True, max_words=40)
+    assert capsys.readouterr().out == "both: 6 pairs, 2 left out\n"
+    english, german = (Path(f"{out}.{language}").read_text().split("\n") for language in ("en", "de"))
+    assert len(english) == len(german) == 7 and "It &apos;s one line ." in english
+    with pytest.raises(RecipeError, match="both has no pairs: all 3 were left out"):
+        parallel.copy(out, BOTH, [tmp_path / "b"], tokenized=True, max_words=3)
+    parallel.copy(out, BOTH, [tmp_path / "a"], pairs=5)
+    assert Path(f"{out}.de").read_text().count("\n") == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "there is neither"),
+        ("longer", "have different numbers of lines"),
+        ("empty", "pair 2 of out has an empty side"),
+        ("nothing", "out has no pairs"),
+        ("fine", "out has 3 pairs in place of 4"),
+        ("binary", "cannot be read as UTF-8 text"),
+        ("cut", "cut.en.gz cannot be read as UTF-8 text"),
+        ("damaged", "damaged.en.gz cannot be read as UTF-8 text"),
+    ],
+)
+def test_text_that_does_not_belong_together_is_refused(tmp_path, name, message):
+    texts = {
+        "nothing": ("", ""),
+        "longer": ("a\n", "b\nc\n"),
+        "empty": ("a\n\nc\n", "a\nb\nc\n"),
+        "fine": ("a\nb\nc\n",) * 2,
+    }
+    for prefix, sides in texts.items():
+        for language, text in zip(BOTH, sides, strict=True):
+            (tmp_path / f"{prefix}.{language}").write_text(text)
+    (tmp_path / "binary.en").write_bytes(b"\xff\xfe\n")
+    (tmp_path / "binary.de").write_bytes(b"a\n")
+    packed = gzip.compress(random.Random(0).randbytes(500).hex().encode() + b"\n")
+    for prefix, text in (("cut", packed[:-30]), ("damaged", packed[:99] + bytes(99) + packed[198:])):
+        (tmp_path / f"{prefix}.en.gz").write_bytes(text)
+        (tmp_path / f"{prefix}.de").write_text("a\n")
+    with pytest.raises(RecipeError, match=message):
+        parallel.copy(tmp_path / "out", BOTH, [tmp_path / name], pairs=4 if name == "fine" else None)
+
+
+HYPOTHESES = ["ein well-known Haus steht dort .", "die Erinnerung liest einmal &amp; mehr ."]
+REFERENCES = ["ein well-known Haus steht hier .", "die Erinnerung liest einmal &amp; mehr ."]
+
+
+def generated(tmp_path, lines, sentences=2):
+    log = tmp_path / "generate.log"
+    summary = f"INFO:fairseq_cli.generate:Translated {sentences:,} sentences (1,234 tokens) in 2.5s (...)\n"
+    log.write_text(
+        "S-0\tsource\n"
+        + "".join(f"H-{number}\t-0.5\t{text}\nD-{number}\t-0.5\tx\n" for number, text in lines)
+        + summary
+    )
+    return log
+
+
+def test_scores(tmp_path):
+    """Three kinds of BLEU of the same sentences, which fairseq prints in any order."""
+    log = generated(tmp_path, [(1, HYPOTHESES[1]), (0, HYPOTHESES[0])])
+    (tmp_path / "tok.de").write_text("\n".join(REFERENCES) + "\n")
+    raw = ["Ein well-known Haus steht hier.", "die Erinnerung liest einmal & mehr."]
+    (tmp_path / "raw.de").write_text("\n".join(raw) + "\n")
+    result = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
+    assert (result["sentences"], result["tokens"], result["seconds"]) == (2, 1234, 2.5)
+    detokenized = ["ein well-known Haus steht dort.", "die Erinnerung liest einmal & mehr."]
+    assert result["sacrebleu"] == BLEU().corpus_score(detokenized, [raw]).score
+    # One word of the first sentence is wrong: n-grams of 6 and 7 tokens.
+    precisions = [(5 + 7) / (6 + 7), (3 + 6) / (5 + 6), (2 + 5) / (4 + 5), (1 + 4) / (3 + 4)]
+    assert result["tokenised"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
+    # The hyphen makes two more of them.
+    precisions = [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)]
+    assert result["compound_split"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
+    assert "sacrebleu" not in bleu.score(log, tmp_path / "tok.de", None, "de")
+    # Standard output alone: fairseq-generate logs its last line to standard error.
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if "Translated" not in line))
+    alone = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
+    assert alone == {name: value for name, value in result.items() if name not in ("tokens", "seconds")}
+
+
+def test_the_table_has_mean_and_deviation_of_the_seeds(tmp_path):
+    models = [Model(name, tmp_path, tmp_path / name / str(seed), seed) for name in ("sum", "no_raw") for seed in (1, 2)]
+    for model in models:
+        made_up.trained(model.folder, (2600, 8.0), seconds=36 * 60)
+        scores = {"sacrebleu": 31.0 + model.seed / 4, "signature": "nrefs:1"} if model.name == "sum" else {}
+        for split in ("valid", "test"):
+            made_up.result(model.folder, split, 1, tokenised=30.5, compound_split=30.125, **scores)
+    rows = [translation.read_row(model) for model in [*models, Model("none", tmp_path, tmp_path / "none")] if model]
+    assert rows.pop() == {} and rows[0]["test_sacrebleu"] == 31.25 and rows[0]["hours"] == 0.6
+    lines = translation.table(rows)
+    assert made_up.cells(lines)[1:] == [
+        ["sum, 2 seeds", "1,234", "31.38 ± 0.18", "31.38 ± 0.18", "30.50 ± 0.00", "30.12 ± 0.00", "2,600", "1.20"],
+        ["no_raw, 2 seeds", "1,234", "no raw text", "no raw text", "30.50 ± 0.00", "30.12 ± 0.00", "2,600", "1.20"],
+    ]
+    assert lines[-1] == "sacreBLEU: nrefs:1"
+
+
+def test_words_are_split_at_hyphens_as_the_literature_does():
+    """Matches do not overlap: hyphens with a single letter or nothing in between are not both split."""
+    split = bleu.split_compounds
+    assert split("state-of-the-art") == " ##AT##-##AT## ".join(["state", "of", "the", "art"])
+    assert split("a-b-c x--y - -d e-") == "a ##AT##-##AT## b-c x ##AT##-##AT## -y - -d e-"
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentences", "message"),
+    [
+        ([(0, "a")], 1, "1 sentences were translated, but .* has 2"),
+        ([(0, "a"), (2, "b")], 2, "sentence 1 was not translated"),
+        ([(0, "a"), (0, "b")], 2, "several hypotheses of sentence 0"),
+        ([(0, "a"), (1, "b")], 3, "2 hypotheses of 3 sentences"),
+    ],
+)
+def test_scores_of_other_sentences_are_refused(tmp_path, lines, sentences, message):
+    (tmp_path / "tok.de").write_text("\n".join(REFERENCES) + "\n")
+    with pytest.raises(RecipeError, match=message):
+        bleu.score(generated(tmp_path, lines, sentences), tmp_path / "tok.de", None, "de")
+
+
+def test_the_mean_of_the_last_checkpoints(tmp_path):
+    for epoch, update in ((1, 5), (1, 90), (2, 100)):
+        model = {"weight": torch.full((2,), float(update)), "half": torch.ones(1).half(), "draws": torch.tensor(update)}
+        torch.save({"model": model, "args": Namespace(lr=1), "cfg": {}}, tmp_path / f"checkpoint_{epoch}_{update}.pt")
+    torch.save({}, tmp_path / "checkpoint_best.pt")
+    paths = average.last_checkpoints(tmp_path, 2)
+    assert [path.name for path in paths] == ["checkpoint_1_90.pt", "checkpoint_2_100.pt"]
+    average.write(tmp_path, 2, tmp_path / "mean.pt")
+    model = torch.load(tmp_path / "mean.pt", weights_only=False)["model"]
+    assert model["weight"].tolist() == [95.0, 95.0] and model["half"].dtype == torch.float16 and model["draws"] == 100
+    with pytest.raises(RecipeError, match="has 3 checkpoints of an update"):
+        average.last_checkpoints(tmp_path, 4)
+
+
+# The texts.
+
+
+@pytest.fixture
+def wmt14(tmp_path):
+    """A folder like that of the unpacked archives: corpora a folder deeper, and a test set in SGML."""
+    folder = tmp_path / "wmt14"
+    (folder / "training").mkdir(parents=True)
+    for name, count in (("europarl-v7", 12), ("commoncrawl", 9), ("news-commentary-v9", 3)):
+        made_up.write_pairs(folder / "training" / f"{name}.de-en", count)
+    made_up.write_pairs(folder / "newstest2013", 21)
+    made_up.write_pairs(tmp_path / "test", 23)
+    for language, side in (("en", "src"), ("de", "ref")):
+        lines = (tmp_path / f"test.{language}").read_text().splitlines()
+        segments = "".join(f'<seg id="{number}"> {line} </seg>\n' for number, line in enumerate(lines))
+        sgm = f'<doc docid="a">\n<p>\n{segments}</p>\n</doc>\n'
+        (folder / f"newstest2014-deen-{side}.{language}.sgm").write_text(sgm)
+    return folder
+
+
+def test_wmt14_from_raw_text(wmt14, tmp_path):
+    with pytest.raises(RecipeError, match=r"train has 24 pairs in place of 4,520,620: .* add --any-text"):
+        pairs.write_wmt14(wmt14, tmp_path / "out", False)
+    pairs.write_wmt14(wmt14, tmp_path / "out", True)
+    assert (tmp_path / "out" / "text" / "test.de").read_text() == (tmp_path / "test.de").read_text()
+    assert (tmp_path / "out" / "tok" / "train.en").read_text().count("\n") == 24
+    (wmt14 / "newstest2013.en").unlink()
+    with pytest.raises(RecipeError, match=r"there is no newstest2013.en below .*, or leave out --data to download it"):
+        pairs.write_wmt14(wmt14, tmp_path / "out", True)
+
+
+def test_wmt14_from_the_public_tokenised_set(tmp_path):
+    folder, out = tmp_path / "public", tmp_path / "out"
+    folder.mkdir()
+    for name, count in (("train.tok.clean", 60), ("newstest2013.tok", 9), ("newstest2014.tok", 8)):
+        made_up.write_pairs(folder / f"{name}.bpe.32000", count)
+    made_up.write_pairs(folder / "newstest2014", 8)
+    with pytest.raises(RecipeError, match="valid has 9 pairs in place of 3,000"):
+        pairs.write_wmt14(folder, out, False)
+    pairs.write_wmt14(folder, out, True)
+    assert (out / "bpe" / "train.en").exists() and not (out / "tok").exists()
+    assert (out / "text" / "test.de").read_text().count("\n") == 8 and not (out / "text" / "valid.de").exists()
+
+
+def prepared(tmp_path, *words):
+    arguments = ["--recipe", str(made_up.RECIPES / "multi30k"), "--pairs", "multi30k", "--merges", "30"]
+    arguments += ["--models", "sum", "--search", "--beam 2", "--", *map(str, words), "--out", str(tmp_path / "out")]
+    return translation.Translation(arguments)
+
+
+@pytest.fixture
+def multi30k(tmp_path):
+    folder = tmp_path / "multi30k"
+    folder.mkdir()
+    for name, count in (("train", 60), ("val", 9), ("test_2016_flickr", 8)):
+        made_up.write_pairs(folder / name, count, packed=True)
+    return folder
+
+
+def test_multi30k_is_prepared_once_and_for_one_source(multi30k, tmp_path):
+    made = prepared(tmp_path, "prepare", "--data", multi30k)
+    made.main()
+    assert (made.data / "tok" / "test.de").exists() and not (made.data / "tok" / "train.de").exists()
+    assert "@@" not in (made.data / "tok" / "test.de").read_text()
+    assert (made.data / "text" / "test.de").read_text().count("\n") == 8
+    prepared(tmp_path, "prepare").main()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RecipeError, match="was made with other settings"):
+        prepared(tmp_path, "prepare", "--data", tmp_path / "other").main()
+
+
+def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, monkeypatch):
+    prepared(tmp_path, "prepare", "--data", multi30k).main()
+    made_up.write_pairs(tmp_path / "mine", 5)
+    made = prepared(tmp_path, "evaluate", "--test", tmp_path / "mine", "--lenpen", "2", "--cpu")
+    made_up.trained(made.models[0].folder)
+    ran, run = [], translation.run
+
+    def generate(*words, log=None):
+        if words[0] != "fairseq-generate":
+            return run(*words, log=log)
+        ran.append(words)
+        translated = (tmp_path / "out" / "tests" / "own_mine" / "tok" / "test.de").read_text().splitlines()
+        log.write_text("".join(f"H-{i}\t-1\t{line}\n" for i, line in enumerate(translated)))
+
+    monkeypatch.setattr(translation, "run", generate)
+    for _ in range(2):  # the second finds it there
+        made.main()
+    assert len(ran) == 1 and ran[0][-5:] == ("--beam", "2", "--lenpen", "2", "--cpu")
+    found = tmp_path / "out" / "sum" / "own_mine lenpen 2.json"
+    assert '"tokenised": 100' in found.read_text() and '"sacrebleu": 100' in found.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["all", "--test", "x"], "--test PREFIX goes with the stage evaluate"),
+        (["evaluate", "--test", "/x/none"], "--test: there is neither /x/none.en nor none.en.gz"),
+        (["train", "--any-text"], "--any-text says what --data FOLDER holds"),
+        (["train", "--data", "/nonexistent"], "there is no folder /nonexistent"),
+    ],
+)
+def test_wrong_arguments(tmp_path, words, said):
+    with pytest.raises(RecipeError, match=said):
+        prepared(tmp_path, *words)
