@@ -6,6 +6,7 @@ import threading
 
 import fetch
 import pytest
+from commands import RecipeError
 
 CONTENT = bytes(range(256)) * 40
 CHECKSUM = hashlib.sha256(CONTENT).hexdigest()
@@ -61,7 +62,7 @@ def test_sources_are_tried_in_order(out, source, server):
 
 
 def test_another_file_is_refused_and_leaves_nothing(out, source, server):
-    with pytest.raises(ValueError, match=r"has another file .*; http.*Connection refused.* Give a folder") as error:
+    with pytest.raises(RecipeError, match=r"has another file .*; http.*Connection refused.* Give a folder") as error:
         fetch.fetch(out, "0" * 64, [source, "http://127.0.0.1:1/file"])
     assert CHECKSUM in str(error.value) and not list(out.parent.iterdir())
 
@@ -75,7 +76,7 @@ def test_a_file_of_that_name_with_other_content_is_replaced(out, source):
 
 def test_what_broke_off_is_gone_on_with(out, server):
     part = out.with_name("file.part")
-    with pytest.raises(ValueError, match=r"ended after 5,120 of 10,240 bytes"):
+    with pytest.raises(RecipeError, match=r"ended after 5,120 of 10,240 bytes"):
         fetch.fetch(out, CHECKSUM, [f"{server.url}/breaks"])
     assert part.read_bytes() == CONTENT[:5120] and not out.exists()
     fetch.fetch(out, CHECKSUM, [f"{server.url}/whole"])

@@ -112,7 +112,7 @@ def test_models_are_names_folders_or_files(start, recipe, tmp_path):
         with pytest.raises(RecipeError, match=r"there is no .*delta, grid/a, grid/b, small/x, sum"):
             start(*words)
     assert not start("prepare", settings=()).models
-    with pytest.raises(RecipeError, match="give --conf conf/NAME.yaml or --models NAME"):
+    with pytest.raises(RecipeError, match=r"give --conf conf/NAME.yaml or --models NAME"):
         start("train", settings=())
 
 

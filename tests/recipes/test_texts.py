@@ -87,7 +87,7 @@ def test_peps_are_split_by_document_and_known_by_their_checksum(tmp_path, monkey
     folder.mkdir(parents=True)
     for number in range(60):
         (folder / f"pep-{number:04}.rst").write_text(PEP)
-    with pytest.raises(RecipeError, match="other PEPs than the recipe's: the text's SHA-256 is ([0-9a-f]+)") as error:
+    with pytest.raises(RecipeError, match=r"other PEPs than the recipe's: the text's SHA-256 is ([0-9a-f]+)") as error:
         peps.write(tmp_path, tmp_path)
     monkeypatch.setattr(peps, "CHECKSUM", str(error.value).split()[-1].rstrip("."))
     peps.write(tmp_path, tmp_path)
@@ -154,7 +154,7 @@ def test_enwik8_is_split_by_bytes_and_loses_none(tmp_path):
         lines = (tmp_path / f"{split}.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
         found = b"\n".join(b"".join(back[word] for word in line.split(" ") if word) for line in lines)
         assert found == part.removesuffix(b"\n") and counts[split] == len(part) + (not part.endswith(b"\n"))
-    with pytest.raises(RecipeError, match="is not enwik8: its checksum differs. If it is meant, add --any-text"):
+    with pytest.raises(RecipeError, match=r"is not enwik8: its checksum differs. If it is meant, add --any-text"):
         texts.write_bytes(tmp_path, tmp_path, False)
     (tmp_path / "enwik8").write_bytes(b"few")
     with pytest.raises(RecipeError, match="has 3 bytes, but at least 1,000"):
@@ -228,7 +228,7 @@ def test_a_vocabulary_of_another_model_is_refused(tmp_path, more, text, said):
     with pytest.raises(RecipeError, match=said):
         gpt2_bpe.encode(folder, tmp_path / "raw.txt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(RecipeError, match="has neither vocab.json with merges.txt nor encoder.json with vocab.bpe"):
+    with pytest.raises(RecipeError, match=r"has neither vocab.json with merges.txt nor encoder.json with vocab.bpe"):
         gpt2_bpe.encode(tmp_path, tmp_path / "raw.txt", tmp_path / "out")
 
 

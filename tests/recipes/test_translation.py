@@ -246,7 +246,7 @@ def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, mo
             return run(*words, log=log)
         ran.append(words)
         translated = (tmp_path / "out" / "tests" / "own_mine" / "tok" / "test.de").read_text().splitlines()
-        log.write_text("".join(f"H-{i}\t-1\t{line}\n" for i, line in enumerate(translated)))
+        return log.write_text("".join(f"H-{i}\t-1\t{line}\n" for i, line in enumerate(translated)))
 
     monkeypatch.setattr(translation, "run", generate)
     for _ in range(2):  # the second finds it there

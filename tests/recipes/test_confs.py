@@ -1,0 +1,262 @@
+"""Every YAML of every recipe: what fairseq's and this package's own parsers accept, and what papers say."""
+
+import re
+from dataclasses import fields
+from itertools import pairwise
+
+import evaluation
+import made_up
+import problems
+import pytest
+import retrieval
+import torch
+import yaml
+from fairseq import options
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
+from flags import read_flags, read_yaml, value_of
+from models import runs
+
+from fairseq_fwp.cli import convert, eval_lm
+from fairseq_fwp.convert.swap import INITIALISATIONS
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+RECIPES = made_up.RECIPES
+GRIDS = ("associative_retrieval", "sequence_problems")
+CONFS = sorted(
+    path
+    for path in RECIPES.glob("*/conf/**/*.yaml")
+    if path.name != "common.yaml" and path.relative_to(RECIPES).parts[0] not in GRIDS
+)
+PRESETS = [path for path in CONFS if path.parent.name in ("grid", "carried") or "wikitext103" in str(path.parents[1])]
+HEADERS = [path for path in CONFS if path.relative_to(RECIPES).parts[0] in ("wikitext103", "enwik8", "wmt14_en_de")]
+
+
+def parse(flags):
+    parser = options.get_training_parser()
+    task = [] if "--task" in flags else ["--task", "language_modeling"]  # what conversion says of its target
+    plugin = ["--user-dir", str(made_up.ROOT / "fairseq_fwp")]
+    return options.parse_args_and_arch(parser, input_args=["DATA", *plugin, *task, *flags])
+
+
+def recipe_of(conf):
+    return RECIPES / conf.relative_to(RECIPES).parts[0]
+
+
+def name_of(conf):
+    return str(conf.relative_to(recipe_of(conf) / "conf").with_suffix(""))
+
+
+def test_confs_are_what_fairseq_accepts_and_say_their_task():
+    assert len(CONFS) > 80
+    for conf in CONFS:
+        flags = read_flags(conf)
+        assert parse(flags).arch == value_of(flags, "--arch"), conf
+        assert "--task" in flags or conf.stem == "finetune", conf
+
+
+def test_rows_add_to_their_preset_what_neither_that_nor_the_included_file_says():
+    for conf in PRESETS:
+        row = yaml.load(conf.read_text(), Loader=yaml.BaseLoader)
+        arch, include = row.pop("arch"), row.pop("include")
+        common = ["--arch", arch, *read_flags(conf.parent / include)]
+        config = FwpXlLanguageModelConfig if ARCH_MODEL_NAME_REGISTRY[arch] == "fwp_xl_lm" else FwpLanguageModelConfig
+        defaults = {field.name: field.default for field in fields(config)}  # of an architecture without a preset
+        settings, preset = (defaults | vars(parse(flags)) for flags in (read_flags(conf), common))
+        changed = {name for name in settings if settings[name] != preset[name]}
+        assert {name.replace("-", "_") for name in row} == changed - {"batch_size_valid"}, conf  # that is --batch-size
+
+
+def test_headers_name_the_paper_and_the_status():
+    for conf in HEADERS:
+        header = conf.read_text().partition("\narch:")[0]
+        assert all(line.startswith("# ") for line in header.splitlines()), conf
+        assert re.search(r"(Schlag|Dai) et\s+al\. 2021|Dai et al\. 2019|Schlag et al\. 2021", header), conf
+        assert "Status: " in header, conf
+
+
+@pytest.mark.parametrize("group", ["grid", "carried"])
+def test_rows_of_the_papers_tables_are_those_of_confs_and_all_different(group):
+    rows = runs(read_yaml(RECIPES / "peps" / f"{group}.yaml"))
+    confs = sorted((RECIPES / "peps" / "conf" / group).glob("*.yaml"))
+    assert sorted(rows) == [conf.stem for conf in confs if conf.stem != "common"]
+    flags = [tuple(read_flags(conf)) for conf in confs]
+    assert len(set(flags)) == len(flags)
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "peps"])
+def test_models_of_a_comparison_differ_in_their_architecture_only(recipe):
+    rest = {}
+    for name in ("delta", "sum", "softmax"):
+        flags = read_flags(RECIPES / recipe / "conf" / f"{name}.yaml")
+        at = flags.index("--arch")
+        assert flags[at + 1] == f"{name}_lm_wt103"
+        rest[name] = flags[:at] + flags[at + 2 :]
+    assert rest["delta"] == rest["sum"] == rest["softmax"]
+
+
+def test_models_of_multi30k_differ_in_their_attentions_only():
+    folder = RECIPES / "multi30k/conf"
+    shared, own = read_flags(folder / "common.yaml"), set()
+    for conf in set(folder.glob("*.yaml")) - {folder / "common.yaml"}:
+        flags = read_flags(conf)
+        assert flags[-len(shared) :] == shared
+        own |= {flag for flag in flags[: -len(shared)] if flag.startswith("--")}
+    assert own == {"--arch", "--attention-bias", "--cross-feature-map", "--favor-features", "--favor-softmax-scale"}
+
+
+def test_rows_of_wmt14_have_as_many_features_as_their_headers_say():
+    for conf in (RECIPES / "wmt14_en_de" / "conf").glob("[!c]*.yaml"):
+        header, row = conf.read_text().partition("\narch:")[0], yaml.load(conf.read_text(), Loader=yaml.BaseLoader)
+        favor = "favor" in row["arch"]
+        features = 2 * int(row.get("favor-features", 256)) if favor else 128 * int(row.get("dpfp-nu", 4))
+        if favor or ("dpfp" in row["arch"] and "delta" not in row["arch"]):
+            assert f"{features} features" in header, conf
+        assert row["arch"].endswith("_big") and "--max-tokens" in read_flags(conf)
+
+
+# How they are evaluated.
+
+EVALUATED = [conf for conf in CONFS if (recipe_of(conf) / "evaluation.yaml").exists() and "wt103" not in conf.parts]
+
+
+def asked(conf, value="1"):
+    """What fwp-eval-lm is asked to do, way by way."""
+    ways = evaluation.read_ways(recipe_of(conf) / "evaluation.yaml", name_of(conf))
+    words = [way.flags.replace("@", given).split() for way in ways for given in way.values or (value,)]
+    return [eval_lm.parser().parse_args(["DATA", "--path", "x.pt", *flags]) for flags in words]
+
+
+def test_ways_of_evaluation_are_flags_and_settings_that_exist():
+    for conf in EVALUATED:
+        settings = vars(parse(read_flags(conf)))
+        known = settings.keys() | FWL | {field.name for field in fields(FwpXlLanguageModelConfig)}
+        for args in asked(conf):
+            if recipe_of(conf).name in ("wikitext103", "enwik8"):
+                assert args.carry_state == bool(settings.get("carry_state")), conf
+            assert (args.model_overrides or {}).keys() <= known, conf
+
+
+FWL = {f"fwl_{name}" for name in ("fast_weights", "divide_gradients_by", "decay", "step_size", "gradients_at")}
+
+
+def test_state_sizes_of_table_4_are_the_papers():
+    conf = RECIPES / "wikitext103" / "conf" / "carried" / "xl.yaml"
+    sizes = []
+    for args in asked(conf):
+        segment = args.tokens_per_sample or 384
+        sizes.append(round(2 * (args.model_overrides["mem_len"] + segment) * 256 * 16 / 1e6, 2))
+    assert sizes == [0.13, 1.05, 2.10, 6.29]
+    assert all(f"({size:.2f} M" in conf.read_text() for size in sizes)
+
+
+def test_attention_lengths_of_table_6():
+    """A row is read as it was trained, then at lengths that include the paper's, and at none without a position."""
+    for name, carried, paper in (
+        ("recurrent_shaw", True, {256, 460, 500, 640}),
+        ("relative", False, {120, 260}),
+        ("layerwise_half", False, {120}),
+    ):
+        first, *swept = asked(RECIPES / "wikitext103" / "conf" / "ablation" / f"{name}.yaml")
+        assert first.carry_state == carried and not first.model_overrides
+        lengths = [args.model_overrides["mem_len"] if carried else args.tokens_per_sample for args in swept]
+        assert paper <= set(lengths) and lengths == sorted(lengths)
+        assert all(args.model_overrides.get("same_length", False) == carried for args in swept)
+        assert name != "layerwise_half" or max(lengths) <= 128
+
+
+# Conversion.
+
+
+@pytest.fixture
+def ablations():
+    """The rules of the plug-in in the tables, for as long as a test runs."""
+    import runpy
+
+    saved = [(table, dict(table)) for table in (UPDATE_RULES, INITIALISATIONS)]
+    yield runpy.run_path(str(RECIPES / "decay_finetune" / "mao_ablations" / "__init__.py"))
+    for table, before in saved:
+        table.clear()
+        table.update(before)
+
+
+@pytest.mark.parametrize("corpus", ["peps", "wikitext103", "gpt2"])
+def test_rows_of_a_conversion_are_what_the_commands_take(corpus, ablations):
+    """Each has a target of its own; samples are as long in evaluation as in fine-tuning, batches as large as said."""
+    folder = RECIPES / "decay_finetune"
+    found = read_yaml(folder / "rows.yaml", plain=False)[corpus]
+    targets = {}
+    for row in found["rows"]:
+        parser = convert.parser()
+        args = parser.parse_args(["x.pt", "--source", "fwp-lm", "--out", "y", *row.get("target", "").split()])
+        targets[row["run"]] = convert.read_target(parser, args)
+        assert row["paper"].keys() <= set(found["measures"])
+    assert len(set(targets.values())) == len(targets)
+    assert {name for name, target in targets.items() if target is None} <= {"softmax"}
+    for measure in found["measures"]:
+        split, context = measure.split()
+        assert split in ("valid", "test") and 0 <= int(context) < found.get("tokens", 1024)
+    flags = read_flags(folder / "conf" / corpus / "finetune.yaml")
+    assert value_of(flags, "--tokens-per-sample", str(found.get("tokens"))) == str(found.get("tokens"))
+    given = dict(pairwise(flags))  # fairseq makes batches multiples of 8, unless it is told otherwise: 24 of 26
+    assert int(given["--batch-size"]) % int(given.get("--required-batch-size-multiple", 8)) == 0
+
+
+def test_ablations_are_the_equations(ablations):
+    """Each against the loop over its equation, from a state on; gates beyond (0, 1) where there is no sigmoid."""
+    q, k = torch.randn(2, 1, 2, 7, 3, dtype=torch.float64).unbind()
+    v = torch.randn(1, 2, 7, 5, dtype=torch.float64)
+    f, z = 2 * torch.randn_like(k), 2 * torch.randn_like(v)
+    memory = total = torch.zeros(1, 2, 3, 5, dtype=torch.float64)
+    divided, gated, plain = [], [], []
+    keys = torch.zeros(1, 2, 3, dtype=torch.float64)
+    grown = torch.zeros_like(memory)
+    for q_t, k_t, v_t, f_t, z_t in zip(*(x.unbind(2) for x in (q, k, v, f, z)), strict=True):
+        write, kept = k_t.unsqueeze(-1) * v_t.unsqueeze(-2), f_t.unsqueeze(-1) * z_t.unsqueeze(-2)
+        total, keys = total + write, keys + k_t
+        memory, grown = kept * memory + (1 - kept) * write, kept * grown + write
+        read = [(q_t.unsqueeze(-2) @ weights).squeeze(-2) for weights in (total, memory, grown)]
+        divided.append(read[0] / (q_t * keys).sum(-1, keepdim=True))
+        gated.append(read[1])
+        plain.append(read[2])
+    for name, gates, expected in (
+        ("divided_sum", (), divided), ("decay_gated_write", (f, z), gated), ("decay_no_sigmoid", (f, z), plain)
+    ):  # fmt: skip
+        operator, state, found = UPDATE_RULES[name].operator, None, []
+        for part in (slice(0, 3), slice(3, 7)):
+            out, state = operator(*(x[:, :, part] for x in (q, k, v, *gates)), state)
+            found.append(out)
+        torch.testing.assert_close(torch.cat(found, 2), torch.stack(expected, 2))
+    gate = UPDATE_RULES["decay_no_sigmoid"].gates[0]
+    assert gate.activation(v).equal(v) and gate.bias(100).aminmax().max < 1
+
+
+def test_fine_tuning_takes_a_tenth_of_the_updates():
+    source, finetune = (
+        read_flags(RECIPES / f"decay_finetune/conf/peps/{name}.yaml") for name in ("source", "finetune")
+    )
+    assert int(value_of(source, "--max-update")) == 10 * int(value_of(finetune, "--max-update"))
+
+
+# Grids.
+
+
+def test_points_of_retrieval_are_valid_commands(tmp_path):
+    """By fairseq's own parser, one of those that only differ in seed and size; what all share is the paper's."""
+    folder = RECIPES / "associative_retrieval" / "conf"
+    common = read_yaml(folder / "common.yaml")
+    assert (common["optimizer"], common["lr"], common["batch-size"]) == ("adam", "1e-3", "32")
+    for conf in sorted(folder.glob("[!c]*.yaml")) + [folder / "capacity.yaml"]:
+        points = {re.sub(r",(seed|num-keys)=\d+", "", point.name): point for point in retrieval.read_points([conf])}
+        for point in points.values():
+            args = options.parse_args_and_arch(
+                options.get_training_parser(), point.training(common, tmp_path).command[1:]
+            )
+            assert args.arch == point.flags["arch"] and args.num_keys == point.size
+
+
+def test_runs_of_sequence_problems_are_valid_commands(tmp_path):
+    for run in problems.read_runs(RECIPES / "sequence_problems" / "conf" / "quick.yaml", tmp_path):
+        args = options.parse_args_and_arch(options.get_training_parser(), run.training.command[1:])
+        assert args.problem == run.problem

@@ -1,0 +1,213 @@
+"""Grids of small trainings: their points, what is finished, and retrieval and sequence problems in particular."""
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import grid
+import made_up
+import problems
+import pytest
+import retrieval
+import yaml
+from commands import RecipeError
+from flags import read_yaml
+
+FOLDER = made_up.RECIPES / "associative_retrieval"
+COMMON = read_yaml(FOLDER / "conf" / "common.yaml")
+ENTRY = "- {arch: sum_retrieval, num-keys: 3, seconds-per-key: 1"
+
+
+@pytest.fixture
+def conf(tmp_path):
+    path = tmp_path / "grid.yaml"
+    path.write_text(
+        "- {arch: [sum_retrieval, sum_dpfp1_retrieval], num-keys: [8, 20], seed: [1, 2], seconds-per-key: 3}\n"
+        "- {arch: delta_retrieval, num-keys: 20, with-replacement: true, seconds-per-key: 3}\n"
+    )
+    return path
+
+
+def test_lists_multiply(conf):
+    points = retrieval.read_points([conf])
+    names = [point.name for point in points]
+    assert len(set(names)) == len(names) == 9
+    assert names[:3] == [f"sum_retrieval,seed={seed},num-keys={size}" for seed, size in [(1, 8), (1, 20), (2, 8)]]
+    assert retrieval.read_points([conf, conf]) == points  # what two grids have is trained once
+
+
+def test_a_point_goes_before_what_all_share(tmp_path):
+    point = retrieval.Point(
+        {"arch": "a b/c", "lr": "1", "cpu": "false", "with-replacement": "true", "num-keys": "3"}, 2
+    )
+    training = point.training({"lr": "2", "cpu": "true", "batch-size": "32"}, tmp_path)
+    words = training.command
+    assert [words[words.index(flag) + 1] for flag in ("--lr", "--batch-size", "--num-keys")] == ["1", "32", "3"]
+    assert words.count("--lr") == 1 and "--cpu" not in words and "false" not in words
+    assert training.seconds == 6 and training.name == "a_b_c,lr=1,cpu=false,with-replacement=true,num-keys=3"
+    assert words[words.index("--save-dir") + 1] == str(tmp_path / training.name)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "must be a list of entries, as in conf/quick.yaml, got nothing"),
+        ("arch: sum_retrieval", "must be a list of entries, as in conf/quick.yaml, got a mapping"),
+        (ENTRY, "cannot be read as YAML: while parsing a flow mapping"),
+        (f"{ENTRY}}}\n- delta", "grid.yaml, entry 2: expected flags and their values, got 'delta'"),
+        ("- {arch: a, num-keys: 3}", "entry 1: expected seconds-per-key, got only arch, num-keys"),
+        ("- {arch: a, num-keys: [], seconds-per-key: 3}", "expected a value or a list of values of num-keys, got []"),
+        (f"{ENTRY}, lr: {{a: 1}}}}", "expected a value or a list of values of lr, got {'a': '1'}"),
+        ("- {arch: a, num-keys: [3, x], seconds-per-key: 3}", "expected a positive integer as num-keys, got 'x'"),
+        ("- {arch: a, num-keys: 3, seconds-per-key: inf}", "expected a positive number as seconds-per-key, got 'inf'"),
+        ("- {arch: a, num-keys: 3, seconds-per-key: [1, 2]}", "expected one value of seconds-per-key, got ['1', '2']"),
+    ],
+)
+def test_grids_without_a_meaning(tmp_path, text, said):
+    (tmp_path / "grid.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        retrieval.read_points([tmp_path / "grid.yaml"])
+
+
+def test_flags_that_fairseq_refuses_are_no_plan(tmp_path):
+    grid.import_fairseq()
+    (tmp_path / "grid.yaml").write_text(f"{ENTRY}, seed: [1, one]}}")
+    with pytest.raises(RecipeError, match="fairseq-train refuses its flags: argument --seed: invalid int value: 'one'"):
+        retrieval.check(retrieval.read_points([tmp_path / "grid.yaml"]), COMMON, tmp_path)
+
+
+@pytest.fixture
+def training(tmp_path):
+    return grid.Training("a", tmp_path / "a", ["--lr", "1"], 100)
+
+
+def finished(training, text):
+    training.folder.mkdir(exist_ok=True)
+    (training.folder / "train.log").write_text(text)
+    (training.folder / "settings.txt").write_text("--lr 1\n")
+    (training.folder / "checkpoint_last.pt").touch()
+    grid.finish(training.folder, grid.read_log(training.folder))
+
+
+def test_what_is_finished_keeps_its_log_alone(training):
+    assert not grid.is_finished(training)
+    finished(training, made_up.log((100, 0.4), (200, 0.1), (300, 0.25), name="loss"))
+    assert grid.is_finished(training) and not (training.folder / "checkpoint_last.pt").exists()
+    assert (training.folder / "finished").read_text() == "best loss 0.1, 300 updates\n"
+    with pytest.raises(RecipeError, match="was made with other settings"):
+        grid.is_finished(training._replace(flags=["--lr", "2"]))
+
+
+def test_damaged_trainings_are_named(training):
+    whole = made_up.log((100, 0.4), (200, 0.3), (300, 0.2), name="loss")
+    finished(training, whole)
+    path = training.folder / "train.log"
+    path.write_text(whole[: whole.index('"300"')])
+    with pytest.raises(RecipeError, match=r"finished with best loss 0.2, 300 updates, its train.log has best loss 0.3"):
+        grid.is_finished(training)
+    path.unlink()
+    with pytest.raises(RecipeError, match=r"is damaged: .* no result; remove the folder to train it again"):
+        grid.is_finished(training)
+    path.write_text(whole)
+    (training.folder / "finished").write_text("")  # as earlier versions left it
+    assert grid.is_finished(training)
+    (training.folder / "finished").write_text("fairseq-train --other")
+    assert not grid.is_finished(training)
+
+
+def test_a_plan_counts_what_is_left(training):
+    said = grid.plan([training] * 4, 1, workers=2)
+    assert said.startswith("4 to train (1 finished): at most about 7 minutes of a core, 3 minutes with 2 at once")
+    assert grid.plan([training._replace(seconds=None)], 0, 1) == "1 to train (0 finished)."
+
+
+def test_a_folder_has_one_grid(tmp_path):
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RecipeError, match=r"another grid runs in .*: wait for its end, or give another --out"):
+            grid.lock(tmp_path)
+
+
+def driver(kind, recipe, *words):
+    command = [sys.executable, str(made_up.RECIPES / "driver"), kind, "--recipe", str(made_up.RECIPES / recipe), "--"]
+    return [*command, *map(str, words)]
+
+
+def test_trainings_run_once_and_failures_are_named(tmp_path):
+    """Through the program: one that is finished at once, one that fails, and the same again."""
+    (tmp_path / "grid.yaml").write_text(
+        "- {arch: sum_retrieval, num-keys: 4, stop-updates: 1, max-update: 2, seconds-per-key: 1}\n"
+        "- {arch: sum_retrieval, num-keys: 4, restore-file: /nonexistent/x.pt, max-update: 2, reset-optimizer: true,\n"
+        "   finetune-from-model: /nonexistent/y.pt, seconds-per-key: 1}\n"
+    )
+    words = ["--conf", tmp_path / "grid.yaml", "--out", tmp_path / "out", "--workers", 2]
+    command = driver("retrieval", "associative_retrieval", "train", *words)
+    first = subprocess.run(command, capture_output=True, text=True)
+    assert first.returncode == 1 and "failed, see train.log in" in first.stderr, first.stderr
+    assert first.stderr.count("run.sh: ") == 1 and "Traceback" not in first.stderr
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert "1 to train (1 finished)" in again.stdout
+    (folder,) = (path.parent for path in (tmp_path / "out").rglob("finished"))
+    assert (folder / "train.log").read_text().count("+ fairseq-train") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_grid_leaves_no_training_and_goes_on(tmp_path):
+    (tmp_path / "grid.yaml").write_text("- {arch: sum_retrieval, num-keys: 8, seed: [1, 2, 3], seconds-per-key: 1}\n")
+    words = ["train", "--conf", tmp_path / "grid.yaml", "--out", tmp_path / "out", "--workers", 2]
+    process = subprocess.Popen(driver("retrieval", "associative_retrieval", *words), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "out").rglob("checkpoint_last.pt")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 130 and "the same command goes on" in process.stderr.read()
+    running = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True)
+    assert not running.stdout
+
+
+# Sequence problems.
+
+CONF = {
+    "seeds": [1, 2],
+    "common": {"arch": "fwp_lm"},
+    "problems": {"parity": {"flags": {"length": 4}, "chance": 50, "models": ["sum", "delta, beta to 2"]}},
+    "models": {"sum": {"lr": 1}, "delta, beta to 2": {"lr": 2, "negative-eigenvalues": True}},
+}
+
+
+def test_runs_of_problems(tmp_path):
+    (tmp_path / "conf.yaml").write_text(yaml.dump(CONF))
+    runs = problems.read_runs(tmp_path / "conf.yaml", tmp_path)
+    assert [run.training.name for run in runs] == [
+        "parity/sum_1", "parity/sum_2", "parity/delta_beta_to_2_1", "parity/delta_beta_to_2_2",
+    ]  # fmt: skip
+    words = runs[2].training.command
+    assert words[words.index("--length") + 1] == "4" and words[words.index("--seed") + 1] == "1"
+    assert "--negative-eigenvalues" in words and "--report-accuracy" in words
+    for damage in ({"seeds": None}, {"models": {}}, {"problems": {"parity": {}}}):
+        (tmp_path / "conf.yaml").write_text(yaml.dump(CONF | damage))
+        with pytest.raises(RecipeError, match=r"must be like conf/quick.yaml, got (TypeError|KeyError)"):
+            problems.read_runs(tmp_path / "conf.yaml", tmp_path)
+
+
+def test_the_report_has_every_evaluation_and_the_mean_of_the_last_ones(tmp_path, capsys):
+    (tmp_path / "conf.yaml").write_text(yaml.dump(CONF))
+    runs = problems.read_runs(tmp_path / "conf.yaml", tmp_path)
+    with pytest.raises(RecipeError, match="no run has finished"):
+        problems.report(runs, tmp_path)
+    for run, accuracy in zip(runs[:3], (60.0, 70.0, 100.0), strict=True):
+        run.training.folder.mkdir(parents=True)
+        text = made_up.log((10, 50.0), (20, accuracy), name="accuracy")
+        (run.training.folder / "train.log").write_text(text)
+        grid.finish(run.training.folder, grid.read_log(run.training.folder))
+    problems.report(runs, tmp_path)
+    assert made_up.cells(capsys.readouterr().out.splitlines()) == [
+        ["model", "parity"], ["a guess", "50.0"], ["sum", "65.0"], ["delta, beta to 2", "100.0"],
+    ]  # fmt: skip
+    rows = (tmp_path / "accuracy.csv").read_text().splitlines()
+    assert rows[:3] == ["problem,model,seed,updates,accuracy", "parity,sum,1,10,50.0", "parity,sum,1,20,60.0"]
+    assert len(rows) == 7 and (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
