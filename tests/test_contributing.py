@@ -79,22 +79,30 @@ def test_a_rule_from_outside_is_a_choice_and_others_are_refused(work):
     assert re.search(r"invalid choice: 'leeky' \(choose from .*leaky", result.stderr)
 
 
-def test_the_experiment(work):
-    (command,) = (command for command in COMMANDS if "recipes/peps/run.sh" in command)
-    write_files(work, "yaml")
-    conf = work / "recipes" / "peps" / "conf"
-    assert not (ROOT / conf.relative_to(work) / "delta_without_positions.yaml").exists()
-    shutil.copy(ROOT / "recipes" / "peps" / "conf" / "common.yaml", conf)
-    script = f"""set -euo pipefail
-root={shlex.quote(str(ROOT))} here={shlex.quote(str(conf.parent))} data= out=$PWD/out merges=60 models= protocols=(test)
-run() {{ "$@"; }}
-. "$root/recipes/lm_comparison.sh"
-read_arguments "$@"
-compare"""
-    arguments = shlex.split(command.replace("FOLDER", "text"))[2:]
-    size = ["--decoder-layers", "1", "--warmup-updates", "1", "--cpu"]
-    result = subprocess.run(
-        ["bash", "-c", script, "run.sh", *arguments, *size], cwd=work, env=environment(), capture_output=True, text=True
+@pytest.mark.parametrize("recipe", ["peps", "mine"])
+def test_the_experiment_and_the_recipe(work, recipe):
+    """With the recipes in a folder of the test, in the environment of the tests, and a small text."""
+    (command,) = (command for command in COMMANDS if f"recipes/{recipe}/run.sh" in command and "FOLDER" in command)
+    recipes = work / "recipes"
+    shutil.copytree(
+        ROOT / "recipes", recipes, dirs_exist_ok=True, ignore=shutil.ignore_patterns("results", "__pycache__")
     )
+    (recipes / "env.sh").write_text(
+        'here=$(dirname -- "${BASH_SOURCE[1]}")\n'
+        f'recipe() {{ {sys.executable} {shlex.quote(str(ROOT))}/recipes/driver "$1" --recipe "$here" "${{@:2}}"; }}\n'
+    )
+    write_files(work, "yaml")
+    (script,) = (text for kind, text in BLOCKS if kind == "bash" and text.startswith("#!"))
+    (recipes / "mine" / "run.sh").write_text(script)
+    arguments = shlex.split(command.replace("FOLDER", "text"))
+    small = ["--merges", "60", "--decoder-layers", "1", "--cpu", "--out", "out"]
+    small += ["--warmup-updates", "1"] if recipe == "peps" else []
+    result = subprocess.run([*arguments, *small], cwd=work, env=environment(), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (work / "out" / "delta_without_positions" / "checkpoint_best.pt").exists()
+    assert list((work / "out").glob("del*/checkpoint_best.pt"))
+    shutil.rmtree(work / "out")
+
+
+def test_the_guide_names_no_conf_that_is_there():
+    assert not (ROOT / "recipes" / "peps" / "conf" / "delta_without_positions.yaml").exists()
+    assert not (ROOT / "recipes" / "mine").exists()

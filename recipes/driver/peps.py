@@ -1,7 +1,7 @@
 """The Python Enhancement Proposals as running text, from the sources in their repository.
 
-A document starts with `= PEP n : title =`, a section with `= = heading = =`; a line is one paragraph. What is no running
-text is left out: the header but for its title, blocks of code, tables, directives, comments and targets of links.
+A document starts with `= PEP n : title =`, a section with `= = heading = =`; a line is one paragraph. What is not
+running text is left out: the header but for its title, blocks of code, tables, directives, comments, targets of links.
 A document goes to train, valid or test as a whole, by a hash of its number.
 """
 

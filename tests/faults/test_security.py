@@ -1,8 +1,8 @@
 """What comes from elsewhere runs nothing: checkpoints, their configurations, paths, archives and settings."""
 
+import hashlib
 import io
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -158,11 +158,6 @@ def test_options_that_are_no_strings_are_left_to_fairseq():
     assert utils.eval_bool(True, default=True) and utils.eval_str_list(0.5) == [0.5]
 
 
-def shell_function(recipe, name):
-    """The text of a function of a recipe's run.sh."""
-    return re.search(rf"^{name}\(\) {{.*?^}}", (RECIPES / recipe / "run.sh").read_text(), re.M | re.S)[0]
-
-
 def evil_zip(path, victim):
     with zipfile.ZipFile(path, "w") as archive:
         for name in (
@@ -191,92 +186,54 @@ def evil_tar(path, victim):
             archive.addfile(member, io.BytesIO(b"x"))
 
 
-@pytest.mark.parametrize("recipe", ["wikitext103", "enwik8", "wmt14_en_de"])
-def test_archives_unpack_nothing_outside_their_folder(tmp_path, recipe):
-    """With an archive in the place of the download, whose checksum would have refused it."""
-    tools, folder, victim = (tmp_path / name for name in ("tools", "out/download", "victim"))
-    for made in (tools, folder, victim):
+@pytest.mark.parametrize("make, name", [(evil_zip, "a.zip"), (evil_tar, "a.tgz")])
+def test_archives_unpack_nothing_outside_their_folder(tmp_path, make, name):
+    """A download with the right checksum."""
+    folder, victim = tmp_path / "out/download", tmp_path / "victim"
+    for made in (folder, victim):
         made.mkdir(parents=True)
-    make = evil_tar if recipe == "wmt14_en_de" else evil_zip
     make(tmp_path / "archive", victim)
-    (tools / "fetch.py").write_text(f"import shutil, sys\nshutil.copy({str(tmp_path / 'archive')!r}, sys.argv[1])\n")
-    archives = 'archives=("a.tgz 0 page *.de-en.??")' if recipe == "wmt14_en_de" else ""
-    script = (
-        f'set -u\nrun() {{ "$@"; }}\ntools={tools}\n{archives}\n{shell_function(recipe, "download")}\ndownload "$1"'
-    )
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = subprocess.run(
-        ["bash", "-c", script, "run.sh", folder], capture_output=True, text=True, env=os.environ | {"PATH": path}
-    )
-    assert any(path.is_file() and "archive" not in path.name for path in folder.rglob("*")), result.stderr
-    assert not [path for path in tmp_path.rglob("*escaped*") if not path.is_relative_to(folder)], result.stderr
+    checksum = hashlib.sha256((tmp_path / "archive").read_bytes()).hexdigest()
+    archive = f"Archive({name!r}, {checksum!r}, ({(tmp_path / 'archive').as_uri()!r},), ('*.de-en.??',))"
+    program = f"from fetch import Archive, Path\n{archive}.fetch(Path({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", program], cwd=RECIPES / "driver", capture_output=True, check=False)
+    assert any(path.is_file() and path.name != name for path in folder.rglob("*"))
+    assert not [path for path in tmp_path.rglob("*escaped*") if not path.is_relative_to(folder)]
 
 
 # Spaces, quotes, code, a newline, a pattern, and a dash at the beginning.
 AWKWARD = "-a b'c\"d$(touch pwned)`touch pwned`;touch pwned\n* \\é"
-
-
-def recipe_in(folder, script, *arguments):
-    """A recipe with the programs of this environment, run in a folder."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", "-c", script, "run.sh", *map(str, arguments)]
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-COMPARISON = f"""set -euo pipefail
-root={ROOT} here={RECIPES}/quickstart data= out=none merges=60 models=delta prompt=the per_word=
-protocols=(valid)
-run() {{ "$@"; }}
-show_sample() {{ cat; }}
-. {RECIPES}/lm_comparison.sh
-read_arguments "$@"
-compare"""
-CORPUS = f"""set -euo pipefail
-root={ROOT} here={RECIPES}/wikitext103 data= out=none counts=()
-run() {{ "$@"; }}
-. {RECIPES}/lm_corpus.sh
-{shell_function("wikitext103", "corpus_text")}
-main "$@\""""
-TRANSLATION = f"""set -euo pipefail
-root={ROOT} here={RECIPES}/multi30k data= out=none merges=60 kind= beam=(--beam 2) generate=()
-run() {{ "$@"; }}
-. {RECIPES}/mt_common.sh
-{shell_function("multi30k", "corpus")}
-read_flags --models "$@"
-prepare"""
+LANGUAGE_MODEL = ["language-model", "--text", "peps", "--merges", "60"]
+CORPUS = ["language-model", "--text", "wikitext103"]
+TRANSLATION = ["translation", "--pairs", "multi30k", "--merges", "60"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, stage", [(COMPARISON, ["prepare"]), (CORPUS, ["prepare", "--any-text"]), (TRANSLATION, [])]
+    "settings, more", [(LANGUAGE_MODEL, []), (CORPUS, ["--any-text"]), (TRANSLATION, [])], ids=lambda x: "-".join(x[:3])
 )
-def test_recipes_take_any_path(tmp_path, script, stage):
+def test_recipes_take_any_path(tmp_path, settings, more):
     """Relative ones, whose names begin with a dash; nothing that they say is run."""
     data = tmp_path / AWKWARD
     data.mkdir()
     line = "the memory is a matrix that every token reads and writes $(touch pwned) `touch pwned`\n"
-    for name in (
-        "train.txt",
-        "valid.txt",
-        "test.txt",
-        *(f"{s}.{t}" for s in ("train", "val", "test_2016_flickr") for t in ("en", "de")),
-    ):
+    names = [f"{split}.{side}" for split in ("train", "val", "test_2016_flickr") for side in ("en", "de")]
+    for name in ("train.txt", "valid.txt", "test.txt", *names):
         (data / name).write_text(line * 80)
+    command = [sys.executable, str(RECIPES / "driver"), settings[0], "--recipe", str(RECIPES / "peps"), *settings[1:]]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for _ in range(2):  # prepared, and found prepared
-        result = recipe_in(tmp_path, script, *stage, "--data", AWKWARD, "--out", AWKWARD + " out")
+        result = subprocess.run(
+            [*command, "--", "prepare", f"--data={AWKWARD}", f"--out={AWKWARD} out", *more],
+            cwd=tmp_path,
+            env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert result.returncode == 0, result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {AWKWARD, AWKWARD + " out"}
     assert not list(tmp_path.rglob("pwned*")) and list((tmp_path / (AWKWARD + " out")).rglob("dict*.txt"))
-
-
-def test_a_setting_of_several_lines_is_refused(tmp_path):
-    """Each line would become a flag of its own."""
-    (tmp_path / "x.yaml").write_text('dropout: "0.1\\n--user-dir\\nevil"\n')
-    result = subprocess.run(
-        [sys.executable, RECIPES / "flags.py", tmp_path / "x.yaml"], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 1 and "dropout needs one plain value" in result.stderr
 
 
 def test_a_dictionary_runs_nothing(tmp_path, canary):
