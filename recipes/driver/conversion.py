@@ -10,7 +10,7 @@ from commands import RecipeError, run, whole, write
 from evaluation import check_scored
 from flags import read_flags, read_yaml, refusal
 from language_models import LanguageModels
-from models import Model
+from recipe import Model
 from prepare import SPLITS, cut, preprocess_text, remove
 from reports import conversion as tables
 from reports.files import save

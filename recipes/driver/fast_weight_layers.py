@@ -9,7 +9,7 @@ from commands import RecipeError, run, whole
 from evaluation import Way
 from language_models import LanguageModels
 from log import read_json
-from models import Model
+from recipe import Model
 from prepare import preprocess
 from reports.files import save, show
 from tables import markdown

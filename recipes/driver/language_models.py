@@ -8,7 +8,7 @@ from arguments import ROOT, whole_number
 from commands import RecipeError, check_same, run, whole, write
 from evaluation import READING, Way
 from flags import label
-from models import Model, Models
+from recipe import Model, Recipe
 from prepare import (
     SPLITS,
     apply_bpe,
@@ -22,7 +22,7 @@ from prepare import (
 from texts import TEXTS, checksum, read_words
 
 
-class LanguageModels(Models):
+class LanguageModels(Recipe):
     stages = ("prepare", "train", "evaluate", "sample", "all")
     rest = "flags for fairseq-train, or in evaluate for fwp-eval-lm"
 

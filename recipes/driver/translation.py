@@ -10,7 +10,7 @@ from pathlib import Path
 from arguments import ROOT, whole_number
 from commands import RecipeError, check_same, run, whole, write
 from flags import label
-from models import Model, Models
+from recipe import Model, Recipe
 from pairs import LANGUAGES, PAIRS
 from parallel import copy
 from prepare import SPLITS, apply_bpe, learn_bpe, preprocess, remove
@@ -21,7 +21,7 @@ SOURCE, TARGET = LANGUAGES
 OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
 
 
-class Translation(Models):
+class Translation(Recipe):
     rest = "flags for fairseq-train, or in evaluate for fairseq-generate"
 
     def __init__(self, arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from isolated import run_isolated, start_isolated
 from test_library import USE, cache, calls, compiler, library_folder  # noqa: F401  (a fixture)
-from test_security import COMPARISON
+from test_security import LANGUAGE_MODEL, RECIPES
 
 pytestmark = pytest.mark.slow
 KILLS = 6
@@ -50,7 +50,8 @@ def contents(folder):
 def prepare(folder, out):
     """A recipe's preparation of a text, in a process group of its own."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", "-c", COMPARISON, "run.sh", "prepare", "--data", folder, "--out", out]
+    command = [sys.executable, RECIPES / "driver", LANGUAGE_MODEL[0], "--recipe", RECIPES / "peps", *LANGUAGE_MODEL[1:]]
+    command += ["--", "prepare", "--data", folder, "--out", out]
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True, **silent)

@@ -14,7 +14,7 @@ import yaml
 from fairseq import options
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from flags import read_flags, read_yaml, value_of
-from models import runs
+from recipe import runs
 
 from fairseq_fwp.cli import convert, eval_lm
 from fairseq_fwp.convert.swap import INITIALISATIONS

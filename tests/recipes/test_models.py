@@ -5,16 +5,16 @@ import evaluation
 import fast_weight_layers
 import language_models
 import made_up
-import models
 import pytest
 import training
 from commands import RecipeError
+from recipe import Recipe
 
 LINE = "the memory is a matrix that every token reads and writes\n"
 CONF = "arch: fwp_lm\ntask: language_modeling\n"
 
 
-class Kind(models.Models):
+class Kind(Recipe):
     """Writes down what it is asked to do."""
 
     done: list
@@ -119,7 +119,7 @@ def test_models_are_names_folders_or_files(start, recipe, tmp_path):
 def test_flags_are_checked_before_any_work(start, recipe, monkeypatch):
     made = start("train", "--max-update", "x")
     with pytest.raises(RecipeError, match=r"delta: fairseq-train refuses the flags: .*--max-update"):
-        models.Models.check_flags(made)
+        Recipe.check_flags(made)
 
 
 # Language models.

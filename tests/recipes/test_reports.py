@@ -6,7 +6,7 @@ import made_up
 import pytest
 from commands import RecipeError
 from flags import read_yaml
-from models import Model
+from recipe import Model
 from reports import comparison, conversion, gains, lengths, retrieval, state
 from reports import grid as grids
 from reports import language_models as reports

@@ -14,7 +14,7 @@ import pytest
 import torch
 import translation
 from commands import RecipeError
-from models import Model
+from recipe import Model
 from sacrebleu.metrics import BLEU
 
 BOTH = ("en", "de")

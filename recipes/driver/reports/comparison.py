@@ -9,7 +9,7 @@ from typing import Any
 
 from commands import run
 from log import read_json
-from models import Model
+from recipe import Model
 from prepare import count
 from tables import markdown, spread
 

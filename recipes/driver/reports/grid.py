@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flags import read_yaml
 from log import read_training
-from models import runs
+from recipe import runs
 from tables import markdown, read_csv, write_csv
 
 from fairseq_fwp.cli.plot_style import COLOURS, load_pyplot

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from models import Model
+from recipe import Model
 
 from reports import comparison, grid, state
 

@@ -29,7 +29,7 @@ class Model(NamedTuple):
         return self.name if self.seed is None else f"{self.name}, seed {self.seed}"
 
 
-class Models:
+class Recipe:
     """The stages of a recipe; a kind of recipe says how it prepares, evaluates and reports."""
 
     stages: tuple[str, ...] = ("prepare", "train", "evaluate", "all")
