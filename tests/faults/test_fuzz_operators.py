@@ -10,7 +10,7 @@ import torch
 from fuzz_values import arrange, dtypes, equal, layouts, seeds, special, values
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from rule_cases import PER_KEY, RULES, cotangents, fastest_backend, relative_error, results, sample_inputs
+from subjects import PER_KEY, RULES, cotangents, fastest_backend, relative_error, results, sample_inputs
 
 every_rule = pytest.mark.parametrize("rule", RULES)
 # Below, at and beyond vectors, blocks of columns, groups of tokens, chunks and the sizes where quadratic forms begin.

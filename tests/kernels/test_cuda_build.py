@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from isolated import run_isolated
-from rule_cases import sample_inputs
+from subjects import sample_inputs
 
 from fairseq_fwp import ops
 from fairseq_fwp.kernels import build, cuda

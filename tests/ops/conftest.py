@@ -1,32 +1,6 @@
-"""Fixtures of the tests of operators."""
+"""The operators' tests; those of a GPU are collected where there is one."""
 
-import os
-from collections.abc import Iterator
-
-import pytest
 import torch
+from operator_fixtures import one_thread, poisoned_memory  # noqa: F401
 
-# On a GPU, cuBLAS refuses to run under poisoned_memory's deterministic algorithms without it.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference is thousands of tiny operations: on a busy machine its threads wait for each other for minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fill what torch.empty returns, in C++ too, with NaN: whoever reads it before writing it is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.use_deterministic_algorithms(before)
+collect_ignore = [] if torch.cuda.is_available() else ["test_cuda.py"]

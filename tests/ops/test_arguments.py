@@ -1,8 +1,10 @@
 """Wrong arguments are refused with one sentence that names what was expected and what came."""
 
+from itertools import product
+
 import pytest
 import torch
-from rule_cases import PER_KEY, RULES, WITH_KERNEL, operands, sample_inputs
+from subjects import PER_KEY, RULES, WITH_KERNEL, operands, sample_inputs
 
 from fairseq_fwp.ops.fast_weights import fast_weights
 
@@ -30,25 +32,20 @@ WRONG = {
 }
 
 
-CASES = [
-    (rule, case, backend)
-    for rule, of_rule in RULES.items()
-    for case in WRONG
-    for backend in ("auto", "kernel", "reference")
-    if case.split()[0] in ("q", "k", "v", "state", *of_rule.gates)
-    and (of_rule.kernel or backend != "kernel")
-    and (of_rule.key == PER_KEY or case.split()[0] in ("q", "state"))
-]
-
-
-@pytest.mark.parametrize(("rule", "case", "backend"), CASES)
-@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
-def test_message(rule, backend, gradients, case):
-    value, error, message = WRONG[case]
-    inputs = sample_inputs(rule, SHAPE, torch.float32) | {case.split()[0]: value}
-    name = RULES[rule].function.__name__
-    with torch.set_grad_enabled(gradients), pytest.raises(error, match=f"^{name}: {message}"):
-        RULES[rule].function(**inputs, backend=backend)
+@pytest.mark.parametrize("rule", RULES)
+def test_message(rule):
+    """Of every argument that a rule has, from every backend, with gradients and without."""
+    of_rule, name = RULES[rule], RULES[rule].function.__name__
+    backends = ("auto", "kernel", "reference") if of_rule.kernel else ("auto", "reference")
+    for case, (value, error, message) in WRONG.items():
+        argument = case.split()[0]
+        of_all = of_rule.key == PER_KEY or argument in ("q", "state")  # the sizes in WRONG
+        if argument not in ("q", "k", "v", "state", *of_rule.gates) or not of_all:
+            continue
+        inputs = sample_inputs(rule, SHAPE, torch.float32) | {argument: value}
+        for backend, gradients in product(backends, (True, False)):
+            with torch.set_grad_enabled(gradients), pytest.raises(error, match=f"^{name}: {message}"):
+                of_rule.function(**inputs, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -63,29 +60,25 @@ def test_message_for_several_steps_and_either_decay(backend):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("first", [torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 4), 1])
-def test_first_tokens_are_a_mask(rule, first):
-    with pytest.raises((TypeError, ValueError), match=r"first must (have|be) .*(bool|\(2, 4\)|tensor or None), got"):
-        RULES[rule].function(**sample_inputs(rule, SHAPE, torch.float32), first=first)
+def test_first_tokens_are_a_mask(rule):
+    said = r"first must (have|be) .*(bool|\(2, 4\)|tensor or None), got"
+    for first in (torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 4), 1):
+        with pytest.raises((TypeError, ValueError), match=said):
+            RULES[rule].function(**sample_inputs(rule, SHAPE, torch.float32), first=first)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64], ids=str)
-def test_other_numbers_are_refused(rule, gradients, dtype):
+def test_other_numbers_and_backends_are_refused(rule, gradients):
     """Also once the kernels are there, which would read them as float32."""
     inputs = sample_inputs(rule, SHAPE, torch.float32)
     RULES[rule].function(**inputs)
-    inputs = {name: x.to(dtype) for name, x in inputs.items()}
-    with torch.set_grad_enabled(gradients), pytest.raises(TypeError, match=f"q must be float32, .*got {dtype}"):
-        RULES[rule].function(**inputs)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
-def test_unknown_backend(rule, gradients):
-    with torch.set_grad_enabled(gradients), pytest.raises(ValueError, match="auto, kernel, reference, got 'fast'"):
-        RULES[rule].function(**sample_inputs(rule, SHAPE, torch.float32), backend="fast")
+    with torch.set_grad_enabled(gradients):
+        for dtype in (torch.uint8, torch.int64, torch.bool, torch.complex64):
+            with pytest.raises(TypeError, match=f"q must be float32, .*got {dtype}"):
+                RULES[rule].function(**{name: x.to(dtype) for name, x in inputs.items()})
+        with pytest.raises(ValueError, match="auto, kernel, reference, got 'fast'"):
+            RULES[rule].function(**inputs, backend="fast")
 
 
 @pytest.mark.parametrize("rule", sorted(set(RULES) - set(WITH_KERNEL)))

@@ -1,11 +1,11 @@
 """Autograd of the compiled operators, which comes with their kernels (cuda_ext/autograd.cpp).
 
-Its gradients are those of test_rules.py: here is what else autograd promises.
+Its gradients are those of tests/laws: here is what else autograd promises.
 """
 
 import pytest
 import torch
-from rule_cases import RULES, WITH_KERNEL, cotangents, kernel_or_auto, operands, results, sample_inputs
+from subjects import RULES, WITH_KERNEL, cotangents, kernel_or_auto, operands, results, sample_inputs
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 

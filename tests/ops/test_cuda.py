@@ -1,20 +1,15 @@
-"""On a GPU: every law of test_rules.py, and what a GPU alone has: streams, graphs, other devices, its own memory."""
+"""What a GPU alone has: streams, graphs, other devices, its own memory; the laws are in tests/laws."""
 
 import pytest
-import test_rules
 import torch
-from rule_cases import RULES, cotangents, relative_error, results, sample_inputs
+from subjects import RULES, WITH_KERNEL, cotangents, kernel_or_auto, relative_error, results, sample_inputs
 from test_memory import BOUND
-from test_rules import *  # noqa: F403 - the laws, which pytest collects here once more
 
 from fairseq_fwp import ops
 
-# Imported above: a GPU has no such threads, and other blocks for other batches.
-del test_number_of_threads_changes_nothing, test_batch_threads_and_splits_change_no_bit  # noqa: F821
-
 pytestmark = pytest.mark.cuda
-every_kernel = test_rules.every_kernel
-every_rule = test_rules.every_rule
+every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
+every_rule = pytest.mark.parametrize("rule", RULES)
 SHAPE = (2, 3, 150, 24, 40)
 
 
@@ -26,7 +21,7 @@ def on_the_gpu():
 
 
 def kernel(rule):
-    return test_rules.with_backend(rule, "fastest")
+    return kernel_or_auto(rule)
 
 
 def assert_equal(found, expected):
@@ -40,7 +35,7 @@ def test_the_kernels_are_built():
     assert ops.kernel_status()["cuda"].built
 
 
-# Those of the twin's tests, ragged and with the last chunk cut off, and what is measured, with fewer tokens.
+# Those of the emulator's tests, ragged and with the last chunk cut off, and what is measured, with fewer tokens.
 CHUNK_SHAPES = [
     *((1, 2, 70, 16, 16), (2, 1, 95, 64, 40), (1, 1, 77, 128, 33), (1, 2, 300, 100, 17)),
     *((8, 40, 70, 64, 64), (40, 40, 96, 16, 16), (4, 40, 80, 128, 128)),

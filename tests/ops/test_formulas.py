@@ -6,7 +6,7 @@ logarithms of decays, where the memory fades, and a scale of the query.
 
 import numpy as np
 import pytest
-from rule_cases import RULES, kernel_or_auto, sample_inputs
+from subjects import RULES, kernel_or_auto, sample_inputs
 
 
 def sum_rule(q, k, v, state):

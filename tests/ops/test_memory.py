@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from isolated import run_isolated
-from rule_cases import PER_KEY, RULES, fastest_backend
+from subjects import PER_KEY, RULES, fastest_backend
 
 MEASURE = """
 import json, torch

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from rule_cases import COMBINATIONS, RULES, cotangents, operands, sample_combination, sample_inputs
+from emulator import NAMES, Given
+from subjects import COMBINATIONS, RULES, cotangents, operands, sample_combination, sample_inputs
 from torch import Tensor
-from twin import NAMES, Given
 
 from fairseq_fwp.ops.fast_weights import Inputs, _rule
 

@@ -1,14 +1,14 @@
-"""The twin's own test: each of these mistakes, put into a copy of the kernels, must be found."""
+"""The emulator's own test: each of these mistakes, put into a copy of the kernels, must be found."""
 
 import shutil
 from dataclasses import dataclass
 
 import pytest
 import torch
+from emulator import KERNELS, Emulator, EmulatorError, build
 from operator_cases import CASES, as_double, cotangents_of, make_case, reference
-from rule_cases import relative_error
+from subjects import relative_error
 from test_sanitizer import run_watched
-from twin import KERNELS, Twin, TwinError, build
 
 # Ragged in every size; with several heads in a block, several slabs, stages, chunks.
 SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
@@ -22,7 +22,7 @@ class Mutation:
     old: str
     new: str
     rules: tuple[str, ...] = ("sum",)  # that it is looked for in
-    complaint: str = ""  # what the twin says where it finds more than wrong numbers
+    complaint: str = ""  # what the emulator says where it finds more than wrong numbers
 
 
 MUTATIONS = {
@@ -130,7 +130,7 @@ def cases():
     return found
 
 
-def faults(twin, cases, rules=CASES):
+def faults(emulator, cases, rules=CASES):
     """What is wrong, if anything, by the checks that the kernels themselves have to pass."""
     for rule, given, erases, gradients, truth in cases:
         if rule not in rules:
@@ -138,8 +138,8 @@ def faults(twin, cases, rules=CASES):
         for multiprocessors in (132, 1):
             for reverse in (0, 1):
                 try:
-                    found = twin.results(given, erases, gradients, multiprocessors=multiprocessors, reverse=reverse)
-                except TwinError as error:
+                    found = emulator.results(given, erases, gradients, multiprocessors=multiprocessors, reverse=reverse)
+                except EmulatorError as error:
                     return str(error)
                 for name, x in truth.items():
                     limit = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-3}[found[name].dtype]
@@ -148,26 +148,26 @@ def faults(twin, cases, rules=CASES):
     return ""
 
 
-def test_no_mistake_no_fault(twin, cases):
-    assert faults(twin, cases) == ""
+def test_no_mistake_no_fault(emulator, cases):
+    assert faults(emulator, cases) == ""
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mistake_is_found(name, cases, tmp_path):
     mutation = MUTATIONS[name]
     part = {"sum": "SUM", "delta": "DELTA"}.get(mutation.rules[0], "FORGET")
-    flags = ["-O0", f"-DTWIN_{part}"]
-    fault = faults(Twin(build(mutated(mutation, tmp_path), flags=flags, folder=tmp_path)), cases, mutation.rules)
+    flags = ["-O0", f"-DEMULATOR_{part}"]
+    fault = faults(Emulator(build(mutated(mutation, tmp_path), flags=flags, folder=tmp_path)), cases, mutation.rules)
     assert fault and mutation.complaint in fault
 
 
 def test_address_sanitizer_watches_shared_memory(tmp_path):
-    found = run_watched(mutated(MUTATIONS["slots_overrun"], tmp_path), ("-DTWIN_FORGET",), tmp_path)
+    found = run_watched(mutated(MUTATIONS["slots_overrun"], tmp_path), ("-DEMULATOR_FORGET",), tmp_path)
     assert found.returncode != 0 and "use-after-poison" in found.stderr
 
 
 def test_address_sanitizer_finds_a_read_beyond_an_input(tmp_path):
     """The numbers are right: what lies there is multiplied by zero. Only this check sees it."""
     mutation = Mutation("scan.cuh", "i < count ? number", "i <= count ? number")
-    found = run_watched(mutated(mutation, tmp_path), ("-DTWIN_SUM",), tmp_path)
+    found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_SUM",), tmp_path)
     assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr

@@ -1,33 +1,33 @@
-// The functions of launchers.h on the twin, for ctypes and for a program that AddressSanitizer watches.
+// The functions of launchers.h on the emulator, for ctypes and for a program that AddressSanitizer watches.
 
 #include <cstdlib>
 
 // A mutation test needs only the rules that it tests.
-#if !defined(TWIN_SUM) && !defined(TWIN_DELTA) && !defined(TWIN_FORGET)
-#define TWIN_SUM
-#define TWIN_DELTA
-#define TWIN_FORGET
+#if !defined(EMULATOR_SUM) && !defined(EMULATOR_DELTA) && !defined(EMULATOR_FORGET)
+#define EMULATOR_SUM
+#define EMULATOR_DELTA
+#define EMULATOR_FORGET
 #include "launch_rules.cuh"
 #else
-#ifdef TWIN_SUM
+#ifdef EMULATOR_SUM
 #include "launch_sum.cuh"
 #endif
-#ifdef TWIN_DELTA
+#ifdef EMULATOR_DELTA
 #include "launch_delta.cuh"
 #endif
-#ifdef TWIN_FORGET
+#ifdef EMULATOR_FORGET
 #include "launch_forget.cuh"
 #endif
 
 namespace fwp::cuda {
 
-#ifdef TWIN_SUM
+#ifdef EMULATOR_SUM
 size_t workspace_bytes(Rule, const Sizes&, Type) { return 0; }
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return detail::sum_forward(call, in, to); }
 const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   return detail::sum_backward(call, in, more, to);
 }
-#elif defined(TWIN_DELTA)
+#elif defined(EMULATOR_DELTA)
 size_t workspace_bytes(Rule, const Sizes& size, Type type) { return detail::delta_workspace(size, type); }
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
   return detail::delta_forward(call, in, to);
@@ -50,32 +50,32 @@ const char* backward(const Call& call, const Inputs& in, const Backward& more, c
 
 using namespace fwp::cuda;
 
-// What the twin pretends to be.
+// What the emulator pretends to be.
 struct Pretended {
   int reversed, multiprocessors, shared_kib;
 };
 
 static void pretend(const Pretended& how) {
-  twin::machine().reversed = how.reversed;
-  twin::machine().multiprocessors = how.multiprocessors;
-  twin::machine().shared_bytes = size_t(how.shared_kib) * 1024;
-  twin::machine().error[0] = 0;
+  emulator::machine().reversed = how.reversed;
+  emulator::machine().multiprocessors = how.multiprocessors;
+  emulator::machine().shared_bytes = size_t(how.shared_kib) * 1024;
+  emulator::machine().error[0] = 0;
 }
 
-extern "C" size_t twin_workspace_bytes(const Call* call) { return workspace_bytes(call->rule, call->size, call->type); }
+extern "C" size_t emulator_workspace_bytes(const Call* call) { return workspace_bytes(call->rule, call->size, call->type); }
 
-extern "C" const char* twin_forward(const Pretended* how, const Call* call, const Inputs* in, const Outputs* to) {
+extern "C" const char* emulator_forward(const Pretended* how, const Call* call, const Inputs* in, const Outputs* to) {
   pretend(*how);
   return forward(*call, *in, *to);
 }
 
-extern "C" const char* twin_backward(const Pretended* how, const Call* call, const Inputs* in, const Backward* more,
+extern "C" const char* emulator_backward(const Pretended* how, const Call* call, const Inputs* in, const Backward* more,
                                      const Gradients* to) {
   pretend(*how);
   return backward(*call, *in, *more, *to);
 }
 
-#ifdef TWIN_PROGRAM
+#ifdef EMULATOR_PROGRAM
 
 namespace {
 
@@ -97,13 +97,13 @@ struct Array {
 
 std::vector<Rule> rules() {
   std::vector<Rule> found;
-#ifdef TWIN_SUM
+#ifdef EMULATOR_SUM
   found.push_back(Rule::sum);
 #endif
-#ifdef TWIN_DELTA
+#ifdef EMULATOR_DELTA
   found.push_back(Rule::delta);
 #endif
-#ifdef TWIN_FORGET
+#ifdef EMULATOR_FORGET
   for (int rule = int(Rule::gated); rule <= int(Rule::removal); ++rule) found.push_back(Rule(rule));
 #endif
   return found;
@@ -146,8 +146,8 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
   for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
   const Call call{size, type, rule, documents ? first.get() : nullptr, workspace.data(), nullptr};
-  const char* const error = twin_forward(&how, &call, &in, &out);
-  return error ? error : twin_backward(&how, &call, &in, &more, &to);
+  const char* const error = emulator_forward(&how, &call, &in, &out);
+  return error ? error : emulator_backward(&how, &call, &in, &more, &to);
 }
 
 }  // namespace

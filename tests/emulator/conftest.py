@@ -1,4 +1,4 @@
-"""The twin's tests share the table of rules, and the inputs, with those of the operators."""
+"""The emulator's tests share the table of rules, and the inputs, with those of the operators."""
 
 import sys
 from pathlib import Path
@@ -8,12 +8,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 
-from twin import Twin, build
+from emulator import Emulator, build
 
 
 @pytest.fixture(scope="session")
-def twin():
-    return Twin(build())
+def emulator():
+    return Emulator(build())
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from twin import CACHE, KERNELS, build
+from emulator import CACHE, KERNELS, build
 
 # B, H, L, Dk, Dv; the last two are long enough for tensor cores.
 SIZES = [

@@ -29,10 +29,10 @@
 #define FWP_UNROLL_BY(n)
 #define __global__
 #define __launch_bounds__(...)
-#define threadIdx twin::current_thread()
-#define blockIdx twin::current_block()
+#define threadIdx emulator::current_thread()
+#define blockIdx emulator::current_block()
 
-namespace twin {
+namespace emulator {
 
 #if defined(__x86_64__)
 // A stack that waits: its top, with the registers that a function must preserve. swapcontext does the same, but asks the
@@ -40,12 +40,12 @@ namespace twin {
 struct Context {
   void* top;
 };
-extern "C" void twin_switch(Context* from, const Context* to);
+extern "C" void emulator_switch(Context* from, const Context* to);
 asm(R"(
   .text
   .p2align 4
-  .type twin_switch, @function
-twin_switch:
+  .type emulator_switch, @function
+emulator_switch:
   pushq %rbp
   pushq %rbx
   pushq %r12
@@ -61,9 +61,9 @@ twin_switch:
   popq %rbx
   popq %rbp
   ret
-  .size twin_switch, .-twin_switch
+  .size emulator_switch, .-emulator_switch
 )");
-inline void switch_stack(Context* from, const Context* to) { twin_switch(from, to); }
+inline void switch_stack(Context* from, const Context* to) { emulator_switch(from, to); }
 inline void prepare(Context* context, char* stack, size_t bytes, void (*start)()) {
   void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + bytes) & ~uintptr_t(15));
   *--top = nullptr;  // `start` must find its stack as after a call
@@ -317,19 +317,19 @@ inline void launch(int64_t blocks, int threads, size_t shared_bytes, std::functi
   }
 }
 
-}  // namespace twin
+}  // namespace emulator
 
-inline void __syncthreads() { twin::wait(twin::State::at_barrier); }
+inline void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
 
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int distance) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
-  twin::Fiber& fiber = twin::machine().fibers[size_t(twin::machine().running)];
-  fiber.primitive = twin::Primitive::shuffle;
+  emulator::Fiber& fiber = emulator::machine().fibers[size_t(emulator::machine().running)];
+  fiber.primitive = emulator::Primitive::shuffle;
   fiber.mask = mask;
-  fiber.source = (twin::machine().running % twin::kWarp) ^ distance;
+  fiber.source = (emulator::machine().running % emulator::kWarp) ^ distance;
   std::memcpy(&fiber.given, &x, sizeof(T));
-  twin::wait(twin::State::at_exchange);
+  emulator::wait(emulator::State::at_exchange);
   std::memcpy(&x, &fiber.got, sizeof(T));
   return x;
 }
@@ -338,7 +338,7 @@ inline void __syncwarp() { __shfl_xor_sync(0xffffffffu, 0, 0); }
 
 namespace fwp::cuda {
 
-inline unsigned char* shared_memory() { return twin::machine().shared; }
+inline unsigned char* shared_memory() { return emulator::machine().shared; }
 
 inline float float_of_bits(uint32_t bits) {
   float x;
@@ -372,31 +372,31 @@ inline uint16_t half_bits_of_float(float x) {
 }
 
 inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  twin::Fiber& fiber = twin::machine().fibers[size_t(twin::machine().running)];
-  fiber.primitive = twin::Primitive::mma;
+  emulator::Fiber& fiber = emulator::machine().fibers[size_t(emulator::machine().running)];
+  fiber.primitive = emulator::Primitive::mma;
   fiber.mask = 0xffffffffu;
   fiber.source = 0;
   std::memcpy(fiber.fragments.a, a, sizeof a);
   std::memcpy(fiber.fragments.b, b, sizeof b);
   std::memcpy(fiber.fragments.c, c, sizeof c);
-  twin::wait(twin::State::at_exchange);
+  emulator::wait(emulator::State::at_exchange);
   std::memcpy(c, fiber.fragments.c, sizeof c);
 }
 
-inline const char* failure() { return twin::machine().error[0] ? twin::machine().error : nullptr; }
+inline const char* failure() { return emulator::machine().error[0] ? emulator::machine().error : nullptr; }
 
 inline const char* query(Gpu* gpu) {
-  *gpu = {twin::machine().multiprocessors, twin::machine().shared_bytes};
+  *gpu = {emulator::machine().multiprocessors, emulator::machine().shared_bytes};
   return failure();
 }
 
 template <typename Argument>
 const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, int threads, size_t shared_bytes, void*,
                           Argument argument) {
-  if (shared_bytes > twin::machine().shared_bytes)
-    twin::fail("asks for %zu bytes of shared memory", shared_bytes);
+  if (shared_bytes > emulator::machine().shared_bytes)
+    emulator::fail("asks for %zu bytes of shared memory", shared_bytes);
   else
-    twin::launch(blocks, threads, shared_bytes, [&] { kernel(argument); });
+    emulator::launch(blocks, threads, shared_bytes, [&] { kernel(argument); });
   return failure();
 }
 

@@ -69,6 +69,8 @@ COMBINATIONS = {
 }
 # Gates that say what is kept of the memory.
 FADING = {"gate", "decay", "key_decay", "value_decay"}
+# Where states lie in registers, where sequences begin in the quadratic form, and neither.
+BIT_SHAPES = [(3, 2, 200, 16, 16), (2, 2, 150, 64, 64), (2, 1, 140, 256, 64), (2, 1, 150, 17, 33), (3, 1, 200, 40, 3)]
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
 
 

@@ -7,7 +7,7 @@ import subprocess
 from typing import NamedTuple
 
 import pytest
-from twin import CACHE, KERNELS
+from emulator import CACHE, KERNELS
 
 ARCHITECTURES = ["80", "90a", "100"]
 # By the type of what is computed. 128 registers leave room for three blocks of 160 threads in a multiprocessor; float64

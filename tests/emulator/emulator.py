@@ -1,4 +1,4 @@
-"""Building the CUDA kernels for the CPU, with twin.h in place of CUDA, and calling them on tensors.
+"""Building the CUDA kernels for the CPU, with emulator.h in place of CUDA, and calling them on tensors.
 
 Its operator takes the arguments of ``fast_weights`` by name, those that are there, and whether the rule erases.
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rule_cases import state_dtype
+from subjects import state_dtype
 from torch import Tensor
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "cuda_ext" / "cuda"
 CHUNK = 32  # tokens between two states that the forward pass of rules that fade keeps
 # Where libraries and programs are kept for as long as no source changes.
-CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_twin_{os.getuid()}")
+CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_emulator_{os.getuid()}")
 GUARD = 4096  # elements before and after each output, which nothing may write to
 # The operator's arguments, and its rules as the launchers name them.
 NAMES = ("q", "k", "v", "decay", "value_decay", "rate", "removal_key", "removal_rate", "state", "first")
@@ -42,21 +42,21 @@ def build(
     folder: Path = CACHE,
 ) -> Path:
     """A library of the kernels, or a program that runs them, in a folder; the one that lies there if none changed."""
-    assert shutil.which(compiler()[0]), "the twin needs a C++ compiler: install g++ 10 or later, or set CXX"
+    assert shutil.which(compiler()[0]), "the emulator needs a C++ compiler: install g++ 10 or later, or set CXX"
     key = hashlib.sha256(repr((compiler(), tuple(flags), program)).encode())
-    for source in sorted([*kernels.iterdir(), *HERE.glob("twin.[hc]*")]):
+    for source in sorted([*kernels.iterdir(), *HERE.glob("emulator.[hc]*")]):
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    target = folder / f"twin_{key.hexdigest()[:16]}"
+    target = folder / f"emulator_{key.hexdigest()[:16]}"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        kind = ["-DTWIN_PROGRAM"] if program else ["-fPIC", "-shared"]
+        kind = ["-DEMULATOR_PROGRAM"] if program else ["-fPIC", "-shared"]
         # Without an FMA instruction each of a kernel's fma is a call of some hundred instructions.
         native = ["-march=native"] if os.uname().machine == "x86_64" else []
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / "twin"
+            made = Path(scratch) / "emulator"
             subprocess.run(
                 [*compiler(), "-std=c++17", *native, *flags, *kind, "-ffp-contract=off"]
-                + ["-include", str(HERE / "twin.h"), f"-I{kernels}", str(HERE / "twin.cpp"), "-o", str(made)],
+                + ["-include", str(HERE / "emulator.h"), f"-I{kernels}", str(HERE / "emulator.cpp"), "-o", str(made)],
                 check=True,
             )
             os.replace(made, target)
@@ -134,14 +134,14 @@ def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure
     return filled
 
 
-class TwinError(Exception):
-    """What the twin has to say against the kernels."""
+class EmulatorError(Exception):
+    """What the emulator has to say against the kernels."""
 
 
 Given = dict[str, Tensor]
 
 
-class Twin:
+class Emulator:
     """The operator and its backward pass.
 
     Args:
@@ -150,8 +150,8 @@ class Twin:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._library.twin_forward.restype = self._library.twin_backward.restype = ctypes.c_char_p
-        self._library.twin_workspace_bytes.restype = ctypes.c_size_t
+        self._library.emulator_forward.restype = self._library.emulator_backward.restype = ctypes.c_char_p
+        self._library.emulator_workspace_bytes.restype = ctypes.c_size_t
 
     def forward(self, given: Given, erases: bool, **how: int) -> Given:
         """out, state, and what the backward pass needs of retrieved and kept."""
@@ -163,7 +163,7 @@ class Twin:
             to["retrieved"] = self._empty(v.shape, dtype)
         if rule not in ("sum", "delta"):
             to["kept"] = self._empty((*q.shape[:2], q.shape[2] // CHUNK, *sizes[2:]), dtype)
-        self._run(self._library.twin_forward, rule, given, [_fill(_Inputs, parts), _fill(_Outputs, to)], to, **how)
+        self._run(self._library.emulator_forward, rule, given, [_fill(_Inputs, parts), _fill(_Outputs, to)], to, **how)
         return to
 
     def backward(
@@ -177,7 +177,7 @@ class Twin:
         more = {name: x for name, x in results.items() if name in ("retrieved", "kept")}
         more |= {name: x for name, x in zip(("d_out", "d_state"), gradients, strict=True) if x is not None}
         structures = [_fill(_Inputs, parts), _fill(_Backward, more), _fill(_Gradients, to)]
-        self._run(self._library.twin_backward, rule, given, structures, to, **how)
+        self._run(self._library.emulator_backward, rule, given, structures, to, **how)
         if "removal" in to:
             rate, d_removal = given["removal_rate"], to.pop("removal")
             to["removal_rate"] = d_removal * given["removal_key"]
@@ -195,7 +195,7 @@ class Twin:
 
     def workspace_bytes(self, rule: str, sizes: Sequence[int], dtype: torch.dtype) -> int:
         call = _Call(_Sizes(*sizes), TYPES[dtype], RULES.index(rule))
-        return self._library.twin_workspace_bytes(ctypes.byref(call))
+        return self._library.emulator_workspace_bytes(ctypes.byref(call))
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """NaN, with a guard on both sides."""
@@ -205,7 +205,7 @@ class Twin:
     def _check_guards(self, x: Tensor) -> None:
         whole = torch.as_strided(x, (x.numel() + 2 * GUARD,), (1,), x.storage_offset() - GUARD)
         if not (whole[:GUARD].isnan().all() and whole[-GUARD:].isnan().all()):
-            raise TwinError(f"an output of shape {tuple(x.shape)} was written beyond its ends")
+            raise EmulatorError(f"an output of shape {tuple(x.shape)} was written beyond its ends")
 
     def _run(
         self,
@@ -228,7 +228,7 @@ class Twin:
         how = _Pretended(reverse, multiprocessors, shared_kib)
         error = function(*map(ctypes.byref, (how, call, *structures)))
         if error is not None:
-            raise TwinError(error.decode())
+            raise EmulatorError(error.decode())
         for x in (workspace, *outputs.values()):
             self._check_guards(x)
 

@@ -1,0 +1,567 @@
+"""Laws that every update rule keeps, whichever implementation runs it: on a CPU, and on a GPU where there is one.
+
+A subject is a rule in one form of its kernel: `scan`, token by token; `square`, whose states as wide as a vector lie
+in registers (16 float32 or 8 float64 with AVX-512, half as many with AVX, a quarter without); `short`, the quadratic
+form that starts a sequence without a state.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from isolated import run_isolated
+from pairwise import pairwise
+from subjects import (
+    BIT_SHAPES,
+    FADING,
+    LAYOUTS,
+    RULES,
+    WITH_KERNEL,
+    check_accuracy,
+    check_gradient_of_one_output,
+    cotangents,
+    fastest_backend,
+    generator_of,
+    operands,
+    relative_error,
+    results,
+    sample_inputs,
+)
+from torch.autograd import forward_ad
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Sizes below, at and beyond one vector and one block of columns; lengths that leave every remainder modulo four, that fill
+# a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
+SHAPES = {
+    "scan": [
+        *((2, 3, 0, 5, 7), (2, 3, 1, 5, 7), (1, 2, 2, 16, 32), (2, 2, 63, 17, 33), (1, 1, 64, 64, 64)),
+        *((2, 1, 257, 9, 35), (1, 3, 66, 40, 3)),
+    ],
+    "square": [(2, 3, length, size, size) for length in (1, 2, 3, 64, 257) for size in (2, 4, 8, 16)],
+    "short": [
+        *((2, 2, length, 256, 64) for length in (*range(1, 10), 31, 40, *range(63, 68), 96, 97, 131)),
+        *((2, 1, 37, 130, 70), (2, 2, 33, 64, 64), (2, 1, 64, 512, 96), (2, 1, 50, 512, 17), (2, 1, 19, 61, 300)),
+        (2, 1, 70, 131, 133),
+    ],
+}
+FEW = {
+    "scan": [(2, 3, 21, 16, 17), (1, 2, 9, 7, 37)],
+    "square": [(2, 3, 33, size, size) for size in (2, 4, 8, 16)],
+    "short": [(2, 2, 40, 256, 64), (2, 1, 70, 136, 64)],
+}
+# Enough numbers for a ratio of errors, also of a single token.
+ACCURATE = {
+    "scan": [(1, 4, 300, 24, 40), (2, 2, 33, 256, 64), (2, 2, 20, 512, 300), (2, 2, 60, 40, 512)],
+    "square": [(8, 8, length, size, size) for length in (1, 3, 65) for size in (4, 8, 16)],
+    "short": [(2, 2, 40, 256, 64), (2, 4, 131, 256, 64), (2, 1, 33, 64, 64), (2, 1, 64, 512, 96)],
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
+# The loop, and what "auto" runs: the kernel, where the rule has one.
+every_backend = pytest.mark.parametrize("backend", ["reference", "fastest"])
+every_subject = pytest.mark.parametrize(
+    ("rule", "form"), [(rule, form) for rule in RULES for form in (SHAPES if rule in WITH_KERNEL else ["scan"])]
+)
+
+
+@pytest.fixture(autouse=True, params=["cpu", *["cuda"] * torch.cuda.is_available()])
+def device(request):
+    """Tensors are made there unless a test says otherwise."""
+    with torch.device(request.param):
+        yield request.param
+
+
+def with_backend(rule, backend):
+    backend = fastest_backend(rule) if backend == "fastest" else backend
+    return functools.partial(RULES[rule].function, backend=backend)
+
+
+def fastest(rule):
+    return with_backend(rule, "fastest")
+
+
+@every_subject
+def test_the_kernel_equals_the_loop(rule, form, device):
+    cases = pairwise(
+        lambda case: case["state"] or case["shape"][2] > 0,
+        shape=SHAPES[form], state=[False, True], dtype=DTYPES[:2],
+    )  # fmt: skip
+    for case in cases:
+        inputs = sample_inputs(rule, case["shape"], case["dtype"], state=case["state"])
+        gradients = cotangents(inputs)
+        expected = results(RULES[rule].reference, inputs, gradients)
+        tolerance = {torch.float64: 1e-12 if form == "scan" or device == "cuda" else 1e-13, torch.float32: 2e-5}[
+            case["dtype"]
+        ]
+        for name, found in results(fastest(rule), inputs, gradients).items():
+            assert found.shape == expected[name].shape and found.dtype == expected[name].dtype, (name, case)
+            assert relative_error(found, expected[name].double()) <= tolerance, (name, case)
+
+
+@every_subject
+def test_error_is_at_most_twice_that_of_the_loop(rule, form):
+    """Against float64, on the same rounded inputs; one running sum over hundreds of rows would be far less accurate."""
+    for case in pairwise(shape=ACCURATE[form], dtype=DTYPES[1:], state=[False, True]):
+        large = form == "scan" and case["shape"][3] > 100
+        if not large or case["dtype"] == torch.float32:
+            check_accuracy(rule, sample_inputs(rule, case["shape"], case["dtype"], state=case["state"]))
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("state", [True, False])
+def test_gradcheck(rule, backend, state):
+    inputs = sample_inputs(rule, (2, 2, 6, 3, 5), state=state)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
+
+    def function(*tensors):
+        return with_backend(rule, backend)(**dict(zip(leaves, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+
+
+@every_subject
+def test_gradient_of_one_output_alone(rule, form):
+    """No gradient reaches the other output then, and autograd passes none."""
+    for case in pairwise(shape=FEW[form], index=[0, 1], state=[False, True]):
+        check_gradient_of_one_output(rule, sample_inputs(rule, case["shape"], state=case["state"]), case["index"])
+
+
+@every_rule
+@every_backend
+def test_halves_with_the_carried_state_equal_the_whole(rule, backend):
+    inputs = sample_inputs(rule, (2, 2, 30, 6, 20))
+    gradients = cotangents(inputs)
+    function = with_backend(rule, backend)
+    expected = results(function, inputs, gradients)
+    for cut in (1, 13, 16, 29):
+
+        def halves(state, cut=cut, **tokens):
+            first, carried = function(**{name: x[:, :, :cut] for name, x in tokens.items()}, state=state)
+            second, final = function(**{name: x[:, :, cut:] for name, x in tokens.items()}, state=carried)
+            return torch.cat([first, second], 2), final
+
+        found = results(halves, inputs, gradients)
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12, msg=f"{name}, cut at {cut}")
+
+
+def check_causality(function, inputs, other, cuts):
+    """Whatever follows a cut, what is before it stays, to the last bit."""
+    state = inputs.pop("state")
+    out = function(**inputs, state=state)[0]
+    for cut in (cut for cut in cuts if cut < out.shape[2]):
+        prefix = {name: x[:, :, :cut] for name, x in inputs.items()}
+        assert torch.equal(function(**prefix, state=state)[0], out[:, :, :cut]), cut
+        for rest in (other, {name: torch.full_like(x, float("nan")) for name, x in inputs.items()}):
+            changed = {name: torch.cat([x[:, :, :cut], rest[name][:, :, cut:]], 2) for name, x in inputs.items()}
+            found = function(**changed, state=state)[0]
+            assert torch.equal(found[:, :, :cut], out[:, :, :cut]), cut
+            assert not torch.equal(found[:, :, cut], out[:, :, cut]), cut
+
+
+CAUSAL = {
+    "scan": [(1, 2, 19, 16, 33)],
+    "square": [(2, 3, 9, size, size) for size in (2, 4, 8, 16)],
+    "short": [(2, 1, length, *sizes) for length, sizes in ((40, (256, 64)), (70, (130, 33)), (100, (64, 64)))],
+}
+
+
+@every_subject
+def test_causality_is_bit_exact(rule, form):
+    cuts = (1, 2, 3, 5, 6, 7, 8, 9, 16, 31, 32, 33, 39, 48, 63, 64, 65, 69)
+    for case in pairwise(shape=CAUSAL[form], state=[False, True], dtype=DTYPES[:2]):
+        given = {"dtype": case["dtype"], "state": case["state"]}
+        inputs, other = (sample_inputs(rule, case["shape"], seed=seed, **given) for seed in (0, 7))
+        check_causality(fastest(rule), inputs, other, cuts)
+
+
+@every_rule
+def test_the_loop_is_causal(rule):
+    inputs, other = (sample_inputs(rule, (1, 2, 9, 4, 5), torch.float32, seed=seed) for seed in (0, 7))
+    check_causality(RULES[rule].reference, inputs, other, (1, 5, 8))
+
+
+@every_subject
+def test_what_is_not_read_gets_no_gradient(rule, form):
+    for shape in FEW[form]:
+        inputs = sample_inputs(rule, shape, torch.float32, state=False)
+        of_out, of_state = (torch.zeros_like(x) for x in cotangents(inputs))
+        of_out[:, :, :8] = 1
+        found = results(fastest(rule), inputs, (of_out, of_state))
+        for name in (name for name, x in inputs.items() if x is not None):
+            assert not found[f"d_{name}"][:, :, 8:].any() and found[f"d_{name}"][:, :, :8].any(), (name, shape)
+
+
+@every_subject
+def test_what_is_not_finite_spreads_no_further_than_in_the_loop(rule, form):
+    """Every result that is finite in the loop is finite here, and the same: nothing is multiplied by a masking zero.
+
+    The other sequences and heads stay, to the last bit.
+    """
+    shapes = {"scan": [(2, 3, 9, 6, 5)], "square": [(2, 3, 6, size, size) for size in (2, 4, 8, 16)]}
+    shape = shapes.get(form, [(2, 2, 40, 256, 64)])
+    tokens = [0, 5, 6, 38, 39] if form == "short" else [0, 3, 5]
+    numbers = [float("nan"), float("inf")]
+    for case in pairwise(where=["q", "k", "v", *RULES[rule].gates], token=tokens, number=numbers, shape=shape):
+        inputs = sample_inputs(rule, case["shape"], state=form != "short")
+        gradients = cotangents(inputs)
+        clean = results(fastest(rule), inputs, gradients)
+        inputs[case["where"]][0, 1, case["token"]] = case["number"]
+        expected, found = (results(function, inputs, gradients) for function in (RULES[rule].reference, fastest(rule)))
+        healthy = torch.ones(case["shape"][:2], dtype=torch.bool)
+        healthy[0, 1] = False
+        for name, truth in expected.items():
+            finite = truth.isfinite()
+            assert name != "out" or finite[0, 1, : case["token"]].all(), case
+            torch.testing.assert_close(
+                found[name][finite], truth[finite], rtol=1e-10, atol=1e-10, msg=f"{name}, {case}"
+            )
+            assert torch.equal(found[name][healthy], clean[name][healthy]), (name, case)
+
+
+@every_subject
+def test_layout_changes_nothing(rule, form):
+    for case in pairwise(shape=FEW[form], layout=LAYOUTS, dtype=[torch.float32, torch.bfloat16], state=[False, True]):
+        inputs = sample_inputs(rule, case["shape"], case["dtype"], layout=case["layout"], state=case["state"])
+        # The cotangents come in any layout as well: the gradient of sum() is expanded from one number.
+        gradients = tuple(x.mT.contiguous().mT for x in cotangents(inputs))
+        packed = {name: None if x is None else x.contiguous() for name, x in inputs.items()}
+        found = results(fastest(rule), inputs, gradients)
+        for name, x in results(fastest(rule), packed, gradients).items():
+            assert torch.equal(found[name], x), (name, case)
+        ones = (torch.ones(()).to(case["dtype"]).expand(gradients[0].shape), torch.ones_like(gradients[1]))
+        expanded = results(fastest(rule), inputs, ones)
+        for name, x in results(fastest(rule), inputs, (ones[0].contiguous(), ones[1])).items():
+            assert torch.equal(expanded[name], x), (name, case)
+
+
+@every_subject
+def test_the_number_of_threads_changes_no_bit_of_heads_and_little_of_columns(rule, form, device):
+    """Several sequences are split by sequence and head, one of one head by columns of the value."""
+    if device != "cpu":
+        return
+    shapes = {"scan": (2, 3, 66, 17, 16), "square": (2, 3, 33, 16, 16), "short": (2, 3, 70, 256, 64)}
+    for shape, tolerance in ((shapes[form], 0), ((1, 1, 70, 64, 64), 1e-5)):
+        inputs = sample_inputs(rule, shape, torch.float32, state=form != "short")
+        gradients = cotangents(inputs)
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(results(fastest(rule), inputs, gradients))
+        for name, x in found[0].items():
+            for other in found[1:]:
+                torch.testing.assert_close(other[name], x, rtol=tolerance, atol=tolerance / 10, msg=f"{name}, {shape}")
+
+
+@every_subject
+def test_nothing_given_is_changed(rule, form):
+    for shape in FEW[form]:
+        inputs = sample_inputs(rule, shape, torch.float32)
+        gradients = cotangents(inputs)
+        before = {name: x.clone() for name, x in inputs.items()}
+        of_before = tuple(x.clone() for x in gradients)
+        results(fastest(rule), inputs, gradients)
+        for name, x in inputs.items():
+            assert torch.equal(x, before[name]), (name, shape)
+        assert all(torch.equal(x, y) for x, y in zip(gradients, of_before, strict=True)), shape
+
+
+@every_rule
+@every_backend
+def test_the_returned_state_is_new(rule, backend):
+    for length in (0, 1):
+        inputs = sample_inputs(rule, (1, 2, length, 16, 16), torch.float32)
+        state = inputs["state"].clone()
+        with torch.no_grad():
+            with_backend(rule, backend)(**inputs)[1].add_(1)
+        assert torch.equal(inputs["state"], state), length
+
+
+# Bits.
+
+# Tokens at multiples of which a split changes no bit: kSplit of cuda_ext/cpu/state_block.h.
+SPLIT = 64
+
+
+def equal(found, expected):
+    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@every_kernel
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+def test_batch_threads_and_splits_change_no_bit(rule, state, device):
+    """Outputs and states on a CPU: of a row by itself, by any number of threads, and split at multiples of SPLIT."""
+    if device != "cpu":  # a GPU has no such threads, and other blocks for other batches
+        return
+    for shape in BIT_SHAPES:
+        inputs = sample_inputs(rule, shape, torch.float32, state=state)
+        function = fastest(rule)
+        row = {name: None if x is None else x[1:2] for name, x in inputs.items()}
+        out, final = function(**row)
+        assert equal([x[1:2] for x in function(**inputs)], (out, final)), shape
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert equal(function(**row), (out, final)), (threads, shape)
+        torch.set_num_threads(1)
+        initial = row.pop("state")
+        for cut in range(SPLIT, shape[2], SPLIT):
+            before, carried = function(**{name: x[:, :, :cut] for name, x in row.items()}, state=initial)
+            after, last = function(**{name: x[:, :, cut:] for name, x in row.items()}, state=carried)
+            assert equal((torch.cat([before, after], 2), last), (out, final)), (cut, shape)
+
+
+@every_kernel
+def test_token_by_token_differs_by_rounding_alone(rule):
+    for shape in BIT_SHAPES:
+        inputs = sample_inputs(rule, shape, torch.float32)
+        function = fastest(rule)
+        state, outs = inputs["state"], []
+        for t in range(shape[2]):
+            token = {name: x[:, :, t : t + 1] for name, x in inputs.items() if name != "state"}
+            out, state = function(**token, state=state)
+            outs.append(out)
+        expected, final = function(**inputs)
+        for found, truth in ((torch.cat(outs, 2), expected), (state, final)):
+            largest = truth.abs().amax((-2, -1), keepdim=True)
+            assert ((found - truth).abs() <= 16 * torch.finfo(torch.float32).eps * largest).all(), shape
+
+
+@every_rule
+@every_backend
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+def test_documents_in_one_sequence_are_sequences(rule, backend, state):
+    """What follows a first token knows nothing of what is before it, in results and in gradients."""
+    inputs = sample_inputs(rule, (3, 2, 75, 5, 20), state=state)
+    first = torch.zeros(3, 75, dtype=torch.bool)
+    first[0, [0, 40]] = first[1, [1, 2, 33, 74]] = True
+    gradients = cotangents(inputs)
+    found = results(functools.partial(with_backend(rule, backend), first=first), inputs, gradients)
+
+    def documents(state, **tokens):
+        outs, states = [], []
+        for row in range(3):
+            begins = [0, *(t for t in first[row].nonzero().flatten().tolist() if t), 75]
+            memory = None if state is None or first[row, 0] else state[row : row + 1]
+            parts = []
+            for begin, end in itertools.pairwise(begins):
+                some = {name: x[row : row + 1, :, begin:end] for name, x in tokens.items()}
+                part, memory = RULES[rule].reference(**some, state=memory if begin == 0 else None)
+                parts.append(part)
+            outs.append(torch.cat(parts, 2))
+            states.append(memory)
+        return torch.cat(outs), torch.cat(states)
+
+    for name, x in results(documents, inputs, gradients).items():
+        torch.testing.assert_close(found[name], x, rtol=1e-11, atol=1e-11, msg=name)
+
+
+# Long sequences, and what forgets.
+
+
+@every_rule
+@pytest.mark.parametrize(("values", "forgetful"), [(16, False), (20, True)])
+def test_no_drift_over_4096_tokens(rule, values, forgetful):
+    check_accuracy(rule, sample_inputs(rule, (1, 1, 4096, 16, values), torch.float32, forgetful=forgetful))
+
+
+def test_rebuilt_states_are_those_of_the_forward_pass():
+    """Of the delta rule. Later writes do not correct them: rounding of their own would add up over all tokens."""
+    inputs = sample_inputs("delta", (1, 1, 4096, 16, 16), torch.float32)
+    inputs["k"] /= inputs["k"].norm(dim=-1, keepdim=True)
+    check_accuracy("delta", inputs)
+
+
+@pytest.mark.slow
+@every_rule
+@pytest.mark.parametrize("values", [16, 20])
+@pytest.mark.parametrize("forgetful", [False, True], ids=["", "forgetful"])
+def test_no_drift_over_32768_tokens(rule, forgetful, values):
+    check_accuracy(rule, sample_inputs(rule, (1, 1, 32768, 16, values), torch.float32, forgetful=forgetful))
+
+
+FORGETFUL = [(name, gate) for name, rule in RULES.items() for gate in rule.gates if gate in FADING]
+
+
+@pytest.mark.parametrize(("rule", "gate"), FORGETFUL)
+@pytest.mark.parametrize("kept", [0.0, 1.0])
+def test_all_or_nothing_kept(rule, gate, kept):
+    """Nothing divides by what is kept, and nothing takes its logarithm."""
+    for shape, backend in itertools.product([(2, 2, 70, 5, 6), (1, 2, 40, 256, 64)], ["reference", "fastest"]):
+        inputs = sample_inputs(rule, shape, state=shape[3] == 5)
+        chosen = torch.rand(inputs[gate].shape, generator=generator_of(2)) < 0.3
+        inputs[gate] = torch.where(chosen, kept, inputs[gate])
+        gradients = cotangents(inputs)
+        found = results(with_backend(rule, backend), inputs, gradients)
+        for name, truth in results(RULES[rule].reference, inputs, gradients).items():
+            assert relative_error(found[name], truth) < 1e-12, (name, shape, backend)
+        # The derivative with respect to a rate of exactly 0 or 1 is that of its neighbours.
+        step, changed = 1e-4, []
+        for sign in (1, -1):
+            moved = {**inputs, gate: inputs[gate] + sign * step * chosen}
+            out, state = with_backend(rule, backend)(**moved)
+            changed.append((out * gradients[0]).sum() + (state * gradients[1]).sum())
+        slope = found[f"d_{gate}"][chosen].sum()
+        torch.testing.assert_close((changed[0] - changed[1]) / (2 * step), slope, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["decay", "gated"])
+def test_gates_may_be_any_number(rule):
+    for length, value in itertools.product((40, 70), (-0.5, 1.5)):
+        inputs = sample_inputs(rule, (2, 2, length, 256, 64), state=False)
+        for gate in RULES[rule].gates:
+            inputs[gate][:, :, ::3] = value
+            inputs[gate][0, 0] = min(value, 1)
+        gradients = cotangents(inputs)
+        expected = results(RULES[rule].reference, inputs, gradients)
+        for name, found in results(fastest(rule), inputs, gradients).items():
+            assert relative_error(found, expected[name]) <= 1e-13, (name, length, value)
+
+
+@pytest.mark.parametrize("rule", dict(FORGETFUL))
+@pytest.mark.parametrize("kept", [0.01, 0.999])
+def test_strong_and_weak_forgetting_over_thousands_of_tokens(rule, kept):
+    """0.01 to the power of a chunk is below the smallest float32."""
+    inputs = sample_inputs(rule, (1, 1, 3000, 16, 16), torch.float32)
+    for gate in FADING & {*RULES[rule].gates}:
+        inputs[gate] = torch.full_like(inputs[gate], kept)
+    check_accuracy(rule, inputs)
+
+
+# PyTorch.
+
+
+@every_rule
+def test_opcheck(rule):
+    for case in pairwise(layout=["contiguous", "tokens_first", "expanded"], state=[True, False]):
+        inputs = sample_inputs(rule, (2, 2, 5, 3, 4), torch.float32, **case)
+        given = operands(rule, inputs) or (*inputs.values(), None)
+        arguments = tuple(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in given)
+        operator = torch.ops.fwp.fast_weights if RULES[rule].kernel else getattr(torch.ops.fwp, f"{rule}_rule")
+        torch.library.opcheck(operator.default, arguments)
+
+
+@every_rule
+@pytest.mark.parametrize("backend", ["auto", "fastest"])
+def test_compiles_into_one_graph(rule, backend):
+    torch.compiler.reset()  # the functions of the other rules count against its limit of recompilations
+    inputs = sample_inputs(rule, (2, 2, 10, 16, 8), torch.float32)
+    gradients = cotangents(inputs)
+    function = with_backend(rule, backend)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = results(compiled, inputs, gradients)
+    for name, x in results(function, inputs, gradients).items():
+        assert torch.equal(found[name], x), name
+
+
+@every_rule
+def test_second_derivatives(rule):
+    """The operator refuses them; the reference gives them."""
+    inputs = {name: x.requires_grad_() for name, x in sample_inputs(rule, (1, 1, 3, 2, 2)).items()}
+    leaves = tuple(inputs.values())
+
+    def reference(*tensors):
+        return RULES[rule].reference(**dict(zip(inputs, tensors, strict=True)))
+
+    assert torch.autograd.gradgradcheck(reference, leaves)
+    out, _ = fastest(rule)(**inputs)
+    (gradient,) = torch.autograd.grad((out**2).sum(), inputs["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated.*backend='reference'"):
+        gradient.sum().backward()
+
+
+@every_rule
+def test_derivatives_in_forward_mode(rule):
+    """Silence would be a derivative of zero. The reference has them."""
+    inputs = sample_inputs(rule, (2, 2, 7, 5, 6))
+    with forward_ad.dual_level():
+        dual = inputs | {"v": forward_ad.make_dual(inputs["v"], torch.ones_like(inputs["v"]))}
+        assert forward_ad.unpack_dual(RULES[rule].reference(**dual)[0]).tangent is not None
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode: use backend='reference'"):
+            RULES[rule].function(**dual)
+
+
+def test_derivatives_in_forward_mode_before_anything_is_loaded():
+    script = """
+import torch
+from fairseq_fwp import ops
+x = torch.rand(1, 1, 3, 4)
+try:
+    print(torch.func.jvp(lambda v: ops.sum_rule(x, x, v)[0], (x,), (x,)))
+except NotImplementedError as error:
+    print(error)
+"""
+    assert "no derivative in forward mode" in run_isolated(script).stdout
+
+
+@every_rule
+@every_backend
+def test_dtypes_and_autocast(rule, backend):
+    for dtype in DTYPES:
+        inputs = sample_inputs(rule, (1, 2, 6, 4, 4), dtype)
+        function = with_backend(rule, backend)
+        out, state = function(**inputs)
+        assert out.dtype == dtype
+        assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        with torch.autocast(out.device.type, torch.bfloat16):
+            under_autocast = function(**inputs)
+        assert torch.equal(under_autocast[0], out) and torch.equal(under_autocast[1], state)
+
+
+@every_kernel
+def test_backends_without_gradients_agree(rule):
+    """Without gradients the kernel is called past autograd: the decoding step."""
+    inputs = sample_inputs(rule, (3, 2, 1, 16, 32), torch.float32)
+    with torch.no_grad():
+        expected, found, direct = (RULES[rule].function(**inputs, backend=b) for b in ("reference", "kernel", "auto"))
+    for x, y, z in zip(expected, found, direct, strict=True):
+        torch.testing.assert_close(y, x)
+        assert torch.equal(y, z)
+
+
+# By hand.
+
+
+@every_backend
+def test_read_after_write(backend):
+    """k_1 = (1, 0) writes (2, 4); k_2 = (1, 1) writes (1, 3), of which the delta rule corrects half.
+
+    The rules that forget start from a memory of ones.
+    """
+    q = torch.tensor([[[[1.0, 0.0], [2.0, 1.0]]]])
+    k = torch.tensor([[[[1.0, 0.0], [1.0, 1.0]]]])
+    v = torch.tensor([[[[2.0, 4.0], [1.0, 3.0]]]])
+    beta = torch.tensor([[[1.0, 0.5]]])
+    # Sum: W_1 = [[2, 4], [0, 0]], W_2 = [[3, 7], [1, 3]].
+    out, state = with_backend("sum", backend)(q, k, v)
+    assert out.tolist() == [[[[2, 4], [7, 17]]]] and state.tolist() == [[[[3, 7], [1, 3]]]]
+    # Delta: W_1 the same; k_2 W_1 = (2, 4), so k_2 writes 0.5 ((1, 3) - (2, 4)) = (-0.5, -0.5).
+    out, state = with_backend("delta", backend)(q, k, v, beta)
+    assert out.tolist() == [[[[2, 4], [2.5, 6.5]]]] and state.tolist() == [[[[1.5, 3.5], [-0.5, -0.5]]]]
+    # Gated: W_1 = 0.5 (1 + [[2, 4], [0, 0]]) = [[1.5, 2.5], [0.5, 0.5]], W_2 = 0.25 W_1 + 0.75 [[1, 3], [1, 3]].
+    ones = torch.ones(1, 1, 2, 2)
+    out, state = with_backend("gated", backend)(q, k, v, torch.tensor([[[0.5, 0.25]]]), ones)
+    assert state.tolist() == [[[[1.125, 2.875], [0.875, 2.375]]]] and out.tolist() == [[[[1.5, 2.5], [3.125, 8.125]]]]
+    # Decay: W_1 = [[0.125, 0.25], [0.5, 1]] + [[2, 4], [0, 0]], W_2 = [[0, 0], [0.25 0.5, 0.25 1]] + [[1, 3], [1, 3]].
+    of_keys, of_values = torch.tensor([[[[0.25, 1.0], [0.0, 0.5]]]]), torch.tensor([[[[0.5, 1.0], [0.5, 0.5]]]])
+    out, state = with_backend("decay", backend)(q, k, v, of_keys, of_values, ones)
+    assert state.tolist() == [[[[1, 3], [1.125, 3.25]]]] and out.tolist() == [[[[2.125, 4.25], [3.125, 9.25]]]]
+
+
+@every_backend
+def test_unrelated_associations(backend):
+    """A new value under k_2 leaves that under an orthogonal k_1 to the delta rule, but a share of it to the gated one.
+
+    Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174), Appendix B.
+    """
+    generator = generator_of(0)
+    k_1, k_2, _ = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64)).Q
+    v_1, v_2, v_3 = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    memory = torch.outer(k_1, v_1) + torch.outer(k_2, v_2)
+    beta = torch.tensor([[[0.25]]], dtype=torch.float64)
+    write = (k_2[None, None, None], k_2[None, None, None], v_3[None, None, None])
+    for rule, rate, of_unrelated in (("delta", beta, 1), ("gated", 1 - beta, 0.75)):
+        out, state = with_backend(rule, backend)(*write, rate, memory[None, None])
+        torch.testing.assert_close(out[0, 0, 0], 0.75 * v_2 + 0.25 * v_3)
+        torch.testing.assert_close(k_1 @ state[0, 0], of_unrelated * v_1)
