@@ -1,5 +1,7 @@
 """Few configurations that still try every two values together."""
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -23,3 +25,30 @@ def pairwise(when: Callable[[Case], bool] = lambda case: True, **factors: Sequen
         left -= indexed[best]
         chosen.append(dict(zip(names, cases[best], strict=True)))
     return chosen
+
+
+def looped(names: str | Sequence[str], values: Sequence[Any], ids: Any = None) -> Callable[[Callable], Callable]:
+    """Try a test with each of the values, as one case; arguments as those of pytest.mark.parametrize.
+
+    For what varies beside the subject of a test: an error says where it happened.
+    """
+    listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def over_all(**arguments: Any) -> None:
+            for value in values:
+                case = dict(zip(listed, value if len(listed) > 1 else (value,), strict=True))
+                try:
+                    test(**arguments, **case)
+                except BaseException as error:
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(f"with {case}")
+                    raise
+
+        signature = inspect.signature(test)
+        left = [parameter for name, parameter in signature.parameters.items() if name not in listed]
+        over_all.__signature__ = signature.replace(parameters=left)
+        return over_all
+
+    return decorate

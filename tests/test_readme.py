@@ -4,7 +4,7 @@ import itertools
 import re
 from pathlib import Path
 
-import pytest
+from pairwise import looped
 
 from fairseq_fwp.models.attention_options import rule_choices
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
@@ -34,7 +34,7 @@ def expanded(pattern):
     return {"".join(choice) for choice in itertools.product(*choices)}
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+@looped("path", TEXTS)
 def test_links_lead_to_what_is_there(path):
     for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
         other = path.parent / target if target else path

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cli.test_eval_lm import preprocess, train_model
 from models.conftest import build_model  # noqa: F401  (a fixture)
+from pairwise import looped
 
 from fairseq_fwp.cli import add_layer, eval_lm
 from fairseq_fwp.convert.fast_weight_layer import STREAMS, read_moments
@@ -63,7 +64,7 @@ def run(folder, name, *flags):
     return path, out
 
 
-@pytest.mark.parametrize("name", ["Transformer-XL", "local"])
+@looped("name", ["Transformer-XL", "local"])
 def test_the_model_is_as_good_and_learns_by_reading(folder, name):
     path, out = run(folder, name, "--fwl-hidden-dim", "40", "--tokens", "300")
     before = loss(folder, path)
@@ -72,7 +73,7 @@ def test_the_model_is_as_good_and_learns_by_reading(folder, name):
     assert abs(loss(folder, out, "--model-overrides", fast) - before) > 1e-4
 
 
-@pytest.mark.parametrize("carry", [False, True])
+@looped("carry", [False, True])
 def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
     """Of the first two segments of each stream: features by a pass over both, gradients by autograd of the loss."""
     model = build_model("fwp_fwl_lm", fwl_base="fwp_xl_lm", mem_len=6, tokens_per_sample=5, fwl_fast_weights="none")
@@ -148,7 +149,7 @@ def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
         train(folder, tmp_path, *FINE_TUNING, "--finetune-from-model", tmp_path / "damaged.pt", *flags)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "sentence"),
     [
         ("no last norm", "this model has no last normalisation"),

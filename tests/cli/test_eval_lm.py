@@ -20,6 +20,7 @@ from fairseq_cli import eval_lm as fairseq_eval_lm
 from fairseq_cli import preprocess as fairseq_preprocess
 from fairseq_cli import train as fairseq_train
 from models.conftest import make_dictionary
+from pairwise import looped
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.patches.messages import silence_known_warnings
@@ -102,7 +103,7 @@ def fairseqs_bits(folder, path, context):
     return float(fairseq_eval_lm.main(convert_namespace_to_omegaconf(args))["loss"])
 
 
-@pytest.mark.parametrize("path, context", [("delta.pt", SIZE - 1), ("softmax.pt", 20), ("delta.pt", 0)])
+@looped("path, context", [("delta.pt", SIZE - 1), ("softmax.pt", 20), ("delta.pt", 0)])
 def test_it_agrees_with_fairseq(folder, path, context):
     found = evaluate(folder, "--context-window", context, path=path)
     assert found["loss_base_2"] == pytest.approx(fairseqs_bits(folder, path, context), rel=1e-6)

@@ -1,5 +1,6 @@
 import pytest
 import yaml
+from pairwise import looped
 
 from fairseq_fwp.cli import info
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
@@ -26,7 +27,7 @@ def test_the_report_names_everything(capsys):
         assert f"\n  {name}" in report
 
 
-@pytest.mark.parametrize("name, arch", [pair for pair in ARCHS if pair[0] != "fwp_transformer"])
+@looped("name, arch", [pair for pair in ARCHS if pair[0] != "fwp_transformer"])
 def test_a_hydra_configuration_holds_the_preset(capsys, name, arch):
     info.main(["--hydra", arch])
     model = yaml.safe_load(capsys.readouterr().out)["model"]

@@ -10,6 +10,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from omegaconf import OmegaConf
+from pairwise import looped
 
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.patches.messages import silence_known_warnings
@@ -88,7 +89,7 @@ def assert_same(ours, theirs):
     torch.testing.assert_close(log_probs(ours.float(), tokens), expected, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@looped("name", SOURCES)
 def test_logits(checkpoint, name):
     theirs, settings = build_theirs(*SOURCES[name])
     checkpoint.save(theirs.state_dict(), settings)
@@ -164,7 +165,7 @@ def test_weights_missing_or_too_many(refused):
     refused(r"decoder\.layers\.0\.fc1\.bias is \(25,\) in place of \(24,\)", wide, settings)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changed", "sentence"),
     [
         ({"layernorm_embedding": True}, "--layernorm-embedding cannot be converted: it normalises its embeddings"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.convert import checkpoint
 from fairseq_fwp.modules.dropout import Dropout
@@ -85,7 +86,7 @@ def test_notes(convert, capsys):
     assert "--carry-state on segments of 11 tokens" in note
 
 
-@pytest.mark.parametrize("name", ["schlag-lm/type24", "schlag-lm/type2", "transformer-xl/wt103"])
+@looped("name", ["schlag-lm/type24", "schlag-lm/type2", "transformer-xl/wt103"])
 def test_dropout_is_where_the_public_code_has_it(name):
     """After the embeddings, both blocks, the feed-forward activation and the last layer, in fwp_xl_lm also of R."""
     model, *_ = build(read_vector(name), dropout=0.25)
@@ -115,7 +116,7 @@ def converted(tmp_path_factory):
     return folder, tmp_path / "bin", losses.mean().item() / math.log(2)
 
 
-@pytest.mark.parametrize("command", ["fairseq-eval-lm", ("-m", "fairseq_fwp.cli.eval_lm")], ids=["fairseq", "fwp"])
+@looped("command", ["fairseq-eval-lm", ("-m", "fairseq_fwp.cli.eval_lm")], ids=["fairseq", "fwp"])
 def test_it_is_scored(converted, command):
     folder, data, expected = converted
     arguments = ["--path", folder / "checkpoint.pt", "--gen-subset", "valid", "--tokens-per-sample", 11]

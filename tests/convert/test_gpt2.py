@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import looped
 from safetensors.torch import save_file
 
 from fairseq_fwp.cli.convert import main
@@ -104,7 +105,7 @@ def assert_same(folder, tensors, dtype, tolerance):
     assert log_probs[..., rest].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
+@looped(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
 def test_logits(folder, dtype, tolerance):
     tensors = make_tensors()
     folder.save(tensors)
@@ -147,7 +148,7 @@ def changed(name, value):
     return lambda tensors: {key: tensor for key, tensor in {**tensors, name: value}.items() if tensor is not None}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "config", "sentence"),
     [
         (changed("h.1.mlp.c_fc.bias", None), {}, r"lacks h\.1\.mlp\.c_fc\.bias;"),
@@ -187,7 +188,7 @@ def test_attention_of_other_shapes_is_named_before_another_takes_its_place(folde
     assert not folder.out.exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@looped("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
     """The softmax model of rounded weights has the logits of just those weights, and fast weights take their place."""
     tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}

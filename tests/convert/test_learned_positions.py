@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import looped
 
 from tests.convert.conftest import build, read_vector, score
 
@@ -71,7 +72,7 @@ def plain_losses(vector, clamp_len):
     return torch.cat(losses, 1).T
 
 
-@pytest.mark.parametrize(("attn_type", "clamp_len"), [(1, -1), (1, 6), (3, -1)])
+@looped(("attn_type", "clamp_len"), [(1, -1), (1, 6), (3, -1)])
 def test_losses_are_those_of_the_published_equations(attn_type, clamp_len):
     """The public code's --clamp_len N is a largest distance of N - 1; without it, that of its table."""
     vector = state_dict(attn_type)

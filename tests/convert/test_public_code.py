@@ -1,14 +1,14 @@
 """Converted models have the losses, token by token, that the public code has of the same weights."""
 
-import pytest
 import torch
+from pairwise import looped
 
 from tests.convert.conftest import VECTORS, build, read_vector, score
 
 NAMES = sorted(str(path.relative_to(VECTORS).with_suffix("")) for path in VECTORS.glob("*/*.npz"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_losses(name):
     vector = read_vector(name)
     model, dictionary, _ = build(vector)

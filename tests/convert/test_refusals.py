@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from pairwise import looped
 from torch import nn
 
 from tests.convert.conftest import build, read_vector
@@ -88,7 +89,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@looped("case", REFUSALS)
 def test_refusal(case):
     name, options, change, sentence = REFUSALS[case]
     vector = read_vector(f"schlag-lm/{name}")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
+from pairwise import looped
 from rule_inputs import rule_inputs
 
 from fairseq_fwp.cli.convert import main
@@ -93,7 +94,7 @@ def test_every_rule_and_map_takes_its_place(source, rule):
         assert "attention_dropout" not in checkpoint.command_line(converted)
 
 
-@pytest.mark.parametrize("size", [HEAD, None])
+@looped("size", [HEAD, None])
 def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(source, size):
     x = random_input()
     q, k, v = projected(source, x)
@@ -163,7 +164,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
     torch.testing.assert_close(new_v, v * (1 - kept))
 
 
-@pytest.mark.parametrize("size", [4, HEAD + 1])
+@looped("size", [4, HEAD + 1])
 def test_decay_that_begins_with_spans(source, size):
     """Scores are the nearest to those of softmax but for the last feature, whose read-out is a mean of the values."""
     longest, x = 81, random_input()
@@ -187,7 +188,7 @@ def test_decay_that_begins_with_spans(source, size):
     torch.testing.assert_close(q[..., -1] * k[..., -1], torch.full(q.shape[:-1], 0.1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("normalized", "scale"), [(False, 1 / 512), (True, 1.0)])
+@looped(("normalized", "scale"), [(False, 1 / 512), (True, 1.0)])
 def test_additive_values_without_normalisation_are_a_512th(source, normalized, scale):
     x = random_input()
     attention = attention_of(swap(source, Target("sum", "relu", 4, attention_normalization=normalized)))
@@ -222,7 +223,7 @@ def test_one_conversion_is_like_the_other(source):
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("target", "sentence"),
     [
         (Target("sum", "favor", 5, attention_normalization=True), "the map favor has 4 features, not 5"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.convert.vocabulary import arrange, read_words
 from tests.convert.conftest import WORDS, build, read_vector
@@ -27,7 +28,7 @@ def test_names_of_other_corpora():
     assert arrange(["<eos>", "<S>"]).rows.tolist() == [-1, -1, 0, -1, 1]  # the second is an ordinary word
 
 
-@pytest.mark.parametrize(
+@looped(
     ("words", "sentence"),
     [
         (["a", "b", "a"], "holds the word 'a' twice"),
@@ -57,7 +58,7 @@ def test_words_are_read_line_by_line(tmp_path):
             read_words(broken)
 
 
-@pytest.mark.parametrize("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
+@looped("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
 def test_what_the_source_does_not_have_has_no_probability(name):
     vector = read_vector(name)
     words = [f"w{number}" for number in range(31)]
@@ -71,7 +72,7 @@ def test_what_the_source_does_not_have_has_no_probability(name):
         assert (probabilities == 0).sum(-1).eq(len(dead)).all() and (probabilities[..., rows] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["schlag-lm/type24", "schlag-lm/type2", "transformer-xl/enwik8"])
+@looped("name", ["schlag-lm/type24", "schlag-lm/type2", "transformer-xl/enwik8"])
 def test_a_vocabulary_without_line_ends_is_told(name):
     vector, words = read_vector(name), [f"w{number}" for number in range(31)]
     assert build(vector)[2].notes == []
@@ -79,7 +80,7 @@ def test_a_vocabulary_without_line_ends_is_told(name):
     assert note.startswith("the vocabulary has no end of a line (</s>, <eos>, <S>): the model gives the one that ")
 
 
-@pytest.mark.parametrize("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
+@looped("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
 def test_training_leaves_them_without(name):
     """Also with weight decay, which would make minus infinity in a weight of it in all gradients."""
     model, dictionary, conversion = build(read_vector(name))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models.conftest import build_model  # noqa: F401  (a fixture)
+from pairwise import looped
 
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Text, document_starts, evaluate, gather_statistics
 from fairseq_fwp.evaluation.dynamic import measure
@@ -129,8 +130,8 @@ def test_words_that_a_model_lacks_have_no_weight_to_pull_back(build_model):  # n
     torch.testing.assert_close(actual, expected, atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize("carry", [False, True])
-@pytest.mark.parametrize("starts", [[0, 11, 12, 30], [0]], ids=str)
+@looped("carry", [False, True])
+@looped("starts", [[0, 11, 12, 30], [0]], ids=str)
 def test_documents_start_with_the_trained_weights(build_model, carry, starts):  # noqa: F811
     arch, flags = MODELS["Transformer-XL"]
     model, text, rule = build_model(arch, **flags), random_text(starts=tuple(starts)), RULES["sgd, decay"]
@@ -171,7 +172,7 @@ def test_rules_need_their_statistics(build_model):  # noqa: F811
         measure(WindowScorer(model, text), [], "rms")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("numbers", "sentence"),
     [
         ({"kind": "adam"}, "`kind` must be one of sgd, rms, rms-sum, got 'adam'"),

@@ -10,6 +10,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
+from pairwise import looped
 
 import fairseq_fwp.evaluation
 from fairseq_fwp.evaluation import Protocol, Text, evaluate
@@ -68,8 +69,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("size, given_tokens", [(16, 15), (16, 11), (16, 0), (LENGTH + 5, LENGTH + 4), (1, 0)])
-@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
+@looped("size, given_tokens", [(16, 15), (16, 11), (16, 0), (LENGTH + 5, LENGTH + 4), (1, 0)])
+@looped("flags", MODELS.values(), ids=MODELS)
 def test_windows_agree_with_brute_force(build_model, flags, size, given_tokens):  # noqa: F811
     model, text = build_model("fwp_lm", **flags, max_target_positions=2 * LENGTH), random_text()
     step = size - given_tokens
@@ -78,10 +79,8 @@ def test_windows_agree_with_brute_force(build_model, flags, size, given_tokens):
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("size", [1, 16, LENGTH])
-@pytest.mark.parametrize(
-    "flags", [MODELS["delta"], MODELS["pre-norm without positions"]], ids=["delta", "no positions"]
-)
+@looped("size", [1, 16, LENGTH])
+@looped("flags", [MODELS["delta"], MODELS["pre-norm without positions"]], ids=["delta", "no positions"])
 def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size):  # noqa: F811
     model, text = build_model("fwp_lm", **flags, max_target_positions=2 * LENGTH), random_text()
     expected = brute_force(model, text, lambda i: 0)
@@ -96,7 +95,7 @@ def test_a_stream_has_no_gaps(build_model):  # noqa: F811
         scorer([Window(5, 5, 9)])
 
 
-@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+@looped("cutoffs", [None, "10,30"])
 def test_fairseqs_own_models(cutoffs):
     config = TransformerLanguageModelConfig(
         decoder_layers=2, decoder_embed_dim=16, decoder_ffn_embed_dim=24, decoder_attention_heads=4,

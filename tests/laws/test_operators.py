@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from isolated import run_isolated
-from pairwise import pairwise
+from pairwise import looped, pairwise
 from subjects import (
     BIT_SHAPES,
     FADING,
@@ -31,8 +31,8 @@ from subjects import (
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Sizes below, at and beyond one vector and one block of columns; lengths that leave every remainder modulo four, that fill
-# a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
+# Sizes below, at and beyond one vector and one block of columns; lengths that leave every remainder modulo four, that
+# fill a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
 SHAPES = {
     "scan": [
         *((2, 3, 0, 5, 7), (2, 3, 1, 5, 7), (1, 2, 2, 16, 32), (2, 2, 63, 17, 33), (1, 1, 64, 64, 64)),
@@ -59,7 +59,7 @@ ACCURATE = {
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
 # The loop, and what "auto" runs: the kernel, where the rule has one.
-every_backend = pytest.mark.parametrize("backend", ["reference", "fastest"])
+every_backend = looped("backend", ["reference", "fastest"])
 every_subject = pytest.mark.parametrize(
     ("rule", "form"), [(rule, form) for rule in RULES for form in (SHAPES if rule in WITH_KERNEL else ["scan"])]
 )
@@ -110,7 +110,7 @@ def test_error_is_at_most_twice_that_of_the_loop(rule, form):
 
 @every_rule
 @every_backend
-@pytest.mark.parametrize("state", [True, False])
+@looped("state", [True, False])
 def test_gradcheck(rule, backend, state):
     inputs = sample_inputs(rule, (2, 2, 6, 3, 5), state=state)
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
@@ -290,7 +290,7 @@ def equal(found, expected):
 
 
 @every_kernel
-@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+@looped("state", [True, False])
 def test_batch_threads_and_splits_change_no_bit(rule, state, device):
     """Outputs and states on a CPU: of a row by itself, by any number of threads, and split at multiples of SPLIT."""
     if device != "cpu":  # a GPU has no such threads, and other blocks for other batches
@@ -330,7 +330,7 @@ def test_token_by_token_differs_by_rounding_alone(rule):
 
 @every_rule
 @every_backend
-@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+@looped("state", [True, False])
 def test_documents_in_one_sequence_are_sequences(rule, backend, state):
     """What follows a first token knows nothing of what is before it, in results and in gradients."""
     inputs = sample_inputs(rule, (3, 2, 75, 5, 20), state=state)
@@ -385,7 +385,7 @@ FORGETFUL = [(name, gate) for name, rule in RULES.items() for gate in rule.gates
 
 
 @pytest.mark.parametrize(("rule", "gate"), FORGETFUL)
-@pytest.mark.parametrize("kept", [0.0, 1.0])
+@looped("kept", [0.0, 1.0])
 def test_all_or_nothing_kept(rule, gate, kept):
     """Nothing divides by what is kept, and nothing takes its logarithm."""
     for shape, backend in itertools.product([(2, 2, 70, 5, 6), (1, 2, 40, 256, 64)], ["reference", "fastest"]):
@@ -420,7 +420,7 @@ def test_gates_may_be_any_number(rule):
 
 
 @pytest.mark.parametrize("rule", dict(FORGETFUL))
-@pytest.mark.parametrize("kept", [0.01, 0.999])
+@looped("kept", [0.01, 0.999])
 def test_strong_and_weak_forgetting_over_thousands_of_tokens(rule, kept):
     """0.01 to the power of a chunk is below the smallest float32."""
     inputs = sample_inputs(rule, (1, 1, 3000, 16, 16), torch.float32)
@@ -443,7 +443,7 @@ def test_opcheck(rule):
 
 
 @every_rule
-@pytest.mark.parametrize("backend", ["auto", "fastest"])
+@looped("backend", ["auto", "fastest"])
 def test_compiles_into_one_graph(rule, backend):
     torch.compiler.reset()  # the functions of the other rules count against its limit of recompilations
     inputs = sample_inputs(rule, (2, 2, 10, 16, 8), torch.float32)

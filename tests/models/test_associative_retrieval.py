@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq.models import ARCH_MODEL_REGISTRY
+from pairwise import looped
 
 from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrieval, FwpAssociativeRetrievalConfig
 from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
@@ -54,7 +55,7 @@ def test_projections_are_of_concatenated_embeddings(rule):
     torch.testing.assert_close(model(keys, values, queries), expected)
 
 
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@looped("feature_map", FEATURE_MAPS)
 @pytest.mark.parametrize("rule", [*(name for name, rule in UPDATE_RULES.items() if rule.steps == 1), "softmax"])
 def test_every_combination_learns(rule, feature_map):
     """All parameters get gradients."""
@@ -95,7 +96,7 @@ def test_options_without_effect_are_named(flags, unused, caplog):
     assert [record.args for record in caplog.records] == [(flag,) for flag in unused]
 
 
-@pytest.mark.parametrize(
+@looped(
     "flags, message",
     [
         ({"key_dim": 0}, "--key-dim must be at least 1, got 0"),

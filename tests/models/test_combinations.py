@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -68,7 +69,7 @@ def adam(model):
     return torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+@looped("combination", COMBINATIONS, ids="-".join)
 def test_trains_resumes_and_decodes_or_is_refused(combination):
     refusal = refusal_of(*combination)
     if refusal:

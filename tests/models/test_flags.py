@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fairseq.models import MODEL_DATACLASS_REGISTRY
+from pairwise import looped
 
 from fairseq_fwp.models import flags
 from fairseq_fwp.models.attention_options import flag, naming_flags, parts
@@ -38,7 +39,7 @@ def raised(path):
 BELOW = [path for room in ("ops", "modules", "kernels") for path in (ROOT / "fairseq_fwp" / room).rglob("*.py")]
 
 
-@pytest.mark.parametrize("path", BELOW, ids=lambda path: str(path.relative_to(ROOT / "fairseq_fwp")))
+@looped("path", BELOW)
 def test_errors_below_models_name_arguments_and_no_flags(path):
     for words in raised(path):
         assert not re.search(r"--[a-z]", words), words
@@ -50,7 +51,7 @@ def test_arguments_become_flags():
         raise ValueError("`num_features` must be at least 1; `plain` stays")
 
 
-@pytest.mark.parametrize("options", flags.GROUPS.values(), ids=lambda options: options.__name__)
+@looped("options", flags.GROUPS.values())
 def test_options_of_attention_say_whose_they_are(options):
     known = {
         "all",

@@ -9,6 +9,7 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from pairwise import looped
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel, FwpFwlLanguageModelConfig
@@ -59,8 +60,8 @@ def build(build_model):
     return build
 
 
-@pytest.mark.parametrize("pieces", [[1] * 11, [6, 1, 4], [11]], ids=str)
-@pytest.mark.parametrize("carried", [False, True])
+@looped("pieces", [[1] * 11, [6, 1, 4], [11]], ids=str)
+@looped("carried", [False, True])
 def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
     """Token by token or in one pass: it is the parallel form, carried on."""
     check_decoding(build(kind), pieces, carried)
@@ -98,7 +99,7 @@ def test_the_past_does_not_depend_on_the_future(build, kind):
     assert not torch.allclose(ours[:, 5:], theirs[:, 5:])
 
 
-@pytest.mark.parametrize("beam", [1, 3])
+@looped("beam", [1, 3])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
     """Over several segments: each beam goes on from what it has learnt."""
     check_beam_search(build(kind), beam)
@@ -114,7 +115,7 @@ def test_carried_states_are_reordered_and_reset(build, kind):
     assert model.decoder.carries_state == (kind != "softmax")
 
 
-@pytest.mark.parametrize("last", [1, 3])
+@looped("last", [1, 3])
 def test_features_of_the_last_tokens_alone(build, kind, last):
     model, tokens = build(kind), random_tokens(2, 4)
     decoder = model.decoder
@@ -158,9 +159,9 @@ def test_it_is_trained_saved_and_resumed_with_its_state(build, kind):
     assert train(resumed, optimizer, state, segments[3:])[0] == expected
 
 
-@pytest.mark.parametrize("base", ["fwp_lm", "fwp_xl_lm"])
-@pytest.mark.parametrize("norms", [{}, {"decoder_normalize_before": True}], ids=["post-norm", "pre-norm"])
-@pytest.mark.parametrize("mapped", [False, True])
+@looped("base", ["fwp_lm", "fwp_xl_lm"])
+@looped("norms", [{}, {"decoder_normalize_before": True}], ids=["post-norm", "pre-norm"])
+@looped("mapped", [False, True])
 def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base, norms, mapped):
     """What fairseq does for --finetune-from-model: a new layer changes nothing, up to the epsilon of normalisations."""
     flags = {"fwl_base": base, "fwl_fast_weights": "none", "fwl_map_inputs": mapped, **norms}
@@ -225,7 +226,7 @@ def test_learned_steps_are_left_out_where_there_are_none_to_learn(build, caplog)
     torch.testing.assert_close(log_probs(slow, tokens), log_probs(trained, tokens))
 
 
-@pytest.mark.parametrize("base", BASES)
+@looped("base", BASES)
 def test_a_base_fits_its_own_name_alone(base):
     other = next(name for name in BASES if name != base)
     saved = {**plain(configure(base, **SMALL)), "_name": base}

@@ -12,6 +12,7 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
+from pairwise import looped
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
@@ -29,8 +30,8 @@ def arch(request):
     return request.param
 
 
-@pytest.mark.parametrize("cutoffs", [None, "10,30"])
-@pytest.mark.parametrize("positions", [True, False])
+@looped("cutoffs", [None, "10,30"])
+@looped("positions", [True, False])
 def test_incremental_equals_teacher_forced(build_model, arch, cutoffs, positions):
     model = build_model(arch, adaptive_softmax_cutoff=cutoffs, no_token_positional_embeddings=not positions)
     tokens = random_tokens(3, 7)
@@ -65,7 +66,7 @@ def test_reordered_beams_go_on_from_their_own_past(build_model, arch):
     torch.testing.assert_close(step, log_probs(model, tokens[order])[:, -1:])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@looped("side", ["left", "right"])
 def test_padding_changes_no_score(build_model, arch, side):
     model, tokens = build_model(arch), random_tokens(2, 6)
     pad = tokens.new_full((2, 3), model.decoder.padding_idx)
@@ -138,7 +139,7 @@ def test_decoding_goes_on_from_a_given_state(build_model, arch):
 FAVOR = {"decoder_feature_map": "favor"}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("flags", "attribute", "value"),
     [
         ({"decoder_key_dim": 5}, "key_dim", 5),
@@ -186,7 +187,7 @@ def test_learned_maps_keep_their_own_initialisation(build_model):
     assert model.decoder.layers[0].self_attn.feature_map.linear.weight.std() > 0.1  # not N(0, 0.02)
 
 
-@pytest.mark.parametrize("beam", [1, 4])
+@looped("beam", [1, 4])
 def test_beam_search_scores_equal_rescoring(build_model, arch, beam):
     """What the generator adds up step by step is what one full forward gives the same tokens."""
     model = build_model(arch)
@@ -232,7 +233,7 @@ def test_no_tensor_grows_faster_than_the_sequence(build_model, largest_tensor, a
     assert largest[4096] <= 4 * largest[1024] < 1024**2
 
 
-@pytest.mark.parametrize("normalize_before", [False, True])
+@looped("normalize_before", [False, True])
 def test_softmax_model_is_fairseqs_transformer_lm(build_model, normalize_before):
     """The baseline with fairseq's weights gives fairseq's logits: embedding, positions, layers, norms, output."""
     shared = {"decoder_normalize_before": normalize_before, "activation_fn": "gelu"}
@@ -278,8 +279,8 @@ def test_positions_go_on_beyond_the_table(build_model):
     assert not torch.allclose(rotated[0, 0], rotated[0, 1])
 
 
-@pytest.mark.parametrize("normalize_before", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@looped("normalize_before", [False, True])
+@looped("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_model(build_model, arch, normalize_before, dtype):
     """Scores near those of float32, the state in float32, and a loss that a large batch does not overflow."""
     model = build_model(arch, decoder_normalize_before=normalize_before).float()
@@ -297,7 +298,7 @@ def test_half_precision_model(build_model, arch, normalize_before, dtype):
     assert loss.isfinite() and loss > 65504  # the largest number of float16
 
 
-@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+@looped("cutoffs", [None, "10,30"])
 def test_adaptive_loss_and_cross_entropy_agree(build_model, cutoffs):
     """fairseq's criteria, on targets that include every word: neither leaves one out."""
     model = build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
@@ -314,7 +315,7 @@ def test_adaptive_loss_and_cross_entropy_agree(build_model, cutoffs):
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+@looped("cutoffs", [None, "10,30"])
 def test_temperature_divides_the_scores_of_words(build_model, cutoffs):
     model = build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
     tokens = random_tokens(2, 5)
@@ -344,7 +345,7 @@ def test_a_new_model_is_initialised():
     assert model.decoder.layers[1].fc1.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
-@pytest.mark.parametrize("flag", ["dropout", "activation_dropout", "attention_dropout", "final_dropout"])
+@looped("flag", ["dropout", "activation_dropout", "attention_dropout", "final_dropout"])
 def test_each_dropout_acts_in_training_alone(build_model, flag):
     off = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0, "final_dropout": 0.0}
     model = build_model("softmax_lm_wt103", **{**off, flag: 0.5})
@@ -367,13 +368,13 @@ def test_dropout_is_where_the_paper_has_it(build_model):
     assert calls == [0.25] + [0.25, 0.125, 0.25] * 2 + [0.5]
 
 
-@pytest.mark.parametrize("cutoffs, kept", [("", []), ("20, 30", [20, 30]), ("20,50", [20]), ("20,51", [20])])
+@looped("cutoffs, kept", [("", []), ("20, 30", [20, 30]), ("20,50", [20]), ("20,51", [20])])
 def test_cutoffs(build_model, cutoffs, kept):
     model = build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
     assert model.decoder.adaptive_softmax.bounds == [0, *kept, 50]
 
 
-@pytest.mark.parametrize("cutoffs", ["abc", "10;20", "5.5", "10,,x"])
+@looped("cutoffs", ["abc", "10;20", "5.5", "10,,x"])
 def test_cutoffs_that_are_no_numbers_are_refused(build_model, cutoffs):
     with pytest.raises(ValueError, match="takes whole numbers like 20000,40000, got"):
         build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
@@ -428,7 +429,7 @@ def test_flags_without_effect_are_named(build_model, caplog, arch, flags, unused
     assert [message.split()[0] for message in warnings] == unused
 
 
-@pytest.mark.parametrize(
+@looped(
     ("flag", "value"),
     [
         ("decoder_embed_dim", 0),

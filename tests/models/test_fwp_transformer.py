@@ -9,6 +9,7 @@ from fairseq import options, search
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from pairwise import looped
 
 from fairseq_fwp.models import fwp_transformer
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
@@ -27,20 +28,25 @@ SMALL = {
 }
 VOCABULARY = 50
 SOFTMAX = {"encoder_feature_map": "softmax", "cross_feature_map": "softmax", "decoder_update_rule": "softmax"}
-# One position at a time, the others softmax; every rule with linear attention around it; and all at once.
+MAPS = list(FEATURE_MAPS)
+# One map in all positions.
+ALL = {name: dict.fromkeys(("encoder_feature_map", "cross_feature_map", "decoder_feature_map"), name) for name in MAPS}
+# Every map in every position, each time another one in each; every rule with linear attention around it.
 KINDS = {
     "softmax": SOFTMAX,
-    **{f"encoder-{name}": {**SOFTMAX, "encoder_feature_map": name} for name in FEATURE_MAPS},
-    **{f"cross-{name}": {**SOFTMAX, "cross_feature_map": name} for name in FEATURE_MAPS},
     **{
-        f"decoder-{name}": {**SOFTMAX, "decoder_update_rule": "sum", "decoder_feature_map": name}
-        for name in FEATURE_MAPS
+        f"maps-{name}": {
+            "encoder_feature_map": name,
+            "cross_feature_map": MAPS[i - 1],
+            "decoder_feature_map": MAPS[i - 2],
+            "decoder_update_rule": "sum",
+        }
+        for i, name in enumerate(MAPS)
     },
     **{f"rule-{rule}": {"decoder_update_rule": rule, "sum_normalization": True} for rule in UPDATE_RULES},
-    **{
-        f"all-{name}": dict.fromkeys(("encoder_feature_map", "cross_feature_map", "decoder_feature_map"), name)
-        for name in FEATURE_MAPS
-    },
+    "encoder": {**SOFTMAX, "encoder_feature_map": "dpfp"},
+    "cross": {**SOFTMAX, "cross_feature_map": "identity"},
+    "decoder": {**SOFTMAX, "decoder_update_rule": "sum", "decoder_feature_map": "relu"},
     "all-biased": {"decoder_update_rule": "sum", "attention_normalization": True, "attention_bias": True},
     "compiled": {"fwp_backend": "auto"},
     "all-attention-normalised": {"decoder_update_rule": "sum", "attention_normalization": True},
@@ -118,7 +124,7 @@ def test_reordered_beams_go_on_from_their_own_past_and_source(model):
     torch.testing.assert_close(found, scores_of(model, source[order], target[order])[:, 4:])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@looped("side", ["left", "right"])
 def test_padding_changes_no_score(model, side):
     """Of source and target, in one forward and in decoding; rows of different lengths.
 
@@ -161,7 +167,7 @@ def rescore(model, source, hypothesis):
 RAGGED = pad([random_tokens(n) for n in (6, 3, 4)], "left")
 
 
-@pytest.mark.parametrize("beam", [1, 4])
+@looped("beam", [1, 4])
 def test_beam_scores_equal_rescoring(model, beam):
     for source, hypotheses in zip(RAGGED, generate(model, RAGGED, beam_size=beam), strict=True):
         assert len(hypotheses) == beam
@@ -170,10 +176,10 @@ def test_beam_scores_equal_rescoring(model, beam):
             torch.testing.assert_close(found, rescore(model, source, hypothesis), rtol=1e-5, atol=1e-5)
 
 
-DELTA = {**KINDS["all-dpfp"], "decoder_update_rule": "delta", "sum_normalization": True}
+DELTA = {**ALL["dpfp"], "decoder_update_rule": "delta", "sum_normalization": True}
 
 
-@pytest.mark.parametrize("penalty", [0.6, 2.0])
+@looped("penalty", [0.6, 2.0])
 def test_length_penalty(penalty):
     model = build(**DELTA)
     for source, hypotheses in zip(
@@ -201,7 +207,7 @@ def test_diverse_beams():
             assert torch.equal(hypothesis["tokens"], other["tokens"]) and hypothesis["score"] == other["score"]
 
 
-@pytest.mark.parametrize("limits", [{}, {"sampling_topk": 5}, {"sampling_topp": 0.8}])
+@looped("limits", [{}, {"sampling_topk": 5}, {"sampling_topp": 0.8}])
 def test_sampled_scores_equal_rescoring(limits):
     model = build(**DELTA)
     sampling = search.Sampling(model.decoder.dictionary, **limits)
@@ -216,7 +222,7 @@ def test_sampled_scores_equal_rescoring(limits):
 
 
 def test_ensembles_of_different_attentions():
-    models = [build(**DELTA), build(**SOFTMAX), build(**KINDS["all-favor"])]
+    models = [build(**DELTA), build(**SOFTMAX), build(**ALL["favor"])]
     for source, hypotheses in zip(RAGGED, generate(models, RAGGED), strict=True):
         for hypothesis in hypotheses:
             found = hypothesis["positional_scores"].double()
@@ -231,7 +237,7 @@ def numbers_in(value):
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@looped("name", FEATURE_MAPS)
 def test_a_hypothesis_costs_as_much_for_any_source_and_any_length(rule, name):
     maps = {f"{position}_feature_map": name for position in ("encoder", "cross", "decoder")}
     model, sizes = build(decoder_update_rule=rule, **maps), set()
@@ -262,7 +268,7 @@ def test_no_tensor_grows_faster_than_the_sentence(largest_tensor):
     assert largest[2048] <= 4 * largest[512] < 512**2
 
 
-@pytest.mark.parametrize(
+@looped(
     "flags",
     [
         {},
@@ -309,7 +315,7 @@ def test_presets(arch):
         assert attention.feature_map.feature_dim == (512 if rest else 64)
 
 
-@pytest.mark.parametrize("m, nu, features", [(128, 2, 256), (192, 3, 384), (256, 4, 512)])
+@looped("m, nu, features", [(128, 2, 256), (192, 3, 384), (256, 4, 512)])
 def test_features_of_table_6(m, nu, features):
     assert (
         FEATURE_MAPS["favor"](64, num_features=m).feature_dim == FEATURE_MAPS["dpfp"](64, nu=nu).feature_dim == features
@@ -331,7 +337,7 @@ def train(model, updates):
 
 @pytest.mark.parametrize("checkpoint_activations", [False, True])
 def test_every_parameter_is_trained_and_saved(checkpoint_activations, tmp_path):
-    kind = {**KINDS["all-relu"], "decoder_update_rule": "decay", "sum_normalization": True}
+    kind = {**ALL["relu"], "decoder_update_rule": "decay", "sum_normalization": True}
     model = build(**kind, checkpoint_activations=checkpoint_activations, dropout=0.0).train()
     updates = [(random_tokens(2, 5), random_tokens(2, 6)) for _ in range(3)]
     before = copy.deepcopy(model.state_dict())
@@ -343,7 +349,7 @@ def test_every_parameter_is_trained_and_saved(checkpoint_activations, tmp_path):
     assert train(again, updates) == pytest.approx(losses)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "all-favor", "rule-delta"])
+@pytest.mark.parametrize("kind", ["softmax", "maps-favor", "rule-delta"])
 def test_training_takes_onednn_where_torch_is_slow(kind, monkeypatch):
     """The same loss and gradients, and generation as it was."""
     model, source, target = build(**KINDS[kind]).float(), random_tokens(3, 5), random_tokens(3, 6)
@@ -367,7 +373,7 @@ def test_training_takes_onednn_where_torch_is_slow(kind, monkeypatch):
 
 
 def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
-    model = build(**KINDS["all-favor"], checkpoint_activations=True)
+    model = build(**ALL["favor"], checkpoint_activations=True)
     maps = [module for module in model.modules() if type(module) is FEATURE_MAPS["favor"]]
     source, target = random_tokens(2, 5), random_tokens(2, 5)
     model(source, None, target)
@@ -388,10 +394,10 @@ def test_a_copy_reads_with_its_own_attentions():
         torch.testing.assert_close(steps_of(each, remember(each, source), target), scores_of(each, source, target))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
+@looped("dtype", [torch.bfloat16, torch.float16])
+@looped("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
 def test_half_precision(name, dtype):
-    model = build(**{**KINDS[f"all-{name}"], "decoder_update_rule": "delta", "sum_normalization": True}).float()
+    model = build(**{**ALL[name], "decoder_update_rule": "delta", "sum_normalization": True}).float()
     source, target = random_tokens(2, 12), random_tokens(2, 12)
     expected = scores_of(model, source, target)
     half = copy.deepcopy(model).to(dtype)
@@ -406,7 +412,7 @@ def test_positions_go_on_beyond_any_table():
     torch.testing.assert_close(steps_of(model, remember(model, source), target), scores_of(model, source, target))
 
 
-@pytest.mark.parametrize(
+@looped(
     "flags, message",
     [
         ({"cross_self_attention": True, "no_cross_attention": True}, "--cross-self-attention attends to source and"),
@@ -445,7 +451,7 @@ def test_what_the_attentions_to_a_whole_sequence_are_built_with():
     assert all(part.bias is not None for x in found for part in (x.q_proj, x.kv_proj, x.out_proj))
 
 
-@pytest.mark.parametrize(
+@looped(
     "flags, factor",
     [
         ({"encoder_feature_map": "elu", "cross_feature_map": "elu"}, 4**-0.25),
@@ -463,7 +469,7 @@ def test_scores_start_as_large_as_those_of_softmax_attention(flags, factor):
             assert 0.9 * bound < weight.abs().max() <= bound
 
 
-@pytest.mark.parametrize("kind", ["all-elu", "all-favor", "cross-identity", "encoder-dpfp", "softmax"])
+@pytest.mark.parametrize("kind", ["maps-elu", "maps-favor", "cross", "encoder", "softmax"])
 def test_alignment(kind):
     """That of a hypothesis is the attention to the source of a forward of it alone, as in fairseq's own model.
 
@@ -574,7 +580,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("case", CHANGES)
+@looped("case", CHANGES)
 def test_options_are_named_where_weights_compute_something_else(case):
     """All that differ and change scores; those that leave them as they are, never."""
     trained, others = CHANGES[case]

@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from pairwise import looped
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
@@ -43,7 +44,7 @@ def build(build_model):
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-@pytest.mark.parametrize("lengths", [[5, 4], [2, 6, 1], [1] * 9], ids=str)
+@looped("lengths", [[5, 4], [2, 6, 1], [1] * 9], ids=str)
 def test_a_memory_of_the_whole_past_is_attention_over_the_concatenation(build, kind, lengths):
     """Also through several layers: the memory holds what each of them was given."""
     model, tokens = build(kind, mem_len=8), random_tokens(2, 9)
@@ -58,7 +59,7 @@ def test_segments_are_invisible_with_same_length(build):
         torch.testing.assert_close(by_segments(model, tokens, length)[0], expected)
 
 
-@pytest.mark.parametrize("mem_len", [1, 3])
+@looped("mem_len", [1, 3])
 def test_a_short_memory_is_the_end_of_the_layers_inputs(build, mem_len):
     model, tokens = build("relative", mem_len=mem_len), random_tokens(2, 6)
     layers, seen = model.decoder.layers, []
@@ -80,8 +81,8 @@ def test_without_recurrence_nothing_is_remembered(build, kind):
     assert all(part is None or part.numel() == 0 for layer in state.layers for part in layer)
 
 
-@pytest.mark.parametrize("pieces", [[1] * 15, [6, 1, 8], [15]], ids=str)
-@pytest.mark.parametrize("carried", [False, True])
+@looped("pieces", [[1] * 15, [6, 1, 8], [15]], ids=str)
+@looped("carried", [False, True])
 def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
     check_decoding(build(kind, tokens_per_sample=4), pieces, carried)
 
@@ -110,7 +111,7 @@ def test_carried_memories_are_reordered_and_reset(build, kind):
     assert model.decoder.carries_state == (model.decoder.mem_len > 0)
 
 
-@pytest.mark.parametrize("beam", [1, 4])
+@looped("beam", [1, 4])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
     check_beam_search(build(kind, tokens_per_sample=4), beam)
 
@@ -140,7 +141,7 @@ def test_gradients_stop_at_a_detached_memory(build):
         assert (grad[tokens[0, 0]].abs().sum() > 0) == (flows or tokens[0, 0] in tokens[:, 4])
 
 
-@pytest.mark.parametrize("flags", [{"mem_len": 16}, {"same_length": True}, {"mem_len": 9, "clamp_len": 4}], ids=str)
+@looped("flags", [{"mem_len": 16}, {"same_length": True}, {"mem_len": 9, "clamp_len": 4}], ids=str)
 @pytest.mark.parametrize("kind", ["relative", "shaw"])
 def test_evaluation_with_another_memory_loads_the_same_weights(build, kind, flags):
     if kind == "shaw":
@@ -254,7 +255,7 @@ def test_initialisation_is_the_public_codes():
         assert table.weight[decoder.padding_idx].abs().max() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@looped("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_model(build, kind, dtype):
     model = build(kind).float()
     model.apply(initialize)
@@ -297,7 +298,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
+@looped("sentence", REFUSED)
 def test_settings_that_cannot_be_are_refused(build, sentence):
     with pytest.raises(ValueError, match=sentence):
         build("relative", **REFUSED[sentence])

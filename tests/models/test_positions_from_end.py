@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.modules.sinusoidal_positions import VaswaniPositions
 
@@ -33,7 +34,7 @@ def test_the_last_token_stands_at_position_zero(model):
     assert [row[:3] for row in seen[1][:1]] + [row[1:] for row in seen[1][1:]] == [[2, 1, 0], [3, 2, 1, 0]]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@looped("side", ["left", "right"])
 def test_padding_changes_no_score(model, side):
     tokens = random_tokens(2, 5)
     pad = tokens.new_full((2, 3), model.decoder.padding_idx)

@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
+from pairwise import looped
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
@@ -101,7 +102,7 @@ def test_transformer_xl_base_has_the_published_size(wikitext103):
     assert untied + 9 * (410 + 1) == 151_123_537
 
 
-@pytest.mark.parametrize(
+@looped(
     ("flags", "millions"),
     [
         ({}, 128),

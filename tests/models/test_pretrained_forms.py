@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -64,8 +65,8 @@ def test_learned_positions(build_model):
         build_model("softmax_lm_wt103", decoder_learned_pos=True, positions_from_end=True)
 
 
-@pytest.mark.parametrize("div_val", [1, 2])
-@pytest.mark.parametrize("cutoffs", [None, "10,30"])
+@looped("div_val", [1, 2])
+@looped("cutoffs", [None, "10,30"])
 def test_an_output_layer_without_biases(build_model, cutoffs, div_val):
     model = build_model("sum_lm_wt103", output_layer="tied", adaptive_softmax_cutoff=cutoffs, div_val=div_val)
     scores = log_probs(model, random_tokens(2, 7))
@@ -91,7 +92,7 @@ def test_an_output_layer_of_its_own(build_model):
             build_model("sum_lm_wt103", output_layer="untied", **flags)
 
 
-@pytest.mark.parametrize("div_val", [1, 2])
+@looped("div_val", [1, 2])
 def test_dropout_of_the_adaptive_softmax(build_model, div_val):
     flags = {"output_layer": "tied", "adaptive_softmax_cutoff": "10,30", "dropout": 0.0, "div_val": div_val}
     model = build_model("sum_lm_wt103", adaptive_softmax_dropout=0.5, **flags)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fairseq.models import MODEL_DATACLASS_REGISTRY
+from pairwise import looped
 
 from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
@@ -43,7 +44,7 @@ LANGUAGE_MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LANGUAGE_MODELS)
+@looped("case", LANGUAGE_MODELS)
 def test_options_are_named_where_weights_compute_something_else(build_model, case):
     """All that differ and change scores; those that leave them as they are, never."""
     trained, others = LANGUAGE_MODELS[case]

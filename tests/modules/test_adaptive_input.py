@@ -1,5 +1,6 @@
 import pytest
 import torch
+from pairwise import looped
 from torch import nn
 
 from fairseq_fwp.modules.adaptive_input import AdaptiveInput
@@ -7,7 +8,7 @@ from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 VOCABULARY, DIM = 30, 32
 
 
-@pytest.mark.parametrize("cutoffs", [[], [10], [4, 20]], ids=str)
+@looped("cutoffs", [[], [10], [4, 20]], ids=str)
 def test_a_word_is_its_row_times_its_clusters_projection(cutoffs):
     embedding = AdaptiveInput(VOCABULARY, DIM, cutoffs, 4).double()
     tokens = torch.randperm(VOCABULARY).view(5, 6)
@@ -56,7 +57,7 @@ def test_autocast():
     torch.testing.assert_close(found, embedding(tokens), rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize("div_val", [0, -2, 8])
+@looped("div_val", [0, -2, 8])
 def test_sizes_that_cannot_be_divided_are_refused(div_val):
     with pytest.raises(ValueError, match=f"`embed_dim` 32 cannot be divided 2 times by {div_val}: change `div_val`"):
         AdaptiveInput(VOCABULARY, DIM, [10, 20], div_val)

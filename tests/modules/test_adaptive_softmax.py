@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import looped
 from torch import nn
 
 from fairseq_fwp.modules import adaptive_softmax
@@ -70,7 +71,7 @@ def test_a_cluster_without_tokens_is_left_out(build):
     assert targets[0].tolist() == [3, 11] and targets[2].tolist() == [5]
 
 
-@pytest.mark.parametrize("cutoffs", [[0], [10, 10], [20, 10], [30]])
+@looped("cutoffs", [[0], [10, 10], [20, 10], [30]])
 def test_cutoffs_that_do_not_part_the_vocabulary_are_refused(cutoffs):
     with pytest.raises(ValueError, match="must rise from 1 to less than the vocabulary's 30 words"):
         TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), cutoffs)

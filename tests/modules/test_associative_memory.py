@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import looped
 from torch import nn
 
 from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
@@ -87,8 +88,8 @@ def refusal_of(rule, map_name, norm):
     return None
 
 
-@pytest.mark.parametrize("norm", NORMALIZATIONS)
-@pytest.mark.parametrize("map_name", FEATURE_MAPS)
+@looped("norm", NORMALIZATIONS)
+@looped("map_name", FEATURE_MAPS)
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_every_combination_is_the_papers_equations(rule, map_name, norm):
     refusal = refusal_of(rule, map_name, norm)
@@ -109,8 +110,8 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
     torch.testing.assert_close(memory(q, k, values, gates), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("length", [1, L])
-@pytest.mark.parametrize("norm", NORMALIZATIONS)
+@looped("length", [1, L])
+@looped("norm", NORMALIZATIONS)
 @pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.write_strength])
 def test_reading_backwards_is_reading_the_matrix(rule, norm, length):
     """The same numbers and gradients, by kernels too."""

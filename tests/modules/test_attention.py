@@ -1,10 +1,10 @@
 """Laws of the attention layers: every rule and map of the tables, softmax, local and Transformer-XL's."""
 
 import copy
-import itertools
 
 import pytest
 import torch
+from pairwise import looped, pairwise
 from rule_inputs import rule_inputs
 
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
@@ -38,7 +38,13 @@ def is_defined(rule, feature_map, normalization):
     return rule in ("sum", "gated", "decay", "delta") or feature_map in ("dpfp", "identity")
 
 
-FAST_WEIGHTS = [kind for kind in itertools.product(UPDATE_RULES, FEATURE_MAPS, NORMALIZATIONS) if is_defined(*kind)]
+# Every two of rule, map and normalisation together, where there is such a layer.
+FAST_WEIGHTS = [
+    tuple(case.values())
+    for case in pairwise(
+        lambda case: is_defined(**case), rule=UPDATE_RULES, feature_map=FEATURE_MAPS, normalization=NORMALIZATIONS
+    )
+]
 BASELINES = {
     ("softmax",): lambda: SoftmaxAttention(DIM, HEADS),
     ("local",): lambda: LocalAttention(DIM, HEADS, window=6),
@@ -76,7 +82,7 @@ def test_two_pieces_with_the_carried_state_equal_the_whole(layer):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("length, by_scores", [(6, True), (12, False)])
+@looped("length, by_scores", [(6, True), (12, False)])
 @pytest.mark.parametrize("kind", [kind for kind in FAST_WEIGHTS if kind[0] == "sum"], ids="-".join)
 def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     """Without a state the sum rule is attention: read-out, state, what follows on it, and gradients are the same."""
@@ -115,7 +121,7 @@ def test_the_past_does_not_depend_on_the_future(layer):
     assert not torch.allclose(layer(x)[0][:, 5:], layer(changed)[0][:, 5:])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@looped("side", ["left", "right"])
 def test_padding_changes_nothing(layer, side):
     x = torch.randn(2, 6, DIM, dtype=torch.float64)
     junk = 10 * torch.randn(2, 3, DIM, dtype=torch.float64)
@@ -182,8 +188,8 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("rule", ["sum", "delta"])
-@pytest.mark.parametrize("normalization", ["attention", "both", "output"])
-@pytest.mark.parametrize("carried", [False, True])
+@looped("normalization", ["attention", "both", "output"])
+@looped("carried", [False, True])
 def test_attention_normalization_is_equations_26_to_28(rule, normalization, carried):
     """The layer against the loop of the paper, from its own projections."""
     layer = build((rule, "elu", normalization))
@@ -286,7 +292,7 @@ def test_epsilons_reach_every_divisor():
         assert z.untyped_storage().nbytes() == z.numel() * z.element_size()  # not a slice of all sums
 
 
-@pytest.mark.parametrize("epsilon", [0.0, -1.0, float("inf"), float("nan")])
+@looped("epsilon", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_epsilon_that_is_none_is_refused(epsilon):
     with pytest.raises(ValueError, match="`epsilon` must be a number above 0, got"):
         SumNormalization(epsilon)
@@ -313,7 +319,7 @@ def test_constant_values_are_read_back(name, size):
 
 
 @pytest.mark.parametrize("rule", ["gated", "decay"])
-@pytest.mark.parametrize("logit", [6.0, 8.0])
+@looped("logit", [6.0, 8.0])
 def test_long_memories_survive_half_precision(rule, logit):
     """Gates just below 1, which bfloat16 does not tell from it, over 1,000 tokens."""
     layer = build((rule, "elu", "sum"), backend="auto").float()
@@ -331,8 +337,8 @@ def test_long_memories_survive_half_precision(rule, logit):
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@looped("dtype", [torch.bfloat16, torch.float16])
+@looped("normalization", NORMALIZATIONS)
 def test_options_in_half_precision(normalization, dtype):
     layer = build(("delta", "elu", normalization), backend="auto", norm_output=True, scale_output=True).to(dtype)
     out = layer(torch.randn(2, 6, DIM).to(dtype))[0]
@@ -355,7 +361,7 @@ def test_uniform_gate_initialisation():
     assert not torch.equal(layer.gate_biases["key_decay"], before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@looped("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", FAST_WEIGHTS, ids="-".join)
 def test_half_precision_and_autocast(kind, dtype):
     """A half layer, and a float32 layer under autocast: near float32, with a state in float32."""

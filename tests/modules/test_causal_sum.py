@@ -1,7 +1,7 @@
 """Linear attention by chunks is the sum rule, and its derivatives are those of the loop."""
 
-import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.causal_sum import causal_sum, cumulative_sum
@@ -11,16 +11,16 @@ def random(*sizes):
     return torch.randn(*sizes, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9, 40])
-@pytest.mark.parametrize("chunk", [1, 3, 8, 64])
+@looped("length", [0, 1, 2, 7, 8, 9, 40])
+@looped("chunk", [1, 3, 8, 64])
 def test_it_is_the_sum_rule(length, chunk):
     q, k, v = random(2, length, 3), random(2, length, 3), random(2, length, 5)
     expected, _ = ops.sum_rule(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), backend="reference")
     torch.testing.assert_close(causal_sum(q, k, v, chunk), expected.squeeze(1))
 
 
-@pytest.mark.parametrize("length", [1, 5, 30])
-@pytest.mark.parametrize("keys", [-1, 0, 4])
+@looped("length", [1, 5, 30])
+@looped("keys", [-1, 0, 4])
 def test_each_query_sees_one_key_more_and_the_last_sees_all(length, keys):
     keys += length
     q, k, v = random(2, length, 3), random(2, keys, 3), random(2, keys, 5)
@@ -32,8 +32,8 @@ def test_each_query_sees_one_key_more_and_the_last_sees_all(length, keys):
     torch.testing.assert_close(cumulative_sum(v, length), torch.cat(sums, 1))
 
 
-@pytest.mark.parametrize("chunk", [2, 64])
-@pytest.mark.parametrize("sizes", [(3, 5), (1, 1)])  # the second is summed by chunks
+@looped("chunk", [2, 64])
+@looped("sizes", [(3, 5), (1, 1)])  # the second is summed by chunks
 def test_scores_are_scaled_and_shifted(sizes, chunk):
     """An offset is one entry more of queries and keys: the root of it, in both."""
     size, out = sizes
@@ -67,7 +67,7 @@ def test_memories_larger_than_scores_are_not_summed(largest_tensor):
     assert seen.largest == 8 * 512
 
 
-@pytest.mark.parametrize("chunk", [2, 64])
+@looped("chunk", [2, 64])
 def test_derivatives_of_both_orders(chunk):
     inputs = random(1, 5, 2), random(1, 6, 2), random(1, 6, 3)
     assert torch.autograd.gradcheck(lambda *x: causal_sum(*x, chunk), inputs)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import looped
 from torch import nn
 
 from fairseq_fwp.models.decoder import initialize
@@ -195,8 +196,8 @@ def test_the_sum_is_strict(fast):
     assert torch.equal(ours[:, 3], theirs[:, 3]) == (fast == "none")
 
 
-@pytest.mark.parametrize("lengths", [(4, 3, 2), (1, 2, 1)], ids=str)
-@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
+@looped("lengths", [(4, 3, 2), (1, 2, 1)], ids=str)
+@looped("gradients_at", GRADIENTS_AT)
 @pytest.mark.parametrize(("fast", "kind"), PAIRS)
 def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
     """Delta, gamma and the loss of a segment's last position, with all derivatives of the last segment."""
@@ -239,7 +240,7 @@ def test_segments_of_one_token_are_gradient_descent():
         torch.testing.assert_close(ours, plain(x[:, t : t + 1], token, softmax)[0])
 
 
-@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
+@looped("gradients_at", GRADIENTS_AT)
 def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
     layer, softmax = build(fast, gradients_at=gradients_at)
     x, tokens, before = random_features(2, 9), random_tokens(2, 9), random_tokens(2, 3)
@@ -314,8 +315,8 @@ def test_one_fixed_step_size_and_decay():
         torch.testing.assert_close(ours[0], expected[0])
 
 
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("gradients_at", GRADIENTS_AT)
+@looped("graph", [True, False])
+@looped("gradients_at", GRADIENTS_AT)
 def test_divided_gradients_are_smaller_steps(gradients_at, graph):
     layer, softmax = build(divisor=7, gradients_at=gradients_at)
     segments = [(random_features(2, 5), random_tokens(2, 5)) for _ in range(2)]
@@ -335,7 +336,7 @@ def test_divided_gradients_are_smaller_steps(gradients_at, graph):
     torch.testing.assert_close(ours, read(), rtol=1e-10, atol=1e-10)  # not by a factor of float32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@looped("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close(dtype):
     layer, softmax = build()
     x, tokens = random_features(2, 12), random_tokens(2, 12)
@@ -389,7 +390,7 @@ def normalised_features(count):
     return F.layer_norm(values + 0.3 * torch.arange(DIM), (DIM,))
 
 
-@pytest.mark.parametrize("map_inputs", [False, True])
+@looped("map_inputs", [False, True])
 def test_it_begins_as_the_identity(map_inputs):
     """Up to the epsilon of its normalisation, however large one of the features is."""
     layer = FastWeightLayer(DIM, HIDDEN, "none", map_inputs=map_inputs).double()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.dpfp import Dpfp
@@ -77,7 +78,7 @@ def test_dpfp_pairs_every_neighbour_within_reach():
     assert features.shape == (12,) and features.sum() == 3 - 1  # shifts 1 and 3 pair the two, shift 2 does not
 
 
-@pytest.mark.parametrize(
+@looped(
     "name, arguments, message",
     [
         *[
@@ -120,8 +121,8 @@ def test_every_map_can_be_resampled_and_only_favor_changes(name):
     assert torch.equal(feature_map(x), features) == (name != "favor")
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("half_model", [False, True])
+@looped("dtype", HALF)
+@looped("half_model", [False, True])
 def test_half_precision_is_exact_to_the_rounding_of_its_input(name, dtype, half_model):
     x = torch.linspace(-12, 4, 96).reshape(-1, HEAD_DIM).to(dtype)
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
@@ -139,7 +140,7 @@ def test_elu_keeps_relative_accuracy_where_the_textbook_form_cancels():
     torch.testing.assert_close(FEATURE_MAPS["elu"](101)(x).double(), exact, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@looped("dtype", [*HALF, torch.float32])
 def test_features_and_gradients_are_finite_up_to_norm_30(name, dtype):
     for norm in (0.0, 1.0, 5.0, 10.0, 15.0, 30.0):
         feature_map = FEATURE_MAPS[name](HEAD_DIM).to(dtype)
@@ -194,7 +195,7 @@ def mean_and_deviation(estimates):
     return means.mean().item(), means.std().item() / len(means) ** 0.5
 
 
-@pytest.mark.parametrize("draw, num_features", [("orthogonal", 8), ("orthogonal", 41), ("gaussian", 8)])
+@looped("draw, num_features", [("orthogonal", 8), ("orthogonal", 41), ("gaussian", 8)])
 def test_favor_is_unbiased(draw, num_features):
     """Within 4 standard deviations of the mean; 41 rows are two blocks of 16 and an incomplete one."""
     mean, deviation = mean_and_deviation(favor_estimates(Favor(16, num_features, draw), 2000))
@@ -228,7 +229,7 @@ def test_the_draws_rows():
         torch.testing.assert_close(products, products.diagonal().diag(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("draw", ["orthogonal", "gaussian"])
+@looped("draw", ["orthogonal", "gaussian"])
 def test_elements_of_the_matrix_are_standard_gaussian(draw):
     """Signs too: without the correction of the QR decomposition, the first elements of the rows are negative."""
     favor = Favor(4, 6, draw)
@@ -254,7 +255,7 @@ def test_resampling_leaves_the_global_generator_alone():
     assert torch.equal(first, Favor(HEAD_DIM).projection)  # two workers
 
 
-@pytest.mark.parametrize("draw", DRAWS)
+@looped("draw", DRAWS)
 def test_a_loaded_state_continues_the_sequence(draw):
     favor = Favor(HEAD_DIM, 4, draw)
     favor.resample()
@@ -273,7 +274,7 @@ def test_a_loaded_state_continues_the_sequence(draw):
     assert resumed.draws == 5
 
 
-@pytest.mark.parametrize("redraw, expected", [(1, [1] * 7), (3, [0, 0, 1, 0, 0, 1, 0]), (0, [0] * 7)])
+@looped("redraw, expected", [(1, [1] * 7), (3, [0, 0, 1, 0, 0, 1, 0]), (0, [0] * 7)])
 def test_favor_draws_anew_as_often_as_it_is_told(redraw, expected):
     """Also when it goes on from a state, of any number of draws, and with a matrix that was given."""
     favor, found = Favor(HEAD_DIM, 4, redraw=redraw), []
@@ -299,7 +300,7 @@ def test_resampling_before_backward_keeps_the_gradient():
     assert torch.equal(grad, expected)
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@looped("dtype", HALF)
 def test_the_random_matrix_stays_in_float32(dtype):
     favor = Favor(HEAD_DIM)
     drawn = favor.projection.clone()

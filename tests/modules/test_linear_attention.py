@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.modules.attention.linear import LinearAttention
 from fairseq_fwp.modules.attention.normalization import Division
@@ -127,7 +128,7 @@ def test_the_summary_is_as_large_for_any_source_and_can_be_reordered(layer):
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize("name", POSITIVE)
+@looped("name", POSITIVE)
 def test_constant_values_are_read_back(name):
     """A read-out that is an average of the values, whatever the map."""
     layer = build(name)
@@ -168,7 +169,7 @@ def test_favor_estimates_softmax_attention():
     torch.testing.assert_close(layer(x, source), expected, rtol=0, atol=0.05 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@looped("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast(layer, dtype):
     """A half layer, and a float32 layer under autocast: near float32, with a summary in float32."""
     layer = layer.float()
@@ -188,7 +189,7 @@ def test_half_precision_and_autocast(layer, dtype):
     torch.testing.assert_close(state.weights.double(), k.mT @ v, rtol=0, atol=float(1e-6 * k.norm() * v.norm()))
 
 
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@looped("name", FEATURE_MAPS)
 def test_no_tensor_has_a_row_for_every_pair_of_tokens(name, largest_tensor):
     layer, largest = build(name).float(), {}
     for length in (256, 1024):

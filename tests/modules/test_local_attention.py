@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp.modules.attention.local import LocalAttention
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
@@ -18,8 +19,8 @@ def by_mask(layer, x):
     return layer.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 40])
-@pytest.mark.parametrize("length", [1, 5, 8, 17])
+@looped("window", [1, 2, 5, 8, 40])
+@looped("length", [1, 5, 8, 17])
 def test_it_is_softmax_attention_within_the_window(window, length):
     layer, x = LocalAttention(DIM, HEADS, window).double(), torch.randn(2, length, DIM, dtype=torch.float64)
     found, state = layer(x)
@@ -27,8 +28,8 @@ def test_it_is_softmax_attention_within_the_window(window, length):
     assert state.keys.shape[2] == min(window - 1, length)
 
 
-@pytest.mark.parametrize("window", [1, 3, 6])
-@pytest.mark.parametrize("pieces", [[1] * 11, [2, 9], [7, 4]], ids=str)
+@looped("window", [1, 3, 6])
+@looped("pieces", [[1] * 11, [2, 9], [7, 4]], ids=str)
 def test_in_pieces(window, pieces):
     layer, x = LocalAttention(DIM, HEADS, window).double(), torch.randn(2, 11, DIM, dtype=torch.float64)
     state, outputs = None, []

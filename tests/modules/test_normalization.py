@@ -1,7 +1,7 @@
 """Sum and attention normalisation, the latter against a loop written from Eqs. 26 to 28."""
 
-import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization, running_sum
@@ -106,9 +106,9 @@ def by_the_equations(inputs, weights=None, z=None):
     return tuple(torch.stack(part).unflatten(0, (2, 3)) for part in zip(*rows, strict=True))
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("sum_norm", [False, True])
-@pytest.mark.parametrize("case", ["first position", "carried", "padding", "orthogonal keys"])
+@looped("half", [False, True])
+@looped("sum_norm", [False, True])
+@looped("case", ["first position", "carried", "padding", "orthogonal keys"])
 def test_the_delta_rule_retrieves_a_normalized_value(case, sum_norm, half):
     """Eq. 27 through the plain operator: from an empty memory, a carried one, behind padding, with unrelated keys."""
     q, k, v, beta = delta_inputs()
@@ -187,7 +187,7 @@ def test_the_carried_normalizer_does_not_hold_the_sequence():
     assert normalizer.untyped_storage().nbytes() == normalizer.numel() * normalizer.itemsize
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@looped("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_divisors_are_float32(dtype):
     q, k, _, _ = delta_inputs(3000, torch.float32)
     q, k = q.to(dtype), k.to(dtype)
@@ -230,7 +230,7 @@ def test_gradients_are_finite_where_divisors_vanish():
     assert all(x.grad.abs().max() < 1e3 for x in inputs)
 
 
-@pytest.mark.parametrize("case", ["first position", "carried", "padding", "orthogonal keys"])
+@looped("case", ["first position", "carried", "padding", "orthogonal keys"])
 def test_an_added_epsilon_shrinks_the_write_as_the_public_code_does(case):
     """It multiplies beta by c = z . k, 1 before an empty memory, and divides the key by c + epsilon."""
     q, k, v, beta = (x.requires_grad_() for x in delta_inputs())

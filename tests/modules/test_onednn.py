@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import looped
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,8 +31,8 @@ def linear(x, weight, bias):
         return F.linear(x, weight, bias), any("mkldnn" in name for name in calls.names)
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("shape", [(5, 7, 33), (1, 33), (33,), (0, 33)])
+@looped("with_bias", [True, False])
+@looped("shape", [(5, 7, 33), (1, 33), (33,), (0, 33)])
 def test_it_computes_what_torch_does(shape, with_bias):
     weight, bias = torch.randn(50, 33), torch.randn(50) if with_bias else None
     x = torch.randn(shape)
@@ -62,7 +63,7 @@ def test_weights_have_no_gaps():
     torch.testing.assert_close(found, (expected @ weight, expected.T @ x))
 
 
-@pytest.mark.parametrize("dtype, gradients", [(torch.float64, True), (torch.float64, False), (torch.bfloat16, False)])
+@looped("dtype, gradients", [(torch.float64, True), (torch.float64, False), (torch.bfloat16, False)])
 def test_the_rest_goes_torchs_way(dtype, gradients):
     x, weight = torch.randn(3, 4, dtype=dtype), torch.randn(5, 4, dtype=dtype, requires_grad=gradients)
     with torch.set_grad_enabled(gradients):
@@ -71,8 +72,8 @@ def test_the_rest_goes_torchs_way(dtype, gradients):
     torch.testing.assert_close(actual, F.linear(x, weight))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("columns", [8, 40])
+@looped("bias", [True, False])
+@looped("columns", [8, 40])
 def test_gradients_of_both_orders(columns, bias):
     """Of inputs, weights and biases, against float64; and no gradient of a weight is computed that nobody asks for."""
     layer, x = nn.Linear(24, columns, bias=bias), torch.randn(3, 7, 24)

@@ -3,8 +3,8 @@
 import copy
 import itertools
 
-import pytest
 import torch
+from pairwise import looped
 from torch.func import functional_call
 
 from fairseq_fwp.modules.attention.relative import (
@@ -68,12 +68,12 @@ def by_loops(layer, x, memory):
     return layer.out_proj(out)
 
 
-@pytest.mark.parametrize(
+@looped(
     "positions, clamp_len",
     [("relative", None), ("relative", 1), ("relative", 4), ("shaw", 1), ("shaw", 4), ("shaw, biased", 4)],
 )
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("lengths", [(1, 0), (5, 0), (4, 3), (1, 6), (3, 7)], ids=str)
+@looped("window", [None, 1, 3])
+@looped("lengths", [(1, 0), (5, 0), (4, 3), (1, 6), (3, 7)], ids=str)
 def test_it_is_the_sum_of_the_four_terms(positions, clamp_len, window, lengths):
     layer = build(positions, clamp_len, window)
     x, memory = (random(2, length, DIM) for length in lengths)
@@ -82,7 +82,7 @@ def test_it_is_the_sum_of_the_four_terms(positions, clamp_len, window, lengths):
     assert torch.equal(after.hidden, torch.cat([memory, x], 1))
 
 
-@pytest.mark.parametrize("positions", ["relative", "shaw", "shaw, biased"])
+@looped("positions", ["relative", "shaw", "shaw, biased"])
 def test_gradients(positions):
     layer = build(positions, clamp_len=3, window=4, dim=4, heads=2)
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -106,7 +106,7 @@ def test_without_its_positions_it_is_softmax_attention_over_the_concatenation():
     torch.testing.assert_close(layer(x, Memory(memory))[0], expected)
 
 
-@pytest.mark.parametrize("seen", [1, 4])
+@looped("seen", [1, 4])
 def test_every_token_sees_as_many_with_same_length(seen):
     """Bit by bit: a token of the memory changes the outputs of those it is less than `seen` tokens away from."""
     layer, memory, x = build(window=seen), random(1, 6, DIM), random(1, 5, DIM)
@@ -124,8 +124,8 @@ def test_only_distance_counts():
     torch.testing.assert_close(layer(x)[0][:, 4:], layer(x[:, 2:])[0][:, 2:])
 
 
-@pytest.mark.parametrize("positions", ["relative", "shaw", "shaw, biased"])
-@pytest.mark.parametrize("pieces", [[9], [4, 1, 4], [1] * 9], ids=str)
+@looped("positions", ["relative", "shaw", "shaw, biased"])
+@looped("pieces", [[9], [4, 1, 4], [1] * 9], ids=str)
 def test_a_cache_gives_what_the_memory_gives(positions, pieces):
     layer, memory, x = build(positions, clamp_len=5, window=7), Memory(random(2, 3, DIM)), random(2, 9, DIM)
     cache, outputs = layer.cache(memory), []
@@ -179,8 +179,8 @@ def test_attention_dropout_acts_in_training_alone():
     assert not torch.equal(layer(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("positions", ["relative", "shaw"])
+@looped("dtype", [torch.bfloat16, torch.float16])
+@looped("positions", ["relative", "shaw"])
 def test_half_precision_and_autocast(positions, dtype):
     layer, x = build(positions, clamp_len=4).float(), torch.randn(2, 6, DIM)
     expected = layer(x)[0]

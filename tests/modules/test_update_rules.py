@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pairwise import looped
 from rule_inputs import rule_inputs
 
 from fairseq_fwp import ops
@@ -26,7 +27,7 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("activation", "formula"),
     [
         (gla_decay, lambda x: sigmoid(x) ** (1 / 16)),
@@ -69,7 +70,7 @@ def build(rule, feature_map="identity", **options):
     return FastWeightAttention(16, 2, FEATURE_MAPS[feature_map](8), rule, **options)
 
 
-@pytest.mark.parametrize("feature_map", ["identity", "elu", "dpfp"])
+@looped("feature_map", ["identity", "elu", "dpfp"])
 def test_l2_normalization_divides_keys_and_queries_by_their_lengths(feature_map):
     layer = build("delta", feature_map, l2_normalization=True)
     plain = build("delta", feature_map)

@@ -28,7 +28,7 @@ TESTS = {
     "fairseq_fwp/evaluation": ["evaluation", "cli"],
     "fairseq_fwp/tasks": ["tasks", "models"],
     "fairseq_fwp/convert": ["convert"],
-    "fairseq_fwp/patches": ["patches", "cli", "tasks"],
+    "fairseq_fwp/patches": ["patches", "cli", "tasks", "faults", "nightly/faults"],
     "fairseq_fwp/criterions": ["criterions", "tasks", "models"],
     "fairseq_fwp/cli": ["cli", "evaluation"],
 }

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from pairwise import looped
 from subjects import PER_KEY, RULES, WITH_KERNEL, operands, sample_inputs
 
 from fairseq_fwp.ops.fast_weights import fast_weights
@@ -48,7 +49,7 @@ def test_message(rule):
                 of_rule.function(**inputs, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@looped("backend", ["auto", "reference"])
 def test_message_for_several_steps_and_either_decay(backend):
     """Names of sizes, and both shapes that a decay may have."""
     inputs = sample_inputs("delta_product_with_decay", SHAPE, torch.float32)
@@ -68,7 +69,7 @@ def test_first_tokens_are_a_mask(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
+@looped("gradients", [True, False], ids=["grad", "no_grad"])
 def test_other_numbers_and_backends_are_refused(rule, gradients):
     """Also once the kernels are there, which would read them as float32."""
     inputs = sample_inputs(rule, SHAPE, torch.float32)
@@ -111,7 +112,7 @@ def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
                 operator(*given[:i], wrong, *given[i + 1 :])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "message"),
     [
         ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, "erase or remove, not both"),

@@ -5,6 +5,7 @@ Its gradients are those of tests/laws: here is what else autograd promises.
 
 import pytest
 import torch
+from pairwise import looped
 from subjects import RULES, WITH_KERNEL, cotangents, kernel_or_auto, operands, results, sample_inputs
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.parametrize("rule", WITH_KERNEL)
 SHAPE = (2, 2, 7, 5, 6)
 
 
-@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+@looped("state", [True, False], ids=["state", "no_state"])
 def test_no_python_between_forward_and_backward(rule, state):
     inputs = sample_inputs(rule, SHAPE, state=state)
     out, final = kernel_or_auto(rule)(**inputs | {"v": inputs["v"].requires_grad_()})

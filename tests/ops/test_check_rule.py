@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops import fast_weights
@@ -82,7 +83,7 @@ def test_every_shape_of_a_gate_is_looked_at():
         check_rule(ops.Rule("mixes_by_key", mixes_by_key, {"keep": (ops.PER_TOKEN, ops.PER_KEY)}))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("step", "got"),
     [
         (lambda m, k, v, keep: leaky(m, k, v, keep)[..., :1], r"\(2, 2, 4, 1\)"),
@@ -96,7 +97,7 @@ def test_a_step_returns_a_memory(step, got):
         check_rule(ops.Rule("wrong_step", step, KEEP))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "gates", "message"),
     [
         ("leaky-rule", KEEP, "must be an identifier such as my_rule, got 'leaky-rule'"),

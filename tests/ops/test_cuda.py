@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import looped
 from subjects import RULES, WITH_KERNEL, cotangents, kernel_or_auto, relative_error, results, sample_inputs
 from test_memory import BOUND
 
@@ -43,8 +44,8 @@ CHUNK_SHAPES = [
 
 
 @pytest.mark.parametrize("rule", ["sum", "delta"])
-@pytest.mark.parametrize("shape", CHUNK_SHAPES, ids=str)
-@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
+@looped("shape", CHUNK_SHAPES, ids=str)
+@looped("state", [True, False], ids=["state", "no_state"])
 def test_chunks_on_tensor_cores(rule, shape, state):
     """Error against float64 at most twice that of the reference in bfloat16, with as many heads as fill a GPU."""
     inputs = sample_inputs(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
@@ -58,8 +59,8 @@ def test_chunks_on_tensor_cores(rule, shape, state):
 
 
 @every_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [SHAPE, (1, 2, 1000, 64, 64), (1, 1, 300, 128, 128)], ids=str)
+@looped("dtype", [torch.float32, torch.bfloat16], ids=str)
+@looped("shape", [SHAPE, (1, 2, 1000, 64, 64), (1, 1, 300, 128, 128)], ids=str)
 def test_runs_are_bit_equal(rule, dtype, shape):
     inputs = sample_inputs(rule, shape, dtype)
     gradients = cotangents(inputs)
@@ -104,8 +105,8 @@ def captured(function):
 
 
 @every_kernel
-@pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
-@pytest.mark.parametrize(
+@looped("state", [True, False], ids=["state", "no_state"])
+@looped(
     ("shape", "dtype"), [(SHAPE, torch.float32), ((1, 2, 300, 64, 64), torch.bfloat16)], ids=["scans", "tensor_cores"]
 )
 def test_forward_and_backward_in_a_graph(rule, state, shape, dtype):
@@ -141,8 +142,8 @@ def test_decoding_in_a_graph(rule):
 
 
 @every_kernel
-@pytest.mark.parametrize("shape", [(1, 1, 1, 64, 64), (64, 16, 1, 64, 64), (3, 2, 1, 300, 17)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@looped("shape", [(1, 1, 1, 64, 64), (64, 16, 1, 64, 64), (3, 2, 1, 300, 17)], ids=str)
+@looped("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decoding_step(rule, shape, dtype):
     inputs = sample_inputs(rule, shape, dtype)
     exact = {name: x.double() for name, x in inputs.items()}
@@ -178,7 +179,7 @@ def test_another_gpu_than_the_current_one(rule):
 
 
 @every_rule
-@pytest.mark.parametrize("grad", [True, False])
+@looped("grad", [True, False])
 def test_tensors_of_two_devices_are_refused(rule, grad):
     inputs = sample_inputs(rule, SHAPE, torch.float32)
     for name in ("k", "state"):

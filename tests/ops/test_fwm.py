@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops import dispatch
@@ -91,7 +92,7 @@ def test_no_state_and_a_state_of_zeros_agree(backend):
 
 
 @every_backend
-@pytest.mark.parametrize(("entry", "norm"), [(0.0, 5.0), (1e-30, 1.0)])
+@looped(("entry", "norm"), [(0.0, 5.0), (1e-30, 1.0)])
 def test_only_zeros_are_empty(backend, entry, norm):
     """The square of 1e-30 is zero in float32."""
     k, v = torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[3.0, 4.0]]]])
@@ -110,8 +111,8 @@ def test_an_erased_memory_is_empty_again(backend):
 
 
 @every_backend
-@pytest.mark.parametrize("padding", ["key", "beta"])
-@pytest.mark.parametrize("with_state", [False, True], ids=["no_state", "state"])
+@looped("padding", ["key", "beta"])
+@looped("with_state", [False, True], ids=["no_state", "state"])
 def test_padding_changes_nothing(backend, padding, with_state):
     """Neither before the first write, nor after it, where the memory is longer than one, nor at the end."""
     where = torch.tensor([2, 5, 6, 9, 70])
@@ -153,7 +154,7 @@ def test_each_sequence_and_head_decides_alone(backend):
 
 
 @every_backend
-@pytest.mark.parametrize("first", [0.5, 4.0], ids=["short_first_write", "long_first_write"])
+@looped("first", [0.5, 4.0], ids=["short_first_write", "long_first_write"])
 def test_gradcheck_from_the_empty_memory_over_padding_and_rescaling(backend, first):
     q, k, v, beta = tokens(6, batch=1, heads=2)
     v[:, :, 1] *= first
@@ -191,8 +192,8 @@ def test_gradients_of_nothing_written_are_finite(backend):
         assert all(x.isfinite().all() for x in gradients(with_backend(backend), tensors, state))
 
 
-@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 37])
-@pytest.mark.parametrize("with_state", [False, True], ids=["no_state", "state"])
+@looped("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 37])
+@looped("with_state", [False, True], ids=["no_state", "state"])
 def test_chunks_equal_the_derivative_of_the_loop(length, with_state):
     tensors = tokens(length)
     tensors[1][0, :, : CHUNK + 1] = 0  # empty at the first boundary

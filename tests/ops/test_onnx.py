@@ -3,8 +3,8 @@
 import runpy
 from pathlib import Path
 
-import pytest
 import torch
+from pairwise import looped
 
 from fairseq_fwp import ops
 
@@ -21,9 +21,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["kernel", "reference"])
-@pytest.mark.parametrize("peer", DOMAINS)
-@pytest.mark.parametrize("case", CASES)
+@looped("backend", ["kernel", "reference"])
+@looped("peer", DOMAINS)
+@looped("case", CASES)
 def test_the_same_numbers_as_onnx_runtime(case, peer, backend):
     rule, theirs, gates = CASES[case]
     B, H, L, Dk, Dv = 2, 3, 70, 16, 24

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from pairwise import looped
 from subjects import (
     BIT_SHAPES,
     COMBINATIONS,
@@ -20,8 +21,8 @@ from fairseq_fwp import ops
 from fairseq_fwp.ops.fast_weights import Inputs, _rule, fast_weights
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 45, 5, 20), (1, 2, 40, 16, 16)], ids=str)
-@pytest.mark.parametrize("name", COMBINATIONS)
+@looped("shape", [(2, 2, 45, 5, 20), (1, 2, 40, 16, 16)], ids=str)
+@looped("name", COMBINATIONS)
 def test_every_combination_is_the_step_of_the_family(name, shape):
     inputs, erases = sample_combination(name, shape, torch.float64), COMBINATIONS[name][1]
 
@@ -47,7 +48,7 @@ def test_layouts_may_differ():
         torch.testing.assert_close(x, expected[name], rtol=1e-11, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@looped("backend", ["kernel", "reference"])
 def test_rates_of_a_rule_that_erases_are_in_its_dtype(backend):
     inputs = sample_inputs("delta", (1, 2, 8, 4, 4), torch.bfloat16)
     inputs["beta"] = inputs["beta"].float()
@@ -79,8 +80,8 @@ def check_documents(rule, shape):
         assert torch.equal(final[row : row + 1], after), row
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("decay", [None, "head", "key"])
+@looped("steps", [1, 3])
+@looped("decay", [None, "head", "key"])
 def test_delta_product_of_other_numbers_of_steps(steps, decay):
     k, v = torch.rand(2, 3, 20, steps, 6).double() / 3, torch.randn(2, 3, 20, steps, 5).double()
     inputs = {"q": torch.randn(2, 3, 20, 6).double(), "k": k, "v": v, "beta": torch.rand(2, 3, 20, steps).double()}
@@ -100,8 +101,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("backend", ["auto", "kernel", "reference"])
+@looped("name", WRONG)
+@looped("backend", ["auto", "kernel", "reference"])
 def test_delta_product_refuses_steps_in_the_place_of_tokens(name, backend):
     """(N, L) has as many numbers as (L, N)."""
     inputs = sample_inputs("delta_product", (2, 3, 7, 6, 5), torch.float32)
@@ -109,7 +110,7 @@ def test_delta_product_refuses_steps_in_the_place_of_tokens(name, backend):
         ops.delta_product_rule(**{**inputs, name: WRONG[name]}, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["auto", "kernel", "reference"])
+@looped("backend", ["auto", "kernel", "reference"])
 @pytest.mark.parametrize(("rule", "name"), [("decay", "key_decay"), ("rwkv7", "decay")])
 def test_a_decay_by_key_is_not_one_by_head(rule, name, backend):
     inputs = sample_inputs(rule, (2, 3, 7, 6, 5), torch.float32)

@@ -1,12 +1,12 @@
 """No sample is dropped."""
 
 import numpy as np
-import pytest
 from fairseq.data import data_utils
+from pairwise import looped
 
 
-@pytest.mark.parametrize("multiple", [1, 2, 8])
-@pytest.mark.parametrize("count", [0, 1, 7, 16, 60])
+@looped("multiple", [1, 2, 8])
+@looped("count", [0, 1, 7, 16, 60])
 def test_every_index_is_in_one_batch(multiple, count):
     sizes = np.random.randint(1, 9, count)
     for arguments in ({"max_sentences": 8}, {"max_tokens": 50}):

@@ -10,6 +10,7 @@ import torch
 from fairseq.data import TokenBlockDataset
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
+from pairwise import looped
 
 
 @pytest.mark.filterwarnings("error")
@@ -23,9 +24,7 @@ def test_numpy_compat():
     assert np.compat.long is int
 
 
-@pytest.mark.parametrize(
-    "value", [argparse.Namespace(arch="x"), OmegaConf.create({"a": {"b": [1, 0.5, "c", True, None]}})], ids=type
-)
+@looped("value", [argparse.Namespace(arch="x"), OmegaConf.create({"a": {"b": [1, 0.5, "c", True, None]}})], ids=type)
 def test_checkpoint_types_load(value):
     file = io.BytesIO()
     torch.save({"value": value}, file)
@@ -33,9 +32,7 @@ def test_checkpoint_types_load(value):
     assert torch.load(file, weights_only=True)["value"] == value
 
 
-@pytest.mark.parametrize(
-    "value", [np.float64(27.7), np.float32(0.5), np.int64(3), np.array([12, 7, 4, 2]), np.array([1.5])], ids=repr
-)
+@looped("value", [np.float64(27.7), np.float32(0.5), np.int64(3), np.array([12, 7, 4, 2]), np.array([1.5])], ids=repr)
 def test_numbers_of_numpy_load(value):
     """Those that `--eval-bleu --best-checkpoint-metric bleu` leaves in a checkpoint."""
     file = io.BytesIO()

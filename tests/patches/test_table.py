@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from pairwise import looped
 
 from fairseq_fwp import patches
 from fairseq_fwp.patches import PATCHES
@@ -13,7 +13,7 @@ from fairseq_fwp.patches import PATCHES
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("entry", PATCHES, ids=lambda entry: entry.symbol)
+@looped("entry", PATCHES)
 def test_an_entry_has_a_reason_and_a_test_that_is_there(entry):
     file, _, name = entry.test.partition("::")
     assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")

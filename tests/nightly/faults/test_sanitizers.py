@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from isolated import PACKAGE, PREAMBLE
 
-TESTS = Path(__file__).parents[1]
-LAWS = [f"ops/test_{name}.py" for name in ("rules", "autograd", "delta_short", "square", "decay_short")]
+TESTS = Path(__file__).parents[2]
+LAWS = ["laws/test_operators.py", "ops/test_autograd.py"]
 LAWS.append("faults/test_fuzz_operators.py")
 # Not of kernels, and slow under a sanitizer.
 OTHERS = (

@@ -18,7 +18,7 @@ from small_text import write_text
 
 from fairseq_fwp.patches import configuration
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHON = shlex.quote(sys.executable)
 SCRIPTS = [ROOT / ".ci/run", *sorted(ROOT.glob("tests/*.sh")), *sorted(ROOT.glob("recipes/**/*.sh"))]
 

@@ -10,7 +10,7 @@ import torch
 from command_server import Commands
 from hypothesis import HealthCheck, Phase, settings
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "ops"), str(TESTS / "kernels")]
 
 # CI looks at few inputs, and always at the same ones; FWP_FUZZ_EXAMPLES=5000 looks for new ones.
