@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything CI checks, after setting it up: `bash tests/run.sh [pytest's arguments]`.
+# Everything CI checks, after setting it up: `bash tests/run.sh [pytest's arguments]`, some minutes on two cores.
+# `bash tests/run.sh nightly` runs the rest: set-up, whole recipes, faults, long laws, mistakes in the CUDA kernels.
 # `bash tests/run.sh lint` checks only the form; that is also the pre-commit hook.
 set -euo pipefail
 # shellcheck source=recipes/env.sh
@@ -16,7 +17,20 @@ lint() {
 }
 
 lint
-[ "${1:-}" != lint ] || exit 0
+kind=${1:-}
+case $kind in
+  lint) exit ;;
+  nightly) shift ;;
+  *) kind=fast ;;
+esac
 # A process a core: threads of several processes would only wait for each other.
 export OMP_NUM_THREADS=1
-run python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
+pytest=(python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal)
+case $kind in
+  fast) run "${pytest[@]}" --ignore tests/nightly "$@" ;;
+  nightly)
+    failed=0
+    run "${pytest[@]}" -m slow --ignore tests/nightly "$@" || failed=1
+    run "${pytest[@]}" -m "slow or not slow" tests/nightly "$@" || failed=1
+    exit $failed ;;
+esac

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 from emulator import CACHE, KERNELS
 
-ARCHITECTURES = ["80", "90a", "100"]
+# Half a minute each.
+ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
 # By the type of what is computed. 128 registers leave room for three blocks of 160 threads in a multiprocessor; float64
 # takes two for each number. The scans on the tensor cores, whose threads hold 64 numbers of the state where it has 128
 # rows, have two blocks of 128.

@@ -3,6 +3,7 @@
 import os
 import subprocess
 
+import pytest
 from emulator import CACHE, KERNELS, build
 
 # B, H, L, Dk, Dv; the last two are long enough for tensor cores.
@@ -26,6 +27,7 @@ def run_watched(kernels=KERNELS, flags=("-Wall", "-Werror"), folder=CACHE):
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.slow
 def test_nothing_is_accessed_beyond_its_ends():
     found = run_watched()
     assert found.returncode == 0, found.stderr

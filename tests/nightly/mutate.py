@@ -21,8 +21,8 @@ from mutants import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 # The folders of tests for what lies below a path, in the order in which they are run until one finds the mutant.
 TESTS = {
-    "cuda_ext": ["ops", "laws", "modules"],
-    "fairseq_fwp/ops": ["ops", "laws", "modules"],
+    "cuda_ext": ["laws", "ops", "modules"],
+    "fairseq_fwp/ops": ["laws", "ops", "modules"],
     "fairseq_fwp/modules": ["modules", "models", "tasks"],
     "fairseq_fwp/models": ["models", "tasks", "evaluation", "convert", "modules"],
     "fairseq_fwp/evaluation": ["evaluation", "cli"],

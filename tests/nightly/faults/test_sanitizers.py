@@ -15,8 +15,7 @@ import pytest
 from isolated import PACKAGE, PREAMBLE
 
 TESTS = Path(__file__).parents[2]
-LAWS = ["laws/test_operators.py", "ops/test_autograd.py"]
-LAWS.append("faults/test_fuzz_operators.py")
+LAWS = ["laws/test_operators.py", "ops/test_autograd.py", "nightly/faults/test_fuzz_operators.py"]
 # Not of kernels, and slow under a sanitizer.
 OTHERS = (
     "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift"

@@ -1,0 +1,157 @@
+"""Every recipe through its driver on small data: killed on the way and resumed, it has the figures of a whole run."""
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from made_up import RECIPES, write_pairs
+
+SIZES = {"layers": "1", "embed-dim": "16", "ffn-embed-dim": "16", "attention-heads": "2"}
+SMALL = [word for name, value in SIZES.items() for word in (f"--decoder-{name}", value)]
+ENCODER = [word.replace("decoder", "encoder") for word in SMALL]
+EVERY = ["--validate-interval-updates", "2", "--save-interval-updates", "2"]
+STEPS = ["--max-update", "4", "--warmup-updates", "1", *EVERY, "--cpu"]
+CUTOFFS = ["--adaptive-softmax-cutoff", "5,10"]
+RETRIEVAL = "- {arch: sum_retrieval, num-keys: 8, seed: [1, 2], max-update: 900, seconds-per-key: 1}\n"
+PROBLEMS = """
+seeds: [1]
+common: {arch: fwp_lm, decoder-layers: 1, decoder-embed-dim: 8, decoder-ffn-embed-dim: 8, decoder-attention-heads: 2,
+         optimizer: adam, lr: 0.01, batch-size: 64, max-update: 40}
+problems:
+  parity:
+    flags: {problem: parity, length: 8, valid-length: 8, train-sequences: 640}
+    chance: 50
+    models: [sum, delta]
+models:
+  sum: {decoder-update-rule: sum, decoder-feature-map: elu}
+  delta: {decoder-update-rule: delta, l2-normalization: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Texts for every recipe in one folder."""
+    folder = tmp_path_factory.mktemp("data")
+    words = random.Random(0)
+    for split, lines in (("train", 400), ("valid", 30), ("test", 30)):
+        text = "".join(f"the word {words.randrange(30)} and {words.randrange(9)} more\n" for _ in range(lines))
+        (folder / f"{split}.txt").write_text(text)
+    (folder / "enwik8").write_bytes((folder / "train.txt").read_bytes())
+    for name, count in (("train", 120), ("val", 9), ("test_2016_flickr", 8), ("valid", 9), ("test", 8)):
+        write_pairs(folder / name, count)
+    (folder / "retrieval.yaml").write_text(RETRIEVAL)
+    (folder / "problems.yaml").write_text(PROBLEMS)
+    return folder
+
+
+LANGUAGE = ["--models", "delta sum", *SMALL, *STEPS]
+CASES = {
+    "quickstart": ("language-model --text stdlib --merges 60 --prompt the", LANGUAGE),
+    "peps": ("language-model --text peps --merges 60 --per-word", LANGUAGE),
+    "peps grid": ("language-model --text peps --merges 60", ["--models", "grid/sum_elu", *SMALL, *STEPS, *CUTOFFS]),
+    "peps carried": (
+        "language-model --text peps --merges 60",
+        ["--models", "carried/sum carried/delta_limited", *SMALL, *STEPS, *CUTOFFS],
+    ),
+    "wikitext103": (
+        "language-model --text wikitext103",
+        ["--conf", "conf/small/delta.yaml", "--any-text", *SMALL, *STEPS, *CUTOFFS, "--batch-size", 2],
+    ),
+    "enwik8": (
+        "language-model --text enwik8",
+        ["--conf", "conf/base.yaml", "--any-text", *SMALL, *STEPS, "--batch-size", 2, "--tokens-per-sample", 80],
+    ),
+    "fwl": (
+        "fast-weight-layer --text peps --merges 60",
+        ["--models", "xl/base xl/fwl", "--lines", 10, "--max-update", 4, "--cpu", *CUTOFFS],
+    ),
+    "decay_finetune": (
+        "conversion --text peps --merges 60",
+        ["--source-updates", 20, "--rows", "softmax decay_m4", "--max-update", 4, "--warmup-updates", 1, "--cpu"],
+    ),
+    "multi30k": (
+        "translation --pairs multi30k --merges 60 --search --beam\\ 2",
+        ["--models", "sum", *SMALL, *ENCODER, *STEPS, "--max-tokens", 200],
+    ),
+    "wmt14_en_de": (
+        "translation --pairs wmt14_en_de --merges 60",
+        ["--conf", "conf/sum.yaml", "--any-text", *SMALL, *ENCODER, *STEPS, "--max-tokens", 200, "--update-freq", 1],
+    ),
+    "associative_retrieval": ("retrieval", ["--conf", "retrieval.yaml", "--workers", 2]),
+    "sequence_problems": ("problems", ["--conf", "problems.yaml", "--workers", 2]),
+}
+
+
+def start(case, data, out):
+    settings, given = CASES[case]
+    kind, *settings = shlex.split(settings)
+    recipe = RECIPES / case.split()[0]
+    given = [] if kind in ("retrieval", "problems") else ["--data", data], given
+    words = [word for part in given for word in part]
+    command = [
+        sys.executable,
+        RECIPES / "driver",
+        kind,
+        "--recipe",
+        recipe,
+        *settings,
+        "--",
+        "all",
+        *words,
+        "--out",
+        out,
+    ]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=data,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def figures(out):
+    """What evaluations found, without times and places; and the curves of grids."""
+    found = {}
+    for path in sorted(out.rglob("*.json")):
+        values = json.loads(path.read_text())
+        kept = {name: value for name, value in values.items() if name not in ("seconds", "path", "tokens_per_second")}
+        found[path.relative_to(out)] = kept
+    for name in ("curves.csv", "accuracy.csv"):
+        if (out / name).exists() and not found:
+            found[name] = (out / name).read_text()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed(case, data, tmp_path):
+    begun = time.monotonic()
+    process = start(case, data, tmp_path / "whole")
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    seconds = time.monotonic() - begun
+    expected = figures(tmp_path / "whole")
+    # Layers are put on a base at random.
+    expected = (
+        {name: value for name, value in expected.items() if "fwl/" not in f"{name}"} if case == "fwl" else expected
+    )
+    assert expected
+    process = start(case, data, tmp_path / "killed")
+    time.sleep(random.Random(case).uniform(0.3, 0.8) * seconds)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    process = start(case, data, tmp_path / "killed")
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    found = figures(tmp_path / "killed")
+    assert {name: found[name] for name in expected} == expected
