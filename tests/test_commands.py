@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pairwise import looped
 
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 
@@ -281,7 +282,7 @@ REFUSALS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@looped("case", REFUSALS)
 def test_bad_settings_are_refused_before_anything_is_written(data, tmp_path, case):
     arguments, sentence = REFUSALS[case]
     log = train(data, tmp_path / "save", *arguments, status=1)

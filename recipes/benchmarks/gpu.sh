@@ -22,7 +22,7 @@ SECONDS=0 # bash counts on from here; what gpu.py begins before its time is up m
 run "$python" "$here/gpu.py" build
 workers=() # the laws are thousands of small launches: several processes share the GPU where pytest can do that
 ! "$python" -c 'import xdist' 2>/dev/null || workers=(-n 4)
-run timeout 300 "$python" -m pytest "$root/tests/ops" -q -m 'cuda and not slow' ${workers[@]+"${workers[@]}"} ||
+run timeout 300 "$python" -m pytest "$root/tests/laws" "$root/tests/ops" -q -k cuda ${workers[@]+"${workers[@]}"} ||
   { echo "gpu.sh: the tests on the GPU failed or took more than 5 minutes, so nothing is measured." >&2; exit 1; }
 run "$python" "$here/gpu.py" measure --seconds $((500 - SECONDS)) "$@"
 run "$python" "$here/plots.py" gpu

@@ -21,7 +21,7 @@ export LOAD_BEFORE
 . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots dev -- "$@"
 here=$root/recipes/benchmarks
 
-OMP_NUM_THREADS=1 run python -m pytest "$root/tests/ops" -q --numprocesses auto --maxprocesses 4 ||
+OMP_NUM_THREADS=1 run python -m pytest "$root/tests/laws" "$root/tests/ops" -q --numprocesses auto --maxprocesses 4 ||
   { echo "run.sh: the tests of the operators failed, so nothing is measured." >&2; exit 1; }
 
 for part in "${parts[@]}"; do

@@ -288,7 +288,7 @@ def damaged(folder):
     return folder
 
 
-@pytest.mark.parametrize("case", [*REFUSALS, *OVERRIDES])
+@looped("case", [*REFUSALS, *OVERRIDES])
 def test_refusals_are_one_sentence_and_write_nothing(damaged, tmp_path, case):
     overridden = (["delta.pt", "data", "--model-overrides", case], OVERRIDES.get(case))
     (path, data, *arguments), sentence = REFUSALS.get(case, overridden)
@@ -299,7 +299,7 @@ def test_refusals_are_one_sentence_and_write_nothing(damaged, tmp_path, case):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("case", MISUSES)
+@looped("case", MISUSES)
 def test_misuse_is_refused_at_once(capsys, case):
     arguments, sentence = MISUSES[case]
     with pytest.raises(SystemExit) as stopped:

@@ -37,7 +37,7 @@ def count_parameters(arch, task, **flags):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("arch", [arch for arch in PRESETS if "_lm_wt103" in arch])
+@looped("arch", [arch for arch in PRESETS if "_lm_wt103" in arch])
 def test_published_number_of_parameters(arch, wikitext103):
     """Schlag et al. 2021, Table 2: 40 M and 90 M; Table 4: 89.8 M with the sum rule, 89.9 M with the delta rule.
 
@@ -149,7 +149,7 @@ PUBLISHED_XL = {
 }
 
 
-@pytest.mark.parametrize("arch", PUBLISHED_XL)
+@looped("arch", PUBLISHED_XL)
 def test_transformer_xl_has_the_published_settings(arch):
     """Of the scripts: heads, dropouts of blocks, activations and attention weights, memory; none clamps in training."""
     config, published = configure(arch), PUBLISHED_XL[arch]
@@ -159,7 +159,7 @@ def test_transformer_xl_has_the_published_settings(arch):
     assert (config.clamp_len, config.same_length, config.decoder_normalize_before) == (-1, False, False)
 
 
-@pytest.mark.parametrize("arch", PRESETS)
+@looped("arch", PRESETS)
 def test_names_follow_the_grammar_and_belong_to_the_model(arch):
     assert re.fullmatch(
         rf"(softmax|delta_rnn|({'|'.join(UPDATE_RULES)})(_({'|'.join(FEATURE_MAPS)}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch

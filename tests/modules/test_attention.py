@@ -362,7 +362,7 @@ def test_uniform_gate_initialisation():
 
 
 @looped("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", FAST_WEIGHTS, ids="-".join)
+@looped("kind", FAST_WEIGHTS)
 def test_half_precision_and_autocast(kind, dtype):
     """A half layer, and a float32 layer under autocast: near float32, with a state in float32."""
     layer = build(kind, backend="auto").float()
@@ -384,7 +384,7 @@ CORRECTING = ("delta", "gated_delta", "kda")
 BOUNDED = [kind for kind in FAST_WEIGHTS if kind[2] != "neither" and (kind[0] not in CORRECTING or kind[2] != "output")]
 
 
-@pytest.mark.parametrize("kind", BOUNDED, ids="-".join)
+@looped("kind", BOUNDED)
 def test_large_inputs_stay_finite(kind):
     """|x| up to 30 in float16, values and gradients."""
     layer = build(kind, backend="auto").float()

@@ -10,10 +10,11 @@ from subjects import RULES, WITH_KERNEL, cotangents, kernel_or_auto, operands, r
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.parametrize("rule", WITH_KERNEL)
+every_rule = looped("rule", WITH_KERNEL)
 SHAPE = (2, 2, 7, 5, 6)
 
 
+@every_rule
 @looped("state", [True, False], ids=["state", "no_state"])
 def test_no_python_between_forward_and_backward(rule, state):
     inputs = sample_inputs(rule, SHAPE, state=state)
@@ -22,6 +23,7 @@ def test_no_python_between_forward_and_backward(rule, state):
         assert node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+@every_rule
 def test_any_input_alone(rule):
     """Each input in turn is the only one that requires a gradient, the state among them."""
     inputs = sample_inputs(rule, SHAPE)
@@ -34,6 +36,7 @@ def test_any_input_alone(rule):
         torch.testing.assert_close(found, expected[f"d_{name}"], msg=name)
 
 
+@every_rule
 def test_a_saved_input_that_changes_is_noticed(rule):
     for name in ("k", "state"):
         leaves = {name: x.requires_grad_() for name, x in sample_inputs(rule, SHAPE).items()}
@@ -44,6 +47,7 @@ def test_a_saved_input_that_changes_is_noticed(rule):
             out.sum().backward()
 
 
+@every_rule
 def test_second_backward_needs_a_kept_graph(rule):
     inputs = {name: x.requires_grad_() for name, x in sample_inputs(rule, SHAPE).items()}
     out, _ = kernel_or_auto(rule)(**inputs)
@@ -53,6 +57,7 @@ def test_second_backward_needs_a_kept_graph(rule):
         out.sum().backward()
 
 
+@every_rule
 def test_checkpointing_changes_nothing(rule):
     inputs = sample_inputs(rule, SHAPE)
     gradients = cotangents(inputs)
@@ -65,6 +70,7 @@ def test_checkpointing_changes_nothing(rule):
         assert torch.equal(x, expected[name]), name
 
 
+@every_rule
 def test_operators_refuse_derivatives_in_forward_mode(rule):
     inputs = sample_inputs(rule, SHAPE)
     kernel_or_auto(rule)(**inputs)  # loads it
@@ -75,6 +81,7 @@ def test_operators_refuse_derivatives_in_forward_mode(rule):
             torch.ops.fwp.fast_weights(q, k, dual, *others)
 
 
+@every_rule
 def test_under_vmap(rule):
     """It calls the operator with other things below its arguments on the dispatcher's stack."""
     each = [sample_inputs(rule, SHAPE, seed=seed) for seed in range(3)]

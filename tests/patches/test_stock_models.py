@@ -1,7 +1,6 @@
 """fairseq's own models: `--user-dir fairseq_fwp` trains them and goes on from their checkpoints on today's stack."""
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
 from command_server import Commands
 from small_text import write_text
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from pairwise import looped
 from test_commands import run
 
 from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
@@ -137,7 +136,7 @@ def test_evaluations_see_other_sequences():
     assert task.dataset("train")[0]["keys"].tolist() == train
 
 
-@looped(
+@pytest.mark.parametrize(
     "losses, ended",
     [
         ([0.5, 0.002], False),
@@ -156,7 +155,7 @@ def test_training_ends_when_solved_or_without_progress(losses, ended):
     assert task.ended == ended
 
 
-@looped(
+@pytest.mark.parametrize(
     "flags, message",
     [
         ({"num_keys": 0}, "--num-keys must be at least 1, got 0"),

@@ -10,7 +10,6 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
-from pairwise import looped
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -110,7 +109,7 @@ def pieces(task, split, streams, at_documents=False):
     return [[piece for piece in stream if sum(len(part["source"]) for part in piece)] for stream in found]
 
 
-@looped("separator", [None, "w3"])
+@pytest.mark.parametrize("separator", [None, "w3"])
 @pytest.mark.parametrize(
     "rule, normalized",
     [(name, normalized) for name, rule in UPDATE_RULES.items() for normalized in {False, rule.normalizes}],
@@ -141,7 +140,7 @@ def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separa
             torch.testing.assert_close(carried, whole)
 
 
-@looped("criterion", [AdaptiveLoss, CrossEntropyCriterion])
+@pytest.mark.parametrize("criterion", [AdaptiveLoss, CrossEntropyCriterion])
 def test_fairseqs_criteria_see_the_carried_state(setup, criterion):
     task, model = setup(adaptive_softmax_cutoff="10,30")
     results = [task.valid_step(batch, model, criterion(task, False)) for batch in batches(task, "valid")]
@@ -236,7 +235,7 @@ def test_after_running_out_of_memory_a_stream_goes_on_without_that_segment(setup
     assert not model._forward_hooks
 
 
-@looped("criterion", [AdaptiveLoss, CrossEntropyCriterion])
+@pytest.mark.parametrize("criterion", [AdaptiveLoss, CrossEntropyCriterion])
 def test_a_batch_without_targets_changes_nothing(setup, criterion):
     task, model = setup(adaptive_softmax_cutoff="10,30")
     criterion, samples = criterion(task, False), batches(task)
@@ -302,7 +301,7 @@ CHANGES = {
 }
 
 
-@looped("case", CHANGES)
+@pytest.mark.parametrize("case", CHANGES)
 def test_other_streams_are_refused_in_mid_epoch(setup, case):
     flags, options, sentence = CHANGES[case]
     texts = {"train": random_lines(30), "valid": [[2]]}
@@ -341,14 +340,14 @@ REFUSALS = {
 }
 
 
-@looped("case", REFUSALS)
+@pytest.mark.parametrize("case", REFUSALS)
 def test_bad_settings(make_task, case):
     flags, sentence = REFUSALS[case]
     with pytest.raises(ValueError, match=sentence):
         make_task({"train": [[]] if case == "empty" else [[4, 2]]}, **flags)
 
 
-@looped(
+@pytest.mark.parametrize(
     "options, sentence",
     [
         ({}, "no number of streams: give --batch-size"),
@@ -369,7 +368,7 @@ def test_a_missing_text_is_named(make_task):
         task.load_dataset("valid")
 
 
-@looped("flags, options", [({"carry_state": True}, {}), ({}, {"context_window": 8})])
+@pytest.mark.parametrize("flags, options", [({"carry_state": True}, {}), ({}, {"context_window": 8})])
 def test_what_eval_lm_cannot_do_is_refused(make_task, flags, options):
     task = make_task({"train": [[4, 2]]}, **flags)
     with pytest.raises(ValueError, match="fairseq-eval-lm carries no state and slides no window"):

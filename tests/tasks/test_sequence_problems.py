@@ -7,7 +7,6 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from pairwise import looped
 from test_commands import run
 
 from fairseq_fwp.tasks.fwp_sequence_problems import FwpSequenceProblemsConfig, FwpSequenceProblemsTask
@@ -58,7 +57,7 @@ def test_mqar_asks_for_the_value_that_stands_after_the_key():
     assert places == set(range(5))
 
 
-@looped("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", PROBLEMS)
 def test_sequences_follow_from_seed_split_and_epoch(problem):
     seen = set()
     for epoch, seed, split in [(1, 1, "train"), (2, 1, "train"), (1, 2, "train"), (1, 1, "valid"), (1, 1, "test")]:
@@ -99,7 +98,7 @@ def test_pairs_double_in_training_alone():
     assert lengths["valid"] == [(24, 12)] * 6
 
 
-@looped(
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"length": 0}, "--length must be at least 1, got 0"),

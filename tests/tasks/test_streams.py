@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import TokenBlockDataset, iterators
-from pairwise import looped
 
 from .conftest import random_lines
 
@@ -22,9 +21,9 @@ def targets(batch, pad):
     return [row[row.ne(pad)].tolist() for row in batch["target"]]
 
 
-@looped("separator", [None, "</s>", "w7", "blank-line"])
-@looped("shards", [1, 2, 4])
-@looped("length, batch_size", [(1, 3), (5, 1), (5, 4), (7, 16), (64, 2), (1000, 2)])
+@pytest.mark.parametrize("separator", [None, "</s>", "w7", "blank-line"])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("length, batch_size", [(1, 3), (5, 1), (5, 4), (7, 16), (64, 2), (1000, 2)])
 def test_every_token_is_a_target_once(make_task, separator, shards, length, batch_size):
     lines = random_lines(60)
     task = make_task({"train": lines}, tokens_per_sample=length, carry_state=True, reset_state_after=separator)
@@ -44,8 +43,8 @@ def test_every_token_is_a_target_once(make_task, separator, shards, length, batc
     assert len(set(counts)) == 1
 
 
-@looped("workers", [0, 2])
-@looped("shards", [1, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shards", [1, 3])
 def test_streams_are_contiguous(make_task, workers, shards):
     """A stream's inputs are its targets one token earlier, from one segment to the next, in every epoch."""
     lines = random_lines(50)
@@ -74,7 +73,7 @@ def test_streams_are_contiguous(make_task, workers, shards):
     assert read == text
 
 
-@looped("length", [1, 6, 17, 500])
+@pytest.mark.parametrize("length", [1, 6, 17, 500])
 def test_blocks_are_those_of_fairseqs_language_modeling(make_task, length):
     lines = random_lines(40)
     task = make_task({"train": lines}, tokens_per_sample=length)
@@ -99,7 +98,7 @@ def test_text_starts_with_the_symbol_asked_for(make_task):
         assert (first["source"].tolist(), first["target"].tolist()) == ([symbol, 4, 5], [4, 5, 2])
 
 
-@looped(
+@pytest.mark.parametrize(
     "separator, documents",
     [
         ("</s>", [[4, 5, 9, 2], [6, 2], [2], [9, 7, 2], [8, 8]]),
@@ -137,7 +136,7 @@ def test_a_process_whose_streams_have_ended_has_nothing_to_learn(make_task):
         assert batch["net_input"]["src_tokens"].tolist() == [[2]]
 
 
-@looped(
+@pytest.mark.parametrize(
     "limits, streams",
     [({"max_sentences": 3}, 3), ({"max_tokens": 23}, 4), ({"max_sentences": 3, "max_tokens": 12}, 2)],
 )
