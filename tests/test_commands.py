@@ -144,6 +144,7 @@ def test_other_architectures_with_cross_entropy_and_line_breaks(data, tmp_path, 
     assert len(losses(log)) == 2 and "arning" not in log
 
 
+@pytest.mark.slow
 def test_the_draws_of_favor_go_on_in_a_resumed_run(data, tmp_path):
     arguments = {"arch": "delta_favor_lm_wt103"}
     whole = train(data, tmp_path / "whole", *ADAPTIVE, updates=4, **arguments)
@@ -155,6 +156,7 @@ def test_the_draws_of_favor_go_on_in_a_resumed_run(data, tmp_path):
     assert len(perplexities) == 1
 
 
+@pytest.mark.slow
 def test_transformer_xl_is_trained_resumed_and_evaluated_with_another_memory(data, tmp_path):
     """The largest preset, scaled down: adaptive input and softmax, untied biases, all dropouts."""
     flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-attention-heads", 4, "--mem-len", 8, "--half-loss"]
@@ -237,6 +239,7 @@ def test_hydra_with_the_yaml_of_a_preset(data, tmp_path):
     assert (model["_name"], model["sum_normalization"], model["decoder_layers"]) == ("fwp_lm", True, 2)
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_resume(data, tmp_path):
     """One process with twice the batch takes the same steps."""
     alone = train(data, tmp_path / "alone", *ADAPTIVE, "--update-freq", 2, "--dropout", 0, updates=4)
@@ -282,6 +285,7 @@ REFUSALS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @looped("case", REFUSALS)
 def test_bad_settings_are_refused_before_anything_is_written(data, tmp_path, case):
     arguments, sentence = REFUSALS[case]

@@ -79,7 +79,7 @@ def test_a_rule_from_outside_is_a_choice_and_others_are_refused(work):
     assert re.search(r"invalid choice: 'leeky' \(choose from .*leaky", result.stderr)
 
 
-@pytest.mark.parametrize("recipe", ["peps", "mine"])
+@pytest.mark.parametrize("recipe", ["mine", pytest.param("peps", marks=pytest.mark.slow)])
 def test_the_experiment_and_the_recipe(work, recipe):
     """With the recipes in a folder of the test, in the environment of the tests, and a small text."""
     (command,) = (command for command in COMMANDS if f"recipes/{recipe}/run.sh" in command and "FOLDER" in command)

@@ -45,6 +45,7 @@ def train(folder, name, updates):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(folder):
     """Dropout, the order of the sentences, the draws of FAVOR+ and the optimiser, from the middle of an epoch."""
     train(folder, "stopped", 3)
@@ -133,6 +134,7 @@ def test_flags_that_a_checkpoint_does_not_fit_are_named(folder, tmp_path, option
     assert "\n" not in str(error.value) and error.value.__cause__ is None and error.value.__suppress_context__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["--finetune-from-model", "--restore-file", "resumed"])
 def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplog, way):
     """Once, by the flags that make them, when the training has taken them; with the same flags nothing is said."""

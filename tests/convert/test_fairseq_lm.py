@@ -89,7 +89,7 @@ def assert_same(ours, theirs):
     torch.testing.assert_close(log_probs(ours.float(), tokens), expected, rtol=0, atol=5e-6)
 
 
-@looped("name", SOURCES)
+@pytest.mark.parametrize("name", SOURCES)
 def test_logits(checkpoint, name):
     theirs, settings = build_theirs(*SOURCES[name])
     checkpoint.save(theirs.state_dict(), settings)

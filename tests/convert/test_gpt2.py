@@ -105,7 +105,7 @@ def assert_same(folder, tensors, dtype, tolerance):
     assert log_probs[..., rest].eq(-torch.inf).all()
 
 
-@looped(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
 def test_logits(folder, dtype, tolerance):
     tensors = make_tensors()
     folder.save(tensors)
@@ -188,7 +188,7 @@ def test_attention_of_other_shapes_is_named_before_another_takes_its_place(folde
     assert not folder.out.exists()
 
 
-@looped("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
     """The softmax model of rounded weights has the logits of just those weights, and fast weights take their place."""
     tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}

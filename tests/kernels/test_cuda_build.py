@@ -306,6 +306,7 @@ for key in ("CUDA", "AutogradCUDA"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler, nvcc")
 def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
     """In folders with spaces, and with a stub of the little that only a PyTorch for CUDA has."""

@@ -90,6 +90,7 @@ def test_importing_and_asking_builds_nothing(tmp_path, compiler):
     assert calls(tmp_path) == 0 and not (tmp_path / "a cache").exists()
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_build_once(tmp_path, compiler):
     processes = [start_isolated(USE, CXX=compiler, COMPILER_SECONDS="2", **cache(tmp_path)) for _ in range(3)]
     for process in processes:
@@ -98,6 +99,7 @@ def test_processes_that_build_at_once_build_once(tmp_path, compiler):
     assert calls(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_to_wait_for(tmp_path, compiler):
     process = start_isolated(USE, CXX=compiler, COMPILER_SECONDS="30", **cache(tmp_path))
     deadline = time.monotonic() + 60
@@ -113,6 +115,7 @@ def test_a_killed_build_leaves_nothing_to_wait_for(tmp_path, compiler):
     assert not list(folder.glob("build-*"))
 
 
+@pytest.mark.slow
 def test_builders_without_locks_leave_each_other_alone(monkeypatch, tmp_path, compiler, builder):
     """On a file system without them: who comes later must not take the first one's folder for a leftover."""
 
@@ -273,6 +276,7 @@ def test_no_compiler_on_path(tmp_path):
     assert "c++ is not on PATH" in found.stdout and found.stderr.count("RuntimeWarning") == 1
 
 
+@pytest.mark.slow
 def test_the_loop_in_python_is_the_operator_without_a_compiler(tmp_path):
     """Gradients, checks of the operator and compilation work before a compiler is found."""
     script = (

@@ -361,9 +361,8 @@ def test_documents_in_one_sequence_are_sequences(rule, backend, state):
 
 
 @every_rule
-@pytest.mark.parametrize(("values", "forgetful"), [(16, False), (20, True)])
-def test_no_drift_over_4096_tokens(rule, values, forgetful):
-    check_accuracy(rule, sample_inputs(rule, (1, 1, 4096, 16, values), torch.float32, forgetful=forgetful))
+def test_no_drift_over_4096_tokens(rule):
+    check_accuracy(rule, sample_inputs(rule, (1, 1, 4096, 16, 16), torch.float32, forgetful=True))
 
 
 def test_rebuilt_states_are_those_of_the_forward_pass():

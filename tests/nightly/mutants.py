@@ -22,11 +22,6 @@ class Mutant(NamedTuple):
 MUTANTS = [
     Mutant(
         "cuda_ext/bindings/cpu/delta.cpp",
-        "const StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial_.matrix(h, j, true), {nullptr, 0, 0}, work);",
-        "const StateBlock<A, 1> block(kLanes<A>, kLanes<A>, initial_.matrix(h, j, true), {nullptr, 0, 1}, work);",
-    ),
-    Mutant(
-        "cuda_ext/bindings/cpu/delta.cpp",
         "const int64_t scratch_size = size.Dk * width + DeltaBackwardWrites<A, 1>::products_size(size.Dk);",
         "const int64_t scratch_size = size.Dk * width - DeltaBackwardWrites<A, 1>::products_size(size.Dk);",
     ),

@@ -483,4 +483,4 @@ def test_the_script_measures_only_after_the_tests(tmp_path, fails, said):
     assert (done.returncode == 0) == (fails == "nothing") and said in done.stderr
     assert ("measure" in calls) == (fails == "nothing")
     if fails == "nothing":
-        assert "-m cuda and not slow" in calls and "--decay-peer x" in calls and calls.endswith("plots.py gpu\n")
+        assert "-k cuda" in calls and "--decay-peer x" in calls and calls.endswith("plots.py gpu\n")

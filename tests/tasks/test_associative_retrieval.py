@@ -194,6 +194,7 @@ def training_losses(log):
     return re.findall(r"train_inner .* loss=([\d.e-]+)", log)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_for_bit_and_ends_where_the_whole_one_does(tmp_path):
     """In mid-epoch, with FAVOR+ drawing at random, and an end for want of progress."""
     flags = ["--arch", "sum_favor64_retrieval", "--num-keys", 6, "--key-dim", 8, "--updates-per-epoch", 4]

@@ -79,6 +79,7 @@ def trained(data, tmp_path_factory):
     return folder, flags, run("fairseq-train", *arguments(data, folder, 14, *flags))
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_in_mid_epoch_goes_on_bit_for_bit(data, trained, tmp_path):
     folder, flags, log = trained
     assert "end of epoch 1" in log and "arning" not in log
@@ -90,6 +91,7 @@ def test_a_run_interrupted_in_mid_epoch_goes_on_bit_for_bit(data, trained, tmp_p
     assert_same_bits(folder, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_own_their_streams(data, tmp_path):
     """Interrupted or not they end in the same bits, and learn what one process with all streams learns."""
     flags = ["--batch-size", 2, "--dropout", 0, "--update-freq", 2]
