@@ -10,8 +10,8 @@ from commands import RecipeError, run, whole, write
 from evaluation import check_scored
 from flags import read_flags, read_yaml, refusal
 from language_models import LanguageModels
-from recipe import Model
 from prepare import SPLITS, cut, preprocess_text, remove
+from recipe import Model
 from reports import conversion as tables
 from reports.files import save
 
@@ -21,7 +21,7 @@ FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
 
 
 class Conversion(LanguageModels):
-    stages = ("prepare", "train", "evaluate", "all")
+    stages = ("prepare", "train", "evaluate", "report", "all")
     rest = "flags for fairseq-train, of the fine-tuning, or in evaluate for fwp-eval-lm"
 
     def __init__(self, arguments: list[str]) -> None:

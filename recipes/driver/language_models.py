@@ -8,7 +8,6 @@ from arguments import ROOT, whole_number
 from commands import RecipeError, check_same, run, whole, write
 from evaluation import READING, Way
 from flags import label
-from recipe import Model, Recipe
 from prepare import (
     SPLITS,
     apply_bpe,
@@ -19,11 +18,12 @@ from prepare import (
     preprocess_text,
     remove,
 )
+from recipe import Model, Recipe
 from texts import TEXTS, checksum, read_words
 
 
 class LanguageModels(Recipe):
-    stages = ("prepare", "train", "evaluate", "sample", "all")
+    stages = ("prepare", "train", "evaluate", "report", "sample", "all")
     rest = "flags for fairseq-train, or in evaluate for fwp-eval-lm"
 
     def __init__(self, arguments: list[str]) -> None:

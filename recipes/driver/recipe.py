@@ -32,7 +32,7 @@ class Model(NamedTuple):
 class Recipe:
     """The stages of a recipe; a kind of recipe says how it prepares, evaluates and reports."""
 
-    stages: tuple[str, ...] = ("prepare", "train", "evaluate", "all")
+    stages: tuple[str, ...] = ("prepare", "train", "evaluate", "report", "all")
     rest = "flags for fairseq-train"
 
     def __init__(self, arguments: list[str]) -> None:
@@ -157,6 +157,7 @@ class Recipe:
                 if not (model.folder / "diverged").exists():
                     self.check_trained(model)
                     self.evaluate(model)
+        if self.stage in ("evaluate", "report", "all"):
             self.report()
 
     def prepare_once(self) -> None:

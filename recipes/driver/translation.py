@@ -10,10 +10,10 @@ from pathlib import Path
 from arguments import ROOT, whole_number
 from commands import RecipeError, check_same, run, whole, write
 from flags import label
-from recipe import Model, Recipe
 from pairs import LANGUAGES, PAIRS
 from parallel import copy
 from prepare import SPLITS, apply_bpe, learn_bpe, preprocess, remove
+from recipe import Model, Recipe
 from reports.files import read_run, save, show
 from tables import markdown, spread
 

@@ -68,6 +68,9 @@ def test_stages_come_in_order_and_what_diverged_is_not_evaluated(start, capsys):
     made = start("evaluate")
     made.main()
     assert made.done == ["evaluate sum", "report"]
+    made = start("report")
+    made.main()
+    assert made.done == ["report"]
     made = start("prepare")
     made.main()
     assert made.done == [] and "run.sh train --out" in capsys.readouterr().err

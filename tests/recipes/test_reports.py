@@ -1,6 +1,7 @@
 """The reports: tables, CSV and pictures of runs that never were."""
 
 import csv
+import re
 
 import made_up
 import pytest
@@ -108,7 +109,9 @@ def report(module, out, rows, name):
     path.write_text(yaml.dump(rows))
     (out / name).mkdir(exist_ok=True)
     module.write(path, out, out / name)
-    return (out / name / "table.md").read_text().splitlines()
+    *lines, empty, where = (out / name / "table.md").read_text().splitlines()
+    assert not empty and re.fullmatch(r"`bash .*run.sh.*` at \w+, \d{4}-\d\d-\d\d, .*, torch .*\.", where)
+    return lines
 
 
 def test_grid_has_ranks_beside_the_papers_and_hides_nothing(grid):

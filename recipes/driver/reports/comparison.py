@@ -9,8 +9,8 @@ from typing import Any
 
 from commands import run
 from log import read_json
-from recipe import Model
 from prepare import count
+from recipe import Model
 from tables import markdown, spread
 
 from reports import lengths

@@ -1,6 +1,13 @@
 """What the files of a run say, and how it is shown."""
 
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +51,36 @@ def show(value: float | str | None, digits: int = 2, none: str = "-") -> str:
     return value if isinstance(value, str) else f"{value:,.{digits}f}"
 
 
+def provenance() -> str:
+    """Return what a ledger says of a run: the command, the commit, the day, the machine, PyTorch."""
+    import torch
+
+    root = Path(__file__).resolve().parents[3]
+    recipe, given = Path("recipe"), sys.argv[1:]
+    if "--recipe" in given:
+        recipe = Path(given[given.index("--recipe") + 1]).resolve()
+        recipe = recipe.relative_to(root) if recipe.is_relative_to(root) else recipe
+    words = ["bash", str(recipe / "run.sh"), *given[given.index("--") + 1 if "--" in given else len(given) :]]
+    git = subprocess.run(
+        ["git", "-C", root, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, {processor()}"
+    commit = git.stdout.strip() or "unknown"
+    return f"`{shlex.join(words)}` at {commit}, {date.today()}, {machine}, torch {torch.__version__}."
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = (
+        re.search(r"^model name\s*: (.*)$", info.read_text(encoding="utf-8"), re.MULTILINE) if info.exists() else None
+    )
+    return found[1] if found else platform.machine()
+
+
 def save(folder: Path, name: str, rows: Sequence[dict[str, Any]], lines: Sequence[str], *pictures: str) -> None:
-    """Write the numbers into NAME.csv and the table into table.md, and print the table."""
+    """Write the numbers into NAME.csv, the table into table.md with where it is from, and print the table."""
     write_csv(folder / f"{name}.csv", rows)
+    lines = [*lines, "", provenance()]
     write(folder / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
     also = "".join(f", a picture in {folder / picture}" for picture in pictures)
