@@ -138,6 +138,7 @@ def test_generation(data, trained):
     assert len(re.findall(r"^H-", out, re.M)) == len(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sum_lm_wt103", "softmax_lm_wt103"])
 def test_other_architectures_with_cross_entropy_and_line_breaks(data, tmp_path, arch):
     log = train(data, tmp_path, "--sample-break-mode", "eos", "--sum-normalization", arch=arch, updates=2)
@@ -178,6 +179,7 @@ def test_transformer_xl_is_trained_resumed_and_evaluated_with_another_memory(dat
     assert len(re.search(r"^H-0\t\S+\t(.*)$", text, re.M)[1].split()) > 40  # longer than a segment
 
 
+@pytest.mark.slow
 def test_local_attention_trains(data, tmp_path):
     log = train(data, tmp_path, *ADAPTIVE, "--attention-window", 8, arch="softmax_lm_wt103", updates=2)
     assert len(losses(log)) == 2 and "arning" not in log
@@ -197,6 +199,7 @@ def test_every_architecture_trains_is_scored_and_generates(data, tmp_path, arch)
     assert re.search(r"^H-0\t", log, re.M)
 
 
+@pytest.mark.slow
 def test_a_model_of_flags_alone_with_a_parted_vocabulary(data, tmp_path):
     """Training's validation loss, by clusters, is the loss that evaluation finds in the full distribution."""
     flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-normalize-before", "--no-epoch-checkpoints"]
@@ -209,10 +212,12 @@ def test_a_model_of_flags_alone_with_a_parted_vocabulary(data, tmp_path):
     assert float(re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", log)[-1]) == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_bfloat16(data, tmp_path):
     assert len(losses(train(data, tmp_path, "--bf16", updates=2))) == 2
 
 
+@pytest.mark.slow
 def test_hydra_with_the_yaml_of_a_preset(data, tmp_path):
     info = Path(sys.executable).with_name("fwp-info")
     command = [info] if info.exists() else [sys.executable, "-m", "fairseq_fwp.cli.info"]
@@ -307,6 +312,7 @@ def test_the_guides_export_runs(data, trained, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"start.pt2", "step.pt2"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_cut_in_half_is_named(data, trained, tmp_path):
     broken = tmp_path / "checkpoint_last.pt"
     shutil.copy(trained[0], broken)
@@ -320,6 +326,7 @@ def test_a_checkpoint_cut_in_half_is_named(data, trained, tmp_path):
     assert broken.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_text_longer_than_the_model_is_refused(data, trained):
     log = run("fairseq-eval-lm", data, "--path", trained[0], "--cpu", "--gen-subset", "test", status=1)
     assert "longer than the 32 that the model was trained on: pass --tokens-per-sample 32" in log.splitlines()[-1]

@@ -89,7 +89,7 @@ def test_the_experiment_and_the_recipe(work, recipe):
     )
     (recipes / "env.sh").write_text(
         'here=$(dirname -- "${BASH_SOURCE[1]}")\n'
-        f'recipe() {{ {sys.executable} {shlex.quote(str(ROOT))}/recipes/driver "$1" --recipe "$here" "${{@:2}}"; }}\n'
+        f'recipe() {{ {shlex.quote(sys.executable)} {shlex.quote(str(ROOT))}/recipes/driver "$1" --recipe "$here" "${{@:2}}"; }}\n'
     )
     write_files(work, "yaml")
     (script,) = (text for kind, text in BLOCKS if kind == "bash" and text.startswith("#!"))

@@ -77,6 +77,7 @@ def test_every_sentence_is_translated(folder, options):
     assert f"Translated {SENTENCES['test']} sentences" in output
 
 
+@pytest.mark.slow
 def test_alignments(folder):
     """Of each word of each translation to a word of the source, with an attention that keeps no word of it."""
     output = run(
@@ -93,6 +94,7 @@ def test_alignments(folder):
         assert all(0 <= place < len(sources[number].split()) for place, _ in pairs)
 
 
+@pytest.mark.slow
 def test_sentences_from_standard_input(folder):
     output = run(
         "fairseq-interactive", folder / "bin", "--task", "translation", "--source-lang", "en", "--target-lang", "de",

@@ -1,5 +1,6 @@
 """The core of the recipes' driver: commands, flags, logs, evaluations, tables."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_help_is_the_top_of_the_script(parser, capsys):
 
 def test_a_command_is_shown_and_its_failure_named(tmp_path, capfd):
     commands.run(sys.executable, "-c", "print(1)")
-    assert capfd.readouterr() == ("1\n", f"+ {sys.executable} -c 'print(1)'\n")
+    assert capfd.readouterr() == ("1\n", f"+ {shlex.quote(sys.executable)} -c 'print(1)'\n")
     with pytest.raises(RecipeError, match=r"failed \(exit status 3\): see .*log, which ends with 'why'"):
         commands.run(sys.executable, "-c", "print('why'); raise SystemExit(3)", log=tmp_path / "log")
 
