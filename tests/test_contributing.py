@@ -87,9 +87,9 @@ def test_the_experiment_and_the_recipe(work, recipe):
     shutil.copytree(
         ROOT / "recipes", recipes, dirs_exist_ok=True, ignore=shutil.ignore_patterns("results", "__pycache__")
     )
+    driver = shlex.join([sys.executable, str(ROOT / "recipes" / "driver")])
     (recipes / "env.sh").write_text(
-        'here=$(dirname -- "${BASH_SOURCE[1]}")\n'
-        f'recipe() {{ {shlex.quote(sys.executable)} {shlex.quote(str(ROOT))}/recipes/driver "$1" --recipe "$here" "${{@:2}}"; }}\n'
+        f'here=$(dirname -- "${{BASH_SOURCE[1]}}")\nrecipe() {{ {driver} "$1" --recipe "$here" "${{@:2}}"; }}\n'
     )
     write_files(work, "yaml")
     (script,) = (text for kind, text in BLOCKS if kind == "bash" and text.startswith("#!"))
