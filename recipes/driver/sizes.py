@@ -13,7 +13,12 @@ def describe(arguments: list[str]) -> str:
     arguments: those of fairseq-train. The memory is that of weights, gradients and Adam's two moments in float32,
     without activations. Raises RecipeError for flags that fairseq-train refuses.
     """
-    parameters, state, length = measure(arguments)
+    from commands import RecipeError
+
+    try:
+        parameters, state, length = measure(arguments)
+    except (AssertionError, ValueError, KeyError) as error:  # fairseq's own words for settings that cannot be
+        raise RecipeError(f"the model cannot be built: {error}.") from error
     words = f"{parameters:,} parameters"
     if state is not None:
         words += f", a state of {state:,} numbers for {length:,} tokens"
