@@ -99,6 +99,7 @@ def test_resumed_training_goes_on_as_if_never_stopped(data, trained, tmp_path):
     assert losses(first) + losses(second) == losses(log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--context-window", "16"]], ids=["blocks", "window"])
 def test_every_token_is_scored(data, trained, arguments):
     log = run(
@@ -109,6 +110,7 @@ def test_every_token_is_scored(data, trained, arguments):
     assert 2 < float(re.search(r"Perplexity: ([\d.]+)", log)[1]) < 60
 
 
+@pytest.mark.slow
 def test_the_installed_plugin_is_found_by_name_from_any_folder(data, trained, tmp_path):
     arguments = ["--path", trained[0], "--gen-subset", "test", "--tokens-per-sample", 32, "--cpu"]
     assert "Perplexity" in run("fairseq-eval-lm", data, *arguments, user_dir="fairseq_fwp", cwd=tmp_path)
@@ -304,6 +306,7 @@ def test_an_empty_data_folder_is_named(tmp_path):
     assert re.search(rf"No such file or directory: '{tmp_path}/dict.txt'", log)
 
 
+@pytest.mark.slow
 def test_the_guides_export_runs(data, trained, tmp_path):
     code = re.search(r"```python\n(.*?)```", (PLUGIN / "README.md").read_text(), re.DOTALL)[1]
     code = code.replace("checkpoints/delta/checkpoint_best.pt", str(trained[0])).replace('"DATA"', repr(str(data)))

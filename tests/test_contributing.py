@@ -47,6 +47,7 @@ def work(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_plugin_examples(work):
     commands = [command for command in COMMANDS if "--user-dir my_plugin" in command]
     assert len(commands) == 6
@@ -79,7 +80,8 @@ def test_a_rule_from_outside_is_a_choice_and_others_are_refused(work):
     assert re.search(r"invalid choice: 'leeky' \(choose from .*leaky", result.stderr)
 
 
-@pytest.mark.parametrize("recipe", ["mine", pytest.param("peps", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mine", "peps"])
 def test_the_experiment_and_the_recipe(work, recipe):
     """With the recipes in a folder of the test, in the environment of the tests, and a small text."""
     (command,) = (command for command in COMMANDS if f"recipes/{recipe}/run.sh" in command and "FOLDER" in command)

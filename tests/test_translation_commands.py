@@ -125,6 +125,7 @@ def go_on(folder, save_dir, *flags):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option, case", [(option, case) for option, cases in MISFITS.items() for case in cases])
 def test_flags_that_a_checkpoint_does_not_fit_are_named(folder, tmp_path, option, case):
     """With all others that change what weights compute, in one sentence, where fairseq has the names of all weights."""

@@ -116,6 +116,7 @@ def converted(tmp_path_factory):
     return folder, tmp_path / "bin", losses.mean().item() / math.log(2)
 
 
+@pytest.mark.slow
 @looped("command", ["fairseq-eval-lm", ("-m", "fairseq_fwp.cli.eval_lm")], ids=["fairseq", "fwp"])
 def test_it_is_scored(converted, command):
     folder, data, expected = converted

@@ -4,9 +4,17 @@ import pytest
 import torch
 from emulator import RULES, EmulatorError
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
+from pairwise import looped
 from subjects import COMBINATIONS, relative_error
 
 every_rule = pytest.mark.parametrize("rule", CASES)
+
+
+def some_fast(*fast):
+    """All rules, those that are not named at night."""
+    return [pytest.param(rule, marks=() if rule in fast else pytest.mark.slow) for rule in CASES]
+
+
 # Sizes below, at and beyond a thread's rows, a warp's, a slab of columns, a buffer of tokens and a chunk. The last
 # three have more rows, one way or the other, than the ordinary tiles can hold.
 SHAPES = [
@@ -122,6 +130,7 @@ def test_sums_over_hundreds_of_rows_are_as_accurate(emulator, rule):
         check_accuracy(emulator, *make_case(rule, shape, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "forgetful"), [*((rule, False) for rule in CASES), ("delta", True)])
 def test_no_drift_over_4096_tokens(emulator, rule, forgetful):
     check_accuracy(emulator, *make_case(rule, (1, 1, 4096, 16, 16), torch.float32, forgetful=forgetful))
@@ -234,8 +243,8 @@ def test_sizes_beyond_the_kernels_are_refused(emulator, rule):
         emulator.forward(given, erases)
 
 
-@every_rule
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", some_fast("delta", "decay", "rwkv7"))
+@looped("dtype", [torch.float32, torch.bfloat16])
 def test_the_greatest_sizes_fit_every_gpu(emulator, rule, dtype):
     """In the 99 KiB that a block has on GPUs of compute capability 8.6, 8.9 and 12.0, with heads for all its teams.
 

@@ -360,6 +360,7 @@ def test_documents_in_one_sequence_are_sequences(rule, backend, state):
 # Long sequences, and what forgets.
 
 
+@pytest.mark.slow
 @every_rule
 def test_no_drift_over_4096_tokens(rule):
     check_accuracy(rule, sample_inputs(rule, (1, 1, 4096, 16, 16), torch.float32, forgetful=True))
@@ -418,6 +419,7 @@ def test_gates_may_be_any_number(rule):
             assert relative_error(found, expected[name]) <= 1e-13, (name, length, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", dict(FORGETFUL))
 @looped("kept", [0.01, 0.999])
 def test_strong_and_weak_forgetting_over_thousands_of_tokens(rule, kept):

@@ -21,7 +21,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
+FAST = ("delta", "softmax", "decay", "xl")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS])
 def model(request, build_model):
     arch, flags = MODELS[request.param]
     return build_model(arch, **flags, **({} if arch == "fwp_xl_lm" else {"fwp_backend": "auto"}))

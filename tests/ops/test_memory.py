@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from isolated import run_isolated
-from subjects import PER_KEY, RULES, WITH_KERNEL, fastest_backend
+from subjects import PER_KEY, RULES, fastest_backend
 
 MEASURE = """
 import json, torch
@@ -41,7 +41,9 @@ FREED_MEMORY_GOES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_":
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
-@pytest.mark.parametrize("rule", [*WITH_KERNEL, pytest.param("fwm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=() if rule in ("delta", "rwkv7") else pytest.mark.slow) for rule in RULES]
+)
 def test_extra_memory_at_8192_tokens(rule):
     """In sizes of inputs + output; a state a token would be 16 of them (11 for decay), and two are what is needed."""
     of_rule = RULES[rule]

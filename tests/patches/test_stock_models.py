@@ -82,7 +82,9 @@ def train(commands, tmp_path):
     return train
 
 
-@pytest.mark.parametrize("task", MODELS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(x, marks=pytest.mark.slow if "pretraining" in x else ()) for x in MODELS]
+)
 def test_a_model_of_fairseq_trains_and_resumes(task, train, tmp_path):
     """Resumed, it becomes what it would have become, to the last bit; masks of audio have no seed."""
     WRITERS.get(task, write_audio)(tmp_path)
@@ -101,6 +103,7 @@ def test_a_model_of_fairseq_trains_and_resumes(task, train, tmp_path):
         assert saved.symbols[4:9] == list("01234")
 
 
+@pytest.mark.slow
 def test_hubert_is_fine_tuned(train, tmp_path):
     write_audio(tmp_path)
     train("before", 1, "--task", "hubert_pretraining", *MODELS["hubert_pretraining"])

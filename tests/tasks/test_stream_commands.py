@@ -105,6 +105,7 @@ def test_two_processes_own_their_streams(data, tmp_path):
     assert [float(loss) for loss, _ in losses(whole)] == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_validation_carries_the_state(data, trained):
     """fairseq-validate takes the task's settings from the checkpoint and repeats the validation of the training run."""
     folder, _, log = trained
