@@ -1,4 +1,4 @@
-"""Tokens per second of `fwp-eval-lm`'s sliding window against one window at a time (run.sh does it).
+"""Tokens per second of `fwp-eval-lm`'s sliding window against one window at a time.
 
 The medium models of Schlag et al. 2021 with their context of 384 tokens and the 267,744 words of fairseq's dictionary
 of WikiText-103, untrained, on words that follow Zipf's law. One window at a time is a forward pass and the
@@ -6,18 +6,17 @@ log-probabilities of all words at all of its positions; fairseq-eval-lm, given f
 clusters without a target.
 """
 
-from argparse import Namespace
+from functools import partial
 
+import models
 import torch
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.sequence_scorer import SequenceScorer
-from omegaconf import OmegaConf
-from report import Contender, Goal, goal_row, interleave, publish, ratios, say
+from pictures import Bars
+from record import Goal, compare, say
+from timing import Contender, interleave
 
 from fairseq_fwp.evaluation.scoring import WindowScorer
 from fairseq_fwp.evaluation.windows import Text, batches, windows
-from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.modules.onednn import OneDnnLinear
 
 ARCHS = ("delta_lm_wt103_medium", "softmax_lm_wt103_medium")
@@ -34,39 +33,20 @@ OURS, STRIDES, ALL, FAIRSEQ = (
     "all log-probabilities",
     "fairseq-eval-lm",
 )
+SPEED = "tokens per second"
 
 
-def make_dictionary():
-    dictionary = Dictionary()
-    for index in range(VOCABULARY - len(dictionary)):
-        dictionary.add_symbol(f"w{index}")
-    return dictionary
-
-
-def make_model(arch, dictionary):
-    args = Namespace(tokens_per_sample=CONTEXT, max_target_positions=None, add_bos_token=False)
-    ARCH_CONFIG_REGISTRY[arch](args)
-    config = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), vars(args))
-    return FwpLanguageModel.build_model(config, Namespace(target_dictionary=dictionary)).eval()
-
-
-def make_text(dictionary):
-    special, length = dictionary.nspecial, CONTEXT + WINDOWS * STRIDE
-    frequencies = 1 / torch.arange(1, VOCABULARY - special + 1)
-    drawn = torch.multinomial(frequencies, length + 1, replacement=True, generator=torch.Generator().manual_seed(1))
-    return Text(drawn[:-1] + special, drawn[1:] + special)
+def make_text(length):
+    drawn = models.draw_words(VOCABULARY, length + 1)
+    return Text(drawn[:-1], drawn[1:])
 
 
 def sliding(model, text, stride):
-    """A call that scores WINDOWS windows, and returns the log-probabilities."""
+    """The log-probabilities of WINDOWS windows."""
     scorer = WindowScorer(model, text)
     full = list(windows(len(text.tokens), CONTEXT, CONTEXT - stride))[1 : WINDOWS + 1]
-
-    def call():
-        with OneDnnLinear():
-            return torch.cat([scorer(batch) for batch in batches(full, BATCH)])
-
-    return call
+    with OneDnnLinear():
+        return torch.cat([scorer(batch) for batch in batches(full, BATCH)])
 
 
 def one_window(text):
@@ -92,12 +72,11 @@ def fairseq_eval_lm(model, text, scorer):
 
 def make_contenders(model, text, dictionary):
     """{name: (call, tokens that it scores)}, after a check that the calls agree."""
-    scorer = SequenceScorer(dictionary)
     found = {
-        OURS: (sliding(model, text, 1), WINDOWS),
-        STRIDES: (sliding(model, text, STRIDE), WINDOWS * STRIDE),
-        ALL: (lambda: all_log_probs(model, text), 1),
-        FAIRSEQ: (lambda: fairseq_eval_lm(model, text, scorer), 1),
+        OURS: (partial(sliding, model, text, 1), WINDOWS),
+        STRIDES: (partial(sliding, model, text, STRIDE), WINDOWS * STRIDE),
+        ALL: (partial(all_log_probs, model, text), 1),
+        FAIRSEQ: (partial(fairseq_eval_lm, model, text, SequenceScorer(dictionary)), 1),
     }
     expected = found[OURS][0]()[0]
     for name in (ALL, FAIRSEQ):
@@ -110,42 +89,56 @@ def work(model):
     layers = sum(p.numel() for p in model.decoder.layers.parameters() if p.dim() == 2)
     softmax = model.decoder.adaptive_softmax
     logits = softmax.weight.numel() + softmax.clusters.weight.numel()
-    return [2 * CONTEXT * weights / 1e9 for weights in (layers, logits)]
+    return {
+        "GFLOP of a window's layers": 2 * CONTEXT * layers / 1e9,
+        "GFLOP of a window's logits": 2 * CONTEXT * logits / 1e9,
+    }
 
 
-def main():
-    dictionary = make_dictionary()
-    text = make_text(dictionary)
-    raw, rows, paragraphs = [], [], []
+def measure(record):
+    text = make_text(CONTEXT + WINDOWS * STRIDE)
     for arch in ARCHS:
         say(f"building {arch}")
-        model = make_model(arch, dictionary)
-        found = make_contenders(model, text, dictionary)
+        built = models.build(VOCABULARY, "--arch", arch, "--tokens-per-sample", CONTEXT)
+        model = built.model.eval()
+        found = make_contenders(model, text, built.task.target_dictionary)
         times = interleave({name: Contender(call, THREADS) for name, (call, _) in found.items()}, ROUNDS, arch)
-        times = {name: [seconds / found[name][1] for seconds in times[name]] for name in times}
-        raw += [[arch, name, i, f"{1 / s:.3f}"] for name in times for i, s in enumerate(times[name])]
-        for peer, bound in ((ALL, 20), (FAIRSEQ, None)):
-            goal = Goal(f"tokens per second, sliding window vs {peer} of one window at a time", arch, bound)
-            rows.append(goal_row(goal, ratios(times[peer], times[OURS])))
-        goal = Goal(f"tokens per second, --stride {STRIDE} vs --stride 1", arch)
-        rows.append(goal_row(goal, ratios(times[OURS], times[STRIDES])))
-        layers, logits = work(model)
-        paragraphs.append(
-            f"{arch}: {1 / min(times[OURS]):.1f} tokens a second with the sliding window. A window takes {layers:.1f} "
-            f"GFLOP in the products of its layers, {logits:.1f} in the logits of all words at all of its positions.\n"
+        for name, seconds in times.items():
+            record.add(arch, "scoring", name, [found[name][1] / second for second in seconds], SPEED)
+        record.take(arch, "scoring", "the model", work(model))
+
+
+def goals(record):
+    comparisons = [
+        (f"sliding window vs {ALL} of one window at a time", ALL, OURS, 20),
+        (f"sliding window vs {FAIRSEQ} of one window at a time", FAIRSEQ, OURS, None),
+        (f"--stride {STRIDE} vs --stride 1", OURS, STRIDES, None),
+    ]
+    return [
+        compare(record, Goal(f"{SPEED}, {what}", arch, bound), *((arch, "scoring", x) for x in (slow, fast)), SPEED)
+        for arch in ARCHS
+        for what, slow, fast, bound in comparisons
+    ]
+
+
+def paragraphs(record):
+    found = [f"{THREADS} threads, {CONTEXT} tokens of context, {VOCABULARY:,} words, {BATCH} windows at once.\n"]
+    for arch in ARCHS:
+        layers, logits = (
+            record.values(arch, "scoring", "the model", f"GFLOP of a window's {part}")[0]
+            for part in ("layers", "logits")
         )
-    publish(
-        "eval_lm",
-        ["arch", "contender", "round", "tokens_per_second"],
-        raw,
-        rows,
-        f"{THREADS} threads, {CONTEXT} tokens of context, {VOCABULARY:,} words, {BATCH} windows at once.\n",
-        *paragraphs,
+        found.append(
+            f"{arch}: {max(record.values(arch, 'scoring', OURS, SPEED)):.1f} tokens a second with the sliding window. "
+            f"A window takes {layers:.1f} GFLOP in the products of its layers, {logits:.1f} in the logits of all words "
+            "at all of its positions.\n"
+        )
+    return [
+        *found,
         "At stride 1 nearly all the work of the layers remains: from the second layer on, a token's vector depends on "
         "where its window begins, so that windows share nothing. What is saved is the logits but those of the last "
         "position's clusters, and the last layer's feed-forward network at other positions; oneDNN does the rest.\n",
-    )
+    ]
 
 
-if __name__ == "__main__":
-    main()
+PANELS = [Bars("Evaluation in a sliding window", "tokens per second, multiple of the second's")]

@@ -1,4 +1,4 @@
-"""What scoring costs with a fast weight layer and with dynamic evaluation, against the model alone (run.sh does it).
+"""What scoring costs with a fast weight layer and with dynamic evaluation, against the model alone.
 
 The two models of Clark et al. 2022 (arXiv 2212.02475), untrained, on words that follow Zipf's law: Transformer-XL large
 reads segments of 128 tokens with a memory of 1,600 (Dai et al. 2019), local attention blocks of 1,024. Operations are
@@ -6,18 +6,18 @@ those of matrix products, counted by PyTorch (torch.utils.flop_counter); times a
 """
 
 import math
-from argparse import Namespace
 
+import models
 import torch
-from eval_lm import VOCABULARY, make_dictionary
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
-from omegaconf import OmegaConf
-from report import Contender, Goal, goal_row, interleave, publish, ratios, say
+from eval_lm import VOCABULARY, make_text
+from pictures import Bars
+from record import SECONDS, Goal, compare, say
+from timing import Contender, interleave
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer
 from fairseq_fwp.evaluation.scoring import StreamScorer, WindowScorer
-from fairseq_fwp.evaluation.windows import Text, Window
+from fairseq_fwp.evaluation.windows import Window
 from fairseq_fwp.models.presets import FWL_PRESETS
 from fairseq_fwp.modules.onednn import OneDnnLinear
 
@@ -31,6 +31,7 @@ MODELS = {
     "fwl_local_lm_wt103, head of 4,000 words": (*LOCAL, {"adaptive_softmax_cutoff": "4000,40000,200000"}, 0, 1024),
 }
 BASE, LAYER, DYNAMIC = "the model alone", "fast weight layer", "dynamic evaluation"
+OPERATIONS = "operations"
 ROUNDS = 5
 THREADS = 2
 
@@ -52,19 +53,9 @@ def count_linear(inputs, weight, *_, **__):
     return 2 * math.prod(inputs) * weight[0]
 
 
-def make_model(arch, flags, dictionary, length):
-    args = Namespace(tokens_per_sample=length, max_target_positions=None, add_bos_token=False, **flags)
-    ARCH_CONFIG_REGISTRY[arch](args)
-    config = OmegaConf.structured(MODEL_DATACLASS_REGISTRY[ARCH_MODEL_NAME_REGISTRY[arch]])
-    config = OmegaConf.merge(config, {key: value for key, value in vars(args).items() if key in config})
-    return ARCH_MODEL_REGISTRY[arch].build_model(config, Namespace(target_dictionary=dictionary)).eval()
-
-
-def make_text(dictionary, length):
-    special = dictionary.nspecial
-    frequencies = 1 / torch.arange(1, VOCABULARY - special + 1)
-    drawn = torch.multinomial(frequencies, length + 1, replacement=True, generator=torch.Generator().manual_seed(1))
-    return Text(drawn[:-1] + special, drawn[1:] + special)
+def make_model(arch, settings, length):
+    flags = models.flags_of(settings)
+    return models.build(VOCABULARY, "--arch", arch, *flags, "--tokens-per-sample", length).model.eval()
 
 
 def scoring(scorer, before, length):
@@ -87,13 +78,13 @@ def scoring(scorer, before, length):
     return call
 
 
-def make_contenders(name, dictionary):
+def make_contenders(name):
     """{name: call}: the three, on one text."""
     arch, base, own, flags, before, length = MODELS[name]
-    text = make_text(dictionary, before + length)
+    text = make_text(before + length)
     kind = StreamScorer if before else WindowScorer
-    alone = make_model(base, {**own, **flags}, dictionary, length)
-    layered = make_model(arch, flags, dictionary, length).requires_grad_(False)
+    alone = make_model(base, {**own, **flags}, length)
+    layered = make_model(arch, flags, length).requires_grad_(False)
     # A step so small that the weights stay what they are, however often the call is repeated.
     learning = DynamicScorer(kind(alone, text), DynamicRule(1e-30))
     scorers = {BASE: kind(alone, text), LAYER: kind(layered, text), DYNAMIC: learning}
@@ -117,33 +108,39 @@ def count(call):
     return counter.get_total_flops()
 
 
-def main():
-    dictionary = make_dictionary()
-    raw, rows, paragraphs = [], [], []
+def measure(record):
     for model in MODELS:
         say(f"building {model}")
-        calls = make_contenders(model, dictionary)
-        work = {name: count(call) for name, call in calls.items()}
+        calls = make_contenders(model)
+        for name, call in calls.items():
+            record.add(model, "scoring", name, [count(call)], OPERATIONS)
         contenders = {name: Contender(with_onednn(call), THREADS) for name, call in calls.items()}
-        times = interleave(contenders, ROUNDS, model)
-        raw += [[model, name, i, f"{s:.4f}", work[name]] for name in times for i, s in enumerate(times[name])]
-        for name, most, longest in ((LAYER, 1.3, 1.2), (DYNAMIC, None, None)):
-            goal = Goal(f"operations, {name} vs {BASE}", model, most, at_most=True)
-            rows.append(goal_row(goal, work[name] / work[BASE]))
-            goal = Goal(f"time, {name} vs {BASE}", model, longest, at_most=True)
-            rows.append(goal_row(goal, ratios(times[name], times[BASE])))
-        *_, length = MODELS[model]
-        speeds = ", ".join(f"{length / min(times[name]):.1f} with {name}" for name in times)
-        paragraphs.append(f"{model}: tokens a second, {speeds}; {work[BASE] / length / 1e6:.0f} MFLOP a token alone.\n")
-    publish(
-        "fwl",
-        ["model", "contender", "round", "seconds", "operations"],
-        raw,
-        rows,
-        f"{THREADS} threads, {VOCABULARY:,} words, one window at a time.\n",
-        *paragraphs,
-    )
+        for name, seconds in interleave(contenders, ROUNDS, model).items():
+            record.add(model, "scoring", name, seconds)
 
 
-if __name__ == "__main__":
-    main()
+def goals(record):
+    return [
+        compare(
+            record,
+            Goal(f"{label}, {name} vs {BASE}", model, bound, at_most=True),
+            *((model, "scoring", x) for x in (name, BASE)),
+            what,
+        )
+        for model in MODELS
+        for name, bounds in ((LAYER, (1.3, 1.2)), (DYNAMIC, (None, None)))
+        for what, label, bound in zip((OPERATIONS, SECONDS), (OPERATIONS, "time"), bounds, strict=True)
+    ]
+
+
+def paragraphs(record):
+    found = [f"{THREADS} threads, {VOCABULARY:,} words, one window at a time.\n"]
+    for model, (*_, length) in MODELS.items():
+        best = {name: min(record.values(model, "scoring", name)) for name in (BASE, LAYER, DYNAMIC)}
+        speeds = ", ".join(f"{length / seconds:.1f} with {name}" for name, seconds in best.items())
+        (work,) = record.values(model, "scoring", BASE, OPERATIONS)
+        found.append(f"{model}: tokens a second, {speeds}; {work / length / 1e6:.0f} MFLOP a token alone.\n")
+    return found
+
+
+PANELS = [Bars("Scoring with learning", "multiple of the model alone")]

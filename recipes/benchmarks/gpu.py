@@ -17,24 +17,12 @@ from typing import NamedTuple
 import gpu_models
 import gpu_peers
 import gpu_report
+import inputs
 import torch
-from gpu_report import (
-    BYTES,
-    CONTEXTS,
-    EAGER,
-    FORWARD,
-    GRAPH,
-    SHAPES,
-    STEP,
-    STEP_SHAPE,
-    SWEEP,
-    TRAINING,
-    Record,
-    swept,
-)
-from report import commit, publish, say, write_csv
+from gpu_report import CALLED, CONTEXTS, GRAPH, OURS, SHAPES, STEP_SHAPE, SWEEP, context_of, swept
+from inputs import FORMS, FORWARD, STEP, TRAINING
+from record import BYTES, Record, commit, publish, say, write_csv
 
-from fairseq_fwp import ops
 from fairseq_fwp.kernels import load_kernels
 
 DEVICE = "cuda"
@@ -47,80 +35,41 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 
 
 class Contender(NamedTuple):
-    """`build()` returns the form, or raises gpu_peers.Missing; `rule` is what it must agree with, None if with none."""
+    """`build()` returns the function, or raises gpu_peers.Missing; it takes the inputs of `form`.
 
-    rule: str | None
-    names: str
+    exact: whether it must agree with that form. tokens_first: whether it takes (B, L, H, D).
+    """
+
+    form: str
     build: object
+    exact: bool = True
     dtype: torch.dtype = torch.bfloat16
     tokens_first: bool = False
     ours: bool = False
 
+    def swap(self, x):
+        return x.transpose(1, 2) if self.tokens_first else x
 
-INPUTS = {"sum": "q k v", "gated": "q k v gate", "delta": "q k v beta", "decay": "q k v key_decay value_decay"}
-
-
-def kernel(rule):
-    function = getattr(ops, f"{rule}_rule")
-    return lambda *x: function(*x, backend="kernel")[0]
-
-
-def call_of_kernel(rule, tensors, state=None):
-    """Our kernel on those of `tensors` that it takes."""
-    chosen = (tensors[name] for name in INPUTS[rule].split())
-    return partial(getattr(ops, f"{rule}_rule"), *chosen, state, backend="kernel")
+    def inputs(self, tensors):
+        """Its inputs in its own layout, apart from everybody else's."""
+        chosen = (self.swap(tensors[name].to(self.dtype)) for name in FORMS[self.form][1].split())
+        return [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in chosen]
 
 
 def contenders(delta_peer=None, decay_peer=None):
     """{name: Contender}, ours first."""
-    found = {rule: Contender(rule, names, partial(kernel, rule), ours=True) for rule, names in INPUTS.items()}
+    found = {rule: Contender(rule, partial(inputs.call, rule), ours=True) for rule in OURS}
     for rule in ("delta", "decay"):
         found[f"{rule} float32"] = found[rule]._replace(dtype=torch.float32)
-    found["FLA delta"] = Contender("delta", INPUTS["delta"], gpu_peers.fla_delta, tokens_first=True)
-    found["FLA sum"] = Contender("sum", INPUTS["sum"], gpu_peers.fla_sum, tokens_first=True)
-    found["flash attention"] = Contender(None, INPUTS["sum"], lambda: gpu_peers.flash_attention)
+    found["FLA delta"] = Contender("delta", gpu_peers.fla_delta, tokens_first=True)
+    found["FLA sum"] = Contender("sum", gpu_peers.fla_sum, tokens_first=True)
+    found["flash attention"] = Contender("sum", lambda: gpu_peers.flash_attention, exact=False)
     for rule, build, folder in (
         ("delta", gpu_peers.published_delta, delta_peer),
         ("decay", gpu_peers.published_decay, decay_peer),
     ):
-        found[f"published {rule}"] = Contender(rule, INPUTS[rule], partial(build, folder), torch.float32)
+        found[f"published {rule}"] = Contender(rule, partial(build, folder), dtype=torch.float32)
     return found
-
-
-def dtypes(found):
-    """{name: (rule or None, name of the dtype)}, as gpu_report wants them."""
-    return {name: (one.rule, str(one.dtype).removeprefix("torch.")) for name, one in found.items()}
-
-
-def inputs(shape, dtype=torch.bfloat16):
-    """q and k positive with sum 1, as the models' sum normalisation leaves them; beta in (0, 1), decays near one."""
-    B, H, L, Dk, Dv = shape
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    draw = partial(torch.randn, generator=generator, device=DEVICE)
-    tensors = {"q": draw(B, H, L, Dk).softmax(-1), "k": draw(B, H, L, Dk).softmax(-1), "v": draw(B, H, L, Dv)}
-    tensors["beta"] = draw(B, H, L).sigmoid()
-    tensors["gate"] = tensors["beta"].clone()
-    tensors["key_decay"], tensors["value_decay"] = (draw(B, H, L, d).add(4).sigmoid() for d in (Dk, Dv))
-    return {name: x.to(dtype) for name, x in tensors.items()}
-
-
-def leaves(contender, tensors):
-    """The contender's inputs in its own layout, apart from everybody else's."""
-    chosen = [tensors[name].to(contender.dtype) for name in contender.names.split()]
-    chosen = [x.transpose(1, 2).contiguous() if contender.tokens_first else x.clone() for x in chosen]
-    return [x.requires_grad_() for x in chosen]
-
-
-def back(contender, x):
-    return x.transpose(1, 2) if contender.tokens_first else x
-
-
-def training_step(form, chosen, gradient):
-    return torch.autograd.grad(form(*chosen), chosen, gradient)
-
-
-def relative_error(found, truth):
-    return ((found.double() - truth).norm() / truth.norm()).item()
 
 
 def ends(x):
@@ -129,34 +78,16 @@ def ends(x):
     return heads[[i for i in range(len(heads)) if i < 2 or i >= len(heads) - 2]].unsqueeze(0)
 
 
-def check(contender, form, shape):
-    """Raises Missing unless out and all gradients agree with the float64 reference, at some heads and 256 tokens.
-
-    The form is given all heads: how a kernel lays out its work depends on their number.
-    """
-    B, H, L, Dk, Dv = shape
-    tensors = inputs((B, H, min(L, 256), Dk, Dv), contender.dtype)
-    exact = [ends(tensors[name]).double().requires_grad_() for name in contender.names.split()]
-    out = getattr(ops, f"{contender.rule}_rule")(*exact, backend="reference")[0]
-    draws = torch.Generator(DEVICE).manual_seed(2)
-    gradient = torch.randn(tensors["v"].shape, device=DEVICE, generator=draws).to(contender.dtype)
-    truth = [out, *torch.autograd.grad(out, exact, ends(gradient).double())]
-    chosen = leaves(contender, tensors)
-    found = form(*chosen)
-    layout = gradient.transpose(1, 2).contiguous() if contender.tokens_first else gradient
-    results = [found, *torch.autograd.grad(found, chosen, layout)]
-    for name, x, y in zip(("out", *contender.names.split()), results, truth, strict=True):
-        error = relative_error(ends(back(contender, x)), y)
-        if not error <= TOLERANCE[contender.dtype]:
-            raise gpu_peers.Missing(f"its {name} differs from the float64 reference by {error:.1e}")
-
-
 def usable(name, contender, shape):
-    """The form, checked. A peer that fails is Missing; if ours does, nothing at all is reported."""
+    """The function, checked. A peer that fails is Missing; if ours does, nothing at all is reported."""
     try:
-        form = contender.build()
-        if contender.rule:
-            check(contender, form, shape)
+        function = contender.build()
+        if contender.exact:
+            how = {"heads": ends, "swap": contender.swap}
+            found = inputs.errors(function, contender.form, shape, contender.dtype, DEVICE, **how)
+            for of, error in found.items():
+                if not error <= TOLERANCE[contender.dtype]:
+                    raise gpu_peers.Missing(f"its {of} differs from the float64 reference by {error:.1e}")
     except gpu_peers.Missing as error:
         if contender.ours:
             raise SystemExit(f"{name} at {shape}: {error}. Nothing is reported.") from error
@@ -165,10 +96,7 @@ def usable(name, contender, shape):
         if contender.ours:
             raise
         raise gpu_peers.Missing(f"it fails: {gpu_peers.first_line(error)}") from error
-    return form
-
-
-# ---- timing
+    return function
 
 
 class Clock:
@@ -212,30 +140,6 @@ def replay_of(call):
     return graph.replay
 
 
-def take_turns(session, where, stage, calls):
-    """Times every call, as it is and as a graph, in rounds: as many of each, one at least, for they are compared."""
-    kinds = {}
-    for name, call in calls.items():
-        if not session.in_time(where, stage, [name]):
-            continue
-        for _ in range(3):
-            call()
-        kinds[name, EAGER] = call
-        replay = replay_of(call)
-        if replay:
-            kinds[name, GRAPH] = replay
-        else:
-            say(f"{name} cannot be captured as a graph at {where}, {stage}: its time is as called")
-    seconds = {key: [] for key in kinds}
-    for i in range(ROUNDS):
-        if i and session.seconds_left() < 0:
-            break
-        for key, call in kinds.items():
-            seconds[key].append(session.clock.round(call))
-    for (name, what), found in seconds.items():
-        session.record.add(where, stage, name, what, found)
-
-
 def peak_bytes(call):
     """Peak memory of one call beyond what is there before it."""
     torch.cuda.synchronize()
@@ -246,7 +150,16 @@ def peak_bytes(call):
     return torch.cuda.max_memory_allocated() - before
 
 
-# ---- what is measured
+def call_of(stage, function, chosen):
+    """What is timed: the function without gradients, or with the gradients of its inputs."""
+
+    def forward():
+        with torch.no_grad():
+            return function(*chosen)
+
+    if stage == FORWARD:
+        return forward
+    return partial(inputs.training_step, function, chosen, torch.randn_like(forward()))
 
 
 class Session:
@@ -256,48 +169,59 @@ class Session:
         self.record, self.found, self.deadline = record, found, time.monotonic() + seconds
         self.clock = Clock()
 
-    def seconds_left(self):
-        return self.deadline - time.monotonic()
-
     def in_time(self, where, stage, names):
         """Whether the deadline is still ahead; the record says what is left out."""
-        if self.seconds_left() > 0:
-            say(f"{self.seconds_left():4.0f} s left: {stage}, {where}: {', '.join(names)}")
+        left = self.deadline - time.monotonic()
+        if left > 0:
+            say(f"{left:4.0f} s left: {stage}, {where}: {', '.join(names)}")
             return True
         for name in names:
             self.record.miss(where, stage, name, "no time was left for it")
         return False
 
-    def forms(self, where, stage, shape, names):
-        """{name: (contender, form)} of those that can be measured at a shape; the others are recorded as missed."""
-        usable_forms = {}
+    def take_turns(self, where, stage, calls):
+        """Times every call, as it is and as a graph, in as many rounds each, one at least, for they are compared."""
+        kinds = {}
+        for name, call in calls.items():
+            if not self.in_time(where, stage, [name]):
+                continue
+            for _ in range(3):
+                call()
+            kinds[name, CALLED] = call
+            replay = replay_of(call)
+            if replay:
+                kinds[name, GRAPH] = replay
+            else:
+                say(f"{name} cannot be captured as a graph at {where}, {stage}: its time is as called")
+        for i in range(ROUNDS):
+            if i and time.monotonic() > self.deadline:
+                break
+            for (name, what), call in kinds.items():
+                self.record.add(where, stage, name, [self.clock.round(call)], what)
+
+    def operators(self, shape, stage, names, where=None):
+        """The contenders that are usable at a shape; the record says why the others are not."""
+        where = where or shape
+        calls, tensors = {}, None
         for name in names:
             if not self.in_time(where, stage, [name]):
                 continue
+            contender, tensors = self.found[name], tensors or inputs.draw(shape, device=DEVICE)
             try:
-                usable_forms[name] = self.found[name], usable(name, self.found[name], shape)
+                function = usable(name, contender, shape)
+                call = call_of(stage, function, contender.inputs(tensors))
+                call()
+                self.record.add(where, stage, name, [peak_bytes(call)], BYTES)
+                calls[name] = call
             except gpu_peers.Missing as error:
                 self.record.miss(where, stage, name, str(error))
-        return usable_forms
-
-    def operators(self, shape, stage, names):
-        forms, calls = self.forms(shape, stage, shape, names), {}
-        tensors = inputs(shape) if forms else {}
-        for name, (contender, form) in forms.items():
-            try:
-                calls[name] = call_of(stage, form, leaves(contender, tensors))
-                calls[name]()
-                self.record.add(shape, stage, name, BYTES, [peak_bytes(calls[name])])
+            except torch.cuda.OutOfMemoryError:
+                self.record.miss(where, stage, name, "it needs more memory than this GPU has")
             except RuntimeError as error:
-                full = isinstance(error, torch.cuda.OutOfMemoryError)
-                if contender.ours and not full:
+                if contender.ours:
                     raise
-                calls.pop(name, None)
-                reason = (
-                    "it needs more memory than this GPU has" if full else f"it fails: {gpu_peers.first_line(error)}"
-                )
-                self.record.miss(shape, stage, name, reason)
-        take_turns(self, shape, stage, calls)
+                self.record.miss(where, stage, name, f"it fails: {gpu_peers.first_line(error)}")
+        self.take_turns(where, stage, calls)
         del tensors, calls
         torch.cuda.empty_cache()
 
@@ -311,47 +235,36 @@ class Session:
             ("product", partial(torch.mm, matrix, matrix), 2 * 8192**3),
         ):
             call()
-            seconds = [self.clock.round(call) for _ in range(ROUNDS)]
-            self.record.add("machine", "", name, "per second", [work / s for s in seconds])
+            self.record.add("machine", "", name, [work / self.clock.round(call) for _ in range(ROUNDS)], "per second")
 
     def sweep(self):
-        names = ["delta", "sum", "FLA delta", "flash attention"]
         for length in SWEEP:
-            self.operators(swept(length), TRAINING, names)
+            names = ["delta", "sum", "FLA delta", "flash attention"]
+            self.operators(swept(length), TRAINING, names, f"{length} tokens")
+
+    @torch.no_grad()
+    def steps(self, where, shape, context, rules):
+        """One token more, (B, H, 1, Dk, Dv), from a state: of each rule, and attention over a cache of the context."""
+        names = [*rules, "attention"]
+        if not self.in_time(where, STEP, names):
+            return
+        B, H, _, Dk, Dv = shape
+        draw = partial(inputs.draw, dtype=torch.bfloat16, device=DEVICE)
+        token, read = draw(shape), draw((1, H, context, Dk, Dv))
+        calls = {}
+        for rule in rules:
+            written = inputs.step(rule, read, None)()[1]
+            calls[rule] = inputs.step(rule, token, written.expand(B, -1, -1, -1).contiguous())
+        cache = [x.expand(B, -1, -1, -1).contiguous() for x in (read["k"], read["v"])]
+        calls["attention"] = partial(torch.nn.functional.scaled_dot_product_attention, token["q"], *cache)
+        for name, call in calls.items():
+            call()
+            self.record.add(where, STEP, name, [peak_bytes(call)], BYTES)
+        self.take_turns(where, STEP, calls)
 
     def decoding(self):
-        """A step of the delta rule after contexts of growing length, and attention over a cache of as many tokens."""
-        B, H, _, Dk, Dv = STEP_SHAPE
-        step = {name: x.detach() for name, x in inputs(STEP_SHAPE).items()}
         for context in CONTEXTS:
-            where = f"context {context}"
-            if not self.in_time(where, STEP, ["delta", "attention"]):
-                continue
-            read = inputs((1, H, context, Dk, Dv))
-            with torch.no_grad():
-                _, written = call_of_kernel("delta", read)()
-                state = written.expand(B, -1, -1, -1).contiguous()
-                cache = [x.expand(B, -1, -1, -1).contiguous() for x in (read["k"], read["v"])]
-                attend = torch.nn.functional.scaled_dot_product_attention
-                calls = {"delta": call_of_kernel("delta", step, state), "attention": partial(attend, step["q"], *cache)}
-                take_turns(self, where, STEP, calls)
-
-    def steps(self, shape):
-        """One token more, from a state: every rule, and attention over a cache of as many tokens as the shape has."""
-        B, H, _, Dk, Dv = shape
-        names = [*INPUTS, "flash attention"]
-        if not self.in_time(shape, STEP, names):
-            return
-        token, cache = inputs((B, H, 1, Dk, Dv)), inputs(shape)
-        state = torch.zeros(B, H, Dk, Dv, device=DEVICE)
-        calls = {rule: call_of_kernel(rule, token, state) for rule in INPUTS}
-        attend = torch.nn.functional.scaled_dot_product_attention
-        calls["flash attention"] = partial(attend, token["q"], cache["k"], cache["v"])
-        with torch.no_grad():
-            for name, call in calls.items():
-                call()
-                self.record.add(shape, STEP, name, BYTES, [peak_bytes(call)])
-            take_turns(self, shape, STEP, calls)
+            self.steps(context_of(context), STEP_SHAPE, context, ["delta"])
 
     def models(self):
         gpu_models.measure(self.record, self.in_time)
@@ -367,16 +280,6 @@ class Session:
                 return
 
 
-def call_of(stage, form, chosen):
-    """What is timed: the form without gradients, or with the gradients of its inputs."""
-
-    def forward():
-        with torch.no_grad():
-            return form(*chosen)
-
-    return forward if stage == FORWARD else partial(training_step, form, chosen, torch.randn_like(forward()))
-
-
 def stages(session):
     """Everything, in the order of importance. Foreign kernels come last."""
     main = [name for name in session.found if "float32" not in name and "published" not in name]
@@ -388,8 +291,8 @@ def stages(session):
     yield session.sweep
     for shape in SHAPES:
         yield partial(session.operators, shape, FORWARD, main)
-    for shape in SHAPES:
-        yield partial(session.steps, shape)
+    for B, H, L, *sizes in SHAPES:
+        yield partial(session.steps, (B, H, L, *sizes), (B, H, 1, *sizes), L, OURS)
     yield partial(session.foreign, [name for name in session.found if name not in main])
 
 
@@ -407,12 +310,9 @@ def describe(record):
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         driver = "unknown"
-    record.note("", time.strftime("%Y-%m-%d %H:%M"))
-    record.note("commit", commit())
-    record.note("", torch.cuda.get_device_name(0))
-    record.note("driver", driver)
-    for package, version in gpu_peers.versions().items():
-        record.note(package, version)
+    about = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit(), "GPU": torch.cuda.get_device_name(0)}
+    for name, text in (about | {"driver": driver} | gpu_peers.versions()).items():
+        record.note(name, text)
 
 
 def arguments(argv=None):
@@ -450,24 +350,13 @@ def main(argv=None):
         correct = False
         raise
     except BaseException as error:
-        record.note("ended early:", gpu_peers.first_line(error))
+        record.note("ended early", gpu_peers.first_line(error))
         raise
     finally:
         if correct:
-            publish_record(record, found)
+            how = {"head": gpu_report.provenance(record), "script": "gpu.sh", "panels": gpu_report.PANELS}
+            publish("gpu", record, gpu_report.goals(record), *gpu_report.paragraphs(record), **how)
         save().unlink()
-
-
-def publish_record(record, found):
-    publish(
-        "gpu",
-        Record.HEADER,
-        record.rows,
-        gpu_report.goals(record),
-        *gpu_report.sections(record, dtypes(found)),
-        head=gpu_report.provenance(record),
-        script="gpu.sh",
-    )
 
 
 if __name__ == "__main__":

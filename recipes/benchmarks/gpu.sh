@@ -25,4 +25,3 @@ workers=() # the laws are thousands of small launches: several processes share t
 run timeout 300 "$python" -m pytest "$root/tests/laws" "$root/tests/ops" -q -k cuda ${workers[@]+"${workers[@]}"} ||
   { echo "gpu.sh: the tests on the GPU failed or took more than 5 minutes, so nothing is measured." >&2; exit 1; }
 run "$python" "$here/gpu.py" measure --seconds $((500 - SECONDS)) "$@"
-run "$python" "$here/plots.py" gpu

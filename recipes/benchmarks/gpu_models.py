@@ -4,134 +4,99 @@ The settings are those of Schlag et al. 2021 (256 tokens a sample and 96 samples
 56 for the medium ones), in bfloat16, with a vocabulary of WikiText-103's size; the words are random.
 """
 
-import tempfile
 import time
-from functools import partial
-from pathlib import Path
 from statistics import median
 
+import models
 import torch
 from gpu_peers import first_line
-from gpu_report import BYTES, CONTEXTS, EAGER, SPEED, STEP
+from gpu_report import CALLED, CONTEXTS, MEDIUM, SMALL, context_of
+from inputs import STEP
+from record import BYTES, SPEED
 
 VOCABULARY = 267_744  # with the dictionary's four symbols, rounded as fairseq does
-SMALL, MEDIUM = (96, 256), (56, 384)
+RULES = ("delta", "sum", "softmax", "xl")
+# Samples and tokens of an update, and what is trained with it.
 PLAN = {
-    SMALL: ("delta_lm_wt103", "sum_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103"),
-    MEDIUM: ("delta_lm_wt103_medium", "sum_lm_wt103_medium", "softmax_lm_wt103_medium", "xl_lm_wt103_medium"),
+    SMALL: (96, 256, [f"{rule}_lm_wt103" for rule in RULES]),
+    MEDIUM: (56, 384, [f"{rule}_lm_wt103_medium" for rule in RULES]),
 }
 ROUNDS, UPDATES_A_ROUND, WARM_UP = 5, 4, 3
 DECODED = ("delta_lm_wt103", "softmax_lm_wt103")
 STEPS_A_ROUND = 8
+FLAGS = ("--bf16",)
 
 
-def measure(record, in_time, plan=PLAN, contexts=CONTEXTS, flags=("--bf16",)):
-    """Words per second and memory of what is registered, and the step after each context."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = "".join(f"w{i} 1\n" for i in range(VOCABULARY - 4))
-        Path(folder, "dict.txt").write_text(words)
-        for update, architectures in plan.items():
-            where = name_of(update)
-            train(record, in_time, where, update, architectures, folder, flags)
-        for name in DECODED:
-            due = [n for n in contexts if in_time(f"context {n}", STEP, [name])]
-            if due:
-                decode(record, in_time, name, folder, due, flags)
+def measure(record, in_time):
+    """Words per second and memory of every update of the plan, and the step after each context."""
+    for where, (samples, length, architectures) in PLAN.items():
+        train(record, in_time, where, samples, length, architectures)
+    for name in DECODED:
+        decode(record, in_time, name)
 
 
-def name_of(update):
-    return f"{update[0]} x {update[1]} tokens"
+def build(architecture, length):
+    return models.build(VOCABULARY, "--arch", architecture, "--tokens-per-sample", length, *FLAGS)
 
 
-def trainer_of(architecture, update, folder, flags):
+def trainer_of(architecture, length):
     """fairseq's trainer for an architecture, as fairseq-train makes it."""
-    from fairseq import options, tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.trainer import Trainer
 
-    from fairseq_fwp import models  # noqa: F401 - registers the architectures
-
-    if architecture not in ARCH_MODEL_REGISTRY:
-        raise LookupError("it is not registered")
-    samples, length = update
-    words = [
-        *(folder, "--task", "language_modeling", "--arch", architecture, "--tokens-per-sample", length),
-        *("--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--optimizer", "adam", "--lr", "0.00025"),
-        *("--clip-norm", "0.25", "--batch-size", samples, "--max-update", "1000000", "--seed", "1", *flags),
-    ]
-    parsed = options.parse_args_and_arch(options.get_training_parser(), [str(word) for word in words])
-    cfg = convert_namespace_to_omegaconf(parsed)
-    cfg.common.tpu = False  # fairseq takes --bf16 for one
-    torch.manual_seed(1)
-    task = tasks.setup_task(cfg.task)
-    trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
+    built = build(architecture, length)
+    built.cfg.common.tpu = False  # fairseq takes --bf16 for one
+    trainer = Trainer(*built)
     trainer.begin_epoch(1)
     return trainer
 
 
-def sample_of(update):
-    samples, length = update
-    tokens = torch.randint(4, VOCABULARY, (samples, length + 1), generator=torch.Generator().manual_seed(2))
-    return {
-        "id": torch.arange(samples),
-        "nsentences": samples,
-        "ntokens": samples * length,
-        "net_input": {"src_tokens": tokens[:, :-1], "src_lengths": torch.full((samples,), length)},
-        "target": tokens[:, 1:].contiguous(),
-    }
-
-
-def train(record, in_time, where, update, architectures, folder, flags):
-    sample, trainers = sample_of(update), {}
+def train(record, in_time, where, samples, length, architectures):
+    sample, trainers = models.sample(VOCABULARY, samples, length), {}
     for name in architectures:
         if not in_time(where, "training", [name]):
             continue
         before = allocated()
         try:
-            trainer = trainer_of(name, update, folder, flags)
+            trainer = trainer_of(name, length)
             for _ in range(WARM_UP):
                 trainer.train_step([sample])
-        except Exception as error:  # whatever the reason: it stands beside the models that run
+        except (Exception, SystemExit) as error:  # whatever the reason: it stands beside the models that run
             record.miss(where, "training", name, first_line(error))
             continue
         trainers[name] = trainer
-        record.add(where, "training", name, BYTES, [allocated(peak=True) - before])
-    seconds = {name: [] for name in trainers}
+        record.add(where, "training", name, [allocated(peak=True) - before], BYTES)
     for i in range(ROUNDS):
         if i and not in_time(where, f"training, round {i + 1}", ()):
             break  # as many rounds for each: they are compared
         for name, trainer in trainers.items():
             trainer.train_step([sample])  # what ran before has cleared the caches
-            updates = elapsed(partial(trainer.train_step, [sample]), UPDATES_A_ROUND)
-            seconds[name].append(sum(updates) / UPDATES_A_ROUND)
-    for name, found in seconds.items():
-        record.add(where, "training", name, SPEED, [sample["ntokens"] / s for s in found])
+            seconds = sum(elapsed(lambda trainer=trainer: trainer.train_step([sample]), UPDATES_A_ROUND))
+            record.add(where, "training", name, [UPDATES_A_ROUND * sample["ntokens"] / seconds], SPEED)
 
 
-def decode(record, in_time, name, folder, contexts, flags):
+def decode(record, in_time, name):
     """A step of the model, one sequence, after contexts that it reads at once."""
-    steps = WARM_UP + ROUNDS * STEPS_A_ROUND
-    try:
-        model = trainer_of(name, (1, contexts[-1] + steps), folder, flags).model.eval()
-    except LookupError as error:
-        for context in contexts:
-            record.miss(f"context {context}", STEP, name, first_line(error))
-        return
-    device = next(model.parameters()).device
-    tokens = sample_of((1, contexts[-1] + steps))["net_input"]["src_tokens"].to(device)
-    for context in contexts:
-        if not in_time(f"context {context}", STEP, [name]):
+    steps, model = WARM_UP + ROUNDS * STEPS_A_ROUND, None
+    for context in CONTEXTS:
+        where = context_of(context)
+        if not in_time(where, STEP, [name]):
             continue
         try:
-            with torch.no_grad():
-                found = step_seconds(model.decoder, tokens[:, : context + steps], context)
-        except RuntimeError as error:  # above all: the attention over a long context needs too much memory
-            record.miss(f"context {context}", STEP, name, first_line(error))
+            model = model or on_device(build(name, CONTEXTS[-1] + steps).model)
+            tokens = models.sample(VOCABULARY, 1, context + steps)["net_input"]["src_tokens"]
+            found = step_seconds(model.decoder, tokens.to(next(model.parameters()).device), context)
+        except (RuntimeError, SystemExit) as error:  # above all: attention over a long context needs too much memory
+            record.miss(where, STEP, name, first_line(error))
             continue
-        record.add(f"context {context}", STEP, name, EAGER, found)
+        record.add(where, STEP, name, found, CALLED)
 
 
+def on_device(model):
+    dtype = torch.bfloat16 if "--bf16" in FLAGS else torch.float32
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu", dtype)
+
+
+@torch.no_grad()
 def step_seconds(decoder, tokens, context):
     """Median seconds of a step, by round, after a context that is read at once."""
     state = {}

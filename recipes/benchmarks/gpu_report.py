@@ -1,4 +1,4 @@
-"""What gpu.py publishes, made of its records alone: goals, floors and tables. None of it needs a GPU.
+"""What gpu.py publishes, made of its record alone: goals, floors and tables. None of it needs a GPU.
 
 Shapes (B, H, L, Dk, Dv). A floor is the time in which the least work could be done at this machine's own rates, which
 the same run measures: each input read once and each result written once a pass, at the speed of a copy of the device's
@@ -7,18 +7,20 @@ memory; for the delta rule's training step also the products of its chunkwise fo
 
 from statistics import median
 
-from report import Goal, goal_row, ratios, table
+from inputs import FORWARD, STEP, TRAINING
+from pictures import Bars, Curves
+from record import BYTES, MISSED, SPEED, Goal, compare, table
 
-FORWARD, TRAINING, STEP = "forward", "forward + backward", "decoding step"
 SHAPES = ((96, 8, 256, 16, 16), (56, 8, 384, 32, 32), (8, 16, 4096, 64, 64), (1, 16, 32768, 128, 128))
 TOKENS, SWEPT_HEADS, SWEPT_SIZE = 65536, 16, 64
 SWEEP = (256, 1024, 4096, 16384, 65536)
 CONTEXTS = (1, 1024, 16384, 65536)
 STEP_SHAPE = (32, 16, 1, 64, 64)
-# Device time of a captured graph, without the gaps between launches; of calls as Python makes them; peak memory.
-GRAPH, EAGER, BYTES, SPEED, MISSED = "graph seconds", "seconds", "bytes", "words per second", "not measured"
+# Device time of a captured graph, without the gaps between launches; of calls as Python makes them.
+GRAPH, CALLED = "seconds of a graph", "seconds as called"
+SMALL, MEDIUM = "96 x 256 tokens", "56 x 384 tokens"
 # Numbers a token and head of each rule's inputs.
-INPUTS = {
+OURS = {
     "sum": lambda d, e: 2 * d + e,
     "gated": lambda d, e: 2 * d + e + 1,
     "delta": lambda d, e: 2 * d + e + 1,
@@ -26,128 +28,59 @@ INPUTS = {
 }
 
 
-class Record:
-    """Measurements in the order in which they were made: the rows of results/gpu.csv."""
-
-    HEADER = ("where", "stage", "contender", "what", "round", "value")
-
-    def __init__(self, rows=()):
-        self.rows = [list(row) for row in rows]
-
-    def add(self, where, stage, contender, what, values):
-        """Figures of one contender, one a round; `where` is a shape or any text."""
-        self.rows += [[str(where), stage, contender, what, i, value] for i, value in enumerate(values)]
-
-    def note(self, name, text):
-        self.add("machine", "", name, "text", [text])
-
-    def miss(self, where, stage, contender, reason):
-        self.add(where, stage, contender, MISSED, [reason])
-
-    def values(self, where, stage, contender, what):
-        """Figures by round, or the reason why there are none."""
-        key = [str(where), stage, contender]
-        found = [float(row[5]) for row in self.rows if row[:4] == [*key, what]]
-        reasons = [row[5] for row in self.rows if row[:4] == [*key, MISSED]]
-        return found or (f"{contender}: {reasons[0]}" if reasons else f"{contender}: not reached")
-
-    def notes(self):
-        return {row[2]: row[5] for row in self.rows if row[0] == "machine" and row[3] == "text"}
-
-    def contenders(self, where, stage):
-        return list(dict.fromkeys(row[2] for row in self.rows if row[:2] == [str(where), stage]))
+def swept(length):
+    return (TOKENS // length, SWEPT_HEADS, length, SWEPT_SIZE, SWEPT_SIZE)
 
 
-def compare(record, goal, stage, slower, faster, what=None):
-    """A row of ratios of two contenders at goal.where, in the same kind of time: of graphs, where both have one."""
-    note = ""
-    for kind in [what] if what else [GRAPH, EAGER]:
-        figures = [record.values(goal.where, stage, name, kind) for name in (slower, faster)]
-        if not any(isinstance(figure, str) for figure in figures):
-            if kind == EAGER:
-                note = "as called: with the time of Python"
-            return goal_row(goal, ratios(*figures), note)
-    return goal_row(goal, next(figure for figure in figures if isinstance(figure, str)))
+def context_of(length):
+    return f"context {length}"
 
 
-def operator_goals(record):
-    rows = []
+def comparisons():
+    """(what, where, stage, the slower, the faster, bound, kind) of all at one place; a memory's bound is a most."""
+    graph = (GRAPH, CALLED)
     for shape, bound in zip(SHAPES, (3, 3, 2.5, 2), strict=True):
-        goal = Goal(f"delta vs FLA, {TRAINING}", str(shape), bound)
-        rows.append(compare(record, goal, TRAINING, "FLA delta", "delta"))
+        yield f"delta vs FLA, {TRAINING}", shape, TRAINING, "FLA delta", "delta", bound, graph
     for shape in SHAPES:
-        goal = Goal(f"decay vs the published kernel, {TRAINING}", str(shape), 5)
-        rows.append(compare(record, goal, TRAINING, "published decay", "decay float32"))
-        goal = Goal(f"memory of decay over the published kernel's, {TRAINING}", str(shape), 0.1, at_most=True)
-        rows.append(compare(record, goal, TRAINING, "decay float32", "published decay", BYTES))
+        published = f"decay vs the published kernel, {TRAINING}"
+        yield published, shape, TRAINING, "published decay", "decay float32", 5, graph
+        memory = f"memory of decay over the published kernel's, {TRAINING}"
+        yield memory, shape, TRAINING, "decay float32", "published decay", 0.1, BYTES
     for what, slower, faster in (
         ("delta vs the published kernel", "published delta", "delta float32"),
         ("delta vs flash attention", "flash attention", "delta"),
         ("sum vs FLA", "FLA sum", "sum"),
     ):
         for shape in SHAPES:
-            rows.append(compare(record, Goal(f"{what}, {TRAINING}", str(shape)), TRAINING, slower, faster))
+            yield f"{what}, {TRAINING}", shape, TRAINING, slower, faster, None, graph
     for shape in SHAPES:
-        rows.append(compare(record, Goal(f"delta vs FLA, {FORWARD}", str(shape)), FORWARD, "FLA delta", "delta"))
-        goal = Goal(f"memory of FLA over delta's, {TRAINING}", str(shape))
-        rows.append(compare(record, goal, TRAINING, "FLA delta", "delta", BYTES))
-    return rows
-
-
-def growth(record, goal, stage, name, first, last):
-    """A row of the growth of a decoding step from the first context to the last."""
-    for kind in (GRAPH, EAGER):
-        figures = [record.values(where, stage, name, kind) for where in (last, first)]
-        if not any(isinstance(figure, str) for figure in figures):
-            return goal_row(goal, ratios(*figures))
-    return goal_row(goal, next(figure for figure in figures if isinstance(figure, str)))
-
-
-def decoding_goals(record):
-    first, last = (f"context {n}" for n in (CONTEXTS[0], CONTEXTS[-1]))
-    where, rows = f"{CONTEXTS[0]} -> {CONTEXTS[-1]} tokens", []
-    for name, bound in (("delta", 1.1), ("delta_lm_wt103", 1.1), ("softmax_lm_wt103", None)):
-        goal = Goal(f"{STEP}, growth of the time per token of {name}", where, bound, at_most=True)
-        rows.append(growth(record, goal, STEP, name, first, last))
+        yield f"delta vs FLA, {FORWARD}", shape, FORWARD, "FLA delta", "delta", None, graph
+        yield f"memory of FLA over delta's, {TRAINING}", shape, TRAINING, "FLA delta", "delta", None, BYTES
+    for where, size, bounds in ((SMALL, "", (1.9, 0.95, None)), (MEDIUM, "_medium", (None, None, None))):
+        for rule, bound in zip(("softmax", "sum", "xl"), bounds, strict=True):
+            ours, peer = f"delta_lm_wt103{size}", f"{rule}_lm_wt103{size}"
+            yield f"{SPEED}, {ours} vs {peer}", where, "training", peer, ours, bound, SPEED
     for n in CONTEXTS[1:]:
-        goal = Goal(f"{STEP}, delta vs attention over the context", f"context {n}")
-        rows.append(compare(record, goal, STEP, "attention", "delta"))
-    return rows
-
-
-def speed_row(record, goal, ours, peer):
-    speeds = [record.values(goal.where, "training", name, SPEED) for name in (ours, peer)]
-    missing = [speed for speed in speeds if isinstance(speed, str)]
-    if missing:
-        return goal_row(goal, missing[0])
-    mine, theirs = ([1 / speed for speed in figures] for figures in speeds)
-    return goal_row(goal, ratios(theirs, mine))
-
-
-def model_goals(record):
-    small, medium = "96 x 256 tokens", "56 x 384 tokens"
-    plan = [
-        ("delta_lm_wt103", "softmax_lm_wt103", small, 1.9),
-        ("delta_lm_wt103", "sum_lm_wt103", small, 0.95),
-        ("delta_lm_wt103", "xl_lm_wt103", small, None),
-        ("delta_lm_wt103_medium", "softmax_lm_wt103_medium", medium, None),
-        ("delta_lm_wt103_medium", "sum_lm_wt103_medium", medium, None),
-        ("delta_lm_wt103_medium", "xl_lm_wt103_medium", medium, None),
-    ]
-    return [
-        speed_row(record, Goal(f"words per second, {ours} vs {peer}", where, bound), ours, peer)
-        for ours, peer, where, bound in plan
-    ]
+        yield f"{STEP}, delta vs attention over the context", context_of(n), STEP, "attention", "delta", None, graph
 
 
 def goals(record):
-    return operator_goals(record) + model_goals(record) + decoding_goals(record)
+    rows = []
+    for what, where, stage, slower, faster, bound, kind in comparisons():
+        goal = Goal(what, str(where), bound, at_most=kind == BYTES)
+        rows.append(compare(record, goal, (where, stage, slower), (where, stage, faster), kind))
+    first, last = context_of(CONTEXTS[0]), context_of(CONTEXTS[-1])
+    for name, bound in (("delta", 1.1), ("delta_lm_wt103", 1.1), ("softmax_lm_wt103", None)):
+        what, where = f"{STEP}, growth of the time per token of {name}", f"{CONTEXTS[0]} -> {CONTEXTS[-1]} tokens"
+        goal = Goal(what, where, bound, at_most=True)
+        rows.append(compare(record, goal, (last, STEP, name), (first, STEP, name), (GRAPH, CALLED)))
+    return rows
 
 
 def bytes_moved(rule, shape, stage, size):
     """Bytes that cannot be avoided, at `size` bytes a number: inputs and results, once a pass. A step: of one token."""
     B, H, L, Dk, Dv = shape
-    inputs = INPUTS[rule](Dk, Dv)
+    inputs = OURS[rule](Dk, Dv)
     forward = inputs + Dv
     if stage == STEP:  # its state, in float32, is read and written
         return B * H * (forward * size + 2 * 4 * Dk * Dv)
@@ -162,10 +95,11 @@ def chunk_flops(shape):
     return B * H * L * (30 * min(d, 64) * d + 20 * d * d)
 
 
-def floor(rule, shape, stage, dtype, rates):
-    """Seconds, from (bytes a second of a copy, flops a second of a product)."""
+def floor(name, shape, stage, rates):
+    """Seconds, from (bytes a second of a copy, flops a second of a product), of ours in float32 if its name says so."""
     copy, product = rates
-    seconds = bytes_moved(rule, shape, stage, 2 if dtype == "bfloat16" else 4) / copy
+    rule = name.split()[0]
+    seconds = bytes_moved(rule, shape, stage, 4 if "float32" in name else 2) / copy
     return max(seconds, chunk_flops(shape) / product) if (rule, stage) == ("delta", TRAINING) else seconds
 
 
@@ -179,78 +113,74 @@ def cell(values, scale, digits=1):
     return MISSED if isinstance(values, str) else f"{median(values) * scale:.{digits}f}"
 
 
-def operator_table(record, contenders):
-    """Every figure of the operators; `contenders` gives {name: (rule or None, dtype)}."""
-    rates, rows = machine_rates(record), []
-    for shape in SHAPES:
-        for stage in (TRAINING, FORWARD, STEP):
-            for name in record.contenders(shape, stage):
-                rule, dtype = contenders[name]
-                device, called, memory = (record.values(shape, stage, name, what) for what in (GRAPH, EAGER, BYTES))
-                row = [shape, stage, name, dtype, cell(device, 1e6), cell(called, 1e6), "-", "-", cell(memory, 1e-6)]
-                if rule and rates:
-                    least = floor(rule, shape, stage, dtype, rates)
-                    row[6] = f"{least * 1e6:.1f}"
-                    taken = called if isinstance(device, str) else device
-                    row[7] = "-" if isinstance(taken, str) else f"{median(taken) / least:.1f}"
-                if all(isinstance(figure, str) for figure in (device, called)):
-                    row.append(called.partition(": ")[2])
-                rows.append([*row, ""][:10])
-    header = ["shape", "pass", "contender", "dtype", "us", "us as called", "floor us", "times the floor", "MB", "note"]
-    return table(header, rows)
-
-
-def sweep_table(record):
-    names = list(dict.fromkeys(name for L in SWEEP for name in record.contenders(swept(L), TRAINING)))
-    rows = [[name, *(cell(best_time(record, swept(L), name), 1e9 / TOKENS, 2) for L in SWEEP)] for name in names]
-    return table(["ns per token", *(f"L = {L}" for L in SWEEP)], rows)
-
-
-def best_time(record, where, name, stage=TRAINING):
-    """Of its graph where it has one."""
+def best_time(record, where, stage, name):
+    """Of its graph where it has one, or the reason why there is none."""
     device = record.values(where, stage, name, GRAPH)
-    return record.values(where, stage, name, EAGER) if isinstance(device, str) else device
+    return record.values(where, stage, name, CALLED) if isinstance(device, str) else device
 
 
-def swept(length):
-    return (TOKENS // length, SWEPT_HEADS, length, SWEPT_SIZE, SWEPT_SIZE)
+def operator_row(record, shape, stage, name):
+    device, called, memory = (record.values(shape, stage, name, what) for what in (GRAPH, CALLED, BYTES))
+    rates, taken = machine_rates(record), best_time(record, shape, stage, name)
+    least = floor(name, shape, stage, rates) if rates and name.split()[0] in OURS else None
+    share = ["-", "-"]
+    if least:
+        share = [f"{least * 1e6:.1f}", MISSED if isinstance(taken, str) else f"{median(taken) / least:.1f}"]
+    note = called.partition(": ")[2] if isinstance(called, str) else ""
+    return [shape, stage, name, cell(device, 1e6), cell(called, 1e6), *share, cell(memory, 1e-6), note]
 
 
-def decoding_table(record):
-    where = [f"context {n}" for n in CONTEXTS]
-    names = list(dict.fromkeys(name for place in where for name in record.contenders(place, STEP)))
-    rows = [[name, *(cell(best_time(record, place, name, STEP), 1e6) for place in where)] for name in names]
-    return table(["us per token", *where], rows)
+def places(record, stage, wanted):
+    """The names that were measured at the places."""
+    return list(dict.fromkeys(name for where in wanted for name in record.names(where, stage)))
 
 
-def model_table(record):
-    places = list(dict.fromkeys(row[0] for row in record.rows if row[1] == "training"))
-    rows = []
-    for where in places:
-        for name in record.contenders(where, "training"):
+def paragraphs(record):
+    """The tables under the goals."""
+    header = ["shape", "pass", "contender", "us", "us as called", "floor us", "times the floor", "MB", "note"]
+    operators = [
+        operator_row(record, shape, stage, name)
+        for shape in SHAPES
+        for stage in (TRAINING, FORWARD, STEP)
+        for name in record.names(shape, stage)
+    ]
+    contexts, lengths = [context_of(n) for n in CONTEXTS], [f"{n} tokens" for n in SWEEP]
+    growing = [
+        [name, *(cell(best_time(record, where, TRAINING, name), 1e9 / TOKENS, 2) for where in lengths)]
+        for name in places(record, TRAINING, lengths)
+    ]
+    steps = [
+        [name, *(cell(best_time(record, where, STEP, name), 1e6) for where in contexts)]
+        for name in places(record, STEP, contexts)
+    ]
+    trained = []
+    for where in (SMALL, MEDIUM):
+        for name in record.names(where, "training"):
             speed, memory = (record.values(where, "training", name, what) for what in (SPEED, BYTES))
             note = speed.partition(": ")[2] if isinstance(speed, str) else ""
-            rows.append([name, where, cell(speed, 1, 0), cell(memory, 1e-6, 0), note])
-    return table(["architecture", "update", "words per second", "MB", "note"], rows)
+            trained.append([name, where, cell(speed, 1, 0), cell(memory, 1e-6, 0), note])
+    return [
+        "Operators: microseconds of device time (of a captured graph) and as called from Python, the least time at "
+        "this machine's rates, and peak memory beyond the inputs; a decoding step comes after the shape's tokens:\n",
+        table(header, operators),
+        f"{TRAINING} in bfloat16 at growing length, {TOKENS} tokens in all, {SWEPT_HEADS} heads of {SWEPT_SIZE}:\n",
+        table(["ns per token", *(f"L = {n}" for n in SWEEP)], growing),
+        f"One decoding step after a context; operators at {STEP_SHAPE}, models with one sequence:\n",
+        table(["us per token", *contexts], steps),
+        "Whole models, an update of fairseq's trainer (forward, backward, optimizer), bfloat16:\n",
+        table(["architecture", "update", SPEED, "MB", "note"], trained),
+    ]
 
 
 def provenance(record):
     """One line to read the numbers by: device, driver, versions and the rates that the floors follow from."""
     rates = machine_rates(record)
     measured = f"copy {rates[0] / 1e12:.2f} TB/s, bf16 product {rates[1] / 1e12:.0f} TFLOP/s" if rates else "no rates"
-    return ", ".join([*(f"{name} {text}".strip() for name, text in record.notes().items()), measured]) + ".\n"
+    return ", ".join([*(f"{name} {text}" for name, text in record.notes().items()), measured]) + "."
 
 
-def sections(record, contenders):
-    """The paragraphs under the goals."""
-    return [
-        "Operators: microseconds of device time (of a captured graph) and as called from Python, the least time at "
-        "this machine's rates, and peak memory beyond the inputs; a decoding step comes after the shape's tokens:\n",
-        operator_table(record, contenders),
-        f"{TRAINING} in bfloat16 at growing length, {TOKENS} tokens in all, {SWEPT_HEADS} heads of {SWEPT_SIZE}:\n",
-        sweep_table(record),
-        f"One decoding step after a context; operators at {STEP_SHAPE}, models with one sequence:\n",
-        decoding_table(record),
-        "Whole models, an update of fairseq's trainer (forward, backward, optimizer), bfloat16:\n",
-        model_table(record),
-    ]
+PANELS = [
+    Bars("Ours against others", "ratio", lambda row: row[2] != "-"),
+    Curves("{} tokens", TRAINING, "nanoseconds per token", GRAPH, lambda value, _: value * 1e9 / TOKENS, log=True),
+    Curves("context {}", STEP, "microseconds per token", GRAPH, lambda value, _: value * 1e6, log=True),
+]

@@ -1,35 +1,20 @@
-"""Our operators against their peers in one interleaved run: `python operators.py` (run.sh does it, after the tests).
+"""Our operators against their peers in one interleaved run.
 
-float32, one thread but for the rows that say two. Shapes (B, H, L, Dk, Dv): Schlag et al.'s small and medium language
+float32, one thread but for the names that say two. Shapes (B, H, L, Dk, Dv): Schlag et al.'s small and medium language
 models (per layer), the big translation model with DPFP's 256 features, and one long sequence.
 """
 
-import os
-
-# Before torch: fast-transformers brings an OpenMP runtime of its own, which torch.set_num_threads does not reach.
-os.environ["OMP_NUM_THREADS"] = "1"
-
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import inputs
 import peers
 import torch
-from report import (
-    Contender,
-    Goal,
-    fastest,
-    goal_row,
-    interleave,
-    memory,
-    publish,
-    ratios,
-    say,
-    table,
-)
+from inputs import FORMS, FORWARD, STEP, TRAINING
+from pictures import Bars
+from record import Goal, compare, fastest, goal_row, ratios, say, table
+from timing import GIVE_BACK, Contender, alone, interleave, memory
 
-from fairseq_fwp import ops
 from fairseq_fwp.modules.onednn import OneDnnLinear
 
 SHAPES = {
@@ -39,79 +24,34 @@ SHAPES = {
     "1k": (1, 8, 1024, 64, 64),
     "8k": (1, 8, 8192, 64, 64),
 }
-LM_SHAPES = ("small", "medium", "1k")
 # Of a shape's pass: where neighbours on the host slow a core down for a second at a time, five short rounds say little.
 ROUNDS, SECONDS = 5, 25
-CHUNKS = (16, 32, 64)
-BACKEND = "kernel"
-STEP_BATCHES = (1, 32)
+PASSES = {FORWARD: torch.no_grad, TRAINING: torch.enable_grad}
+STEPS = {f"B = {batch}, H = 8, d = 64": (batch, 8, 1, 64, 64) for batch in (1, 32)}
 CONTEXTS = (512, 2048, 8192)
-PASSES = {"forward": torch.no_grad, "forward + backward": torch.enable_grad}
-TRAINING = "forward + backward"
+OURS = ("sum", "delta", "gated", "decay")
+LOOP, SDPA, FAST = "delta, PyTorch loop", "softmax attention (SDPA)", "sum, fast-transformers"
+CHUNKWISE = {
+    f"delta, chunkwise PyTorch (C = {chunk}, {inverse})": partial(peers.delta_chunkwise, chunk=chunk, inverse=inverse)
+    for chunk in (16, 32, 64)
+    for inverse in ("solve", "doubling")
+}
 PAIRS = ["two products in turn", "two products at once"]
+SIZES = "sizes of q + k + v + out"
 
 
-def inputs(shape, dtype=torch.float32):
-    """q and k positive with sum 1, as the models' sum normalisation leaves them; beta in (0, 1)."""
-    B, H, L, Dk, Dv = shape
-    generator = torch.Generator().manual_seed(1)
-    q, k, v, beta = (torch.randn(B, H, L, d, generator=generator) for d in (Dk, Dk, Dv, 1))
-    tensors = {"q": q.softmax(-1), "k": k.softmax(-1), "v": v, "beta": beta.squeeze(-1).sigmoid()}
-    decays = (torch.randn(B, H, L, d, generator=generator).add(4).sigmoid() for d in (Dk, Dv))
-    tensors |= dict(zip(("key_decay", "value_decay"), decays, strict=True), gate=tensors["beta"].clone())
-    return {name: x.to(dtype).requires_grad_() for name, x in tensors.items()}
-
-
-def first(rule, backend):
-    return lambda *x: rule(*x, backend=backend)[0]
-
-
-def forms():
-    """{name: (function or the reason why there is none, names of its inputs, rule it must agree with)}."""
-    found = {
-        "sum": (first(ops.sum_rule, BACKEND), "q k v", "sum"),
-        "delta": (first(ops.delta_rule, BACKEND), "q k v beta", "delta"),
-        "gated": (first(ops.gated_rule, BACKEND), "q k v gate", "gated"),
-        "decay": (first(ops.decay_rule, BACKEND), "q k v key_decay value_decay", "decay"),
-        "delta, PyTorch loop": (peers.delta_loop, "q k v beta", "delta"),
-        "softmax attention (SDPA)": (peers.softmax_attention, "q k v", None),
-    }
-    for chunk in CHUNKS:
-        for inverse in ("solve", "doubling"):
-            form = partial(peers.delta_chunkwise, chunk=chunk, inverse=inverse)
-            found[f"delta, chunkwise PyTorch (C = {chunk}, {inverse})"] = (form, "q k v beta", "delta")
+def contenders(record):
+    """{name: (function, form whose inputs it takes, whether it must agree with it)}"""
+    found = {form: (inputs.call(form), form, True) for form in OURS}
+    found |= {LOOP: (peers.delta_loop, "delta", True), SDPA: (peers.softmax_attention, "sum", False)}
+    found |= {name: (form, "delta", True) for name, form in CHUNKWISE.items()}
     try:
-        found["sum, fast-transformers"] = (peers.fast_transformers_sum(), "q k v", "sum")
+        found[FAST] = (peers.fast_transformers_sum(), "sum", True)
     except (ImportError, OSError) as error:
-        found["sum, fast-transformers"] = (f"fast-transformers cannot be imported: {error}", "", None)
+        for where in SHAPES:
+            for stage in PASSES:
+                record.miss(where, stage, FAST, f"fast-transformers cannot be imported: {error}")
     return found
-
-
-def check(name, form, names, rule, shape):
-    """Output over the whole shape and gradients over its first 256 tokens, against the float64 reference."""
-    reference = first(getattr(ops, f"{rule}_rule"), "reference")
-    for length, backward in ((shape[2], False), (min(shape[2], 256), True)):
-        cut = (*shape[:2], length, *shape[3:])
-        results = []
-        for function, dtype in ((reference, torch.float64), (form, torch.float32)):
-            tensors = inputs(cut, dtype)
-            chosen = [tensors[x] for x in names.split()]
-            with torch.set_grad_enabled(backward):
-                out = function(*chosen)
-            results.append([out, *torch.autograd.grad(out.square().sum(), chosen)] if backward else [out])
-        compare(f"{name} at {shape}", *results)
-
-
-def compare(name, expected, found):
-    """Stop unless both are the same tensors, to 1e-4 of the largest number."""
-    for right, actual in zip(expected, found, strict=True):
-        error = ((actual - right).abs().max() / right.abs().max()).item()
-        if not error < 1e-4:
-            raise SystemExit(f"{name} differs from the reference by {error:.1e}: nothing is reported.")
-
-
-def training_step(form, chosen, gradient):
-    torch.autograd.grad(form(*chosen), chosen, gradient)
 
 
 def pairs_of_products():
@@ -131,125 +71,140 @@ def pairs_of_products():
     return dict(zip(PAIRS, (Contender(in_turn), Contender(at_once)), strict=True))
 
 
-def measure_shape(where, shape, found):
-    """{pass: {contender: seconds of each round}} of one shape."""
+def measure_shape(record, where, shape, found):
     say(f"{where}: checking every contender against the float64 reference")
-    tensors, contenders = inputs(shape), {name: {} for name in PASSES}
+    tensors, calls = inputs.draw(shape), {stage: {} for stage in PASSES}
     gradient = torch.randn(*shape[:3], shape[4], generator=torch.Generator().manual_seed(2))
-    for name, (form, names, rule) in found.items():
-        if isinstance(form, str) or (name.startswith("softmax") and shape[3] != shape[4]):
+    for name, (function, form, exact) in found.items():
+        if name == SDPA and shape[3] != shape[4]:
             continue
-        if rule:
-            check(name, form, names, rule, shape)
-        chosen = [tensors[x] for x in names.split()]
-        calls = {"forward": partial(form, *chosen), TRAINING: partial(training_step, form, chosen, gradient)}
-        for stage, call in calls.items():
-            contenders[stage][name] = Contender(call)
-            if name in ("sum", "delta"):
-                contenders[stage][f"{name}, 2 threads"] = Contender(call, threads=2)
-    contenders[TRAINING] |= pairs_of_products()
-    measured = {}
+        if exact:
+            inputs.check(name, function, form, shape, whole=True)
+        chosen = inputs.chosen(FORMS[form][1], tensors)
+        calls[FORWARD][name] = Contender(partial(function, *chosen))
+        calls[TRAINING][name] = Contender(partial(inputs.training_step, function, chosen, gradient))
+        if name in ("sum", "delta"):
+            for stage in PASSES:
+                calls[stage][f"{name}, 2 threads"] = calls[stage][name]._replace(threads=2)
+    calls[TRAINING] |= pairs_of_products()
     for stage, grad_mode in PASSES.items():
         with grad_mode():
-            measured[stage] = interleave(contenders[stage], ROUNDS, f"{where}, {stage}", seconds=SECONDS)
-    return measured
+            times = interleave(calls[stage], ROUNDS, f"{where}, {stage}", seconds=SECONDS)
+        for name, seconds in times.items():
+            record.add(where, stage, name, seconds)
 
 
-def shape_rows(where, measured, found):
-    """The goals of one shape. A comparison: the slower contenders, of which the fastest counts, and the faster one."""
-    chunkwise = [name for name in found if "chunkwise" in name]
-    is_mt = where == "MT"
-    plan = [
-        (["sum, fast-transformers"], "sum", Goal("sum vs fast-transformers", where, 3.5)),
-        (["delta, PyTorch loop"], "delta", Goal("delta vs PyTorch loop", where, 25 if is_mt else 40)),
-        (chunkwise, "delta", Goal("delta vs best chunkwise PyTorch", where, 2.5 if is_mt else 6)),
-        (["delta"], "sum", Goal("cost of delta over sum", where, 1.35, at_most=True)),
-        (["decay"], "delta", Goal("cost of decay over delta", where, 2, at_most=True)),
-        (["gated"], "decay", Goal("cost of gated over decay", where, 1, at_most=True)),
-    ]
-    if not is_mt:
-        bound = {"1k": 10, "8k": 45}.get(where)
-        plan.append((["softmax attention (SDPA)"], "delta", Goal("delta vs SDPA", where, bound)))
-    if where != "small":
-        plan.append((["delta"], "delta, 2 threads", Goal("two threads over one, delta", where, 1.65)))
-        plan.append((["sum"], "sum, 2 threads", Goal("two threads over one, sum", where)))
-        plan.append((PAIRS[:1], PAIRS[1], Goal("two threads over one, products of their own", where)))
-    plan = [(TRAINING, *comparison) for comparison in plan]
-    if where in LM_SHAPES:
-        plan.insert(0, ("forward", ["sum, fast-transformers"], "sum", Goal("sum vs fast-transformers", where, 5)))
-    rows = []
-    for stage, slower, faster, goal in plan:
-        times = measured[stage]
-        goal = goal if slower == PAIRS[:1] else goal._replace(what=f"{goal.what}, {stage}")
-        peer = fastest(times, slower)
-        if peer is None:
-            rows.append(goal_row(goal, found[slower[0]][0]))
-        else:
-            note = peer.removeprefix("delta, ") if len(slower) > 1 else ""
-            rows.append(goal_row(goal, ratios(times[peer], times[faster]), note))
-    return rows
-
-
-def measure_steps(batch):
+def measure_steps(record, where, shape):
     """One decoding step, 8 heads of d = 64: ours, PyTorch's, and SDPA over key-value caches."""
-    shape = (batch, 8, 1, 64, 64)
-    q, k, v, beta = (inputs(shape)[name].detach() for name in ("q", "k", "v", "beta"))
-    state = torch.randn(batch, 8, 64, 64, generator=torch.Generator().manual_seed(3))
-    expected = ops.delta_rule(*(x.double() for x in (q, k, v, beta, state)), backend="reference")
-    steps = {"delta": partial(ops.delta_rule, backend=BACKEND), **peers.STEPS}
-    contenders = {}
+    tensors = {name: x.detach() for name, x in inputs.draw(shape).items()}
+    state = torch.randn(*shape[:2], 64, 64, generator=torch.Generator().manual_seed(3))
+    exact = {name: x.double() for name, x in tensors.items()}
+    expected = inputs.step("delta", exact, state.double(), "reference")()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    names = FORMS["delta"][1].split()
+    steps = {"delta": Contender(inputs.step("delta", tensors, state))}
     with torch.no_grad():
-        for name, step in steps.items():
-            results = zip(step(q, k, v, beta, state.clone()), expected, strict=True)
-            if any((actual - right).abs().max() > 1e-4 for actual, right in results):
-                raise SystemExit(f"the decoding step '{name}' differs from the reference: nothing is reported.")
-            contenders[name] = Contender(partial(step, q, k, v, beta, state.clone()))
+        for name, step in peers.STEPS.items():
+            call = partial(step, *(tensors[x] for x in names))
+            inputs.check_results(f"the decoding step '{name}'", expected, call(state.clone()))
+            steps[name] = Contender(partial(call, state.clone()))
+        inputs.check_results("our decoding step", expected, steps["delta"].call())
         for context in CONTEXTS:
-            cache = [torch.randn(batch, 8, context, 64) for _ in range(2)]
-            attend = partial(torch.nn.functional.scaled_dot_product_attention, q, *cache)
-            contenders[f"SDPA, cache of {context}"] = Contender(attend)
-        return interleave(contenders, ROUNDS, f"decoding step, batch {batch}", seconds=SECONDS)
+            cache = [torch.randn(shape[0], 8, context, 64) for _ in range(2)]
+            steps[f"SDPA, cache of {context}"] = Contender(partial(attend, tensors["q"], *cache))
+        for name, seconds in interleave(steps, ROUNDS, f"{STEP}, {where}", seconds=SECONDS).items():
+            record.add(where, STEP, name, seconds)
 
 
-def step_rows(batch, times):
-    best = fastest(times, peers.STEPS)
-    where, ours = f"B = {batch}, H = 8, d = 64", times["delta"]
-    goal = Goal("decoding step, delta vs best PyTorch step", where, 2.5)
-    rows = [goal_row(goal, ratios(times[best], ours), best)]
-    for context in CONTEXTS:
-        goal = Goal(f"decoding step, delta vs SDPA with a cache of {context}", where)
-        rows.append(goal_row(goal, ratios(times[f"SDPA, cache of {context}"], ours)))
-    return rows
+def measure_rates(record):
+    """The speed of a copy, and of the faster of torch's two matrix products, both on one thread."""
+    source, target, matrix = torch.ones(2**26), torch.ones(2**26), torch.randn(1024, 1024)
+    calls = {
+        "copy": Contender(partial(target.copy_, source)),
+        "product by MKL": Contender(partial(torch.mm, matrix, matrix)),
+        "product by oneDNN": Contender(partial(torch.nn.functional.linear, matrix, matrix)),
+    }
+    with torch.no_grad(), OneDnnLinear():
+        times = interleave(calls, ROUNDS, "speed of the machine")
+    for name, seconds in times.items():
+        work = source.nbytes + target.nbytes if name == "copy" else 2 * 1024**3
+        record.add("machine", "", name, [work / second for second in seconds], "per second")
 
 
-def print_memory():
+def measure(record):
+    found = contenders(record)
+    for where, shape in SHAPES.items():
+        measure_shape(record, where, shape, found)
+    for where, shape in STEPS.items():
+        measure_steps(record, where, shape)
+    say("memory of delta at 8k, in a process of its own")
+    record.add("8k", TRAINING, "delta", [alone("operators", **GIVE_BACK)], SIZES)
+    measure_rates(record)
+
+
+def measure_alone():
     """Peak memory beyond the inputs of delta's forward + backward at 8k, in sizes of q + k + v + out.
 
     All of it counts: out, its gradient, the four gradients and whatever is kept in between.
     """
-    gradient = torch.ones(1, 8, 64, 64)
-    small, shape = inputs((1, 8, 64, 64, 64)), SHAPES["8k"]
-    rule = first(ops.delta_rule, BACKEND)
-    training_step(rule, [small[x] for x in ("q", "k", "v", "beta")], gradient)  # loads the kernel
-    tensors = inputs(shape)
-    chosen = [tensors[x] for x in ("q", "k", "v", "beta")]
+    B, H, L, Dk, Dv = shape = SHAPES["8k"]
+    names, rule = FORMS["delta"][1], inputs.call("delta")
+    small = inputs.chosen(names, inputs.draw((1, 8, 64, Dk, Dv)))
+    inputs.training_step(rule, small, torch.ones(1, 8, 64, Dv))  # loads the kernel
+    chosen = inputs.chosen(names, inputs.draw(shape))
     before = memory("VmRSS")
-    training_step(rule, chosen, torch.ones(*shape[:3], shape[4]))
+    inputs.training_step(rule, chosen, torch.ones(B, H, L, Dv))
     # The peak of the whole life of this process: never less than that of the step.
-    extra = memory("VmHWM") - before
-    B, H, L, Dk, Dv = shape
-    print(extra / (4 * B * H * L * 2 * (Dk + Dv)))
+    return (memory("VmHWM") - before) / (4 * B * H * L * 2 * (Dk + Dv))
 
 
-def memory_row():
-    say("memory of delta at 8k, in a process of its own")
-    # Freed memory goes back at once, so that what is resident is what is in use.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}  # run.sh allows no mmap
-    answer = subprocess.run([sys.executable, __file__, "memory"], env=environment, capture_output=True, text=True)
-    if answer.returncode:
-        raise SystemExit(f"the memory of delta could not be measured: {answer.stderr.strip().splitlines()[-1]}")
-    goal = Goal(f"extra memory of delta, {TRAINING}, in sizes of q + k + v + out", "8k", 6, at_most=True)
-    return goal_row(goal, float(answer.stdout), "peak resident memory, own process")
+def comparisons():
+    """(what, the slower contenders, of which the fastest counts, the faster one, {where: bound}) of the training step.
+
+    A bound is a least ratio, or, where its text says cost, a largest one.
+    """
+    every = dict.fromkeys(SHAPES)
+    two_threads = {where: None for where in SHAPES if where != "small"}
+    return [
+        ("sum vs fast-transformers", [FAST], "sum", dict.fromkeys(SHAPES, 3.5)),
+        ("delta vs PyTorch loop", [LOOP], "delta", dict.fromkeys(SHAPES, 40) | {"MT": 25}),
+        ("delta vs best chunkwise PyTorch", [*CHUNKWISE], "delta", dict.fromkeys(SHAPES, 6) | {"MT": 2.5}),
+        ("cost of delta over sum", ["delta"], "sum", dict.fromkeys(SHAPES, 1.35)),
+        ("cost of decay over delta", ["decay"], "delta", dict.fromkeys(SHAPES, 2)),
+        ("cost of gated over decay", ["gated"], "decay", dict.fromkeys(SHAPES, 1)),
+        (
+            "delta vs SDPA",
+            [SDPA],
+            "delta",
+            {where: {"1k": 10, "8k": 45}.get(where) for where in every if where != "MT"},
+        ),
+        ("two threads over one, delta", ["delta"], "delta, 2 threads", dict.fromkeys(two_threads, 1.65)),
+        ("two threads over one, sum", ["sum"], "sum, 2 threads", two_threads),
+        ("two threads over one, products of their own", PAIRS[:1], PAIRS[1], two_threads),
+    ]
+
+
+def goals(record):
+    rows = []
+    for where in ("small", "medium", "1k"):
+        goal = Goal(f"sum vs fast-transformers, {FORWARD}", where, 5)
+        rows.append(compare(record, goal, (where, FORWARD, FAST), (where, FORWARD, "sum")))
+    for what, slower, faster, bounds in comparisons():
+        for where, bound in bounds.items():
+            peer = fastest(record, where, TRAINING, slower)
+            label = what if slower == PAIRS[:1] else f"{what}, {TRAINING}"
+            goal = Goal(label, where, bound, at_most=what.startswith("cost"))
+            note = peer.removeprefix("delta, ") if len(slower) > 1 else ""
+            rows.append(compare(record, goal, (where, TRAINING, peer), (where, TRAINING, faster), note=note))
+    for what, bound in (("best PyTorch step", 2.5), *((f"SDPA with a cache of {n}", None) for n in CONTEXTS)):
+        for where in STEPS:
+            peer = f"SDPA, cache of {what.split()[-1]}" if bound is None else fastest(record, where, STEP, peers.STEPS)
+            goal = Goal(f"{STEP}, delta vs {what}", where, bound)
+            note = peer if bound else ""
+            rows.append(compare(record, goal, (where, STEP, peer), (where, STEP, "delta"), note=note))
+    goal = Goal(f"extra memory of delta, {TRAINING}, in {SIZES}", "8k", 6, at_most=True)
+    memory_of_delta = record.values("8k", TRAINING, "delta", SIZES)
+    return [*rows, goal_row(goal, memory_of_delta, "peak resident memory, own process")]
 
 
 def floors(shape):
@@ -270,95 +225,51 @@ def floors(shape):
     }
 
 
-def machine_rates():
-    """(bytes a second of a copy, flops a second of the faster of torch's two matrix products), both on one thread."""
-    source, target = torch.ones(2**26), torch.ones(2**26)
-    matrix = torch.randn(1024, 1024)
-    contenders = {
-        "copy": Contender(partial(target.copy_, source)),
-        "product by MKL": Contender(partial(torch.mm, matrix, matrix)),
-        "product by oneDNN": Contender(partial(torch.nn.functional.linear, matrix, matrix)),
-    }
-    with torch.no_grad(), OneDnnLinear():
-        times = interleave(contenders, ROUNDS, "speed of the machine")
-    products = min(seconds for name, rounds in times.items() if name.startswith("product") for seconds in rounds)
-    return 2 * 4 * 2**26 / min(times["copy"]), 2 * 1024**3 / products
-
-
-def rounds_taken(measured):
-    passes = (
-        f"{where}, {stage}: {len(times['delta'])}"
-        for where, stages in measured.items()
-        for stage, times in stages.items()
-    )
-    return f"Rounds: {'; '.join(passes)}.\n"
-
-
-def floor_rows(measured, rates):
+def floor_rows(record, rates):
     rows = []
     for where, shape in SHAPES.items():
         for (rule, stage), (moved, flops) in floors(shape).items():
-            taken = min(measured[where][stage][rule])
+            taken = min(record.values(where, stage, rule))
             share = [f"{100 * work / rate / taken:.0f} %" for work, rate in zip((moved, flops), rates, strict=True)]
             rows.append([where, rule, stage, f"{moved / 1e6:.1f}", f"{flops / 1e9:.2f}", *share])
     return rows
 
 
-def contender_rows(measured):
+def contender_rows(record):
     """Every contender's time in times of our delta's, pass and shape."""
-    names = dict.fromkeys(name for stages in measured.values() for times in stages.values() for name in times)
-    names = [name for name in names if name not in PAIRS]
-    rows = []
-    for name in names:
-        row = [name]
-        for where in SHAPES:
-            for stage in PASSES:
-                times = measured[where][stage]
-                row.append(f"{ratios(times[name], times['delta'])[0]:.2f}" if name in times else "-")
-        rows.append(row)
-    return rows
+    places = [(where, stage) for where in SHAPES for stage in PASSES]
+    names = dict.fromkeys(name for place in places for name in record.names(*place) if name not in PAIRS)
+    rows = {name: [name] for name in names}
+    for place in places:
+        ours = record.values(*place, "delta")
+        for name, row in rows.items():
+            times = record.values(*place, name)
+            row.append("-" if isinstance(times, str) else f"{ratios(times, ours)[0]:.2f}")
+    return rows.values()
 
 
-def main():
-    found, measured, rows = forms(), {}, []
-    for where, shape in SHAPES.items():
-        measured[where] = measure_shape(where, shape, found)
-        rows += shape_rows(where, measured[where], found)
-    steps = {batch: measure_steps(batch) for batch in STEP_BATCHES}
-    for batch, times in steps.items():
-        rows += step_rows(batch, times)
-    rows.append(memory_row())
-    order = list(dict.fromkeys(row[0] for row in rows))
-    rows.sort(key=lambda row: order.index(row[0]))
-    rates = machine_rates()
-
-    everything = measured | {f"B = {batch}": {"step": times} for batch, times in steps.items()}
-    raw = [
-        [where, stage, name, i, second]
-        for where, stages in everything.items()
-        for stage, times in stages.items()
-        for name, seconds in times.items()
-        for i, second in enumerate(seconds)
-    ]
-    publish(
-        "operators",
-        ["shape", "pass", "contender", "round", "seconds"],
-        raw,
-        rows,
-        rounds_taken(everything),
+def paragraphs(record):
+    products = [record.values("machine", "", f"product by {library}", "per second") for library in ("MKL", "oneDNN")]
+    rates = max(record.values("machine", "", "copy", "per second")), max(map(max, products))
+    rounds = {
+        f"{where}, {stage}": len(record.values(where, stage, "delta"))
+        for where, stage in [*((where, stage) for where in SHAPES for stage in PASSES), *((at, STEP) for at in STEPS)]
+    }
+    return [
+        f"Rounds: {'; '.join(f'{place}: {count}' for place, count in rounds.items())}.\n",
         "Least work, and how much of the machine's own rate is reached, on one thread: of a copy "
         f"({rates[0] / 1e9:.0f} GB/s), and of a matrix product ({rates[1] / 1e9:.0f} GFLOP/s):\n",
-        table(["shape", "rule", "pass", "MB", "GFLOP", "of copy", "of product"], floor_rows(measured, rates)),
+        table(["shape", "rule", "pass", "MB", "GFLOP", "of copy", "of product"], floor_rows(record, rates)),
         "Time of every contender in times of our delta's, median of rounds (one thread unless it says two):\n",
-        table(
-            ["contender", *(f"{shape}, {stage}" for shape in SHAPES for stage in PASSES)],
-            contender_rows(measured),
-        ),
-    )
+        table(["contender", *(f"{at}, {stage}" for at in SHAPES for stage in PASSES)], contender_rows(record)),
+    ]
 
 
-if __name__ == "__main__":
-    try:
-        print_memory() if sys.argv[1:] == ["memory"] else main()
-    except RuntimeError as error:  # above all: no kernel could be built
-        raise SystemExit(f"the operators cannot be measured: {error}") from error
+PANELS = [
+    Bars(
+        "Operators, one thread", "time of the peer / time of ours", lambda row: " vs " in row[0] and STEP not in row[0]
+    ),
+    Bars(
+        "Decoding step, one thread", "time of the peer / time of ours", lambda row: " vs " in row[0] and STEP in row[0]
+    ),
+]

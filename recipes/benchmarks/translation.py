@@ -1,26 +1,25 @@
-"""Cost of translation with linear attention, against softmax attention of the same size (run.sh does it).
+"""Cost of translation with linear attention, against softmax attention of the same size.
 
 fairseq's own beam search over targets of growing length, and over sources of growing length; and training steps. Every
 generation has a process of its own, so that its peak memory is its own.
 """
 
-import json
-import os
-import subprocess
-import sys
 import time
-from argparse import Namespace
 
+import models
 import torch
-from report import Contender, Goal, goal_row, interleave, memory, publish, ratios, say
+from fairseq.sequence_generator import SequenceGenerator
+from pictures import Curves
+from record import BYTES, SECONDS, SPEED, Goal, compare, say
+from timing import Contender, alone, interleave, memory
 
 # The models of recipes/multi30k: names there, architecture and its flags. softmax is fairseq's own attention.
 MODELS = {
-    "sum": ("sum_mt_wmt14_en_de", {}),
-    "favor": ("sum_favor_mt_wmt14_en_de", {"favor_features": 64}),
-    "dpfp": ("sum_dpfp_mt_wmt14_en_de", {"dpfp_nu": 2}),
-    "delta_dpfp": ("delta_dpfp_mt_wmt14_en_de", {"dpfp_nu": 2}),
-    "softmax": ("softmax_mt_wmt14_en_de", {}),
+    "sum": ("sum_mt_wmt14_en_de",),
+    "favor": ("sum_favor_mt_wmt14_en_de", "--favor-features", 64),
+    "dpfp": ("sum_dpfp_mt_wmt14_en_de", "--dpfp-nu", 2),
+    "delta_dpfp": ("delta_dpfp_mt_wmt14_en_de", "--dpfp-nu", 2),
+    "softmax": ("softmax_mt_wmt14_en_de",),
 }
 GENERATE = ("sum", "delta_dpfp", "softmax")
 SIZE = {"layers": 3, "embed_dim": 128, "ffn_embed_dim": 256, "attention_heads": 4, "normalize_before": True}
@@ -30,6 +29,7 @@ SHORT = 32  # tokens of a side that does not grow
 BEAM = 4
 REPETITIONS = 2
 BATCH = (100, 15)  # sentences and tokens of a training step: about what --max-tokens 1500 gives on Multi30k
+WHERE_TRAINED = "{} sentences of {} tokens".format(*BATCH)
 ROUNDS = 5
 SECONDS_ALLOWED = 300
 # Where memory is measured, freed memory goes back to the system at once, small pieces too: what the warm-up has freed
@@ -40,82 +40,48 @@ FLAT = 1.2
 
 
 def build(name):
-    """The task's dictionary and the model as fairseq builds it."""
-    from fairseq.data import Dictionary
-    from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
-
-    import fairseq_fwp.models  # noqa: F401  (registers the architectures)
-
-    arch, flags = MODELS[name]
-    dictionary = Dictionary()
-    for word in range(VOCABULARY - len(dictionary)):
-        dictionary.add_symbol(f"w{word}")
+    arch, *flags = MODELS[name]
     sizes = {f"{side}_{size}": value for side in ("encoder", "decoder") for size, value in SIZE.items()}
     longest = max(LENGTHS) + 8
-    args = Namespace(
-        share_all_embeddings=True, max_source_positions=longest, max_target_positions=longest, **sizes, **flags
-    )
-    ARCH_CONFIG_REGISTRY[arch](args)
-    torch.manual_seed(1)
-    task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    return dictionary, ARCH_MODEL_REGISTRY[arch].build_model(args, task)
+    sizes |= {"share_all_embeddings": True, "max_source_positions": longest, "max_target_positions": longest}
+    flags += models.flags_of(sizes)
+    return models.build(VOCABULARY, "--arch", arch, *flags, task="translation", criterion="cross_entropy")
 
 
 def random_tokens(*shape):
     return torch.randint(4, VOCABULARY, shape, generator=torch.Generator().manual_seed(2))
 
 
-def generate(name, source_length, target_length):
+def measure_alone(name, source_length, target_length):
     """Seconds and bytes beyond the model of one sentence, as long as asked for."""
-    from fairseq.sequence_generator import SequenceGenerator
+    built, target_length = build(name), int(target_length)
 
-    dictionary, model = build(name)
-    generator = {
-        length: SequenceGenerator(
-            [model], dictionary, beam_size=BEAM, min_len=length, max_len_b=length, max_len=length + 1
-        )
-        for length in (8, target_length)
-    }
-
-    def translate(source_length, target_length):
-        source = random_tokens(1, source_length)
-        net_input = {"src_tokens": source, "src_lengths": torch.tensor([source_length])}
-        return generator[target_length].generate([model], {"id": torch.tensor([0]), "net_input": net_input})
+    def translate(source_length, length):
+        limits = {"min_len": length, "max_len_b": length, "max_len": length + 1}
+        generator = SequenceGenerator([built.model], built.task.target_dictionary, beam_size=BEAM, **limits)
+        net_input = {"src_tokens": random_tokens(1, source_length), "src_lengths": torch.tensor([source_length])}
+        return generator.generate([built.model], {"id": torch.tensor([0]), "net_input": net_input})
 
     translate(8, 8)
     before, start = memory("VmRSS"), time.perf_counter()
-    (hypotheses,) = translate(source_length, target_length)
+    (hypotheses,) = translate(int(source_length), target_length)
     seconds = time.perf_counter() - start
     if {len(hypothesis["tokens"]) for hypothesis in hypotheses} != {target_length + 1}:
         raise SystemExit(f"{name} was to write {target_length} tokens and an end, and did not")
-    return {"seconds": seconds, "bytes": memory("VmHWM") - before}
-
-
-def in_own_process(*arguments, **settings):
-    """The result of one generation (model, tokens of the source, of the target), or {"stopped": why}."""
-    environment = os.environ | settings | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, *map(str, arguments)]
-    try:
-        answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS_ALLOWED)
-    except subprocess.TimeoutExpired:
-        return {"stopped": f"takes more than {SECONDS_ALLOWED} s"}
-    if answer.returncode:
-        raise SystemExit(f"generating with {arguments[0]} failed: {answer.stderr.strip().splitlines()[-1]}")
-    return json.loads(answer.stdout.splitlines()[-1])
+    return {SECONDS: seconds, BYTES: memory("VmHWM") - before}
 
 
 def time_and_memory(*arguments):
     """Seconds of one process and bytes of another: each with the allocator that suits it."""
-    timed = in_own_process(*arguments)
+    timed = alone("translation", *arguments, limit=SECONDS_ALLOWED)
     if "stopped" in timed:
         return timed
-    return {**in_own_process(*arguments, **GIVE_BACK), "seconds": timed["seconds"]}
+    return {**alone("translation", *arguments, limit=SECONDS_ALLOWED, **GIVE_BACK), SECONDS: timed[SECONDS]}
 
 
 def training_step(name):
     """A function that does one step forward and backward."""
-    _, model = build(name)
-    model.train()
+    model = build(name).model.train()
     source, target = random_tokens(*BATCH), random_tokens(*BATCH)
 
     def step():
@@ -126,80 +92,65 @@ def training_step(name):
     return step
 
 
-def measure():
-    """{(side that grows, model, tokens): results of the repetitions}, the models in turn."""
-    results = {}
+def place(side, length="{}"):
+    return f"{side} of {length} tokens"
+
+
+def measure(record):
+    """The models in turn."""
+    steps = {name: Contender(training_step(name)) for name in MODELS}
+    for name, seconds in interleave(steps, ROUNDS, "training steps", at_least=0).items():
+        record.add(WHERE_TRAINED, "training", name, [BATCH[0] * BATCH[1] / second for second in seconds], SPEED)
     for repetition in range(REPETITIONS):
         for side in ("target", "source"):
             for length in LENGTHS:
                 for name in GENERATE:
-                    say(f"repetition {repetition + 1} of {REPETITIONS}: {side} of {length} tokens, {name}")
+                    say(f"repetition {repetition + 1} of {REPETITIONS}: {place(side, length)}, {name}")
                     lengths = (SHORT, length) if side == "target" else (length, SHORT)
-                    results.setdefault((side, name, length), []).append(time_and_memory(name, *lengths))
-    return results
+                    record.take(place(side, length), "generation", name, time_and_memory(name, *lengths))
 
 
-def growth(results, goal, name, field, side, divide=1):
-    """A row of the growth from the shortest to the longest."""
-    longest, shortest = ([found.get(field) for found in results[side, name, at]] for at in (LENGTHS[-1], LENGTHS[0]))
-    if None in longest:
-        return goal_row(goal, results[side, name, LENGTHS[-1]][0]["stopped"])
-    return goal_row(goal, tuple(ratio / divide for ratio in ratios(longest, shortest)))
-
-
-def compare(results, goal, name, other, field, side, length):
-    """A row of the ratio of the other model to this one."""
-    figures = [[found.get(field) for found in results[side, which, length]] for which in (other, name)]
-    return goal_row(goal, "stopped" if None in figures[0] + figures[1] else ratios(*figures))
-
-
-def goal_rows(results, times):
+def goals(record):
     rows = []
-    grown, where = LENGTHS[-1] / LENGTHS[0], f"target {LENGTHS[0]} -> {LENGTHS[-1]} tokens"
-    for field, label, divide in (("seconds", "time per token", grown), ("bytes", "peak memory", 1)):
+    first, last = LENGTHS[0], LENGTHS[-1]
+    for what, label, times in ((SECONDS, "time per token", first / last), (BYTES, "peak memory", 1)):
         for name in GENERATE:
-            goal = Goal(f"{name}, growth of {label}", where, None if name == "softmax" else FLAT, at_most=True)
-            rows.append(growth(results, goal, name, field, "target", divide))
+            bound = None if name == "softmax" else FLAT
+            goal = Goal(f"{name}, growth of {label}", f"target {first} -> {last} tokens", bound, at_most=True)
+            ends = ((place("target", length), "generation", name) for length in (last, first))
+            rows.append(compare(record, goal, *ends, what, times))
     for side in ("target", "source"):
-        for field, label in (("seconds", "time"), ("bytes", "peak memory")):
-            for length in LENGTHS:
-                goal = Goal(f"softmax over delta_dpfp, {label}", f"{side} of {length} tokens")
-                rows.append(compare(results, goal, "delta_dpfp", "softmax", field, side, length))
+        for what, label in ((SECONDS, "time"), (BYTES, "peak memory")):
+            for where in (place(side, length) for length in LENGTHS):
+                goal = Goal(f"softmax over delta_dpfp, {label}", where)
+                pair = ((where, "generation", name) for name in ("softmax", "delta_dpfp"))
+                rows.append(compare(record, goal, *pair, what))
     for name in MODELS:
         if name != "softmax":
-            goal = Goal(f"training, tokens per second, {name} over softmax", "{} sentences of {} tokens".format(*BATCH))
-            rows.append(goal_row(goal, ratios(times["softmax"], times[name])))
+            goal = Goal(f"training, tokens per second, {name} over softmax", WHERE_TRAINED)
+            rows.append(compare(record, goal, *((WHERE_TRAINED, "training", x) for x in ("softmax", name)), SPEED))
     return rows
 
 
-def main():
-    steps = {name: Contender(training_step(name)) for name in MODELS}
-    times = interleave(steps, ROUNDS, "training steps", at_least=0)
-    results = measure()
-    raw = [
-        [side, name, length, i, *(found.get(field, "") for field in ("seconds", "bytes", "stopped"))]
-        for (side, name, length), repetitions in results.items()
-        for i, found in enumerate(repetitions)
-    ]
-    raw += [
-        ["training", name, BATCH[0] * BATCH[1], i, seconds, "", ""]
-        for name in times
-        for i, seconds in enumerate(times[name])
-    ]
-    speeds = ", ".join(f"{name} {BATCH[0] * BATCH[1] / min(found):,.0f}" for name, found in times.items())
-    publish(
-        "translation",
-        ["what", "model", "tokens", "repetition", "seconds", "bytes", "stopped"],
-        raw,
-        goal_rows(results, times),
+def paragraphs(record):
+    speeds = {name: max(record.values(WHERE_TRAINED, "training", name, SPEED)) for name in MODELS}
+    return [
         f"One thread, one sentence, beam {BEAM}, {REPETITIONS} repetitions, time and memory each in a process of its "
         f"own; the other side has {SHORT} tokens. Peak memory is beyond the model.\n",
-        f"Training, target tokens per second of a step without the optimizer, {ROUNDS} rounds, the best: {speeds}.\n",
+        f"Training, target tokens per second of a step without the optimizer, {ROUNDS} rounds, the best: "
+        f"{', '.join(f'{name} {speed:,.0f}' for name, speed in speeds.items())}.\n",
+    ]
+
+
+def per_token(side):
+    return lambda value, n: 1000 * value / (n if side == "target" else SHORT)
+
+
+PANELS = [
+    Curves(place(side), "generation", unit=unit, what=what, scale=scale, log=True)
+    for side in ("target", "source")
+    for what, unit, scale in (
+        (SECONDS, "milliseconds per target token", per_token(side)),
+        (BYTES, "peak memory (MB)", None),
     )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        print(json.dumps(generate(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
-    else:
-        main()
+]

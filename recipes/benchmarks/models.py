@@ -1,0 +1,73 @@
+"""Models as fairseq builds them for a command line, of made-up words that follow Zipf's law."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from record import HERE
+
+# before.py names that of another version.
+OURS = ("--user-dir", os.environ.get("FWP_PLUGIN", str(HERE.parents[1] / "fairseq_fwp")))
+SPECIAL = 4  # symbols of fairseq's dictionary
+
+
+class Built(NamedTuple):
+    cfg: Any
+    task: Any
+    model: Any
+    criterion: Any
+
+
+def write_dictionary(folder, words, name="dict.txt"):
+    """A dictionary of so many words, with fairseq's symbols."""
+    Path(folder, name).write_text("".join(f"w{word} 1\n" for word in range(words - SPECIAL)))
+
+
+def flags_of(settings):
+    """{name: value} -> flags of fairseq."""
+    flags = []
+    for name, value in settings.items():
+        if value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return flags
+
+
+def build(words, *flags, task="language_modeling", criterion="adaptive_loss"):
+    """What fairseq-train makes of `--arch NAME ...`, in its first state."""
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    with tempfile.TemporaryDirectory() as folder:
+        sides = ("--source-lang", "a", "--target-lang", "b") if task == "translation" else ()
+        for name in ("dict.a.txt", "dict.b.txt") if sides else ("dict.txt",):
+            write_dictionary(folder, words, name)
+        command = [
+            *(folder, *OURS, "--task", task, *sides, "--criterion", criterion, "--ddp-backend", "legacy_ddp"),
+            *("--optimizer", "adam", "--lr", "0.00025", "--clip-norm", "0.25", "--seed", "1"),
+            *map(str, flags),
+        ]
+        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), command))
+        made = tasks.setup_task(cfg.task)
+        torch.manual_seed(1)
+        return Built(cfg, made, made.build_model(cfg.model), made.build_criterion(cfg.criterion))
+
+
+def draw_words(words, count):
+    """Indices of `count` words of a dictionary of so many."""
+    frequencies = 1 / torch.arange(1, words - SPECIAL + 1)
+    generator = torch.Generator().manual_seed(1)
+    return torch.multinomial(frequencies, count, replacement=True, generator=generator) + SPECIAL
+
+
+def sample(words, sequences, length):
+    """A batch as fairseq's task of language models makes it."""
+    tokens = torch.randint(SPECIAL, words, (sequences, length + 1), generator=torch.Generator().manual_seed(2))
+    return {
+        "id": torch.arange(sequences),
+        "nsentences": sequences,
+        "ntokens": sequences * length,
+        "net_input": {"src_tokens": tokens[:, :-1], "src_lengths": torch.full((sequences,), length)},
+        "target": tokens[:, 1:].contiguous(),
+    }

@@ -1,0 +1,70 @@
+"""Measures the parts that are named, all of them without a name, each in a process of its own (run.sh does it)."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+from record import HERE, Record, provenance, publish, say
+from timing import KEEP
+
+ROOT = HERE.parents[1]
+# Every part, and the environment that it is measured in. fast-transformers brings an OpenMP runtime of its own, which
+# torch.set_num_threads does not reach.
+PARTS = {
+    "operators": KEEP | {"OMP_NUM_THREADS": "1"},
+    "family": KEEP,
+    "rules": {},
+    "training": {},
+    "long": {},
+    "generation": {},
+    "eval_lm": {},
+    "translation": {},
+    "fwl": {},
+}
+
+
+def run(*command, **environment):
+    say(f"+ {' '.join(map(str, command))}")
+    return subprocess.run(command, env=os.environ | environment).returncode
+
+
+def measure_all(parts):
+    """Nothing is measured after a failed test."""
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise SystemExit(f"run.sh: there is no part '{unknown[0]}': choose from {' '.join(PARTS)}.")
+    tests = [f"{ROOT}/tests/laws", f"{ROOT}/tests/ops", "-q", "--numprocesses", "auto", "--maxprocesses", "4"]
+    if run(sys.executable, "-m", "pytest", *tests, OMP_NUM_THREADS="1"):
+        raise SystemExit("run.sh: the tests of the operators failed, so nothing is measured.")
+    for part in parts or PARTS:
+        if part == "operators" and run("bash", f"{ROOT}/recipes/setup.sh", "peers"):
+            say("run.sh: pytorch-fast-transformers was not set up; unless it is there already, its rows will say so")
+        if run(sys.executable, __file__, "--measure", part, **PARTS[part]):
+            raise SystemExit(f"run.sh: {part} could not be measured.")
+
+
+def measure(part):
+    """The measurements of one part, and all that is published of them."""
+    module, record = importlib.import_module(part), Record()
+    record.note("provenance", provenance())
+    try:
+        module.measure(record)
+    except (RuntimeError, ValueError) as error:  # above all: no kernel could be built
+        raise SystemExit(f"{part} cannot be measured: {error}") from error
+    publish(part, record, module.goals(record), *module.paragraphs(record), panels=module.PANELS)
+
+
+def main(arguments):
+    if arguments[:1] == ["--alone"]:
+        part, *rest = arguments[1:]
+        print(json.dumps(importlib.import_module(part).measure_alone(*rest)))
+    elif arguments[:1] == ["--measure"]:
+        measure(*arguments[1:])
+    else:
+        measure_all(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

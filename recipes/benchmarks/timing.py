@@ -1,0 +1,76 @@
+"""Interleaved timing, memory, and measurements in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from record import say
+
+# Settings of the allocator. KEEP: freed memory stays with the process. Else every contender draws fresh pages from the
+# system in every call, which takes up to half of the time at small shapes, and which calls are spared is chance.
+# GIVE_BACK: it goes back at once, so that what is resident is what is in use.
+KEEP = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_MAX_": "0"}
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
+
+
+class Contender(NamedTuple):
+    """`call()` does the work once."""
+
+    call: object
+    threads: int = 1
+
+
+def seconds_per_call(contender, calls):
+    torch.set_num_threads(contender.threads)
+    start = time.perf_counter()
+    for _ in range(calls):
+        contender.call()
+    return (time.perf_counter() - start) / calls
+
+
+def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
+    """{name: seconds of each round}, all contenders once a round, so that a slow moment hits all of them alike.
+
+    A measurement repeats its call for `at_least` seconds, after half as many calls that warm up. Rounds go on for
+    `seconds`, and there are never fewer than `rounds`.
+    """
+    first = {name: min(seconds_per_call(c, 1) for _ in range(2)) for name, c in contenders.items()}
+    calls = {name: max(1, round(at_least / first[name])) for name in contenders}
+    times = {name: [] for name in contenders}
+    taken, end = 0, time.perf_counter() + seconds
+    while taken < rounds or (contenders and time.perf_counter() < end):
+        taken += 1
+        say(f"{title}: round {taken} of {rounds}" + (f" or more, for {seconds} s" if seconds else ""))
+        for name, contender in contenders.items():
+            # What ran before has cleared the caches, which takes some milliseconds, not one short call, to undo.
+            seconds_per_call(contender, max(1, calls[name] // 2))
+            times[name].append(seconds_per_call(contender, calls[name]))
+    torch.set_num_threads(1)
+    return times
+
+
+def memory(field):
+    """Bytes of this process: VmRSS now, VmHWM at most so far. (getrusage's maximum would include the parent's.)"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}: memory cannot be measured on this system.")
+
+
+def alone(part, *arguments, limit=None, **environment):
+    """What a part's `measure_alone` returns in a process of its own, or {"stopped": why} after `limit` seconds."""
+    command = [sys.executable, Path(__file__).with_name("run.py"), "--alone", part, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    try:
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"stopped": f"takes more than {limit} s"}
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise SystemExit(f"{part}: measuring {' '.join(map(str, arguments))} failed: {last}")
+    return json.loads(answer.stdout.splitlines()[-1])
