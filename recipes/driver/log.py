@@ -16,6 +16,8 @@ ENTRY = re.compile(r"\| (\{\".*\})\s*$")
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
 # fairseq's words for a gradient that is NaN or infinite (with --fp16: that stays so at every scale of the loss).
 NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale)", re.MULTILINE)
+# What fairseq says when the updates are all done, and when their checkpoint is written.
+AT_ITS_END = re.compile(r"Stopping training due to num_updates.*\| Saved checkpoint ", re.DOTALL)
 
 
 def read_entry(line: str) -> dict[str, float]:
@@ -89,6 +91,11 @@ def read_training(log: Path) -> Training:
     not_finite = NOT_FINITE.search(starts[-1]) is not None
     hours = sum(map(hours_of, starts))
     return Training(int(parameters[1].replace(",", "")), updates, hours, seconds, validations, not_finite)
+
+
+def is_complete(log: Path) -> bool:
+    """Whether the last start came to its last update and saved it: fairseq, resumed there, would train one more."""
+    return log.exists() and bool(AT_ITS_END.search(START.split(log.read_text(encoding="utf-8", errors="replace"))[-1]))
 
 
 def hours_of(start: str) -> float:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from commands import RecipeError, check_same, show, write
-from log import read_training
+from log import is_complete, read_training
 from progress import Progress
 from sizes import describe
 
@@ -29,14 +29,15 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
     if diverged.exists():
         print(f"{name} diverged before: {diverged.read_text(encoding='utf-8').strip()}.")
         return
-    if trained.exists():
+    log = folder / "train.log"
+    if trained.exists() or is_complete(log):
+        trained.touch()
         print(f"{name} is trained already: {folder / 'checkpoint_best.pt'}, train.log.")
         return
     command = [str(data), *(() if "--user-dir" in flags else PLUGIN), *flags]
     print(f"{name}: {describe(command)}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     write(settings, shlex.join(flags) + "\n")
-    log = folder / "train.log"
     saving = [
         "--save-dir", str(folder), "--no-epoch-checkpoints", "--keep-interval-updates", "1", "--log-format", "json"
     ]  # fmt: skip

@@ -129,11 +129,7 @@ def figures(out):
     return found
 
 
-# Resumed, enwik8's loss differs in the fourth digit, which has not been explained yet.
-OPEN = pytest.mark.xfail(reason="the loss after a resumed training differs in the fourth digit")
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=OPEN if case == "enwik8" else ()) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed(case, data, tmp_path):
     begun = time.monotonic()
     process = start(case, data, tmp_path / "whole")
