@@ -49,6 +49,13 @@ def test_a_state_to_be_forgotten_at_documents_is_not_carried_over_them():
     eval_lm.read_protocol(eval_lm.parser().parse_args([*flags, "--reset-after", "</s>"]), model, task)
 
 
+@pytest.mark.parametrize("of_task, limit, window", [(8, 32, 8), (32, 8, 8), (None, 8, 8)])
+def test_a_window_is_as_long_as_in_training_and_no_longer_than_the_model_reads(of_task, limit, window):
+    model = SimpleNamespace(max_positions=lambda: limit, decoder=SimpleNamespace(carries_state=False))
+    args = eval_lm.parser().parse_args(["data", "--path", "x"])
+    assert eval_lm.read_protocol(args, model, Namespace(tokens_per_sample=of_task)).window == window
+
+
 # From here on with a checkpoint and binarised text, as people have them.
 
 

@@ -134,6 +134,13 @@ def test_what_transformers_saves_beside_the_weights(folder):
     assert_same(folder, tensors, torch.float32, 2e-5)
 
 
+def test_a_line_ends_with_the_word_that_the_model_says(folder):
+    """The first of the vocabulary is one."""
+    folder.save(make_tensors(), eos_token_id=0)
+    model, _ = folder.convert()
+    assert model.max_positions() == POSITIONS
+
+
 def test_settings_of_the_training(folder, capsys):
     folder.save(make_tensors())
     model, _ = folder.convert()

@@ -124,6 +124,9 @@ def test_every_token_counts_once():
             score(scorer, gap, 8)
     with pytest.raises(ValueError, match="tokens 0 to 8 probabilities that are not above 0"):
         score(lambda batch: torch.tensor([-1.0] * 7 + [-torch.inf]), [[Window(0, 0, 8)]], 8)
+    reports = []
+    score(lambda batch: torch.tensor([-1.0] * 4), [[Window(0, 0, 4)], [Window(4, 4, 8)]], 8, reports.append)
+    assert reports == [{"tokens": 4, "ppl": math.e}, {"tokens": 8, "ppl": math.e}]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,15 @@ def build(build_model):
     return lambda kind, **flags: build_model("fwp_xl_lm", **{"mem_len": 6, **KINDS[kind], **flags})
 
 
+def test_distances_beyond_the_clamp_count_as_it(build):
+    tokens, found = random_tokens(2, 5), {}
+    for clamp in (-1, 1, 2, 3):
+        torch.manual_seed(1)
+        found[clamp] = log_probs(build("relative", clamp_len=clamp).eval(), tokens)
+    for clamp in (1, 2, 3):
+        assert [torch.equal(found[clamp][:, t], found[-1][:, t]) for t in range(5)] == [t <= clamp for t in range(5)]
+
+
 @pytest.mark.parametrize("kind", RECURRENT)
 @looped("lengths", [[5, 4], [2, 6, 1], [1] * 9], ids=str)
 def test_a_memory_of_the_whole_past_is_attention_over_the_concatenation(build, kind, lengths):

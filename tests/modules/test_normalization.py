@@ -144,6 +144,17 @@ def test_the_retrieval_divisor_by_hand():
     torch.testing.assert_close(carried.flatten(), torch.tensor([1.0, 1.0, 7.5, 0.25, 1e-6]))
 
 
+@looped("add_epsilon", [False, True])
+def test_what_is_retrieved_after_a_documents_beginning_is_divided_as_if_it_stood_alone(add_epsilon):
+    normalization = AttentionNormalization(0.5, add_epsilon)
+    k, v = torch.rand(2, 3, 6, 4, dtype=torch.float64), torch.randn(2, 3, 6, 5, dtype=torch.float64)
+    first = torch.arange(6).eq(4).expand(2, 6)
+    whole = normalization.normalize_retrieval(k, v, running_sum(k, None, first), first)
+    alone = normalization.normalize_retrieval(k[:, :, 4:], v[:, :, 4:], running_sum(k[:, :, 4:]))
+    for x, y in zip(whole, alone, strict=True):
+        torch.testing.assert_close(x[:, :, 4:], y)
+
+
 def test_epsilon_bounds_or_is_added():
     k = torch.tensor([0.0, 1.0, 1e-5]).reshape(1, 1, 3, 1)
     q = torch.tensor([1.0, 2.0, 1e-5]).reshape(1, 1, 3, 1)

@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "cuda_ext/cpu/delta.h",
         "if (m < s) sum[s][m] += load(key[s] + i) * load(key[m] + i);",
-        "if (m <= s) sum[s][m] += load(key[s] + i) * load(key[m] + i);",
+        "if (m < s) sum[s][m] = load(key[s] + i) * load(key[m] + i);",
     ),
     Mutant(
         "cuda_ext/cpu/delta.h",
@@ -200,7 +200,6 @@ MUTANTS = [
         "if not self.read == window.start == window.first:",
         "if self.read == window.start == window.first:",
     ),
-    Mutant("fairseq_fwp/evaluation/scoring.py", "self.read = 0", "self.read = 1"),
     Mutant(
         "fairseq_fwp/evaluation/windows.py",
         "window = Window(window.end - context, window.end, min(window.end + step, length))",
@@ -389,7 +388,7 @@ MUTANTS = [
     Mutant(
         "fairseq_fwp/modules/fast_weight_layer/layer.py",
         "loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor",
-        "loss = -softmax.target_log_prob(y, targets).where(known, 1).sum() / self.divisor",
+        "loss = softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor",
     ),
     Mutant(
         "fairseq_fwp/modules/fast_weight_layer/layer.py",
@@ -534,7 +533,7 @@ MUTANTS = [
     Mutant(
         "fairseq_fwp/ops/rule.py",
         "if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):",
-        "if not shapes or not all(isinstance(shape, tuple) and {*shape} < SIZES for shape in shapes):",
+        "if not shapes or not any(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):",
     ),
     Mutant(
         "fairseq_fwp/ops/rule.py",
