@@ -17,7 +17,7 @@ from pathlib import Path
 import inputs
 import models
 import torch
-from inputs import FORMS, FORWARD, STEP, TRAINING
+from inputs import FORWARD, STEP, TRAINING
 from operators import OURS, SHAPES, STEPS
 from record import HERE, Goal, Record, compare, provenance, publish, say
 from timing import KEEP
@@ -42,14 +42,14 @@ def kernel_calls():
     """{(rule and pass, where): a call of this installation}."""
     found = {}
     for where, shape in SHAPES.items():
-        tensors, gradient = inputs.draw(shape), torch.randn(*shape[:3], shape[4])
+        gradient = torch.randn(*shape[:3], shape[4])
         for name in OURS:
-            rule, chosen = inputs.call(name), inputs.chosen(FORMS[name][1], tensors)
+            rule, chosen = inputs.call(name), inputs.leaves(name, shape)
             found[f"{name}, {TRAINING}", where] = partial(inputs.training_step, rule, chosen, gradient)
             found[f"{name}, {FORWARD}", where] = partial(rule, *(x.detach() for x in chosen))
     for where, shape in STEPS.items():
-        tensors, state = inputs.draw(shape), torch.randn(shape[0], 8, 64, 64)
-        found |= {(f"{name}, {STEP}", where): inputs.step(name, tensors, state) for name in OURS}
+        state = torch.randn(shape[0], 8, 64, 64)
+        found |= {(f"{name}, {STEP}", where): inputs.step(name, inputs.draw(name, shape), state) for name in OURS}
     return found
 
 

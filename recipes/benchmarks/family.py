@@ -8,10 +8,10 @@ from functools import partial
 
 import inputs
 import torch
-from inputs import FORMS, FORWARD, STEP, TRAINING
+from inputs import FORWARD, STEP, TRAINING
 from onnx_peer import DOMAINS, linear_attention, pack
 from pictures import Bars
-from record import Goal, compare, say
+from record import Goal, compare, fastest, say
 from timing import Contender, interleave
 
 # (B, H, L, D): D is the size of keys and values.
@@ -45,14 +45,13 @@ WHERE_STEPPED = "B = 32, H = 8, d = 64"
 def measure_training(record):
     """Every rule, with a product of matrices among them."""
     shape = (*TRAINED, TRAINED[-1])
-    tensors = inputs.draw(shape)
     gradient = torch.randn(*TRAINED, generator=torch.Generator().manual_seed(2))
-    matrix = torch.randn(PRODUCT, PRODUCT)
-    calls = {stage: {"product": Contender(partial(torch.mm, matrix, matrix))} for stage in SHARES}
+    products = {name: Contender(call) for name, call in inputs.products(PRODUCT).items()}
+    calls = {stage: dict(products) for stage in SHARES}
     for name in dict.fromkeys([*PASSES, *(cost[0] for cost in COSTS)]):
         rule = inputs.call(name)
         inputs.check(name, rule, name, shape)
-        chosen = inputs.chosen(FORMS[name][1], tensors)
+        chosen = inputs.leaves(name, shape)
         calls[FORWARD][name] = Contender(partial(rule, *chosen))
         calls[TRAINING][name] = Contender(partial(inputs.training_step, rule, chosen, gradient))
     for stage in SHARES:
@@ -65,16 +64,14 @@ def measure_training(record):
 def measure_peers(record, shape):
     """Every form that ONNX Runtime has too, ours and its two, all checked."""
     B, H, _, D = shape
-    tensors, state = inputs.draw((*shape, D)), torch.zeros(B, H, D, D)
-    exact = {name: x.double() for name, x in tensors.items()}
-    calls = {}
+    state, calls = torch.zeros(B, H, D, D), {}
     for name, theirs in THEIRS.items():
+        tensors = inputs.draw(name, (*shape, D))
+        exact = {name: x.double() for name, x in tensors.items()}
         right = inputs.step(name, exact, state.double(), "reference")()
         calls[name, "ours"] = Contender(inputs.step(name, tensors, state))
         inputs.check_results(name, right, calls[name, "ours"].call())
-        used = FORMS[name][1].split()
-        decay = next((tensors[x] for x in used if "decay" in x), None)
-        beta = tensors["beta"] if "beta" in used else None
+        decay, beta = next((x for of, x in tensors.items() if "decay" in of), None), tensors.get("beta")
         feed = pack(*(tensors[x] for x in "qkv"), state, decay, beta)
         for whose, domain in DOMAINS.items():
             session = linear_attention(theirs, (*shape, D), domain, decay is not None, beta is not None)
@@ -90,9 +87,10 @@ def measure_peers(record, shape):
 
 def measure_steps(record):
     """One step of 32 sequences, which brings a new state, and a copy of the states alone."""
-    tensors = inputs.draw((*STEPPED, STEPPED[-1]))
+    shape = (*STEPPED, STEPPED[-1])
     state = torch.randn(*STEPPED[:2], 64, 64, generator=torch.Generator().manual_seed(3))
-    calls = {name: Contender(inputs.step(name, tensors, state)) for name in STEPS} | {"copy": Contender(state.clone)}
+    calls = {name: Contender(inputs.step(name, inputs.draw(name, shape), state)) for name in STEPS}
+    calls["copy"] = Contender(state.clone)
     with torch.no_grad():
         times = interleave(calls, ROUNDS, "one step", seconds=10)
     for name, seconds in times.items():
@@ -120,7 +118,8 @@ def goals(record):
             # As many multiplications as so many products of matrices have.
             products = B * H * L * D * D * (passes[0] if stage == FORWARD else sum(passes)) / PRODUCT**3
             goal = Goal(f"{name}, share of a product's rate, {stage}", WHERE, bound)
-            rows.append(compare(record, goal, (WHERE, stage, "product"), (WHERE, stage, name), times=products))
+            product = fastest(record, WHERE, stage, inputs.products(1))
+            rows.append(compare(record, goal, (WHERE, stage, product), (WHERE, stage, name), times=products))
     for shape, bound in READ.items():
         for name in THEIRS:
             # The goal is against what the opset defines.

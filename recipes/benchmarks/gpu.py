@@ -20,7 +20,7 @@ import gpu_report
 import inputs
 import torch
 from gpu_report import CALLED, CONTEXTS, GRAPH, OURS, SHAPES, STEP_SHAPE, SWEEP, context_of, swept
-from inputs import FORMS, FORWARD, STEP, TRAINING
+from inputs import FORWARD, STEP, TRAINING
 from record import BYTES, Record, commit, publish, say, write_csv
 
 from fairseq_fwp.kernels import load_kernels
@@ -50,10 +50,10 @@ class Contender(NamedTuple):
     def swap(self, x):
         return x.transpose(1, 2) if self.tokens_first else x
 
-    def inputs(self, tensors):
-        """Its inputs in its own layout, apart from everybody else's."""
-        chosen = (self.swap(tensors[name].to(self.dtype)) for name in FORMS[self.form][1].split())
-        return [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in chosen]
+    def inputs(self, shape):
+        """Its inputs in its own layout."""
+        drawn = inputs.draw(self.form, shape, self.dtype, DEVICE).values()
+        return [self.swap(x).contiguous().requires_grad_() for x in drawn]
 
 
 def contenders(delta_peer=None, decay_peer=None):
@@ -202,14 +202,14 @@ class Session:
     def operators(self, shape, stage, names, where=None):
         """The contenders that are usable at a shape; the record says why the others are not."""
         where = where or shape
-        calls, tensors = {}, None
+        calls = {}
         for name in names:
             if not self.in_time(where, stage, [name]):
                 continue
-            contender, tensors = self.found[name], tensors or inputs.draw(shape, device=DEVICE)
+            contender = self.found[name]
             try:
                 function = usable(name, contender, shape)
-                call = call_of(stage, function, contender.inputs(tensors))
+                call = call_of(stage, function, contender.inputs(shape))
                 call()
                 self.record.add(where, stage, name, [peak_bytes(call)], BYTES)
                 calls[name] = call
@@ -222,7 +222,7 @@ class Session:
                     raise
                 self.record.miss(where, stage, name, f"it fails: {gpu_peers.first_line(error)}")
         self.take_turns(where, stage, calls)
-        del tensors, calls
+        del calls
         torch.cuda.empty_cache()
 
     def rates(self):
@@ -250,11 +250,11 @@ class Session:
             return
         B, H, _, Dk, Dv = shape
         draw = partial(inputs.draw, dtype=torch.bfloat16, device=DEVICE)
-        token, read = draw(shape), draw((1, H, context, Dk, Dv))
         calls = {}
         for rule in rules:
-            written = inputs.step(rule, read, None)()[1]
-            calls[rule] = inputs.step(rule, token, written.expand(B, -1, -1, -1).contiguous())
+            written = inputs.step(rule, draw(rule, (1, H, context, Dk, Dv)), None)()[1]
+            calls[rule] = inputs.step(rule, draw(rule, shape), written.expand(B, -1, -1, -1).contiguous())
+        token, read = draw("sum", shape), draw("sum", (1, H, context, Dk, Dv))
         cache = [x.expand(B, -1, -1, -1).contiguous() for x in (read["k"], read["v"])]
         calls["attention"] = partial(torch.nn.functional.scaled_dot_product_attention, token["q"], *cache)
         for name, call in calls.items():

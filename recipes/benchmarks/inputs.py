@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import normalize
 
 from fairseq_fwp import ops
+from fairseq_fwp.modules.onednn import OneDnnLinear
 
 FORWARD, TRAINING, STEP = "forward", "forward + backward", "decoding step"
 # What is measured: the function in `ops`, the names of its inputs.
@@ -26,34 +27,51 @@ FORMS = {
 }
 
 
-def draw(shape, dtype=torch.float32, device="cpu"):
-    """{name: tensor} of all inputs in FORMS, always the same ones."""
+def near_one(x):
+    return (x + 4).sigmoid()
+
+
+def softmax(x):
+    return x.softmax(-1)
+
+
+def unit(x):
+    return normalize(x, dim=-1)
+
+
+# Sizes of a token and head, and what is made of a normal distribution.
+TENSORS = {
+    "q": ("Dk", softmax),
+    "k": ("Dk", softmax),
+    "v": ("Dv", torch.Tensor.clone),
+    "beta": ("", torch.sigmoid),
+    "gate": ("", torch.sigmoid),
+    "decay": ("", near_one),
+    "key_decay": ("Dk", near_one),
+    "value_decay": ("Dv", near_one),
+    "two_k": ("N Dk", softmax),
+    "two_v": ("N Dv", torch.Tensor.clone),
+    "two_beta": ("N", torch.sigmoid),
+    "removal_key": ("Dk", unit),
+    "removal_rate": ("Dk", torch.sigmoid),
+}
+
+
+def draw(form, shape, dtype=torch.float32, device="cpu"):
+    """{name: tensor} of a form's inputs, in its order; a name is always the same tensor."""
     B, H, L, Dk, Dv = shape
-    generator = torch.Generator(device).manual_seed(1)
-
-    def randn(*size):
-        return torch.randn(B, H, L, *size, generator=generator, device=device)
-
-    found = {
-        "q": randn(Dk).softmax(-1),
-        "k": randn(Dk).softmax(-1),
-        "v": randn(Dv),
-        "beta": randn().sigmoid(),
-        "key_decay": (randn(Dk) + 4).sigmoid(),
-        "value_decay": (randn(Dv) + 4).sigmoid(),
-        "decay": (randn() + 4).sigmoid(),
-        "two_k": randn(2, Dk).softmax(-1),
-        "two_v": randn(2, Dv),
-        "two_beta": randn(2).sigmoid(),
-        "removal_key": normalize(randn(Dk), dim=-1),
-        "removal_rate": randn(Dk).sigmoid(),
-    }
-    return {name: x.to(dtype) for name, x in found.items()} | {"gate": found["beta"].to(dtype, copy=True)}
+    sizes, found = {"Dk": Dk, "Dv": Dv, "N": 2}, {}
+    for name in FORMS[form][1].split():
+        size, made = TENSORS[name]
+        generator = torch.Generator(device).manual_seed(list(TENSORS).index(name))
+        x = torch.randn(B, H, L, *(sizes[n] for n in size.split()), generator=generator, device=device)
+        found[name] = made(x).to(dtype)
+    return found
 
 
-def chosen(names, tensors, gradients=True):
-    """The inputs of one form, each with a copy of its own."""
-    return [tensors[name].clone().requires_grad_(gradients) for name in names.split()]
+def leaves(form, shape, dtype=torch.float32, device="cpu"):
+    """The same as a list of leaves for autograd."""
+    return [x.requires_grad_() for x in draw(form, shape, dtype, device).values()]
 
 
 def call(form, backend="kernel"):
@@ -64,13 +82,24 @@ def call(form, backend="kernel"):
 
 def step(form, tensors, state, backend="kernel"):
     """A call without arguments: the form from a state, which returns out and the new state."""
-    rule, names = FORMS[form]
-    inputs = [tensors[name].detach() for name in names.split()]
-    return lambda: getattr(ops, f"{rule}_rule")(*inputs, state, backend=backend)
+    rule = getattr(ops, f"{FORMS[form][0]}_rule")
+    return lambda: rule(*tensors.values(), state, backend=backend)
 
 
 def training_step(function, inputs, gradient):
     return torch.autograd.grad(function(*inputs), inputs, gradient)
+
+
+def products(size):
+    """{name: call} of torch's two products of square matrices; which is the faster depends on the processor."""
+    matrix = torch.randn(size, size)
+
+    @torch.no_grad()
+    def by_onednn():
+        with OneDnnLinear():
+            torch.nn.functional.linear(matrix, matrix)
+
+    return {"product by MKL": lambda: torch.mm(matrix, matrix), "product by oneDNN": by_onednn}
 
 
 def relative_error(found, truth):
@@ -84,24 +113,21 @@ def errors(function, form, shape, dtype=torch.float32, device="cpu", heads=None,
     is given all: how a kernel lays out its work depends on their number. swap: to the function's own layout and back.
     """
     heads = heads or (lambda x: x)
-    B, H, L, Dk, Dv = shape
-    tensors = draw((B, H, min(L, 256), Dk, Dv), dtype, device)
-    names = FORMS[form][1]
-    exact = [heads(tensors[name]).double().requires_grad_() for name in names.split()]
-    gradient = torch.randn(tensors["v"].shape, generator=torch.Generator(device).manual_seed(2), device=device).to(
-        dtype
-    )
+    B, H, L, *sizes = shape
+    short = (B, H, min(L, 256), *sizes)
+    tensors = draw(form, short, dtype, device)
+    exact = [heads(x).double().requires_grad_() for x in tensors.values()]
+    generator = torch.Generator(device).manual_seed(len(TENSORS))
+    gradient = torch.randn(*short[:3], sizes[1], generator=generator, device=device).to(dtype)
     out = call(form, "reference")(*exact)
     truth = [out, *torch.autograd.grad(out, exact, heads(gradient).double())]
-    inputs = [swap(tensors[name]).contiguous().requires_grad_() for name in names.split()]
+    inputs = [swap(x).contiguous().requires_grad_() for x in tensors.values()]
     out = function(*inputs)
     found = [out, *torch.autograd.grad(out, inputs, swap(gradient).contiguous())]
-    result = {
-        name: relative_error(heads(swap(x)), y)
-        for name, x, y in zip(["out", *names.split()], found, truth, strict=True)
-    }
+    compared = zip(["out", *tensors], found, truth, strict=True)
+    result = {name: relative_error(heads(swap(x)), y) for name, x, y in compared}
     if whole:
-        inputs = [draw(shape, dtype, device)[name] for name in names.split()]
+        inputs = draw(form, shape, dtype, device).values()
         with torch.no_grad():
             truth = call(form, "reference")(*(x.double() for x in inputs))
             result["out of all tokens"] = relative_error(function(*inputs), truth)

@@ -10,12 +10,10 @@ from functools import partial
 import inputs
 import peers
 import torch
-from inputs import FORMS, FORWARD, STEP, TRAINING
+from inputs import FORWARD, STEP, TRAINING
 from pictures import Bars
 from record import Goal, compare, fastest, goal_row, ratios, say, table
 from timing import GIVE_BACK, Contender, alone, interleave, memory
-
-from fairseq_fwp.modules.onednn import OneDnnLinear
 
 SHAPES = {
     "small": (8, 8, 256, 16, 16),
@@ -73,14 +71,14 @@ def pairs_of_products():
 
 def measure_shape(record, where, shape, found):
     say(f"{where}: checking every contender against the float64 reference")
-    tensors, calls = inputs.draw(shape), {stage: {} for stage in PASSES}
+    calls = {stage: {} for stage in PASSES}
     gradient = torch.randn(*shape[:3], shape[4], generator=torch.Generator().manual_seed(2))
     for name, (function, form, exact) in found.items():
         if name == SDPA and shape[3] != shape[4]:
             continue
         if exact:
             inputs.check(name, function, form, shape, whole=True)
-        chosen = inputs.chosen(FORMS[form][1], tensors)
+        chosen = inputs.leaves(form, shape)
         calls[FORWARD][name] = Contender(partial(function, *chosen))
         calls[TRAINING][name] = Contender(partial(inputs.training_step, function, chosen, gradient))
         if name in ("sum", "delta"):
@@ -96,16 +94,15 @@ def measure_shape(record, where, shape, found):
 
 def measure_steps(record, where, shape):
     """One decoding step, 8 heads of d = 64: ours, PyTorch's, and SDPA over key-value caches."""
-    tensors = {name: x.detach() for name, x in inputs.draw(shape).items()}
+    tensors = inputs.draw("delta", shape)
     state = torch.randn(*shape[:2], 64, 64, generator=torch.Generator().manual_seed(3))
     exact = {name: x.double() for name, x in tensors.items()}
     expected = inputs.step("delta", exact, state.double(), "reference")()
     attend = torch.nn.functional.scaled_dot_product_attention
-    names = FORMS["delta"][1].split()
     steps = {"delta": Contender(inputs.step("delta", tensors, state))}
     with torch.no_grad():
         for name, step in peers.STEPS.items():
-            call = partial(step, *(tensors[x] for x in names))
+            call = partial(step, *tensors.values())
             inputs.check_results(f"the decoding step '{name}'", expected, call(state.clone()))
             steps[name] = Contender(partial(call, state.clone()))
         inputs.check_results("our decoding step", expected, steps["delta"].call())
@@ -118,15 +115,10 @@ def measure_steps(record, where, shape):
 
 def measure_rates(record):
     """The speed of a copy, and of the faster of torch's two matrix products, both on one thread."""
-    source, target, matrix = torch.ones(2**26), torch.ones(2**26), torch.randn(1024, 1024)
-    calls = {
-        "copy": Contender(partial(target.copy_, source)),
-        "product by MKL": Contender(partial(torch.mm, matrix, matrix)),
-        "product by oneDNN": Contender(partial(torch.nn.functional.linear, matrix, matrix)),
-    }
-    with torch.no_grad(), OneDnnLinear():
-        times = interleave(calls, ROUNDS, "speed of the machine")
-    for name, seconds in times.items():
+    source, target = torch.ones(2**26), torch.ones(2**26)
+    calls = {"copy": partial(target.copy_, source)} | inputs.products(1024)
+    calls = {name: Contender(call) for name, call in calls.items()}
+    for name, seconds in interleave(calls, ROUNDS, "speed of the machine").items():
         work = source.nbytes + target.nbytes if name == "copy" else 2 * 1024**3
         record.add("machine", "", name, [work / second for second in seconds], "per second")
 
@@ -148,10 +140,9 @@ def measure_alone():
     All of it counts: out, its gradient, the four gradients and whatever is kept in between.
     """
     B, H, L, Dk, Dv = shape = SHAPES["8k"]
-    names, rule = FORMS["delta"][1], inputs.call("delta")
-    small = inputs.chosen(names, inputs.draw((1, 8, 64, Dk, Dv)))
-    inputs.training_step(rule, small, torch.ones(1, 8, 64, Dv))  # loads the kernel
-    chosen = inputs.chosen(names, inputs.draw(shape))
+    rule = inputs.call("delta")
+    inputs.training_step(rule, inputs.leaves("delta", (1, 8, 64, Dk, Dv)), torch.ones(1, 8, 64, Dv))  # loads the kernel
+    chosen = inputs.leaves("delta", shape)
     before = memory("VmRSS")
     inputs.training_step(rule, chosen, torch.ones(B, H, L, Dv))
     # The peak of the whole life of this process: never less than that of the step.
@@ -249,7 +240,7 @@ def contender_rows(record):
 
 
 def paragraphs(record):
-    products = [record.values("machine", "", f"product by {library}", "per second") for library in ("MKL", "oneDNN")]
+    products = [record.values("machine", "", name, "per second") for name in inputs.products(1)]
     rates = max(record.values("machine", "", "copy", "per second")), max(map(max, products))
     rounds = {
         f"{where}, {stage}": len(record.values(where, stage, "delta"))

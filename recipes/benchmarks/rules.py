@@ -10,7 +10,7 @@ from functools import partial
 
 import inputs
 import torch
-from inputs import FORMS, TRAINING
+from inputs import TRAINING
 from pictures import Curves
 from record import BYTES, Goal, compare, say
 from timing import GIVE_BACK, Contender, alone, interleave, memory
@@ -33,7 +33,7 @@ def prepare(rule, length, batch=1):
     """The call that is measured: forward and backward of a rule."""
     form = RULES[rule]
     gradient = torch.randn(batch, HEADS, length, SIZE, generator=torch.Generator().manual_seed(2))
-    chosen = inputs.chosen(FORMS[form][1], inputs.draw((batch, HEADS, length, SIZE, SIZE)))
+    chosen = inputs.leaves(form, (batch, HEADS, length, SIZE, SIZE))
     return partial(inputs.training_step, inputs.call(form, "auto"), chosen, gradient)
 
 
