@@ -43,6 +43,12 @@ def data(tmp_path_factory):
     for split, lines in (("train", 400), ("valid", 30), ("test", 30)):
         text = "".join(f"the word {words.randrange(30)} and {words.randrange(9)} more\n" for _ in range(lines))
         (folder / f"{split}.txt").write_text(text)
+    (folder / "rich").mkdir()  # in words: the model that is converted has a vocabulary in parts
+    for split, lines in (("train", 900), ("valid", 30), ("test", 30)):
+        text = "".join(
+            " ".join("".join(words.choices("aeiklmnorst", k=4)) for _ in range(9)) + "\n" for _ in range(lines)
+        )
+        (folder / "rich" / f"{split}.txt").write_text(text)
     (folder / "enwik8").write_bytes((folder / "train.txt").read_bytes())
     for name, count in (("train", 120), ("val", 9), ("test_2016_flickr", 8), ("valid", 9), ("test", 8)):
         write_pairs(folder / name, count)
@@ -72,6 +78,23 @@ CASES = {
         "fast-weight-layer --text peps --merges 60",
         ["--models", "xl/base xl/fwl", "--lines", 10, "--max-update", 4, "--cpu", *CUTOFFS],
     ),
+    "decay_finetune": (
+        "conversion --text peps --merges 4000",
+        [
+            "--source-updates",
+            4,
+            "--rows",
+            "softmax",
+            "decay_m4",
+            "--max-update",
+            4,
+            "--warmup-updates",
+            1,
+            "--lines",
+            10,
+        ]
+        + ["--validate-interval-updates", 2, "--save-interval-updates", 2, "--cpu"],
+    ),
     "multi30k": (
         "translation --pairs multi30k --merges 60 --search --beam\\ 2",
         ["--models", "sum", *SMALL, *ENCODER, *STEPS, "--max-tokens", 200],
@@ -89,7 +112,8 @@ def start(case, data, out):
     settings, given = CASES[case]
     kind, *settings = shlex.split(settings)
     recipe = RECIPES / case.split()[0]
-    given = [] if kind in ("retrieval", "problems") else ["--data", data], given
+    folder = data / "rich" if kind == "conversion" else data
+    given = [] if kind in ("retrieval", "problems") else ["--data", folder], given
     words = [word for part in given for word in part]
     command = [
         sys.executable,
