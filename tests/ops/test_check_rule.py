@@ -104,6 +104,7 @@ def test_a_step_returns_a_memory(step, got):
         ("leaky", {"keep": ops.PER_TOKEN}, "shapes of keep must be a tuple such as"),
         ("leaky", {"keep": ()}, "shapes of keep must be a tuple such as"),
         ("leaky", {"keep": (("B", "H", "L", "X"),)}, "shapes of keep must be a tuple such as"),
+        ("leaky", {"keep": (ops.PER_TOKEN, ("B", "H", "L", "X"))}, "shapes of keep must be a tuple such as"),
         ("leaky", ["keep"], "gates must be names with shapes"),
         ("leaky", {"q": (ops.PER_KEY,)}, "a gate must have a name of its own, got 'q'"),
         ("leaky", {"state": (ops.PER_KEY,)}, "a gate must have a name of its own, got 'state'"),
