@@ -350,7 +350,7 @@ def main(argv=None):
         correct = False
         raise
     except BaseException as error:
-        record.note("ended early", gpu_peers.first_line(error))
+        record.note("ended early:", gpu_peers.first_line(error))
         raise
     finally:
         if correct:

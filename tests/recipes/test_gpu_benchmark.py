@@ -342,7 +342,7 @@ def test_a_run_that_fails_publishes_what_it_has(gpu, small_run, monkeypatch):
     with pytest.raises(RuntimeError, match="the GPU is gone"):
         gpu.main(["measure"])
     ledger = (small_run / "RESULTS.md").read_text()
-    assert "ended early the GPU is gone" in ledger and f"| {RUN_SHAPES[0]} | forward + backward | delta |" in ledger
+    assert "ended early: the GPU is gone" in ledger and f"| {RUN_SHAPES[0]} | forward + backward | delta |" in ledger
     assert "not reached" in ledger
     assert ",delta,seconds as called," in saved[0]  # for the case that nothing is left to publish it
     assert not (small_run / "results" / "gpu_unfinished.csv").exists()
