@@ -118,14 +118,17 @@ class Installation:
     """A process that serves the calls of one folder."""
 
     def __init__(self, folder, flags):
-        command = [folder / ".venv/bin/python", __file__, "--serve", *flags]
+        python = folder / ".venv/bin/python"
+        if not python.exists():
+            raise SystemExit(f"before.py: {folder} must have a .venv: run its recipes/setup.sh first")
+        command = [python, __file__, "--serve", *flags]
         environment = os.environ | KEEP | {"OMP_NUM_THREADS": "1", "FWP_PLUGIN": str(folder / "fairseq_fwp")}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         first = self.process.stdout.readline()
         if not first:
-            raise SystemExit(f"before.py: {folder} must have a .venv in which the kernels can be built, see above")
+            raise SystemExit(f"before.py: the kernels of {folder} cannot be built, see above")
         self.names = [tuple(name) for name in json.loads(first)]
 
     def seconds(self, which, often):

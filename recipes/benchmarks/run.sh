@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [PART...]`, parts of those in run.py; without one, all.
+# Speed and memory against peers on a CPU: `bash recipes/benchmarks/run.sh [PART...]`, without one all of operators, family, rules,
+# training, long, generation, eval_lm, translation, fwl (PARTS in run.py).
 # Tests the operators first, and measures nothing when they fail. Results: recipes/benchmarks/results/ and RESULTS.md.
 # A quiet machine, please: training takes about 10 minutes, long 15, translation 30, the other parts 3 to 10 each; the first
 # time fast-transformers is built, 5 more.
