@@ -28,7 +28,7 @@ ROOMS = {
     # They know a model by its methods alone.
     "evaluation": {"torch", "fairseq_fwp.modules.onednn"},
     "tasks": CONFIG | {"fairseq_fwp.options"},
-    "criterions": CONFIG,
+    "criterions": CONFIG | {"fairseq_fwp.options"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.patches"},
     "cli": PEOPLE | {"fairseq_fwp"},
 }

@@ -1,0 +1,213 @@
+"""The criterion `fwp_distillation`: a model learns from another one, its teacher.
+
+A model whose attention was replaced (`fwp-convert`) gets back what it lost in three stages, each a training of its own:
+
+1. `--distillation attention`: every attention learns to give what the teacher's gives for the same input (attention
+   transfer: Zhang et al. 2024, "LoLCATs", arXiv 2410.10254; Goldstein et al. 2025, "RADLADS", arXiv 2505.03005).
+   Nothing else of the model is computed, or learns.
+2. `--distillation distribution`: the model learns the teacher's distribution of the next word (Hinton et al. 2015,
+   arXiv 1503.02531, without a temperature), and the words of the data with what is left of the weight.
+3. Any other criterion: plain training.
+
+Shapes: B sequences, L tokens, V words.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fairseq import checkpoint_utils, metrics, utils
+from fairseq.criterions import FairseqCriterion, register_criterion
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from omegaconf import II
+from torch import Tensor, nn
+
+from fairseq_fwp.options import option
+
+ATTENTION, DISTRIBUTION = "attention", "distribution"
+# How the attentions of fairseq's and of this package's Transformers are called.
+ATTENTIONS = ("self_attn", "encoder_attn")
+# Rows of logits of the tokens, of the student and of the teacher, and the target of each.
+Part = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class DistillationConfig(FairseqDataclass):
+    """The options of the criterion."""
+
+    teacher: str = option("", "the checkpoint to learn from: the same kind of model, of the same vocabulary")
+    distillation: ChoiceEnum([ATTENTION, DISTRIBUTION]) = option(  # type: ignore[valid-type]
+        DISTRIBUTION, "what is learned: the output of each attention for the teacher's input, or its distribution"
+    )
+    teacher_weight: float = option(1.0, "of the teacher's distribution; the words of the data have the rest of 1")
+    ddp_backend: str = II("distributed_training.ddp_backend")
+
+
+@register_criterion("fwp_distillation", dataclass=DistillationConfig)
+class DistillationCriterion(FairseqCriterion):
+    """The loss of a token: the squared error of the attentions' outputs, or the divergence from the teacher.
+
+    Raises ValueError for a teacher that cannot be read or does not fit the model, and for settings without sense.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        teacher: str,
+        distillation: Any = DISTRIBUTION,
+        teacher_weight: float = 1.0,
+        ddp_backend: str = "legacy_ddp",
+    ) -> None:
+        super().__init__(task)
+        if not 0 <= teacher_weight <= 1:
+            raise ValueError(f"--teacher-weight must be between 0 and 1, got {teacher_weight}")
+        if ddp_backend in ("c10d", "pytorch_ddp"):
+            raise ValueError(f"--ddp-backend must be legacy_ddp with fwp_distillation, got {ddp_backend}")
+        self.of_attention = str(getattr(distillation, "value", distillation)) == ATTENTION
+        self.weight = teacher_weight
+        # In a tuple: it is no part of what is learned, saved or counted.
+        self._teacher = (read_teacher(teacher, task),)
+
+    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+        """Return the sum over the tokens, their number, and what is logged."""
+        if "state" in sample["net_input"]:
+            raise ValueError("a teacher has no state of its own to carry: leave out --carry-state")
+        parameter = next(model.parameters())
+        (teacher,) = self._teacher
+        teacher.to(parameter.device, parameter.dtype)
+        tokens = int(sample["target"].ne(self.padding_idx).sum())
+        log: dict[str, Any] = {"ntokens": tokens, "nsentences": len(sample["target"]), "sample_size": tokens}
+        if self.of_attention:
+            loss = tokens * attention_error(model, teacher, sample["net_input"])
+        else:
+            parts = list(self.logits(model, teacher, sample))
+            divergence = torch.stack([kl_divergence(student, of_teacher) for student, of_teacher, _ in parts]).sum()
+            nll = torch.stack([F.cross_entropy(widen(x), target, reduction="sum") for x, _, target in parts]).sum()
+            loss = self.weight * divergence + (1 - self.weight) * nll
+            log |= {"divergence": divergence.data, "nll_loss": nll.data}
+        return loss, tokens, log | {"loss": loss.data}
+
+    def logits(self, model: Any, teacher: Any, sample: dict[str, Any]) -> Iterator[Part]:
+        """Yield what is compared: all words of every token, or the head of the adaptive softmax and then its tails.
+
+        A tail is compared for the tokens whose word lies in it, as the data loss has it: all of them for all tokens are
+        267,744 words a token on WikiText-103, more work than the model itself. With `get_normalized_probs` it is exact.
+        """
+        out = model(**sample["net_input"])
+        with torch.no_grad():
+            of_teacher = teacher(**sample["net_input"])
+        target = model.get_targets(sample, out)
+        kept = target.ne(self.padding_idx)
+        target = target[kept]
+        of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
+        if of_model is None or of_its_teacher is None:
+            student = model.get_normalized_probs(out, log_probs=True)[kept]
+            yield student, same_words(student, teacher.get_normalized_probs(of_teacher, log_probs=True)[kept]), target
+            return
+        ours, targets = of_model(out[0][kept].unsqueeze(0), target)
+        with torch.no_grad():
+            theirs, _ = of_its_teacher(of_teacher[0][kept].unsqueeze(0), target)
+        if len(ours) != len(theirs):
+            raise ValueError(
+                f"the model parts its vocabulary in {len(ours)} clusters and its teacher in {len(theirs)}: give the "
+                "teacher's --adaptive-softmax-cutoff"
+            )
+        for student, from_teacher, in_part in zip(ours, theirs, targets, strict=True):
+            if in_part is not None:
+                yield student, same_words(student, from_teacher), in_part
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log the loss: a squared error, or bits a token with those of its parts and the perplexity of the data."""
+        tokens = sum(int(log.get("ntokens", 0)) for log in logging_outputs)
+        found = [name for name in ("loss", "divergence", "nll_loss") if any(name in log for log in logging_outputs)]
+        for name in found:
+            total = utils.item(sum(log.get(name, 0) for log in logging_outputs))
+            in_bits = total / tokens / math.log(2)
+            metrics.log_scalar(name, in_bits if "nll_loss" in found else total / tokens, tokens, round=5)
+        if "nll_loss" in found:
+            metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["nll_loss"].avg))
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        """Return True: all that is logged are sums over tokens."""
+        return True
+
+
+def read_teacher(path: str, task: Any) -> Any:
+    """Return the model of a checkpoint, in evaluation and without gradients."""
+    if not path:
+        raise ValueError("fwp_distillation needs a checkpoint to learn from: give --teacher FILE")
+    try:
+        (teacher,), _ = checkpoint_utils.load_model_ensemble([path], task=task)
+    except OSError as error:
+        raise ValueError(f"--teacher must be a checkpoint, got {path}: {error}") from error
+    except RuntimeError as error:
+        first = str(error).split("\n")[1 if "\n" in str(error) else 0].strip()
+        raise ValueError(f"the teacher {path} does not fit the vocabulary of this data: {first}") from error
+    return teacher.eval().requires_grad_(False)
+
+
+def attentions(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the attentions of a model by name, without what wraps it for several processes."""
+    found = ((name.replace("module.", ""), module) for name, module in model.named_modules())
+    return {name: module for name, module in found if name.rpartition(".")[2] in ATTENTIONS}
+
+
+def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, Any]) -> Tensor:
+    """Return the mean squared error of the attentions' outputs for what the teacher's are given, the mean over them."""
+    ours, theirs = attentions(model), attentions(teacher)
+    if ours.keys() != theirs.keys():
+        raise ValueError(
+            f"the model has {len(ours)} attentions and its teacher {len(theirs)}, or in other places: "
+            "give a teacher with as many layers"
+        )
+    calls: list[tuple[str, Any, Any, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda _, words, named, out, name=name: calls.append((name, words, named, out[0])), with_kwargs=True
+        )
+        for name, module in theirs.items()
+    ]
+    try:
+        with torch.no_grad():
+            teacher(**net_input)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    errors = []
+    for name, words, named, expected in calls:
+        try:
+            out = ours[name](*words, **named)[0]
+        except TypeError as error:
+            raise ValueError(
+                f"the teacher's {name} is called in another way: convert the teacher too ({error})"
+            ) from error
+        errors.append(F.mse_loss(widen(out), widen(expected)))
+    return torch.stack(errors).mean()
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return it in float32 at least: of half precision sums over tokens overflow, and differences vanish."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def same_words(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the teacher's logits. Raises ValueError where they are of another number of words."""
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"the model and its teacher must have the same words in each cluster, got {student.shape[-1]} and "
+            f"{teacher.shape[-1]}"
+        )
+    return teacher
+
+
+def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the sum over rows of KL(teacher | student), of logits or log-probabilities (N, V)."""
+    student, teacher = widen(student).log_softmax(-1), widen(teacher).log_softmax(-1)
+    # Entries that are no words have probability 0 in both.
+    absent = teacher.isneginf()
+    return (teacher.exp() * (teacher.masked_fill(absent, 0) - student.masked_fill(absent, 0))).sum()

@@ -1,0 +1,193 @@
+"""The criterion fwp_distillation against plain PyTorch, and what does not fit together."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from models.conftest import build_model, make_dictionary, random_tokens  # noqa: F401  (a fixture)
+from pairwise import looped
+
+from fairseq_fwp.criterions import fwp_distillation
+from fairseq_fwp.criterions.fwp_distillation import DistillationCriterion, attention_error, attentions
+
+PAD = 1
+
+
+@pytest.fixture
+def criterion(monkeypatch):
+    """criterion(teacher, **settings), of a teacher that is a model already."""
+    task = Namespace(target_dictionary=make_dictionary(50))
+
+    def make(teacher, **settings):
+        monkeypatch.setattr(fwp_distillation, "read_teacher", lambda path, task: teacher)
+        return DistillationCriterion(task, "teacher.pt", **settings)
+
+    return make
+
+
+def language_sample():
+    tokens = random_tokens(3, 8)
+    tokens[1, 5:] = PAD
+    return {
+        "net_input": {"src_tokens": tokens[:, :-1], "src_lengths": torch.tensor([7, 4, 7])},
+        "target": tokens[:, 1:],
+    }
+
+
+def build_translation(arch):
+    """A small float64 model of translation."""
+    sizes = {"layers": 2, "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 4}
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
+    args = Namespace(share_all_embeddings=True, max_source_positions=32, max_target_positions=32, **sizes)
+    ARCH_CONFIG_REGISTRY[arch](args)
+    dictionary = make_dictionary(50)
+    task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    return ARCH_MODEL_REGISTRY[arch].build_model(args, task).double().eval()
+
+
+def translation_sample():
+    source, target = random_tokens(3, 6), random_tokens(3, 5)
+    source[0, :2] = PAD
+    target[1, 3:] = PAD
+    before = torch.cat([target.new_full((3, 1), 2), target[:, :-1]], 1)
+    net_input = {"src_tokens": source, "src_lengths": torch.tensor([4, 6, 6]), "prev_output_tokens": before}
+    return {"net_input": net_input, "target": target}
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_the_distribution_of_a_language_model(build_model, criterion, weight):  # noqa: F811
+    student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
+    sample = language_sample()
+    loss, tokens, log = criterion(teacher, teacher_weight=weight)(student, sample)
+    kept = sample["target"].ne(PAD)
+    ours, theirs = (
+        of.get_normalized_probs(of(**sample["net_input"]), log_probs=True)[kept] for of in (student, teacher)
+    )
+    divergence = F.kl_div(ours, theirs, log_target=True, reduction="sum")
+    nll = F.nll_loss(ours, sample["target"][kept], reduction="sum")
+    expected = weight * divergence + (1 - weight) * nll
+    assert tokens == kept.sum() == 18
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close([log["divergence"], log["nll_loss"]], [divergence.detach(), nll.detach()])
+    parameters = list(student.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, parameters, allow_unused=True),
+        torch.autograd.grad(expected, parameters, allow_unused=True),
+    )
+
+
+def test_an_adaptive_softmax_is_compared_cluster_by_cluster(build_model, criterion):  # noqa: F811
+    flags = {"adaptive_softmax_cutoff": "10,30"}
+    student, teacher = build_model("delta_lm_wt103", **flags), build_model("softmax_lm_wt103", **flags)
+    sample = language_sample()
+    loss, _, log = criterion(teacher)(student, sample)
+    kept = sample["target"].ne(PAD)
+    target = sample["target"][kept]
+    probs = [
+        of.get_normalized_probs(of(**sample["net_input"]), log_probs=True)[kept].exp() for of in (student, teacher)
+    ]
+    # Of the head: its words and each cluster; of a cluster: its words, where the target is one of them.
+    bounds = [(0, 10), (10, 30), (30, 50)]
+    heads = [torch.cat([p[:, :10], *(p[:, a:b].sum(1, keepdim=True) for a, b in bounds[1:])], 1) for p in probs]
+    expected = F.kl_div(*(head.log() for head in heads), log_target=True, reduction="sum")
+    for a, b in bounds[1:]:
+        rows = (target >= a) & (target < b)
+        tails = [(p[rows, a:b] / p[rows, a:b].sum(1, keepdim=True)).log() for p in probs]
+        expected = expected + F.kl_div(*tails, log_target=True, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    nll = -probs[0].log().gather(1, target.unsqueeze(1)).sum()
+    torch.testing.assert_close(log["nll_loss"], nll.detach())
+    assert all(
+        x.isfinite().all() for x in torch.autograd.grad(loss, student.parameters(), allow_unused=True) if x is not None
+    )
+
+
+@pytest.mark.parametrize("arch", ["delta_lm_wt103", "decay_lm_wt103", "gated_delta_lm_wt103", "fwp_xl_lm"])
+def test_the_output_of_each_attention_of_a_language_model(build_model, criterion, arch):  # noqa: F811
+    flags = {"mem_len": 0} if arch == "fwp_xl_lm" else {}
+    student, teacher = build_model(arch, **flags), build_model("softmax_lm_wt103" if not flags else arch, **flags)
+    sample = language_sample()
+    inputs = {}
+    for name, module in attentions(teacher).items():
+        module.register_forward_hook(lambda _, given, out, name=name: inputs.update({name: (given, out[0])}))
+    teacher(**sample["net_input"])
+    assert len(inputs) == 2
+    layers = attentions(student)
+    expected = (
+        sum((layers[name](*given)[0] - out.detach()).square().mean() for name, (given, out) in inputs.items()) / 2
+    )
+    loss, tokens, _ = criterion(teacher, distillation="attention")(student, sample)
+    torch.testing.assert_close(loss, tokens * expected)
+    found = torch.autograd.grad(loss, student.parameters(), allow_unused=True)
+    expected = torch.autograd.grad(tokens * expected, student.parameters(), allow_unused=True)
+    torch.testing.assert_close(found, expected)
+    learns = {name for (name, _), x in zip(student.named_parameters(), found, strict=True) if x is not None}
+    assert learns and all(".self_attn." in name for name in learns)
+
+
+@looped("distillation", ["attention", "distribution"])
+@looped("arch", ["sum_mt_wmt14_en_de", "delta_dpfp_mt_wmt14_en_de", "softmax_mt_wmt14_en_de"])
+def test_translation(criterion, arch, distillation):
+    student, teacher, sample = (
+        build_translation(arch),
+        build_translation("softmax_mt_wmt14_en_de"),
+        translation_sample(),
+    )
+    loss, tokens, _ = criterion(teacher, distillation=distillation)(student, sample)
+    assert tokens == 13 and loss > 0
+    if distillation == "attention":
+        assert len(attentions(student)) == 6
+    else:
+        kept = sample["target"].ne(PAD)
+        ours, theirs = (of.get_normalized_probs(of(**sample["net_input"]), True)[kept] for of in (student, teacher))
+        torch.testing.assert_close(loss, F.kl_div(ours, theirs, log_target=True, reduction="sum"))
+    loss.backward()
+    assert any(x.grad is not None for x in student.parameters())
+    assert all(x.grad is None for x in teacher.parameters()) or teacher is student
+
+
+@looped("distillation", ["attention", "distribution"])
+def test_a_model_has_nothing_to_learn_of_itself(build_model, criterion, distillation):  # noqa: F811
+    model = build_model("delta_lm_wt103")
+    loss, _, _ = criterion(model, distillation=distillation)(model, language_sample())
+    assert abs(loss) < 1e-10
+
+
+def test_what_does_not_fit(build_model, criterion):  # noqa: F811
+    student, sample = build_model("delta_lm_wt103"), language_sample()
+    sample["net_input"]["src_tokens"].clamp_(max=39)
+    of_words, of_clusters = (
+        "must have the same words in each cluster, got 50 and 40",
+        "give the teacher's --adaptive-sof",
+    )
+    for flags, distillation, sentence in (
+        ({"vocabulary": 40}, "distribution", of_words),
+        ({"adaptive_softmax_cutoff": "10"}, "distribution", of_clusters),
+        ({"decoder_layers": 3}, "attention", "the model has 2 attentions and its teacher 3, or in other places: give"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            criterion(build_model("softmax_lm_wt103", **flags), distillation=distillation)(student, sample)
+    with pytest.raises(ValueError, match="--teacher-weight must be between 0 and 1, got 2"):
+        criterion(student, teacher_weight=2)
+    with pytest.raises(ValueError, match="--ddp-backend must be legacy_ddp with fwp_distillation, got pytorch_ddp"):
+        criterion(student, ddp_backend="pytorch_ddp")
+    with pytest.raises(ValueError, match="leave out --carry-state"):
+        criterion(student)(student, sample | {"net_input": {**sample["net_input"], "state": None}})
+
+
+def test_a_teacher_that_cannot_be_read(tmp_path):
+    task = Namespace(target_dictionary=make_dictionary(50))
+    with pytest.raises(ValueError, match="give --teacher FILE"):
+        DistillationCriterion(task, "")
+    with pytest.raises(ValueError, match=r"--teacher must be a checkpoint, got .*none\.pt"):
+        DistillationCriterion(task, str(tmp_path / "none.pt"))
+
+
+def test_attentions_are_those_of_the_model_that_is_wrapped(build_model):  # noqa: F811
+    model, wrapped = build_model("delta_lm_wt103"), torch.nn.Module()
+    wrapped.module = model
+    assert attentions(wrapped) == attentions(model)
+    sample = language_sample()
+    assert attention_error(wrapped, model, sample["net_input"]) < 1e-12
