@@ -4,6 +4,7 @@ The process reads one command a line, a JSON object as `Commands.start` writes i
 process that runs it, and, when that has ended, with how: an exit status, or the negative number of a signal.
 """
 
+import io
 import json
 import os
 import resource
@@ -93,7 +94,7 @@ def _die_at(place: str, folder: str) -> None:
     def half_saved(obj: object, file: object) -> None:
         written = file.tell()  # type: ignore[attr-defined]
         save(obj, file)
-        if due():
+        if not isinstance(file, io.BytesIO) and due():
             os.ftruncate(file.fileno(), (written + file.tell()) // 2)  # type: ignore[attr-defined]
             die()
 

@@ -113,7 +113,8 @@ def show_what_a_model_refuses(load: Original) -> Any:
         try:
             return load(*args, **kwargs)
         except Exception as error:
-            if isinstance(error.__context__, ValueError):
+            # What already says what is wrong may have a cause of that kind, too.
+            if isinstance(error.__context__, ValueError) and not isinstance(error, ValueError):
                 raise error.__context__ from None
             raise
 

@@ -5,7 +5,10 @@ import subprocess
 import sys
 import warnings
 
+import pytest
+
 from fairseq_fwp.patches.messages import silence_known_warnings
+from fairseq_fwp.patches.reading import show_what_a_model_refuses
 
 
 def test_only_known_warnings_are_silenced():
@@ -24,3 +27,17 @@ def test_debugging_messages_of_libraries_are_hidden():
     code = "import fairseq_cli.train, logging; logging.root.setLevel(10); import fairseq_fwp; print(logging.root.level)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == str(logging.INFO)
+
+
+def test_an_error_that_says_what_is_wrong_is_not_replaced_by_its_cause():
+    """fairseq's own is, where a model says why it cannot be loaded."""
+
+    def load(kind):
+        try:
+            raise ValueError("the model says why")
+        except ValueError as error:
+            raise kind("what is reported") from error
+
+    for kind, said in ((Exception, "the model says why"), (ValueError, "what is reported")):
+        with pytest.raises(ValueError, match=said):
+            show_what_a_model_refuses(load)(kind)

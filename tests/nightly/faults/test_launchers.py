@@ -106,5 +106,5 @@ def test_two_nodes_of_torchrun_train_together(tmp_path):
     logs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], logs
     assert len(re.findall(r"train_inner", logs[0])) == 4 and "train_inner" not in logs[1]
-    assert "distributed_world_size': 2" in logs[0] and re.search(r"training on 2 devices", logs[0])
+    assert "distributed_world_size=2" in logs[0] and re.search(r"training on 2 devices", logs[0])
     assert torch.load(tmp_path / "save" / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 4

@@ -82,9 +82,9 @@ def test_a_mistake_is_found(tmp_path, kind):
     sources = tmp_path / "cuda_ext"
     shutil.copytree(PACKAGE.parent / "cuda_ext", sources)
     right, wrong, sentence = MISTAKES[kind]
-    text = (sources / "simd.h").read_text()
+    text = (sources / "cpu" / "simd.h").read_text()
     assert text.count(right) == 1
-    (sources / "simd.h").write_text(text.replace(right, wrong))
+    (sources / "cpu" / "simd.h").write_text(text.replace(right, wrong))
     elsewhere = f"""
 from pathlib import Path
 from fairseq_fwp.kernels import build
