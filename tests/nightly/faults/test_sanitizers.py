@@ -18,7 +18,8 @@ TESTS = Path(__file__).parents[2]
 LAWS = ["laws/test_operators.py", "ops/test_autograd.py", "nightly/faults/test_fuzz_operators.py"]
 # Not of kernels, and slow under a sanitizer.
 OTHERS = (
-    "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift"
+    "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift "
+    "and not gradcheck and not error_is"
 )
 FLAGS = {
     "address": "-fsanitize=address -fno-omit-frame-pointer -g1",
