@@ -30,7 +30,7 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
         print(f"{name} diverged before: {diverged.read_text(encoding='utf-8').strip()}.")
         return
     log = folder / "train.log"
-    if trained.exists() or is_complete(log):
+    if trained.exists() or ((folder / "checkpoint_last.pt").exists() and is_complete(log)):
         trained.touch()
         print(f"{name} is trained already: {folder / 'checkpoint_best.pt'}, train.log.")
         return

@@ -242,6 +242,7 @@ def test_a_training_killed_after_its_last_checkpoint_is_not_resumed(tmp_path, mo
         stand_in(tmp_path, monkeypatch, text)
         training.train(tmp_path / name, tmp_path, [])
         (tmp_path / name / "trained").unlink()
+        (tmp_path / name / "checkpoint_last.pt").touch()
         training.train(tmp_path / name, tmp_path, [])
         assert len((tmp_path / "runs").read_text().splitlines()) == runs
         (tmp_path / "runs").unlink()
