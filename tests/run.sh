@@ -16,8 +16,11 @@ lint() {
   return $failed
 }
 
-lint
 kind=${1:-}
+# The kernels are compiled beside mypy, which has one thread: the first tests would wait for them.
+[[ $kind == lint ]] || python -c 'from fairseq_fwp.kernels import load_kernels; load_kernels("cpu")' &
+lint
+wait
 case $kind in
   lint) exit ;;
   nightly) shift ;;
