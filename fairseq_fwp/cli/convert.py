@@ -3,16 +3,18 @@
     fwp-convert --source schlag-lm state_dict.pt --vocabulary words.txt --out converted --attn_type 24 --n_head 8 ...
     fwp-convert --source fairseq-lm adaptive_lm_wiki103.v2/model.pt --out converted
     fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32
+    fwp-convert --source fairseq-mt transformer.pt --vocabulary DATA --out linear --encoder-feature-map elu ...
 
 For schlag-lm and transformer-xl, CHECKPOINT is a state dict of the papers' public code. The training's options are
 read from the log.txt beside it; those given here win, and are written as the training script has them. FILE has the
 vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym). For fairseq-lm it is a checkpoint
 of fairseq's transformer_lm, for fwp-lm one of this plugin, both with their dict.txt beside them or given as FILE; for
-gpt2 a folder with config.json and model.safetensors. --out is a folder for checkpoint.pt, dict.txt (for
-fairseq-preprocess --srcdict) and flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
+gpt2 a folder with config.json and model.safetensors; for fairseq-mt a translation model of fairseq's transformer or of
+this plugin's with softmax, FILE the folder with both dict.LANGUAGE.txt. --out is a folder for checkpoint.pt, dict.txt
+(for fairseq-preprocess --srcdict) and flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
 
-With --decoder-update-rule another attention takes the place of softmax, initialised as Mao 2022 has it; it is to be
-fine-tuned.
+With --decoder-update-rule another attention takes the place of softmax, initialised as Mao 2022 has it; of translation
+each of the three attentions that is named. It is to be fine-tuned, or to learn from the old one (fwp_distillation).
 """
 
 import argparse
@@ -25,12 +27,17 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.files import import_plugin
 from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.checkpoint import CHECKPOINT, DICTIONARY, FLAGS, check, write
+from fairseq_fwp.convert.checkpoint import CHECKPOINT, FLAGS, check, vocabularies, write
 from fairseq_fwp.convert.source import Options
 from fairseq_fwp.convert.swap import Target, swap
+from fairseq_fwp.convert.swap_translation import swap_translation
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+# How attentions are replaced; of other models as in a language model.
+SWAPS = {"fwp_transformer": swap_translation}
+TRANSLATION = "fairseq-mt"
 
 # The arguments that are no options of the training script.
 OWN = ("checkpoint", "source", "vocabulary", "out", "user_dir", *Target._fields)
@@ -56,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a state dict, a checkpoint or a folder")
     made.add_argument("--source", required=True, choices=list(SOURCES), help="whose code the checkpoint is of")
-    made.add_argument("--vocabulary", type=Path, metavar="FILE", help="its words, one a line, or its dict.txt")
+    made.add_argument("--vocabulary", type=Path, metavar="FILE", help="its words, one a line, or its dict.txt, or a folder of them")
     made.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for what is written")
     add_target(made.add_argument_group("another attention in the place of softmax (Mao 2022)"))
     training = made.add_argument_group("options of the training script")
@@ -77,6 +84,10 @@ def add_target(group: Any) -> None:
     group.add_argument(
         "--decoder-feature-map", dest="feature_map", choices=list(FEATURE_MAPS), help="default: identity, none"
     )
+    for place in ("encoder", "cross"):
+        group.add_argument(
+            f"--{place}-feature-map", choices=[SOFTMAX, *FEATURE_MAPS], help="of translation; default: softmax stays"
+        )
     group.add_argument(
         "--state-size", type=int, metavar="M", help="features of a head's keys; default: those of the map"
     )
@@ -108,6 +119,17 @@ def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Targ
     given = {name: value for name in Target._fields if (value := getattr(args, name)) is not None}
     if not given:
         return None
+    of_translation = given.keys() & {"encoder_feature_map", "cross_feature_map"}
+    if args.source == TRANSLATION:
+        places = of_translation | (given.keys() & {"update_rule"})
+        if all(given[name] == SOFTMAX for name in places):
+            made.error(
+                "a new attention needs --encoder-feature-map, --cross-feature-map or --decoder-update-rule other than "
+                "softmax"
+            )
+        return Target(**{name: value for name, value in given.items() if value != SOFTMAX})
+    if of_translation:
+        made.error(f"--encoder-feature-map and --cross-feature-map are of --source {TRANSLATION}")
     if "update_rule" not in given:
         made.error("the new attention needs --decoder-update-rule")
     if given["update_rule"] == SOFTMAX and given.keys() != {"update_rule", "window"}:
@@ -134,11 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conversion = source.convert(tensors, words, Options({**saved, **given}))
         if target is not None:
             check(conversion)
-            conversion = swap(conversion, target)
+            conversion = SWAPS.get(conversion.arch, swap)(conversion, target)
         write(conversion, args.out)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-convert: {' '.join(str(error).split())}")
-    print(f"wrote {args.out / CHECKPOINT}, {DICTIONARY} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
+    print(f"wrote {args.out / CHECKPOINT}, {', '.join(vocabularies(conversion))} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
     for note in conversion.notes:
         print(f"note: {note}")
 

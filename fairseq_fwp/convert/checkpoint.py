@@ -1,4 +1,4 @@
-"""Reads state dicts, and writes what fairseq's commands take: a checkpoint, its dictionary and its flags."""
+"""Reads state dicts, and writes what fairseq's commands take: a checkpoint, its dictionaries and its flags."""
 
 import os
 import pickle
@@ -52,20 +52,21 @@ def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
 
 
 def write(conversion: Conversion, out: Path) -> None:
-    """Writes checkpoint.pt, dict.txt and flags.txt into the folder `out`, or nothing.
+    """Writes checkpoint.pt, flags.txt and dict.txt, or of translation dict.LANGUAGE.txt, into `out`, or nothing.
 
     Raises ValueError if the folder is there and not empty, or the weights do not fit the model of the flags.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: give --out a folder that is not, or is empty")
-    flags, dictionary = command_line(conversion), make_dictionary(conversion)
+    flags, task = command_line(conversion), make_task(conversion)
     cfg = configure(flags, out)
-    model = build(conversion, cfg.model, dictionary)
+    model = build(conversion, cfg.model, task)
     unfinished = out.with_name(f".{out.name}-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        torch.save(checkpoint(cfg, model, dictionary), unfinished / CHECKPOINT)
-        dictionary.save(str(unfinished / DICTIONARY))
+        torch.save(checkpoint(cfg, model, task), unfinished / CHECKPOINT)
+        for name, words in vocabularies(conversion).items():
+            make_dictionary(words).save(str(unfinished / name))
         (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
         os.replace(unfinished, out)
     finally:
@@ -74,18 +75,34 @@ def write(conversion: Conversion, out: Path) -> None:
 
 def check(conversion: Conversion) -> None:
     """Raises ValueError unless the weights are those of the model of the flags, which holds no numbers here."""
-    cfg = configure(command_line(conversion), Path())
     with torch.device("meta"):
-        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(
-            cfg.model, Namespace(target_dictionary=make_dictionary(conversion))
-        )
+        model = build_empty(conversion)
     check_fit(model, conversion.weights)
 
 
-def make_dictionary(conversion: Conversion) -> Dictionary:
-    """fairseq's dictionary of the conversion's words. How often they occur is not known: once each."""
+def build_empty(conversion: Conversion) -> Any:
+    """The model of the flags as it begins, without the weights."""
+    cfg = configure(command_line(conversion), Path())
+    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg.model, make_task(conversion))
+
+
+def vocabularies(conversion: Conversion) -> dict[str, list[str]]:
+    """The words of each dictionary, by the name of its file; the source's first."""
+    if isinstance(conversion.words, dict):
+        return {f"dict.{language}.txt": words for language, words in conversion.words.items()}
+    return {DICTIONARY: conversion.words}
+
+
+def make_task(conversion: Conversion) -> Namespace:
+    """What a model asks of its task: the dictionaries."""
+    source, *_, target = map(make_dictionary, [*vocabularies(conversion).values()] * 2)
+    return Namespace(source_dictionary=source, target_dictionary=target)
+
+
+def make_dictionary(words: list[str]) -> Dictionary:
+    """fairseq's dictionary of these words. How often they occur is not known: once each."""
     dictionary = Dictionary()
-    for word in conversion.words:
+    for word in words:
         dictionary.add_symbol(word)
     return dictionary
 
@@ -102,23 +119,28 @@ def configure(flags: list[str], data: Path) -> Any:
     return convert_namespace_to_omegaconf(args)
 
 
-def build(conversion: Conversion, cfg: Any, dictionary: Dictionary) -> nn.Module:
+def build(conversion: Conversion, cfg: Any, task: Namespace) -> nn.Module:
     """The model of a configuration with the weights, in their dtype. Raises ValueError if they do not fit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, Namespace(target_dictionary=dictionary))
+        model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task)
     fill(model, conversion.weights)
     return model
 
 
 def command_line(conversion: Conversion) -> list[str]:
     """The flags of `fairseq-train` that make this model."""
-    found = ["--task", "language_modeling", "--arch", conversion.arch]
+    languages = [*conversion.words] if isinstance(conversion.words, dict) else []
+    # Of fairseq's criteria for words the one that adds up no more logits than a cluster has; it takes no other backend.
+    task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
+    if languages:
+        task = ["translation", "--source-lang", languages[0], "--target-lang", languages[-1]]
+        criterion = ["label_smoothed_cross_entropy", "--label-smoothing", "0.1"]
+    found = ["--task", *task, "--arch", conversion.arch]
     for name, value in conversion.flags.items():
         if value is not None and value is not False:
             found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    # Of fairseq's criteria the one that adds up no more logits than a cluster has; it takes no other backend.
-    return found + ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]
+    return [*found, "--criterion", *criterion]
 
 
 def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -159,9 +181,9 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
     model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
 
 
-def checkpoint(cfg: Any, model: nn.Module, dictionary: Dictionary) -> dict[str, Any]:
+def checkpoint(cfg: Any, model: nn.Module, task: Namespace) -> dict[str, Any]:
     """What fairseq saves, before the first update."""
-    known = {KEY: fingerprints(Namespace(source_dictionary=dictionary, target_dictionary=dictionary))}
+    known = {KEY: fingerprints(task)}
     return {
         "args": None,
         "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),

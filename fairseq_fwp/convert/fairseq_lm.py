@@ -7,7 +7,7 @@ tensor, are read too. What a checkpoint does not tell has the default of fairseq
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,17 @@ MARKS = r"decoder\.(version|adaptive_softmax\.version|.*\b_float_tensor)"
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights of a checkpoint, by today's names, and its settings. Raises ValueError for any other file."""
-    found, settings = read_checkpoint(path, "transformer_lm", TransformerLanguageModelConfig())
-    tensors = upgrade(found)
+    found, settings, name = read_checkpoint(path)
+    check_model(path, name, ["transformer_lm"])
+    tensors, settings = upgrade(found), fill_in(settings, TransformerLanguageModelConfig())
     shared = "decoder.embed_tokens.weight"
     if settings.get("share_decoder_input_output_embed") and shared in tensors:  # earlier versions saved it once
         tensors.setdefault("decoder.output_projection.weight", tensors[shared])
     return tensors, settings
 
 
-def read_checkpoint(path: Path, model: str, defaults: FairseqDataclass) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights of a fairseq checkpoint, and the settings of its model and task, which must be of that model."""
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """The weights of a fairseq checkpoint, the settings of its model and task that it has, and its architecture."""
     state = load(path, EXPORT)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{path} is no checkpoint of fairseq: it has no model")
@@ -75,14 +76,26 @@ def read_checkpoint(path: Path, model: str, defaults: FairseqDataclass) -> tuple
         raise ValueError(f"{path} is no checkpoint of fairseq: its model has other things than tensors")
     if isinstance(args, Namespace):
         settings, name = dict(vars(args)), getattr(args, "arch", None)
-    elif isinstance(cfg, dict) and isinstance(of_model := cfg.get("model"), dict):
+    elif isinstance(cfg, dict) and isinstance(of_model := cfg.get("model"), dict | Namespace):
+        of_model = dict(vars(of_model)) if isinstance(of_model, Namespace) else of_model
         settings, name = {**(cfg.get("task") or {}), **of_model}, of_model.get("arch") or of_model.get("_name")
     else:
         raise ValueError(f"{path} is no checkpoint of fairseq: it has none of its settings")
-    if ARCH_MODEL_NAME_REGISTRY.get(name, name) != model:
-        raise ValueError(f"{path} holds the architecture {name!r}, which is none of {model}: choose another --source")
+    return state["model"], {key: value for key, value in settings.items() if value is not None}, str(name)
+
+
+def check_model(path: Path, name: str, models: Sequence[str]) -> None:
+    """Raises ValueError unless the architecture is one of these models'."""
+    if ARCH_MODEL_NAME_REGISTRY.get(name, name) not in models:
+        raise ValueError(
+            f"{path} holds the architecture {name!r}, which is none of {' or '.join(models)}: choose another --source"
+        )
+
+
+def fill_in(settings: dict[str, Any], defaults: FairseqDataclass) -> dict[str, Any]:
+    """The settings, and the defaults of those that are missing."""
     known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")}
-    return state["model"], {**known, **{key: value for key, value in settings.items() if value is not None}}
+    return {**known, **settings}
 
 
 def upgrade(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

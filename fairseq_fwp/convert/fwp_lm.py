@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_fwp.convert.fairseq_lm import read_checkpoint
+from fairseq_fwp.convert.fairseq_lm import check_model, fill_in, read_checkpoint
 from fairseq_fwp.convert.source import Conversion, Options, Source
 from fairseq_fwp.convert.vocabulary import dictionary_words
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
@@ -18,7 +18,9 @@ OF_TASK = ("tokens_per_sample", "max_target_positions", "add_bos_token")
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights and the settings of a checkpoint. Raises ValueError for any other file."""
-    return read_checkpoint(path, "fwp_lm", FwpLanguageModelConfig())
+    tensors, settings, name = read_checkpoint(path)
+    check_model(path, name, ["fwp_lm"])
+    return tensors, fill_in(settings, FwpLanguageModelConfig())
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:

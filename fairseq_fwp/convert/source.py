@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 
+# Of a language model, or by language.
+Words = list[str] | dict[str, list[str]]
+
+
 class Option(NamedTuple):
     """An option of the source's training script: its type (bool: a flag), and what it says."""
 
@@ -17,12 +21,13 @@ class Option(NamedTuple):
 
 class Conversion(NamedTuple):
     """flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model; words: of the
-    dictionary, after fairseq's specials; notes: what whoever goes on with the model should know."""
+    dictionary, after fairseq's specials, and of translation by language, the source's first; notes: what whoever goes on
+    with the model should know."""
 
     arch: str
     flags: dict[str, Any]
     weights: dict[str, Tensor]
-    words: list[str]
+    words: Words
     notes: list[str]
 
 
@@ -44,21 +49,21 @@ class Options:
     """The options given and saved; what neither tells has the default of the call."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+        self.values = dict(values)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The option's value, or the default."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         return default if value is None else value
 
     def need(self, name: str) -> Any:
         """The option's value. Raises ValueError where nobody tells it."""
-        if self._values.get(name) is None:
+        if self.values.get(name) is None:
             raise ValueError(
                 f"the state dict does not tell --{name}: give it as in training, or lay the training's log.txt beside "
                 "the checkpoint"
             )
-        return self._values[name]
+        return self.values[name]
 
 
 class Entry(NamedTuple):

@@ -27,7 +27,7 @@ one of them with the mean of the last values: `spread_spans`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,13 +67,16 @@ class Target(NamedTuple):
     """The new attention.
 
     update_rule, feature_map: keys of their tables; or update_rule softmax with a window, for local attention;
+    encoder_feature_map, cross_feature_map: of translation, likewise; there None = softmax stays, also of update_rule;
     state_size: m, None = that of the map on heads of d; heads: None = those of the source;
     read_out_only: attention normalisation divides the output alone, as the paper's does, and not what delta retrieves;
     decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
     """
 
-    update_rule: str
+    update_rule: str | None = None
     feature_map: str = "identity"
+    encoder_feature_map: str | None = None
+    cross_feature_map: str | None = None
     state_size: int | None = None
     sum_normalization: bool = False
     attention_normalization: bool = False
@@ -124,10 +127,14 @@ def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) 
 
 
 class Initialisation(NamedTuple):
-    """start(attention, q, k, v) sets its gates and returns what the pretrained projections become; bias: needs one."""
+    """start(attention, q, k, v) sets its gates and returns what the pretrained projections become.
+
+    bias: it needs one; by_singular_values: features are those of the singular value decomposition in any case.
+    """
 
     start: Callable[..., Projections] = keep
     bias: bool = False
+    by_singular_values: bool = False
 
 
 INITIALISATIONS = {
@@ -166,12 +173,8 @@ def configure(flags: dict[str, Any]) -> Any:
 
 def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of `fairseq-train` that make the new attention. Raises ValueError for a target that cannot be."""
-    rule = look_up("update rule", target.update_rule, UPDATE_RULES, "softmax or ")
+    look_up("update rule", target.update_rule, UPDATE_RULES, "softmax or ")
     look_up("feature map", target.feature_map, FEATURE_MAPS)
-    if rule.steps > 1:
-        raise ValueError(
-            f"the update rule must write one key a token, as softmax does: {target.update_rule} writes {rule.steps}"
-        )
     if target.window is not None:
         raise ValueError("--attention-window is of --decoder-update-rule softmax: fast weights have no window")
     check_spans(target)
@@ -204,7 +207,7 @@ def check_spans(target: Target) -> None:
 def rule_initialisation(target: Target) -> Initialisation:
     """The initialisation of the target's rule; one that the paper has nothing to say of keeps all projections."""
     if target.decay_spans is not None:
-        return Initialisation(partial(spread_spans, longest=target.decay_spans), bias=True)
+        return Initialisation(partial(spread_spans, longest=target.decay_spans), True, by_singular_values=True)
     return INITIALISATIONS.get(target.update_rule, Initialisation())
 
 
@@ -226,16 +229,44 @@ def new_attention(cfg: Any, target: Target, softmax: dict[str, Tensor | None], h
         raise ValueError(
             f"the map {target.feature_map} has {size} features, not {target.state_size}: change --state-size"
         )
-    projections = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"])
-    attention.to(projections.dtype)
-    with torch.no_grad():
-        q, k, v = projections.chunk(3)
-        q = q / (v.shape[0] // heads) ** 0.5 * (1 if attention.feature_map.positive else SCORE_SCALE)
-        # Spans go by singular values, also where there are as many features as dimensions.
-        if attention.key_dim != attention.head_dim or target.decay_spans is not None:
-            q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
-        fill(attention, torch.cat(rule_initialisation(target).start(attention, q, k, v)), softmax)
+    q, k, v = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"]).chunk(3)
+    convert_attention(attention, (q, k, v), softmax, heads, rule_initialisation(target))
     return attention
+
+
+def convert_attention(
+    attention: Any,
+    projections: Projections,
+    output: Mapping[str, Tensor | None],
+    heads: int,
+    initialisation: Initialisation,
+) -> None:
+    """Writes the projections (D, D + 1) and the output of softmax attention, which has `heads`, into a new one."""
+    q, k, v = projections
+    attention.to(q.dtype)
+    with torch.no_grad():
+        feature_map = attention.feature_map
+        scores = (v.shape[0] // heads) ** -0.5 * (1 if feature_map.positive else SCORE_SCALE)
+        q = q * (scores / feature_map.scale**2)
+        # Spans go by singular values, also where there are as many features as dimensions.
+        if attention.key_dim != attention.head_dim or initialisation.by_singular_values:
+            q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
+        q, k, v = initialisation.start(attention, q, k, v)
+        if attention.rule.steps > 1:
+            k, v = several_steps(attention, k, v)
+        fill(attention, torch.cat([q, k, v]), output)
+
+
+def several_steps(attention: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a rule of several steps a token: the last is the pretrained one.
+
+    Steps before it have drawn keys N(0, 0.02) and the same values, and hardly write: `WRITE_STRENGTH_BIAS`.
+    """
+    before = attention.rule.steps - 1
+    drawn = k.new_zeros(before, *k.shape)
+    nn.init.normal_(drawn[..., :-1], std=0.02)
+    attention.gate_biases["beta"].view(attention.num_heads, -1)[:, :before] = WRITE_STRENGTH_BIAS
+    return torch.cat([*drawn, k]), torch.cat([v] * (before + 1))
 
 
 def with_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -244,16 +275,22 @@ def with_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.unsqueeze(1)], dim=1)
 
 
-def fill(attention: Any, projections: Tensor, softmax: dict[str, Tensor | None]) -> None:
+def fill(attention: Any, projections: Tensor, output: Mapping[str, Tensor | None]) -> None:
     """Writes queries, keys and values (rows, D + 1), and the output's projection, into the new attention."""
     weight, bias = projections[:, :-1], projections[:, -1]
     attention.in_proj.weight[: len(weight)] = weight
-    attention.out_proj.weight.copy_(softmax["out_proj.weight"])
-    if attention.bias is None:
-        return
-    attention.bias.copy_(bias)
-    of_output = softmax["out_proj.bias"]
-    attention.out_proj.bias.copy_(torch.zeros_like(attention.out_proj.bias) if of_output is None else of_output)
+    if attention.bias is not None:
+        attention.bias.copy_(bias)
+    fill_output(attention, output)
+
+
+def fill_output(attention: Any, output: Mapping[str, Tensor | None]) -> None:
+    """Writes the output's projection, with a bias of zero where softmax attention has none."""
+    weight, bias = output["out_proj.weight"], output["out_proj.bias"]
+    assert weight is not None
+    attention.out_proj.weight.copy_(weight)
+    if attention.out_proj.bias is not None:
+        attention.out_proj.bias.copy_(torch.zeros_like(attention.out_proj.bias) if bias is None else bias)
 
 
 def fewer_features(q: Tensor, k: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:

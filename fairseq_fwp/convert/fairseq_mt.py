@@ -1,0 +1,65 @@
+"""fairseq's `transformer` for translation, and `fwp_transformer` with softmax attention: as `fwp_transformer`.
+
+Their parameters are those of the model here, by the same names. dict.LANGUAGE.txt of both languages lies beside the
+checkpoint, or in the folder that is given, such as the data of its training.
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
+from torch import Tensor
+
+from fairseq_fwp.convert.fairseq_lm import check_model, read_checkpoint
+from fairseq_fwp.convert.source import Conversion, Options, Source
+from fairseq_fwp.convert.vocabulary import read_dictionary
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
+
+MODELS = ("transformer", "fwp_transformer")
+LANGUAGES = ("source_lang", "target_lang")
+
+# What fairseq keeps beside the weights: marks of versions, and tensors that only know a dtype.
+MARKS = r"(en|de)coder\.(version|.*\b_float_tensor)"
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and the settings of a checkpoint. Raises ValueError for any other file."""
+    tensors, settings, name = read_checkpoint(path)
+    check_model(path, name, MODELS)
+    return tensors, {**settings, "arch": name}
+
+
+def words(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
+    """The words of every language that there is a dictionary of."""
+    folder = given or checkpoint.parent
+    found = {path.name.split(".")[1]: read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
+    if not found:
+        raise ValueError(f"there is no dict.LANGUAGE.txt in {folder}: give the folder of the data with --vocabulary")
+    return found
+
+
+def convert(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options: Options) -> Conversion:
+    """The same model, see `Source`. Raises ValueError for one that has linear attention already."""
+    languages = [options.need(name) for name in LANGUAGES]
+    for language in languages:
+        if language not in words:
+            raise ValueError(f"there is no dict.{language}.txt: give a folder that holds it with --vocabulary")
+    given = FwpTransformerModel.adopt(options.values)
+    settings, defaults = FwpTransformerModel.complete(given), FwpTransformerModel.complete({})
+    if linear_attentions(Namespace(**settings)):
+        raise ValueError("another attention takes the place of softmax: some of this model's attentions are linear")
+    flags = {name: plain(value) for name, value in settings.items() if value != defaults[name]}
+    kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(MARKS, name)}
+    return Conversion("fwp_transformer", flags, kept, {language: words[language] for language in languages}, [])
+
+
+def plain(value: Any) -> Any:
+    """An option as it is given: an enumeration as its word, a list with commas."""
+    value = getattr(value, "value", value)
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+SOURCE = Source({}, read, convert, words)

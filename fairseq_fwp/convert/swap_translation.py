@@ -1,0 +1,102 @@
+"""Linear attention in the place of softmax in a translation model: encoder, decoder and attention to the source.
+
+Each of the three is converted or kept. Projections are the pretrained ones; softmax scores are q . k / sqrt(d), and the
+factor is in the queries, or in the map where that has it. What follows is in `swap.py`: the decoder's update rule
+begins as there. After Kasai et al. 2021 (T2R, arXiv 2103.13076), which fine-tunes on data alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fwp.convert.checkpoint import SEED, build_empty
+from fairseq_fwp.convert.source import Conversion
+from fairseq_fwp.convert.swap import Target, convert_attention, fill_output, rule_initialisation, with_bias
+from fairseq_fwp.models.translation_layers import CausalAttention
+from fairseq_fwp.modules.attention import LinearAttention
+
+# The options of a target that another model has.
+OF_LANGUAGE_MODELS = ("window", "heads", "decay_spans", "keep_softmax_layers")
+
+
+def swap_translation(conversion: Conversion, target: Target) -> Conversion:
+    """The conversion with the new attentions. Raises ValueError where the target cannot be."""
+    flags = {**conversion.flags, **translation_flags(conversion.flags, target)}
+    converted = conversion._replace(flags=flags)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = build_empty(converted)
+        new: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, LinearAttention | CausalAttention):
+                fill_attention(module, part(conversion.weights, name), target)
+                new |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
+    prefixes = {name.rpartition("_attn.")[0] + "_attn." for name in new}
+    kept = {name: tensor for name, tensor in conversion.weights.items() if not name.startswith(tuple(prefixes))}
+    return converted._replace(weights={**kept, **new})
+
+
+def translation_flags(flags: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The flags of `fairseq-train` that make the new attentions. Raises ValueError for a target that cannot be."""
+    for name in OF_LANGUAGE_MODELS:
+        if getattr(target, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is of language models: leave it out for translation")
+    places = {"encoder_feature_map": target.encoder_feature_map, "cross_feature_map": target.cross_feature_map}
+    found: dict[str, Any] = {name: value for name, value in places.items() if value is not None}
+    if target.update_rule is not None:
+        found |= {
+            "decoder_update_rule": target.update_rule,
+            "decoder_feature_map": target.feature_map,
+            "sum_normalization": target.sum_normalization,
+            "attention_normalization": target.attention_normalization,
+            "attention_normalization_read_out_only": target.read_out_only,
+        }
+    maps = {value for name, value in found.items() if name.endswith("_feature_map")}
+    # Their map then has the factor 1 / sqrt(d), half of it on either side: keys and queries of one size vary least.
+    found |= {"attention_bias": True, "favor_softmax_scale": "favor" in maps}
+    return found | (size_flags(flags, maps, target.state_size) if target.state_size is not None else {})
+
+
+def size_flags(flags: Mapping[str, Any], maps: set[str], size: int) -> dict[str, int]:
+    """The flags under which maps of heads of d have so many features. Raises ValueError where they cannot have them."""
+    head_dim = flags.get("decoder_embed_dim", 512) // flags.get("decoder_attention_heads", 8)
+    found: dict[str, tuple[dict[str, int], int]] = {
+        "relu": ({"relu_features": size}, size),
+        "favor": ({"favor_features": size // 2}, size // 2 * 2),
+        "dpfp": ({"dpfp_nu": size // (2 * head_dim)}, size // (2 * head_dim) * 2 * head_dim),
+    }
+    chosen: dict[str, int] = {}
+    for name in sorted(maps):
+        made, features = found.get(name, ({}, head_dim))
+        if features != size or size < 1:
+            raise ValueError(f"the map {name} cannot have {size} features on heads of {head_dim}: change --state-size")
+        chosen |= made
+    return chosen
+
+
+def part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights of a module by the names that it has for them."""
+    return {name[len(prefix) + 1 :]: tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
+
+
+def fill_attention(module: nn.Module, softmax: Mapping[str, Tensor], target: Target) -> None:
+    """Writes the weights of fairseq's softmax attention into a new one."""
+    projections = {
+        name: with_bias(softmax[f"{name}_proj.weight"], softmax.get(f"{name}_proj.bias")) for name in ("q", "k", "v")
+    }
+    out = {f"out_proj.{name}": softmax.get(f"out_proj.{name}") for name in ("weight", "bias")}
+    q, k, v = projections.values()
+    if isinstance(module, CausalAttention):
+        attention: Any = module.attention
+        convert_attention(attention, (q, k, v), out, attention.num_heads, rule_initialisation(target))
+        return
+    linear: Any = module
+    linear.to(q.dtype)
+    scale = linear.head_dim**-0.5 / linear.feature_map.scale**2
+    with torch.no_grad():
+        for projection, rows in ((linear.q_proj, q * scale), (linear.kv_proj, torch.cat([k, v]))):
+            projection.weight.copy_(rows[:, :-1])
+            projection.bias.copy_(rows[:, -1])
+        fill_output(linear, out)
