@@ -111,6 +111,11 @@ def add_target(group: Any) -> None:
     group.add_argument(
         "--decay-spans", type=int, metavar="T", help="decay: begin with memories of 1 to T tokens; default: as Mao 2022"
     )
+    group.add_argument(
+        "--keep-softmax-layers",
+        metavar="LAYERS",
+        help="layers that stay softmax, the first is 0, such as 0,3; or kl:N, see --kl-text",
+    )
     group.add_argument("--decoder-attention-heads", dest="heads", type=int, metavar="H", help="default: the source's")
 
 

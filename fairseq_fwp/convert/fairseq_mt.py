@@ -5,7 +5,7 @@ checkpoint, or in the folder that is given, such as the data of its training.
 """
 
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,14 @@ def convert(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options:
     settings, defaults = FwpTransformerModel.complete(given), FwpTransformerModel.complete({})
     if linear_attentions(Namespace(**settings)):
         raise ValueError("another attention takes the place of softmax: some of this model's attentions are linear")
-    flags = {name: plain(value) for name, value in settings.items() if value != defaults[name]}
+    parser = ArgumentParser()
+    FwpTransformerModel.add_args(parser)
+    known = vars(parser.parse_args([]))
+    flags = {name: value for name, value in settings.items() if value != defaults[name] and name in known}
+    built = FwpTransformerModel.complete(flags)
+    if lost := [name for name, value in settings.items() if value != built[name]]:
+        raise ValueError(f"the checkpoint's {', '.join(lost)} cannot be converted: fairseq-train has no flag for it")
+    flags = {name: plain(value) for name, value in flags.items()}
     kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(MARKS, name)}
     return Conversion("fwp_transformer", flags, kept, {language: words[language] for language in languages}, [])
 

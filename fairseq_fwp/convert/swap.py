@@ -71,6 +71,7 @@ class Target(NamedTuple):
     state_size: m, None = that of the map on heads of d; heads: None = those of the source;
     read_out_only: attention normalisation divides the output alone, as the paper's does, and not what delta retrieves;
     decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
+    keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose loss costs most.
     """
 
     update_rule: str | None = None
@@ -84,6 +85,7 @@ class Target(NamedTuple):
     window: int | None = None
     heads: int | None = None
     decay_spans: int | None = None
+    keep_softmax_layers: str | None = None
 
 
 def keep(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:

@@ -67,8 +67,8 @@ def build(vector: Vector, words=WORDS, **options):
     cfg = OmegaConf.merge(
         OmegaConf.structured(known), {"max_target_positions": None, "add_bos_token": False, **conversion.flags}
     )
-    dictionary = checkpoint.make_dictionary(conversion)
-    return checkpoint.build(conversion, cfg, dictionary).double().eval(), dictionary, conversion
+    task = checkpoint.make_task(conversion)
+    return checkpoint.build(conversion, cfg, task).double().eval(), task.target_dictionary, conversion
 
 
 class Converter:

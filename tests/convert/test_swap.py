@@ -38,7 +38,7 @@ def build(conversion):
     """The model of a conversion, in evaluation."""
     flags = {"max_target_positions": None, "add_bos_token": False, "fwp_backend": "reference", **conversion.flags}
     cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), flags)
-    return checkpoint.build(conversion, cfg, checkpoint.make_dictionary(conversion)).eval()
+    return checkpoint.build(conversion, cfg, checkpoint.make_task(conversion)).eval()
 
 
 @pytest.fixture(params=[True, False], ids=["biases", "no biases"])

@@ -1,0 +1,217 @@
+"""Translation models of fairseq's Transformer: the same logits, and linear attention where softmax was."""
+
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from pairwise import looped
+
+from fairseq_fwp.cli.convert import main
+from fairseq_fwp.models.translation_layers import CausalAttention
+from fairseq_fwp.modules.attention import LinearAttention
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.patches.messages import silence_known_warnings
+
+DIM, HEADS = 16, 2
+HEAD = DIM // HEADS
+LINEAR = ["--encoder-feature-map", "elu", "--cross-feature-map", "elu"]
+SUM = ["--decoder-update-rule", "sum", "--decoder-feature-map", "elu", "--attention-normalization"]
+
+
+def dictionary(language):
+    made = Dictionary()
+    for index in range(30):
+        made.add_symbol(f"{language}{index}")
+    return made
+
+
+class Saved:
+    """A checkpoint as fairseq saves it, the model in it, and what the command makes of it."""
+
+    def __init__(self, folder, arch="transformer", shared=False, **settings):
+        self.folder, self.file = folder, folder / "model.pt"
+        words = {language: dictionary("w" if shared else language) for language in ("en", "de")}
+        for language, known in words.items():
+            known.save(str(folder / f"dict.{language}.txt"))
+        sizes = {"layers": 2, "embed_dim": DIM, "ffn_embed_dim": 24, "attention_heads": HEADS}
+        args = Namespace(
+            **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()},
+            arch=arch, share_all_embeddings=shared, max_source_positions=64, max_target_positions=64, dropout=0.2, **settings,
+        )  # fmt: skip
+        ARCH_CONFIG_REGISTRY[arch](args)
+        task = Namespace(source_dictionary=words["en"], target_dictionary=words["de"])
+        self.model = ARCH_MODEL_REGISTRY[arch].build_model(args, task)
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        self.model.eval()
+        self.settings, self.languages = args, {"_name": "translation", "source_lang": "en", "target_lang": "de"}
+        self.save()
+
+    def save(self, **other):
+        cfg = {"model": self.settings, "task": self.languages}
+        torch.save({"args": None, "cfg": cfg, "model": self.model.state_dict(), **other}, self.file)
+
+    def convert(self, *arguments, out="out"):
+        silence_known_warnings()
+        words = ["--source", "fairseq-mt", self.file, "--out", self.folder / out, *arguments]
+        main([str(word) for word in words])
+        path = str(self.folder / out / "checkpoint.pt")
+        (model,), _ = checkpoint_utils.load_model_ensemble([path], arg_overrides={"data": str(self.folder / out)})
+        return model.eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return Saved(tmp_path)
+
+
+def batch():
+    source, before = torch.randint(4, 34, (3, 7)), torch.randint(4, 34, (3, 5))
+    source[0, :2] = 1
+    return {"src_tokens": source, "src_lengths": torch.tensor([5, 7, 7]), "prev_output_tokens": before}
+
+
+@torch.no_grad()
+def logits(model, sample):
+    return model(**sample)[0]
+
+
+@looped(
+    ("arch", "shared", "settings"),
+    [
+        ("transformer", False, {}),
+        ("transformer_iwslt_de_en", True, {"encoder_normalize_before": True, "decoder_normalize_before": True}),
+        ("transformer_wmt_en_de_big", True, {"activation_fn": "gelu", "no_token_positional_embeddings": True}),
+        ("softmax_mt_wmt14_en_de", False, {"decoder_learned_pos": True}),
+    ],
+)
+def test_without_another_attention_the_logits_are_the_same(tmp_path_factory, arch, shared, settings):
+    saved = Saved(tmp_path_factory.mktemp("saved"), arch, shared, **settings)
+    model, sample = saved.convert(), batch()
+    torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
+    written = (saved.folder / "out" / "flags.txt").read_text()
+    assert written.startswith("--task translation --source-lang en --target-lang de --arch fwp_transformer --")
+    assert "--dropout 0.2" in written and (saved.folder / "out" / "dict.en.txt").exists()
+
+
+def kinds(model):
+    """Which of encoder, decoder and attention to the source are not fairseq's own."""
+    places = {
+        "encoder": model.encoder.layers[1].self_attn,
+        "decoder": model.decoder.layers[1].self_attn,
+        "cross": model.decoder.layers[1].encoder_attn,
+    }
+    return {name for name, module in places.items() if isinstance(module, LinearAttention | CausalAttention)}
+
+
+@looped(
+    ("flags", "converted"),
+    [
+        (LINEAR[:2], {"encoder"}),
+        ([*SUM, "--encoder-feature-map", "softmax"], {"decoder"}),
+        (LINEAR[2:], {"cross"}),
+        ([*LINEAR, *SUM], {"encoder", "decoder", "cross"}),
+    ],
+)
+def test_each_place_is_converted_or_kept(tmp_path_factory, flags, converted):
+    saved = Saved(tmp_path_factory.mktemp("saved"))
+    model = saved.convert(*flags)
+    assert kinds(model) == converted
+    theirs = saved.model.state_dict()
+    kept = [name for name in model.state_dict() if name in theirs and "_attn." not in name]
+    assert len(kept) > 20 and all(torch.equal(model.state_dict()[name], theirs[name]) for name in kept)
+    assert logits(model, batch()).isfinite().all()
+
+
+def softmax_parts(attention, x, source):
+    """q, k and v (B, H, L, d) of fairseq's attention."""
+    pairs = ((attention.q_proj, x), (attention.k_proj, source), (attention.v_proj, source))
+    return [projection(given).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for projection, given in pairs]
+
+
+def test_projections_are_those_of_softmax(saved):
+    """Each attention, by its formula, of the queries and keys that softmax has; the factor is in the queries."""
+    model = saved.convert(*LINEAR, *SUM)
+    x, source = torch.randn(2, 5, DIM), torch.randn(2, 6, DIM)
+    for side, name, given in (
+        ("encoder", "self_attn", x), ("decoder", "encoder_attn", source), ("decoder", "self_attn", x)
+    ):  # fmt: skip
+        theirs, ours = (getattr(getattr(of, side).layers[1], name) for of in (saved.model, model))
+        q, k, v = softmax_parts(theirs, x, given)
+        q, k = (torch.nn.functional.elu(part) + 1 for part in (q / math.sqrt(HEAD), k))
+        scores = q @ k.transpose(-1, -2)
+        if name == "self_attn" and side == "decoder":
+            scores = scores.tril()
+        y = (scores / scores.sum(-1, keepdim=True)) @ v
+        expected = theirs.out_proj(y.transpose(1, 2).flatten(2))
+        time_first = (part.transpose(0, 1) for part in (x, given, given))
+        torch.testing.assert_close(ours(*time_first)[0].transpose(0, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_favor_estimates_the_attention_of_softmax(saved):
+    """Of many features, for moderate scores, as exp(q . k / sqrt(d))."""
+    for layer in saved.model.encoder.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            torch.nn.init.normal_(projection.weight, std=0.1)
+    saved.save()
+    errors = []
+    for size in (16, 8192):
+        model = saved.convert("--encoder-feature-map", "favor", "--state-size", size, out=f"favor {size}")
+        ours, theirs = (of.encoder.layers[1].self_attn for of in (model, saved.model))
+        assert ours.feature_map.feature_dim == size
+        x = torch.randn(9, 2, DIM)
+        expected = theirs(x, x, x)[0]
+        errors.append(((ours(x, x, x)[0] - expected).norm() / expected.norm()).item())
+    assert errors[1] < 0.05 and errors[1] < errors[0] / 3
+
+
+@looped("rule", list(UPDATE_RULES))
+def test_every_rule(tmp_path_factory, rule):
+    saved = Saved(tmp_path_factory.mktemp("saved"))
+    model = saved.convert("--decoder-update-rule", rule, "--decoder-feature-map", "elu", "--sum-normalization")
+    assert kinds(model) == {"decoder"} and logits(model, batch()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--encoder-feature-map", "dpfp", "--state-size", "24"], "the map dpfp cannot have 24 features on heads of 8"),
+        (["--encoder-feature-map", "elu", "--state-size", "4"], "the map elu cannot have 4 features on heads of 8"),
+        (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans is of language models"),
+    ],
+)
+def test_targets_that_cannot_be(saved, arguments, sentence):
+    with pytest.raises(SystemExit, match=f"^fwp-convert: {sentence}"):
+        saved.convert(*arguments)
+    assert not (saved.folder / "out").exists()
+
+
+def test_arguments_without_sense(saved, capsys):
+    with pytest.raises(SystemExit):
+        saved.convert("--encoder-feature-map", "softmax", "--state-size", "4")
+    assert "a new attention needs --encoder-feature-map, --cross-feature-map or" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--source", "gpt2", "folder", "--out", "out", "--cross-feature-map", "elu"])
+    assert "--cross-feature-map are of --source fairseq-mt" in capsys.readouterr().err
+
+
+def test_files_that_are_not_whole(saved):
+    with pytest.raises(SystemExit, match="none of transformer or fwp_transformer: choose another --source"):
+        saved.settings.arch = "transformer_lm"
+        saved.save()
+        saved.convert()
+    saved.settings.arch = "transformer"
+    saved.save()
+    linear = saved.convert(*LINEAR)
+    assert kinds(linear) == {"encoder", "cross"}
+    with pytest.raises(SystemExit, match="some of this model's attentions are linear"):
+        saved.file = saved.folder / "out" / "checkpoint.pt"
+        saved.convert(*SUM, out="again")
+    saved.file = saved.folder / "model.pt"
+    (saved.folder / "dict.de.txt").unlink()
+    with pytest.raises(SystemExit, match=r"there is no dict.de.txt: give a folder that holds it with --vocabulary"):
+        saved.convert(out="again")
