@@ -63,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a state dict, a checkpoint or a folder")
     made.add_argument("--source", required=True, choices=list(SOURCES), help="whose code the checkpoint is of")
-    made.add_argument("--vocabulary", type=Path, metavar="FILE", help="its words, one a line, or its dict.txt, or a folder of them")
+    made.add_argument(
+        "--vocabulary", type=Path, metavar="FILE", help="its words, one a line, or its dict.txt, or a folder of them"
+    )
     made.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for what is written")
     add_target(made.add_argument_group("another attention in the place of softmax (Mao 2022)"))
     training = made.add_argument_group("options of the training script")
@@ -165,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(conversion, args.out)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-convert: {' '.join(str(error).split())}")
-    print(f"wrote {args.out / CHECKPOINT}, {', '.join(vocabularies(conversion))} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
+    files = ", ".join([str(args.out / CHECKPOINT), *vocabularies(conversion)])
+    print(f"wrote {files} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
     for note in conversion.notes:
         print(f"note: {note}")
 

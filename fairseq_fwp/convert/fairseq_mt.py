@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from torch import Tensor
 
 from fairseq_fwp.convert.fairseq_lm import check_model, read_checkpoint

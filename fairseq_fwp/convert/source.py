@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 # Of a language model, or by language.
 Words = list[str] | dict[str, list[str]]
 
@@ -21,8 +20,8 @@ class Option(NamedTuple):
 
 class Conversion(NamedTuple):
     """flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model; words: of the
-    dictionary, after fairseq's specials, and of translation by language, the source's first; notes: what whoever goes on
-    with the model should know."""
+    dictionary, after fairseq's specials, and of translation by language, the source's first; notes: what whoever goes
+    on with the model should know."""
 
     arch: str
     flags: dict[str, Any]
@@ -41,8 +40,8 @@ class Source(NamedTuple):
 
     options: dict[str, Option]
     read: Callable[[Path], tuple[Mapping[str, Tensor], dict[str, Any]]]
-    convert: Callable[[Mapping[str, Tensor], list[str], "Options"], Conversion]
-    words: Callable[[Path, Path | None], list[str]]
+    convert: Callable[[Mapping[str, Tensor], Any, "Options"], Conversion]
+    words: Callable[[Path, Path | None], Words]
 
 
 class Options:

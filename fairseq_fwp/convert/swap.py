@@ -67,14 +67,14 @@ class Target(NamedTuple):
     """The new attention.
 
     update_rule, feature_map: keys of their tables; or update_rule softmax with a window, for local attention;
-    encoder_feature_map, cross_feature_map: of translation, likewise; there None = softmax stays, also of update_rule;
+    encoder_feature_map, cross_feature_map: of translation, likewise; there without one softmax stays;
     state_size: m, None = that of the map on heads of d; heads: None = those of the source;
     read_out_only: attention normalisation divides the output alone, as the paper's does, and not what delta retrieves;
     decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
     keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose loss costs most.
     """
 
-    update_rule: str | None = None
+    update_rule: str = ""
     feature_map: str = "identity"
     encoder_feature_map: str | None = None
     cross_feature_map: str | None = None

@@ -45,7 +45,7 @@ def translation_flags(flags: Mapping[str, Any], target: Target) -> dict[str, Any
             raise ValueError(f"--{name.replace('_', '-')} is of language models: leave it out for translation")
     places = {"encoder_feature_map": target.encoder_feature_map, "cross_feature_map": target.cross_feature_map}
     found: dict[str, Any] = {name: value for name, value in places.items() if value is not None}
-    if target.update_rule is not None:
+    if target.update_rule:
         found |= {
             "decoder_update_rule": target.update_rule,
             "decoder_feature_map": target.feature_map,

@@ -36,12 +36,13 @@ class Conversion(LanguageModels):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         self.add_text_flags(parser)
-        parser.set_defaults(any_text=False, test=None, conf=None, models=None, seeds=None)
+        parser.set_defaults(any_text=False, test=None, conf=None, models=None)
         parser.add_argument("--corpus", choices=FORMATS, default="peps", help="what is converted (peps)")
         parser.add_argument(
             "--model", type=Path, help="wikitext103: fairseq's checkpoint with its dict.txt; gpt2: a folder, see above"
         )
         parser.add_argument("--rows", nargs="+", metavar="NAME", help="which of rows.yaml (all)")
+        parser.add_argument("--seeds", type=whole_number, metavar="N", help="train each row with the seeds 1 to N")
         parser.add_argument(
             "--source-updates", type=whole_number, metavar="N", help="peps: how long the source is trained (4000)"
         )
@@ -54,15 +55,27 @@ class Conversion(LanguageModels):
         corpus = self.args.corpus
         self.corpus: dict[str, Any] = {"start": SOURCE, "checkpoint": "best"}
         self.corpus |= read_yaml(self.recipe / "rows.yaml", plain=False)[corpus]
-        self.rows = {row["run"]: row.get("target", "") for row in self.corpus["rows"]}
+        self.rows = {row["run"]: row for row in self.corpus["rows"]}
         rows = names(self.args.rows) or list(self.rows)
         for name in rows:
             if name not in self.rows:
                 raise RecipeError(f"there is no row {name}: they are {', '.join(self.rows)}.")
         if self.corpus["start"] == SOFTMAX:  # what they start from
             rows = [SOFTMAX, *rows]
-        conf = self.recipe / "conf" / corpus / "finetune.yaml"
-        return [Model(name, conf, self.out / name) for name in dict.fromkeys(rows)]
+        seeds = range(1, self.args.seeds + 1) if self.args.seeds else [None]
+        return [
+            self.row(name, seed if name != self.corpus["start"] else None)
+            for name in dict.fromkeys(rows)
+            for seed in seeds
+        ]
+
+    def row(self, name: str, seed: int | None) -> Model:
+        """Return the training of a row. Its own `conf` and `from` are for what learns in stages."""
+        row = self.rows.get(name, {})
+        conf = self.recipe / "conf" / self.args.corpus / f"{row.get('conf', 'finetune')}.yaml"
+        folder = self.out / name / ("" if seed is None else f"seed_{seed}")
+        origin = SOURCE if name == SOFTMAX else row.get("from", self.corpus["start"])
+        return Model(name, conf, folder, seed, origin, row.get("target", ""))
 
     def check_flags(self) -> None:
         flags = ["--task", "language_modeling", "--arch", "fwp_lm", *self.extra]
@@ -132,23 +145,25 @@ class Conversion(LanguageModels):
     # A row.
 
     def train(self, model: Model) -> None:
-        converted = self.convert(model)
-        task = (converted / "flags.txt").read_text(encoding="utf-8").split()
-        start = ["--finetune-from-model", str(converted / "checkpoint.pt")]
-        training.train(model.folder, self.bin, [*task, *model.flags, *self.plugin, *start, *self.extra])
+        task, start = self.start(model)
+        flags = [*task, *model.flags, *self.plugin, *start, *self.extra, *self.teacher(model)]
+        training.train(model.folder, self.bin, flags)
         if not (model.folder / "checkpoint_best.pt").exists() and not (model.folder / "diverged").exists():
             write(model.folder / "diverged", "no validation perplexity was a number\n")
 
-    def convert(self, model: Model) -> Path:
+    def conversion_flags(self) -> list[object]:
+        return [*self.plugin, *super().conversion_flags()]
+
+    def converted(self, model: Model) -> Path:
         """Return the folder of what a row begins with; for softmax it is the source."""
-        folder, target = model.folder / "converted", self.rows.get(model.name, "")
-        start = self.source / "checkpoint.pt"
-        if self.corpus["start"] == SOFTMAX:
-            start = self.out / SOFTMAX / "checkpoint_best.pt"
-        if target and not folder.is_dir():
-            words = ["--vocabulary", self.bin / "dict.txt", "--out", folder, *target.split()]
-            run("fwp-convert", *self.plugin, "--source", "fwp-lm", start, *words)
-        return folder
+        return self.source if model.name == SOFTMAX else super().converted(model)
+
+    def find_model(self, name: str, seed: int | None) -> Model:
+        of_seed = self.row(name, seed)
+        return of_seed if of_seed.folder.is_dir() else self.row(name, None)
+
+    def checkpoint(self, name: str, seed: int | None) -> Path:
+        return self.source / "checkpoint.pt" if name == SOURCE else super().checkpoint(name, seed)
 
     def main(self) -> None:
         if self.stage == "evaluate" and not (self.data.is_dir() and self.source.is_dir()):
@@ -162,7 +177,9 @@ class Conversion(LanguageModels):
             self.measure(model.folder / f"checkpoint_{self.corpus['checkpoint']}.pt", model.folder, measure)
 
     def measure_converted(self, model: Model) -> None:
-        folder = model.folder / "converted"
+        folder = self.converted(model)
+        if folder.parent != model.folder:  # what an earlier stage began with
+            return
         for measure in self.corpus["measures"] if model.name == SOFTMAX else self.corpus["measures"][:1]:
             self.measure(folder / "checkpoint.pt", folder, measure)
 

@@ -11,6 +11,7 @@ Values are passed on exactly as written, so 1e-3 stays 1e-3.
 import contextlib
 import io
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ def read_yaml(path: Path, plain: bool = True) -> Any:
         raise RecipeError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def read_flags(path: Path) -> list[str]:
-    """Return the flags of one YAML file, in the order written. Raises RecipeError for one that is not flat."""
+def read_flags(path: Path, leave_out: Sequence[str] = ()) -> list[str]:
+    """Return the flags of one YAML file, in the order written. Raises RecipeError for one that is not flat.
+
+    leave_out: names of lines that are no flags.
+    """
     settings = read_yaml(path)
     if not isinstance(settings, dict):
         raise RecipeError(f"{path} must be a flat list of `flag: value` lines.")
@@ -41,7 +45,7 @@ def read_flags(path: Path) -> list[str]:
             raise RecipeError(f"{path}: {name} needs one plain value (`true` for a switch; leave out what is off).")
         if name == "include":
             flags += read_flags(path.parent / value)
-        else:
+        elif name not in leave_out:
             flags += as_flags({name: value})
     return flags
 

@@ -113,6 +113,9 @@ class LanguageModels(Recipe):
             return {}
         return self.text.write(self.out / "download", out, False)
 
+    def conversion_flags(self) -> list[object]:
+        return ["--source", "fwp-lm", "--vocabulary", self.bin / "dict.txt"]
+
     # Evaluation.
 
     def ways(self, model: Model) -> list[Way]:

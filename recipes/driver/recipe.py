@@ -8,21 +8,29 @@ from typing import NamedTuple
 
 import training
 from arguments import ROOT, Parser, names
-from commands import RecipeError, check_same, whole, write
-from flags import read_flags, read_yaml, refusal
+from commands import RecipeError, check_same, run, whole, write
+from flags import read_flags, read_yaml, refusal, value_of
+
+# Lines of a YAML that are no flags: the model that a training begins with, and what fwp-convert makes of it first.
+START = ("from", "convert")
 
 
 class Model(NamedTuple):
-    """One training: its name in tables, the YAML of its flags, its folder, and its seed if the YAML's is not meant."""
+    """One training: its name in tables, the YAML of its flags, its folder, and its seed if the YAML's is not meant.
+
+    origin: the model that it begins with; convert: arguments of fwp-convert for that.
+    """
 
     name: str
     conf: Path
     folder: Path
     seed: int | None = None
+    origin: str = ""
+    convert: str = ""
 
     @property
     def flags(self) -> list[str]:
-        return read_flags(self.conf) + ([] if self.seed is None else ["--seed", str(self.seed)])
+        return read_flags(self.conf, leave_out=START) + ([] if self.seed is None else ["--seed", str(self.seed)])
 
     @property
     def label(self) -> str:
@@ -76,7 +84,49 @@ class Recipe:
         """Write tables and pictures of all models."""
 
     def train(self, model: Model) -> None:
-        training.train(model.folder, self.bin, [*model.flags, *self.extra])
+        task, start = self.start(model)
+        training.train(model.folder, self.bin, [*task, *model.flags, *start, *self.extra, *self.teacher(model)])
+
+    # What a training begins with.
+
+    def start(self, model: Model) -> tuple[list[str], list[str]]:
+        """Return the flags of the model that a training begins with, and its checkpoint; none where there is none."""
+        if not model.origin:
+            return [], []
+        converted = self.converted(model)
+        start = converted / "checkpoint.pt" if model.convert else self.checkpoint(model.origin, model.seed)
+        return (converted / "flags.txt").read_text(encoding="utf-8").split(), ["--finetune-from-model", str(start)]
+
+    def converted(self, model: Model) -> Path:
+        """Return the folder of what fwp-convert made for a model, or for the one that it begins with."""
+        if not model.convert:
+            return self.converted(self.find_model(model.origin, model.seed))
+        folder = model.folder / "converted"
+        if not folder.is_dir():
+            start = self.checkpoint(model.origin, model.seed)
+            run("fwp-convert", *self.conversion_flags(), start, "--out", folder, *model.convert.split())
+        return folder
+
+    def conversion_flags(self) -> list[object]:
+        """Return the flags of fwp-convert for models of this recipe."""
+        raise NotImplementedError
+
+    def find_model(self, name: str, seed: int | None) -> Model:
+        """Return the model of a name; without a seed where it was trained without one."""
+        conf = self.find_conf(f"conf/{name}.yaml")
+        of_seed = self.model(conf, seed)
+        return of_seed if of_seed.folder.is_dir() else self.model(conf, None)
+
+    def checkpoint(self, name: str, seed: int | None) -> Path:
+        model = self.find_model(name, seed)
+        if not (model.folder / "trained").exists():
+            raise RecipeError(f"{model.label} is not trained: train it first, others begin with it.")
+        return model.folder / "checkpoint_best.pt"
+
+    def teacher(self, model: Model) -> list[str]:
+        """Return the checkpoint of the model that `teacher` in a YAML names."""
+        name = value_of([*model.flags, *self.extra], "--teacher")
+        return ["--teacher", str(self.checkpoint(name, model.seed))] if name and not Path(name).is_file() else []
 
     # The models.
 
@@ -97,7 +147,8 @@ class Recipe:
         folder = self.recipe / "conf"
         inside = conf.is_relative_to(folder)
         name = str(conf.relative_to(folder).with_suffix("")) if inside else conf.stem
-        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed)
+        start = read_start(conf)
+        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed, *start)
 
     def find_conf(self, path: str) -> Path:
         for conf in (Path(path), self.recipe / path):
@@ -189,6 +240,12 @@ class Recipe:
         if self.args.seeds:
             words += ["--seeds", str(self.args.seeds)]
         print("Next: " + shlex.join(words), file=sys.stderr)
+
+
+def read_start(conf: Path) -> list[str]:
+    """Return the model that a YAML begins with, and what is made of it; empty where it says nothing."""
+    settings = read_yaml(conf)
+    return [str(settings.get(name, "")) if isinstance(settings, dict) else "" for name in START]
 
 
 def runs(tables: list[dict]) -> list[str]:

@@ -119,6 +119,9 @@ class Translation(Recipe):
 
     # Models.
 
+    def conversion_flags(self) -> list[object]:
+        return ["--source", "fairseq-mt", "--vocabulary", self.bin]
+
     def evaluate(self, model: Model) -> None:
         checkpoint, name = model.folder / "checkpoint_best.pt", label(self.evaluation_flags)
         if count := self.args.average:

@@ -40,7 +40,8 @@ class Saved:
         sizes = {"layers": 2, "embed_dim": DIM, "ffn_embed_dim": 24, "attention_heads": HEADS}
         args = Namespace(
             **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()},
-            arch=arch, share_all_embeddings=shared, max_source_positions=64, max_target_positions=64, dropout=0.2, **settings,
+            arch=arch, share_all_embeddings=shared, max_source_positions=64, max_target_positions=64, dropout=0.2,
+            **settings,
         )  # fmt: skip
         ARCH_CONFIG_REGISTRY[arch](args)
         task = Namespace(source_dictionary=words["en"], target_dictionary=words["de"])

@@ -3,6 +3,7 @@
 A row recovers the source's perplexity divided by its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
 """
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     found = [
         {
             "run": SOURCE,
+            "seed": None,
             "state": read_measure(source, first, "state_size"),
             "updates": None,
             "hours": None,
@@ -33,25 +35,34 @@ def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
         }
     ]
     for name in (row["run"] for row in corpus["rows"]):
-        folder = out / name
-        diverged = (folder / "diverged").exists()
-        training = read_training(folder / "train.log") if diverged or (folder / "trained").exists() else None
-        row = {
-            "run": name,
-            "state": read_measure(folder / "converted", first, "state_size"),
-            "updates": training and training.updates,
-            "hours": training and training.hours,
-            f"converted, {first}": read_measure(folder / "converted", first),
-        }
-        found.append(row | {m: "diverged" if diverged else read_measure(folder, m) for m in measures})
-    return [row for row in found if any(value is not None for name, value in row.items() if name != "run")]
+        for folder in (out / name, *sorted((out / name).glob("seed_*"))):
+            found.append({"run": name} | read_row(folder, measures))
+    return [
+        row for row in found if any(value is not None for name, value in row.items() if name not in ("run", "seed"))
+    ]
 
 
-def shown(value: float | str | None) -> str:
-    """Return a perplexity in a table; a word as it is."""
+def read_row(folder: Path, measures: list[str]) -> dict[str, Any]:
+    """Return what a training came to, by the columns of the CSV; None where nothing was measured."""
+    diverged = (folder / "diverged").exists()
+    training = read_training(folder / "train.log") if diverged or (folder / "trained").exists() else None
+    row = {
+        "seed": int(folder.name.removeprefix("seed_")) if folder.name.startswith("seed_") else None,
+        "state": read_measure(folder / "converted", measures[0], "state_size")
+        or read_measure(folder, measures[0], "state_size"),
+        "updates": training and training.updates,
+        "hours": training and training.hours,
+        f"converted, {measures[0]}": read_measure(folder / "converted", measures[0]),
+    }
+    return row | {m: "diverged" if diverged else read_measure(folder, m) for m in measures}
+
+
+def shown(value: float | str | None, deviation: float | None = None) -> str:
+    """Return a perplexity in a table, with the deviation of its seeds; a word as it is."""
     if value is None:
         return "not run"
-    return value if isinstance(value, str) else f"{value:,.2f}" if value < 1e5 else f"{value:.1e}"
+    behind = "" if deviation is None else f" ± {deviation:.2f}"
+    return value if isinstance(value, str) else f"{value:,.2f}{behind}" if value < 1e5 else f"{value:.1e}"
 
 
 def counted(value: float | None) -> str:
@@ -66,9 +77,22 @@ def recovered(source: float | str | None, found: float | str | None) -> str:
     return f"{source / found:.1%}"
 
 
+def mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one row for the seeds of a run: means, and under "deviation" what is shown behind them."""
+    numbers = {
+        name: [row[name] for row in rows if isinstance(row[name], int | float)] for name in rows[0] if name != "seed"
+    }
+    means = {name: statistics.mean(values) if values else rows[0][name] for name, values in numbers.items()}
+    deviations = {name: statistics.stdev(values) for name, values in numbers.items() if len(values) > 1}
+    return {**means, "run": rows[0]["run"], "deviation": deviations, "seeds": len(rows)}
+
+
 def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
     """Return the source, then a line for each row; shares of what rows are converted from and of softmax."""
-    results = {row["run"]: row for row in found}
+    by_run: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
+        by_run.setdefault(row["run"], []).append(row)
+    results = {name: rows[0] if len(rows) == 1 else mean(rows) for name, rows in by_run.items()}
     measures, first, rows = corpus["measures"], corpus["measures"][0], corpus["rows"]
     compared = {"of the source": results.get(corpus["start"], {}).get(first)}
     if corpus["start"] == SOURCE and any(row["run"] == SOFTMAX for row in rows):
@@ -85,7 +109,9 @@ def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
         row = results.get(run, {})
         own = [shown(paper.get(measure, "-")) for measure in papers]
         start = "-" if run == SOURCE else shown(row.get(converted))
-        perplexities = [shown(row.get(measure)) for measure in measures]
+        deviations = row.get("deviation", {})
+        perplexities = [shown(row.get(measure), deviations.get(measure)) for measure in measures]
+        name += f", {row['seeds']} seeds" if "seeds" in row else ""
         cells = [name, counted(row.get("state")), start, *perplexities, *shares[:-1], *own, shares[-1]]
         lines.append([*cells, counted(row.get("updates"))])
 
