@@ -76,8 +76,6 @@ class Target(NamedTuple):
 
     update_rule: str = ""
     feature_map: str = "identity"
-    encoder_feature_map: str | None = None
-    cross_feature_map: str | None = None
     state_size: int | None = None
     sum_normalization: bool = False
     attention_normalization: bool = False
@@ -86,6 +84,8 @@ class Target(NamedTuple):
     heads: int | None = None
     decay_spans: int | None = None
     keep_softmax_layers: str | None = None
+    encoder_feature_map: str | None = None
+    cross_feature_map: str | None = None
 
 
 def keep(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
@@ -144,6 +144,7 @@ INITIALISATIONS = {
     "delta": Initialisation(write_little, bias=True),
     "decay": Initialisation(scale_by_decay),
     "fwm": Initialisation(write_little, bias=True),
+    "delta_product": Initialisation(write_little, bias=True),
 }
 
 

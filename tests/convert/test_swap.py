@@ -72,7 +72,7 @@ def random_input():
     return torch.randn(3, LENGTH, DIM, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.steps == 1])
+@pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_every_rule_and_map_takes_its_place(source, rule):
     tokens = torch.randint(4, 50, (2, LENGTH))
     for name, feature_map in FEATURE_MAPS.items():
@@ -204,6 +204,22 @@ def test_delta_begins_with_small_writes(source, rule):
     assert k.sum(-1).le(1 + 1e-6).all() and v.std() > 0.5
     for gate in (swap(source, Target("gated", state_size=4)),):
         assert rule_inputs(attention_of(gate), random_input())[3][0].mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_rule_of_several_steps_begins_as_delta(source):
+    """Its last step has the pretrained key; the one before hardly writes."""
+    several, one = (
+        attention_of(swap(source, Target(rule, "elu", sum_normalization=True))) for rule in ("delta_product", "delta")
+    )
+    x = random_input()
+    q, k, v, (beta,) = rule_inputs(several, x)
+    of_delta = rule_inputs(one, x)
+    for found, expected in zip(
+        (q, k[..., 1, :], v[..., 1, :], v[..., 0, :]), (*of_delta[:3], of_delta[2]), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    assert beta.shape[-1] == 2 and beta[..., 0].max() < 0.012
+    assert not torch.allclose(k[..., 0, :], k[..., 1, :])
 
 
 def test_local_attention_has_the_same_weights(source):
