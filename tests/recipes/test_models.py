@@ -1,11 +1,14 @@
 """Recipes that train models: which, their stages and seeds, without training one; and language models in particular."""
 
+from pathlib import Path
+
 import conversion
 import evaluation
 import fast_weight_layers
 import language_models
 import made_up
 import pytest
+import recipe as recipes
 import training
 from commands import RecipeError
 from recipe import Recipe
@@ -84,6 +87,53 @@ def test_seeds_are_models_of_their_own(start, tmp_path):
     assert (tmp_path / "out" / "sum" / "seed_2" / "trained").exists()
     with pytest.raises(RecipeError, match="--seeds must be at least 1, got 0"):
         start("--seeds", "0")
+
+
+class Converting(Kind):
+    """Trains what begins with another model, and writes the flags down."""
+
+    def train(self, model):
+        self.done.append([*self.start(model), self.teacher(model)])
+        made_up.trained(model.folder)
+
+    def conversion_flags(self):
+        return ["--source", "fwp-lm"]
+
+
+def test_a_model_begins_with_another_one(start, recipe, tmp_path, monkeypatch):
+    """Converted, or as it is; the teacher is a model too; of a seed where they have been trained with seeds."""
+    for name, lines in {
+        "first": "from: sum\nconvert: --decoder-update-rule decay\nteacher: sum\n",
+        "second": "from: first\nteacher: sum\n",
+    }.items():
+        (recipe / "conf" / f"{name}.yaml").write_text(CONF + lines)
+    out, ran = tmp_path / "out", []
+
+    def run(*words):
+        ran.append(list(map(str, words)))
+        folder = Path(ran[-1][ran[-1].index("--out") + 1])
+        folder.mkdir(parents=True)
+        (folder / "flags.txt").write_text("--arch fwp_lm --decoder-update-rule decay\n")
+
+    monkeypatch.setattr(recipes, "run", run)
+    with pytest.raises(RecipeError, match="sum is not trained: train it first, others begin with it"):
+        start("train", "--models", "first", kind=Converting).main()
+    made_up.trained(out / "sum")
+    made = start("train", "--models", "first second", "--seeds", "2", kind=Converting)
+    made.main()
+    assert "--from" not in made.models[0].flags and "--convert" not in made.models[0].flags
+    converted = out / "first" / "seed_2" / "converted"
+    assert ran[1] == ["fwp-convert", "--source", "fwp-lm", str(out / "sum" / "checkpoint_best.pt"), "--out",
+                      str(converted), "--decoder-update-rule", "decay"]  # fmt: skip
+    assert len(ran) == 2
+    architecture, teacher = (
+        ["--arch", "fwp_lm", "--decoder-update-rule", "decay"],
+        str(out / "sum" / "checkpoint_best.pt"),
+    )
+    assert made.done[1:][1::2] == [
+        [architecture, ["--finetune-from-model", str(start)], ["--teacher", teacher]]
+        for start in (converted / "checkpoint.pt", out / "first" / "seed_2" / "checkpoint_best.pt")
+    ]
 
 
 def test_a_stage_says_which_is_missing(start, tmp_path):
@@ -289,14 +339,17 @@ def test_wrong_arguments_of_a_conversion(convert, words, said):
 
 def test_a_conversion_begins_where_the_paper_does(convert, tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(conversion, "run", lambda *words, **_: ran.append(list(map(str, words))))
+    monkeypatch.setattr(recipes, "run", lambda *words, **_: ran.append(list(map(str, words))))
     made = convert("--corpus", "gpt2", "--rows", "decay_m4")
     assert [model.name for model in made.models] == ["softmax", "decay_m4"] and made.corpus["checkpoint"] == "best"
-    made.convert(made.models[1])
-    assert ran[0][ran[0].index("fwp-lm") + 1] == str(tmp_path / "softmax" / "checkpoint_best.pt")
+    with pytest.raises(RecipeError, match="softmax is not trained: train it first, others begin with it"):
+        made.converted(made.models[1])
+    made_up.trained(made.models[0].folder)
+    made.converted(made.models[1])
+    assert str(tmp_path / "softmax" / "checkpoint_best.pt") in ran[0]
     made = convert("--rows", "decay_m4")
-    made.convert(made.models[0])
-    assert ran[1][ran[1].index("fwp-lm") + 1] == str(tmp_path / "softmax" / "converted" / "checkpoint.pt")
+    made.converted(made.models[0])
+    assert str(tmp_path / "softmax" / "converted" / "checkpoint.pt") in ran[1]
     assert ran[1][-4:] == ["--decoder-update-rule", "decay", "--state-size", "4"]
     assert convert("--corpus", "wikitext103").corpus["checkpoint"] == "last"
     with pytest.raises(RecipeError, match="give --model: what --corpus gpt2 starts from"):

@@ -254,7 +254,7 @@ def test_table(tmp_path):
     (tmp_path / "sum" / "train.log").write_text("+ fairseq-train that has just begun\n")
     corpus["start"] = "source"
     results = conversion.read_results(corpus, tmp_path)
-    assert list(results[0]) == ["run", "state", "updates", "hours", "converted, valid 0", "valid 0", "test 0"]
+    assert list(results[0]) == ["run", "seed", "state", "updates", "hours", "converted, valid 0", "valid 0", "test 0"]
     assert results[2]["converted, valid 0"] == 4e9 and results[3]["valid 0"] == "diverged"
     lines = [line.strip("| ").split(" | ") for line in conversion.table(corpus, results)]
     assert lines[0][:6] == ["row", "state", "converted, valid 0", "valid 0", "test 0", "of the source"]
@@ -271,6 +271,22 @@ def test_table(tmp_path):
     lines = [line.strip("| ").split(" | ") for line in conversion.table(corpus, results)]
     assert lines[0][5:7] == ["of the source", "paper valid 0"] and lines[2][0] == "before fine-tuning"
     assert lines[4][5:8] == ["71.9%", "14.60", "99.3%"]
+
+
+def test_seeds_of_a_conversion_are_one_line(tmp_path):
+    corpus = {
+        "measures": ["valid 0"],
+        "source": {},
+        "start": "source",
+        "rows": [{"run": "decay", "row": "decay", "paper": {}}],
+    }
+    measured(tmp_path / "softmax" / "converted", "valid 0", 10.0)
+    for seed, perplexity in ((1, 12.0), (2, 13.0)):
+        measured(tmp_path / "decay" / f"seed_{seed}", "valid 0", perplexity)
+    results = conversion.read_results(corpus, tmp_path)
+    assert [row["seed"] for row in results] == [None, 1, 2]
+    line = conversion.table(corpus, results)[-1]
+    assert line.startswith("| decay, 2 seeds | 8 | not run | 12.50 ± 0.71 | 80.0% |")
 
 
 # Retrieval.
