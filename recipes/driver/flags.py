@@ -5,13 +5,14 @@
     share-decoder-input-output-embed: true  ->  --share-decoder-input-output-embed
     include: common.yaml          ->  the flags of that file first (its path is relative to this one)
 
+    from, convert: what the training begins with, see recipe.py
+
 Values are passed on exactly as written, so 1e-3 stays 1e-3.
 """
 
 import contextlib
 import io
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from commands import RecipeError
 
 # They change no score, and so name no result: with a value, without one.
 SILENT = {"--batch-size", "--log-format", "--log-interval"}, {"--cpu", "--no-progress-bar"}
+
+
+# Lines that are no flags: the model that a training begins with, and what fwp-convert makes of it first.
+START = ("from", "convert")
 
 
 def read_yaml(path: Path, plain: bool = True) -> Any:
@@ -31,11 +36,8 @@ def read_yaml(path: Path, plain: bool = True) -> Any:
         raise RecipeError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def read_flags(path: Path, leave_out: Sequence[str] = ()) -> list[str]:
-    """Return the flags of one YAML file, in the order written. Raises RecipeError for one that is not flat.
-
-    leave_out: names of lines that are no flags.
-    """
+def read_flags(path: Path) -> list[str]:
+    """Return the flags of one YAML file, in the order written. Raises RecipeError for one that is not flat."""
     settings = read_yaml(path)
     if not isinstance(settings, dict):
         raise RecipeError(f"{path} must be a flat list of `flag: value` lines.")
@@ -45,7 +47,7 @@ def read_flags(path: Path, leave_out: Sequence[str] = ()) -> list[str]:
             raise RecipeError(f"{path}: {name} needs one plain value (`true` for a switch; leave out what is off).")
         if name == "include":
             flags += read_flags(path.parent / value)
-        elif name not in leave_out:
+        elif name not in START:
             flags += as_flags({name: value})
     return flags
 

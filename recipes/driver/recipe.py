@@ -9,10 +9,7 @@ from typing import NamedTuple
 import training
 from arguments import ROOT, Parser, names
 from commands import RecipeError, check_same, run, whole, write
-from flags import read_flags, read_yaml, refusal, value_of
-
-# Lines of a YAML that are no flags: the model that a training begins with, and what fwp-convert makes of it first.
-START = ("from", "convert")
+from flags import START, read_flags, read_yaml, refusal, value_of
 
 
 class Model(NamedTuple):
@@ -30,7 +27,7 @@ class Model(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        return read_flags(self.conf, leave_out=START) + ([] if self.seed is None else ["--seed", str(self.seed)])
+        return read_flags(self.conf) + ([] if self.seed is None else ["--seed", str(self.seed)])
 
     @property
     def label(self) -> str:
