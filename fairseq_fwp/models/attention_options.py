@@ -162,9 +162,14 @@ NORMALIZATIONS = {"sum_normalization": SumNormalization, "attention_normalizatio
 def attention_name(cfg: Any) -> str:
     """Return which of ATTENTIONS the options ask for: softmax, for one, is spelled as an update rule."""
     rule = cfg.decoder_update_rule
-    if rule == SOFTMAX and getattr(cfg, "attention_window", None) is not None:
-        return "local"
+    if rule == SOFTMAX:
+        return softmax_name(cfg)
     return rule if rule in rule_choices() and rule not in UPDATE_RULES else "fast_weight"
+
+
+def softmax_name(cfg: Any) -> str:
+    """Return which of ATTENTIONS softmax is: over all past tokens, or within a window where the options have one."""
+    return SOFTMAX if getattr(cfg, "attention_window", None) is None else "local"
 
 
 def rule_choices() -> list[str]:
@@ -226,9 +231,12 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def build_attention(options: type, cfg: Any) -> Any:
-    """Return the causal attention of the configuration. Raises ValueError, with the flag, where there is none."""
-    kind = ATTENTIONS[attention_name(cfg)]
+def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
+    """Return the causal attention of the configuration. Raises ValueError, with the flag, where there is none.
+
+    name: of ATTENTIONS, None = the one that the options ask for.
+    """
+    kind = ATTENTIONS[name or attention_name(cfg)]
     given = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
     if "feature_map" in signature(kind).parameters:
         with naming_flags({**SIZES, "key_dim": "decoder_key_dim"}):

@@ -215,7 +215,9 @@ class LanguageModelDecoder(StatefulDecoder):
         self.embed_positions = self.build_positions(cfg)
         self.sample_length = cfg.tokens_per_sample
         self.dropout = Dropout(cfg.dropout, self)
-        self.layers = nn.ModuleList(build_layer(cfg, self.build_attention(cfg)) for _ in range(cfg.decoder_layers))
+        self.layers = nn.ModuleList(
+            build_layer(cfg, self.build_attention(cfg, index)) for index in range(cfg.decoder_layers)
+        )
         # A state that does not grow with the text can be carried on for ever.
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         self.carries_state = all(attention.constant_state for attention in attentions)
@@ -229,8 +231,8 @@ class LanguageModelDecoder(StatefulDecoder):
         """The absolute positions that are added to the embeddings."""
         raise NotImplementedError
 
-    def build_attention(self, cfg: Any) -> nn.Module:
-        """The attention of one layer."""
+    def build_attention(self, cfg: Any, index: int) -> nn.Module:
+        """The attention of the layer of this index."""
         raise NotImplementedError
 
     def extract_features(

@@ -1,4 +1,7 @@
-"""The language model `fwp_lm`: a decoder-only Transformer whose attention is a fast weight programmer or softmax."""
+"""The language model `fwp_lm`: a decoder-only Transformer whose attention is a fast weight programmer or softmax.
+
+Or a hybrid, in which some layers have softmax and the others fast weights.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -13,11 +16,12 @@ from fairseq_fwp.models.attention_options import (
     attention_name,
     build_attention,
     rule_choices,
+    softmax_name,
     unused_options,
 )
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
-from fairseq_fwp.modules.attention import ATTENTIONS
+from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.learned_positions import LearnedPositions
@@ -39,6 +43,11 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
         "softmax: a token attends to itself and to this many less one before it; none: to all",
         argument="window",
         of="attention",
+    )
+    softmax_layers: Optional[str] = option(  # noqa: UP045
+        None,
+        "comma-separated numbers of layers, the first is 0, with softmax in place of fast weights; none: no layer",
+        of=("attention", "all"),
     )
     no_token_positional_embeddings: bool = option(False, "no absolute positions")
     decoder_learned_pos: bool = option(
@@ -76,10 +85,12 @@ class FwpLanguageModel(LanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
-        """The options that this attention does not look at, where they are not at their defaults."""
-        kind = ATTENTIONS[attention_name(cfg)]
-        use = Use("attention", kind, cfg.decoder_feature_map, cfg.decoder_update_rule)
-        return unused_options(FwpLanguageModelConfig, cfg, [use])
+        """The options that no layer's attention looks at, where they are not at their defaults."""
+        uses = [
+            Use("attention", ATTENTIONS[name], cfg.decoder_feature_map, cfg.decoder_update_rule)
+            for name in set(layer_attentions(cfg))
+        ]
+        return unused_options(FwpLanguageModelConfig, cfg, uses)
 
     def max_decoder_positions(self) -> int:
         """Longest generation: learned positions end, where others do not."""
@@ -89,14 +100,14 @@ class FwpLanguageModel(LanguageModel):
 
 
 class FwpDecoder(LanguageModelDecoder):
-    """`LanguageModelDecoder` over fast weights or softmax attention."""
+    """`LanguageModelDecoder` over fast weights or softmax attention, or over both in different layers."""
 
     def __init__(self, cfg: FwpLanguageModelConfig, dictionary: Any) -> None:
         super().__init__(cfg, dictionary)
         check_probability("final_dropout", cfg.final_dropout)
         self.final_dropout = Dropout(cfg.final_dropout, self)
-        attention: Any = self.layers[0].self_attn
-        self.packs_documents = attention.packs_documents and not cfg.positions_from_end
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        self.packs_documents = all(attention.packs_documents for attention in attentions) and not cfg.positions_from_end
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
         """The absolute positions that are added to the embeddings."""
@@ -112,9 +123,9 @@ class FwpDecoder(LanguageModelDecoder):
             return VaswaniPositions(cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: Any) -> nn.Module:
-        """The attention of one layer."""
-        return build_attention(FwpLanguageModelConfig, cfg)
+    def build_attention(self, cfg: Any, index: int) -> nn.Module:
+        """The attention of the layer of this index."""
+        return build_attention(FwpLanguageModelConfig, cfg, layer_attentions(cfg)[index])
 
     def _extract_features(
         self,
@@ -134,3 +145,20 @@ class FwpDecoder(LanguageModelDecoder):
         if decoding:  # where a sample ends is not known before it is generated: one sample follows the other
             return (self.sample_length - counts) % self.sample_length
         return counts[:, -1:] - counts
+
+
+def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
+    """Return which of ATTENTIONS each layer has. Raises ValueError for --softmax-layers that no model can have."""
+    name, layers = attention_name(cfg), [str(index) for index in range(cfg.decoder_layers)]
+    if cfg.softmax_layers is None:
+        return [name] * len(layers)
+    if cfg.decoder_update_rule == SOFTMAX:
+        raise ValueError("--decoder-update-rule softmax has softmax in all layers: leave out --softmax-layers")
+    chosen = str(cfg.softmax_layers).split(",")  # a number where --model-overrides has one
+    # One spelling for the same layers: the options of a checkpoint are compared by it.
+    if [index for index in layers if index in chosen] != chosen:
+        raise ValueError(
+            f"--softmax-layers must be ascending numbers of layers from 0 to {layers[-1]} with commas between them, "
+            f"got {cfg.softmax_layers!r}"
+        )
+    return [softmax_name(cfg) if index in chosen else name for index in layers]

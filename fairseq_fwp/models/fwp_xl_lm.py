@@ -127,8 +127,8 @@ class FwpXlDecoder(LanguageModelDecoder):
             return None
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
-    def build_attention(self, cfg: Any) -> nn.Module:
-        """The attention of one layer."""
+    def build_attention(self, cfg: Any, index: int) -> nn.Module:
+        """The attention of any layer."""
         return build_attention(cfg)
 
     def extract_features(  # type: ignore[override]

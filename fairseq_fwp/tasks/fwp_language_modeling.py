@@ -80,7 +80,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         if self.args.carry_state and not getattr(model.decoder, "carries_state", False):
             raise ValueError(
                 f"--carry-state: this {type(model).__name__} has no state of constant size to carry over segments: "
-                "choose an --arch with fast weights or a memory, or leave --carry-state out"
+                "choose an --arch with fast weights in every layer or with a memory, give layers of softmax an "
+                "--attention-window, or leave --carry-state out"
             )
         self.packs_documents = getattr(model.decoder, "packs_documents", False)
         return model

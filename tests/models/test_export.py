@@ -16,6 +16,7 @@ MODELS = {
     "favor": ("delta_favor_lm_wt103", {}),
     "softmax": ("softmax_lm_wt103", {}),
     "local": ("softmax_lm_wt103", {"attention_window": 4}),
+    "hybrid": ("delta_lm_wt103", {"softmax_layers": "1"}),
     "xl": ("fwp_xl_lm", {"mem_len": 6}),
     "layerwise": ("fwp_xl_lm", {"mem_len": 0, "decoder_positions": "layerwise"}),
 }

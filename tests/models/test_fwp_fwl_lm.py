@@ -28,6 +28,7 @@ KINDS = {
     "Transformer-XL": XL,
     "softmax": {"decoder_update_rule": "softmax"},
     "delta": {"sum_normalization": True, "no_token_positional_embeddings": True},
+    "hybrid": {"softmax_layers": "1", "sum_normalization": True},
     "adaptive": {**LOCAL, "adaptive_softmax_cutoff": "10,30"},
     "projected": {**XL, "div_val": 2, "adaptive_softmax_cutoff": "10,30"},
     "first": {**LOCAL, "fwl_fast_weights": "first"},
@@ -112,7 +113,7 @@ def test_padding_changes_no_score_here_or_later(build, kind):
 def test_carried_states_are_reordered_and_reset(build, kind):
     model = build(kind)
     check_rows_of_states(model)
-    assert model.decoder.carries_state == (kind != "softmax")
+    assert model.decoder.carries_state == (kind not in ("softmax", "hybrid"))
 
 
 @looped("last", [1, 3])
@@ -282,6 +283,8 @@ def test_unused_options_are_named():
     assert unused(decoder_update_rule="softmax", mem_len=3) == ["mem_len"]
     assert unused(fwl_base="fwp_xl_lm", mem_len=3) == []
     assert unused(fwl_base="fwp_xl_lm", attention_window=4, mem_len=3) == ["attention_window"]
+    assert unused(softmax_layers="1", attention_window=4) == []
+    assert unused(fwl_base="fwp_xl_lm", softmax_layers="1") == ["softmax_layers"]
 
 
 def test_the_state_is_counted(build, kind):

@@ -57,6 +57,8 @@ OPTIONS = (
     "--fwp-backend reference",
     "--decoder-update-rule softmax --attention-window 3",
     "--decoder-update-rule softmax --attention-bias --attention-dropout 0.1",
+    "--softmax-layers 1",
+    "--softmax-layers 0 --attention-window 3",
 )
 TRANSLATIONS = (
     "--encoder-feature-map softmax",

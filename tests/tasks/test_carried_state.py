@@ -101,7 +101,11 @@ def pieces(task, split, streams, at_documents=False):
         found.append([[]])
         for index in range(first, end):
             block = blocks[index]
-            starts = block["first"].nonzero().flatten().tolist() if at_documents else []
+            starts = []
+            if at_documents and "first" in block:
+                starts = block["first"].nonzero().flatten().tolist()
+            elif at_documents and blocks.starts_document[index]:
+                starts = [0]
             for start, stop in pairwise([0, *starts, len(block["source"])]):
                 if start in starts:
                     found[-1].append([])
@@ -138,6 +142,16 @@ def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separa
         ]
         for carried, whole in zip(scores.all(), expected, strict=True):
             torch.testing.assert_close(carried, whole)
+
+
+@pytest.mark.parametrize("separator", [None, "w3"])
+def test_hybrids_carry_the_window_and_the_fast_weights(setup, separator):
+    """A layer of softmax reads one document at a time: each begins a segment."""
+    task, model = setup({"reset_state_after": separator}, softmax_layers="1", attention_window=3)
+    scores = Scores()
+    train(task, model, batches(task), scores)
+    for carried, stream in zip(scores.all(), pieces(task, "train", 3, separator is not None), strict=True):
+        torch.testing.assert_close(carried, torch.cat([long_forward(model, piece) for piece in stream]))
 
 
 @pytest.mark.parametrize("criterion", [AdaptiveLoss, CrossEntropyCriterion])
@@ -324,6 +338,8 @@ def test_other_streams_are_refused_in_mid_epoch(setup, case):
 def test_models_without_a_state_of_constant_size_are_refused(setup):
     with pytest.raises(ValueError, match="FwpLanguageModel has no state of constant size"):
         setup(decoder_update_rule="softmax")
+    with pytest.raises(ValueError, match="with fast weights in every layer or with a memory, give layers of softmax"):
+        setup(softmax_layers="1")
     task, _ = setup({"carry_state": False}, decoder_update_rule="softmax")
     task.args.carry_state = True
     flags = {"_name": "transformer_lm", "tokens_per_sample": 4, "max_target_positions": 4, "add_bos_token": False}

@@ -30,6 +30,7 @@ FLAGS = {
     "decoder-positions": st.sampled_from(["relative", "shaw", "shaw_biased", "absolute", "layerwise", "none"]),
     "favor-draw": st.sampled_from(["orthogonal", "gaussian", "authors", "none"]),
     "output-layer": st.sampled_from(["biased", "tied", "untied", "none"]),
+    "softmax-layers": st.sampled_from(["0", "0,1", "1", "1,0", "0,0", "-1", "x", ""]),
     "adaptive-softmax-cutoff": st.sampled_from(["", "10", "10,20", "20,10", "10,99999", "0", "-5", "a,b", "10,,20"]),
     **dict.fromkeys(
         ["decoder-key-dim", "dpfp-nu", "favor-features", "relu-features", "attention-window", "mem-len", "clamp-len",
