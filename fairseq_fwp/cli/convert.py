@@ -116,7 +116,10 @@ def add_target(group: Any) -> None:
     group.add_argument(
         "--keep-softmax-layers",
         metavar="LAYERS",
-        help="layers that stay softmax, the first is 0, such as 0,3; or kl:N, see --kl-text",
+        help="layers that stay softmax, the first is 0, such as 0,3; or kl:N, the N whose conversion costs most",
+    )
+    group.add_argument(
+        "--kl-text", type=Path, metavar="FILE", help="for kl:N: words as in the vocabulary to measure it on"
     )
     group.add_argument("--decoder-attention-heads", dest="heads", type=int, metavar="H", help="default: the source's")
 

@@ -29,16 +29,19 @@ one of them with the mean of the last values: `spread_spans`.
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fairseq_fwp.convert.checkpoint import build, make_task
+from fairseq_fwp.convert.layer_choice import BY_DIVERGENCE, costs, read_blocks, read_count, shown
 from fairseq_fwp.convert.source import Conversion
 from fairseq_fwp.models.attention_options import attention_name, build_attention
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, layer_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.look_up import look_up
@@ -71,7 +74,8 @@ class Target(NamedTuple):
     state_size: m, None = that of the map on heads of d; heads: None = those of the source;
     read_out_only: attention normalisation divides the output alone, as the paper's does, and not what delta retrieves;
     decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
-    keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose loss costs most.
+    keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose conversion costs most on
+    kl_text, a file of words as in the dictionary.
     """
 
     update_rule: str = ""
@@ -84,6 +88,7 @@ class Target(NamedTuple):
     heads: int | None = None
     decay_spans: int | None = None
     keep_softmax_layers: str | None = None
+    kl_text: Path | None = None
     encoder_feature_map: str | None = None
     cross_feature_map: str | None = None
 
@@ -155,17 +160,70 @@ def swap(conversion: Conversion, target: Target) -> Conversion:
         raise ValueError("another attention takes the place of softmax over all past tokens: this model has none")
     if target.update_rule == SOFTMAX:
         return conversion._replace(flags={**flags, "attention_window": target.window})
-    source, flags = configure(flags), {**flags, **target_flags(target, flags)}
+    chosen = target.keep_softmax_layers or ""
+    if not chosen.startswith(BY_DIVERGENCE):
+        if target.kl_text is not None:
+            raise ValueError("--kl-text goes with --keep-softmax-layers kl:N: leave it out")
+        return swap_layers(conversion, target, chosen)
+    converted = swap_layers(conversion, target)
+    count = read_count(chosen, configure(flags).decoder_layers)
+    if target.kl_text is None:
+        raise ValueError(f"--keep-softmax-layers {chosen} needs a text: give --kl-text FILE")
+    dictionary = make_task(conversion).target_dictionary
+    blocks = read_blocks(target.kl_text, dictionary, flags.get("tokens_per_sample") or 1024)
+    found = costs(build_whole(conversion), build_whole(converted), blocks)
+    kept = sorted(sorted(range(len(found)), key=lambda index: -found[index])[:count])
+    hybrid = swap_layers(conversion, target, ",".join(map(str, kept)))
+    note = f"what converting a layer alone costs, in nats a token: {shown(found)}"
+    return hybrid._replace(notes=[*hybrid.notes, note])
+
+
+def swap_layers(conversion: Conversion, target: Target, kept: str = "") -> Conversion:
+    """The conversion with the new attention but in the layers kept, such as "0,3"."""
+    source, flags = configure(conversion.flags), {**conversion.flags, **target_flags(target, conversion.flags)}
+    if kept:
+        if target.heads is not None:
+            raise ValueError("--decoder-attention-heads is of all layers: leave it out with --keep-softmax-layers")
+        flags |= {"softmax_layers": kept, "attention_dropout": source.attention_dropout}
     cfg = configure(flags)
-    prefixes = [f"decoder.layers.{index}.self_attn." for index in range(cfg.decoder_layers)]
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        for prefix in prefixes:
+        for index, kind in enumerate(attentions_of_layers(cfg)):
+            prefix = f"decoder.layers.{index}.self_attn."
             of_layer = {name: conversion.weights.get(prefix + name) for name in PARTS}
-            attention = new_attention(cfg, target, of_layer, source.decoder_attention_heads)
+            if kind == SOFTMAX:
+                attention = same_attention(cfg, of_layer)
+            else:
+                attention = new_attention(cfg, target, of_layer, source.decoder_attention_heads)
             weights |= {prefix + name: tensor for name, tensor in attention.state_dict().items()}
     return conversion._replace(flags=flags, weights=weights)
+
+
+def attentions_of_layers(cfg: Any) -> list[str]:
+    """Which attention each layer has. Raises ValueError for layers that cannot be kept."""
+    try:
+        found = layer_attentions(cfg)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--softmax-layers", "--keep-softmax-layers")) from None
+    if set(found) == {SOFTMAX}:
+        raise ValueError("--keep-softmax-layers keeps all layers: leave one to convert")
+    return found
+
+
+def same_attention(cfg: Any, softmax: dict[str, Tensor | None]) -> Any:
+    """Softmax attention as it is, with biases of zero where the new ones have some."""
+    attention = build_attention(FwpLanguageModelConfig, cfg, SOFTMAX)
+    given = {name: tensor for name, tensor in softmax.items() if tensor is not None}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
+    attention.to(given["in_proj.weight"].dtype).load_state_dict({**zeros, **given})
+    return attention
+
+
+def build_whole(conversion: Conversion) -> Any:
+    """The model of a conversion, in evaluation and in float32 at least."""
+    model = build(conversion, configure(conversion.flags), make_task(conversion)).eval()
+    return model.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 
 def configure(flags: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import LinearAttention
 
 # The options of a target that another model has.
-OF_LANGUAGE_MODELS = ("window", "heads", "decay_spans", "keep_softmax_layers")
+OF_LANGUAGE_MODELS = ("window", "heads", "decay_spans", "keep_softmax_layers", "kl_text")
 
 
 def swap_translation(conversion: Conversion, target: Target) -> Conversion:

@@ -2,6 +2,7 @@
 
 import math
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -353,3 +354,66 @@ def test_arguments_without_sense(saved, tmp_path, capsys, arguments, sentence):
     with pytest.raises(SystemExit):
         convert(saved, tmp_path / "out", *arguments)
     assert sentence in capsys.readouterr().err
+
+
+def layers_of(model):
+    return [type(layer.self_attn).__name__ for layer in model.decoder.layers]
+
+
+def test_layers_that_stay_softmax(source):
+    """The rest is converted; they are what they were, with biases of zero where the others need some."""
+    target = Target("delta", "elu", sum_normalization=True, keep_softmax_layers="1")
+    converted, whole = swap(source, target), build(source).double()
+    hybrid = build(converted).double()
+    assert layers_of(hybrid) == ["FastWeightAttention", "SoftmaxAttention"]
+    assert hybrid.decoder.layers[1].self_attn.dropout == 0.1
+    x = random_input()
+    kept, before = (of.decoder.layers[1].self_attn(x)[0] for of in (hybrid, whole))
+    torch.testing.assert_close(kept, before)
+    all_new = swap(source, target._replace(keep_softmax_layers=None))
+    first = [name for name in converted.weights if "layers.0.self_attn" in name]
+    assert first and all(torch.equal(converted.weights[name], all_new.weights[name]) for name in first)
+
+
+@torch.no_grad()
+def test_layers_by_divergence(source, tmp_path):
+    """The layer is kept that, converted alone, changes the distribution most, by plain sums."""
+    words = [WORDS[int(index)] for index in torch.randint(46, (3 * LENGTH,))]
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(words[:20]) + "\n\n" + " ".join(words[20:]) + "\n")
+    target = Target("decay", state_size=4, keep_softmax_layers="kl:1", kl_text=text)
+    converted = swap(source, target)
+    dictionary = checkpoint.make_dictionary(WORDS)
+    numbers = [dictionary.index(word) for word in (*words[:20], "</s>", *words[20:], "</s>")]
+    costs = []
+    for layer in (0, 1):
+        hybrid = build(swap(source, target._replace(keep_softmax_layers=str(1 - layer), kl_text=None))).double()
+        total = 0.0
+        for block in torch.tensor(numbers).split(LENGTH):
+            p, q = (of.get_normalized_probs(of(block[None]), True).double() for of in (build(source).double(), hybrid))
+            total += F.kl_div(q, p, log_target=True, reduction="sum").item()
+        costs.append(total / len(numbers))
+    assert converted.flags["softmax_layers"] == str(costs.index(max(costs)))
+    said = f"what converting a layer alone costs, in nats a token: 0: {costs[0]:.4f}, 1: {costs[1]:.4f}"
+    assert converted.notes == [said]
+
+
+@looped(
+    ("given", "sentence"),
+    [
+        ({"keep_softmax_layers": "2"}, "--keep-softmax-layers must be ascending numbers of layers from 0 to 1"),
+        ({"keep_softmax_layers": "0,1"}, "--keep-softmax-layers keeps all layers: leave one to convert"),
+        (
+            {"keep_softmax_layers": "kl:2"},
+            "--keep-softmax-layers must be kl:1 to kl:1, or numbers of layers, got 'kl:2'",
+        ),
+        ({"keep_softmax_layers": "kl:1"}, "--keep-softmax-layers kl:1 needs a text: give --kl-text FILE"),
+        ({"keep_softmax_layers": "kl:1", "kl_text": "none"}, "--kl-text must be a text, got none"),
+        ({"keep_softmax_layers": "0", "kl_text": "none"}, "--kl-text goes with --keep-softmax-layers kl:N"),
+        ({"keep_softmax_layers": "0", "heads": 1}, "--decoder-attention-heads is of all layers: leave it out"),
+    ],
+)
+def test_layers_that_cannot_be_kept(source, given, sentence):
+    given = {name: Path(value) if name == "kl_text" else value for name, value in given.items()}
+    with pytest.raises(ValueError, match=sentence):
+        swap(source, Target("decay", state_size=4)._replace(**given))
