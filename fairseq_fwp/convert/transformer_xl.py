@@ -289,9 +289,10 @@ def sinusoidal_distances(
         for index in range(count)
     ]
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
-        if untied and _tensor(tensors, theirs).shape[:1] != (count,):
+        shape = _tensor(tensors, theirs).shape
+        if untied and (len(shape), *shape[:1]) != (3, count):
             raise ValueError(
-                f"{theirs} must have the biases of {count} layers, got the shape {tuple(tensors[theirs].shape)}: the "
+                f"{theirs} must have the biases of {count} layers, got the shape {tuple(shape)}: the "
                 "checkpoint is damaged"
             )
         for index in range(count if untied else 1):

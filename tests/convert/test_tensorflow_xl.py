@@ -324,6 +324,12 @@ R_W, R_R, QKV = "transformer/r_w_bias", "transformer/r_r_bias", "transformer/lay
 # case, options that are changed, what is done to the variables, the sentence
 REFUSALS = {
     "missing": ("wt103", {}, without(QKV), rf"lacks {QKV}; check"),
+    "no layers": (
+        "wt103",
+        {},
+        lambda variables: {name: value for name, value in variables.items() if "/layer_" not in name},
+        r"lacks transformer/layer_0/",
+    ),
     "missing layer": (
         "wt103",
         {},
