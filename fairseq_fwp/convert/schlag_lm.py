@@ -199,4 +199,4 @@ def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionT
     return found
 
 
-SOURCE = Source(OPTIONS, transformer_xl.read, convert, given_words)
+SOURCE = Source(OPTIONS, transformer_xl.read_state_dict, convert, given_words)

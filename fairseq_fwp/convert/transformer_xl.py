@@ -1,4 +1,6 @@
-"""Transformer-XL's public PyTorch code (kimiyoung/transformer-xl, pytorch/): its models as `fwp_xl_lm` and `fwp_lm`.
+"""Transformer-XL's public code (kimiyoung/transformer-xl): its models as `fwp_xl_lm` and `fwp_lm`.
+
+A state dict of its PyTorch code, or an .npz of the variables of its TensorFlow code, see tensorflow_xl.py.
 
 Attention types 0, its own; 1, the vectors of Shaw et al. 2018 with biases; 2, absolute positions; and 3, vectors
 learned for each layer and position (Al-Rfou et al. 2019). Schlag et al. 2021 built their code on this one: schlag_lm.py
@@ -9,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_fwp.convert import tensorflow_xl
 from fairseq_fwp.convert.checkpoint import load_tensors
 from fairseq_fwp.convert.source import (
     Conversion,
@@ -76,6 +80,13 @@ SEPARATE_QUERIES = [
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state dict or an .npz, which is marked with an option `tensorflow`, and the options of its training."""
+    if path.suffix != ".npz":
+        return read_state_dict(path)
+    return tensorflow_xl.read(path), {**read_saved(path.parent), "tensorflow": True}
+
+
+def read_state_dict(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state dict, and the options of its training."""
     return load_tensors(path, EXPORT), read_saved(path.parent)
 
@@ -94,6 +105,8 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     attn_type = options.get("attn_type", 0)
     if attn_type not in (0, 1, 2, 3):
         raise ValueError(f"--attn_type {attn_type} is none of Transformer-XL's: those are 0, 1, 2 and 3")
+    if options.get("tensorflow") and (attn_type or options.get("pre_lnorm")):
+        raise ValueError("--attn_type and --pre_lnorm are not options of the TensorFlow code: leave them out")
     return (convert_relative if attn_type in (0, 1) else convert_absolute)(tensors, words, options)
 
 
@@ -111,7 +124,7 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
         **common_flags(tensors, sizes, heads, vocabulary, options),
         **position_flags,
         "attention_dropout": options.get("dropatt", 0.0),
-        "mem_len": options.need("mem_len"),
+        "mem_len": read_memory(options),
         "same_length": options.get("same_length", False),
         # They have no layer normalisation after the last layer.
         "decoder_normalize_before": options.get("pre_lnorm", False),
@@ -122,7 +135,8 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
         *position_entries,
         *embeddings(tensors, vocabulary),
     ]
-    return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, vocabulary.notes)
+    notes = vocabulary.notes + (tensorflow_xl.notes(flags) if options.get("tensorflow") else [])
+    return Conversion("fwp_xl_lm", flags, convert_tensors(table, tensors), vocabulary.words, notes)
 
 
 def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -212,6 +226,14 @@ def read_sample_length(options: Options) -> int:
     return length
 
 
+def read_memory(options: Options) -> int:
+    """The tokens of the memory, here."""
+    length: int = options.need("mem_len")
+    # With --same_length a token sees mem_len of them: here and in the PyTorch code itself among them, in TensorFlow's
+    # beside itself.
+    return length + 1 if options.get("tensorflow") and options.get("same_length") else length
+
+
 def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options) -> tuple[list[int], int]:
     """The cutoffs and div_val. Raises ValueError for embeddings of another size than the model."""
     tables = [tensor for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)]
@@ -228,6 +250,9 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
         return cutoffs, d_model // tables[1].shape[1] if len(tables) > 1 else 2
     if not clusters:
         return [], 1
+    if "crit.out_layers.1.bias" in tensors:  # TensorFlow's, which has the biases by cluster where words are one table
+        sizes = [len(tensors[f"crit.out_layers.{index}.bias"]) for index in range(count_biases(tensors))]
+        return list(accumulate(sizes[:-1])), 1
     text = options.get("cutoffs")
     if text is None and options.need("dataset") not in CUTOFFS:
         raise ValueError(f"--dataset {options.need('dataset')} has no cutoffs that are known: give --cutoffs")
@@ -256,18 +281,25 @@ def check_no_memory(options: Options) -> None:
 def sinusoidal_distances(
     tensors: Mapping[str, Tensor], sizes: Mapping[str, int], options: Options
 ) -> tuple[dict[str, Any], list[Entry]]:
-    """The flags and entries of attention type 0: R_n in sinusoids, W_kR of each layer, one u and v."""
-    clamp_len = options.get("clamp_len", -1)
-    first = "decoder.layers.0.self_attn.positions"
-    return {"clamp_len": clamp_len if clamp_len > 0 else -1}, [
-        Entry(f"{first}.content_bias", ("r_w_bias",)),
-        Entry(f"{first}.position_bias", ("r_r_bias",)),
-        *(
-            Entry(f"decoder.layers.{index}.self_attn.positions.proj.weight", (f"layers.{index}.dec_attn.r_net.weight",))
-            for index in range(sizes["n_layer"])
-        ),
-        *positions(sizes["d_model"]),
+    """The flags and entries of attention type 0: R_n in sinusoids, W_kR of each layer, one u and v or those of each."""
+    clamp_len, count = options.get("clamp_len", -1), sizes["n_layer"]
+    untied = _tensor(tensors, "r_w_bias").dim() == 3
+    entries = [
+        Entry(f"decoder.layers.{index}.self_attn.positions.proj.weight", (f"layers.{index}.dec_attn.r_net.weight",))
+        for index in range(count)
     ]
+    for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
+        shape = _tensor(tensors, theirs).shape
+        if untied and (len(shape), *shape[:1]) != (3, count):
+            raise ValueError(
+                f"{theirs} must have the biases of {count} layers, got the shape {tuple(shape)}: the "
+                "checkpoint is damaged"
+            )
+        for index in range(count if untied else 1):
+            build = itemgetter(index if untied else slice(None))
+            entries.append(Entry(f"decoder.layers.{index}.self_attn.positions.{ours}", (theirs,), build))
+    flags = {"clamp_len": clamp_len if clamp_len > 0 else -1, "untie_biases": untied}
+    return flags, [*entries, *positions(sizes["d_model"])]
 
 
 def learned_distances(
@@ -342,7 +374,7 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
     tied = [Entry(None, pair, check_equal("--not_tied")) for pair in zip(tables, outputs, strict=True)]
     bias = Entry(
         "decoder.adaptive_softmax.bias",
-        tuple(f"crit.out_layers.{index}.bias" for index in range(count)),
+        tuple(f"crit.out_layers.{index}.bias" for index in range(max(count, count_biases(tensors)))),
         lambda *parts: biases(torch.cat(parts)),
     )
     entries = [*tied, bias, *(clusters if "crit.cluster_bias" in tensors else [])]
@@ -360,6 +392,11 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
         Entry("decoder.adaptive_softmax.projections.0.weight", ("crit.out_projs.0",)),
         *(Entry(None, pair, check_equal("untied projections, as of --dataset lm1b,")) for pair in projections[1:]),
     ]
+
+
+def count_biases(tensors: Mapping[str, Tensor]) -> int:
+    """The tensors that the biases of words are in."""
+    return sum(re.fullmatch(r"crit.out_layers.\d+.bias", name) is not None for name in tensors)
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
