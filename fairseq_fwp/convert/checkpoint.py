@@ -135,7 +135,7 @@ def command_line(conversion: Conversion) -> list[str]:
     task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
     if languages:
         task = ["translation", "--source-lang", languages[0], "--target-lang", languages[-1]]
-        criterion = ["label_smoothed_cross_entropy", "--label-smoothing", "0.1"]
+        criterion = ["cross_entropy"]  # without options, which another criterion would not know
     found = ["--task", *task, "--arch", conversion.arch]
     for name, value in conversion.flags.items():
         if value is not None and value is not False:

@@ -14,6 +14,7 @@ Shapes: B sequences, L tokens, V words.
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from fairseq_fwp.options import option
 ATTENTION, DISTRIBUTION = "attention", "distribution"
 # How the attentions of fairseq's and of this package's Transformers are called.
 ATTENTIONS = ("self_attn", "encoder_attn")
-# Rows of logits of the tokens, of the student and of the teacher, and the target of each.
+# Rows of log-probabilities of the tokens, of the student and of the teacher, and the target of each.
 Part = tuple[Tensor, Tensor, Tensor]
 
 
@@ -83,14 +84,14 @@ class DistillationCriterion(FairseqCriterion):
         if self.of_attention:
             loss = tokens * attention_error(model, teacher, sample["net_input"])
         else:
-            parts = list(self.logits(model, teacher, sample))
+            parts = list(self.log_probs(model, teacher, sample))
             divergence = torch.stack([kl_divergence(student, of_teacher) for student, of_teacher, _ in parts]).sum()
-            nll = torch.stack([F.cross_entropy(widen(x), target, reduction="sum") for x, _, target in parts]).sum()
+            nll = torch.stack([F.nll_loss(student, target, reduction="sum") for student, _, target in parts]).sum()
             loss = self.weight * divergence + (1 - self.weight) * nll
             log |= {"divergence": divergence.data, "nll_loss": nll.data}
         return loss, tokens, log | {"loss": loss.data}
 
-    def logits(self, model: Any, teacher: Any, sample: dict[str, Any]) -> Iterator[Part]:
+    def log_probs(self, model: Any, teacher: Any, sample: dict[str, Any]) -> Iterator[Part]:
         """Yield what is compared: all words of every token, or the head of the adaptive softmax and then its tails.
 
         A tail is compared for the tokens whose word lies in it, as the data loss has it: all of them for all tokens are
@@ -104,8 +105,10 @@ class DistillationCriterion(FairseqCriterion):
         target = target[kept]
         of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
         if of_model is None or of_its_teacher is None:
-            student = model.get_normalized_probs(out, log_probs=True)[kept]
-            yield student, same_words(student, teacher.get_normalized_probs(of_teacher, log_probs=True)[kept]), target
+            student = widen(model.get_normalized_probs(out, log_probs=True)[kept])
+            with torch.no_grad():
+                from_teacher = widen(teacher.get_normalized_probs(of_teacher, log_probs=True)[kept])
+            yield student, same_words(student, from_teacher), target
             return
         ours, targets = of_model(out[0][kept].unsqueeze(0), target)
         with torch.no_grad():
@@ -117,7 +120,9 @@ class DistillationCriterion(FairseqCriterion):
             )
         for student, from_teacher, in_part in zip(ours, theirs, targets, strict=True):
             if in_part is not None:
-                yield student, same_words(student, from_teacher), in_part
+                with torch.no_grad():
+                    from_teacher = widen(from_teacher).log_softmax(-1)
+                yield widen(student).log_softmax(-1), same_words(student, from_teacher), in_part
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -142,7 +147,8 @@ def read_teacher(path: str, task: Any) -> Any:
     if not path:
         raise ValueError("fwp_distillation needs a checkpoint to learn from: give --teacher FILE")
     try:
-        (teacher,), _ = checkpoint_utils.load_model_ensemble([path], task=task)
+        # A copy: building a model, a task of translation makes that model the one that it translates with.
+        (teacher,), _ = checkpoint_utils.load_model_ensemble([path], task=copy(task))
     except OSError as error:
         raise ValueError(f"--teacher must be a checkpoint, got {path}: {error}") from error
     except RuntimeError as error:
@@ -196,7 +202,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def same_words(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the teacher's logits. Raises ValueError where they are of another number of words."""
+    """Return the teacher's scores. Raises ValueError where they are of another number of words."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"the model and its teacher must have the same words in each cluster, got {student.shape[-1]} and "
@@ -206,8 +212,7 @@ def same_words(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the sum over rows of KL(teacher | student), of logits or log-probabilities (N, V)."""
-    student, teacher = widen(student).log_softmax(-1), widen(teacher).log_softmax(-1)
-    # Entries that are no words have probability 0 in both.
-    absent = teacher.isneginf()
-    return (teacher.exp() * (teacher.masked_fill(absent, 0) - student.masked_fill(absent, 0))).sum()
+    """Return the sum over rows of KL(teacher | student), of log-probabilities (N, V)."""
+    # Entries that are no words have probability 0 in both, whose logarithm times 0 is no number.
+    least = torch.finfo(teacher.dtype).min
+    return (teacher.exp() * (teacher.clamp(min=least) - student.clamp(min=least))).sum()

@@ -55,6 +55,7 @@ class Conversion(LanguageModels):
         corpus = self.args.corpus
         self.corpus: dict[str, Any] = {"start": SOURCE, "checkpoint": "best"}
         self.corpus |= read_yaml(self.recipe / "rows.yaml", plain=False)[corpus]
+        self.corpus["rows"] = self.corpus["rows"] + self.corpus.get("stages", [])
         self.rows = {row["run"]: row for row in self.corpus["rows"]}
         rows = names(self.args.rows) or list(self.rows)
         for name in rows:

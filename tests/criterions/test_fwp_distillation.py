@@ -185,6 +185,19 @@ def test_a_teacher_that_cannot_be_read(tmp_path):
         DistillationCriterion(task, str(tmp_path / "none.pt"))
 
 
+def test_a_task_goes_on_with_its_own_model(monkeypatch):
+    """fairseq's task of translation translates with the model that it built last, which would be the teacher."""
+    task = Namespace(target_dictionary=make_dictionary(50), sequence_generator="of the student")
+
+    def load(paths, task):
+        task.sequence_generator = "of the teacher"
+        return (torch.nn.Linear(1, 1),), None
+
+    monkeypatch.setattr(fwp_distillation.checkpoint_utils, "load_model_ensemble", load)
+    DistillationCriterion(task, "teacher.pt")
+    assert task.sequence_generator == "of the student"
+
+
 def test_attentions_are_those_of_the_model_that_is_wrapped(build_model):  # noqa: F811
     model, wrapped = build_model("delta_lm_wt103"), torch.nn.Module()
     wrapped.module = model
