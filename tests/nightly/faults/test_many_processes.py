@@ -75,9 +75,23 @@ def test_they_learn_what_one_learns(commands, data, tmp_path, family, processes)
     found = train(commands, data, tmp_path / "many", family, processes)
     expected = train(commands, data, tmp_path / "one", family, 1, together=processes)
     assert len(found) == len(expected) == UPDATES and found == pytest.approx(expected, abs=2e-3)
-    many, one = model(tmp_path / "many"), model(tmp_path / "one")
+    assert_same(tmp_path / "many", tmp_path / "one")
+
+
+def assert_same(*folders):
+    many, one = map(model, folders)
     differences = torch.cat([(many[name].double() - one[name].double()).flatten() for name in one])
     assert differences.abs().max() <= UPDATES * LR and differences.square().mean().sqrt() < LR / 100
+
+
+@pytest.mark.parametrize("stage", ["attention", "distribution"])
+def test_they_learn_from_a_teacher_what_one_learns(commands, data, tmp_path, stage):
+    train(commands, data, tmp_path / "teacher", "softmax", 1)
+    flags = ["--criterion", "fwp_distillation", "--distillation", stage]
+    flags += ["--teacher", tmp_path / "teacher" / "checkpoint_last.pt"]
+    train(commands, data, tmp_path / "many", "fast weights", 2, flags=flags)
+    train(commands, data, tmp_path / "one", "fast weights", 1, together=2, flags=flags)
+    assert_same(tmp_path / "many", tmp_path / "one")
 
 
 @pytest.mark.parametrize("before, now", [(2, 4), (2, 1), (1, 2)])
