@@ -37,9 +37,9 @@ class Progress:
             self.last_words.append(line)
 
     def show_validation(self, entry: dict[str, float]) -> None:
-        update, ppl = int(entry["valid_num_updates"]), entry.get("valid_ppl", float("nan"))
+        update = int(entry["valid_num_updates"])
         bleu = f"   BLEU {entry['valid_bleu']:5.2f}" if "valid_bleu" in entry else ""
-        print(f"{self.start}{self.label:8} update {update:5,}   validation ppl {ppl:8.1f}{bleu}", flush=True)
+        print(f"{self.start}{self.label:8} update {update:5,}   validation {said(entry, "valid_")}{bleu}", flush=True)
 
     def show_update(self, entry: dict[str, float]) -> None:
         if time.time() - self.shown < (0 if self.terminal else 10):
@@ -48,7 +48,7 @@ class Progress:
         update, rate = int(entry["num_updates"]), entry["ups"]
         line = f"{self.start}{self.label:8} update {update:5,}"
         line += f" of {self.total:,} ({update / self.total:4.0%})" if self.total else ""
-        line += f"   ppl {entry.get('ppl', float('nan')):8.1f}   {entry.get('wps', 0):8,.0f} tokens/s"
+        line += f"   {said(entry)}   {entry.get('wps', 0):8,.0f} tokens/s"
         if self.total and rate:
             seconds = int((self.total - update) / rate)
             line += f"   {seconds // 60}m {seconds % 60:02d}s left"
@@ -59,3 +59,10 @@ class Progress:
         if not self.done:
             words = "".join(self.last_words)
             print(f"{self.start}{words}{self.label}: the training stopped early; its last lines are above.", flush=True)
+
+
+def said(entry: dict[str, float], prefix: str = "") -> str:
+    """Return the perplexity, or the loss where a criterion has none."""
+    if (ppl := entry.get(f"{prefix}ppl")) is None and f"{prefix}loss" in entry:
+        return f"loss {entry[f'{prefix}loss']:8.4f}"
+    return f"ppl {float('nan') if ppl is None else ppl:8.1f}"

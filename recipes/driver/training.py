@@ -22,7 +22,7 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
     There lie settings.txt, the flags; train.log; checkpoints; and at the end `trained`, or `diverged`, which says where
     a gradient that is not finite ended it. Raises RecipeError where training fails in another way.
     """
-    name = folder.name
+    name = folder.name if not folder.name.startswith("seed_") else f"{folder.parent.name}, {folder.name}"
     trained, diverged, settings = folder / "trained", folder / "diverged", folder / "settings.txt"
     if (folder / "checkpoint_last.pt").exists() or diverged.exists() or trained.exists():
         check_same(settings, shlex.join(flags))

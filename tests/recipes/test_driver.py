@@ -150,11 +150,13 @@ def test_progress_shows_how_far_it_is(capsys):
     shown.read("settings: optimization.max_update=120, task=translation\n")
     shown.read('| train_inner | {"ppl": "10.25", "num_updates": "30", "wps": "500", "ups": "3"}\n')
     shown.read('| valid | {"valid_ppl": "9.5", "valid_bleu": "31.25", "valid_num_updates": "60"}\n')
+    shown.read('| valid | {"valid_loss": "0.3329", "valid_num_updates": "60"}\n')
     shown.read("Traceback\n")
     shown.end()
-    line, validation, *end = capsys.readouterr().out.splitlines()
+    line, validation, of_attentions, *end = capsys.readouterr().out.splitlines()
     assert "30 of 120 ( 25%)" in line and "500 tokens/s" in line and "0m 30s left" in line
     assert validation.endswith("validation ppl      9.5   BLEU 31.25")
+    assert of_attentions.endswith("validation loss   0.3329")
     assert end[-2:] == ["Traceback", "sum: the training stopped early; its last lines are above."]
 
 
