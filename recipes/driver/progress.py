@@ -39,7 +39,7 @@ class Progress:
     def show_validation(self, entry: dict[str, float]) -> None:
         update = int(entry["valid_num_updates"])
         bleu = f"   BLEU {entry['valid_bleu']:5.2f}" if "valid_bleu" in entry else ""
-        print(f"{self.start}{self.label:8} update {update:5,}   validation {said(entry, "valid_")}{bleu}", flush=True)
+        print(f"{self.start}{self.label:8} update {update:5,}   validation {said(entry, 'valid_')}{bleu}", flush=True)
 
     def show_update(self, entry: dict[str, float]) -> None:
         if time.time() - self.shown < (0 if self.terminal else 10):
