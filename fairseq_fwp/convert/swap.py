@@ -59,6 +59,9 @@ SUM_VALUE_SCALE = 1 / 512
 # Of scores of either sign, see above; what the paper's models begin with is not said.
 SCORE_SCALE = 0.1
 
+# Tokens that the heads of gated_delta and kda remember, evenly spaced in the logarithm: recipes/decay_finetune/RESULTS.md.
+SPANS = (16, 512)
+
 # Of queries and keys (H m, D + 1) and values (D, D + 1), whose last column is the bias.
 Projections = tuple[Tensor, Tensor, Tensor]
 
@@ -133,6 +136,16 @@ def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) 
     return q.flatten(0, 1), k.flatten(0, 1), v
 
 
+def write_little_and_remember(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """Rates as delta's, whose keys are not of length one here either; heads remember from 16 to 512 tokens: `SPANS`."""
+    decay, heads = attention.gate_activations["decay"], attention.num_heads
+    shortest, longest = SPANS
+    spans = shortest * (longest / shortest) ** ((torch.arange(heads) + 0.5) / heads)
+    decay.log_rate.zero_()
+    decay.bias.copy_(-spans.log().unsqueeze(1).expand_as(decay.bias))  # exp(-softplus(-log s)) = s / (1 + s)
+    return write_little(attention, q, k, v)
+
+
 class Initialisation(NamedTuple):
     """start(attention, q, k, v) sets its gates and returns what the pretrained projections become.
 
@@ -150,6 +163,8 @@ INITIALISATIONS = {
     "decay": Initialisation(scale_by_decay),
     "fwm": Initialisation(write_little, bias=True),
     "delta_product": Initialisation(write_little, bias=True),
+    "gated_delta": Initialisation(write_little_and_remember, bias=True),
+    "kda": Initialisation(write_little_and_remember, bias=True),
 }
 
 

@@ -208,6 +208,17 @@ def test_delta_begins_with_small_writes(source, rule):
         assert rule_inputs(attention_of(gate), random_input())[3][0].mean().item() == pytest.approx(0.5, abs=0.05)
 
 
+@looped("rule", ["gated_delta", "kda"])
+def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
+    """A head remembers s tokens where its decay is s / (1 + s) without an input."""
+    attention = attention_of(swap(source, Target(rule, state_size=4)))
+    decay = attention.gate_activations["decay"](torch.zeros(1, 1, HEADS, 1 if rule == "gated_delta" else 4))
+    spans = torch.tensor([16 * 32**0.25, 16 * 32**0.75])
+    torch.testing.assert_close(decay[0, 0].float(), (spans / (1 + spans)).unsqueeze(1).expand_as(decay[0, 0]))
+    beta = rule_inputs(attention, random_input())[3][1]
+    assert beta.mean().item() == pytest.approx(0.007, abs=0.001)
+
+
 def test_a_rule_of_several_steps_begins_as_delta(source):
     """Its last step has the pretrained key; the one before hardly writes."""
     several, one = (
