@@ -53,7 +53,7 @@ def test_confs_are_what_fairseq_accepts_and_say_their_task():
     for conf in CONFS:
         flags = read_flags(conf)
         assert parse(flags).arch == value_of(flags, "--arch"), conf
-        assert "--task" in flags or conf.stem == "finetune", conf
+        assert "--task" in flags or recipe_of(conf).name == "decay_finetune", conf  # fwp-convert says it
 
 
 def test_rows_add_to_their_preset_what_neither_that_nor_the_included_file_says():
@@ -187,13 +187,17 @@ def test_rows_of_a_conversion_are_what_the_commands_take(corpus, ablations):
     folder = RECIPES / "decay_finetune"
     found = read_yaml(folder / "rows.yaml", plain=False)[corpus]
     targets = {}
-    for row in found["rows"]:
+    stages = found.get("stages", [])
+    for row in found["rows"] + stages:
+        assert "from" not in row or row["from"] in {other["run"] for other in stages}
         parser = convert.parser()
         args = parser.parse_args(["x.pt", "--source", "fwp-lm", "--out", "y", *row.get("target", "").split()])
         targets[row["run"]] = convert.read_target(parser, args)
         assert row["paper"].keys() <= set(found["measures"])
-    assert len(set(targets.values())) == len(targets)
-    assert {name for name, target in targets.items() if target is None} <= {"softmax"}
+    kept = {"softmax", *(row["run"] for row in stages if "from" in row)}
+    assert {name for name, target in targets.items() if target is None} <= kept
+    of_tables = [targets[row["run"]] for row in found["rows"]]
+    assert len(set(of_tables)) == len(of_tables)
     for measure in found["measures"]:
         split, context = measure.split()
         assert split in ("valid", "test") and 0 <= int(context) < found.get("tokens", 1024)
@@ -230,6 +234,14 @@ def test_ablations_are_the_equations(ablations):
         torch.testing.assert_close(torch.cat(found, 2), torch.stack(expected, 2))
     gate = UPDATE_RULES["decay_no_sigmoid"].gates[0]
     assert gate.activation(v).equal(v) and gate.bias(100).aminmax().max < 1
+
+
+def test_stages_read_as_many_tokens_as_fine_tuning():
+    read = {}
+    for name in ("attention", "distribution", "finetune"):
+        flags = read_flags(RECIPES / f"decay_finetune/conf/peps/{name}.yaml")
+        read[name] = int(value_of(flags, "--max-update")) * int(value_of(flags, "--batch-size"))
+    assert read["attention"] + read["distribution"] == read["finetune"]
 
 
 def test_fine_tuning_takes_a_tenth_of_the_updates():
