@@ -9,6 +9,8 @@ import pytest
 import torch
 from test_commands import ADAPTIVE, data, losses, run, train  # noqa: F401  (a fixture)
 
+from tests.convert.test_gpt2 import WORDS, Folder, make_tensors
+
 STAGES = {
     "attention": ["--criterion", "fwp_distillation", "--distillation", "attention", "--lr", "0.02"],
     "distribution": ["--criterion", "fwp_distillation", "--teacher-weight", "0.9", "--lr", "0.005"],
@@ -70,3 +72,27 @@ def test_half_precision_and_refusals(data, teacher, converted, tmp_path):  # noq
         "adam", "--teacher", tmp_path / "none.pt", "--batch-size", 2, status=1,
     )  # fmt: skip
     assert "--teacher must be a checkpoint" in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["decay", "gated_delta"])
+def test_gpt2_goes_through_all_stages(tmp_path, rule):
+    """Its dictionary has words that the model gives no probability; its positions end."""
+    random_weights = {name: weight / 4 for name, weight in make_tensors().items()}
+    folder = Folder(tmp_path)
+    folder.save(random_weights)
+    folder.convert()
+    teacher, words = folder.out / "checkpoint.pt", folder.out / "dict.txt"
+    folder.out = tmp_path / rule
+    folder.convert("--decoder-update-rule", rule, "--state-size", "4")
+    preprocess = ["--only-source", "--srcdict", words, "--destdir", tmp_path / "bin", "--workers", "1"]
+    for split in ("train", "valid"):
+        lines = (" ".join(str(int(word)) for word in line) for line in torch.randint(WORDS - 1, (40, 9)))
+        (tmp_path / f"{split}.txt").write_text("\n".join(lines) + "\n")
+        preprocess += [f"--{split}pref", tmp_path / f"{split}.txt"]
+    run("fairseq-preprocess", *preprocess)
+    start, flags = folder.out / "checkpoint.pt", (folder.out / "flags.txt").read_text().split()
+    for stage in STAGES:
+        log = learn(tmp_path / "bin", start, flags, tmp_path / stage, stage, teacher, 4)
+        assert len(losses(log)) == 4 and "nan" not in log.replace("ppl nan", "")
+        start = tmp_path / stage / "checkpoint_last.pt"
