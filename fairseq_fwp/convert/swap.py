@@ -59,7 +59,7 @@ SUM_VALUE_SCALE = 1 / 512
 # Of scores of either sign, see above; what the paper's models begin with is not said.
 SCORE_SCALE = 0.1
 
-# Tokens that the heads of gated_delta and kda remember, evenly spaced in the logarithm: recipes/decay_finetune/RESULTS.md.
+# Tokens that heads of gated_delta and kda remember, evenly spaced in the logarithm: recipes/decay_finetune/RESULTS.md.
 SPANS = (16, 512)
 
 # Of queries and keys (H m, D + 1) and values (D, D + 1), whose last column is the bias.
