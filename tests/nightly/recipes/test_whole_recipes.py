@@ -80,24 +80,16 @@ CASES = {
     ),
     "decay_finetune": (
         "conversion --text peps --merges 4000",
-        [
-            "--source-updates",
-            4,
-            "--rows",
-            "softmax",
-            "decay_m4",
-            "--max-update",
-            4,
-            "--warmup-updates",
-            1,
-            "--lines",
-            10,
-        ]
-        + ["--validate-interval-updates", 2, "--save-interval-updates", 2, "--cpu"],
+        ["--source-updates", 4, "--rows", "softmax", "decay_m4", "decay_m32_attention", "decay_m32_distribution"]
+        + ["--max-update", 4, "--warmup-updates", 1, "--lines", 10, *EVERY, "--cpu"],
     ),
     "multi30k": (
         "translation --pairs multi30k --merges 60 --search --beam\\ 2",
         ["--models", "sum", *SMALL, *ENCODER, *STEPS, "--max-tokens", 200],
+    ),
+    "multi30k stages": (
+        "translation --pairs multi30k --merges 60 --search --beam\\ 2",
+        ["--models", "softmax distilled/sum_attention distilled/sum", *SMALL, *ENCODER, *STEPS, "--max-tokens", 200],
     ),
     "wmt14_en_de": (
         "translation --pairs wmt14_en_de --merges 60",
