@@ -23,12 +23,17 @@ import torch.nn.functional as F
 from fairseq import checkpoint_utils, metrics, utils
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.modules import AdaptiveSoftmax
 from omegaconf import II
 from torch import Tensor, nn
 
+from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.options import option
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
+CARRIED = "a teacher has no state of its own to carry: leave out --carry-state"
+# fairseq-validate has no --teacher, and looks where it was.
+MOVED = "; if it has moved, fairseq-validate takes --model-overrides \"{'teacher': 'FILE'}\""
 # How the attentions of fairseq's and of this package's Transformers are called.
 ATTENTIONS = ("self_attn", "encoder_attn")
 # Rows of log-probabilities of the tokens, of the student and of the teacher, and the target of each.
@@ -67,7 +72,11 @@ class DistillationCriterion(FairseqCriterion):
             raise ValueError(f"--teacher-weight must be between 0 and 1, got {teacher_weight}")
         if ddp_backend in ("c10d", "pytorch_ddp"):
             raise ValueError(f"--ddp-backend must be legacy_ddp with fwp_distillation, got {ddp_backend}")
+        if getattr(getattr(task, "cfg", None), "carry_state", False):
+            raise ValueError(CARRIED)
         self.of_attention = str(getattr(distillation, "value", distillation)) == ATTENTION
+        if self.of_attention and teacher_weight != 1:
+            raise ValueError("--teacher-weight is of --distillation distribution: leave it out")
         self.weight = teacher_weight
         # In a tuple: it is no part of what is learned, saved or counted.
         self._teacher = (read_teacher(teacher, task),)
@@ -75,20 +84,21 @@ class DistillationCriterion(FairseqCriterion):
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         """Return the sum over the tokens, their number, and what is logged."""
         if "state" in sample["net_input"]:
-            raise ValueError("a teacher has no state of its own to carry: leave out --carry-state")
+            raise ValueError(CARRIED)
         parameter = next(model.parameters())
         (teacher,) = self._teacher
         teacher.to(parameter.device, parameter.dtype)
         tokens = int(sample["target"].ne(self.padding_idx).sum())
         log: dict[str, Any] = {"ntokens": tokens, "nsentences": len(sample["target"]), "sample_size": tokens}
         if self.of_attention:
-            loss = tokens * attention_error(model, teacher, sample["net_input"])
+            loss = tokens * attention_error(model, teacher, sample["net_input"], self.padding_idx)
         else:
             parts = list(self.log_probs(model, teacher, sample))
             divergence = torch.stack([kl_divergence(student, of_teacher) for student, of_teacher, _ in parts]).sum()
             nll = torch.stack([F.nll_loss(student, target, reduction="sum") for student, _, target in parts]).sum()
             loss = self.weight * divergence + (1 - self.weight) * nll
-            log |= {"divergence": divergence.data, "nll_loss": nll.data}
+            tokens = len(parts[0][0])  # --half-loss leaves some out
+            log |= {"ntokens": tokens, "sample_size": tokens, "divergence": divergence.data, "nll_loss": nll.data}
         return loss, tokens, log | {"loss": loss.data}
 
     def log_probs(self, model: Any, teacher: Any, sample: dict[str, Any]) -> Iterator[Part]:
@@ -104,6 +114,8 @@ class DistillationCriterion(FairseqCriterion):
         kept = target.ne(self.padding_idx)
         target = target[kept]
         of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
+        if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
+            raise ValueError("the teacher has no adaptive softmax: leave out --adaptive-softmax-cutoff")
         if of_model is None or of_its_teacher is None:
             student = widen(model.get_normalized_probs(out, log_probs=True)[kept])
             with torch.no_grad():
@@ -149,11 +161,13 @@ def read_teacher(path: str, task: Any) -> Any:
     try:
         # A copy: building a model, a task of translation makes that model the one that it translates with.
         (teacher,), _ = checkpoint_utils.load_model_ensemble([path], task=copy(task))
-    except OSError as error:
-        raise ValueError(f"--teacher must be a checkpoint, got {path}: {error}") from error
-    except RuntimeError as error:
+    except ValueError as error:
+        raise ValueError(f"--teacher {path} does not go with this data: {error}") from error
+    except (OSError, RuntimeError) as error:
         first = str(error).split("\n")[1 if "\n" in str(error) else 0].strip()
-        raise ValueError(f"the teacher {path} does not fit the vocabulary of this data: {first}") from error
+        if "size mismatch" in first:
+            raise ValueError(f"--teacher {path} does not fit the vocabulary of this data: {first}") from error
+        raise ValueError(f"--teacher must be a checkpoint, got {path}: {first}{MOVED}") from error
     return teacher.eval().requires_grad_(False)
 
 
@@ -163,8 +177,14 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in found if name.rpartition(".")[2] in ATTENTIONS}
 
 
-def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, Any]) -> Tensor:
-    """Return the mean squared error of the attentions' outputs for what the teacher's are given, the mean over them."""
+def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, Any], padding_idx: int) -> Tensor:
+    """Return the mean squared error of the attentions' outputs for what the teacher's are given, the mean over them.
+
+    Of the tokens that are no padding. In training random feature maps are drawn again first, as a model draws them.
+    """
+    for module in model.modules() if model.training else ():
+        if isinstance(module, FeatureMap):
+            module.resample()
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
         raise ValueError(
@@ -192,8 +212,25 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
             raise ValueError(
                 f"the teacher's {name} is called in another way: convert the teacher too ({error})"
             ) from error
-        errors.append(F.mse_loss(widen(out), widen(expected)))
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"the teacher's {name} takes vectors of {words[0].shape[-1] if words else 'another size'}, which the "
+                f"model's does not: give a teacher with as many dimensions ({error})"
+            ) from error
+        kept = real_tokens(name, net_input, padding_idx)
+        errors.append(F.mse_loss(widen(out)[kept], widen(expected)[kept]))
     return torch.stack(errors).mean()
+
+
+def real_tokens(name: str, net_input: dict[str, Any], padding_idx: int) -> Tensor:
+    """Return which outputs of an attention are of tokens: True where one is no padding."""
+    before = net_input.get("prev_output_tokens")
+    if before is None:  # a language model: (B, L)
+        return net_input["src_tokens"].ne(padding_idx)
+    tokens: Tensor = net_input["src_tokens"] if name.startswith("encoder.") else before
+    return tokens.ne(padding_idx).T  # fairseq's layers have the time first
 
 
 def widen(x: Tensor) -> Tensor:

@@ -115,8 +115,9 @@ def test_the_output_of_each_attention_of_a_language_model(build_model, criterion
     teacher(**sample["net_input"])
     assert len(inputs) == 2
     layers = attentions(student)
+    kept = sample["net_input"]["src_tokens"].ne(PAD)
     expected = (
-        sum((layers[name](*given)[0] - out.detach()).square().mean() for name, (given, out) in inputs.items()) / 2
+        sum((layers[name](*given)[0] - out.detach())[kept].square().mean() for name, (given, out) in inputs.items()) / 2
     )
     loss, tokens, _ = criterion(teacher, distillation="attention")(student, sample)
     torch.testing.assert_close(loss, tokens * expected)
@@ -173,6 +174,13 @@ def test_what_does_not_fit(build_model, criterion):  # noqa: F811
         criterion(student, teacher_weight=2)
     with pytest.raises(ValueError, match="--ddp-backend must be legacy_ddp with fwp_distillation, got pytorch_ddp"):
         criterion(student, ddp_backend="pytorch_ddp")
+    with pytest.raises(ValueError, match="--teacher-weight is of --distillation distribution"):
+        criterion(student, teacher_weight=0.5, distillation="attention")
+    wider = build_model("softmax_lm_wt103", decoder_embed_dim=96)
+    with pytest.raises(
+        ValueError, match="takes vectors of 96, which the model's does not: give a teacher with as many"
+    ):
+        criterion(wider, distillation="attention")(student, sample)
     with pytest.raises(ValueError, match="leave out --carry-state"):
         criterion(student)(student, sample | {"net_input": {**sample["net_input"], "state": None}})
 
@@ -203,4 +211,29 @@ def test_attentions_are_those_of_the_model_that_is_wrapped(build_model):  # noqa
     wrapped.module = model
     assert attentions(wrapped) == attentions(model)
     sample = language_sample()
-    assert attention_error(wrapped, model, sample["net_input"]) < 1e-12
+    assert attention_error(wrapped, model, sample["net_input"], PAD) < 1e-12
+
+
+def test_padding_is_not_learned():
+    """Sentences padded further, source and target, have the same error."""
+    student, teacher = (build_translation(f"{name}_mt_wmt14_en_de") for name in ("sum", "softmax"))
+    net_input = translation_sample()["net_input"]
+    found = attention_error(student, teacher, net_input, PAD)
+    source, before = (net_input[name] for name in ("src_tokens", "prev_output_tokens"))
+    padded = {
+        "src_tokens": torch.cat([source.new_full((3, 4), PAD), source], 1),
+        "src_lengths": net_input["src_lengths"],
+        "prev_output_tokens": torch.cat([before, before.new_full((3, 2), PAD)], 1),
+    }
+    torch.testing.assert_close(attention_error(student, teacher, padded, PAD), found)
+
+
+def test_random_maps_are_drawn_again_in_training():
+    student = build_translation("sum_favor_mt_wmt14_en_de")
+    sample, teacher = translation_sample(), build_translation("softmax_mt_wmt14_en_de")
+    draws = student.encoder.layers[0].self_attn.feature_map
+    before = draws.projection.clone()
+    attention_error(student, teacher, sample["net_input"], PAD)
+    assert torch.equal(draws.projection, before)
+    attention_error(student.train(), teacher, sample["net_input"], PAD)
+    assert not torch.equal(draws.projection, before)
