@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fairseq.data import Dictionary
 from torch import Tensor
 
 from fairseq_fwp.convert.fairseq_lm import check_model, read_checkpoint
-from fairseq_fwp.convert.source import Conversion, Options, Source
+from fairseq_fwp.convert.source import Conversion, Option, Options, Source
 from fairseq_fwp.convert.vocabulary import read_dictionary
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 
@@ -42,10 +43,13 @@ def words(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
 
 def convert(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options: Options) -> Conversion:
     """The same model, see `Source`. Raises ValueError for one that has linear attention already."""
-    languages = [options.need(name) for name in LANGUAGES]
-    for language in languages:
+    languages = [options.get(name) for name in LANGUAGES]
+    for name, language in zip(LANGUAGES, languages, strict=True):
+        if language is None:
+            raise ValueError(f"the checkpoint does not say its languages: give --{name}, one of {', '.join(words)}")
         if language not in words:
             raise ValueError(f"there is no dict.{language}.txt: give a folder that holds it with --vocabulary")
+    check_words(tensors, words, languages)
     given = FwpTransformerModel.adopt(options.values)
     settings, defaults = FwpTransformerModel.complete(given), FwpTransformerModel.complete({})
     if linear_attentions(Namespace(**settings)):
@@ -54,6 +58,9 @@ def convert(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options:
     FwpTransformerModel.add_args(parser)
     known = vars(parser.parse_args([]))
     flags = {name: value for name, value in settings.items() if value != defaults[name] and name in known}
+    built = FwpTransformerModel.complete(flags)
+    # What other options set, such as the decoder's sizes, which are the encoder's unless they are given.
+    flags |= {name: value for name, value in settings.items() if value != built[name] and name in known}
     built = FwpTransformerModel.complete(flags)
     if lost := [name for name, value in settings.items() if value != built[name]]:
         raise ValueError(f"the checkpoint's {', '.join(lost)} cannot be converted: fairseq-train has no flag for it")
@@ -68,4 +75,17 @@ def plain(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
-SOURCE = Source({}, read, convert, words)
+def check_words(tensors: Mapping[str, Tensor], words: Mapping[str, list[str]], languages: list[str]) -> None:
+    """Raises ValueError unless the embeddings are of so many words and fairseq's specials."""
+    for side, language in zip(("encoder", "decoder"), languages, strict=True):
+        table = tensors.get(f"{side}.embed_tokens.weight")
+        expected = len(words[language]) + len(Dictionary())
+        if table is not None and len(table) != expected:
+            raise ValueError(
+                f"dict.{language}.txt has {expected} words with fairseq's own and the checkpoint {len(table)}: give "
+                "the folder of its training's data with --vocabulary"
+            )
+
+
+OPTIONS = {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES}
+SOURCE = Source(OPTIONS, read, convert, words)

@@ -54,7 +54,14 @@ def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Ten
     words = [dictionary.encode_line(line, add_if_not_exist=False).long() for line in lines if line.strip()]
     if not words:
         raise ValueError(f"--kl-text must hold words, got {path}, which is empty")
-    for block in torch.cat(words).split(length):
+    text = torch.cat(words)
+    unknown = int(text.eq(dictionary.unk()).sum())
+    if unknown > len(text) / 2:
+        raise ValueError(
+            f"--kl-text must hold words of the dictionary, got {path}, with {unknown:,} others of {len(text):,}: "
+            "apply the BPE of the training first"
+        )
+    for block in text.split(length):
         yield block.unsqueeze(0)
 
 

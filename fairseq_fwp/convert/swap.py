@@ -175,7 +175,13 @@ def swap(conversion: Conversion, target: Target) -> Conversion:
         raise ValueError("another attention takes the place of softmax over all past tokens: this model has none")
     if target.update_rule == SOFTMAX:
         return conversion._replace(flags={**flags, "attention_window": target.window})
+    if target.keep_softmax_layers == "":
+        raise ValueError(
+            "--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing: leave it out for none"
+        )
     chosen = target.keep_softmax_layers or ""
+    if chosen and target.heads is not None:
+        raise ValueError("--decoder-attention-heads is of all layers: leave it out with --keep-softmax-layers")
     if not chosen.startswith(BY_DIVERGENCE):
         if target.kl_text is not None:
             raise ValueError("--kl-text goes with --keep-softmax-layers kl:N: leave it out")
@@ -197,14 +203,12 @@ def swap_layers(conversion: Conversion, target: Target, kept: str = "") -> Conve
     """The conversion with the new attention but in the layers kept, such as "0,3"."""
     source, flags = configure(conversion.flags), {**conversion.flags, **target_flags(target, conversion.flags)}
     if kept:
-        if target.heads is not None:
-            raise ValueError("--decoder-attention-heads is of all layers: leave it out with --keep-softmax-layers")
         flags |= {"softmax_layers": kept, "attention_dropout": source.attention_dropout}
     cfg = configure(flags)
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
         for index, kind in enumerate(attentions_of_layers(cfg)):
+            torch.manual_seed(SEED + index)  # a layer begins alike, whichever others are converted
             prefix = f"decoder.layers.{index}.self_attn."
             of_layer = {name: conversion.weights.get(prefix + name) for name in PARTS}
             if kind == SOFTMAX:

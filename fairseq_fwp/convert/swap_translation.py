@@ -14,11 +14,24 @@ from torch import Tensor, nn
 from fairseq_fwp.convert.checkpoint import SEED, build_empty
 from fairseq_fwp.convert.source import Conversion
 from fairseq_fwp.convert.swap import Target, convert_attention, fill_output, rule_initialisation, with_bias
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import LinearAttention
 
 # The options of a target that another model has.
-OF_LANGUAGE_MODELS = ("window", "heads", "decay_spans", "keep_softmax_layers", "kl_text")
+OF_LANGUAGE_MODELS = {
+    "window": "--attention-window",
+    "heads": "--decoder-attention-heads",
+    "decay_spans": "--decay-spans",
+    "keep_softmax_layers": "--keep-softmax-layers",
+    "kl_text": "--kl-text",
+}
+OF_DECODER = {
+    "feature_map": "--decoder-feature-map",
+    "sum_normalization": "--sum-normalization",
+    "attention_normalization": "--attention-normalization",
+    "read_out_only": "--attention-normalization-read-out-only",
+}
 
 
 def swap_translation(conversion: Conversion, target: Target) -> Conversion:
@@ -40,9 +53,12 @@ def swap_translation(conversion: Conversion, target: Target) -> Conversion:
 
 def translation_flags(flags: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """The flags of `fairseq-train` that make the new attentions. Raises ValueError for a target that cannot be."""
-    for name in OF_LANGUAGE_MODELS:
+    for name, flag in OF_LANGUAGE_MODELS.items():
         if getattr(target, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is of language models: leave it out for translation")
+            raise ValueError(f"{flag} is of language models: leave it out for translation")
+    for name, flag in OF_DECODER.items():
+        if not target.update_rule and getattr(target, name) != Target._field_defaults[name]:
+            raise ValueError(f"{flag} is of the decoder's self-attention: give --decoder-update-rule as well")
     places = {"encoder_feature_map": target.encoder_feature_map, "cross_feature_map": target.cross_feature_map}
     found: dict[str, Any] = {name: value for name, value in places.items() if value is not None}
     if target.update_rule:
@@ -56,24 +72,36 @@ def translation_flags(flags: Mapping[str, Any], target: Target) -> dict[str, Any
     maps = {value for name, value in found.items() if name.endswith("_feature_map")}
     # Their map then has the factor 1 / sqrt(d), half of it on either side: keys and queries of one size vary least.
     found |= {"attention_bias": True, "favor_softmax_scale": "favor" in maps}
-    return found | (size_flags(flags, maps, target.state_size) if target.state_size is not None else {})
+    used = {place: str(name) for place, name in found.items() if place.endswith("_feature_map")}
+    return found | (all_sizes(flags, used, target.state_size) if target.state_size is not None else {})
 
 
-def size_flags(flags: Mapping[str, Any], maps: set[str], size: int) -> dict[str, int]:
-    """The flags under which maps of heads of d have so many features. Raises ValueError where they cannot have them."""
-    head_dim = flags.get("decoder_embed_dim", 512) // flags.get("decoder_attention_heads", 8)
+def all_sizes(flags: Mapping[str, Any], places: Mapping[str, str], size: int) -> dict[str, int]:
+    """The flags under which the maps of these places have so many features. Raises ValueError where one cannot."""
+    settings = FwpTransformerModel.complete(dict(flags))
+    found: dict[str, int] = {}
+    for place, name in places.items():
+        side = "encoder" if place.startswith("encoder") else "decoder"
+        head_dim = settings[f"{side}_embed_dim"] // settings[f"{side}_attention_heads"]
+        for flag, value in size_flags(name, head_dim, size).items():
+            if found.setdefault(flag, value) != value:
+                raise ValueError(
+                    f"--state-size {size} needs heads of one size in encoder and decoder for the map {name}"
+                )
+    return found
+
+
+def size_flags(name: str, head_dim: int, size: int) -> dict[str, int]:
+    """The flags under which a map of heads of d has so many features. Raises ValueError where it cannot have them."""
     found: dict[str, tuple[dict[str, int], int]] = {
         "relu": ({"relu_features": size}, size),
         "favor": ({"favor_features": size // 2}, size // 2 * 2),
         "dpfp": ({"dpfp_nu": size // (2 * head_dim)}, size // (2 * head_dim) * 2 * head_dim),
     }
-    chosen: dict[str, int] = {}
-    for name in sorted(maps):
-        made, features = found.get(name, ({}, head_dim))
-        if features != size or size < 1:
-            raise ValueError(f"the map {name} cannot have {size} features on heads of {head_dim}: change --state-size")
-        chosen |= made
-    return chosen
+    made, features = found.get(name, ({}, head_dim))
+    if features != size or size < 1:
+        raise ValueError(f"the map {name} cannot have {size} features on heads of {head_dim}: change --state-size")
+    return made
 
 
 def part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -98,10 +98,15 @@ class Recipe:
         """Return the folder of what fwp-convert made for a model, or for the one that it begins with."""
         if not model.convert:
             return self.converted(self.find_model(model.origin, model.seed))
-        folder = model.folder / "converted"
-        if not folder.is_dir():
-            start = self.checkpoint(model.origin, model.seed)
-            run("fwp-convert", *self.conversion_flags(), start, "--out", folder, *model.convert.split())
+        folder, settings = model.folder / "converted", model.folder / "conversion.txt"
+        said = f"{model.origin} {model.convert}\n"
+        if folder.is_dir():
+            if settings.exists():
+                check_same(settings, said)
+            return folder
+        start = self.checkpoint(model.origin, model.seed)
+        write(settings, said)
+        run("fwp-convert", *self.conversion_flags(), start, "--out", folder, *model.convert.split())
         return folder
 
     def conversion_flags(self) -> list[object]:
@@ -116,6 +121,8 @@ class Recipe:
 
     def checkpoint(self, name: str, seed: int | None) -> Path:
         model = self.find_model(name, seed)
+        if (model.folder / "diverged").exists():
+            raise RecipeError(f"{model.label} diverged, and nothing can begin with it or learn from it.")
         if not (model.folder / "trained").exists():
             raise RecipeError(f"{model.label} is not trained: train it first, others begin with it.")
         return model.folder / "checkpoint_best.pt"
@@ -179,6 +186,9 @@ class Recipe:
         """Check the flags of all models before any work. Raises RecipeError for those that fairseq-train refuses."""
         for model in self.models:
             flags = [*model.flags, *self.extra]
+            for name in (model.origin, value_of(flags, "--teacher")):
+                if name and not Path(name).is_file():
+                    self.find_conf(f"conf/{name}.yaml")
             plugin = [] if "--user-dir" in flags else training.PLUGIN
             if reason := refusal([str(self.bin), *plugin, *flags]):
                 raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
@@ -240,9 +250,15 @@ class Recipe:
 
 
 def read_start(conf: Path) -> list[str]:
-    """Return the model that a YAML begins with, and what is made of it; empty where it says nothing."""
+    """Return the model that a YAML begins with, and what is made of it; empty where neither it nor its include says."""
     settings = read_yaml(conf)
-    return [str(settings.get(name, "")) if isinstance(settings, dict) else "" for name in START]
+    if not isinstance(settings, dict):
+        return ["" for _ in START]
+    included = read_start(conf.parent / settings["include"]) if "include" in settings else ["" for _ in START]
+    origin, convert = (settings.get(name, default) for name, default in zip(START, included, strict=True))
+    if convert and not origin:
+        raise RecipeError(f"{conf}: convert needs a model to convert: add a line `from: NAME`.")
+    return [origin, convert]
 
 
 def runs(tables: list[dict]) -> list[str]:

@@ -422,6 +422,8 @@ def test_layers_by_divergence(source, tmp_path):
         ),
         ({"keep_softmax_layers": "kl:1"}, "--keep-softmax-layers kl:1 needs a text: give --kl-text FILE"),
         ({"keep_softmax_layers": "kl:1", "kl_text": "none"}, "--kl-text must be a text, got none"),
+        ({"keep_softmax_layers": ""}, "--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing"),
+        ({"keep_softmax_layers": "kl:1", "kl_text": __file__}, "--kl-text must hold words of the dictionary, got"),
         ({"keep_softmax_layers": "0", "kl_text": "none"}, "--kl-text goes with --keep-softmax-layers kl:N"),
         ({"keep_softmax_layers": "0", "heads": 1}, "--decoder-attention-heads is of all layers: leave it out"),
     ],

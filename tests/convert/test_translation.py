@@ -38,10 +38,10 @@ class Saved:
         for language, known in words.items():
             known.save(str(folder / f"dict.{language}.txt"))
         sizes = {"layers": 2, "embed_dim": DIM, "ffn_embed_dim": 24, "attention_heads": HEADS}
+        sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
         args = Namespace(
-            **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()},
+            **{**sides, **settings},
             arch=arch, share_all_embeddings=shared, max_source_positions=64, max_target_positions=64, dropout=0.2,
-            **settings,
         )  # fmt: skip
         ARCH_CONFIG_REGISTRY[arch](args)
         task = Namespace(source_dictionary=words["en"], target_dictionary=words["de"])
@@ -183,6 +183,8 @@ def test_every_rule(tmp_path_factory, rule):
         (["--encoder-feature-map", "dpfp", "--state-size", "24"], "the map dpfp cannot have 24 features on heads of 8"),
         (["--encoder-feature-map", "elu", "--state-size", "4"], "the map elu cannot have 4 features on heads of 8"),
         (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans is of language models"),
+        (["--cross-feature-map", "elu", "--attention-window", "4"], "--attention-window is of language models"),
+        (["--cross-feature-map", "elu", "--attention-normalization"], "--attention-normalization is of the decoder's"),
     ],
 )
 def test_targets_that_cannot_be(saved, arguments, sentence):
@@ -216,3 +218,32 @@ def test_files_that_are_not_whole(saved):
     (saved.folder / "dict.de.txt").unlink()
     with pytest.raises(SystemExit, match=r"there is no dict.de.txt: give a folder that holds it with --vocabulary"):
         saved.convert(out="again")
+
+
+def test_languages_that_a_checkpoint_does_not_say(saved):
+    """fairseq-train finds them in the names of the data."""
+    saved.languages = {"_name": "translation", "source_lang": None, "target_lang": None}
+    saved.save()
+    with pytest.raises(SystemExit, match="does not say its languages: give --source_lang, one of de, en"):
+        saved.convert()
+    model, sample = saved.convert("--source_lang", "en", "--target_lang", "de"), batch()
+    torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
+
+
+def test_sizes_that_are_not_the_encoders(tmp_path):
+    saved = Saved(tmp_path, decoder_ffn_embed_dim=2048, encoder_attention_heads=4)
+    model, sample = saved.convert(), batch()
+    torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
+    with pytest.raises(
+        SystemExit, match="--state-size 32 needs heads of one size in encoder and decoder for the map dp"
+    ):
+        saved.convert("--encoder-feature-map", "dpfp", "--cross-feature-map", "dpfp", "--state-size", "32", out="other")
+
+
+def test_another_vocabulary(saved):
+    with (saved.folder / "dict.de.txt").open("a") as file:
+        file.write("more 1\n")
+    with pytest.raises(
+        SystemExit, match=r"dict.de.txt has 35 words with fairseq's own and the checkpoint 34: give the fo"
+    ):
+        saved.convert()

@@ -136,6 +136,29 @@ def test_a_model_begins_with_another_one(start, recipe, tmp_path, monkeypatch):
     ]
 
 
+def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "run", lambda *words: Path(words[words.index("--out") + 1]).mkdir(parents=True))
+    conf = recipe / "conf" / "first.yaml"
+    conf.write_text(CONF + "convert: --decoder-update-rule decay\n")
+    with pytest.raises(RecipeError, match=r"first\.yaml: convert needs a model to convert: add a line `from: NAME`"):
+        start("--models", "first")
+    conf.write_text(CONF + "from: summ\n")
+    with pytest.raises(RecipeError, match=r"there is no conf/summ.yaml: give --conf"):
+        Recipe.check_flags(start("train", "--models", "first"))
+    (recipe / "conf" / "shared.yaml").write_text("from: sum\nconvert: --decoder-update-rule decay\n")
+    conf.write_text(CONF + "include: shared.yaml\n")
+    (model,) = start("--models", "first").models
+    assert (model.origin, model.convert) == ("sum", "--decoder-update-rule decay")
+    made_up.trained(tmp_path / "out" / "sum", diverged="at 3")
+    with pytest.raises(RecipeError, match="sum diverged, and nothing can begin with it"):
+        start("--models", "first", kind=Converting).converted(model)
+    (tmp_path / "out" / "sum" / "diverged").unlink()
+    made_up.trained(tmp_path / "out" / "sum")
+    assert start("--models", "first", kind=Converting).converted(model).is_dir()
+    with pytest.raises(RecipeError, match=r"was made with other settings \(see .*conversion.txt\)"):
+        start("--models", "first", kind=Converting).converted(model._replace(convert="--decoder-update-rule delta"))
+
+
 def test_a_stage_says_which_is_missing(start, tmp_path):
     with pytest.raises(RecipeError, match="run the stage prepare first"):
         start("evaluate").main()
