@@ -182,16 +182,21 @@ def swap(conversion: Conversion, target: Target) -> Conversion:
     chosen = target.keep_softmax_layers or ""
     if chosen and target.heads is not None:
         raise ValueError("--decoder-attention-heads is of all layers: leave it out with --keep-softmax-layers")
-    if not chosen.startswith(BY_DIVERGENCE):
-        if target.kl_text is not None:
-            raise ValueError("--kl-text goes with --keep-softmax-layers kl:N: leave it out")
-        return swap_layers(conversion, target, chosen)
+    if chosen.startswith(BY_DIVERGENCE):
+        return swap_by_divergence(conversion, target, chosen)
+    if target.kl_text is not None:
+        raise ValueError("--kl-text goes with --keep-softmax-layers kl:N: leave it out")
+    return swap_layers(conversion, target, chosen)
+
+
+def swap_by_divergence(conversion: Conversion, target: Target, chosen: str) -> Conversion:
+    """The conversion with the new attention but in the layers where it costs most; what it costs is among its notes."""
     converted = swap_layers(conversion, target)
-    count = read_count(chosen, configure(flags).decoder_layers)
+    count = read_count(chosen, configure(conversion.flags).decoder_layers)
     if target.kl_text is None:
         raise ValueError(f"--keep-softmax-layers {chosen} needs a text: give --kl-text FILE")
     dictionary = make_task(conversion).target_dictionary
-    blocks = read_blocks(target.kl_text, dictionary, flags.get("tokens_per_sample") or 1024)
+    blocks = read_blocks(target.kl_text, dictionary, conversion.flags.get("tokens_per_sample") or 1024)
     found = costs(build_whole(conversion), build_whole(converted), blocks)
     kept = sorted(sorted(range(len(found)), key=lambda index: -found[index])[:count])
     hybrid = swap_layers(conversion, target, ",".join(map(str, kept)))
