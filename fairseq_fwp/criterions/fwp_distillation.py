@@ -27,7 +27,6 @@ from fairseq.modules import AdaptiveSoftmax
 from omegaconf import II
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.options import option
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
@@ -183,7 +182,7 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
     Of the tokens that are no padding. In training random feature maps are drawn again first, as a model draws them.
     """
     for module in model.modules() if model.training else ():
-        if isinstance(module, FeatureMap):
+        if hasattr(module, "resample"):
             module.resample()
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
