@@ -182,8 +182,9 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
     Of the tokens that are no padding. In training random feature maps are drawn again first, as a model draws them.
     """
     for module in model.modules() if model.training else ():
-        if hasattr(module, "resample"):
-            module.resample()
+        draw: Any = getattr(module, "resample", None)
+        if draw is not None:
+            draw()
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
         raise ValueError(
