@@ -148,8 +148,8 @@ def faults(emulator, cases, rules=CASES):
     return ""
 
 
-def test_no_mistake_no_fault(emulator, cases):
-    assert faults(emulator, cases) == ""
+def test_no_mistake_no_fault(cases):
+    assert faults(Emulator(build()), cases) == ""
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
