@@ -5,14 +5,16 @@ from pathlib import Path
 
 import evaluation
 from arguments import ROOT, whole_number
-from commands import RecipeError, check_same, run, whole, write
+from commands import RecipeError, run, whole, write
 from evaluation import READING, Way
 from flags import label
 from prepare import (
     SPLITS,
     apply_bpe,
     check_counts,
+    check_own,
     cut,
+    known_as,
     learn_bpe,
     preprocess,
     preprocess_text,
@@ -145,9 +147,9 @@ class LanguageModels(Recipe):
 
     def prepare_own(self, name: str) -> Path:
         """Prepare a text of one's own with the vocabulary of the training."""
-        folder, settings = self.out / "tests" / name, str(self.args.test.absolute())
+        folder, settings = self.out / "tests" / name, known_as(self.args.test)
         if folder.is_dir():
-            check_same(folder / "source.txt", settings)
+            check_own(folder, settings)
             return folder
         with whole(folder) as work:
             work.mkdir()

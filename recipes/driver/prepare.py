@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import zlib
 from pathlib import Path
 
 from commands import RecipeError, run
@@ -39,6 +40,20 @@ def preprocess_text(folder: Path, out: Path, *flags: object, splits: tuple[str, 
     """Run fairseq-preprocess on SPLIT.txt of a folder."""
     prefixes = [word for split in splits for word in (f"--{split}pref", folder / f"{split}.txt")]
     preprocess(out, "--only-source", *prefixes, "--workers", os.cpu_count(), *flags)
+
+
+def known_as(*files: Path) -> str:
+    """Return what a text of one's own is known by: where it is, and a checksum of each file."""
+    return " ".join(f"{file.absolute()} {zlib.crc32(file.read_bytes())}" for file in files)
+
+
+def check_own(folder: Path, settings: str) -> None:
+    """Check that a text of one's own is the one evaluated before under its name. Raises RecipeError for another."""
+    if (folder / "source.txt").read_text(encoding="utf-8").strip() != settings:
+        raise RecipeError(
+            f"another text was evaluated under the name of this one (see {folder / 'source.txt'}), or it has changed: "
+            f"give it another name, or remove {folder} and {folder.name}*.json next to the models."
+        )
 
 
 def count(text: Path) -> int:

@@ -8,11 +8,11 @@ import shlex
 from pathlib import Path
 
 from arguments import ROOT, whole_number
-from commands import RecipeError, check_same, run, whole, write
+from commands import RecipeError, run, whole, write
 from flags import label
 from pairs import LANGUAGES, PAIRS
 from parallel import copy
-from prepare import SPLITS, apply_bpe, learn_bpe, preprocess, remove
+from prepare import SPLITS, apply_bpe, check_own, known_as, learn_bpe, preprocess, remove
 from recipe import Model, Recipe
 from reports.files import read_run, save, show
 from tables import markdown, spread
@@ -101,9 +101,10 @@ class Translation(Recipe):
     def prepare_own(self, name: str) -> Path:
         """Prepare a test set of one's own with the vocabulary of the training."""
         folder, codes = self.out / "tests" / name, self.data / "bpe" / "codes"
-        settings = str(self.args.test.absolute())
+        paths = (Path(f"{self.args.test}.{language}") for language in LANGUAGES)
+        settings = known_as(*(path if path.is_file() else Path(f"{path}.gz") for path in paths))
         if folder.is_dir():
-            check_same(folder / "source.txt", settings)
+            check_own(folder, settings)
             return folder
         if not codes.exists():
             raise RecipeError(f"--test needs the BPE codes of the training, and {self.data} was made from BPE already.")
