@@ -87,18 +87,20 @@ class DistillationCriterion(FairseqCriterion):
         parameter = next(model.parameters())
         (teacher,) = self._teacher
         teacher.to(parameter.device, parameter.dtype)
-        tokens = int(sample["target"].ne(self.padding_idx).sum())
-        log: dict[str, Any] = {"ntokens": tokens, "nsentences": len(sample["target"]), "sample_size": tokens}
+        log: dict[str, Any] = {}
         if self.of_attention:
+            tokens = int(sample["target"].ne(self.padding_idx).sum())
             loss = tokens * attention_error(model, teacher, sample["net_input"], self.padding_idx)
         else:
             parts = list(self.log_probs(model, teacher, sample))
             divergence = torch.stack([kl_divergence(student, of_teacher) for student, of_teacher, _ in parts]).sum()
             nll = torch.stack([F.nll_loss(student, target, reduction="sum") for student, _, target in parts]).sum()
-            loss = self.weight * divergence + (1 - self.weight) * nll
+            # A word that the model cannot give has an infinite loss, which times 0 is no number.
+            loss = divergence if self.weight == 1 else self.weight * divergence + (1 - self.weight) * nll
             tokens = len(parts[0][0])  # --half-loss leaves some out
-            log |= {"ntokens": tokens, "sample_size": tokens, "divergence": divergence.data, "nll_loss": nll.data}
-        return loss, tokens, log | {"loss": loss.data}
+            log = {"divergence": divergence.data, "nll_loss": nll.data}
+        counts = {"ntokens": tokens, "nsentences": len(sample["target"]), "sample_size": tokens}
+        return loss, tokens, {**counts, **log, "loss": loss.data}
 
     def log_probs(self, model: Any, teacher: Any, sample: dict[str, Any]) -> Iterator[Part]:
         """Yield what is compared: all words of every token, or the head of the adaptive softmax and then its tails.

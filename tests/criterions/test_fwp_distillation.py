@@ -149,6 +149,20 @@ def test_translation(criterion, arch, distillation):
     assert all(x.grad is None for x in teacher.parameters()) or teacher is student
 
 
+def test_words_that_both_give_no_probability(build_model, criterion):  # noqa: F811
+    """They are targets all the same: a line's end that a converted vocabulary lacks. The teacher's weight is 1."""
+    student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
+    sample = language_sample()
+    for model in (student, teacher):
+        weights = model.state_dict()
+        weights["decoder.adaptive_softmax.bias"][sample["target"][0, 0]] = -torch.inf
+        model.load_state_dict(weights)
+    loss, _, log = criterion(teacher)(student, sample)
+    loss.backward()
+    assert loss.isfinite() and loss > 0 and log["nll_loss"].isinf()
+    assert all(x.grad is None or x.grad.isfinite().all() for x in student.parameters())
+
+
 @looped("distillation", ["attention", "distribution"])
 def test_a_model_has_nothing_to_learn_of_itself(build_model, criterion, distillation):  # noqa: F811
     model = build_model("delta_lm_wt103")
