@@ -287,6 +287,10 @@ def test_seeds_of_a_conversion_are_one_line(tmp_path):
     assert [row["seed"] for row in results] == [None, 1, 2]
     line = conversion.table(corpus, results)[-1]
     assert line.startswith("| decay, 2 seeds | 8 | not run | 12.50 ± 0.71 | 80.0% |")
+    for seed in (1, 2):  # what has just been converted may give probabilities of zero
+        measured(tmp_path / "decay" / f"seed_{seed}" / "converted", "valid 0", float("inf"))
+    line = conversion.table(corpus, conversion.read_results(corpus, tmp_path))[-1]
+    assert line.startswith("| decay, 2 seeds | 8 | inf | 12.50 ± 0.71 | 80.0% |")
 
 
 # Retrieval.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from log import read_json, read_training
-from tables import markdown
+from tables import markdown, spread
 
 # The model before any conversion; and the same after as much fine-tuning as the other rows.
 SOURCE, SOFTMAX = "source", "softmax"
@@ -57,12 +57,11 @@ def read_row(folder: Path, measures: list[str]) -> dict[str, Any]:
     return row | {m: "diverged" if diverged else read_measure(folder, m) for m in measures}
 
 
-def shown(value: float | str | None, deviation: float | None = None) -> str:
-    """Return a perplexity in a table, with the deviation of its seeds; a word as it is."""
+def shown(value: float | str | None) -> str:
+    """Return a perplexity in a table; a word as it is."""
     if value is None:
         return "not run"
-    behind = "" if deviation is None else f" ± {deviation:.2f}"
-    return value if isinstance(value, str) else f"{value:,.2f}{behind}" if value < 1e5 else f"{value:.1e}"
+    return value if isinstance(value, str) else f"{value:,.2f}" if value < 1e5 else f"{value:.1e}"
 
 
 def counted(value: float | None) -> str:
@@ -78,13 +77,14 @@ def recovered(source: float | str | None, found: float | str | None) -> str:
 
 
 def mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for the seeds of a run: means, and under "deviation" what is shown behind them."""
-    numbers = {
-        name: [row[name] for row in rows if isinstance(row[name], int | float)] for name in rows[0] if name != "seed"
-    }
-    means = {name: statistics.mean(values) if values else rows[0][name] for name, values in numbers.items()}
-    deviations = {name: statistics.stdev(values) for name, values in numbers.items() if len(values) > 1}
-    return {**means, "run": rows[0]["run"], "deviation": deviations, "seeds": len(rows)}
+    """Return one row for the seeds of a run: the means of its numbers."""
+    values = {name: numbers(rows, name) for name in rows[0]}
+    return {name: statistics.mean(found) if found else rows[0][name] for name, found in values.items()}
+
+
+def numbers(rows: list[dict[str, Any]], name: str) -> list[float]:
+    """Return the numbers in a column."""
+    return [row[name] for row in rows if isinstance(row[name], int | float)]
 
 
 def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
@@ -109,9 +109,15 @@ def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
         row = results.get(run, {})
         own = [shown(paper.get(measure, "-")) for measure in papers]
         start = "-" if run == SOURCE else shown(row.get(converted))
-        deviations = row.get("deviation", {})
-        perplexities = [shown(row.get(measure), deviations.get(measure)) for measure in measures]
-        name += f", {row['seeds']} seeds" if "seeds" in row else ""
+        perplexities = [shown(row.get(measure)) for measure in measures]
+        if len(seeds := by_run.get(run, [])) > 1:
+            name += f", {len(seeds)} seeds"
+            found = [numbers(seeds, measure) for measure in measures]
+            # A deviation from a perplexity that is infinite is none.
+            perplexities = [
+                spread(values) if values and max(values) < 1e5 else said
+                for values, said in zip(found, perplexities, strict=True)
+            ]
         cells = [name, counted(row.get("state")), start, *perplexities, *shares[:-1], *own, shares[-1]]
         lines.append([*cells, counted(row.get("updates"))])
 
