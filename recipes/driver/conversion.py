@@ -65,12 +65,12 @@ class Conversion(LanguageModels):
             rows = [SOFTMAX, *rows]
         seeds = range(1, self.args.seeds + 1) if self.args.seeds else [None]
         return [
-            self.row(name, seed if name != self.corpus["start"] else None)
+            self.named(name, seed if name != self.corpus["start"] else None)
             for name in dict.fromkeys(rows)
             for seed in seeds
         ]
 
-    def row(self, name: str, seed: int | None) -> Model:
+    def named(self, name: str, seed: int | None) -> Model:
         """Return the training of a row. Its own `conf` and `from` are for what learns in stages."""
         row = self.rows.get(name, {})
         conf = self.recipe / "conf" / self.args.corpus / f"{row.get('conf', 'finetune')}.yaml"
@@ -158,10 +158,6 @@ class Conversion(LanguageModels):
     def converted(self, model: Model) -> Path:
         """Return the folder of what a row begins with; for softmax it is the source."""
         return self.source if model.name == SOFTMAX else super().converted(model)
-
-    def find_model(self, name: str, seed: int | None) -> Model:
-        of_seed = self.row(name, seed)
-        return of_seed if of_seed.folder.is_dir() else self.row(name, None)
 
     def checkpoint(self, name: str, seed: int | None) -> Path:
         return self.source / "checkpoint.pt" if name == SOURCE else super().checkpoint(name, seed)

@@ -113,11 +113,14 @@ class Recipe:
         """Return the flags of fwp-convert for models of this recipe."""
         raise NotImplementedError
 
+    def named(self, name: str, seed: int | None) -> Model:
+        """Return the model of a name."""
+        return self.model(self.find_conf(f"conf/{name}.yaml"), seed)
+
     def find_model(self, name: str, seed: int | None) -> Model:
         """Return the model of a name; without a seed where it was trained without one."""
-        conf = self.find_conf(f"conf/{name}.yaml")
-        of_seed = self.model(conf, seed)
-        return of_seed if of_seed.folder.is_dir() else self.model(conf, None)
+        of_seed = self.named(name, seed)
+        return of_seed if of_seed.folder.is_dir() else self.named(name, None)
 
     def checkpoint(self, name: str, seed: int | None) -> Path:
         model = self.find_model(name, seed)
@@ -129,8 +132,13 @@ class Recipe:
 
     def teacher(self, model: Model) -> list[str]:
         """Return the checkpoint of the model that `teacher` in a YAML names."""
+        name = self.teacher_name(model)
+        return ["--teacher", str(self.checkpoint(name, model.seed))] if name else []
+
+    def teacher_name(self, model: Model) -> str:
+        """Return the model that teaches; empty where there is none, or a file."""
         name = value_of([*model.flags, *self.extra], "--teacher")
-        return ["--teacher", str(self.checkpoint(name, model.seed))] if name and not Path(name).is_file() else []
+        return "" if Path(name).is_file() else name
 
     # The models.
 
@@ -186,9 +194,8 @@ class Recipe:
         """Check the flags of all models before any work. Raises RecipeError for those that fairseq-train refuses."""
         for model in self.models:
             flags = [*model.flags, *self.extra]
-            for name in (model.origin, value_of(flags, "--teacher")):
-                if name and not Path(name).is_file():
-                    self.find_conf(f"conf/{name}.yaml")
+            for name in filter(None, (model.origin, self.teacher_name(model))):
+                self.named(name, model.seed)  # it is there
             plugin = [] if "--user-dir" in flags else training.PLUGIN
             if reason := refusal([str(self.bin), *plugin, *flags]):
                 raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
@@ -249,16 +256,17 @@ class Recipe:
         print("Next: " + shlex.join(words), file=sys.stderr)
 
 
-def read_start(conf: Path) -> list[str]:
+def read_start(conf: Path) -> tuple[str, str]:
     """Return the model that a YAML begins with, and what is made of it; empty where neither it nor its include says."""
     settings = read_yaml(conf)
-    if not isinstance(settings, dict):
-        return ["" for _ in START]
-    included = read_start(conf.parent / settings["include"]) if "include" in settings else ["" for _ in START]
-    origin, convert = (settings.get(name, default) for name, default in zip(START, included, strict=True))
+    origin = convert = ""
+    if isinstance(settings, dict):
+        if "include" in settings:
+            origin, convert = read_start(conf.parent / settings["include"])
+        origin, convert = (settings.get(name, value) for name, value in zip(START, (origin, convert), strict=True))
     if convert and not origin:
         raise RecipeError(f"{conf}: convert needs a model to convert: add a line `from: NAME`.")
-    return [origin, convert]
+    return origin, convert
 
 
 def runs(tables: list[dict]) -> list[str]:
