@@ -94,7 +94,7 @@ def vocabularies(conversion: Conversion) -> dict[str, list[str]]:
 
 
 def make_task(conversion: Conversion) -> Namespace:
-    """What a model asks of its task: the dictionaries."""
+    """The dictionaries, which a model asks its task for."""
     source, *_, target = map(make_dictionary, [*vocabularies(conversion).values()] * 2)
     return Namespace(source_dictionary=source, target_dictionary=target)
 

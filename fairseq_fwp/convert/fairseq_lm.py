@@ -247,14 +247,23 @@ def positions(options: Options) -> list[Entry]:
     return [Entry(f"{name}.table.weight", (f"{name}.weight",), lambda table: table[unused:])]
 
 
-def check_vocabulary(tensors: Mapping[str, Tensor], words: int) -> None:
-    """Raises ValueError unless the embeddings, where there are, are of so many words and fairseq's specials."""
-    tables = [name for name in tensors if re.fullmatch(r"decoder\.embed_tokens\.(embeddings\.\d+\.0\.)?weight", name)]
+def check_vocabulary(
+    tensors: Mapping[str, Tensor],
+    words: int,
+    side: str = "decoder",
+    said: str = "the dictionary",
+    asked: str = "the dict.txt of its training",
+) -> None:
+    """Raises ValueError unless the embeddings, where there are, are of so many words and fairseq's specials.
+
+    side: encoder or decoder; said, asked: the dictionary, and what to give in its place, in words.
+    """
+    pattern = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
+    tables = [name for name in tensors if re.fullmatch(pattern, name)]
     found, expected = sum(len(tensors[name]) for name in tables), words + len(Dictionary())
     if tables and found != expected:
         raise ValueError(
-            f"the dictionary has {expected} words with fairseq's own and the checkpoint {found}: give the dict.txt "
-            "of its training with --vocabulary"
+            f"{said} has {expected} words with fairseq's own and the checkpoint {found}: give {asked} with --vocabulary"
         )
 
 

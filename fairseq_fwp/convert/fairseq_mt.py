@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fwp.convert.fairseq_lm import check_model, read_checkpoint
+from fairseq_fwp.convert.fairseq_lm import check_model, check_vocabulary, read_checkpoint
 from fairseq_fwp.convert.source import Conversion, Option, Options, Source
 from fairseq_fwp.convert.vocabulary import read_dictionary
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
@@ -49,42 +48,37 @@ def convert(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options:
             raise ValueError(f"the checkpoint does not say its languages: give --{name}, one of {', '.join(words)}")
         if language not in words:
             raise ValueError(f"there is no dict.{language}.txt: give a folder that holds it with --vocabulary")
-    check_words(tensors, words, languages)
+    for side, language in zip(("encoder", "decoder"), languages, strict=True):
+        of_training = "the folder of its training's data"
+        check_vocabulary(tensors, len(words[language]), side, f"dict.{language}.txt", of_training)
     given = FwpTransformerModel.adopt(options.values)
-    settings, defaults = FwpTransformerModel.complete(given), FwpTransformerModel.complete({})
+    settings = FwpTransformerModel.complete(given)
     if linear_attentions(Namespace(**settings)):
         raise ValueError("another attention takes the place of softmax: some of this model's attentions are linear")
+    flags = {name: plain(value) for name, value in needed_flags(settings).items()}
+    kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(MARKS, name)}
+    return Conversion("fwp_transformer", flags, kept, {language: words[language] for language in languages}, [])
+
+
+def needed_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The options to be given for these settings. Raises ValueError where fairseq-train has no flag for one."""
     parser = ArgumentParser()
     FwpTransformerModel.add_args(parser)
     known = vars(parser.parse_args([]))
-    flags = {name: value for name, value in settings.items() if value != defaults[name] and name in known}
-    built = FwpTransformerModel.complete(flags)
-    # What other options set, such as the decoder's sizes, which are the encoder's unless they are given.
-    flags |= {name: value for name, value in settings.items() if value != built[name] and name in known}
+    flags: dict[str, Any] = {}
+    for _ in range(2):  # those given set others: the decoder's sizes are the encoder's unless they are given too
+        built = FwpTransformerModel.complete(flags)
+        flags |= {name: value for name, value in settings.items() if value != built[name] and name in known}
     built = FwpTransformerModel.complete(flags)
     if lost := [name for name, value in settings.items() if value != built[name]]:
         raise ValueError(f"the checkpoint's {', '.join(lost)} cannot be converted: fairseq-train has no flag for it")
-    flags = {name: plain(value) for name, value in flags.items()}
-    kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(MARKS, name)}
-    return Conversion("fwp_transformer", flags, kept, {language: words[language] for language in languages}, [])
+    return flags
 
 
 def plain(value: Any) -> Any:
     """An option as it is given: an enumeration as its word, a list with commas."""
     value = getattr(value, "value", value)
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-def check_words(tensors: Mapping[str, Tensor], words: Mapping[str, list[str]], languages: list[str]) -> None:
-    """Raises ValueError unless the embeddings are of so many words and fairseq's specials."""
-    for side, language in zip(("encoder", "decoder"), languages, strict=True):
-        table = tensors.get(f"{side}.embed_tokens.weight")
-        expected = len(words[language]) + len(Dictionary())
-        if table is not None and len(table) != expected:
-            raise ValueError(
-                f"dict.{language}.txt has {expected} words with fairseq's own and the checkpoint {len(table)}: give "
-                "the folder of its training's data with --vocabulary"
-            )
 
 
 OPTIONS = {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES}

@@ -42,12 +42,13 @@ def swap_translation(conversion: Conversion, target: Target) -> Conversion:
         torch.manual_seed(SEED)
         model = build_empty(converted)
         new: dict[str, Tensor] = {}
+        replaced: list[str] = []
         for name, module in model.named_modules():
             if isinstance(module, LinearAttention | CausalAttention):
                 fill_attention(module, part(conversion.weights, name), target)
                 new |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-    prefixes = {name.rpartition("_attn.")[0] + "_attn." for name in new}
-    kept = {name: tensor for name, tensor in conversion.weights.items() if not name.startswith(tuple(prefixes))}
+                replaced.append(f"{name}.")
+    kept = {name: tensor for name, tensor in conversion.weights.items() if not name.startswith(tuple(replaced))}
     return converted._replace(weights={**kept, **new})
 
 

@@ -105,7 +105,7 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
 
 
 def notes(flags: Mapping[str, Any]) -> list[str]:
-    """What whoever compares losses should know."""
+    """The differences from the TensorFlow code, for whoever compares losses."""
     found = [
         "the TensorFlow code begins a text with a memory of zeros, which tokens attend to, and this model with none: "
         "the losses of its first segments differ",

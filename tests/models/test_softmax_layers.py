@@ -31,7 +31,7 @@ def model(request, build_model):
 
 
 def read_layers(model, tokens):
-    """What each layer is given and returns."""
+    """Input and output of each layer."""
     calls = []
     hooks = [
         layer.register_forward_hook(lambda _, given, out: calls.append((given[0], out[0])))
