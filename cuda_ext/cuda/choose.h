@@ -90,7 +90,7 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu&
   return plan;
 }
 
-// The tensor cores take bfloat16 alone, a length that fills some chunks, and one document.
+// The tensor cores take bfloat16 only, a length that fills some chunks, and one document.
 constexpr int64_t kLengthForChunks = 64;
 constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
 
@@ -100,9 +100,10 @@ inline bool choose_chunks(const ScanSize& size, Type type) {
 }
 
 struct ChunkPlan {
-  int warps, slabs;
+  int warps, slabs;  // of the columns of a head
 };
 
+// A slab makes its own scores, so there are as few as fill the GPU.
 inline ChunkPlan choose_chunk_plan(const ScanSize& size, int columns, int most_warps, int multiprocessors) {
   const auto slabs = [&](int warps) { return (size.columns + warps * columns - 1) / (warps * columns); };
   int warps = at_least_power_of_two(slabs(1), most_warps);

@@ -1,212 +1,240 @@
-// What the scans on the tensor cores share. They go 16 tokens at a time, in bfloat16, with the tokens of a chunk as the rows
-// of Q, K and V. What is float32 goes into a product as the sum of two or three numbers of bfloat16.
+// What the passes on the tensor cores share. They take sum and the delta rule in bfloat16, 32 tokens at a time: with Q, K and V
+// the tokens of a chunk in rows, S the state before it, P = Q K^T up to its diagonal, A = K K^T below it, and b the rates,
 //
-// A warp has 16 columns of the state, as the rows of its transpose: then what one product leaves in registers is just what
-// the next one takes. A block has some warps, and shares the tokens in shared memory.
+//   E = V - K S - A U      U = b E (of the sum rule U = V)      out = Q S + P U      S += K^T U
+//
+// A block has some columns of one head's state, or all; a warp has 16 of them, as the rows of the transpose: then what one product
+// leaves in registers is just what the next one takes. What a later state depends on goes into products in three parts, which
+// is as exact as float32; products of tokens with each other in two, and what else only ends in bfloat16 in one.
 #pragma once
 
+#include "fragments.cuh"
 #include "scan.cuh"
 
 namespace fwp::cuda {
 
-constexpr int kChunkTokens = 16;
-constexpr int kWarpColumns = 16;
-constexpr int kChunkWarps = 4;  // in a block, at most
-constexpr int kPadding = 8;     // numbers after each line in shared memory: lanes that read one column meet other banks
+constexpr int kChunkTokens = 32;
+constexpr int kChunkBlocks = kChunkTokens / kBlock;
+constexpr int kChunkWarps = 8;  // in a block, at most
+constexpr int kExact = 3;       // parts that have all digits of float32
+constexpr int kOfTokens = 2;    // parts of products of tokens with each other, of which no state is made
 
-FWP_DEVICE uint32_t pair_of(Bfloat16 first, Bfloat16 second) { return first.bits | uint32_t(second.bits) << 16; }
+// An input, and whether it can be copied 16 bytes at a time.
+struct Brought : Input {
+  bool by_pieces = false;
 
-// x and y as sums of `parts` numbers of bfloat16, the greatest first.
-template <int parts>
-FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts]) {
-  FWP_UNROLL for (int n = 0; n < parts; ++n) {
-    Bfloat16 of_x, of_y;
-    round_to(x, of_x);
-    round_to(y, of_y);
-    to[n] = pair_of(of_x, of_y);
-    x -= number(of_x);
-    y -= number(of_y);
+  Brought() = default;
+  Brought(const Input& from, int64_t width, int bytes) : Input(from) {
+    const int per_piece = 16 / bytes;
+    by_pieces = from.data && reinterpret_cast<uintptr_t>(from.data) % 16 == 0 && width % per_piece == 0 &&
+                from.batch % per_piece == 0 && from.head % per_piece == 0 && from.token % per_piece == 0;
   }
-}
+};
 
-template <int n>
-FWP_DEVICE void clear(float (&x)[n][4]) {
-  FWP_UNROLL for (int i = 0; i < n; ++i) FWP_UNROLL for (int e = 0; e < 4; ++e) x[i][e] = 0;
-}
+// Hands out shared memory, in the kernel from its start and on the host from null, to count it.
+struct Carver {
+  unsigned char* next;
 
-// kRows: a multiple of 16 that is no less than the rows there are.
+  template <typename T>
+  FWP_BOTH T* take(int count) {
+    T* const found = reinterpret_cast<T*>(next);
+    next += (count * sizeof(T) + 15) / 16 * 16;
+    return found;
+  }
+  FWP_BOTH Shared matrix(int rows, int columns) {
+    return {take<Bfloat16>(rows * (columns + kPadding)), columns + kPadding};
+  }
+};
+
+// Two places for the matrices of a chunk: one is filled while the other is used.
+template <typename Stage, typename Pass>
+struct Stages {
+  unsigned char* first;
+  int bytes;
+  const Pass& pass;
+
+  FWP_BOTH Stages(Carver& carver, const Pass& pass_) : first(carver.next), pass(pass_) {
+    Stage(carver, pass);
+    bytes = int(carver.next - first);
+    carver.next += (kBuffers - 1) * bytes;
+  }
+  FWP_DEVICE Stage operator[](int64_t n) const {
+    Carver carver{first + n % kBuffers * bytes};
+    return Stage(carver, pass);
+  }
+};
+
+// The products of a chunk's tokens with each other, of which only blocks on and below the diagonal are there.
+struct Scores {
+  static constexpr int kLine = kBlock + 4;                   // of `diagonal`: a multiple of 16 bytes
+  static constexpr int kDiagonal = kBlock * kLine + kBlock;  // the second block in other banks
+  Shared read[kExact], erase[kExact];                        // P; -A, with what invert() leaves on the diagonal
+  float* diagonal;
+
+  FWP_BOTH Scores(Carver& carver, int of_read, bool erases) {
+    for (int n = 0; n < of_read; ++n) read[n] = carver.matrix(kChunkTokens, kChunkTokens);
+    for (int n = 0; n < kExact && erases; ++n) erase[n] = carver.matrix(kChunkTokens, kChunkTokens);
+    diagonal = carver.take<float>(erases ? kChunkBlocks * kDiagonal : 0);
+  }
+
+  template <int parts>
+  static FWP_DEVICE void put(const Shared* to, int row, int column, float x, float y) {
+    uint32_t of_pair[parts];
+    split(x, y, of_pair);
+    FWP_UNROLL for (int n = 0; n < parts; ++n) to[n].put(row, column, of_pair[n]);
+  }
+};
+
+// kRows: a multiple of 16 that is no less than Dk.
 template <int kRows>
-struct ChunkScan {
-  static constexpr int kLine = kRows + kPadding, kColumnLine = kChunkTokens + kPadding;
-  using State = float[kRows / 8][4];  // a lane's part of the 16 columns of its warp
+struct ChunkPass {
+  using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
 
   ScanSize size;
-  bool reverse;
-  int warps, slabs;
-  Input key, query, value;
-  Matrices<const float> initial;
-  Matrices<float> last;
+  int warps, slabs;  // of columns: warps a power of two
+  Brought query, key;
 
-  // The tokens of a chunk, in the order of the scan.
-  struct Buffer {
-    Bfloat16 *query, *key;   // 16 x kRows
-    Bfloat16* key_column;    // the transpose
-    Bfloat16* more;          // what one scan alone has
-    Bfloat16* value_column;  // the transpose; last, so that the others lie at distances known to the compiler
-  };
-  static FWP_BOTH int buffer_numbers(int warps, int more) {
-    return 2 * kChunkTokens * kLine + (kRows + warps * kWarpColumns) * kColumnLine + more;
-  }
-  FWP_DEVICE Buffer buffer(int64_t n, int more) const {
-    Bfloat16* const query_ = reinterpret_cast<Bfloat16*>(shared_memory()) + n % kBuffers * buffer_numbers(warps, more);
-    Bfloat16 *const key_ = query_ + kChunkTokens * kLine, *const key_column = key_ + kChunkTokens * kLine;
-    Bfloat16* const more_ = key_column + kRows * kColumnLine;
-    return {query_, key_, key_column, more_, more_ + more};
-  }
-
+  FWP_BOTH int block_columns() const { return warps * kBlock; }
+  FWP_DEVICE int warp() const { return int(threadIdx.x) / kWarp; }
   FWP_DEVICE int64_t head() const { return blockIdx.x / unsigned(slabs); }
-  FWP_DEVICE int first_column() const { return int(blockIdx.x % unsigned(slabs)) * warps * kWarpColumns; }
-  // Of this lane in the fragments of a product, and its warp's first column in the slab.
-  static FWP_DEVICE int line() { return int(threadIdx.x) % kWarp / 4; }
-  static FWP_DEVICE int pair() { return int(threadIdx.x) % 4 * 2; }
-  static FWP_DEVICE int own_column() { return int(threadIdx.x) / kWarp * kWarpColumns; }
+  FWP_DEVICE int first_column() const { return int(blockIdx.x % unsigned(slabs)) * block_columns(); }
+  FWP_DEVICE int own_column() const { return warp() * kBlock; }  // the warp's first one in the block
 
-  FWP_DEVICE int64_t chunks() const { return (size.length + kChunkTokens - 1) / kChunkTokens; }
-  FWP_DEVICE int64_t token_at(int64_t n, int t) const {
-    const int64_t at = n * kChunkTokens + t;
-    return reverse ? size.length - 1 - at : at;
-  }
+  FWP_BOTH int64_t chunks() const { return (size.length + kChunkTokens - 1) / kChunkTokens; }
   FWP_DEVICE int count(int64_t n) const {
     const int64_t left = size.length - n * kChunkTokens;
     return left < kChunkTokens ? int(left) : kChunkTokens;
   }
+  FWP_DEVICE int64_t token(int64_t n, int t) const { return head() * size.length + n * kChunkTokens + t; }
 
-  // Calls fill(n) and then use(n, state) for each chunk, with the next one filled meanwhile.
-  template <typename Fill, typename Use>
-  FWP_DEVICE void scan(Fill fill, Use use) const {
-    State state;
-    load(initial, state);
-    if (chunks() > 0) fill(0);
+  // Where the inputs of this block's head begin, in shared memory: as pointers in registers they would be in the way.
+  template <int inputs>
+  FWP_DEVICE void put_starts(const Brought* const (&from)[inputs], const int (&bytes)[inputs], const char** starts) const {
+    const int64_t b = head() / size.heads_per_batch, h = head() % size.heads_per_batch;
+    if (threadIdx.x == 0)
+      FWP_UNROLL for (int i = 0; i < inputs; ++i)
+        starts[i] = static_cast<const char*>(from[i]->data) + (b * from[i]->batch + h * from[i]->head) * bytes[i];
     __syncthreads();
-    for (int64_t n = 0; n < chunks(); ++n) {
-      if (n + 1 < chunks()) fill(n + 1);
-      use(n, state);
-      // From here on the next buffer may be used, and this one be filled.
-      __syncthreads();
-    }
-    store(state, last);
   }
 
-  // Brings the tokens of chunk n, and calls also(t, i, x) for the numbers of the queries.
-  template <typename F>
-  FWP_DEVICE void fill(const Buffer& to, int64_t n, F also) const {
-    copy(query, n, 0, size.rows, kRows, [&](int t, int i, Bfloat16 x) {
-      to.query[t * kLine + i] = x;
-      also(t, i, x);
-    });
-    copy(key, n, 0, size.rows, kRows, [&](int t, int i, Bfloat16 x) {
-      to.key[t * kLine + i] = x;
-      to.key_column[i * kColumnLine + t] = x;
-    });
-    copy(value, n, first_column(), size.columns, warps * kWarpColumns,
-         [&](int t, int j, Bfloat16 x) { to.value_column[j * kColumnLine + t] = x; });
-  }
-
-  // Calls put(t, i, x) for the numbers `first` to `first` + width of each token; zeros beyond the last token and `limit`.
-  template <typename F>
-  FWP_DEVICE void copy(const Input& from, int64_t n, int first, int limit, int width, F put) const {
-    const int64_t h = head();
-    const Bfloat16* data = static_cast<const Bfloat16*>(from.data) + h / size.heads_per_batch * from.batch +
-                           h % size.heads_per_batch * from.head + first;
-    const int tokens = from.data ? count(n) : 0;
-    FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += warps * kWarp) {
-      const int t = at / width, i = at % width;
-      put(t, i, t < tokens && first + i < limit ? data[token_at(n, t) * from.token + i] : Bfloat16{0});
-    }
-  }
-
-  FWP_DEVICE static uint32_t pair_at(const Bfloat16* x) { return *reinterpret_cast<const uint32_t*>(x); }
-  // Fragments of a matrix in shared memory: 16 lines from the first on as the left factor, 8 as the transposed right one.
-  FWP_DEVICE static void load_left(const Bfloat16* first, int pitch, uint32_t (&a)[4]) {
-    const Bfloat16* at = first + line() * pitch + pair();
-    a[0] = pair_at(at), a[1] = pair_at(at + 8 * pitch), a[2] = pair_at(at + 8), a[3] = pair_at(at + 8 * pitch + 8);
-  }
-  FWP_DEVICE static void load_right(const Bfloat16* first, int pitch, uint32_t (&b)[2]) {
-    const Bfloat16* at = first + line() * pitch + pair();
-    b[0] = pair_at(at), b[1] = pair_at(at + 8);
-  }
-
-  // x_t . y_s of the tokens of a chunk where s <= t, or s < t, and 0 elsewhere: for 8 tokens s at a time.
-  FWP_DEVICE static void multiply_tokens(const Bfloat16* x, const Bfloat16* y, bool diagonal, float (&scores)[2][4]) {
-    clear(scores);
-    FWP_UNROLL for (int i = 0; i < kRows; i += 16) {
-      uint32_t a[4], b[2];
-      load_left(x + i, kLine, a);
-      FWP_UNROLL for (int s = 0; s < 2; ++s) {
-        load_right(y + 8 * s * kLine + i, kLine, b);
-        mma(scores[s], a, b);
-      }
-    }
-    FWP_UNROLL for (int s = 0; s < 2; ++s)
-      FWP_UNROLL for (int e = 0; e < 4; ++e)
-        if (8 * s + pair() + e % 2 >= line() + e / 2 * 8 + diagonal) scores[s][e] = 0;
-  }
-
-  // read[t] += the state's transpose times the tokens x of a chunk: 8 tokens at a time, the state in `parts`.
-  template <int parts>
-  FWP_DEVICE static void read_state(const State& state, const Bfloat16* x, float (&read)[2][4]) {
-    FWP_UNROLL for (int i = 0; i < kRows / 16; ++i) {
-      uint32_t a[parts][4], of_pair[parts], b[2];
-      FWP_UNROLL for (int e = 0; e < 4; ++e) {
-        split(state[2 * i + e / 2][e % 2 * 2], state[2 * i + e / 2][e % 2 * 2 + 1], of_pair);
-        FWP_UNROLL for (int n = 0; n < parts; ++n) a[n][e] = of_pair[n];
-      }
-      FWP_UNROLL for (int t = 0; t < 2; ++t) {
-        load_right(x + 8 * t * kLine + 16 * i, kLine, b);
-        FWP_UNROLL for (int n = parts; n-- > 0;) mma(read[t], a[n], b);
+  // Begins to copy `width` numbers of each token of chunk n, from `first` on; zeros beyond the last token and `limit`.
+  template <typename T>
+  FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width, T* to,
+                        int pitch) const {
+    constexpr int per_piece = 16 / sizeof(T);
+    const T* const data = reinterpret_cast<const T*>(start) + n * kChunkTokens * from.token + first;
+    const int tokens = from.data ? count(n) : 0, pieces = width / per_piece;
+    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kChunkTokens * pieces; at += warps * kWarp) {
+      const int t = at / pieces, i = at % pieces * per_piece;
+      T* const target = to + t * pitch + i;
+      if (from.by_pieces) {
+        const bool inside = t < tokens && first + i < limit;
+        copy_later(target, inside ? data + t * from.token + i : data, inside);
+      } else {
+        FWP_UNROLL_BY(1) for (int e = 0; e < per_piece; ++e)
+          target[e] = t < tokens && first + i + e < limit ? data[t * from.token + i + e] : T{};
       }
     }
   }
+  FWP_DEVICE void bring_keys(const Brought& from, const char* start, int64_t n, const Shared& to) const {
+    bring(from, start, n, 0, size.rows, kRows, to.data, to.pitch);
+  }
+  template <typename T>
+  FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, T* to, int pitch) const {
+    bring(from, start, n, first_column(), size.columns, block_columns(), to, pitch);
+  }
+  FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, const Shared& to) const {
+    bring_values(from, start, n, to.data, to.pitch);
+  }
 
-  // read[t] += the columns times the scores of the tokens t, each in parts; of these the products that matter.
-  template <int of_columns, int of_scores>
-  FWP_DEVICE static void read_tokens(const uint32_t (&columns)[of_columns][4], const float (&scores)[2][4],
-                                     float (&read)[2][4]) {
-    constexpr int most = of_columns > of_scores ? of_columns : of_scores;
-    FWP_UNROLL for (int t = 0; t < 2; ++t) {
-      uint32_t b[of_scores][2], of_pair[of_scores];
-      FWP_UNROLL for (int s = 0; s < 2; ++s) {
-        split(scores[s][2 * t], scores[s][2 * t + 1], of_pair);
-        FWP_UNROLL for (int n = 0; n < of_scores; ++n) b[n][s] = of_pair[n];
+  // The rate of a token of chunk n, one a thread of the first warp; it is asked for a chunk ahead.
+  FWP_DEVICE float rate_of(const Brought& from, const char* start, int64_t n) const {
+    const int t = int(threadIdx.x);
+    if (t >= count(n)) return 0;
+    return number(reinterpret_cast<const Bfloat16*>(start)[(n * kChunkTokens + t) * from.token]);
+  }
+
+  // P, and -A with what invert() makes of its diagonal blocks, scaled, in the place of these. The warps share the blocks.
+  template <int of_read, bool erases, typename Scaled>
+  FWP_DEVICE void make_scores(const Shared& query, const Shared& key, const Scores& to, Scaled scaled) const {
+    FWP_UNROLL_BY(1) for (int b = warp(); b < 3; b += warps) {
+      const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
+      const bool diagonal = row == column;
+      Product read, erase;
+      clear(read);
+      clear(erase);
+      FWP_UNROLL_BY(2) for (int i = 0; i < kRows; i += kBlock) {
+        Factor left, right;
+        key.right_transposed(column, i, right);
+        query.left(row, i, left);
+        multiply(read, left, right);
+        if constexpr (erases) {
+          key.left(row, i, left);
+          multiply(erase, left, right);
+        }
       }
-      FWP_UNROLL for (int m = of_columns; m-- > 0;)
-        FWP_UNROLL for (int n = of_scores; n-- > 0;)
-          if (m + n < most) mma(read[t], columns[m], b[n]);
+      for_pairs(read, [&](int t, int s, float x, float y) {
+        if (diagonal) x = s <= t ? x : 0, y = s + 1 <= t ? y : 0;
+        Scores::put<of_read>(to.read, row + t, column + s, x, y);
+      });
+      if constexpr (erases)
+        for_pairs(erase, [&](int t, int s, float x, float y) {
+          if (!diagonal) return Scores::put<kExact>(to.erase, row + t, column + s, -x, -y);
+          float* const at = to.diagonal + b * Scores::kDiagonal + t * Scores::kLine + s;
+          at[0] = scaled(row + t, row + s, x), at[1] = scaled(row + t, row + s + 1, y);
+        });
+    }
+    if constexpr (erases) {
+      __syncwarp();
+      const int b = lane() / kBlock;
+      if (b % warps == warp()) invert(to, b, lane() % kBlock);
     }
   }
 
-  // The state's transpose += sign times the columns (in parts) times the transposed tokens x of a chunk.
-  template <int parts>
-  FWP_DEVICE static void write_state(const uint32_t (&columns)[parts][4], const Bfloat16* x_column, float sign,
-                                     State& state) {
-    FWP_UNROLL for (int i = 0; i < kRows / 8; ++i) {
-      float write[4] = {0, 0, 0, 0};
-      uint32_t b[2];
-      load_right(x_column + 8 * i * kColumnLine, kColumnLine, b);
-      FWP_UNROLL for (int n = parts; n-- > 0;) mma(write, columns[n], b);
-      // Added here, to the nearest: the tensor cores cut off what does not fit.
-      FWP_UNROLL for (int e = 0; e < 4; ++e) state[i][e] = fma(sign, write[e], state[i][e]);
+  // Column c of the inverse of 1 + block b of the diagonal, without its own 1: as an addend that is exact. Of the block it reads
+  // what is below the diagonal only.
+  FWP_DEVICE static void invert(const Scores& scores, int b, int c) {
+    const float* const block = scores.diagonal + b * Scores::kDiagonal;
+    float x[kBlock];
+    FWP_UNROLL for (int t = 0; t < kBlock; ++t) {
+      x[t] = t == c ? 1.f : 0.f;
+      const Piece<float>* const row = reinterpret_cast<const Piece<float>*>(block + t * Scores::kLine);
+      FWP_UNROLL for (int p = 0; kPiece * p < t; ++p) {
+        const Piece<float> piece = row[p];
+        FWP_UNROLL for (int s = kPiece * p; s < kPiece * (p + 1); ++s)
+          if (s < t) x[t] = fma(-piece.x[s - kPiece * p], x[s], x[t]);
+      }
+      float rest = t == c ? 0.f : x[t];
+      FWP_UNROLL for (int n = 0; n < kExact; ++n) {
+        Bfloat16 part;
+        round_to(rest, part);
+        *scores.erase[n].at(b * kBlock + t, b * kBlock + c) = part;
+        rest -= number(part);
+      }
+    }
+  }
+
+  // state += (or -=) the columns (16 x 16 tokens each, in parts) times the rows of those tokens, from block `first` on.
+  template <bool minus, int blocks, int parts>
+  FWP_DEVICE static void write(State& state, const Factor (&columns)[blocks][parts], const Shared& rows, int first = 0) {
+    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
+      Product product;
+      clear(product);
+      FWP_UNROLL for (int t = 0; t < blocks; ++t)
+        multiply<1>(product, columns[t],
+                    [&](int, Factor& right) { rows.right((first + t) * kBlock, i * kBlock, right); });
+      minus ? subtract(state[i], product) : add(state[i], product);
     }
   }
 
   // Calls f(inside, row, column, x) for what this lane holds of the state.
   template <typename F>
   FWP_DEVICE void for_state(State& state, F f) const {
-    FWP_UNROLL for (int i = 0; i < kRows / 8; ++i)
-      FWP_UNROLL for (int e = 0; e < 4; ++e) {
-        const int row = 8 * i + pair() + e % 2, column = first_column() + own_column() + line() + e / 2 * 8;
-        f(row < size.rows && column < size.columns, row, column, state[i][e]);
-      }
+    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
+      for_elements(state[i], [&](int j, int r, float& x) {
+        const int row = i * kBlock + r, column = first_column() + own_column() + j;
+        f(row < size.rows && column < size.columns, row, column, x);
+      });
   }
   FWP_DEVICE void load(const Matrices<const float>& from, State& state) const {
     for_state(state, [&](bool inside, int row, int column, float& x) {
@@ -218,14 +246,24 @@ struct ChunkScan {
       if (to.data && inside) to.data[head() * to.head + row * to.row + column * to.column] = x;
     });
   }
-  FWP_DEVICE void store_read(const Output& to, int64_t n, const float (&read)[2][4]) const {
-    Bfloat16* const data = static_cast<Bfloat16*>(to.data);
-    FWP_UNROLL for (int t = 0; t < 2; ++t)
-      FWP_UNROLL for (int e = 0; e < 4; ++e) {
-        const int token = 8 * t + pair() + e % 2, column = first_column() + own_column() + line() + e / 2 * 8;
-        if (token < count(n) && column < size.columns)
-          round_to(read[t][e], data[(head() * size.length + token_at(n, token)) * size.columns + column]);
-      }
+
+  // `width` numbers of each token of chunk n, from shared memory, 16 bytes at a time where that is possible: threads
+  // `thread`, `thread` + `threads`, ... of the pieces.
+  FWP_DEVICE void store_tokens(const Output& to, int64_t n, const Shared& from, int first, int width, int thread,
+                               int threads) const {
+    if (!to.data) return;
+    constexpr int per_piece = 8;
+    const int pieces = width / per_piece;
+    const bool by_pieces = size.columns % per_piece == 0 && reinterpret_cast<uintptr_t>(to.data) % 16 == 0;
+    FWP_UNROLL_BY(1) for (int at = thread; at < kChunkTokens * pieces; at += threads) {
+      const int t = at / pieces, i = first + at % pieces * per_piece, column = first_column() + i;
+      if (t >= count(n) || column >= size.columns) continue;
+      Bfloat16* const target = static_cast<Bfloat16*>(to.data) + token(n, t) * size.columns + column;
+      if (by_pieces)
+        *reinterpret_cast<Piece<float>*>(target) = *reinterpret_cast<const Piece<float>*>(from.at(t, i));
+      else
+        FWP_UNROLL_BY(1) for (int e = 0; e < per_piece && column + e < size.columns; ++e) target[e] = *from.at(t, i + e);
+    }
   }
 };
 

@@ -27,13 +27,52 @@ FWP_DEVICE uint16_t half_bits_of_float(float x) { return __half_as_ushort(__floa
 FWP_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
 FWP_DEVICE uint32_t bits_of_float(float x) { return __float_as_uint(x); }
 
+// x and y as bfloat16, rounded to the nearest, x in the lower half.
+FWP_DEVICE uint32_t pair_of(float x, float y) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  return pair;
+}
+
 // c += a b on the tensor cores, with a 16 x 16 and b 16 x 8 of bfloat16, two to a register, and c 16 x 8, in the layout
 // of PTX's mma.m16n8k16. All of a warp must call it.
-FWP_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+FWP_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+FWP_DEVICE unsigned shared_address(const void* x) { return unsigned(__cvta_generic_to_shared(x)); }
+
+// Four 8 x 8 matrices of 2-byte numbers from shared memory: lane 8 m + r names row r of matrix m, 16 bytes that are aligned to
+// 16. Lane 4 g + p gets of each matrix the numbers 2 p and 2 p + 1 of row g, or of column g. All of a warp must call it.
+FWP_DEVICE void load_matrices(const void* row, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+FWP_DEVICE void load_matrices_transposed(const void* row, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// 16 bytes from global to shared memory, both aligned to 16, while the thread goes on; zeros where `wanted` is false.
+// commit_copies() makes a group of those since the last one, and wait_copies<n>() waits for this thread's groups but the n
+// newest; other threads see them after a barrier.
+FWP_DEVICE void copy_later(void* to, const void* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(shared_address(to)), "l"(from), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+FWP_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+template <int newest>
+FWP_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(newest) : "memory");
 }
 
 // Null, or the text of an error of ours, which is cleared: others would take it for theirs, as we must not take one that
@@ -93,11 +132,7 @@ FWP_DEVICE void round_to(float x, float& to) { to = x; }
 FWP_DEVICE void round_to(double x, double& to) { to = x; }
 FWP_DEVICE void round_to(float x, Float16& to) { to.bits = half_bits_of_float(x); }
 
-// To the nearest, ties to even. NaN stays NaN.
-FWP_DEVICE void round_to(float x, Bfloat16& to) {
-  const uint32_t bits = bits_of_float(x);
-  to.bits = uint16_t(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
-}
+FWP_DEVICE void round_to(float x, Bfloat16& to) { to.bits = uint16_t(pair_of(x, 0)); }
 
 // Call f with a null pointer to the type of elements that `type` names; A is the type of what is computed with them.
 template <typename A, typename F>

@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "choose.h"
-#include "chunks.cuh"
 #include "launchers.h"
 #include "scan.cuh"
 
@@ -20,11 +19,6 @@ template <typename Scan, int kRows, int kColumns>
 __global__ void __launch_bounds__(kThreadsPerBlock + kWarp, kBlocksPerMultiprocessor<typename Scan::Number>)
     scan_kernel(const Scan scan) {
   scan.template run<kRows, kColumns>();
-}
-
-template <typename Chunks>
-__global__ void __launch_bounds__(kChunkWarps* kWarp, 2) chunks_kernel(const Chunks chunks) {
-  chunks.run();
 }
 
 namespace detail {
@@ -49,30 +43,6 @@ inline const char* check(const Sizes& size) {
 inline const char* check_blocks(int64_t blocks) {
   if (blocks > 0x7fffffff) return say("%lld blocks are more than CUDA launches at once", (long long)blocks);
   return nullptr;
-}
-
-// Calls f with a constant no less than the rows, of those that a scan on the tensor cores is made for.
-template <typename F>
-const char* with_rows(int rows, F f) {
-  if (rows <= 16) return f(std::integral_constant<int, 16>{});
-  if (rows <= 32) return f(std::integral_constant<int, 32>{});
-  if (rows <= 64) return f(std::integral_constant<int, 64>{});
-  return f(std::integral_constant<int, kMostRowsForChunks>{});
-}
-
-template <typename Chunks>
-const char* launch_chunks(Chunks chunks, const ScanSize& size, bool reverse, void* stream) {
-  Gpu gpu;
-  if (const char* error = query(&gpu)) return error;
-  const ChunkPlan plan = choose_chunk_plan(size, kWarpColumns, kChunkWarps, gpu.multiprocessors);
-  chunks.size = size;
-  chunks.reverse = reverse;
-  chunks.warps = plan.warps;
-  chunks.slabs = plan.slabs;
-  const int64_t blocks = size.heads * plan.slabs;
-  if (const char* error = check_blocks(blocks)) return error;
-  const size_t bytes = Chunks::shared_bytes(plan.warps);
-  return launch_kernel(chunks_kernel<Chunks>, gpu, blocks, plan.warps * kWarp, bytes, stream, chunks);
 }
 
 template <typename Scan, int kRows, int kColumns>

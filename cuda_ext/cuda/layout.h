@@ -9,11 +9,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "device.cuh"
+#include "fragments.cuh"
 
 namespace fwp::cuda {
 
-constexpr int kWarp = 32;
 constexpr int kThreadsPerBlock = 128;  // at most, without the warp that brings the tokens
 constexpr int kBuffers = 2;            // of tokens: one is filled while the other is used
 

@@ -3,7 +3,8 @@
 //
 // What it finds: results that depend on the order of threads (run in both orders), shared memory that is read before it
 // is written (it starts as NaN) or overrun (fences), barriers that not all threads of a block reach, and warp primitives
-// that not all the named lanes call. It knows neither time nor the memory model.
+// that not all the named lanes call, and asynchronous copies that nobody waits for or that are not aligned. It knows neither
+// time nor the memory model.
 #pragma once
 
 #include <math.h>
@@ -94,13 +95,19 @@ struct Index {
 
 enum class State { ready, at_barrier, at_exchange, done };
 
-// What a warp does together: exchange numbers, or multiply matrices.
-enum class Primitive { shuffle, mma };
+// What a warp does together: exchange numbers, multiply matrices, load them, or their transposes.
+enum class Primitive { shuffle, mma, load, transpose };
 
 // A lane's part of the matrices of mma.m16n8k16.
 struct Fragments {
   uint32_t a[4], b[2];
   float c[4];
+};
+
+// 16 bytes on their way to shared memory; zeros where `from` is null.
+struct Copy {
+  void* to;
+  const void* from;
 };
 
 struct Fiber {
@@ -113,6 +120,10 @@ struct Fiber {
   int source;
   uint64_t given, got;
   Fragments fragments;
+  const uint16_t* row;  // of the matrices to load
+  // Copies that it has begun and not waited for, and how many of them each group ends with.
+  std::vector<Copy> copies;
+  std::vector<size_t> groups;
 };
 
 // What runs now. One launch at a time.
@@ -136,6 +147,8 @@ inline Machine& machine() {
   return m;
 }
 
+inline Fiber& running_fiber() { return machine().fibers[size_t(machine().running)]; }
+
 inline Index current_thread() { return {unsigned(machine().running)}; }
 inline Index current_block() { return {machine().block}; }
 
@@ -145,6 +158,31 @@ void fail(const char* format, Arguments... arguments) {
   if (m.error[0]) return;
   const int length = std::snprintf(m.error, sizeof m.error, "block %u: ", m.block);
   std::snprintf(m.error + length, sizeof m.error - size_t(length), format, arguments...);
+}
+
+inline void check_aligned(const void* x) {
+  if (reinterpret_cast<uintptr_t>(x) % 16) fail("thread %d reads or writes 16 bytes at %p", machine().running, x);
+}
+
+inline void finish(const Copy& copy) {
+  copy.from ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
+}
+// In one order of threads a copy arrives at once, in the other only when it is waited for.
+inline void begin(const Copy& copy) {
+  if (machine().reversed)
+    std::memset(copy.to, kPoison, 16);
+  else
+    finish(copy);
+}
+inline void finish_copies(size_t newest) {
+  Fiber& fiber = running_fiber();
+  if (fiber.groups.size() <= newest) return;
+  const size_t last = fiber.groups[fiber.groups.size() - 1 - newest];
+  if (machine().reversed)
+    for (size_t i = 0; i < last; ++i) finish(fiber.copies[i]);
+  fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + long(last));
+  fiber.groups.erase(fiber.groups.begin(), fiber.groups.end() - long(newest));
+  for (size_t& end : fiber.groups) end -= last;
 }
 
 // AddressSanitizer has to know which stack is in use.
@@ -176,6 +214,7 @@ inline void start_fiber() {
   Machine& m = machine();
   after_switch(nullptr, &m.scheduler_stack, &m.scheduler_bytes);
   m.kernel();
+  if (!running_fiber().copies.empty()) fail("thread %d has ended before its copies", m.running);
   wait(State::done);
 }
 
@@ -196,8 +235,29 @@ inline float bfloat16_at(uint32_t pair, int which) {
   return x;
 }
 
+// The sum of numbers as tensor cores add them up: cut off below 2^-24 of the greatest, and the result to 24 bits.
+inline float truncated_sum(const double* x, int count) {
+  double greatest = 0, of_zeros = 0;
+  for (int i = 0; i < count; ++i) {
+    greatest = greatest < fabs(x[i]) ? fabs(x[i]) : greatest;
+    of_zeros += 0 * x[i];
+  }
+  if (of_zeros != of_zeros) return NAN;  // something is not finite
+  if (greatest == 0) return 0;
+  int exponent;
+  frexp(greatest, &exponent);  // greatest < 2^exponent
+  const double scale = ldexp(1, 25 - exponent);
+  int64_t sum = 0;
+  for (int i = 0; i < count; ++i) sum += int64_t(x[i] * scale);
+  int64_t size = sum < 0 ? -sum : sum;
+  int shift = 0;
+  while (size >> shift >= 1 << 24) ++shift;
+  size = size >> shift << shift;
+  return float(double(sum < 0 ? -size : size) / scale);
+}
+
 // Lane 4 g + p holds of a the rows g and g + 8 and the columns 2 p, 2 p + 1 and 8 more; of b the transpose of such a half;
-// of c the rows g and g + 8 and the columns 2 p and 2 p + 1. In double: a GPU's rounding is not imitated.
+// of c the rows g and g + 8 and the columns 2 p and 2 p + 1.
 inline void multiply(Fiber* lanes) {
   double a[16][16], b[16][8];
   for (int lane = 0; lane < kWarp; ++lane)
@@ -211,10 +271,29 @@ inline void multiply(Fiber* lanes) {
   for (int lane = 0; lane < kWarp; ++lane)
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
-      double sum = lanes[lane].fragments.c[i];
-      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-      lanes[lane].fragments.c[i] = float(sum);
+      double terms[17] = {lanes[lane].fragments.c[i]};
+      for (int k = 0; k < 16; ++k) terms[k + 1] = a[row][k] * b[k][column];
+      lanes[lane].fragments.c[i] = truncated_sum(terms, 17);
     }
+}
+
+// Into a of each lane: of matrix m, whose rows the lanes from 8 m on name, two numbers side by side, or one above the other.
+inline void load(Fiber* lanes, bool transposed) {
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (int m = 0; m < 4; ++m) {
+      const int g = lane / 4, p = 2 * (lane % 4);
+      const auto at = [&](int i) { return uint32_t(transposed ? lanes[8 * m + p + i].row[g] : lanes[8 * m + g].row[p + i]); };
+      lanes[lane].fragments.a[m] = at(0) | at(1) << 16;
+    }
+}
+
+// The running fiber, about to do something with all of its warp.
+inline Fiber& whole_warp(Primitive primitive) {
+  Fiber& fiber = running_fiber();
+  fiber.primitive = primitive;
+  fiber.mask = 0xffffffffu;
+  fiber.source = 0;
+  return fiber;
 }
 
 // Whether the lanes of a warp, none of which can run, have all come to one primitive; they can run again then.
@@ -239,7 +318,9 @@ inline bool exchange(int first, int count) {
       return false;
     }
   }
-  if (lanes[waiting].primitive == Primitive::mma) multiply(lanes);
+  const Primitive primitive = lanes[waiting].primitive;
+  if (primitive == Primitive::mma) multiply(lanes);
+  if (primitive == Primitive::load || primitive == Primitive::transpose) load(lanes, primitive == Primitive::transpose);
   for (int i = 0; i < count; ++i)
     if (mask >> i & 1) {
       lanes[i].got = lanes[lanes[i].source].given;
@@ -267,6 +348,7 @@ inline void run_block() {
     Fiber& fiber = m.fibers[size_t(t)];
     prepare(&fiber.context, fiber.stack.get(), kStackBytes, start_fiber);
     fiber.state = State::ready;
+    fiber.copies.clear(), fiber.groups.clear();
   }
   const int warps = (m.threads + kWarp - 1) / kWarp;
   while (true) {
@@ -324,7 +406,7 @@ inline void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int distance) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
-  emulator::Fiber& fiber = emulator::machine().fibers[size_t(emulator::machine().running)];
+  emulator::Fiber& fiber = emulator::running_fiber();
   fiber.primitive = emulator::Primitive::shuffle;
   fiber.mask = mask;
   fiber.source = (emulator::machine().running % emulator::kWarp) ^ distance;
@@ -371,16 +453,42 @@ inline uint16_t half_bits_of_float(float x) {
   return uint16_t(sign | (steps < 1024 ? steps : ((unit + 24) << 10) + steps));
 }
 
-inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  emulator::Fiber& fiber = emulator::machine().fibers[size_t(emulator::machine().running)];
-  fiber.primitive = emulator::Primitive::mma;
-  fiber.mask = 0xffffffffu;
-  fiber.source = 0;
-  std::memcpy(fiber.fragments.a, a, sizeof a);
-  std::memcpy(fiber.fragments.b, b, sizeof b);
-  std::memcpy(fiber.fragments.c, c, sizeof c);
+// To the nearest, ties to even. NaN stays NaN.
+inline uint32_t bfloat16_bits(float x) {
+  const uint32_t bits = bits_of_float(x);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+inline uint32_t pair_of(float x, float y) { return bfloat16_bits(x) | bfloat16_bits(y) << 16; }
+
+inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulator::Fiber& fiber = emulator::whole_warp(emulator::Primitive::mma);
+  fiber.fragments = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
   emulator::wait(emulator::State::at_exchange);
   std::memcpy(c, fiber.fragments.c, sizeof c);
+}
+
+inline void load_matrices(const void* row, uint32_t (&x)[4], bool transposed = false) {
+  emulator::check_aligned(row);
+  emulator::Fiber& fiber = emulator::whole_warp(transposed ? emulator::Primitive::transpose : emulator::Primitive::load);
+  fiber.row = static_cast<const uint16_t*>(row);
+  emulator::wait(emulator::State::at_exchange);
+  std::memcpy(x, fiber.fragments.a, sizeof x);
+}
+inline void load_matrices_transposed(const void* row, uint32_t (&x)[4]) { load_matrices(row, x, true); }
+
+inline void copy_later(void* to, const void* from, bool wanted) {
+  emulator::check_aligned(to);
+  if (wanted) emulator::check_aligned(from);
+  emulator::running_fiber().copies.push_back({to, wanted ? from : nullptr});
+  emulator::begin(emulator::running_fiber().copies.back());
+}
+inline void commit_copies() {
+  emulator::Fiber& fiber = emulator::running_fiber();
+  fiber.groups.push_back(fiber.copies.size());
+}
+template <int newest>
+void wait_copies() {
+  emulator::finish_copies(newest);
 }
 
 inline const char* failure() { return emulator::machine().error[0] ? emulator::machine().error : nullptr; }

@@ -71,26 +71,36 @@ MUTATIONS = {
         "      state.add(key, value);\n      state.read(query, read);",
         "      state.read(query, read);\n      state.add(key, value);",
     ),
-    "chunks_without_barrier": Mutation(
-        "chunks.cuh", "and this one be filled.\n      __syncthreads();", "and this one be filled."
-    ),
+    "chunks_without_barrier": Mutation("chunk_forward.cuh", "be filled.\n      __syncthreads();", "be filled."),
+    "scores_without_barrier": Mutation("chunk_forward.cuh", "    __syncthreads();  // for the scores\n", "", ("sum", "delta")),
+    "copies_not_waited_for": Mutation("chunk_forward.cuh", "      wait_copies<0>();\n", ""),
     "chunk_one_too_long": Mutation(
         "chunks.cuh", "left < kChunkTokens ? int(left)", "left < kChunkTokens ? int(left) + 1"
     ),
-    "padding_of_chunks_not_written": Mutation(
-        "chunks.cuh", "      put(t, i, t < tokens", "      if (t < tokens && first + i < limit) put(t, i, t < tokens"
+    "copies_beyond_the_tokens": Mutation("chunks.cuh", "const bool inside = t < tokens &&", "const bool inside ="),
+    "diagonal_left_out": Mutation(
+        "chunks.cuh", "x = s <= t ? x : 0, y = s + 1 <= t ? y : 0", "x = s < t ? x : 0, y = s < t ? y : 0"
     ),
-    "diagonal_left_out": Mutation("sum_chunks.cuh", "chunk.key, true, scores", "chunk.key, false, scores"),
     "product_of_some_lanes": Mutation(
-        "chunks.cuh",
-        "mma(write, columns[n], b);",
-        "if (line() > 0) mma(write, columns[n], b);",
+        "fragments.cuh",
+        "FWP_UNROLL for (int h = 0; h < 2; ++h) mma(c[h], a, ",
+        "FWP_UNROLL for (int h = 0; h < 2; ++h) if (line() > 0) mma(c[h], a, ",
         complaint="does not take part",
     ),
-    "warps_not_in_step": Mutation(
-        "delta_chunks.cuh", "    __syncwarp();\n    solve(n, rates(chunk));", "    solve(n, rates(chunk));", ("delta",)
+    "an_odd_padding": Mutation("fragments.cuh", "kPadding = 8", "kPadding = 7", complaint="16 bytes at"),
+    "scores_not_in_step": Mutation(
+        "chunks.cuh", "      __syncwarp();\n      const int b = lane()", "      const int b = lane()", ("delta",)
     ),
-    "a_state_in_one_part": Mutation("delta_chunks.cuh", "read_state<3>(", "read_state<1>(", ("delta",)),
+    "a_state_in_one_part": Mutation("chunks.cuh", "kExact = 3", "kExact = 1", ("delta",)),
+    "rate_of_the_wrong_token": Mutation("chunk_backward.cuh", "return chunk.rate[t] * x;", "return chunk.rate[0] * x;", ("delta",)),
+    "states_not_waited_for": Mutation("chunk_backward.cuh", "    wait_state(n);\n", "", ("sum", "delta")),
+    "columns_of_one_warp": Mutation("chunk_backward.cuh", "w < this->warps; ++w", "w < 1; ++w", ("delta",)),
+    "d_scores_without_barrier": Mutation(
+        "chunk_backward.cuh", "    wait_state(n);\n    __syncthreads();\n", "    wait_state(n);\n", ("sum", "delta")
+    ),
+    "d_of_the_next_block_kept": Mutation(
+        "chunk_backward.cuh", "      subtract(d_write, erased);\n", "", ("delta",)
+    ),
     "correction_not_faded": Mutation(
         "forget.cuh", "fma(-decay[c], column[c], d_key[c])", "d_key[c] - column[c]", ("gated_delta_by_key",)
     ),

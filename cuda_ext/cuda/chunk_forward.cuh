@@ -1,0 +1,134 @@
+// The forward pass of sum and the delta rule on the tensor cores: chunks.cuh has its equations. E is solved for in blocks of 16
+// tokens, whose diagonal blocks of 1 + A b are inverted in float32.
+#pragma once
+
+#include "chunks.cuh"
+
+namespace fwp::cuda {
+
+template <int kRows, bool kErases>
+struct ChunkForward : ChunkPass<kRows> {
+  using Pass = ChunkPass<kRows>;
+  static constexpr int kParts = kErases ? kExact : 1;  // of a write: a value of the sum rule is exact in one
+
+  Brought value, rate;
+  Matrices<const float> initial;
+  Matrices<float> last;
+  Output out;
+  float* error;  // (heads, tokens, columns)
+
+  struct Stage {
+    Shared query, key, value;
+    float* rate;
+
+    FWP_BOTH Stage(Carver& carver, const ChunkForward& pass)
+        : query(carver.matrix(kChunkTokens, kRows)), key(carver.matrix(kChunkTokens, kRows)),
+          value(carver.matrix(kChunkTokens, pass.block_columns())), rate(carver.take<float>(kChunkTokens)) {}
+  };
+  struct Memory {
+    const char** starts;  // of the inputs
+    Scores scores;
+    Stages<Stage, ChunkForward> stages;
+
+    FWP_BOTH Memory(Carver& carver, const ChunkForward& pass)
+        : starts(carver.take<const char*>(4)), scores(carver, kOfTokens, kErases), stages(carver, pass) {}
+  };
+
+  FWP_DEVICE void run() const {
+    Carver carver{shared_memory()};
+    const Memory memory(carver, *this);
+    typename Pass::State state;
+    this->load(initial, state);
+    this->put_starts({&this->query, &this->key, &value, &rate}, {2, 2, 2, 2}, memory.starts);
+    float next_rate = fill(memory, 0);
+    for (int64_t n = 0; n < this->chunks(); ++n) {
+      const Stage chunk = memory.stages[n];
+      if (kErases && int(threadIdx.x) < kChunkTokens) chunk.rate[threadIdx.x] = next_rate;
+      wait_copies<0>();
+      // From here on this chunk may be used, and the other stage be filled.
+      __syncthreads();
+      if (n + 1 < this->chunks()) next_rate = fill(memory, n + 1);
+      use(n, chunk, memory.scores, state);
+    }
+    this->store(state, last);
+  }
+
+ private:
+  FWP_DEVICE float fill(const Memory& memory, int64_t n) const {
+    const Stage to = memory.stages[n];
+    this->bring_keys(this->query, memory.starts[0], n, to.query);
+    this->bring_keys(this->key, memory.starts[1], n, to.key);
+    this->bring_values(value, memory.starts[2], n, to.value);
+    commit_copies();
+    return kErases ? this->rate_of(rate, memory.starts[3], n) : 0;
+  }
+
+  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Scores& scores, typename Pass::State& state) const {
+    this->template make_scores<kOfTokens, kErases>(chunk.query, chunk.key, scores,
+                                                   [&](int, int s, float x) { return x * chunk.rate[s]; });
+    // The transposes of K S and of Q S, for the columns of this warp.
+    Product found[kChunkBlocks], read[kChunkBlocks];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
+    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
+      Factor of_state[kParts], query;
+      split(state[i], of_state);
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+        chunk.query.right_transposed(t * kBlock, i * kBlock, query);
+        multiply(read[t], of_state[0], query);
+        if constexpr (kErases)
+          multiply<1>(found[t], of_state,
+                      [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
+      }
+    }
+    __syncthreads();  // for the scores
+    Factor write[kChunkBlocks][kParts];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+      chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
+      if constexpr (kErases) solve(n, t, chunk, scores, found[t], write);
+      FWP_UNROLL for (int s = 0; s <= t; ++s)
+        multiply<kOfTokens>(read[t], greatest<kParts < kOfTokens ? kParts : kOfTokens>(write[s]), [&](int m, Factor& right) {
+          scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
+        });
+    }
+    this->template write<false>(state, write, chunk.key);
+    give(n, chunk.value, read);
+  }
+
+  // From the values in write[t] and what the keys have found, the errors of block t of the chunk, and what it writes.
+  FWP_DEVICE void solve(int64_t n, int t, const Stage& chunk, const Scores& scores, Product& found,
+                        Factor (&write)[kChunkBlocks][kParts]) const {
+    Factor left[kExact];
+    const Factor& value = write[t][0];
+    FWP_UNROLL for (int h = 0; h < 2; ++h)
+      FWP_UNROLL for (int r = 0; r < 2; ++r) {
+        found[h][2 * r] = low(value[2 * h + r]) - found[h][2 * r];
+        found[h][2 * r + 1] = high(value[2 * h + r]) - found[h][2 * r + 1];
+      }
+    const auto times = [&](int s, const Factor (&left)[kExact]) {
+      add_product<kExact>(found, left, [&](int m, Factor& right) {
+        scores.erase[m].right_transposed(t * kBlock, s * kBlock, right);
+      });
+    };
+    FWP_UNROLL for (int s = 0; s < t; ++s) times(s, write[s]);
+    split(found, left);
+    times(t, left);
+    for_elements(found, [&](int j, int s, float& x) {
+      const int token = t * kBlock + s, column = this->first_column() + this->own_column() + j;
+      if (token < this->count(n) && column < this->size.columns)
+        error[this->token(n, token) * this->size.columns + column] = x;
+      x *= chunk.rate[token];
+    });
+    split(found, write[t]);
+  }
+
+  // Through the place of the values, of which this warp alone has used its own.
+  FWP_DEVICE void give(int64_t n, const Shared& place, Product (&read)[kChunkBlocks]) const {
+    __syncwarp();
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      for_elements(read[t], [&](int j, int s, float x) { place.put(t * kBlock + s, this->own_column() + j, x); });
+    __syncwarp();
+    this->store_tokens(out, n, place, this->own_column(), kBlock, lane(), kWarp);
+  }
+};
+
+}  // namespace fwp::cuda

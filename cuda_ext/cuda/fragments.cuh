@@ -1,0 +1,130 @@
+// Matrices of bfloat16 as the tensor cores take them: 16 x 16, spread over the registers of a warp. A number of float32 goes
+// into a product as the sum of `parts` numbers of bfloat16, the greatest first: three have all its digits.
+#pragma once
+
+#include "device.cuh"
+
+namespace fwp::cuda {
+
+constexpr int kWarp = 32;
+constexpr int kBlock = 16;
+
+using Factor = uint32_t[4];   // of a product
+using Product = float[2][4];  // 16 x 8 and the 16 x 8 to the right of it
+
+FWP_DEVICE int lane() { return int(threadIdx.x) % kWarp; }
+// Of a Product, element [h][2 r + e] of a lane is that of row line() + 8 r and column 8 h + pair() + e.
+FWP_DEVICE int line() { return lane() / 4; }
+FWP_DEVICE int pair() { return lane() % 4 * 2; }
+
+// Calls f(row, column, x) for each element that this lane has, or f(row, column, x, y) for two side by side.
+template <typename F>
+FWP_DEVICE void for_elements(Product& product, F f) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h)
+    FWP_UNROLL for (int i = 0; i < 4; ++i) f(line() + i / 2 * 8, 8 * h + pair() + i % 2, product[h][i]);
+}
+template <typename F>
+FWP_DEVICE void for_pairs(Product& product, F f) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h)
+    FWP_UNROLL for (int r = 0; r < 2; ++r)
+      f(line() + 8 * r, 8 * h + pair(), product[h][2 * r], product[h][2 * r + 1]);
+}
+
+FWP_DEVICE void clear(Product& x) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] = 0;
+}
+
+// Rounded to the nearest: the tensor cores cut off what they cannot hold, so long sums are not left to them.
+FWP_DEVICE void add(Product& x, const Product& y) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] += y[h][i];
+}
+FWP_DEVICE void subtract(Product& x, const Product& y) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] -= y[h][i];
+}
+
+FWP_DEVICE float low(uint32_t pair) { return float_of_bits(pair << 16); }
+FWP_DEVICE float high(uint32_t pair) { return float_of_bits(pair & 0xffff0000u); }
+
+template <int parts>
+FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts]) {
+  FWP_UNROLL for (int n = 0; n < parts; ++n) {
+    to[n] = pair_of(x, y);
+    x -= low(to[n]);
+    y -= high(to[n]);
+  }
+}
+
+// A product as the left factor of the next one.
+template <int parts>
+FWP_DEVICE void split(const Product& x, Factor (&to)[parts]) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h)
+    FWP_UNROLL for (int r = 0; r < 2; ++r) {
+      uint32_t of_pair[parts];
+      split(x[h][2 * r], x[h][2 * r + 1], of_pair);
+      FWP_UNROLL for (int n = 0; n < parts; ++n) to[n][2 * h + r] = of_pair[n];
+    }
+}
+
+// The `most` greatest parts.
+template <int most, int parts>
+FWP_DEVICE const Factor (&greatest(const Factor (&x)[parts]))[most] {
+  static_assert(most <= parts);
+  return reinterpret_cast<const Factor(&)[most]>(x);
+}
+
+FWP_DEVICE void multiply(Product& c, const Factor& a, const Factor& b) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h) mma(c[h], a, b[2 * h], b[2 * h + 1]);
+}
+// c += a b, where load(n, b) brings part n of b; of the parts' products those that matter.
+template <int of_b, int of_a, typename Load>
+FWP_DEVICE void multiply(Product& c, const Factor (&a)[of_a], Load load) {
+  constexpr int most = of_a > of_b ? of_a : of_b;
+  FWP_UNROLL for (int n = of_b; n-- > 0;) {
+    Factor b;
+    load(n, b);
+    FWP_UNROLL for (int m = of_a; m-- > 0;)
+      if (m + n < most) multiply(c, a[m], b);
+  }
+}
+// The same with a product that is rounded for itself: the tensor cores would cut off digits of c.
+template <int of_b, int of_a, typename Load>
+FWP_DEVICE void add_product(Product& c, const Factor (&a)[of_a], Load load) {
+  Product product;
+  clear(product);
+  multiply<of_b>(product, a, load);
+  add(c, product);
+}
+
+// A matrix in shared memory, row by row; a row begins at a multiple of 16 bytes, and `pitch` numbers after the last one. Eight
+// rows lie in different banks where the pitch is 8 more than a multiple of 16.
+constexpr int kPadding = 8;
+
+struct Shared {
+  Bfloat16* data;
+  int pitch;
+
+  FWP_DEVICE Bfloat16* at(int row, int column) const { return data + row * pitch + column; }
+  FWP_DEVICE void put(int row, int column, uint32_t pair) const {
+    *reinterpret_cast<uint32_t*>(at(row, column)) = pair;
+  }
+  FWP_DEVICE void put(int row, int column, float x) const { round_to(x, *at(row, column)); }
+
+  // The 16 x 16 block from (row, column) on, or its transpose, as the left or the right factor of a product.
+  FWP_DEVICE void left(int row, int column, Factor& a) const { load_matrices(at_rows(row, column), a); }
+  FWP_DEVICE void left_transposed(int row, int column, Factor& a) const {
+    load_matrices_transposed(at_columns(row, column), a);
+  }
+  FWP_DEVICE void right(int row, int column, Factor& b) const { load_matrices_transposed(at_rows(row, column), b); }
+  FWP_DEVICE void right_transposed(int row, int column, Factor& b) const { load_matrices(at_columns(row, column), b); }
+
+ private:
+  // What this lane names of the four 8 x 8 blocks: those above each other first, or those side by side.
+  FWP_DEVICE const Bfloat16* at_rows(int row, int column) const {
+    return at(row + lane() % kBlock, column + lane() / kBlock * 8);
+  }
+  FWP_DEVICE const Bfloat16* at_columns(int row, int column) const {
+    return at(row + lane() % 8 + lane() / kBlock * 8, column + lane() / 8 % 2 * 8);
+  }
+};
+
+}  // namespace fwp::cuda
