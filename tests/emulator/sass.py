@@ -156,7 +156,8 @@ def runs_of_loads(body: list[Instruction]) -> list[int]:
     """
     runs, pending = [0], set[int]()
     for instruction in body:
-        registers = {int(number) for number in REGISTER.findall(instruction.operands)}
+        named = [int(number) for number in REGISTER.findall(instruction.operands)]
+        registers = {first + i for first in named for i in range(_width(instruction))}
         is_load = instruction.opcode.startswith("LDG.")
         # The register that a load fills comes first; two loads may share it, one for each side of a condition.
         used = registers - {_target(instruction)} if is_load else registers
@@ -166,6 +167,13 @@ def runs_of_loads(body: list[Instruction]) -> list[int]:
             runs[-1] += 1
             pending |= {_target(instruction) + i for i in range(max(instruction.bytes // 4, 1))}
     return [run for run in runs if run]
+
+
+def _width(instruction: Instruction) -> int:
+    """Return how many registers one name may stand for: those of an address included, which is too many."""
+    if instruction.opcode.startswith("HMMA"):
+        return 4
+    return instruction.bytes // 4 if instruction.opcode.startswith(("STS.", "STG.")) and instruction.bytes > 4 else 1
 
 
 def _target(load: Instruction) -> int:

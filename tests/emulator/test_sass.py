@@ -249,6 +249,7 @@ SASS = """
     ("between", "in_flight"),
     [
         ("STS [R12], R6", 2),  # part of what the first load brings
+        ("STS.64 [R12], R3", 2),  # R3 and R4
         ("BAR.SYNC.DEFER_BLOCKING 0x0", 2),
         ("IADD3 R12, R13, R14, RZ", 3),
     ],
