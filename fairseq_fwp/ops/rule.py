@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import chunks
+from . import chunks, self_check
 from .arguments import PER_KEY, PER_VALUE, Shape, check_arguments, first_state, retrieve, state_dtype
 from .dispatch import BACKENDS, require_kernel, too_large
 
@@ -64,7 +64,9 @@ class Rule:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if backend == "kernel":
             self._require_kernel(tokens[0])
-        if backend == "reference" or (backend == "auto" and too_large(*tokens[:3:2])):
+        if backend == "reference" or (
+            backend == "auto" and (too_large(*tokens[:3:2]) or self._is_distrusted(tokens[0]))
+        ):
             self.check(*tokens, state=state, first=first)
             return self.reference(*tokens, state=state, first=first)
         if torch.compiler.is_compiling():
@@ -135,6 +137,13 @@ class Rule:
             raise RuntimeError(f"{self.name} has no compiled kernel: use backend='auto' or 'reference'")
         if isinstance(q, Tensor):
             require_kernel(q.device.type)
+            self._is_distrusted(q, required=True)
+
+    def _is_distrusted(self, q: Any, required: bool = False) -> bool:
+        """Whether the kernel has failed its check; raise RuntimeError where it has and is required."""
+        if self.family is None or not isinstance(q, Tensor) or q.device.type not in self_check.CHECKED:
+            return False
+        return self_check.distrusted(self.name, str(q.device), required)
 
     def _refuse_tangents(self, *arguments: Tensor | None) -> None:
         """Derivatives in forward mode would be zero in silence, but for kernels, which refuse them once loaded."""

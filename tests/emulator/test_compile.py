@@ -1,13 +1,9 @@
 """nvcc compiles the kernels for every generation of GPUs, and they keep all they hold in registers."""
 
-import hashlib
 import re
-import shutil
-import subprocess
-from typing import NamedTuple
 
 import pytest
-from emulator import CACHE, KERNELS
+from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
 
 # Half a minute each.
 ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
@@ -19,55 +15,6 @@ GREATEST = {"f": 128, "d": 168, "L": 255}
 # fade in two, and one sum. And on the tensor cores (L, for a number of rows) three kernels of the sum and the delta rule,
 # for four of them.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": 2 * 3 * 4}
-
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc of CUDA 12 or later on PATH")
-
-
-class Usage(NamedTuple):
-    kernel: str
-    stack_bytes: int  # local memory: arrays that are not in registers, and spilled registers
-    spilled_bytes: int
-    registers: int
-
-
-def parse(report: str) -> list[Usage]:
-    """What ptxas -v says of each kernel."""
-    entry = re.compile(
-        r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers",
-        re.DOTALL,
-    )
-    found = [
-        Usage(name, int(stack), int(stores) + int(loads), int(used))
-        for name, stack, stores, loads, used in entry.findall(report)
-    ]
-    assert len(found) == report.count("Compiling entry function"), report
-    return found
-
-
-def compile_report(source, architecture, folder):
-    """nvcc's report on one file. `compute_90a` brings Hopper's own instructions."""
-    code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-    command = ["nvcc", "-std=c++17", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", code]
-    done = subprocess.run(
-        [*command, str(source), "-o", str(folder / "kernels.cubin")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def kept_report(architecture, folder):
-    """The report on the kernels; from the last time, if neither they nor nvcc have changed."""
-    version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(version + architecture.encode())
-    for source in sorted(KERNELS.iterdir()):
-        key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    report = CACHE / f"ptxas_{key.hexdigest()[:16]}.txt"
-    if not report.exists():
-        text = compile_report(KERNELS / "kernels.cu", architecture, folder)
-        CACHE.mkdir(parents=True, exist_ok=True)
-        report.write_text(text, encoding="utf-8")
-    return report.read_text(encoding="utf-8")
 
 
 def type_of(usage):
@@ -86,8 +33,8 @@ def faults(usages):
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_registers_hold_everything(architecture, tmp_path):
-    usages = parse(kept_report(architecture, tmp_path))
+def test_registers_hold_everything(architecture):
+    usages = parse_report(kept_cubin(architecture).report)
     of_types = [type_of(usage) for usage in usages]
     by_type = {number: of_types.count(number) for number in KERNELS_BY_TYPE}
     assert by_type == KERNELS_BY_TYPE
@@ -106,7 +53,7 @@ def test_local_memory_is_found(tmp_path):
         "}\n"
         "template __global__ void kernel(float* x, const int* at);\n"
     )
-    (usage,) = faults(parse(compile_report(source, "80", tmp_path)))
+    (usage,) = faults(parse_report(compile_cubin(source, "80", tmp_path).report))
     assert usage.stack_bytes == 256
 
 
@@ -115,5 +62,5 @@ def test_spills_and_registers_are_found():
     line += "    {1} bytes stack frame, {2} bytes spill stores, {3} bytes spill loads\n"
     line += "ptxas info    : Used {4} registers, used 1 barriers\n"
     entries = [("kIfE", 0, 0, 0, 128), ("kIfE", 0, 0, 0, 129), ("kIdE", 0, 0, 0, 129), ("kIfE", 8, 4, 0, 9)]
-    found = parse("".join(line.format(*entry) for entry in entries))
+    found = parse_report("".join(line.format(*entry) for entry in entries))
     assert faults(found) == [found[1], found[3]]

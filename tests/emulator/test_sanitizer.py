@@ -1,10 +1,14 @@
-"""AddressSanitizer watches every access of the kernels, to shared memory and to arrays of their exact sizes."""
+"""AddressSanitizer and UndefinedBehaviorSanitizer watch every access of the kernels.
+
+The first sees what lies beyond shared memory and beyond arrays of their exact sizes; the second what is misaligned,
+which a GPU refuses and a CPU does not, and what C++ leaves open: shifts, overflows, conversions.
+"""
 
 import os
 import subprocess
 
 import pytest
-from emulator import CACHE, KERNELS, build
+from emulator import CACHE, HERE, KERNELS, build, compiler
 
 # B, H, L, Dk, Dv; the last two are long enough for tensor cores.
 SIZES = [
@@ -16,18 +20,44 @@ SIZES = [
     (1, 2, 77, 20, 33),
     (1, 1, 66, 128, 16),
 ]
+WATCHED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+# A thread reads 16 bytes at once, some bytes from where shared memory begins.
+WIDE_READ = """
+#include <cstdlib>
+#include "device.cuh"
+struct alignas(16) Wide { uint32_t x[4]; };
+int main(int, char** arguments) {
+  emulator::launch(1, 32, 1024, [&] {
+    const unsigned char* const line = fwp::cuda::shared_memory() + std::atoi(arguments[1]);
+    volatile uint32_t x = reinterpret_cast<const Wide*>(line)->x[0];
+    (void)x;
+  });
+}
+"""
 
 
 def run_watched(kernels=KERNELS, flags=("-Wall", "-Werror"), folder=CACHE):
     """All rules at all sizes, in all types and both orders of threads, with documents and without."""
-    flags = ("-O0", "-g1", "-fsanitize=address", *flags)
-    program = build(kernels, program=True, flags=flags, folder=folder)
-    arguments = [str(n) for size in SIZES for n in size]
+    program = build(kernels, program=True, flags=(*WATCHED, *flags), folder=folder)
+    return run(program, *(str(n) for size in SIZES for n in size))
+
+
+def run(program, *arguments):
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.mark.slow
-def test_nothing_is_accessed_beyond_its_ends():
+def test_every_access_is_inside_and_aligned():
     found = run_watched()
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.slow
+def test_a_wide_read_must_be_aligned(tmp_path):
+    (tmp_path / "wide.cpp").write_text(WIDE_READ)
+    command = [*compiler(), "-std=c++17", *WATCHED, "-include", str(HERE / "emulator.h"), f"-I{KERNELS}"]
+    subprocess.run([*command, "wide.cpp", "-o", "wide"], cwd=tmp_path, check=True)
+    assert run(tmp_path / "wide", "32").returncode == 0
+    found = run(tmp_path / "wide", "8")
+    assert found.returncode != 0 and "misaligned address" in found.stderr

@@ -541,6 +541,21 @@ MUTANTS = [
         "if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is None for x in arguments):",
     ),
     Mutant(
+        "fairseq_fwp/ops/self_check.py",
+        "if not distance <= LIMITS[dtype]:",
+        "if distance > LIMITS[dtype]:",
+    ),
+    Mutant(
+        "fairseq_fwp/ops/self_check.py",
+        'if found["library"] == _digest(library):',
+        'if found["library"]:',
+    ),
+    Mutant(
+        "fairseq_fwp/ops/self_check.py",
+        "return _faults.setdefault(device, known[name])",
+        "return known[name] if known[name] else {}",
+    ),
+    Mutant(
         "fairseq_fwp/patches/configuration.py",
         "case ast.Dict() if None not in node.keys:",
         "case ast.Dict() if None in node.keys:",

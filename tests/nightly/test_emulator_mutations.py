@@ -181,3 +181,10 @@ def test_address_sanitizer_finds_a_read_beyond_an_input(tmp_path):
     mutation = Mutation("scan.cuh", "i < count ? number", "i <= count ? number")
     found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_SUM",), tmp_path)
     assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr
+
+
+def test_undefined_behavior_sanitizer_finds_an_odd_padding(tmp_path):
+    """Lanes read two numbers of 2 bytes at once, then at odd addresses: right on a CPU, and an error on every GPU."""
+    mutation = Mutation("chunks.cuh", "kPadding = 8;", "kPadding = 7;")
+    found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_SUM",), tmp_path)
+    assert found.returncode != 0 and "misaligned address" in found.stderr

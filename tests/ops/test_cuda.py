@@ -7,6 +7,7 @@ from subjects import RULES, WITH_KERNEL, cotangents, kernel_or_auto, relative_er
 from test_memory import BOUND
 
 from fairseq_fwp import ops
+from fairseq_fwp.ops import self_check
 
 pytestmark = pytest.mark.cuda
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
@@ -34,6 +35,11 @@ def test_the_kernels_are_built():
     q = torch.ones(1, 1, 1, 4)
     assert ops.sum_rule(q, q, q, backend="kernel")[0].is_cuda
     assert ops.kernel_status()["cuda"].built
+
+
+def test_the_kernels_pass_the_check_before_their_first_use():
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert self_check._check_all(device) == {} == self_check.find_faults(str(device))
 
 
 # Those of the emulator's tests, ragged and with the last chunk cut off, and what is measured, with fewer tokens.

@@ -1,0 +1,144 @@
+"""Compare the kernels of a library with the reference before their first use, and remember the rules that fail.
+
+A compiler can be wrong, and kernels for a GPU are compiled where nobody has run the tests. So outputs, new states and
+all gradients of every rule are held to the reference in float64 on small inputs, in a second. The kernel of a rule that
+fails is not used. What was found lies next to the library, by the name of the GPU; another library is checked again.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import load_kernels
+from .arguments import PER_KEY, PER_VALUE, state_dtype
+
+# Not the CPU: the tests run there, with the compilers that people have, and each new library would cost a second.
+CHECKED = ("cuda",)
+# Long enough for chunks on the tensor cores and for states that are kept, with a ragged end; narrow and wide keys.
+SIZES = ({"B": 2, "H": 2, "L": 70, "N": 2, "Dk": 20, "Dv": 24}, {"B": 1, "H": 1, "L": 67, "N": 2, "Dk": 100, "Dv": 16})
+# Greatest distance from the reference, relative to its norm; the tests hold kernels to a sixth of it, or less.
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+Faults = dict[str, str]  # of a rule: what is wrong with its kernel
+_faults: dict[str, Faults] = {}
+_warned: set[str] = set()
+_checking = threading.Lock()
+
+
+def distrusted(rule: str, device: str, required: bool = False) -> bool:
+    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError where it is required."""
+    reason = find_faults(device).get(rule)
+    said = f"the kernel of {rule} is not used on {device}, because it differs from the reference: {reason}"
+    if reason and required:
+        raise RuntimeError(f"{said}; use backend='reference', or build with another compiler")
+    if reason and rule not in _warned:
+        _warned.add(rule)
+        warnings.warn(f"{said}; the rule runs as a slow loop in Python", RuntimeWarning, stacklevel=5)
+    return bool(reason)
+
+
+# As dispatch.require_kernel: a trace calls it, and takes what it returns for a constant.
+distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def read_faults(library: Path) -> dict[str, Faults]:
+    """Return what is remembered of a library, by the name of the device."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(library.with_name("checked.json").read_text(encoding="utf-8"))
+        if found["library"] == _digest(library):
+            return dict(found["faults"])
+    return {}
+
+
+def find_faults(device: str) -> Faults:
+    """Return the faults on a device: load the library, and check it if nobody has."""
+    with _checking:
+        return _faults[device] if device in _faults else _load_and_check(device)
+
+
+def _load_and_check(device: str) -> Faults:
+    status = load_kernels(device.partition(":")[0])
+    if status.path is None:
+        return {}
+    library, on_gpu = Path(status.path), device.startswith("cuda")
+    known, name = read_faults(library), torch.cuda.get_device_name(device) if on_gpu else device
+    if name not in known:
+        if on_gpu and torch.cuda.is_current_stream_capturing():  # no results can be looked at
+            said = "the kernels are used unchecked, because their first call is captured; call a rule once before it"
+            warnings.warn(said, RuntimeWarning, stacklevel=7)
+            return {}
+        # A thread of its own is in none of the caller's modes: no_grad, autocast, inference, fake tensors.
+        with ThreadPoolExecutor(1) as pool:
+            known[name] = pool.submit(_check_all, torch.device(device)).result()
+        with contextlib.suppress(OSError):  # where it cannot be written, each process checks
+            part = library.with_name(f"checked.{os.getpid()}")
+            part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
+            os.replace(part, library.with_name("checked.json"))
+    return _faults.setdefault(device, known[name])
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _check_all(device: torch.device) -> Faults:
+    from . import decay, delta, delta_product, gated, gated_delta, gla, rwkv7, sum  # which import this module
+
+    rules = [module.RULE for module in (sum, gated, gla, decay, delta, gated_delta, delta_product, rwkv7)]
+    return {rule.name: reason for rule in (*rules, delta_product.WITH_DECAY) if (reason := _check(rule, device))}
+
+
+def _check(rule: Any, device: torch.device) -> str:
+    """Return where the kernel of a rule differs from the reference, or an empty string."""
+    for sizes, gates in itertools.product(SIZES, itertools.product(*rule.gates.values())):
+        shapes = {"q": PER_KEY, "k": rule.key, "v": rule.value, **dict(zip(rule.gates, gates, strict=True))}
+        shapes |= {"state": ("B", "H", "Dk", "Dv"), "d_out": PER_VALUE, "d_state": ("B", "H", "Dk", "Dv")}
+        given = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
+        documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
+        for first, dtypes in ((None, tuple(LIMITS)), (documents, (torch.float32,))):
+            truth = _results(rule.reference, given, torch.float64, torch.device("cpu"), first)
+            for dtype in dtypes:
+                try:
+                    found = _results(rule.family, given, dtype, device, first)
+                except torch.cuda.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    return str(error).partition("\n")[0]
+                for name, x in found.items():
+                    distance = float((x - truth[name]).norm() / truth[name].norm())
+                    if not distance <= LIMITS[dtype]:
+                        return f"{name} in {str(dtype).removeprefix('torch.')} is off by {distance:.1e}"
+    return ""
+
+
+def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor]:
+    """Return arguments and gradients in float64 that are exact in bfloat16: keys of sum one, gates from 1/2 to 1."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for name, shape in shapes.items():
+        normal = name in ("q", "v", "state", "d_out", "d_state")
+        x = (torch.randn if normal else torch.rand)(shape, generator=generator)
+        x = x if normal else x / sum_of_key if name in ("k", "removal_key") else 1 - x / 2
+        found[name] = x.bfloat16().double()
+    return found
+
+
+def _results(compute: Any, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device, first: Any) -> Any:
+    """Return out, the new state and all gradients by name, in float64 on the CPU."""
+    of_state = state_dtype(dtype)
+    moved = {name: x.to(device, of_state if "state" in name else dtype) for name, x in given.items()}
+    gradients = moved.pop("d_out"), moved.pop("d_state")
+    leaves = {name: x.detach().requires_grad_() for name, x in moved.items()}
+    *tokens, state = leaves.values()
+    outputs = compute(*tokens, state=state, first=None if first is None else first.to(device))
+    found = (*outputs, *torch.autograd.grad(outputs, list(leaves.values()), gradients))
+    names = ("out", "the new state", *(f"the gradient of {name}" for name in leaves))
+    return {name: x.detach().double().cpu() for name, x in zip(names, found, strict=True)}

@@ -1,0 +1,268 @@
+"""What nvcc makes of the kernels: loads in flight and their width, tensor cores, instructions a chunk or token.
+
+`python -m pytest -s tests/emulator/test_sass.py` prints the table, and what its counts come to in time.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import pytest
+from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
+from sass import FEATURES, Kernel, disassemble, measure_all, readable
+
+ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
+
+
+class Expected(NamedTuple):
+    """What a kind of kernel is held to. None has local memory."""
+
+    # In a round of the main loop, at most: by the rows that a kernel is made for, or by its scan.
+    instructions: dict[int | str, int]
+    features: frozenset[str] = frozenset()
+    # Global loads and copies of less than 16 bytes, at most: numbers of which a token has one. None: any.
+    narrow: int | None = None
+    in_flight: int = 0  # loads at once, at least, unless there are asynchronous copies
+
+
+# A scan goes a token at a time, with one load of 2 to 4 bytes in flight; it must not become longer than it is.
+# The goal of a chunk, which has 32 tokens, or 64 from 64 rows on, is half of what its share of the target time allows.
+EXPECTED = {
+    "scan": Expected(
+        {
+            "SumScan": 410,
+            "DeltaForward": 500,
+            "DeltaBackwardValues": 470,
+            "DeltaBackwardQueries": 590,
+            "DeltaBackwardKeys": 400,
+            "ForgetForward": 780,
+            "ForgetValues": 420,
+            "ForgetKeys": 600,
+        }
+    ),
+    "chunk": Expected({16: 1500, 32: 2000, 64: 3000, 128: 4500}, frozenset(FEATURES), narrow=4, in_flight=4),
+    # Not held to it yet: chunks of 16 tokens, brought by narrow loads and rounded in software.
+    "old chunk": Expected({}),
+    "other": Expected({}),
+}
+
+# Of a GPU such as the H200; the clock is assumed.
+MULTIPROCESSORS, CLOCK, SLOTS, BYTES_PER_SECOND = 132, 1.755e9, 4, 4.3e12
+# Batch, heads, tokens and size of a key and value, and the target of the delta rule in bfloat16, forward and backward,
+# in microseconds.
+TARGETS = {(96, 8, 256, 16): 45, (56, 8, 384, 32): 60, (8, 16, 4096, 64): 400, (1, 16, 32768, 128): 1000}
+CHUNK_WARPS = 4  # that share a chunk of one head
+
+
+def kind_of(name: str) -> str:
+    if name.startswith("scan_kernel"):
+        return "scan"
+    if name.startswith("chunks_kernel"):
+        return "old chunk"
+    return "chunk" if "chunk" in name.lower() else "other"
+
+
+def rows_of(name: str) -> int:
+    """The first number among the template's arguments: the rows that a kernel is made for."""
+    found = re.search(r"[<,] ?(\d+)", name)
+    return int(found[1]) if found else 0
+
+
+def faults(kernels: list[Kernel]) -> list[str]:
+    """What is wrong, a sentence each."""
+    found = []
+    for kernel in kernels:
+        expected = EXPECTED[kind_of(kernel.name)]
+        scan = re.search(r"<(\w+)", kernel.name)
+        most = expected.instructions.get(scan[1] if scan else "", expected.instructions.get(rows_of(kernel.name)))
+        if expected.instructions and most is None:
+            found.append(f"{kernel.name} must have a ceiling of instructions in EXPECTED, it has {kernel.instructions}")
+        elif most is not None and kernel.instructions > most:
+            found.append(f"{kernel.name}: instructions a round must be at most {most}, got {kernel.instructions}")
+        if missing := expected.features - kernel.found:
+            found.append(f"{kernel.name} must have {', '.join(sorted(missing))} in its loops")
+        narrow = sum(count for width, count in kernel.widths.items() if width < 16)
+        if expected.narrow is not None and narrow > expected.narrow:
+            found.append(
+                f"{kernel.name}: loads of less than 16 bytes must be at most {expected.narrow}, got {narrow}:"
+                f" {kernel.widths}"
+            )
+        if kernel.in_flight < expected.in_flight and "LDGSTS" not in kernel.found:
+            found.append(
+                f"{kernel.name}: loads in flight must be at least {expected.in_flight}, got {kernel.in_flight}"
+            )
+        if kernel.local_memory:
+            found.append(f"{kernel.name} must hold everything in registers, it has local memory")
+    return found
+
+
+def table(kernels: list[Kernel], registers: list[int]) -> str:
+    lines = [
+        f"{'kernel':48} loads in flight  bytes a load  instructions  registers  features",
+        f"{'':48} most    mean                   a round",
+    ]
+    for kernel, used in zip(kernels, registers, strict=True):
+        widths = sorted(kernel.widths)
+        of_bytes = f"{widths[0]}-{widths[-1]}" if len(widths) > 1 else "".join(map(str, widths))
+        lines.append(
+            f"{kernel.name:48} {kernel.in_flight:4} {kernel.mean_in_flight:7.1f} {of_bytes:>14}"
+            f" {kernel.instructions:13} {used:10}  {' '.join(sorted(kernel.found))}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def microseconds(instructions: int, rounds: float, heads: int, warps: float) -> float:
+    """The time to issue all instructions: one a cycle from each slot, on which the warps are spread evenly.
+
+    A lower bound: no kernel reaches this, because it waits for memory and for its own results too.
+    """
+    warps_a_slot = max(1, math.ceil(heads * warps / (MULTIPROCESSORS * SLOTS)))
+    return instructions * rounds * warps_a_slot / CLOCK * 1e6
+
+
+def passes(kernels: list[Kernel], d: int) -> dict[str, list[tuple[Kernel, int, float]]]:
+    """Kernels of the delta rule's two passes in bfloat16, tokens a round and warps a head: of today, and of chunks."""
+    by_name = {kernel.name: kernel for kernel in kernels}
+    chunks = [by_name.get(f"chunks_kernel<DeltaChunks<{d}, {reverse}>>") for reverse in ("false", "true")]
+    scans = [by_name.get(f"scan_kernel<DeltaBackward{of}<float>, 8, 1>") for of in ("Queries", "Keys")]
+    of_kind = [x for x in kernels if kind_of(x.name) == "chunk" and "delta" in x.name.lower() and rows_of(x.name) == d]
+    return {
+        # A warp has 16 columns, or 8 x 32 elements; the warps that bring a scan's tokens are left out.
+        "16 tokens and scans": [(x, 16, d / 16) for x in chunks if x] + [(x, 1, d * d / 256) for x in scans if x],
+        "chunks": [(x, 32 if d <= 32 else 64, CHUNK_WARPS) for x in of_kind],
+    }
+
+
+def estimates(kernels: list[Kernel]) -> str:
+    """Lower bounds of the delta rule's time, by instructions and by bytes, compared with the targets."""
+    lines = ["delta rule, bfloat16, forward + backward, in us   instructions   bytes  target"]
+    for (batch, heads, tokens, d), target in TARGETS.items():
+        number = batch * heads
+        of_bytes = number * tokens * (22 * d + 12 + 8 * d * d / 64) / BYTES_PER_SECOND * 1e6
+        for design, parts in passes(kernels, d).items():
+            if parts:
+                issue = sum(microseconds(x.instructions, tokens / each, number, warps) for x, each, warps in parts)
+                shape = f"{(batch, heads, tokens, d)!s:22} {design}"
+                lines.append(f"{shape:48} {issue:13.0f} {of_bytes:7.0f} {target:7}")
+    return "\n".join(lines)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_keep_to_the_gate(architecture):
+    cubin = kept_cubin(architecture)
+    by_key = measure_all(disassemble(cubin.path))
+    registers = {usage.kernel: usage.registers for usage in parse_report(cubin.report)}
+    assert by_key.keys() == registers.keys()
+    kernels = [by_key[key] for key in sorted(by_key, key=lambda key: by_key[key].name)]
+    used = [registers[key] for key in sorted(by_key, key=lambda key: by_key[key].name)]
+    print(f"\nsm_{architecture}\n{table(kernels, used)}\n\n{estimates(kernels)}")
+    assert faults(kernels) == []
+
+
+NARROW = """
+#include <cuda_bf16.h>
+template <int rows> __global__ void chunk_kernel(const __nv_bfloat16* x, float* y, const int* at, int n) {
+  __shared__ float tile[rows];
+  float local[64], sum = 0;
+  for (int i = 0; i < 64; ++i) local[i] = y[i];
+  for (int chunk = 0; chunk < n; ++chunk) {
+    tile[threadIdx.x] = __bfloat162float(x[chunk * rows + threadIdx.x]);
+    __syncthreads();
+    for (int i = 0; i < rows; ++i) sum += tile[i] * local[at[chunk] & 63];
+    __syncthreads();
+  }
+  y[threadIdx.x] = sum;
+}
+template __global__ void chunk_kernel<16>(const __nv_bfloat16*, float*, const int*, int);
+"""
+WIDE = """
+#include <cuda_bf16.h>
+template <int rows> __global__ void chunk_kernel(const uint4* x, float* y, int n) {
+  __shared__ uint4 tile[64];
+  float c[4] = {0, 0, 0, 0};
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(tile + threadIdx.x));
+  for (int chunk = 0; chunk < n; ++chunk) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(x + chunk * 64 + threadIdx.x));
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    unsigned a[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(to));
+    const __nv_bfloat162 b = __floats2bfloat162_rn(c[0], c[1]);
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(*reinterpret_cast<const unsigned*>(&b)));
+    __syncthreads();
+  }
+  for (int i = 0; i < 4; ++i) y[threadIdx.x * 4 + i] = c[i];
+}
+template __global__ void chunk_kernel<16>(const uint4*, float*, int);
+"""
+
+
+def compiled(text, folder):
+    (folder / "kernel.cu").write_text(text)
+    return list(measure_all(disassemble(compile_cubin(folder / "kernel.cu", "90a", folder).path)).values())
+
+
+@needs_nvcc
+def test_narrow_loads_are_found(tmp_path):
+    """Bfloat16 one by one, no tensor cores, and an array whose index is known at run time only."""
+    (kernel,) = compiled(NARROW, tmp_path)
+    assert kernel.name == "chunk_kernel<16>" and set(kernel.widths) == {2, 4}
+    said = "\n".join(faults([kernel]))
+    assert "must have F2FP.BF16, HMMA, LDGSTS, LDSM" in said
+    assert "loads in flight must be at least 4" in said and "local memory" in said
+    assert "loads of less than 16 bytes" in "\n".join(faults([kernel._replace(widths={2: 3, 4: 2})]))
+    assert "instructions a round" in "\n".join(faults([kernel._replace(instructions=1501)]))
+
+
+@needs_nvcc
+def test_wide_copies_pass(tmp_path):
+    (kernel,) = compiled(WIDE, tmp_path)
+    assert set(kernel.widths) == {16} and kernel.found == frozenset(FEATURES)
+    assert faults([kernel]) == []
+    assert faults([kernel._replace(name="chunk_kernel<48>")]) != []
+
+
+SASS = """
+//--------------------- .text.{0} --------------------------
+        /*0000*/                   LDG.E R20, desc[UR6][R2.64] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R4, desc[UR6][R2.64] ;
+        /*0020*/               @P0 LDG.E.U16 R8, desc[UR6][R2.64+0x20] ;
+.L_x_2:
+        /*0030*/                   FFMA R9, R10, R10, R9 ;
+        /*0040*/               @P1 BRA `(.L_x_2) ;
+        /*0050*/                   {1} ;
+        /*0060*/                   LDG.E R11, desc[UR6][R2.64] ;
+        /*0070*/              @!P0 BRA `(.L_x_1) ;
+        /*0080*/                   EXIT ;
+.L_x_3:
+        /*0090*/                   BRA `(.L_x_3) ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "in_flight"),
+    [
+        ("STS [R12], R6", 2),  # part of what the first load brings
+        ("STS.64 [R12], R3", 2),  # R3 and R4
+        ("BAR.SYNC.DEFER_BLOCKING 0x0", 2),
+        ("IADD3 R12, R13, R14, RZ", 3),
+    ],
+)
+def test_runs_of_loads(between, in_flight):
+    ((_, kernel),) = measure_all(SASS.format("_Z6kernelv", between)).items()
+    assert kernel.name == "kernel"
+    assert kernel.in_flight == in_flight
+    assert kernel.widths == {2: 1, 4: 1, 16: 1}  # that before the loops is none of theirs
+    assert kernel.instructions == 2
+
+
+def test_names_are_readable():
+    assert readable(["_ZN3fwp4cuda13chunks_kernelINS0_11DeltaChunksILi128ELb1EEEEEvT_"]) == [
+        "chunks_kernel<DeltaChunks<128, true>>"
+    ]

@@ -1,0 +1,154 @@
+"""The check of kernels before their first use; a kernel of the CPU pretends to be wrong."""
+
+import warnings
+
+import pytest
+import torch
+from subjects import sample_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fairseq_fwp import kernels, ops
+from fairseq_fwp.cli import info
+from fairseq_fwp.ops import delta, self_check
+
+CPU = torch.device("cpu")
+FAULT = "the gradient of q in float64 is off by 1"
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A library in a folder of its own, whose kernels nobody has looked at."""
+    assert kernels.load_kernels("cpu").built
+    path = tmp_path / "kernels.so"
+    path.write_bytes(b"code")
+    monkeypatch.setattr(self_check, "CHECKED", ("cpu",))
+    monkeypatch.setattr(self_check, "SIZES", ({"B": 1, "H": 2, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
+    monkeypatch.setattr(self_check, "load_kernels", lambda device: ops.KernelStatus(True, str(path)))
+    forget(monkeypatch)
+    return path
+
+
+def forget(monkeypatch):
+    """As in another process."""
+    monkeypatch.setattr(self_check, "_faults", {})
+    monkeypatch.setattr(self_check, "_warned", set())
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """The delta rule's kernel with a wrong gradient, and nothing else."""
+    right = delta.in_family
+
+    def family(q, *rest, **named):
+        return right(q + (q - q.detach()), *rest, **named)
+
+    monkeypatch.setitem(delta.RULE.__dict__, "family", family)
+
+
+def call(rule=ops.delta_rule, **options):
+    return rule(**sample_inputs("delta", (1, 1, 3, 4, 4)), **options)
+
+
+def test_kernels_are_right():
+    assert self_check._check_all(CPU) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out, state: (out * 1.001, state), "out in float64 is off by 1.0e-03"),
+        (lambda out, state: (out, state * float("nan")), "the new state in float64 is off by nan"),
+        (lambda out, state: (out.to(torch.bfloat16).to(out.dtype), state), "out in float64 is off by"),
+        (lambda out, state: (out + (out - out.detach()), state), "the gradient of q in float64 is off by 1"),
+        (lambda out, state: (out, state.detach()), "does not require grad"),
+    ],
+)
+def test_what_is_wrong_is_found(monkeypatch, change, reason):
+    right = delta.in_family
+    monkeypatch.setitem(delta.RULE.__dict__, "family", lambda *x, **named: change(*right(*x, **named)))
+    assert reason in self_check._check(delta.RULE, CPU)
+
+
+def test_a_rule_that_fails_runs_as_the_reference(library, wrong):
+    with pytest.warns(RuntimeWarning, match=f"kernel of delta_rule is not used on cpu, because .*: {FAULT}") as said:
+        found = call()
+    assert len(said) == 1
+    assert all(torch.equal(x, y) for x, y in zip(found, call(backend="reference"), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+        ops.gated_rule(**sample_inputs("gated", (1, 1, 3, 4, 4)), backend="kernel")
+    with pytest.raises(RuntimeError, match=rf"{FAULT}.*; use backend='reference', or build with another compiler"):
+        call(backend="kernel")
+
+
+def test_what_was_found_is_remembered_for_one_library(library, wrong, monkeypatch):
+    assert list(self_check.find_faults("cpu")) == ["delta_rule"]
+    checks = []
+    monkeypatch.setattr(self_check, "_check_all", lambda device: checks.append(device) or {})
+    forget(monkeypatch)
+    assert list(self_check.find_faults("cpu")) == ["delta_rule"] and not checks
+    for content in (b"other code", b"code"):
+        forget(monkeypatch)
+        library.write_bytes(content)
+        assert self_check.find_faults("cpu") == {}
+    monkeypatch.setattr(self_check, "load_kernels", lambda device: 1 / 0)
+    assert self_check.find_faults("cpu") == {}  # of this process, without a look at the library
+    assert checks == [CPU] * 2 and {path.name for path in library.parent.iterdir()} == {"kernels.so", "checked.json"}
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"library": 1}'])
+def test_a_damaged_note_is_written_again(library, monkeypatch, damage):
+    library.with_name("checked.json").write_text(damage)
+    monkeypatch.setattr(self_check, "_check_all", lambda device: {"sum_rule": "wrong"})
+    assert self_check.find_faults("cpu") == {"sum_rule": "wrong"}
+    assert self_check.read_faults(library) == {"cpu": {"sum_rule": "wrong"}}
+
+
+def test_a_folder_that_cannot_be_written(library, monkeypatch):
+    library.with_name("checked.json").mkdir()
+    monkeypatch.setattr(self_check, "_check_all", lambda device: {})
+    assert not self_check.distrusted("sum_rule", "cpu")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu"), lambda: torch.device("meta"), FakeTensorMode],
+)
+def test_the_caller_s_modes_are_not_those_of_the_check(library, mode):
+    with mode():
+        assert self_check.find_faults("cpu") == {}
+
+
+def test_a_trace_takes_the_reference_too(library, wrong):
+    inputs = sample_inputs("delta", (1, 1, 3, 4, 4))
+    compiled = torch.compile(lambda: ops.delta_rule(**inputs), backend="eager", fullgraph=True)
+    with pytest.warns(RuntimeWarning, match=FAULT):
+        found = compiled()
+    assert all(torch.equal(x, y) for x, y in zip(found, call(backend="reference"), strict=True))
+
+
+def test_nothing_is_checked_in_a_capture(library, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(self_check, "_check_all", lambda device: {"sum_rule": "wrong"})
+    with pytest.warns(RuntimeWarning, match="used unchecked, because their first call is captured"):
+        assert not self_check.distrusted("sum_rule", "cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.warns(RuntimeWarning, match="of sum_rule is not used on cuda:0"):
+        assert self_check.distrusted("sum_rule", "cuda:0")
+    assert self_check.read_faults(library) == {"NVIDIA H200": {"sum_rule": "wrong"}}
+
+
+def test_info_names_what_is_not_used(library, wrong, monkeypatch):
+    monkeypatch.setattr(info, "kernel_status", lambda: {"cpu": ops.KernelStatus(True, str(library))})
+    monkeypatch.setattr(info, "load_kernels", lambda device: ops.KernelStatus(device == "cpu"))
+    assert info.kernels(build=False) == [f"cpu: built, {library}"]
+    _, checked, not_used = info.kernels(build=True)
+    assert checked == "cpu: checked on cpu, and not used for some rules"
+    assert not_used.startswith(f"cpu: not used for delta_rule: {FAULT}")
+
+
+def test_a_rule_without_a_kernel_is_not_checked(library, monkeypatch):
+    monkeypatch.setattr(self_check, "_check_all", lambda device: 1 / 0)
+    ops.fwm_rule(**sample_inputs("fwm", (1, 1, 3, 4, 4)))
