@@ -1,32 +1,43 @@
-"""Speed and memory on one NVIDIA GPU: `python gpu.py build`, then `python gpu.py measure` (gpu.sh does it).
+"""Speed and memory on one NVIDIA GPU in three calls, `python gpu.py ours`, `peers` and `models`, which gpu.sh prepares.
 
-What matters most is measured first, and what --seconds leaves no time for is published as not measured. Times are CUDA
-events around one call, after the second-level cache has been overwritten: the median of the calls of a round, in rounds
-in which all contenders take turns. A contender is timed as Python calls it and, where it can be captured, as a replayed
-graph, which leaves out the time of Python and of the launches. bfloat16 unless a name says float32.
+Each writes gpu_PART.csv to --out, every figure at once: a call that is killed leaves what it had. What matters most is
+measured first, and what --seconds leaves no time for is noted. `publish` puts all three into RESULTS.md, if ours passed
+its checks. Times are CUDA events around one call, after the second-level cache has been overwritten: the median of the
+calls of a round, in rounds in which all contenders take turns. A contender is timed as Python calls it and, where it
+can be captured, as a replayed graph, which leaves out the time of Python and of the launches. bfloat16 unless a name
+says float32.
 """
 
 import argparse
 import os
+import re
+import signal
 import subprocess
+import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import gpu_checks
 import gpu_models
 import gpu_peers
 import gpu_report
 import inputs
 import torch
-from gpu_report import CALLED, CONTEXTS, GRAPH, OURS, SHAPES, STEP_SHAPE, SWEEP, context_of, swept
+from gpu_report import CALLED, CONTEXTS, GRAPH, OURS, PARTS, SHAPES, STEP_SHAPE, SWEEP, WRONG, context_of, swept
 from inputs import FORWARD, STEP, TRAINING
-from record import BYTES, Record, commit, publish, say, write_csv
+from record import BYTES, RESULTS, Record, commit, publish, say
 
 from fairseq_fwp.kernels import load_kernels
 
 DEVICE = "cuda"
-UNFINISHED = "gpu_unfinished"  # results/gpu_unfinished.csv: what a run that was killed had measured
+GRACE = 30  # seconds after which a call that is late is killed
+# Shares of a call's time: of each tool of compute-sanitizer, of the tests, of the peers' first calls.
+SANITIZING, TESTING, WARMING = 0.1, 0.4, 0.5
 ROUNDS = 5
 SECONDS_A_ROUND = 0.02
 CALLS = (3, 100)  # of a contender in a round: at least, at most
@@ -56,8 +67,8 @@ class Contender(NamedTuple):
         return [self.swap(x).contiguous().requires_grad_() for x in drawn]
 
 
-def contenders(delta_peer=None, decay_peer=None):
-    """{name: Contender}, ours first."""
+def contenders(part, delta_peer=None, decay_peer=None):
+    """{name: Contender} of a call, ours first: all of ours, or the peers and the same forms of ours next to them."""
     found = {rule: Contender(rule, partial(inputs.call, rule), ours=True) for rule in OURS}
     for rule in ("delta", "decay"):
         found[f"{rule} float32"] = found[rule]._replace(dtype=torch.float32)
@@ -69,7 +80,8 @@ def contenders(delta_peer=None, decay_peer=None):
         ("decay", gpu_peers.published_decay, decay_peer),
     ):
         found[f"published {rule}"] = Contender(rule, partial(build, folder), dtype=torch.float32)
-    return found
+    opposed = {(x.form, x.dtype) for x in found.values() if not x.ours}
+    return {name: x for name, x in found.items() if (x.ours if part == "ours" else (x.form, x.dtype) in opposed)}
 
 
 def ends(x):
@@ -78,25 +90,17 @@ def ends(x):
     return heads[[i for i in range(len(heads)) if i < 2 or i >= len(heads) - 2]].unsqueeze(0)
 
 
-def usable(name, contender, shape):
-    """The function, checked. A peer that fails is Missing; if ours does, nothing at all is reported."""
-    try:
-        function = contender.build()
-        if contender.exact:
-            how = {"heads": ends, "swap": contender.swap}
-            found = inputs.errors(function, contender.form, shape, contender.dtype, DEVICE, **how)
-            for of, error in found.items():
-                if not error <= TOLERANCE[contender.dtype]:
-                    raise gpu_peers.Missing(f"its {of} differs from the float64 reference by {error:.1e}")
-    except gpu_peers.Missing as error:
-        if contender.ours:
-            raise SystemExit(f"{name} at {shape}: {error}. Nothing is reported.") from error
-        raise
-    except Exception as error:
-        if contender.ours:
-            raise
-        raise gpu_peers.Missing(f"it fails: {gpu_peers.first_line(error)}") from error
-    return function
+def usable(contender, shape):
+    """The function, and what is wrong with its results or "". Raises gpu_peers.Missing for a peer that is wrong."""
+    function, wrong = contender.build(), ""
+    if contender.exact:
+        how = {"heads": ends, "swap": contender.swap}
+        for of, error in inputs.errors(function, contender.form, shape, contender.dtype, DEVICE, **how).items():
+            if not error <= TOLERANCE[contender.dtype]:
+                wrong = wrong or f"its {of} differs from the float64 reference by {error:.1e}"
+    if wrong and not contender.ours:
+        raise gpu_peers.Missing(wrong)
+    return function, wrong
 
 
 class Clock:
@@ -163,17 +167,20 @@ def call_of(stage, function, chosen):
 
 
 class Session:
-    """One run: its record, its clock and its deadline."""
+    """One call: its record, its contenders, its clock and its deadline, in seconds of time.monotonic()."""
 
-    def __init__(self, record, seconds, found):
-        self.record, self.found, self.deadline = record, found, time.monotonic() + seconds
+    def __init__(self, record, deadline, found):
+        self.record, self.deadline, self.found = record, deadline, found
+        self.cold = {}  # {(name, sizes of a head): why its first call failed}
         self.clock = Clock()
+
+    def left(self):
+        return self.deadline - time.monotonic()
 
     def in_time(self, where, stage, names):
         """Whether the deadline is still ahead; the record says what is left out."""
-        left = self.deadline - time.monotonic()
-        if left > 0:
-            say(f"{left:4.0f} s left: {stage}, {where}: {', '.join(names)}")
+        if self.left() > 0:
+            say(f"{self.left():4.0f} s left: {stage}, {where}: {', '.join(names)}")
             return True
         for name in names:
             self.record.miss(where, stage, name, "no time was left for it")
@@ -183,7 +190,7 @@ class Session:
         """Times every call, as it is and as a graph, in as many rounds each, one at least, for they are compared."""
         kinds = {}
         for name, call in calls.items():
-            if not self.in_time(where, stage, [name]):
+            if not (call and self.in_time(where, stage, [name])):
                 continue
             for _ in range(3):
                 call()
@@ -194,33 +201,40 @@ class Session:
             else:
                 say(f"{name} cannot be captured as a graph at {where}, {stage}: its time is as called")
         for i in range(ROUNDS):
-            if i and time.monotonic() > self.deadline:
+            if i and self.left() < 0:
                 break
             for (name, what), call in kinds.items():
                 self.record.add(where, stage, name, [self.clock.round(call)], what)
 
+    def attempt(self, where, stage, name, build):
+        """The call that `build()` makes, after one run of it, or None; the record says why."""
+        try:
+            call = build()
+            call()
+            self.record.add(where, stage, name, [peak_bytes(call)], BYTES)
+            return call
+        except Exception as error:  # whatever the reason: it stands next to those that run
+            self.record.miss(where, stage, name, gpu_peers.reason(error))
+            return None
+
+    def checked(self, where, stage, name, shape):
+        """The call of a contender whose results are right."""
+        contender, place = self.found[name], (name, shape[3:])
+        if place in self.cold:
+            raise gpu_peers.Missing(self.cold[place])
+        function, wrong = usable(contender, shape)
+        if wrong:  # the first numbers of a new kernel are of use all the same
+            self.record.add(where, stage, name, [wrong], WRONG)
+        return call_of(stage, function, contender.inputs(shape))
+
     def operators(self, shape, stage, names, where=None):
-        """The contenders that are usable at a shape; the record says why the others are not."""
+        """The contenders that are usable at a shape."""
         where = where or shape
-        calls = {}
-        for name in names:
-            if not self.in_time(where, stage, [name]):
-                continue
-            contender = self.found[name]
-            try:
-                function = usable(name, contender, shape)
-                call = call_of(stage, function, contender.inputs(shape))
-                call()
-                self.record.add(where, stage, name, [peak_bytes(call)], BYTES)
-                calls[name] = call
-            except gpu_peers.Missing as error:
-                self.record.miss(where, stage, name, str(error))
-            except torch.cuda.OutOfMemoryError:
-                self.record.miss(where, stage, name, "it needs more memory than this GPU has")
-            except RuntimeError as error:
-                if contender.ours:
-                    raise
-                self.record.miss(where, stage, name, f"it fails: {gpu_peers.first_line(error)}")
+        calls = {
+            name: self.attempt(where, stage, name, partial(self.checked, where, stage, name, shape))
+            for name in names
+            if self.in_time(where, stage, [name])
+        }
         self.take_turns(where, stage, calls)
         del calls
         torch.cuda.empty_cache()
@@ -237,9 +251,8 @@ class Session:
             call()
             self.record.add("machine", "", name, [work / self.clock.round(call) for _ in range(ROUNDS)], "per second")
 
-    def sweep(self):
+    def sweep(self, names):
         for length in SWEEP:
-            names = ["delta", "sum", "FLA delta", "flash attention"]
             self.operators(swept(length), TRAINING, names, f"{length} tokens")
 
     @torch.no_grad()
@@ -250,113 +263,175 @@ class Session:
             return
         B, H, _, Dk, Dv = shape
         draw = partial(inputs.draw, dtype=torch.bfloat16, device=DEVICE)
-        calls = {}
-        for rule in rules:
+
+        def step(rule):
             written = inputs.step(rule, draw(rule, (1, H, context, Dk, Dv)), None)()[1]
-            calls[rule] = inputs.step(rule, draw(rule, shape), written.expand(B, -1, -1, -1).contiguous())
-        token, read = draw("sum", shape), draw("sum", (1, H, context, Dk, Dv))
-        cache = [x.expand(B, -1, -1, -1).contiguous() for x in (read["k"], read["v"])]
-        calls["attention"] = partial(torch.nn.functional.scaled_dot_product_attention, token["q"], *cache)
-        for name, call in calls.items():
-            call()
-            self.record.add(where, STEP, name, [peak_bytes(call)], BYTES)
-        self.take_turns(where, STEP, calls)
+            return inputs.step(rule, draw(rule, shape), written.expand(B, -1, -1, -1).contiguous())
+
+        def attention():
+            token, read = draw("sum", shape), draw("sum", (1, H, context, Dk, Dv))
+            cache = [x.expand(B, -1, -1, -1).contiguous() for x in (read["k"], read["v"])]
+            return partial(torch.nn.functional.scaled_dot_product_attention, token["q"], *cache)
+
+        builds = {rule: partial(step, rule) for rule in rules} | {"attention": attention}
+        self.take_turns(where, STEP, {name: self.attempt(where, STEP, name, build) for name, build in builds.items()})
 
     def decoding(self):
         for context in CONTEXTS:
             self.steps(context_of(context), STEP_SHAPE, context, ["delta"])
 
-    def models(self):
-        gpu_models.measure(self.record, self.in_time)
+    def check(self, folder, seconds):
+        """compute-sanitizer and the tests, whose verdicts the record keeps: what fails is measured, not published."""
+        for tool in gpu_checks.TOOLS:
+            self.record.note(tool, gpu_checks.sanitize(tool, folder, min(SANITIZING * seconds, self.left())))
+        self.record.note(gpu_checks.LAWS, gpu_checks.laws(folder, min(TESTING * seconds, self.left())))
 
-    def foreign(self, names):
-        """Kernels that may take the GPU with them when they fail."""
-        for shape in SHAPES:
-            try:
-                self.operators(shape, TRAINING, names)
-            except RuntimeError as error:
-                for name in names:
-                    self.record.miss(shape, TRAINING, name, f"the GPU failed: {gpu_peers.first_line(error)}")
-                return
+    def warm(self, flags, seconds):
+        """Every peer's first call at every shape, each in a process of its own, at once.
+
+        Triton compiles some 100 versions of a peer's kernels, and keeps them on the disk. Which of them is the fastest
+        is not kept: they would be compared while others use the GPU.
+        """
+        os.environ["FLA_CACHE_RESULTS"] = "0"
+        end = time.monotonic() + min(WARMING * seconds, self.left())
+        peers = [name for name, x in self.found.items() if not x.ours and x.exact]
+
+        def first_call(job):
+            name, shape = job
+            command = [sys.executable, __file__, "warm", *flags, "--peer", name, "--shape", SHAPES.index(shape)]
+            with tempfile.NamedTemporaryFile() as log:
+                status = gpu_checks.limited(command, end - time.monotonic(), log.name)
+                return status, gpu_checks.last_line(log.name)
+
+        jobs = [(name, shape) for name in peers for shape in SHAPES]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for (name, shape), (status, said) in zip(jobs, pool.map(first_call, jobs), strict=True):
+                if status != 0:
+                    self.cold[name, shape[3:]] = "its first call took too long" if status is None else said
 
 
-def stages(session):
-    """Everything, in the order of importance. Foreign kernels come last."""
-    main = [name for name in session.found if "float32" not in name and "published" not in name]
+def stages(session, part):
+    """What a call measures, in the order of importance. Foreign kernels come last: they may break the GPU."""
+    if part == "models":
+        yield partial(gpu_models.measure, session.record, session.in_time)
+        return
+    half, single = (
+        [name for name, x in session.found.items() if x.dtype == dtype] for dtype in (torch.bfloat16, torch.float32)
+    )
     yield session.rates
     for shape in SHAPES:
-        yield partial(session.operators, shape, TRAINING, main)
-    yield session.models
-    yield session.decoding
-    yield session.sweep
+        yield partial(session.operators, shape, TRAINING, half)
+    if part == "ours":
+        yield session.decoding
+    yield partial(session.sweep, [name for name in half if session.found[name].form in ("delta", "sum")])
     for shape in SHAPES:
-        yield partial(session.operators, shape, FORWARD, main)
-    for B, H, L, *sizes in SHAPES:
-        yield partial(session.steps, (B, H, L, *sizes), (B, H, 1, *sizes), L, OURS)
-    yield partial(session.foreign, [name for name in session.found if name not in main])
+        yield partial(session.operators, shape, FORWARD, half)
+    if part == "ours":
+        for B, H, L, *sizes in SHAPES:
+            yield partial(session.steps, (B, H, L, *sizes), (B, H, 1, *sizes), L, OURS)
+    for shape in SHAPES:
+        yield partial(session.operators, shape, TRAINING, single)
 
 
-def run(session, save):
-    """All stages; `save()` after each keeps what is measured, whatever becomes of the next."""
-    for stage in stages(session):
-        stage()
-        save()
-
-
-def describe(record):
-    """Device, driver and versions, for the head of the report."""
+def describe(record, kernels):
+    """Device, driver and versions, for the head of the report; kernels: the path of our library."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         driver = "unknown"
     about = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit(), "GPU": torch.cuda.get_device_name(0)}
-    for name, text in (about | {"driver": driver} | gpu_peers.versions()).items():
+    about |= {"kernels": Path(kernels).parent.name, "driver": driver} | gpu_peers.versions()
+    for name, text in about.items():
         record.note(name, text)
 
 
-def arguments(argv=None):
-    parser = argparse.ArgumentParser(prog="gpu.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=["build", "measure"])
-    parser.add_argument("--seconds", type=float, default=400, help="time for measuring; what is left out says so")
-    for rule, what in (("delta", "lmtool-fwp/src"), ("decay", "T2FW")):
-        variable = f"FWP_{rule.upper()}_PEER"
-        peer = f"folder {what} with the published {rule} kernel (default: ${variable}), see gpu_peers.py"
-        parser.add_argument(f"--{rule}-peer", metavar="FOLDER", default=os.environ.get(variable), help=peer)
-    return parser.parse_args(argv)
-
-
 def require_kernels():
-    """Builds or loads our kernels, or ends the program with the reason."""
+    """Path of our kernels, which are built where no cache holds them, or the end of the program with the reason."""
     if not torch.cuda.is_available():
         raise SystemExit(f"no CUDA device: PyTorch {torch.__version__} sees no NVIDIA GPU; run.sh measures on the CPU.")
     status = load_kernels("cuda")
     if not status.built:
         raise SystemExit(f"no CUDA kernels: {status.reason}; {status.cure}.")
+    return status.path
 
 
-def main(argv=None):
-    args = arguments(argv)
-    require_kernels()
-    if args.part == "build":
-        return
-    found, record = contenders(args.delta_peer, args.decay_peer), Record()
-    describe(record)
-    save = partial(write_csv, UNFINISHED, Record.HEADER, record.rows)
-    correct = True
+def build():
+    """Compile our kernels for a GPU that is not here, the first of TORCH_CUDA_ARCH_LIST."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    digits = re.match(r"(\d+)\.(\d)", listed)
+    if not digits:
+        raise SystemExit(f"TORCH_CUDA_ARCH_LIST must name the GPU to build for, as in 9.0, got '{listed}'.")
+    capability = int(digits[1]), int(digits[2])
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+    torch.cuda.get_device_capability, torch.cuda.get_device_name = (lambda _: capability), (lambda _: "a GPU")
+    print(require_kernels())
+
+
+def warm(args):
+    """The first call of a peer, for Session.warm."""
+    contender, shape = contenders("peers", args.delta_peer, args.decay_peer)[args.peer], SHAPES[args.shape]
     try:
-        run(Session(record, args.seconds, found), save)
-    except SystemExit:  # a kernel of ours gives wrong results
-        correct = False
-        raise
+        function, _ = usable(contender, shape)
+        call_of(TRAINING, function, contender.inputs(shape))()
+        torch.cuda.synchronize()
+    except Exception as error:
+        raise SystemExit(gpu_peers.reason(error)) from error
+
+
+def publish_all(folder):
+    """What the calls have left in a folder goes to RESULTS.md, unless a check has failed."""
+    found = gpu_report.read_parts(folder)
+    refusal = gpu_report.refusal(found)
+    if refusal:
+        raise SystemExit(f"nothing is published: {refusal}.")
+    merged = gpu_report.merge(found.values())
+    how = {"head": gpu_report.provenance(merged), "script": "gpu.sh", "panels": gpu_report.PANELS}
+    publish("gpu", merged, gpu_report.goals(merged), *gpu_report.paragraphs(merged), **how)
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "part", choices=[*PARTS, "publish", "build", "warm"], metavar="ours, peers, models, publish, build"
+    )
+    parser.add_argument("--seconds", type=float, default=490, help="time for the call (default: 490)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: results)")
+    for rule, what in (("delta", "lmtool-fwp/src"), ("decay", "T2FW")):
+        variable = f"FWP_{rule.upper()}_PEER"
+        peer = f"folder {what} with the published {rule} kernel (default: ${variable}), see gpu_peers.py"
+        parser.add_argument(f"--{rule}-peer", metavar="FOLDER", default=os.environ.get(variable), help=peer)
+    for flag, kind in (("--peer", str), ("--shape", int)):
+        parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)  # of `warm`
+    return parser.parse_args(argv)
+
+
+def measure(args):
+    """One call, within its seconds."""
+    deadline = time.monotonic() + args.seconds
+    signal.alarm(int(args.seconds) + GRACE)  # whatever hangs then, all that is measured is on the disk
+    kernels, record = require_kernels(), Record(path=args.out / f"gpu_{args.part}.csv")
+    try:
+        describe(record, kernels)
+        session = Session(record, deadline, contenders(args.part, args.delta_peer, args.decay_peer))
+        if args.part == "ours":
+            session.check(args.out, args.seconds)
+        if args.part == "peers":
+            session.warm(["--delta-peer", args.delta_peer or "", "--decay-peer", args.decay_peer or ""], args.seconds)
+        for stage in stages(session, args.part):
+            stage()
     except BaseException as error:
         record.note("ended early:", gpu_peers.first_line(error))
         raise
     finally:
-        if correct:
-            how = {"head": gpu_report.provenance(record), "script": "gpu.sh", "panels": gpu_report.PANELS}
-            publish("gpu", record, gpu_report.goals(record), *gpu_report.paragraphs(record), **how)
-        save().unlink()
+        signal.alarm(0)
+        print(gpu_report.provenance(record), *gpu_report.paragraphs(record), sep="\n")
+
+
+def main(argv=None):
+    args = arguments(argv)
+    other = {"publish": partial(publish_all, args.out), "build": build, "warm": partial(warm, args)}
+    other.get(args.part, partial(measure, args))()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ def first_line(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
+def reason(error):
+    """Why something was not measured, for a note in a table."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "it needs more memory than this GPU has"
+    return str(error) if isinstance(error, Missing) else f"it fails: {first_line(error)}"
+
+
 def flash_attention(q, k, v):
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return scaled_dot_product_attention(q, k, v, is_causal=True)

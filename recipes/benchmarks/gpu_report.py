@@ -7,9 +7,13 @@ memory; for the delta rule's training step also the products of its chunkwise fo
 
 from statistics import median
 
+from gpu_checks import FAILED, LAWS, PASSED, TOOLS
 from inputs import FORWARD, STEP, TRAINING
 from pictures import Bars, Curves
-from record import BYTES, MISSED, SPEED, Goal, compare, table
+from record import BYTES, MISSED, SPEED, Goal, Record, compare, table
+
+PARTS = ("ours", "peers", "models")  # the calls; what peers measures again of ours stands next to the peers
+WRONG = "wrong"  # kind of a row: what is wrong with the results of a contender of ours, which is measured all the same
 
 SHAPES = ((96, 8, 256, 16, 16), (56, 8, 384, 32, 32), (8, 16, 4096, 64, 64), (1, 16, 32768, 128, 128))
 TOKENS, SWEPT_HEADS, SWEPT_SIZE = 65536, 16, 64
@@ -26,6 +30,45 @@ OURS = {
     "delta": lambda d, e: 2 * d + e + 1,
     "decay": lambda d, e: 3 * d + 2 * e,
 }
+
+
+def read_parts(folder):
+    """{part: record} of the calls whose results are there."""
+    return {part: Record.read(f"gpu_{part}", folder) for part in PARTS if (folder / f"gpu_{part}.csv").exists()}
+
+
+def refusal(found):
+    """Why the results of the calls must not be published, or ""."""
+    if "ours" not in found:
+        return "gpu_ours.csv is not there: run gpu.sh ours first"
+    notes = found["ours"].notes()
+    laws = notes.get(LAWS, "not reached")
+    if not laws.startswith(PASSED):
+        return f"the tests on the GPU must pass, got '{laws}'"
+    for tool in TOOLS:
+        if notes.get(tool, "").startswith(FAILED):
+            return f"compute-sanitizer's {tool} must pass, got '{notes[tool]}'"
+    for part, record in found.items():
+        for about in ("GPU", "kernels"):
+            if record.notes().get(about) != notes.get(about):
+                return f"{about} must be the same in all calls, got {record.notes().get(about)} in {part}"
+        for where, _, name, what, _, said in record.rows:
+            if what == WRONG:
+                return f"{name} at {where} is wrong in {part}: {said}"
+    return ""
+
+
+def merge(records):
+    """One record of several. What two have measured is the later one's: a ratio is of one call."""
+    found = {}
+    for record in records:
+        rows = {}
+        for row in record.rows:
+            rows.setdefault(tuple(row[:3]), []).append(row)
+        for key, measured in rows.items():
+            if key not in found or all(row[3] != MISSED for row in measured):
+                found[key] = measured
+    return Record(row for measured in found.values() for row in measured)
 
 
 def swept(length):

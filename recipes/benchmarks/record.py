@@ -27,23 +27,37 @@ def say(text):
 
 
 class Record:
-    """Measurements in the order in which they were made: the rows of results/PART.csv."""
+    """Measurements in the order in which they were made: the rows of results/PART.csv.
+
+    path: a file that has each row as soon as it is measured, for a run that may be killed.
+    """
 
     HEADER = ("where", "stage", "name", "what", "round", "value")
 
-    def __init__(self, rows=()):
-        self.rows = [list(row) for row in rows]
+    def __init__(self, rows=(), path=None):
+        self.rows, self.path = [list(row) for row in rows], path
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            self.write([self.HEADER, *self.rows])
 
     @classmethod
-    def read(cls, part):
-        with open(RESULTS / f"{part}.csv", newline="", encoding="utf-8") as file:
+    def read(cls, part, folder=None):
+        with open((folder or RESULTS) / f"{part}.csv", newline="", encoding="utf-8") as file:
             return cls(list(csv.reader(file))[1:])
+
+    def write(self, rows):
+        if self.path:
+            with open(self.path, "a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(rows)
 
     def add(self, where, stage, name, values, what=SECONDS):
         """One value a round, after the rounds that are there."""
         key = [str(where), stage, name, what]
         done = sum(row[:4] == key for row in self.rows)
-        self.rows += [[*key, done + i, value] for i, value in enumerate(values)]
+        new = [[*key, done + i, value] for i, value in enumerate(values)]
+        self.rows += new
+        self.write(new)
 
     def take(self, where, stage, name, found):
         """One more round of several kinds, or {"stopped": why there is none}."""
@@ -159,8 +173,10 @@ def processor():
 
 
 def git(*words):
-    answer = subprocess.run(["git", "-C", HERE, *words], capture_output=True, text=True)
-    return answer.stdout.strip() if answer.returncode == 0 else ""
+    try:
+        return subprocess.run(["git", "-C", HERE, *words], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or a copy of the files alone
+        return ""
 
 
 def commit():

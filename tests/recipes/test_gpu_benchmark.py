@@ -1,8 +1,11 @@
-"""The benchmark of a GPU, as far as it goes without one: refusals, records, goals, floors, tables, pictures, peers."""
+"""The benchmark of a GPU, as far as it goes without one: calls on a pretended GPU by a pretended clock, checks,
+refusals, records, goals, floors, tables, pictures, peers."""
 
+import csv
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -59,6 +62,10 @@ def new_record():
     from record import Record
 
     return Record()
+
+
+def new_session(gpu, seconds=60, part="ours", found=None):
+    return gpu.Session(new_record(), time.monotonic() + seconds, found or gpu.contenders(part))
 
 
 @pytest.fixture
@@ -174,11 +181,11 @@ def test_fla_is_called_in_its_own_layout(gpu, monkeypatch):
         assert not normalize
         return swapped(scale * ops.sum_rule(*map(swapped, (q, k, v)), backend="reference")[0]), None
 
-    found = gpu.contenders()
+    found = gpu.contenders("peers")
     module(monkeypatch, "fla.ops.delta_rule", chunk_delta_rule=chunk_delta_rule)
-    assert gpu.usable("FLA delta", found["FLA delta"], (1, 2, 20, 8, 8))
+    assert gpu.usable(found["FLA delta"], (1, 2, 20, 8, 8))
     module(monkeypatch, "fla.ops.linear_attn", chunk_linear_attn=chunk_linear_attn)
-    assert gpu.usable("FLA sum", found["FLA sum"], (1, 2, 20, 8, 8))
+    assert gpu.usable(found["FLA sum"], (1, 2, 20, 8, 8))
 
 
 DELTA = """
@@ -203,9 +210,9 @@ def test_published_kernels_are_called_in_their_own_layout(gpu, tmp_path):
     for path, text in (("utils/fast_fast_weight/__init__.py", DELTA), ("t2fw/functional_lfw.py", DECAY)):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(text)
-    found = gpu.contenders(delta_peer=tmp_path, decay_peer=tmp_path)
+    found = gpu.contenders("peers", tmp_path, tmp_path)
     for name in ("published delta", "published decay"):
-        assert gpu.usable(name, found[name], (1, 3, 20, 8, 6))
+        assert gpu.usable(found[name], (1, 3, 20, 8, 6))
     assert (os.getcwd(), sys.path) == before
 
 
@@ -216,20 +223,20 @@ def test_a_peer_that_cannot_be_measured_says_why(gpu, monkeypatch, tmp_path):
     shape = (1, 1, 4, 8, 8)
     (tmp_path / "t2fw").mkdir()
     (tmp_path / "t2fw" / "functional_lfw.py").write_text("raise RuntimeError('nvcc\\nis old')")
-    found = gpu.contenders(delta_peer=tmp_path / "nowhere", decay_peer=tmp_path)
+    found = gpu.contenders("peers", tmp_path / "nowhere", tmp_path)
     for name, reason in (
         ("FLA delta", "fla-core is not installed"),
         ("published delta", "FWP_DELTA_PEER=.*nowhere is no folder"),
         ("published decay", "nvcc$"),
     ):
         with pytest.raises(Missing, match=reason):
-            gpu.usable(name, found[name], shape)
+            gpu.usable(found[name], shape)
     with pytest.raises(Missing, match="no checkout of it is named by FWP_DECAY_PEER"):
-        gpu.usable("published decay", gpu.contenders()["published decay"], shape)
+        gpu.usable(gpu.contenders("peers")["published decay"], shape)
 
 
 @pytest.mark.parametrize("head", [0, 5])
-def test_a_wrong_peer_is_not_measured_and_a_wrong_kernel_ends_everything(gpu, head):
+def test_a_wrong_peer_is_not_measured_and_a_wrong_kernel_is_marked(gpu, report, head):
     """Wrong at the first or the last head of the whole shape, which is given to the peer."""
     from gpu_peers import Missing
 
@@ -240,30 +247,43 @@ def test_a_wrong_peer_is_not_measured_and_a_wrong_kernel_ends_everything(gpu, he
 
     contender = gpu.Contender("delta", lambda: wrong)
     with pytest.raises(Missing, match="its out differs from the float64 reference by 2"):
-        gpu.usable("a peer", contender, (2, 3, 20, 8, 8))
-    with pytest.raises(SystemExit, match="Nothing is reported"):
-        gpu.usable("ours", contender._replace(ours=True), (2, 3, 20, 8, 8))
+        gpu.usable(contender, (2, 3, 20, 8, 8))
+    shape, session = (2, 3, 20, 8, 8), new_session(gpu, found={"delta": contender._replace(ours=True)})
+    session.operators(shape, report.TRAINING, ["delta"])
+    assert session.record.values(shape, report.TRAINING, "delta", report.CALLED) == [1e-3] * gpu.ROUNDS
+    assert report.refusal(passed(session.record)).startswith(f"delta at {shape} is wrong in ours: its out differs")
 
 
 @pytest.mark.parametrize("name", ["sum", "gated", "delta", "decay", "delta float32", "decay float32"])
 def test_our_own_contenders_pass_their_check(gpu, name):
-    assert gpu.usable(name, gpu.contenders()[name], (3, 2, 300, 8, 8))
+    assert gpu.usable(gpu.contenders("ours")[name], (3, 2, 300, 8, 8))[1] == ""
 
 
-# ---- a run
+def passed(record):
+    """The record of ours whose checks have passed, as publishing reads it."""
+    for name, text in (("laws", "passed: 649 passed"), ("memcheck", "passed: 0 errors"), ("GPU", "a GPU")):
+        record.note(name, text)
+    return {"ours": record}
+
+
+# ---- a call
 
 
 def test_without_time_nothing_is_measured_and_all_of_it_is_named(gpu, report):
     from record import MISSED
 
-    session = gpu.Session(new_record(), -1, gpu.contenders())
-    gpu.run(session, lambda: None)
-    assert {row[3] for row in session.record.rows} == {MISSED}
-    rows = report.goals(session.record)
+    records = []
+    for part in report.PARTS:
+        session = new_session(gpu, -1, part)
+        for stage in gpu.stages(session, part):
+            stage()
+        assert {row[3] for row in session.record.rows} == {MISSED}
+        records.append(session.record)
+    rows = report.goals(report.merge(records))
     assert all(row[6].endswith("no time was left for it") for row in rows if row[2] != "-"), rows
 
 
-def test_who_fails_while_measured_is_left_out_unless_it_is_ours(gpu, report):
+def test_who_fails_while_measured_is_left_out(gpu, report):
     def failing(*x):
         raise RuntimeError("No available kernel.\nAborting")
 
@@ -271,22 +291,20 @@ def test_who_fails_while_measured_is_left_out_unless_it_is_ours(gpu, report):
         raise torch.cuda.OutOfMemoryError("4 TB")
 
     peers = {name: gpu.Contender("sum", lambda f=f: f, exact=False) for name, f in (("a", failing), ("b", too_large))}
-    session, shape = gpu.Session(new_record(), 60, peers | {"sum": gpu.contenders()["sum"]}), (1, 2, 9, 8, 8)
+    ours = {"sum": gpu.contenders("ours")["sum"], "ours fails": peers["a"]._replace(ours=True)}
+    session, shape = new_session(gpu, found=peers | ours), (1, 2, 9, 8, 8)
     for stage in (report.TRAINING, report.FORWARD):
-        session.operators(shape, stage, [*peers, "sum"])
-        reasons = [session.record.values(shape, stage, name, report.CALLED) for name in peers]
-        assert reasons[0].endswith("it fails: No available kernel.")
+        session.operators(shape, stage, [*peers, *ours])
+        reasons = [session.record.values(shape, stage, name, report.CALLED) for name in (*peers, "ours fails")]
+        assert reasons[0].endswith("it fails: No available kernel.") and reasons[2].endswith(reasons[0][5:])
         assert reasons[1].endswith("it needs more memory than this GPU has")
         assert session.record.values(shape, stage, "sum", report.BYTES) == [7]
-    session.found["a"] = peers["a"]._replace(ours=True)
-    with pytest.raises(RuntimeError, match="No available kernel"):
-        session.operators(shape, report.TRAINING, ["a"])
 
 
 def test_a_decoding_step_of_every_rule(gpu, report, monkeypatch):
     found = {}
     monkeypatch.setattr(gpu.Session, "take_turns", lambda _, where, stage, calls: found.update(calls))
-    session = gpu.Session(new_record(), 60, gpu.contenders())
+    session = new_session(gpu)
     session.steps("here", (2, 2, 1, 8, 8), 9, report.OURS)
     assert list(found) == [*report.OURS, "attention"]
     for rule in report.OURS:
@@ -300,7 +318,8 @@ RUN_SHAPES = ((2, 2, 16, 8, 8), (1, 2, 32, 8, 8), (1, 1, 40, 8, 8), (1, 1, 8, 8,
 
 @pytest.fixture
 def small_run(gpu, report, monkeypatch, tmp_path):
-    """gpu.py without the GPU's own clock, graphs, memory and rates, at small sizes, with results in tmp_path."""
+    """gpu.py on a pretended GPU, at small sizes, with checks that pass and no models; results lie in tmp_path."""
+    import gpu_checks
     import gpu_models
     import record
 
@@ -309,51 +328,159 @@ def small_run(gpu, report, monkeypatch, tmp_path):
         for name, value in small.items():
             monkeypatch.setattr(where, name, value)
     monkeypatch.setattr(report, "TOKENS", 64)
-    monkeypatch.setattr(gpu_models, "measure", lambda record, in_time: None)
-    monkeypatch.setattr(gpu, "require_kernels", lambda: None)
-    monkeypatch.setattr(gpu, "describe", lambda record: record.note("GPU", "a GPU"))
+    monkeypatch.setattr(gpu_models, "measure", lambda record, in_time: record.miss("here", "training", "a model", "-"))
+    monkeypatch.setattr(gpu_checks, "sanitize", lambda tool, folder, seconds: "passed: 0 errors")
+    monkeypatch.setattr(gpu_checks, "laws", lambda folder, seconds: "passed: 649 passed")
+    monkeypatch.setattr(gpu_checks, "limited", lambda command, seconds, log: 0)
+    monkeypatch.setattr(gpu, "require_kernels", lambda: "cache/fwp_cuda_key/kernels.so")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(record, "HERE", tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
     (tmp_path / "RESULTS.md").write_text((BENCHMARKS / "RESULTS.md").read_text())
     return tmp_path
 
 
-def test_a_whole_run_at_small_sizes(gpu, small_run):
-    """From the first check to the ledger."""
-    gpu.main(["measure"])
-    ledger = (small_run / "RESULTS.md").read_text()
-    assert "a GPU, no rates.\n" in ledger and "![gpu](results/gpu.png)" in ledger
-    for name in ("delta", "decay float32"):
+def call(gpu, part, folder):
+    gpu.main([part, "--out", str(folder / "out")])
+    return rows_of(folder, part)
+
+
+def rows_of(folder, part):
+    with open(folder / "out" / f"gpu_{part}.csv", newline="") as file:
+        return list(csv.reader(file))[1:]
+
+
+def published(gpu, folder):
+    gpu.main(["publish", "--out", str(folder / "out")])
+    return (folder / "RESULTS.md").read_text()
+
+
+def test_three_calls_at_small_sizes(gpu, report, small_run, monkeypatch, capsys):
+    """From the first check to the ledger. Ours is measured again next to the peers, which is what counts there."""
+    alarms = []
+    monkeypatch.setattr(gpu.signal, "alarm", alarms.append)
+    monkeypatch.setitem(sys.modules, "fla", None)
+    ours, peers, _ = (call(gpu, part, small_run) for part in gpu.PARTS)
+    assert "| delta |" in capsys.readouterr().out and alarms == [490 + gpu.GRACE, 0] * 3
+    ledger = published(gpu, small_run)
+    assert "GPU a GPU, kernels fwp_cuda_key" in ledger and "![gpu](results/gpu.png)" in ledger
+    assert "laws passed: 649 passed" in ledger and "racecheck passed: 0 errors" in ledger
+    for name in ("delta", "decay float32", "flash attention"):
         assert f"| {RUN_SHAPES[0]} | forward + backward | {name} |" in ledger
     assert "| decoding step, growth of the time per token of delta | 1 -> 8 tokens | <= 1.1 | 1.00 | 1.00 |" in ledger
-    rows = [line.split(",") for line in (small_run / "results" / "gpu.csv").read_text().splitlines()]
-    assert not (small_run / "results" / "gpu_unfinished.csv").exists()
-    assert len([row for row in rows if row[0] == "16 tokens" and ",delta,seconds as" in ",".join(row)]) == gpu.ROUNDS
+    for rows in (ours, peers):
+        assert len([row for row in rows if row[0] == "16 tokens" and row[2:4] == ["delta", gpu.CALLED]]) == gpu.ROUNDS
+    merged = (small_run / "results" / "gpu.csv").read_text().splitlines()
+    assert len([row for row in merged if row.startswith("16 tokens,") and ",delta,seconds as" in row]) == gpu.ROUNDS
+    assert next(row[5] for row in peers if row[2:4] == ["FLA delta", "not measured"]) == "fla-core is not installed"
+    steps, swept = [f"context {n}" for n in report.CONTEXTS], [f"{n} tokens" for n in report.SWEEP]
+    order = [*map(str, RUN_SHAPES), *steps, *swept]
+    assert list(dict.fromkeys(row[0] for row in ours if row[1])) == order
+    assert {row[2] for row in ours if row[1]} == {*gpu.OURS, "delta float32", "decay float32", "attention"}
+    assert "gated" not in {row[2] for row in peers} and "published decay" in {row[2] for row in peers}
 
 
-def test_a_run_that_fails_publishes_what_it_has(gpu, small_run, monkeypatch):
-    saved = []
+def test_a_call_that_fails_has_written_what_it_had(gpu, small_run, monkeypatch):
+    found = []
 
     def fail(session):
-        saved.append((small_run / "results" / "gpu_unfinished.csv").read_text())
+        found.extend(rows_of(small_run, "ours"))  # also what a call that is killed leaves
         raise RuntimeError("the GPU is gone")
 
     monkeypatch.setattr(gpu.Session, "decoding", fail)
     with pytest.raises(RuntimeError, match="the GPU is gone"):
-        gpu.main(["measure"])
-    ledger = (small_run / "RESULTS.md").read_text()
+        call(gpu, "ours", small_run)
+    assert {row[0] for row in found if row[2:4] == ["delta", gpu.CALLED]} == {*map(str, RUN_SHAPES)}
+    ledger = published(gpu, small_run)
     assert "ended early: the GPU is gone" in ledger and f"| {RUN_SHAPES[0]} | forward + backward | delta |" in ledger
     assert "not reached" in ledger
-    assert ",delta,seconds as called," in saved[0]  # for the case that nothing is left to publish it
-    assert not (small_run / "results" / "gpu_unfinished.csv").exists()
 
 
-def test_a_wrong_kernel_publishes_nothing(gpu, small_run, monkeypatch):
+def test_what_fails_a_check_is_measured_and_marked_and_not_published(gpu, small_run, monkeypatch):
+    import gpu_checks
+
+    monkeypatch.setattr(gpu_checks, "laws", lambda folder, seconds: "failed: 1 failed, 648 passed")
+    rows = call(gpu, "ours", small_run)
+    assert ["machine", "", "laws", "text", "0", "failed: 1 failed, 648 passed"] in rows
+    assert [row for row in rows if row[:4] == [str(RUN_SHAPES[3]), gpu.TRAINING, "delta", gpu.CALLED]]
     before = (small_run / "RESULTS.md").read_text()
-    monkeypatch.setattr(gpu, "TOLERANCE", dict.fromkeys(gpu.TOLERANCE, 0))
-    with pytest.raises(SystemExit, match="Nothing is reported"):
-        gpu.main(["measure"])
+    with pytest.raises(SystemExit, match="nothing is published: the tests on the GPU must pass, got 'failed: 1 failed"):
+        published(gpu, small_run)
     assert (small_run / "RESULTS.md").read_text() == before and not list((small_run / "results").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("check", "said", "refusal"),
+    [
+        ("laws", "not finished in 200 s", "the tests on the GPU must pass, got 'not finished in 200 s'"),
+        ("memcheck", "failed: 3 errors", "compute-sanitizer's memcheck must pass, got 'failed: 3 errors'"),
+        ("memcheck", "not run: there is no compute-sanitizer", ""),
+    ],
+)
+def test_what_is_published_has_passed(report, check, said, refusal):
+    found = passed(new_record())
+    assert report.refusal(found) == ""
+    found["ours"].note(check, said)
+    assert report.refusal(found) == refusal
+
+
+def test_results_of_two_machines_are_not_published_together(gpu, report, small_run):
+    with pytest.raises(SystemExit, match=r"gpu_ours\.csv is not there"):
+        published(gpu, small_run)
+    found = passed(new_record()) | {"models": new_record()}
+    found["models"].note("GPU", "another GPU")
+    assert report.refusal(found) == "GPU must be the same in all calls, got another GPU in models"
+
+
+def test_a_later_call_replaces_what_it_measured_in_full(report):
+    from record import Record
+
+    rows = [["here", "forward", name, "seconds", 0, 1.0] for name in ("a", "b", "c")]
+    later = [["here", "forward", "a", "seconds", 0, 2.0], ["here", "forward", "b", "bytes", 0, 3.0]]
+    later += [["here", "forward", "b", "not measured", 0, "no time"], ["here", "forward", "d", "not measured", 0, "-"]]
+    found = report.merge([Record(rows), Record(later)]).rows
+    assert [row[2:] for row in found] == [
+        ["a", "seconds", 0, 2.0], ["b", "seconds", 0, 1.0], ["c", "seconds", 0, 1.0], ["d", "not measured", 0, "-"]
+    ]  # fmt: skip
+
+
+def test_first_calls_of_peers_have_processes_and_a_limit_of_their_own(gpu, small_run, monkeypatch):
+    import gpu_checks
+
+    asked = []
+
+    def limited(command, seconds, log):
+        name, shape = (command[command.index(flag) + 1] for flag in ("--peer", "--shape"))
+        asked.append((name, shape, seconds))
+        Path(log).write_text("a warning\nfla-core is not installed\n")
+        return None if (name, shape) == ("FLA sum", 0) else int(name == "FLA delta")
+
+    monkeypatch.setattr(gpu_checks, "limited", limited)
+    monkeypatch.setattr(gpu, "SHAPES", [(1, 2, 9, 8, 8), (1, 1, 9, 16, 16)])
+    monkeypatch.setattr(gpu.os, "environ", dict(os.environ))
+    session = new_session(gpu, 100, "peers")
+    session.warm([], 100)
+    peers = ("FLA delta", "FLA sum", "published delta", "published decay")
+    assert sorted(job[:2] for job in asked) == sorted((name, i) for name in peers for i in range(2))
+    assert all(40 < seconds <= 50 for *_, seconds in asked) and gpu.os.environ["FLA_CACHE_RESULTS"] == "0"
+    missing = "fla-core is not installed"
+    assert session.cold == {
+        ("FLA delta", (8, 8)): missing,
+        ("FLA delta", (16, 16)): missing,
+        ("FLA sum", (8, 8)): "its first call took too long",
+    }
+    session.operators((1, 2, 9, 8, 8), gpu.TRAINING, ["delta", "FLA sum"])
+    found = session.record.values((1, 2, 9, 8, 8), gpu.TRAINING, "FLA sum", gpu.CALLED)
+    assert found.endswith(": its first call took too long")
+
+
+def test_a_first_call_that_fails_says_why_in_its_last_line(tmp_path):
+    import gpu_checks
+
+    command = [sys.executable, BENCHMARKS / "gpu.py", "warm", "--decay-peer", tmp_path / "no", "--shape", 0]
+    assert gpu_checks.limited([*command, "--peer", "published decay"], 100, tmp_path / "log") == 1
+    assert gpu_checks.last_line(tmp_path / "log") == f"FWP_DECAY_PEER={tmp_path}/no is no folder"
 
 
 def test_time_is_up_between_contenders_and_rounds(gpu, report, monkeypatch):
@@ -367,7 +494,7 @@ def test_time_is_up_between_contenders_and_rounds(gpu, report, monkeypatch):
             return 10.0
 
     monkeypatch.setattr(gpu, "Clock", TenSeconds)
-    session, shape = gpu.Session(new_record(), 35, gpu.contenders()), (1, 2, 9, 8, 8)
+    session, shape = new_session(gpu, 35), (1, 2, 9, 8, 8)
     session.operators(shape, report.TRAINING, ["sum", "delta"])
     for name in ("sum", "delta"):
         assert session.record.values(shape, report.TRAINING, name, report.CALLED) == [10.0, 10.0]
@@ -393,48 +520,172 @@ def test_models_are_trained_and_decode(report, monkeypatch):
         assert len(found.values(f"context {context}", report.STEP, "delta_lm_wt103", report.CALLED)) == 2
 
 
+# ---- the checks
+
+
+@pytest.mark.parametrize(("left", "shares"), [(100, [10, 10, 40]), (15, [10, 10, 15])])
+def test_checks_have_shares_of_the_time(gpu, monkeypatch, tmp_path, left, shares):
+    import gpu_checks
+
+    asked = []
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(gpu_checks, "sanitize", lambda tool, folder, seconds: asked.append(seconds))
+    monkeypatch.setattr(gpu_checks, "laws", lambda folder, seconds: asked.append(seconds))
+    new_session(gpu, left).check(tmp_path, 100)
+    assert asked == shares
+
+
+def test_a_command_ends_in_time_with_its_children(tmp_path):
+    import gpu_checks
+
+    child = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {child}; echo begun; wait"
+    assert gpu_checks.limited(["sh", "-c", script], 0.5, tmp_path / "log") is None
+    assert gpu_checks.last_line(tmp_path / "log") == "begun"
+    for _ in range(100):
+        state = Path(f"/proc/{child.read_text().strip()}/stat")
+        if not state.exists() or ") Z " in state.read_text():
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("the child runs on")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo == ok ==", "passed: ok"),
+        ("echo 1 error; exit 1", "failed: 1 error"),
+        ("echo no device; exit 5", "ended with status 5: no device"),
+        ("sleep 9", "not finished in 0 s"),
+    ],
+)
+def test_verdicts(tmp_path, script, said):
+    import gpu_checks
+
+    assert gpu_checks.verdict(["sh", "-c", script], 0.4, tmp_path / "log") == said
+
+
+def test_laws_and_sanitizer_are_asked_for_what_they_can(monkeypatch, tmp_path):
+    import gpu_checks
+
+    asked = []
+    monkeypatch.setattr(gpu_checks, "verdict", lambda command, _, log, *failed: asked.append([*map(str, command), log]))
+    gpu_checks.laws(tmp_path, 5)
+    assert asked[0][1:3] == ["-m", "pytest"] and "cuda" in asked[0]
+    assert f"--junitxml={tmp_path}/gpu_laws.xml" in asked[0] and asked[0][-1] == tmp_path / "gpu_laws.txt"
+    monkeypatch.setattr(gpu_checks.shutil, "which", lambda name, path="": "/there/compute-sanitizer")
+    gpu_checks.sanitize("racecheck", tmp_path, 5)
+    assert asked[1][:3] == ["/there/compute-sanitizer", "--tool", "racecheck"]
+    assert asked[1][-2:] == [str(BENCHMARKS / "gpu_checks.py"), tmp_path / "gpu_racecheck.txt"]
+    monkeypatch.setattr(gpu_checks.shutil, "which", lambda name, path="": None)
+    assert gpu_checks.sanitize("racecheck", tmp_path, 5) == "not run: there is no compute-sanitizer"
+
+
+def test_the_cases_of_the_sanitizer_run(capsys):
+    import gpu_checks
+
+    gpu_checks.run_cases("cpu")
+    assert len(capsys.readouterr().out.splitlines()) == len(gpu_checks.CASES) >= 10
+
+
 # ---- the commands
 
 
 def test_arguments(gpu, monkeypatch):
     monkeypatch.setenv("FWP_DELTA_PEER", "there")
-    args = gpu.arguments(["measure", "--seconds", "30", "--decay-peer", "here"])
-    assert (args.part, args.seconds, args.delta_peer, args.decay_peer) == ("measure", 30, "there", "here")
+    args = gpu.arguments(["peers", "--seconds", "30", "--decay-peer", "here"])
+    assert (args.part, args.seconds, args.delta_peer, args.decay_peer) == ("peers", 30, "there", "here")
 
 
-def test_refuses_without_a_gpu(gpu, monkeypatch):
+def test_refuses_without_a_gpu_and_keeps_what_is_there(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for part in ("build", "measure"):
-        with pytest.raises(
-            SystemExit, match=r"^no CUDA device: PyTorch \S+ sees no NVIDIA GPU; run.sh measures on the"
-        ):
-            gpu.main([part])
+    (tmp_path / "gpu_ours.csv").write_text("an earlier one")
+    with pytest.raises(SystemExit, match=r"^no CUDA device: PyTorch \S+ sees no NVIDIA GPU; run.sh measures on the"):
+        gpu.main(["ours", "--out", str(tmp_path)])
+    assert (tmp_path / "gpu_ours.csv").read_text() == "an earlier one"
 
 
-def test_refuses_without_kernels(gpu, monkeypatch):
+def test_refuses_without_kernels(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "load_kernels", lambda device: ops.KernelStatus(False, reason="no nvcc", cure="get it"))
     with pytest.raises(SystemExit, match=r"^no CUDA kernels: no nvcc; get it\.$"):
+        gpu.main(["models", "--out", str(tmp_path)])
+
+
+def test_kernels_for_a_gpu_that_is_elsewhere(gpu, monkeypatch, capsys):
+    def load(device):
+        assert torch.cuda.is_available() and torch.cuda.get_device_capability(0) == (9, 0)
+        return ops.KernelStatus(True, "there")
+
+    for name in ("is_available", "device_count", "get_device_capability", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))  # build() replaces it
+    monkeypatch.setattr(gpu, "load_kernels", load)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    gpu.main(["build"])
+    assert capsys.readouterr().out == "there\n"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(SystemExit, match=r"^TORCH_CUDA_ARCH_LIST must name the GPU to build for, .* got 'Hopper'\.$"):
         gpu.main(["build"])
 
 
-@pytest.mark.parametrize(
-    ("fails", "said"),
-    [("gpu.py build", ""), ("-m pytest", "the tests on the GPU failed"), ("nothing", "")],
-)
-def test_the_script_measures_only_after_the_tests(tmp_path, fails, said):
-    """A stand-in for Python notes what it is asked for, and fails where it is told to."""
+@pytest.fixture
+def script(tmp_path):
+    """(arguments) -> (what gpu.sh said, calls) with a stand-in for Python that notes its calls and lacks modules."""
     stub = tmp_path / "python"
-    stub.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\ncase "$*" in *"{fails}"*) exit 1 ;; esac\n')
-    stub.chmod(0o755)
-    done = subprocess.run(
-        ["bash", BENCHMARKS / "gpu.sh", "--decay-peer", "x"],
-        env={**os.environ, "PYTHON": str(stub)},
-        capture_output=True,
-        text=True,
+    stub.write_text(
+        f"""#!/bin/sh
+        case $1 in -c) echo $LACKS; exit $STATUS ;; esac
+        echo "$@" >> "{tmp_path}/calls"
+        """
     )
-    calls = (tmp_path / "calls").read_text()
-    assert (done.returncode == 0) == (fails == "nothing") and said in done.stderr
-    assert ("measure" in calls) == (fails == "nothing")
-    if fails == "nothing":
-        assert "-k cuda" in calls and calls.endswith("--decay-peer x\n")
+    stub.chmod(0o755)
+
+    def run(*arguments, lacks="", status=3):
+        environment = {**os.environ, "PYTHON": str(stub), "LACKS": lacks, "STATUS": str(status)}
+        command = ["bash", BENCHMARKS / "gpu.sh", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        calls = tmp_path / "calls"
+        return done, calls.read_text().splitlines() if calls.exists() else []
+
+    return run
+
+
+def test_the_script_uses_a_python_that_has_all(script):
+    done, calls = script("peers", "--decay-peer", "x", "--seconds", "9")
+    assert done.returncode == 0 and calls == [f"{BENCHMARKS}/gpu.py peers --decay-peer x --seconds 9"]
+
+
+def test_the_script_names_what_a_machine_with_cuda_lacks(script):
+    done, calls = script("ours", lacks="fairseq bitarray")
+    assert done.returncode == 1 and not calls
+    assert done.stderr.endswith(
+        "lacks fairseq, bitarray: name a folder that gpu.sh wheels has made with --wheels, or install it there.\n"
+    )
+
+
+def test_the_script_installs_from_a_folder_alone(script, tmp_path):
+    (tmp_path / "wheels").mkdir()
+    done, calls = script("ours", "--wheels", str(tmp_path / "wheels"))
+    assert done.returncode == 1 and not calls and "--wheels must be a folder with wheels, got" in done.stderr
+    (tmp_path / "wheels" / "a.whl").touch()
+    done, (install, call) = script("ours", "--wheels", str(tmp_path / "wheels"), "--seconds", "9")
+    assert done.returncode == 0 and call.endswith("gpu.py ours --seconds 9")
+    assert "pip install" in install and "--no-index --no-deps" in install and install.endswith("/wheels/a.whl")
+    assert not Path(install.split("--target ")[1].split()[0]).exists()
+    done, calls = script("ours", "--wheels", str(tmp_path / "wheels"), lacks="omegaconf", status=0)
+    assert done.returncode == 1 and "lacks omegaconf" in done.stderr and len(calls) == 3
+
+
+def test_the_script_makes_the_folder_of_wheels(script, tmp_path):
+    done, (download, build) = script("wheels", str(tmp_path / "new"))
+    assert done.returncode == 0 and "--only-binary=:all: --python-version 3.12" in download
+    assert "fairseq-fixed==0.12.3.1 hydra-core==1.3.2" in download and "antlr4-python3-runtime==4.9.3" in build
+    done, calls = script("wheels", str(tmp_path))
+    assert done.returncode == 1 and len(calls) == 2 and f"{tmp_path} must be new or empty" in done.stderr
+
+
+def test_the_script_says_what_it_takes(script):
+    done, _ = script("all")
+    assert done.returncode == 1 and "must be wheels, ours, peers, models, publish or build, got 'all'" in done.stderr
+    assert script("--help")[0].stdout.startswith("Speed and memory on one NVIDIA GPU, in three calls")
