@@ -180,7 +180,7 @@ def _described(owner: type, kind: Any) -> Iterator[tuple[Field, list[str]]]:
     for field in own(owner):
         action = actions[field.name]
         name = next(iter(action.option_strings), action.dest)
-        yield field, [f"`{name}`", _values(action), plain(field.default), field.metadata["help"]]
+        yield field, [f"`{name}`", _values(action), plain(field.default), field.metadata["help"].replace("<", "\\<")]
 
 
 def _values(action: Action) -> str:
