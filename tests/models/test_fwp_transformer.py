@@ -415,7 +415,7 @@ def test_positions_go_on_beyond_any_table():
 @looped(
     "flags, message",
     [
-        ({"cross_self_attention": True, "no_cross_attention": True}, "--cross-self-attention attends to source and"),
+        ({"cross_self_attention": True, "no_cross_attention": True}, "must be softmax with --cross-self-attention"),
         ({"quant_noise_pq": 0.1}, "--quant-noise-pq must be 0 unless all three attentions are softmax"),
         ({"encoder_feature_map": "cosine"}, "unknown feature map 'cosine': choose softmax or one of elu, "),
         ({"decoder_feature_map": "softmax"}, "unknown feature map 'softmax'"),

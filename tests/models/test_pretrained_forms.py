@@ -61,7 +61,7 @@ def test_learned_positions(build_model):
     assert not differs[:, :4].any() and differs[:, 4:].all()
     with pytest.raises(ValueError, match="token 8 has no position: the model has learned 7"):
         model(random_tokens(2, 8))
-    with pytest.raises(ValueError, match="leave out --decoder-learned-pos"):
+    with pytest.raises(ValueError, match="must be off with --decoder-learned-pos"):
         build_model("softmax_lm_wt103", decoder_learned_pos=True, positions_from_end=True)
 
 
