@@ -173,7 +173,7 @@ def test_transformer_xl_is_trained_resumed_and_evaluated_with_another_memory(dat
     log = run(*score, "--model-overrides", "{'mem_len': 5, 'same_length': True, 'clamp_len': 3}")
     assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == count_tokens(data, "test")
     log = run(*score, "--model-overrides", "{'mem_len': 0, 'same_length': True}", status=1)
-    assert "--same-length lets every token see --mem-len tokens" in log.splitlines()[-1]
+    assert "--mem-len must be at least 1 with --same-length, got 0" in log.splitlines()[-1]
     text = run(
         "fairseq-interactive", data, *checkpoint, "--task", "language_modeling", "--beam", 2, "--max-len-b", 70,
         "--min-len", 60, stdin="w1 w2\n",

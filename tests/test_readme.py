@@ -13,7 +13,7 @@ from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 ROOT = Path(__file__).parents[1]
 TEXTS = [
     path
-    for folder in ("", "fairseq_fwp", "cuda_ext", "recipes", "tests")
+    for folder in ("", "docs", "fairseq_fwp", "cuda_ext", "recipes", "tests")
     for path in (ROOT.glob("*.md") if not folder else (ROOT / folder).rglob("*.md"))
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")

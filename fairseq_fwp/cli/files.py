@@ -47,9 +47,7 @@ def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | 
     if reset_after is None:
         return Text.after(first, tokens)
     if reset_after != BLANK_LINE and reset_after not in dictionary:
-        raise ValueError(
-            f"--reset-after: {reset_after!r} is not in the dictionary: give a symbol of it, or {BLANK_LINE}"
-        )
+        raise ValueError(f"--reset-after must be a symbol of the dictionary or {BLANK_LINE}, got {reset_after!r}")
     empty_lines = reset_after == BLANK_LINE
     separator = dictionary.eos() if empty_lines else dictionary.index(reset_after)
     return Text.after(first, tokens, document_starts(tokens, separator, empty_lines))

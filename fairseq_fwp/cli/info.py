@@ -1,19 +1,21 @@
-"""`fwp-info`: versions, devices, kernels, and the tables of rules, maps and architectures."""
+"""`fwp-info`: versions, devices, kernels, and the tables of rules, maps, architectures and flags."""
 
 import argparse
 import dataclasses
 import importlib.metadata
 import platform
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from fairseq.models import MODEL_DATACLASS_REGISTRY
+from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.utils import import_user_module
 
 import fairseq_fwp
+from fairseq_fwp.cli.flags import MODELS, first_line, flags_of, page
 from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import ATTENTIONS
@@ -25,21 +27,35 @@ PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegac
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the report, or with --hydra the YAML of an architecture. Exit status 2 for an unknown architecture."""
+    """Print the report, or what --flags or --hydra ask for. Exit status 2 for an unknown architecture."""
     parser = argparse.ArgumentParser(prog="fwp-info", description=__doc__, allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="build the kernels that can be built here first")
     parser.add_argument("--user-dir", metavar="FOLDER", help="a plug-in of yours, whose rules and maps are listed too")
     parser.add_argument(
+        "--flags",
+        metavar="ARCH",
+        nargs="?",
+        const="",
+        help="print only the flags of this architecture with their values; without ARCH the page docs/flags.md",
+    )
+    parser.add_argument(
         "--hydra",
         metavar="ARCH",
         type=_architecture_for_hydra,
-        help="print a configuration for fairseq-hydra-train with this architecture, of a language model, and no more",
+        help="print only a configuration for fairseq-hydra-train with this architecture of a language model",
     )
     args = parser.parse_args(argv)
     try:
         import_user_module(args)
     except FileNotFoundError as error:
         parser.error(f"--user-dir must be a folder, got {error}")
+    if args.flags is not None:
+        known = [arch for model in MODELS for arch in ARCH_MODEL_INV_REGISTRY[model]]
+        if args.flags and args.flags not in known:
+            nearest = get_close_matches(args.flags, known, 5, 0) or known
+            parser.error(f"--flags must be an architecture, got {args.flags!r}: nearest are {', '.join(nearest)}")
+        print(flags_of(args.flags) if args.flags else page())
+        return 0
     print(hydra_yaml(args.hydra) if args.hydra else report(args.build))
     return 0
 
@@ -51,11 +67,11 @@ def report(build: bool) -> str:
         "devices": devices(),
         "kernels": kernels(build),
         "update rules (--decoder-update-rule)": [
-            *(f"{name:13} {_first_line(find_rule(name).operator)}" for name in UPDATE_RULES),
-            *(f"{name:13} {_first_line(kind)}" for name, kind in ATTENTIONS.items() if kind.named_as_rule),
+            *(f"{name:13} {first_line(find_rule(name).operator)}" for name in UPDATE_RULES),
+            *(f"{name:13} {first_line(kind)}" for name, kind in ATTENTIONS.items() if kind.named_as_rule),
         ],
         "feature maps (--decoder-feature-map)": [
-            f"{name:10} {_first_line(feature_map)}" for name, feature_map in FEATURE_MAPS.items()
+            f"{name:10} {first_line(feature_map)}" for name, feature_map in FEATURE_MAPS.items()
         ],
         "architectures (--arch)": [
             line
@@ -154,10 +170,6 @@ def _plain(value: Any) -> Any:
 
 def _settings(preset: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in preset.items())
-
-
-def _first_line(documented: Any) -> str:
-    return next(iter((documented.__doc__ or "").strip().splitlines()), "")
 
 
 if __name__ == "__main__":

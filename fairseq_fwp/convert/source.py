@@ -101,7 +101,7 @@ def whole_numbers(option: str, text: Any) -> list[int]:
     try:
         return [int(number) for number in str(text).split(",")]
     except ValueError:
-        raise ValueError(f"{option} takes whole numbers like 20000,40000, got {text!r}") from None
+        raise ValueError(f"{option} must be whole numbers such as 20000,40000, got {text!r}") from None
 
 
 def check_equal(option: str) -> Callable[[Tensor, Tensor], None]:

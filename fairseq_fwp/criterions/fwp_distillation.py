@@ -41,13 +41,16 @@ Part = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class DistillationConfig(FairseqDataclass):
-    """The options of the criterion."""
+    """A teacher, and what is learned from it."""
 
-    teacher: str = option("", "the checkpoint to learn from: the same kind of model, of the same vocabulary")
+    teacher: str = option("", "checkpoint to learn from: the same kind of model with the same vocabulary")
     distillation: ChoiceEnum([ATTENTION, DISTRIBUTION]) = option(  # type: ignore[valid-type]
-        DISTRIBUTION, "what is learned: the output of each attention for the teacher's input, or its distribution"
+        DISTRIBUTION,
+        "what is learned: the output of each attention for the teacher's input, or the teacher's distribution",
     )
-    teacher_weight: float = option(1.0, "of the teacher's distribution; the words of the data have the rest of 1")
+    teacher_weight: float = option(
+        1.0, "weight of the teacher's distribution in the loss, from 0 to 1; the words of the data have the rest"
+    )
     ddp_backend: str = II("distributed_training.ddp_backend")
 
 
@@ -68,14 +71,14 @@ class DistillationCriterion(FairseqCriterion):
     ) -> None:
         super().__init__(task)
         if not 0 <= teacher_weight <= 1:
-            raise ValueError(f"--teacher-weight must be between 0 and 1, got {teacher_weight}")
+            raise ValueError(f"--teacher-weight must be in [0, 1], got {teacher_weight}")
         if ddp_backend in ("c10d", "pytorch_ddp"):
             raise ValueError(f"--ddp-backend must be legacy_ddp with fwp_distillation, got {ddp_backend}")
         if getattr(getattr(task, "cfg", None), "carry_state", False):
             raise ValueError(CARRIED)
         self.of_attention = str(getattr(distillation, "value", distillation)) == ATTENTION
         if self.of_attention and teacher_weight != 1:
-            raise ValueError("--teacher-weight is of --distillation distribution: leave it out")
+            raise ValueError(f"--teacher-weight must be 1 with --distillation attention, got {teacher_weight}")
         self.weight = teacher_weight
         # In a tuple: it is no part of what is learned, saved or counted.
         self._teacher = (read_teacher(teacher, task),)
@@ -158,7 +161,7 @@ class DistillationCriterion(FairseqCriterion):
 def read_teacher(path: str, task: Any) -> Any:
     """Return the model of a checkpoint, in evaluation and without gradients."""
     if not path:
-        raise ValueError("fwp_distillation needs a checkpoint to learn from: give --teacher FILE")
+        raise ValueError("--teacher must be a checkpoint to learn from, got none")
     try:
         # A copy: building a model, a task of translation makes that model the one that it translates with.
         (teacher,), _ = checkpoint_utils.load_model_ensemble([path], task=copy(task))

@@ -36,54 +36,66 @@ DIVISIONS = ("sum_normalization", "attention_normalization", "division")
 
 @dataclass
 class MemoryOptions(FairseqDataclass):
-    """Options of the maps and normalisations: those of every attention, and of the memory of the retrieval task."""
+    """Feature maps, normalisations and backend, of attention and of the memory of the retrieval task."""
 
-    dpfp_nu: int = option(1, "capacity of the dpfp map: 2 * key dimension * nu features", argument="nu", of="dpfp")
+    dpfp_nu: int = option(
+        1,
+        "capacity nu of the dpfp map, from 1 to 2 * key dimension - 1; it has 2 * key dimension * nu features",
+        argument="nu",
+        of="dpfp",
+    )
     favor_features: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None,
-        "random vectors m of the favor map: 2 m features; none: key dimension / 2",
+        "number m of random vectors of the favor map, at least 1; it has 2 m features; none: half the key dimension",
         argument="num_features",
         of="favor",
     )
     favor_draw: ChoiceEnum(list(DRAWS)) = option(  # type: ignore[valid-type]
-        "orthogonal", "how the favor map draws its vectors", argument="draw", of="favor"
+        "orthogonal",
+        "how the favor map draws its vectors: orthogonal, gaussian (independent), or authors (as the papers' "
+        "public code)",
+        argument="draw",
+        of="favor",
     )
     favor_offset: float = option(
         0.0,
-        "added to the exponentials of the favor map: 1e-4 in the papers' public code, none in the papers",
+        "number added to the exponentials of the favor map, at least 0: 0 in the papers, 1e-4 in their public code",
         argument="offset",
         of="favor",
     )
     favor_redraw: int = option(
         1,
-        "in training the favor map draws anew every so many mini-batches; 0: never",
+        "number of training mini-batches after which the favor map draws new vectors; 0: never",
         argument="redraw",
         of="favor",
         same_function=True,
     )
     favor_softmax_scale: bool = option(
         False,
-        "the favor map estimates exp(q . k / sqrt(d)) (Choromanski 2021)",
+        "scale keys and queries of the favor map so that it estimates exp(q . k / sqrt(d)) (Choromanski 2021)",
         argument="softmax_scale",
         of="favor",
     )
     relu_features: Optional[int] = option(  # noqa: UP045
-        None, "features of the learned relu map; none: key dimension", argument="num_features", of="relu"
+        None,
+        "number of features of the learned relu map, at least 1; none: the key dimension",
+        argument="num_features",
+        of="relu",
     )
     sum_normalization: bool = option(
         False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)", of="attention"
     )
     attention_normalization: bool = option(
         False,
-        "divide the output by z . q, and what the delta rule retrieves by z . k (Schlag 2021, Eqs. 26-28)",
+        "divide the output by z . q, and the value that delta and fwm retrieve by z . k (Schlag 2021, Eqs. 26-28)",
         of="attention",
     )
     norm_read_out: bool = option(
-        False, "layer normalisation of each head's output", argument="norm_output", of="attention"
+        False, "apply layer normalisation to the output of each head", argument="norm_output", of="attention"
     )
     fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
         "auto",
-        "C++ and CUDA operators, the PyTorch loop that defines them, or kernels where they can be built",
+        "kernel: C++ and CUDA operators; reference: their definition in PyTorch; auto: kernels where they can be built",
         argument="backend",
         of=("attention", "all"),
         same_function=True,
@@ -92,43 +104,43 @@ class MemoryOptions(FairseqDataclass):
 
 @dataclass
 class AttentionOptions(MemoryOptions):
-    """Options of a causal attention, and of the linear attentions around it in translation."""
+    """Causal attention, and in translation the linear attentions around it."""
 
     # Plain strings: `add_choices` offers what the tables hold by then, entries from outside this package included.
     decoder_update_rule: str = option(
         "delta",
-        "how a token writes into the fast weights; softmax: attention over all past tokens",
+        "how a token writes into the fast weights; softmax: attention to all past tokens",
         argument="update_rule",
         of=("attention", "all"),
     )
-    decoder_feature_map: str = option("elu", "map of keys and queries", argument="feature_map", of="attention")
+    decoder_feature_map: str = option("elu", "feature map of keys and queries", argument="feature_map", of="attention")
     decoder_key_dim: Optional[int] = option(  # noqa: UP045
         None,
-        "size of a head's keys and queries before the map; none: embedding dimension / heads",
+        "size of a head's keys and queries before the map, at least 1; none: embedding dimension / heads",
         argument="key_dim",
         of="attention",
     )
     attention_normalization_read_out_only: bool = option(
         False,
-        "with --attention-normalization: divide the output alone, as the paper's public code does by default",
+        "with --attention-normalization: divide only the output, as the paper's public code does by default",
         argument="output_only",
         of="attention_normalization",
     )
     normalization_epsilon: Optional[float] = option(  # noqa: UP045
         None,
-        "lower bound of the divisors of both normalisations (the papers have none); none: 1e-6, favor: 1e-24",
+        "smallest divisor of both normalisations, above 0; none: 1e-6, or 1e-24 for features of the favor map",
         argument="epsilon",
         of=DIVISIONS,
     )
     add_normalization_epsilon: bool = option(
         False,
-        "add the epsilon to every divisor, as public code does, in place of bounding it",
+        "add the epsilon to every divisor, as public code does, instead of using it as the smallest divisor",
         argument="add_epsilon",
         of=DIVISIONS,
     )
     sum_normalization_epsilon: Optional[float] = option(  # noqa: UP045
         None,
-        "the epsilon of --sum-normalization, where it is another; none: --normalization-epsilon",
+        "another epsilon for --sum-normalization, above 0; none: --normalization-epsilon",
         argument="epsilon",
         of="sum_normalization",
     )
@@ -143,12 +155,12 @@ class AttentionOptions(MemoryOptions):
     )
     negative_eigenvalues: bool = option(
         False,
-        "rates beta of the delta rule and its family up to 2 in place of 1 (Grazzi 2025), for keys of length one",
+        "let the rate beta of the delta rules go up to 2 instead of 1, for keys of length one (Grazzi 2025)",
         of="attention",
     )
     attention_bias: bool = option(
         False,
-        "biases in the projections of the attention, as fairseq's and GPT-2's have; also of gates without one",
+        "add biases to the projections of attention, as fairseq and GPT-2 have them, and to gates without one",
         argument="bias",
         of=("attention", "linear"),
     )
@@ -266,7 +278,7 @@ def build_normalizations(options: type, cfg: Any) -> dict[str, Any]:
         for name, kind in NORMALIZATIONS.items()
     }
     if built["attention_normalization"] is None and getattr(cfg, "attention_normalization_read_out_only", False):
-        raise ValueError("--attention-normalization-read-out-only needs --attention-normalization: give both")
+        raise ValueError("--attention-normalization must be on with --attention-normalization-read-out-only, got off")
     return built
 
 

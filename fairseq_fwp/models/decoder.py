@@ -40,39 +40,51 @@ LAYER_NORM_STD = 0.02
 
 @dataclass
 class DecoderConfig(FairseqDataclass):
-    """What every language model here has. Defaults: the *small* size of Schlag et al. 2021; see presets.py."""
+    """All language models. Defaults: the *small* size of Schlag et al. 2021."""
 
     activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(  # type: ignore[valid-type]
-        "relu", "activation function between the feed-forward projections"
+        "relu", "activation function of the feed-forward blocks"
     )
-    dropout: float = option(0.1, "dropout probability of embeddings and blocks", same_function=True)
+    dropout: float = option(
+        0.1, "dropout probability after the embeddings and after each block, from 0 to 1", same_function=True
+    )
     attention_dropout: float = option(
         0.0,
-        "dropout probability of softmax attention weights",
+        "dropout probability of softmax attention weights, from 0 to 1",
         argument="dropout",
         of="attention",
         same_function=True,
     )
-    activation_dropout: float = option(0.0, "dropout probability after the feed-forward activation", same_function=True)
-    decoder_embed_dim: int = option(128, "embedding dimension, of the heads together too")
-    decoder_ffn_embed_dim: int = option(2048, "feed-forward dimension")
-    decoder_layers: int = option(16, "number of layers")
-    decoder_attention_heads: int = option(8, "number of heads")
-    decoder_normalize_before: bool = option(False, "layer normalisation before each block (pre-norm)")
-    no_decoder_final_norm: bool = option(False, "with --decoder-normalize-before: none after the last block")
+    activation_dropout: float = option(
+        0.0, "dropout probability after the feed-forward activation, from 0 to 1", same_function=True
+    )
+    decoder_embed_dim: int = option(128, "embedding dimension, a multiple of the number of heads")
+    decoder_ffn_embed_dim: int = option(2048, "dimension of the feed-forward blocks, at least 1")
+    decoder_layers: int = option(16, "number of layers, at least 1")
+    decoder_attention_heads: int = option(8, "number of heads, at least 1")
+    decoder_normalize_before: bool = option(
+        False, "layer normalisation before each block (pre-norm) instead of after it"
+    )
+    no_decoder_final_norm: bool = option(
+        False, "with --decoder-normalize-before: no layer normalisation after the last block"
+    )
     adaptive_softmax_cutoff: Optional[str] = option(  # noqa: UP045  (fairseq's parser reads no other form)
-        None, "comma-separated ranks that part the vocabulary; those beyond it are dropped; '' or none: plain softmax"
+        None,
+        "comma-separated ranks that split the vocabulary into clusters; ranks beyond it are dropped; '' or "
+        "none: plain softmax",
     )
     div_val: int = option(
-        1, "adaptive input and softmax: embeddings shrink by this factor from one cluster to the next; 1: none does"
+        1, "factor, at least 1, by which embeddings shrink from one cluster of --adaptive-softmax-cutoff to the next"
     )
     output_layer: ChoiceEnum(["biased", "tied", "untied"]) = option(  # type: ignore[valid-type]
         "biased",
-        "biased: word vectors of the input and a bias each, as Transformer-XL; tied: without biases, as GPT-2 and "
-        "fairseq's adaptive input; untied: vectors of its own, as fairseq's transformer_lm",
+        "output vectors; biased: the input's, with biases (Transformer-XL); tied: the input's (GPT-2); "
+        "untied: separate ones (fairseq's transformer_lm)",
     )
-    adaptive_softmax_dropout: float = option(0.0, "dropout probability in the adaptive softmax", same_function=True)
-    no_scale_embedding: bool = option(False, "do not scale embeddings by the root of their dimension")
+    adaptive_softmax_dropout: float = option(
+        0.0, "dropout probability in the adaptive softmax, from 0 to 1", same_function=True
+    )
+    no_scale_embedding: bool = option(False, "do not multiply embeddings by the square root of their dimension")
     add_bos_token: bool = II("task.add_bos_token")
     tokens_per_sample: int = II("task.tokens_per_sample")
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
@@ -308,7 +320,7 @@ def check_sizes(cfg: DecoderConfig) -> None:
 def check_probability(name: str, value: float) -> None:
     """Raises ValueError for the option of this name unless its value is a probability."""
     if not 0 <= value <= 1:
-        raise ValueError(f"--{name.replace('_', '-')} is a probability, from 0 to 1: got {value}")
+        raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1], got {value}")
 
 
 def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
@@ -330,7 +342,7 @@ def read_cutoffs(cfg: DecoderConfig, vocab_size: int) -> list[int]:
     try:
         cutoffs = [int(cutoff) for cutoff in text.split(",") if cutoff.strip()]
     except ValueError:
-        raise ValueError(f"--adaptive-softmax-cutoff takes whole numbers like 20000,40000, got {text!r}") from None
+        raise ValueError(f"--adaptive-softmax-cutoff must be whole numbers such as 20000,40000, got {text!r}") from None
     kept = [cutoff for cutoff in cutoffs if cutoff < vocab_size]
     if len(kept) < len(cutoffs):
         logger.info(
@@ -356,8 +368,8 @@ def build_adaptive_softmax(
     if str(cfg.output_layer) == "untied":
         if cutoffs or isinstance(embed_tokens, AdaptiveInput):
             raise ValueError(
-                "--output-layer untied is a plain softmax: leave out --adaptive-softmax-cutoff and --div-val, or "
-                "choose --output-layer tied"
+                "--output-layer must be biased or tied with --adaptive-softmax-cutoff or --div-val, got untied, "
+                "which is a plain softmax"
             )
         return UntiedSoftmax(embed_tokens)
     biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout

@@ -38,15 +38,15 @@ EMBED_DIM_PER_SYMBOL = 1.1
 
 @dataclass
 class FwpAssociativeRetrievalConfig(MemoryOptions):
-    """Defaults: the sum rule with ELU+1 and no normalisation; the paper's models are in retrieval_presets.py."""
+    """Memory of the retrieval task. Defaults: the sum rule with ELU+1 and no normalisation."""
 
     # Plain strings: `add_args` offers what the tables hold by then, entries from outside this package included.
     update_rule: str = option(
-        "sum", "how a pair is written; softmax: attention over all pairs", of=("attention", "all")
+        "sum", "how a key-value pair is written; softmax: attention to all pairs", of=("attention", "all")
     )
-    feature_map: str = option("elu", "map of keys and queries", of="attention")
-    key_dim: int = option(64, "size of keys and queries before the map")
-    embed_dim: Optional[int] = option(None, "size of a key's embedding; none: 2.2 of the keys")  # noqa: UP045
+    feature_map: str = option("elu", "feature map of keys and queries", of="attention")
+    key_dim: int = option(64, "size of keys and queries before the map, at least 1")
+    embed_dim: Optional[int] = option(None, "size of a key's embedding, at least 1; none: 2.2 * --num-keys")  # noqa: UP045
 
 
 @register_model("fwp_associative_retrieval", dataclass=FwpAssociativeRetrievalConfig)

@@ -29,58 +29,62 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig):
-    """The options of the layer, and those of both models that it can be put on."""
+    """The fast weight layer. The model below it, `fwp_lm` or `fwp_xl_lm`, keeps its own flags."""
 
     fwl_base: ChoiceEnum(["fwp_lm", "fwp_xl_lm"]) = option(  # type: ignore[valid-type]
-        "fwp_lm", "the model below the fast weight layer, built by its own flags"
+        "fwp_lm", "model below the fast weight layer, which its own flags describe"
     )
     fwl_hidden_dim: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None,
-        "units of the fast weight layer; none: four times the embedding dimension, as in the paper's public code",
+        "hidden units of the fast weight layer, at least 2 * embedding dimension unless it starts at random; "
+        "none: 4 * embedding dimension",
         argument="hidden_dim",
         of="fast_weight_layer",
     )
     fwl_map_inputs: bool = option(
         False,
-        "a linear map before the layer, which the paper has not, to make its inputs white: see fwp-add-layer",
+        "add a linear map before the layer, with which fwp-add-layer whitens its inputs; not in the paper",
         argument="map_inputs",
         of="fast_weight_layer",
     )
     fwl_random_start: bool = option(
         False,
-        "begin with weights drawn as in the paper's public code, 0.05 N(0, 1), in place of the identity",
+        "start from random weights, 0.05 N(0, 1), as the paper's public code does, instead of the identity",
         argument="random_start",
         of="fast_weight_layer",
         same_function=True,
     )
     fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
         "both",
-        "weights that tokens change: of both layers, of one, the output softmax's bias alone, or none",
+        "weights that change while reading: of both layers, of the first or second, the bias of the output "
+        "softmax, or none",
         argument="fast",
         of="fast_weight_layer",
     )
     fwl_step_size: Optional[float] = option(  # noqa: UP045
         None,
-        "one fixed step size for all fast weights; none: one for each, learned from 0.01 on",
+        "fixed step size of all fast weights, at least 0; none: learned for each weight, from 0.01",
         argument="step_size",
         of="fast_weight_layer",
     )
     fwl_decay: Optional[float] = option(  # noqa: UP045
         None,
-        "one fixed decay of what earlier segments taught; none: one for each fast weight, learned from 0.9 on",
+        "fixed factor, from 0 to 1, that keeps the updates of earlier segments; none: learned for each "
+        "weight, from 0.9",
         argument="decay",
         of="fast_weight_layer",
     )
     fwl_gradients_at: ChoiceEnum(list(GRADIENTS_AT)) = option(  # type: ignore[valid-type]
         "trained",
-        "weights that losses are differentiated at: the trained ones, as in the paper, or those that a segment begins "
-        "with, where state is carried, as in dynamic evaluation",
+        "weights at which gradients are taken; trained: as in the paper; carried: those at the start of the "
+        "segment, as in dynamic evaluation",
         argument="gradients_at",
         of="fast_weight_layer",
     )
     fwl_divide_gradients_by: float = option(
         1.0,
-        "1: gradients of single tokens, as in the paper; tokens of a training batch: as in its public code",
+        "divisor of gradients, above 0; 1: gradients of single tokens, as in the paper; its public code has "
+        "the tokens of a batch",
         argument="divisor",
         of="fast_weight_layer",
     )

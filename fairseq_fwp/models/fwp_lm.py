@@ -31,32 +31,30 @@ from fairseq_fwp.options import option
 
 @dataclass
 class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
-    """Defaults: Schlag et al. 2021, *small*, with the delta rule and without any normalisation; see presets.py."""
+    """Fast weights or softmax. Defaults: Schlag et al. 2021, *small*, the delta rule without normalisation."""
 
     final_dropout: float = option(
         0.0,
-        "dropout probability after the last layer: that of --dropout in the papers' public code",
+        "dropout probability after the last layer, from 0 to 1; in the papers' public code that of --dropout",
         same_function=True,
     )
     attention_window: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None,
-        "softmax: a token attends to itself and to this many less one before it; none: to all",
+        "number of tokens, itself included, that a token sees in softmax attention, at least 1; none: all past tokens",
         argument="window",
         of="attention",
     )
     softmax_layers: Optional[str] = option(  # noqa: UP045
         None,
-        "comma-separated numbers of layers, the first is 0, with softmax in place of fast weights; none: no layer",
+        "layers with softmax instead of fast weights: ascending numbers from 0, separated by commas; none: no layer",
         of=("attention", "all"),
     )
     no_token_positional_embeddings: bool = option(False, "no absolute positions")
-    decoder_learned_pos: bool = option(
-        False, "learned positions, --max-target-positions of them, in place of sinusoids"
-    )
+    decoder_learned_pos: bool = option(False, "learned positions, --max-target-positions of them, instead of sinusoids")
     positions_from_end: bool = option(
         False,
-        "absolute positions of the papers' public code: counted from the end of the sample, in decoding from "
-        "that of one of --tokens-per-sample; and with the wavelengths of Vaswani 2017",
+        "sinusoids as in the papers' public code: positions are counted from the end of the sample; in "
+        "decoding a sample has --tokens-per-sample tokens",
     )
 
 
@@ -113,11 +111,13 @@ class FwpDecoder(LanguageModelDecoder):
         """The absolute positions that are added to the embeddings."""
         if cfg.no_token_positional_embeddings:
             if cfg.positions_from_end:
-                raise ValueError("--positions-from-end counts positions, and --no-token-positional-embeddings has none")
+                raise ValueError("--positions-from-end must be off with --no-token-positional-embeddings, got on")
             return None
         if cfg.decoder_learned_pos:
             if cfg.positions_from_end:
-                raise ValueError("--positions-from-end is of sinusoids: leave out --decoder-learned-pos")
+                raise ValueError(
+                    "--positions-from-end must be off with --decoder-learned-pos, got on: it is for sinusoids"
+                )
             return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
         if cfg.positions_from_end:
             return VaswaniPositions(cfg.decoder_embed_dim)
@@ -153,12 +153,14 @@ def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
     if cfg.softmax_layers is None:
         return [name] * len(layers)
     if cfg.decoder_update_rule == SOFTMAX:
-        raise ValueError("--decoder-update-rule softmax has softmax in all layers: leave out --softmax-layers")
+        raise ValueError(
+            f"--softmax-layers must be left out with --decoder-update-rule softmax, got {cfg.softmax_layers!r}"
+        )
     chosen = str(cfg.softmax_layers).split(",")  # a number where --model-overrides has one
     # One spelling for the same layers: the options of a checkpoint are compared by it.
     if [index for index in layers if index in chosen] != chosen:
         raise ValueError(
-            f"--softmax-layers must be ascending numbers of layers from 0 to {layers[-1]} with commas between them, "
-            f"got {cfg.softmax_layers!r}"
+            f"--softmax-layers must be ascending numbers from 0 to {layers[-1]}, separated by commas, got "
+            f"{cfg.softmax_layers!r}"
         )
     return [softmax_name(cfg) if index in chosen else name for index in layers]

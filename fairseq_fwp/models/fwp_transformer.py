@@ -45,13 +45,13 @@ from fairseq_fwp.options import option
 
 @dataclass
 class FastWeightOptions(AttentionOptions):
-    """What the command line offers besides fairseq's flags of a Transformer."""
+    """Translation: the maps of the other two attentions. All of fairseq's flags of a Transformer stay."""
 
     encoder_feature_map: str = option(
-        "elu", "map of the encoder's self-attention; softmax: softmax attention", of="all"
+        "elu", "feature map of the encoder's self-attention; softmax: softmax attention", of="all"
     )
     cross_feature_map: str = option(
-        "elu", "map of the decoder's attention to the source; softmax: softmax attention", of="all"
+        "elu", "feature map of the decoder's attention to the source; softmax: softmax attention", of="all"
     )
 
 
@@ -244,9 +244,13 @@ def count_positions(positions: nn.Module | None, learned: bool, padding_idx: int
 def check_options(cfg: TransformerConfig) -> None:
     """Raises ValueError for options of fairseq's attention that a configured linear one does not have."""
     if cfg.cross_self_attention and not has_softmax(cfg):
-        raise ValueError("--cross-self-attention attends to source and target at once: it needs softmax attention")
+        raise ValueError(
+            f"--decoder-update-rule must be softmax with --cross-self-attention, got {cfg.decoder_update_rule}"
+        )
     if cfg.quant_noise.pq > 0 and linear_attentions(cfg):
-        raise ValueError("--quant-noise-pq is for fairseq's own attention: all three must be softmax, or leave it out")
+        raise ValueError(
+            f"--quant-noise-pq must be 0 unless all three attentions are softmax, got {cfg.quant_noise.pq}"
+        )
 
 
 def option_names() -> list[str]:

@@ -33,20 +33,22 @@ ABSOLUTE = ("absolute", "layerwise")
 
 @dataclass
 class FwpXlLanguageModelConfig(DecoderConfig):
-    """Defaults: a Transformer-XL of the *small* size of Schlag et al. 2021; see presets.py."""
+    """Transformer-XL. Defaults: the *small* size of Schlag et al. 2021."""
 
-    mem_len: int = option(256, "tokens of the past that a segment sees beside its own; 0: no recurrence")
-    clamp_len: int = option(-1, "distances beyond this one count as this one; -1: none do")
-    same_length: bool = option(False, "every token sees mem_len tokens, itself included, wherever it stands")
-    untie_biases: bool = option(False, "u and v (r_w_bias, r_r_bias) of its own for every layer")
+    mem_len: int = option(
+        256, "number of past tokens that a segment sees in addition to its own, at least 0; 0: no recurrence"
+    )
+    clamp_len: int = option(-1, "distance in tokens; larger distances count as this one; -1: no limit")
+    same_length: bool = option(False, "every token sees exactly --mem-len tokens, itself included")
+    untie_biases: bool = option(False, "biases u and v (r_w_bias, r_r_bias) for each layer instead of shared ones")
     decoder_positions: ChoiceEnum(POSITIONS) = option(  # type: ignore[valid-type]
         "relative",
-        "the paper's relative positions; those of Shaw et al. 2018, also with the biases of the public code; absolute "
-        "sinusoids; or vectors learned for each layer and position of --tokens-per-sample (Al-Rfou et al. 2019)",
+        "relative: of Dai 2019; shaw, shaw_biased: of Shaw 2018, without or with the public code's biases; "
+        "absolute: sinusoids; layerwise: learned in each layer (Al-Rfou 2019)",
     )
     half_loss: bool = option(
         False,
-        "train on the second half of each segment alone; needs --criterion adaptive_loss, which counts by it",
+        "train only on the second half of each segment; needs --criterion adaptive_loss",
         same_function=True,
     )
 
@@ -195,18 +197,18 @@ class FwpXlDecoder(LanguageModelDecoder):
 def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
     """Raises ValueError for a memory that cannot be, or cannot go with the positions."""
     if cfg.mem_len < 0:
-        raise ValueError(f"a memory holds 0 tokens or more, got {cfg.mem_len}: change --mem-len")
+        raise ValueError(f"--mem-len must be at least 0, got {cfg.mem_len}")
     if cfg.same_length and cfg.mem_len < 1:
-        raise ValueError("--same-length lets every token see --mem-len tokens: give at least --mem-len 1")
-    if cfg.decoder_positions in ABSOLUTE and (cfg.mem_len or cfg.same_length):
+        raise ValueError(f"--mem-len must be at least 1 with --same-length, got {cfg.mem_len}")
+    if cfg.decoder_positions in ABSOLUTE and cfg.mem_len:
         raise ValueError(
-            f"{cfg.decoder_positions} positions do not tell a segment from the one before it (Dai et al. 2019, Sec. "
-            "3.3): give --mem-len 0 without --same-length, or --decoder-positions relative"
+            f"--mem-len must be 0 with --decoder-positions {cfg.decoder_positions}, got {cfg.mem_len}: such "
+            "positions do not tell a segment from the one before it (Dai et al. 2019, Sec. 3.3)"
         )
     if cfg.decoder_positions in ("shaw", "shaw_biased") and cfg.clamp_len < 1:
         raise ValueError(
-            f"--decoder-positions {cfg.decoder_positions} has one vector for each distance up to --clamp-len: give at "
-            "least 1"
+            f"--clamp-len must be at least 1 with --decoder-positions {cfg.decoder_positions}, got {cfg.clamp_len}: "
+            "each distance up to it has a vector"
         )
 
 

@@ -139,7 +139,9 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
             return super().build_self_attention(embed_dim, cfg, **options)
         attention = build_attention(AttentionOptions, cfg)
         if not isinstance(attention, FastWeightAttention):
-            raise ValueError(f"--decoder-update-rule {cfg.decoder_update_rule} is not for translation: choose a rule")
+            raise ValueError(
+                f"--decoder-update-rule must be softmax or a rule in translation, got {cfg.decoder_update_rule}"
+            )
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)
         return CausalAttention(attention)

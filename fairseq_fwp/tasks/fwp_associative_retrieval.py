@@ -19,20 +19,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FwpAssociativeRetrievalTaskConfig(FairseqDataclass):
-    """Defaults: setting 1 of the paper; with --with-replacement its setting 2."""
+    """Sequences of key-value pairs. Defaults: setting 1 of Schlag et al. 2021; --with-replacement is its setting 2."""
 
-    num_keys: int = option(20, "number S of keys, and of values")
-    with_replacement: bool = option(False, "draw keys and values for each pair: the last value of a key counts")
+    num_keys: int = option(20, "number S of keys, and of values, at least 1")
+    with_replacement: bool = option(
+        False, "draw a key and a value for each pair; the last value of a key is the right one"
+    )
     length: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
-        None, "pairs of a sequence; none: S, with replacement 2 S"
+        None, "number of pairs in a sequence, at least 1; none: S, with replacement 2 S"
     )
     valid_length: Optional[int] = option(  # noqa: UP045
-        None, "pairs of a sequence in evaluation (the paper's public code has S in both settings); none: --length"
+        None, "number of pairs in a sequence of an evaluation; none: --length; the paper's public code has S"
     )
-    updates_per_epoch: int = option(100, "updates between two evaluations")
-    valid_sequences: int = option(20, "sequences of an evaluation, each asked for all of its keys")
-    stop_loss: float = option(0.001, "training ends when an evaluation is no worse; 0: never for that")
-    stop_updates: int = option(1000, "training ends after this many updates without a better evaluation; 0: never")
+    updates_per_epoch: int = option(100, "number of updates between two evaluations, at least 1")
+    valid_sequences: int = option(
+        20, "number of sequences in an evaluation, at least 1; each is asked for all its keys"
+    )
+    stop_loss: float = option(0.001, "loss of an evaluation, at least 0, at which training ends")
+    stop_updates: int = option(
+        1000, "number of updates without a better evaluation after which training ends; 0: no limit"
+    )
     seed: int = II("common.seed")
     update_freq: Any = II("optimization.update_freq")
 
@@ -80,8 +86,7 @@ class FwpAssociativeRetrievalTask(FairseqTask):
         for flag, length in (("--length", task._length(False)), ("--valid-length", task._length(True))):
             if length > cfg.num_keys and not cfg.with_replacement:
                 raise ValueError(
-                    f"{flag} {length} is more than the {cfg.num_keys} keys that can be drawn without replacement: give "
-                    "a smaller one, more --num-keys, or --with-replacement"
+                    f"{flag} must be at most --num-keys = {cfg.num_keys} without --with-replacement, got {length}"
                 )
         return task
 
@@ -123,7 +128,7 @@ class FwpAssociativeRetrievalTask(FairseqTask):
     ) -> EpochBatchIterator:
         """Batches of max_sentences sequences. Raises ValueError without that number."""
         if max_sentences is None:
-            raise ValueError("no number of sequences: give --batch-size, how many a process reads at once")
+            raise ValueError("--batch-size must be the number of sequences that a process reads at once, got none")
         if not disable_iterator_cache and dataset in self.dataset_to_epoch_iter:
             return self.dataset_to_epoch_iter[dataset]
         dataset.set_epoch(epoch)

@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FwpLanguageModelingConfig(FairseqDataclass):
-    """What the streams are; --batch-size is their number in each process."""
+    """A text in streams; --batch-size is their number in each process."""
 
     data: Optional[str] = option(None, "folder that fairseq-preprocess --only-source has written")  # noqa: UP045
-    tokens_per_sample: int = option(1024, "length of a segment, within which gradients flow")
-    carry_state: bool = option(False, "start each segment with the state in which its stream left the one before")
+    tokens_per_sample: int = option(1024, "length of a segment in tokens, at least 1; gradients flow within a segment")
+    carry_state: bool = option(False, "start each segment with the state that its stream had after the segment before")
     reset_state_after: Optional[str] = option(  # noqa: UP045  (fairseq's parser reads no other form)
-        None, f"with --carry-state: symbol that ends a document, or {BLANK_LINE}; the next starts without a state"
+        None, f"with --carry-state: symbol that ends a document, or {BLANK_LINE}; the next one starts without a state"
     )
-    add_bos_token: bool = option(False, "read <s> before the first token of the text, in place of </s>")
+    add_bos_token: bool = option(False, "read <s> instead of </s> before the first token of the text")
     max_target_positions: Optional[int] = option(  # noqa: UP045
-        None, "longest segment that the model accepts; none: --tokens-per-sample"
+        None, "longest segment in tokens that the model accepts; none: --tokens-per-sample"
     )
     dataset_impl: Optional[ChoiceEnum(get_available_dataset_impl())] = II(  # type: ignore[valid-type]  # noqa: UP045
         "dataset.dataset_impl"
@@ -66,11 +66,11 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             raise ValueError(f"--tokens-per-sample must be at least 1, got {args.tokens_per_sample}")
         separator = args.reset_state_after
         if separator and not args.carry_state:
-            raise ValueError("--reset-state-after needs --carry-state: without it no segment starts with a state")
+            raise ValueError("--carry-state must be on with --reset-state-after, got off")
         if separator and dictionary and separator != BLANK_LINE and separator not in dictionary:
             raise ValueError(
-                f"--reset-state-after: {separator!r} is not in the dictionary: give a symbol of "
-                f"{os.path.join(args.data, 'dict.txt')}, {dictionary.eos_word} (the end of a line) or {BLANK_LINE}"
+                f"--reset-state-after must be a symbol of {os.path.join(args.data, 'dict.txt')}, "
+                f"{dictionary.eos_word} (the end of a line) or {BLANK_LINE}, got {separator!r}"
             )
         return cls(args, dictionary)
 
@@ -133,8 +133,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         length = self.args.tokens_per_sample
         if max_positions is not None and length > max_positions:
             raise ValueError(
-                f"--tokens-per-sample {length} is longer than the {max_positions} that the model was trained on: give "
-                f"a smaller one, or allow more with --max-target-positions {length}"
+                f"--tokens-per-sample must be at most {max_positions}, as in training, got {length}: "
+                f"--max-target-positions {length} allows more"
             )
         batch_size = self._batch_size(max_tokens, max_sentences)
         iterator = StreamIterator(
@@ -177,7 +177,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
         given = [limit for limit in limits if limit is not None]
         if not given:
-            raise ValueError("no number of streams: give --batch-size, how many a process reads side by side")
+            raise ValueError("--batch-size must be the number of streams that a process reads side by side, got none")
         if min(given) < 1:
             raise ValueError(
                 f"no stream fits into --batch-size {max_sentences} and --max-tokens {max_tokens}: each takes "

@@ -15,21 +15,26 @@ from fairseq_fwp.tasks.sequence_problems import PROBLEMS, ProblemSequences, Sett
 
 @dataclass
 class FwpSequenceProblemsConfig(FairseqDataclass):
-    """Defaults: those of parity."""
+    """Generated problems of state tracking and recall. Defaults: those of parity."""
 
     problem: ChoiceEnum(list(PROBLEMS)) = option(  # type: ignore[valid-type]
-        "parity", "parity of bits, s3: product of permutations, mqar: recall of many pairs"
+        "parity", "parity: parity of bits; s3: product of permutations; mqar: recall of many key-value pairs"
     )
-    length: int = option(40, "tokens of a sequence in training")
-    valid_length: Optional[int] = option(None, "tokens of a sequence in evaluation; none: --length")  # noqa: UP045
-    pairs: int = option(8, "mqar: pairs of a key and a value")
-    symbols: int = option(64, "mqar: number of keys, and of values")
+    length: int = option(40, "tokens of a training sequence, at least 1")
+    valid_length: Optional[int] = option(None, "tokens of a sequence in an evaluation; none: --length")  # noqa: UP045
+    pairs: int = option(8, "mqar: number of key-value pairs in a sequence, at least 1")
+    symbols: int = option(64, "mqar: number of keys, and of values, at least --pairs")
     double_pairs_every: Optional[int] = option(  # noqa: UP045
-        None, "mqar: epochs of training with 2 pairs, then with 4, until they are --pairs; none: --pairs throughout"
+        None,
+        "mqar: number of epochs after which the pairs, 2 at first, are doubled up to --pairs; none: always --pairs",
     )
-    train_sequences: int = option(20000, "sequences between two evaluations; each is drawn anew")
-    valid_sequences: int = option(500, "sequences of an evaluation")
-    tokens_per_sample: int = option(1024, "greatest length that a model with learned positions is built for")
+    train_sequences: int = option(
+        20000, "number of sequences between two evaluations, at least 1; each is drawn only once"
+    )
+    valid_sequences: int = option(500, "number of sequences in an evaluation, at least 1")
+    tokens_per_sample: int = option(
+        1024, "greatest number of tokens in a sequence; learned positions have as many vectors"
+    )
     max_target_positions: Optional[int] = II("task.tokens_per_sample")  # noqa: UP045
     seed: int = II("common.seed")
 
@@ -65,7 +70,7 @@ class FwpSequenceProblemsTask(FairseqTask):
                 flag, greatest = name.replace("_", "-"), cfg.tokens_per_sample
                 raise ValueError(f"--{flag} must be at most --tokens-per-sample = {greatest}, got {length}")
         if cfg.double_pairs_every is not None and str(cfg.problem) != "mqar":
-            raise ValueError("--double-pairs-every must go with --problem mqar: the others have no pairs")
+            raise ValueError(f"--problem must be mqar with --double-pairs-every, got {cfg.problem}")
         if str(cfg.problem) == "mqar":
             if cfg.pairs > cfg.symbols:
                 raise ValueError(f"--pairs must be at most --symbols = {cfg.symbols}, got {cfg.pairs}")

@@ -230,7 +230,7 @@ REFUSALS = {
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window .* from 0 to 31, got 32"),
     "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window .* from 0 to 31, got -1"),
     "no state": (["softmax.pt", "data", "--carry-state"], r"--carry-state needs .*FwpLanguageModel has none: leave it"),
-    "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after: 'none' is not in the dictionary"),
+    "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after must be a symbol of .*'none'"),
 }  # fmt: skip
 OVERRIDES = {
     "{'heads': 3}": r"has no setting for: heads$",

@@ -1,8 +1,11 @@
+import re
+
 import pytest
 import yaml
 from pairwise import looped
 
-from fairseq_fwp.cli import info
+from fairseq_fwp.cli import flags, info
+from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -41,3 +44,27 @@ def test_an_architecture_that_hydra_cannot_have_is_refused(capsys, arch):
         info.main(["--hydra", arch])
     assert stopped.value.code == 2
     assert f"fairseq-hydra-train has no '{arch}': it trains language models" in capsys.readouterr().err
+
+
+@looped("arch", [arch for _, arch in ARCHS] + ["delta_dpfp2_retrieval"])
+def test_flags_of_an_architecture_have_its_values(capsys, monkeypatch, arch):
+    monkeypatch.setenv("COLUMNS", "500")
+    assert info.main(["--flags", arch]) == 0
+    said = capsys.readouterr().out
+    for name, value in flags.differences(arch).items():
+        shown = "on" if value is True else value
+        assert re.search(rf"^  {flag(name)} {shown}\s.*\[{flags.ARCH_MODEL_NAME_REGISTRY[arch]}:", said, re.M | re.S), (
+            name
+        )
+
+
+def test_flags_without_an_architecture_are_the_page(capsys):
+    info.main(["--flags"])
+    assert capsys.readouterr().out == flags.page() + "\n"
+
+
+def test_flags_of_an_unknown_architecture_name_the_nearest(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        info.main(["--flags", "delta_wt103"])
+    assert stopped.value.code == 2
+    assert "--flags must be an architecture, got 'delta_wt103': nearest are delta_lm_wt103, " in capsys.readouterr().err

@@ -174,7 +174,7 @@ def test_weights_missing_or_too_many(refused):
         ({"tie_adaptive_proj": False}, "an adaptive softmax without --tie-adaptive-proj cannot be converted"),
         ({"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
         ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor 2.5 cannot be converted"),
-        ({"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff takes whole numbers like .*, got '10,x'"),
+        ({"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff must be whole numbers such as .*, got '10,x'"),
         ({"_name": "transformer"}, "holds the architecture 'transformer', which is none of transformer_lm"),
     ],
 )

@@ -37,7 +37,7 @@ REFUSALS = {
     "no nu": ("type26", {"dpfp_n_roll": None}, None, r"does not tell --dpfp_n_roll"),
     "no data set": ("type2", {"cutoffs": None}, None, r"does not tell --dataset"),
     "cutoffs": ("type2", {"cutoffs": "12"}, None, r"has 2 cutoffs, not 1: change --cutoffs"),
-    "cutoffs of words": ("type2", {"cutoffs": "a,b"}, None, r"--cutoffs takes whole numbers"),
+    "cutoffs of words": ("type2", {"cutoffs": "a,b"}, None, r"--cutoffs must be whole numbers"),
     "data set": ("type2", {"cutoffs": None, "dataset": "ptb"}, None, r"--dataset ptb has no cutoffs"),
     "features": (
         "type25",

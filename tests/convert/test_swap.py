@@ -414,7 +414,7 @@ def test_layers_by_divergence(source, tmp_path):
 @looped(
     ("given", "sentence"),
     [
-        ({"keep_softmax_layers": "2"}, "--keep-softmax-layers must be ascending numbers of layers from 0 to 1"),
+        ({"keep_softmax_layers": "2"}, "--keep-softmax-layers must be ascending numbers from 0 to 1"),
         ({"keep_softmax_layers": "0,1"}, "--keep-softmax-layers keeps all layers: leave one to convert"),
         (
             {"keep_softmax_layers": "kl:2"},

@@ -6,26 +6,55 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from fairseq.models import MODEL_DATACLASS_REGISTRY
+from fairseq.models import MODEL_REGISTRY
 from pairwise import looped
 
-from fairseq_fwp.models import flags
+from fairseq_fwp.cli import flags
 from fairseq_fwp.models.attention_options import flag, naming_flags, parts
+from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_is_that_of_the_fields():
+def test_the_page_is_that_of_the_code():
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
-    assert page == flags.page(), "python -m fairseq_fwp.models.flags > docs/flags.md"
+    assert page == flags.page() + "\n", "docs/flags.md is not of this code: run `fwp-info --flags > docs/flags.md`"
 
 
-def test_every_option_stands_once_on_the_page():
-    listed = re.findall(r"^\| `(--[a-z0-9-]+)`", flags.page(), re.MULTILINE)
-    for model in ("fwp_lm", "fwp_xl_lm", "fwp_fwl_lm", "fwp_associative_retrieval"):
-        options = fields(MODEL_DATACLASS_REGISTRY[model])
-        assert {flag(option.name) for option in options if "help" in option.metadata} <= set(listed)
+def test_every_option_of_every_model_stands_once_on_the_page():
+    registered = {name for name, model in MODEL_REGISTRY.items() if model.__module__.startswith("fairseq_fwp.")}
+    assert set(flags.MODELS) == registered
+    of_models = flags.page().partition("## Flags of the task")[0]
+    listed = re.findall(r"^\| `(--[a-z0-9-]+)`", of_models, re.MULTILINE)
+    described = [option for options in flags.MODELS.values() for option in fields(options) if "help" in option.metadata]
+    assert {flag(option.name) for option in described} == set(listed)
     assert len(listed) == len(set(listed)), "two classes have an option of one name"
+
+
+def test_tasks_criterions_and_architectures_stand_on_the_page():
+    page = flags.page()
+    for words in (
+        "## Flags of the task fwp_language_modeling",
+        "| `--carry-state` | switch | off |",
+        "| `--teacher` |",
+    ):
+        assert words in page
+    for preset in (preset for presets in PRESETS_OF_MODELS.values() for preset in presets):
+        assert f"\n| `{preset}` |" in page
+    assert "\n| `delta_lm_wt103` | `--sum-normalization`, `--adaptive-softmax-cutoff 20000,40000,200000` |\n" in page
+
+
+def test_attentions_that_use_a_flag_are_those_that_the_models_have():
+    of = {
+        option.name: set(flags.users(option, models))
+        for owner, models in flags.owners(flags.MODELS).items()
+        for option in flags.own(owner)
+    }
+    assert of["attention_window"] == {"local"}
+    assert of["attention_dropout"] == {"softmax", "local", "relative"}
+    assert of["feature_map"] == {"fast_weight"}
+    assert of["attention_bias"] == {"fast_weight", "softmax", "local", "linear"}
+    assert of["favor_draw"] == {"map favor"}
 
 
 def raised(path):
@@ -51,7 +80,7 @@ def test_arguments_become_flags():
         raise ValueError("`num_features` must be at least 1; `plain` stays")
 
 
-@looped("options", flags.GROUPS.values())
+@looped("options", list(flags.MODELS.values()))
 def test_options_of_attention_say_whose_they_are(options):
     known = {
         "all",

@@ -376,7 +376,7 @@ def test_cutoffs(build_model, cutoffs, kept):
 
 @looped("cutoffs", ["abc", "10;20", "5.5", "10,,x"])
 def test_cutoffs_that_are_no_numbers_are_refused(build_model, cutoffs):
-    with pytest.raises(ValueError, match="takes whole numbers like 20000,40000, got"):
+    with pytest.raises(ValueError, match="must be whole numbers such as 20000,40000, got"):
         build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
 
 

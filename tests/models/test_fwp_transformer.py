@@ -415,8 +415,8 @@ def test_positions_go_on_beyond_any_table():
 @looped(
     "flags, message",
     [
-        ({"cross_self_attention": True, "no_cross_attention": True}, "--cross-self-attention attends to source and"),
-        ({"quant_noise_pq": 0.1}, "--quant-noise-pq is for fairseq's own attention"),
+        ({"cross_self_attention": True, "no_cross_attention": True}, "must be softmax with --cross-self-attention"),
+        ({"quant_noise_pq": 0.1}, "--quant-noise-pq must be 0 unless all three attentions are softmax"),
         ({"encoder_feature_map": "cosine"}, "unknown feature map 'cosine': choose softmax or one of elu, "),
         ({"decoder_feature_map": "softmax"}, "unknown feature map 'softmax'"),
         ({"decoder_feature_map": "identity", "sum_normalization": True}, "features of either sign"),
@@ -433,7 +433,10 @@ def test_positions_go_on_beyond_any_table():
             "--normalization-epsilon must be a number above 0, got -1.0",
         ),
         ({"decoder_update_rule": "hebb"}, "unknown update rule 'hebb'"),
-        ({"decoder_update_rule": "delta_rnn"}, "--decoder-update-rule delta_rnn is not for translation"),
+        (
+            {"decoder_update_rule": "delta_rnn"},
+            "--decoder-update-rule must be softmax or a rule in translation, got delta_rnn",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused(flags, message):

@@ -294,11 +294,11 @@ def test_a_memory_is_used(build_model):
 
 
 REFUSED = {
-    "a memory holds 0 tokens or more, got -1: change --mem-len": {"mem_len": -1},
-    "--same-length lets every token see --mem-len tokens": {"mem_len": 0, "same_length": True},
-    "absolute positions do not tell a segment from the one before": {"decoder_positions": "absolute"},
-    "layerwise positions do not tell a segment from the one before": {"decoder_positions": "layerwise"},
-    "one vector for each distance up to --clamp-len: give at least 1": {"decoder_positions": "shaw_biased"},
+    "--mem-len must be at least 0, got -1": {"mem_len": -1},
+    "--mem-len must be at least 1 with --same-length, got 0": {"mem_len": 0, "same_length": True},
+    "--mem-len must be 0 with --decoder-positions absolute, got ": {"decoder_positions": "absolute"},
+    "--mem-len must be 0 with --decoder-positions layerwise, got ": {"decoder_positions": "layerwise"},
+    "--clamp-len must be at least 1 with --decoder-positions shaw_biased, got -1": {"decoder_positions": "shaw_biased"},
     "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3": {"decoder_attention_heads": 3},
     "--decoder-embed-dim 16 cannot be divided 1 times by 0: change --div-val": {
         "div_val": 0,

@@ -55,7 +55,7 @@ def test_decoding_takes_one_sample_after_the_other(model):
 
 
 def test_no_positions_are_not_counted(build_model):
-    with pytest.raises(ValueError, match="--no-token-positional-embeddings has none"):
+    with pytest.raises(ValueError, match="must be off with --no-token-positional-embeddings"):
         build_model("delta_lm_wt103", positions_from_end=True, no_token_positional_embeddings=True)
 
 

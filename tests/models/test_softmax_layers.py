@@ -106,14 +106,16 @@ def test_its_state_has_a_bound_and_takes_documents_where_that_of_every_layer_doe
 
 @looped("layers", ["", "2", "-1", "0,0", "1,0", "0,", "0, 1", "00", "first", "0-1"])
 def test_what_are_no_layers_is_refused(build_model, layers):
-    sentence = "--softmax-layers must be ascending numbers of layers from 0 to 1 with commas between them, got "
+    sentence = "--softmax-layers must be ascending numbers from 0 to 1, separated by commas, got "
     with pytest.raises(ValueError, match=f"^{re.escape(sentence + repr(layers))}$"):
         build_model("fwp_lm", softmax_layers=layers)
 
 
 @looped("window", [None, 3])
 def test_a_model_of_softmax_has_no_layers_of_it(build_model, window):
-    with pytest.raises(ValueError, match=r"^--decoder-update-rule softmax has softmax in all layers: leave out"):
+    with pytest.raises(
+        ValueError, match=r"^--softmax-layers must be left out with --decoder-update-rule softmax, got "
+    ):
         build_model("softmax_lm_wt103", softmax_layers="1", attention_window=window)
 
 

@@ -162,8 +162,8 @@ def test_training_ends_when_solved_or_without_progress(losses, ended):
         ({"valid_length": 0}, "--valid-length must be at least 1, got 0"),
         ({"stop_loss": math.nan}, "--stop-loss must be at least 0, got nan"),
         ({"stop_updates": -1}, "--stop-updates must be at least 0, got -1"),
-        ({"length": 21}, "--length 21 is more than the 20 keys"),
-        ({"valid_length": 21}, "--valid-length 21 is more than the 20 keys"),
+        ({"length": 21}, "--length must be at most --num-keys = 20 without --with-replacement, got 21"),
+        ({"valid_length": 21}, "--valid-length must be at most --num-keys = 20 without --with-replacement, got 21"),
     ],
 )
 def test_refusals(flags, message):

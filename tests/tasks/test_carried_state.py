@@ -350,8 +350,11 @@ def test_models_without_a_state_of_constant_size_are_refused(setup):
 
 REFUSALS = {
     "segments": ({"tokens_per_sample": 0}, "--tokens-per-sample must be at least 1, got 0"),
-    "reset": ({"reset_state_after": "</s>"}, "--reset-state-after needs --carry-state"),
-    "symbol": ({"carry_state": True, "reset_state_after": "<doc>"}, "'<doc>' is not in the dictionary: give a symbol"),
+    "reset": ({"reset_state_after": "</s>"}, "--carry-state must be on with --reset-state-after"),
+    "symbol": (
+        {"carry_state": True, "reset_state_after": "<doc>"},
+        "--reset-state-after must be a symbol of .*, got '<doc>'",
+    ),
     "empty": ({}, r"the text 'train' \(.*train.bin\) is empty"),
 }
 
@@ -366,10 +369,13 @@ def test_bad_settings(make_task, case):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({}, "no number of streams: give --batch-size"),
+        ({}, "--batch-size must be the number of streams"),
         ({"max_sentences": 0}, "no stream fits into --batch-size 0"),
         ({"max_tokens": 1023}, "no stream fits into --batch-size None and --max-tokens 1023: each takes 1024 tokens"),
-        ({"max_sentences": 1, "max_positions": 512}, "--tokens-per-sample 1024 is longer than the 512"),
+        (
+            {"max_sentences": 1, "max_positions": 512},
+            "--tokens-per-sample must be at most 512, as in training, got 1024",
+        ),
     ],
 )
 def test_bad_batches(make_task, options, sentence):

@@ -105,7 +105,7 @@ def test_pairs_double_in_training_alone():
         ({"problem": "mqar", "pairs": 9, "symbols": 8}, "--pairs must be at most --symbols = 8, got 9"),
         ({"problem": "mqar", "length": 40, "valid_length": 16}, "--valid-length must be more than 2 x --pairs = 16"),
         ({"problem": "mqar", "double_pairs_every": 0}, "--double-pairs-every must be at least 1, got 0"),
-        ({"double_pairs_every": 2}, "--double-pairs-every must go with --problem mqar"),
+        ({"double_pairs_every": 2}, "--problem must be mqar with --double-pairs-every, got parity"),
     ],
 )
 def test_settings_without_a_sequence_are_refused(flags, message):

@@ -1,0 +1,195 @@
+"""The flags and architectures of this package as text: docs/flags.md, and one architecture for a terminal."""
+
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields
+from enum import Enum
+from functools import partial
+from inspect import get_annotations, signature
+from typing import Any
+
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
+from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_INV_REGISTRY,
+    ARCH_MODEL_NAME_REGISTRY,
+    MODEL_DATACLASS_REGISTRY,
+    MODEL_REGISTRY,
+)
+from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
+
+from fairseq_fwp.models.attention_options import flag, parts
+from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
+from fairseq_fwp.models.presets import PRESETS_OF_MODELS
+from fairseq_fwp.modules.attention import ATTENTIONS
+from fairseq_fwp.options import as_given
+
+HEAD = """# Flags and architectures
+
+The flags that fairseq_fwp adds to `fairseq-train`, and its architectures. A flag that several models have stands once.
+`fwp-info --flags ARCH` prints the flags of an architecture with their values. This page is written from the code, by
+`fwp-info --flags > docs/flags.md`.
+
+- *value*: the choices, or the type; a switch takes no value.
+- *used by*: the attentions, feature maps and other flags that use the flag. A training warns where it has no effect.
+- *same function*: yes where trained weights compute the same with every value. A training that starts from a checkpoint
+  warns of other flags that differ from the checkpoint's."""
+
+# The options of each model, in the order of the page. Those of fwp_transformer come besides fairseq's own.
+MODELS: dict[str, type[Any]] = {
+    name: MODEL_DATACLASS_REGISTRY.get(name, FastWeightOptions)
+    for name in (*PRESETS_OF_MODELS, "fwp_associative_retrieval")
+}
+# The causal attentions of a model; a language model without an entry has all of ATTENTIONS but those in OTHERS.
+CAUSAL = {
+    "fwp_xl_lm": ("softmax", "relative"),
+    "fwp_transformer": ("fast_weight",),
+    "fwp_associative_retrieval": ("fast_weight",),
+}
+OTHERS = ("linear", "relative")
+# Who uses an option, by its `parts`, where that is neither an attention nor a map.
+PARTS = {
+    "division": "linear",
+    "sum_normalization": "`--sum-normalization`",
+    "attention_normalization": "`--attention-normalization`",
+    "fast_weight_layer": "fast weight layer",
+}
+
+
+def page() -> str:
+    """Return docs/flags.md."""
+    return "\n".join([HEAD, *_model_sections(), *_other_sections(), *_preset_sections()])
+
+
+def flags_of(arch: str) -> str:
+    """Return the flags of an architecture and their values, for a terminal; the model's own value where it differs."""
+    model = ARCH_MODEL_NAME_REGISTRY[arch]
+    changed, known = differences(arch), defaults(model)
+    parser = ArgumentParser(
+        usage=SUPPRESS,
+        add_help=False,
+        formatter_class=partial(HelpFormatter, max_help_position=40),
+        description=f"--arch {arch}, an architecture of {model}. Its flags and their values:",
+    )
+    groups = {first_line(owner).rstrip("."): own(owner) for owner in owners({model: MODELS[model]})}
+    texts = {field.name: field.metadata["help"] for group in groups.values() for field in group}
+    rest = {"Flags of fairseq that this architecture sets": [name for name in changed if name not in texts]}
+    for title, names in {**{title: [field.name for field in group] for title, group in groups.items()}, **rest}.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            differs = f" [{model}: {plain(known[name])}]" if name in changed else ""
+            value = changed.get(name, known[name])
+            group.add_argument(flag(name), metavar=plain(value), help=texts.get(name, "") + differs)
+    return parser.format_help().strip()
+
+
+def owners(kinds: Mapping[str, type]) -> dict[type, list[str]]:
+    """Return the classes that describe flags, and by which names each is used; base classes come first."""
+    found: dict[type, list[str]] = {}
+    for name, options in kinds.items():
+        for owner in reversed(options.__mro__):
+            if own(owner):
+                found.setdefault(owner, []).append(name)
+    return found
+
+
+def own(owner: type[Any]) -> list[Field]:
+    """Return the options that a class adds to those of its bases; without a help text a field is fairseq's."""
+    added = get_annotations(owner)
+    known = fields(owner) if hasattr(owner, "__dataclass_fields__") else ()
+    return [field for field in known if field.name in added and "help" in field.metadata]
+
+
+def defaults(model: str) -> dict[str, Any]:
+    """Return the values of a model's options, fairseq's own of a translation model included."""
+    return FwpTransformerModel.complete({}) if MODELS[model] is FastWeightOptions else vars(MODELS[model]())
+
+
+def differences(arch: str) -> dict[str, Any]:
+    """Return the options in which an architecture differs from the defaults of its model."""
+    preset, known = Namespace(), defaults(ARCH_MODEL_NAME_REGISTRY[arch])
+    ARCH_CONFIG_REGISTRY[arch](preset)
+    return {name: value for name, value in vars(preset).items() if value != known[name]}
+
+
+def users(field: Field, models: list[str]) -> Iterator[str]:
+    """Yield what uses an option: attentions whose constructors have the argument, maps, and other flags."""
+    argument = field.metadata.get("argument", field.name)
+    causal = {name for model in models for name in CAUSAL.get(model, ATTENTIONS.keys() - OTHERS)}
+    for part in parts(field):
+        if part == "attention":
+            accepting = (name for name, kind in ATTENTIONS.items() if argument in signature(kind).parameters)
+            yield from (name for name in accepting if name in causal)
+        elif part != "all":
+            yield PARTS.get(part, part if part in ATTENTIONS else f"map {part}")
+
+
+def plain(value: Any) -> str:
+    """Return a value as the help texts say it."""
+    named = {None: "none", False: "off", True: "on", "": "''"}
+    value = value.value if isinstance(value, Enum) else value
+    return named[value] if value is None or value == "" or isinstance(value, bool) else str(value)
+
+
+def first_line(documented: Any) -> str:
+    """Return the first line of a docstring, "" without one."""
+    return next(iter((documented.__doc__ or "").strip().splitlines()), "")
+
+
+def _model_sections() -> Iterator[str]:
+    for owner, models in owners(MODELS).items():
+        yield from _head(f"Flags of {', '.join(models)}", owner, "used by", "same function")
+        for field, cells in _described(owner, MODEL_REGISTRY[models[0]]):
+            same = "yes" if field.metadata.get("same_function") else ""
+            yield _row(*cells, ", ".join(dict.fromkeys(users(field, models))), same)
+
+
+def _other_sections() -> Iterator[str]:
+    for kind, registry, options in (
+        ("task", TASK_REGISTRY, TASK_DATACLASS_REGISTRY),
+        ("criterion", CRITERION_REGISTRY, CRITERION_DATACLASS_REGISTRY),
+    ):
+        for name, owner in options.items():
+            if owner.__module__.startswith("fairseq_fwp."):
+                yield from _head(f"Flags of the {kind} {name}", owner)
+                yield from (_row(*cells) for _, cells in _described(owner, registry[name]))
+
+
+def _preset_sections() -> Iterator[str]:
+    for model in MODELS:
+        yield from (
+            f"\n## Architectures of {model}",
+            "",
+            "| architecture | flags that differ from those of the model |",
+        )
+        yield "| --- | --- |"
+        for arch in ARCH_MODEL_INV_REGISTRY[model]:
+            yield _row(f"`{arch}`", ", ".join(f"`{as_given(*pair)}`" for pair in differences(arch).items()))
+
+
+def _head(title: str, owner: type, *columns: str) -> list[str]:
+    names = ("flag", "value", "default", "meaning", *columns)
+    return [f"\n## {title}", "", first_line(owner), "", _row(*names), _row(*["---"] * len(names))]
+
+
+def _described(owner: type, kind: Any) -> Iterator[tuple[Field, list[str]]]:
+    """Yield each option, and how the command line of a model, task or criterion has it: flag, value, default, help."""
+    parser = ArgumentParser(add_help=False)
+    kind.add_args(parser)
+    actions = {action.dest: action for action in parser._actions}
+    for field in own(owner):
+        action = actions[field.name]
+        name = next(iter(action.option_strings), action.dest)
+        yield field, [f"`{name}`", _values(action), plain(field.default), field.metadata["help"].replace("<", "\\<")]
+
+
+def _values(action: Action) -> str:
+    if action.nargs == 0:
+        return "switch"
+    if action.choices:
+        return ", ".join(f"`{choice}`" for choice in action.choices)
+    return "text" if action.type in (None, str) else getattr(action.type, "__name__", "text")
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
