@@ -310,7 +310,7 @@ def test_an_empty_data_folder_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_the_guides_export_runs(data, trained, tmp_path):
-    code = re.search(r"```python\n(.*?)```", (PLUGIN / "README.md").read_text(), re.DOTALL)[1]
+    code = re.search(r"```python\n(.*?)```", (PLUGIN.parent / "docs" / "export.md").read_text(), re.DOTALL)[1]
     code = code.replace("checkpoints/delta/checkpoint_best.pt", str(trained[0])).replace('"DATA"', repr(str(data)))
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -16,6 +16,10 @@ TEXTS = [
     for folder in ("", "docs", "fairseq_fwp", "cuda_ext", "recipes", "tests")
     for path in (ROOT.glob("*.md") if not folder else (ROOT / folder).rglob("*.md"))
 ]
+GUIDE = sorted((ROOT / "docs").glob("*.md"))
+LONGEST_SENTENCE = 40
+# Words that only this project uses: write output, patch, emulator, incompatible options, learned, again.
+PRIVATE_WORDS = re.compile(r"\b(read-outs?|mend(?:s|ed|ing)?|twins?|misfits?|learnt|anew)\b", re.IGNORECASE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
@@ -34,6 +38,21 @@ def expanded(pattern):
     return {"".join(choice) for choice in itertools.product(*choices)}
 
 
+def sentences(text):
+    """The sentences of a page, each cell of a table and each item of a list by itself, without code and addresses."""
+    text = re.sub(r"^```.*?^```|^    .*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "Code", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^\|(.*)\|$", lambda row: row[1].replace("|", "\n\n") + "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(?:[-*]|\d+\.|#+) ", "\n\n", text, flags=re.MULTILINE)
+    return [
+        " ".join(sentence.split())
+        for paragraph in re.split(r"\n\s*\n", text)
+        for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z*])", paragraph)
+        if sentence.strip()
+    ]
+
+
 @looped("path", TEXTS)
 def test_links_lead_to_what_is_there(path):
     for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
@@ -50,3 +69,20 @@ def test_the_front_page_names_every_rule_map_and_architecture():
     words = set(" ".join(values).split())
     assert not {name for presets in PRESETS_OF_MODELS.values() for name in presets} - named
     assert not {*rule_choices(), *FEATURE_MAPS} - words
+
+
+@looped("path", GUIDE)
+def test_the_guide_has_short_sentences(path):
+    for sentence in sentences(path.read_text(encoding="utf-8")):
+        assert len(sentence.split()) <= LONGEST_SENTENCE, f"{len(sentence.split())} words: {sentence}"
+
+
+@looped("path", [path for path in GUIDE if path.name != "flags.md"])  # which has the words of the options' fields
+def test_the_guide_has_no_private_words(path):
+    text = re.sub(r"^```.*?^```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert not PRIVATE_WORDS.findall(text)
+
+
+def test_sentences_are_told_apart():
+    text = "# A title\n\nOne two, `three four`.\nFive [six](x.md) seven.\n- eight\n\n| a b | c |\n```bash\nx y z\n```\n"
+    assert sentences(text) == ["A title", "One two, Code.", "Five six seven.", "eight", "a b", "c"]

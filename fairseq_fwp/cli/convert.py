@@ -6,7 +6,7 @@
     fwp-convert --source fairseq-mt transformer.pt --vocabulary DATA --out linear --encoder-feature-map elu ...
 
 For schlag-lm and transformer-xl, CHECKPOINT is a state dict of the papers' public code, or model.npz, the variables of
-Transformer-XL's TensorFlow code as the command in fairseq_fwp/README.md exports them. The training's options are read
+Transformer-XL's TensorFlow code as the command in docs/checkpoints.md exports them. The training's options are read
 from the log.txt beside it; those given here win, and are written as the training script has them. FILE has the
 vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym). For fairseq-lm it is a checkpoint
 of fairseq's transformer_lm, for fwp-lm one of this plugin, both with their dict.txt beside them or given as FILE; for

@@ -304,8 +304,8 @@ def test_the_command_that_exports(convert_npz, monkeypatch):
     exec(command[1], {})
     with np.load("model.npz") as file:
         assert sorted(file.files) == sorted(variables)
-    readme = Path(tensorflow_xl.__file__).parents[1] / "README.md"
-    assert command[0] in readme.read_text(encoding="utf-8")
+    page = Path(tensorflow_xl.__file__).parents[2] / "docs" / "checkpoints.md"
+    assert command[0] in page.read_text(encoding="utf-8")
 
 
 def without(*names):
