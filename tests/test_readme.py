@@ -16,7 +16,7 @@ TEXTS = [
     for folder in ("", "docs", "fairseq_fwp", "cuda_ext", "recipes", "tests")
     for path in (ROOT.glob("*.md") if not folder else (ROOT / folder).rglob("*.md"))
 ]
-GUIDE = sorted((ROOT / "docs").glob("*.md"))
+GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONGEST_SENTENCE = 40
 # Words that only this project uses: write output, patch, emulator, incompatible options, learned, again.
 PRIVATE_WORDS = re.compile(r"\b(read-outs?|mend(?:s|ed|ing)?|twins?|misfits?|learnt|anew)\b", re.IGNORECASE)
