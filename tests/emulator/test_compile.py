@@ -12,8 +12,8 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 # rows, have one block of 256.
 GREATEST = {"f": 128, "d": 168, "L": 255}
 # One scan of the sum and four of the delta rule in three shapes (float64: two), three for each of the six rules that
-# fade in two, and one sum. And on the tensor cores (L, for a number of rows) three kernels of the sum and the delta rule,
-# for four of them.
+# fade in two, and one sum. And on the tensor cores (L, for a number of rows) three kernels of the sum and the delta
+# rule, for four of them.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": 2 * 3 * 4}
 
 

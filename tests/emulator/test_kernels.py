@@ -116,7 +116,7 @@ def test_as_accurate_as_the_reference(emulator, rule):
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
 @pytest.mark.parametrize("rule", ["sum", "delta"])
 def test_chunks_on_tensor_cores(emulator, rule, shape, state):
-    """Both rules in bfloat16: the state and its gradient, in float32, stay exact. Rows with and without 16-byte pieces."""
+    """Both rules in bfloat16, with rows of whole 16-byte pieces and without: state and its gradient stay exact."""
     given, erases = make_case(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
     check_accuracy(emulator, given, erases)
     gradients = cotangents_of(given)
