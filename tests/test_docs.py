@@ -12,13 +12,19 @@ from pairwise import looped
 from small_text import write_text
 from test_contributing import environment
 
-from fairseq_fwp.cli import add_layer, convert, eval_lm, plot
+from fairseq_fwp.cli import add_layer, convert, eval_lm, info, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PARSERS = {"fwp-add-layer": add_layer, "fwp-convert": convert, "fwp-eval-lm": eval_lm, "fwp-plot": plot}
+PARSERS = {
+    "fwp-add-layer": add_layer,
+    "fwp-convert": convert,
+    "fwp-eval-lm": eval_lm,
+    "fwp-info": info,
+    "fwp-plot": plot,
+}
 FAIRSEQ = {
     "fairseq-eval-lm": options.get_eval_lm_parser,
     "fairseq-generate": options.get_generation_parser,
@@ -27,7 +33,7 @@ FAIRSEQ = {
     "fairseq-validate": options.get_validation_parser,
 }
 # Programs of others, whose flags are not ours; `torchrun` starts a command of fairseq.
-OTHERS = {"echo", "mkdir", "pip", "python", "source", "torchrun"}
+OTHERS = {"echo", "fairseq-hydra-train", "mkdir", "pip", "python", "source", "torchrun"}
 # What the flags that `fwp-convert` writes begin with, in place of $(cat FOLDER/flags.txt).
 CONVERTED = "--task language_modeling --arch fwp_lm"
 # The order in which pages build on each other: one trains what another evaluates.

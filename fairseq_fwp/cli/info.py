@@ -26,34 +26,40 @@ from fairseq_fwp.ops import self_check
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the report, or what --flags or --hydra ask for. Exit status 2 for an unknown architecture."""
-    parser = argparse.ArgumentParser(prog="fwp-info", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--build", action="store_true", help="build the kernels that can be built here first")
-    parser.add_argument("--user-dir", metavar="FOLDER", help="a plug-in of yours, whose rules and maps are listed too")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(prog="fwp-info", description=__doc__, allow_abbrev=False)
+    made.add_argument("--build", action="store_true", help="build the kernels that can be built here first")
+    made.add_argument("--user-dir", metavar="FOLDER", help="a plug-in of yours, whose rules and maps are listed too")
+    made.add_argument(
         "--flags",
         metavar="ARCH",
         nargs="?",
         const="",
         help="print only the flags of this architecture with their values; without ARCH the page docs/flags.md",
     )
-    parser.add_argument(
+    made.add_argument(
         "--hydra",
         metavar="ARCH",
         type=_architecture_for_hydra,
         help="print only a configuration for fairseq-hydra-train with this architecture of a language model",
     )
-    args = parser.parse_args(argv)
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report, or what --flags or --hydra ask for. Exit status 2 for an unknown architecture."""
+    made = parser()
+    args = made.parse_args(argv)
     try:
         import_user_module(args)
     except FileNotFoundError as error:
-        parser.error(f"--user-dir must be a folder, got {error}")
+        made.error(f"--user-dir must be a folder, got {error}")
     if args.flags is not None:
         known = [arch for model in MODELS for arch in ARCH_MODEL_INV_REGISTRY[model]]
         if args.flags and args.flags not in known:
             nearest = get_close_matches(args.flags, known, 5, 0) or known
-            parser.error(f"--flags must be an architecture, got {args.flags!r}: nearest are {', '.join(nearest)}")
+            made.error(f"--flags must be an architecture, got {args.flags!r}: nearest are {', '.join(nearest)}")
         print(flags_of(args.flags) if args.flags else page())
         return 0
     print(hydra_yaml(args.hydra) if args.hydra else report(args.build))
