@@ -72,8 +72,8 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
 constexpr int kGroup = 4;
 constexpr int kGroups = kChunk / kGroup;
 
-// A scan in reverse with G, the gradient of W, and, where kRebuilds, W as well. Self has go_back(place, t, token, before, G),
-// which leaves in G the gradient of W_{t-1}, and where kRebuilds go_on(place, t, token, whether W is read, W), from W_{t-1} to
+// A scan in reverse with G, the gradient of W, and, where kRebuilds, W as well. Self has go_back(place, token, before, G),
+// which leaves in G the gradient of W_{t-1}, and where kRebuilds go_on(place, token, whether W is read, W), from W_{t-1} to
 // W. before() is W_{t-1}, in registers only from there on.
 template <typename Self, typename A, int kRowParts, int kColumnParts, int kScalars, int kOutputs, bool kRebuilds_>
 struct BackwardScan {
@@ -96,7 +96,7 @@ struct BackwardScan {
     if constexpr (kRebuilds) {
       go_in_groups(place, g);
     } else {
-      place.for_tokens(true, [&](int64_t t, A* token) { go_back(place, t, token, [] {}, g); });
+      place.for_tokens(true, [&](int64_t, A* token) { undo(place, token, [] {}, g); });
     }
     place.store(g, d_initial, place.head);
   }
@@ -144,9 +144,10 @@ struct BackwardScan {
           else if (stage.group < stage.groups - 1)
             restore(states, stage.group, state);
           FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-            if (place.begins(stage.first + s)) state.clear();
+            A* const token = place.token(at, s);
+            if (place.begins(token)) state.clear();
             if (!stage.forwards) save(state, states, kGroups - 1 + s);
-            self().go_on(place, place.token(at, s), !stage.forwards, state);
+            self().go_on(place, token, !stage.forwards, state);
           }
           if (stage.forwards) return;
           FWP_UNROLL_BY(1) for (int s = stage.count - 1; s >= 0; --s) {
@@ -155,15 +156,15 @@ struct BackwardScan {
               restore(states, kGroups - 1 + s, found);
               return found;
             };
-            go_back(place, stage.first + s, place.token(at, s), before, g);
+            undo(place, place.token(at, s), before, g);
           }
         });
   }
 
   template <typename Place, typename Before, typename Tile>
-  FWP_DEVICE void go_back(const Place& place, int64_t t, A* token, Before before, Tile& g) const {
+  FWP_DEVICE void undo(const Place& place, A* token, Before before, Tile& g) const {
     self().go_back(place, token, before, g);
-    if (place.begins(t)) g.clear();
+    if (place.begins(token)) g.clear();
   }
 
   template <typename Place, int kRows, int kColumns>

@@ -47,7 +47,7 @@ struct TokenParts {
 };
 
 constexpr int kPiece = 4;           // numbers that are read from shared memory at once
-constexpr int kScalarsAndSum = 4;   // room for the single ones
+constexpr int kSingles = 4;         // room for single ones, and for whether a document begins
 constexpr int kLeastColumns = 8;    // that are brought: 16 bytes in the smallest type
 
 // Where the parts of a token lie in shared memory, in numbers. All begin at a multiple of 16 bytes.
@@ -61,13 +61,14 @@ struct TokenLayout {
     columns_at = parts.rows * row_width;
     outputs_at = columns_at + parts.columns * column_width;
     scalars_at = outputs_at + parts.outputs * output_pitch();
-    size = scalars_at + kScalarsAndSum;
+    size = scalars_at + kSingles;
   }
   FWP_BOTH int output_pitch() const { return output_width < kPiece ? kPiece : output_width; }
   FWP_BOTH int row(int n) const { return n * row_width; }
   FWP_BOTH int column(int n) const { return columns_at + n * column_width; }
   FWP_BOTH int output(int n) const { return outputs_at + n * output_pitch(); }
   FWP_BOTH int scalar(int n) const { return scalars_at + n; }
+  FWP_BOTH int begins() const { return scalar(kSingles - 1); }
 };
 
 }  // namespace fwp::cuda

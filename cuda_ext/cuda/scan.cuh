@@ -18,17 +18,17 @@ struct Matrices {
   int64_t head = 0, row = 0, column = 0;
 };
 
+// Numbers that are read or written at once, or 16 bytes of them at a time.
+template <typename T, int n>
+struct alignas(n * sizeof(T) < 16 ? n * sizeof(T) : 16) Numbers {
+  T x[n];
+};
 template <typename A>
-struct alignas(kPiece * sizeof(A) < 16 ? kPiece * sizeof(A) : 16) Piece {
-  A x[kPiece];
-};
-
-// 16 bytes of numbers as they lie in memory.
+using Piece = Numbers<A, kPiece>;
 template <typename T>
-struct alignas(16) Wide {
-  static constexpr int kNumbers = 16 / sizeof(T);
-  T x[kNumbers];
-};
+constexpr int kOf16Bytes = 16 / sizeof(T);
+template <typename T>
+using Wide = Numbers<T, kOf16Bytes<T>>;
 
 constexpr int bytes_of(Type type) { return type == Type::float64 ? 8 : type == Type::float32 ? 4 : 2; }
 
@@ -182,8 +182,8 @@ struct Place {
   FWP_DEVICE int slab() const { return int(blockIdx.x % unsigned(plan.slabs)); }
   // Whether the thread has columns of a head, though perhaps beyond the last one.
   FWP_DEVICE bool is_there() const { return head < size.heads; }
-  // Whether a document begins with token t.
-  FWP_DEVICE bool begins(int64_t t) const { return size.first && is_there() && size.first[batch * size.length + t]; }
+  // Whether a document begins with a token.
+  FWP_DEVICE bool begins(const A* token) const { return size.first && token[layout.begins()] != 0; }
   FWP_DEVICE int row(int r) const { return ((r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
 
   // A token of the thread's team, in one of the ring's places.
@@ -204,16 +204,17 @@ struct Place {
     }
   }
   FWP_DEVICE void load_column(const A* token, int n, A (&x)[kColumns]) const {
-    const A* from = token + layout.column(n) + brought_column;
-    FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[c] = from[c];
+    const auto found = *reinterpret_cast<const Numbers<A, kColumns>*>(token + layout.column(n) + brought_column);
+    FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[c] = found.x[c];
   }
   FWP_DEVICE A scalar(const A* token, int n) const { return token[layout.scalar(n)]; }
 
   // One number a column, which all lanes of the column have.
   FWP_DEVICE void put_columns(A* token, int n, const A (&x)[kColumns]) const {
     if (lane != 0) return;
-    A* const to = token + layout.output(n) + slab_column;
-    FWP_UNROLL for (int c = 0; c < kColumns; ++c) to[c] = x[c];
+    Numbers<A, kColumns> all;
+    FWP_UNROLL for (int c = 0; c < kColumns; ++c) all.x[c] = x[c];
+    *reinterpret_cast<Numbers<A, kColumns>*>(token + layout.output(n) + slab_column) = all;
   }
   // One number a token, which all threads have.
   FWP_DEVICE void put_sum(A* token, A x) const {
@@ -248,7 +249,7 @@ struct Place {
       const bool is_there = n >= 0 && n < stages;
       if (is_there) {
         plan.places == kMostPlaces ? wait_copies<kMostPlaces - 2>() : wait_copies<0>();
-        convert(at);
+        if constexpr (sizeof(A) < 8) convert(at);
       }
       if (filled >= 0) put_scalars(filled, asked);
       // Stage n may be used from here on, and the place of the one before it be filled.
@@ -273,9 +274,12 @@ struct Place {
     for_stages(
         stages, [&](int64_t n) { return plain_stage(n, plan.stage, size.length, reverse); },
         [&](int at, const Stage& stage) {
+          const int step = reverse ? -1 : 1, first = reverse ? stage.count - 1 : 0;
+          int64_t t = stage.first + first;
+          A* of_token = token(at, first);
           FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-            const int slot = reverse ? stage.count - 1 - s : s;
-            use(stage.first + slot, token(at, slot));
+            use(t, of_token);
+            t += step, of_token += step * layout.size;
           }
         });
   }
@@ -285,6 +289,7 @@ struct Place {
   using Raw = std::conditional_t<sizeof(A) == 8, double, uint32_t>;
   struct Asked {
     Raw x[Arrays::kScalars ? Arrays::kScalars : 1];
+    bool begins;  // whether it is the first of a document
   };
 
   static constexpr int kVectors = Arrays::parts().rows + Arrays::parts().columns;
@@ -333,6 +338,7 @@ struct Place {
   FWP_DEVICE void bring(int at, const Stage& stage, Asked& asked) const {
     if (!is_there()) return;
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) asked.x[i] = ask(arrays.scalars[i], stage);
+    asked.begins = size.first && worker < stage.count && size.first[batch * size.length + stage.first + worker];
     FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
       const Source& from = arrays.vectors[i];
       const Vector to = vector(i);
@@ -372,22 +378,23 @@ struct Place {
 
   // Numbers of 2 bytes that this thread has copied to place `at`.
   FWP_DEVICE void convert(int at) const {
-    if (sizeof(A) == 8 || !is_there()) return;
+    if (!is_there()) return;
     FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
       const Source& from = arrays.vectors[i];
-      if (!from.by_pieces || from.log_bytes != 1) continue;
-      const Vector vector_ = vector(i);
-      constexpr int numbers = Wide<uint16_t>::kNumbers, log_numbers = log2_of(numbers);
-      share(plan.stage, vector_.log_width - log_numbers, [&](int s, int i) {
-        A* const to = token(at, s) + vector_.at + i * numbers;
-        const Wide<uint16_t> found = *reinterpret_cast<const Wide<uint16_t>*>(to);
-        FWP_UNROLL for (int p = 0; p < numbers / kPiece; ++p) {
-          Piece<A> piece;
-          FWP_UNROLL for (int e = 0; e < kPiece; ++e) piece.x[e] = number_of(from.type, Raw(found.x[p * kPiece + e]));
-          reinterpret_cast<Piece<A>*>(to)[p] = piece;
-        }
-      });
+      if (from.by_pieces && from.log_bytes == 1) convert(from.type, vector(i), at);
     }
+  }
+  FWP_DEVICE void convert(Type type, const Vector& vector, int at) const {
+    constexpr int numbers = kOf16Bytes<uint16_t>, log_numbers = log2_of(numbers);
+    share(plan.stage, vector.log_width - log_numbers, [&](int s, int i) {
+      A* const to = token(at, s) + vector.at + i * numbers;
+      const Wide<uint16_t> found = *reinterpret_cast<const Wide<uint16_t>*>(to);
+      FWP_UNROLL for (int p = 0; p < numbers / kPiece; ++p) {
+        Piece<A> piece;
+        FWP_UNROLL for (int e = 0; e < kPiece; ++e) piece.x[e] = number_of(type, Raw(found.x[p * kPiece + e]));
+        reinterpret_cast<Piece<A>*>(to)[p] = piece;
+      }
+    });
   }
 
   // The scalar of the token of a stage that this thread brings. Nobody waits for it before put_scalars().
@@ -398,6 +405,7 @@ struct Place {
     if (!is_there() || worker >= plan.stage) return;
     A* const to = token(at, worker);
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) to[layout.scalar(i)] = number_of(arrays.scalars[i].type, asked.x[i]);
+    if (size.first) to[layout.begins()] = asked.begins;
   }
 
   // Number `at`, as it lies in memory, or zero.
@@ -433,7 +441,7 @@ struct Place {
       T* const data = static_cast<T*>(to.data) + first * size.columns + first_output();
       const int limit = size.columns - first_output();
       if (to.by_pieces) {
-        constexpr int numbers = Wide<T>::kNumbers, log_numbers = log2_of(numbers), together = Wide<A>::kNumbers;
+        constexpr int numbers = kOf16Bytes<T>, log_numbers = log2_of(numbers), together = kOf16Bytes<A>;
         share(count, log_output_width() - log_numbers, [&](int s, int i) {
           if (i * numbers >= limit) return;
           const Wide<A>* const from = reinterpret_cast<const Wide<A>*>(tokens + s * layout.size + i * numbers);
@@ -472,9 +480,9 @@ struct Scan {
     Tile<A, kRows, kColumns> matrix;
     place.load(initial, place.head, matrix);
     place.for_tokens(reverse, [&](int64_t t, A* token) {
-      if (!reverse && place.begins(t)) matrix.clear();
+      if (!reverse && place.begins(token)) matrix.clear();
       step(place, t, token, matrix);
-      if (reverse && place.begins(t)) matrix.clear();
+      if (reverse && place.begins(token)) matrix.clear();
     });
     place.store(matrix, last, place.head);
   }
