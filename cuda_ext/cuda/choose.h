@@ -21,10 +21,10 @@ constexpr ShapeSize kTall{16, sizeof(A) == 8 ? 1 : 2};  // for more rows than 32
 // Below this many warps for each multiprocessor, threads are worth more than saved reads.
 constexpr int64_t kWarpsToFill = 4;
 
-constexpr size_t kPlaceBytes = 12 * 1024;
+constexpr size_t kBufferBytes = 12 * 1024;
 constexpr int kStageTokens = 16;
 constexpr int kLeastTeam = 4;  // no less than the tokens of a stage, one of whose scalars each thread brings
-// That every GPU has for a block. Beyond it, bringing tokens one place ahead is better than fewer blocks.
+// That every GPU has for a block. Beyond it, a ring of two buffers is better than fewer blocks.
 constexpr size_t kSharedBytes = 99 * 1024;
 
 constexpr int at_least_power_of_two(int64_t x, int limit) {
@@ -50,24 +50,24 @@ struct ScanNeeds {
   TokenParts parts;
   size_t number;  // bytes of a number
   int states;     // tiles that a thread keeps in shared memory
-  int stage;      // tokens in a place; 0: as many as fit
+  int stage;      // tokens in a buffer; 0: as many as fit
 };
 
 inline size_t shared_bytes(const ScanNeeds& needs, const Plan& plan) {
   const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
-  const size_t places = size_t(plan.places) * plan.teams * plan.stage * token.size;
+  const size_t buffers = size_t(plan.buffers) * plan.teams * plan.stage * token.size;
   const size_t states = size_t(needs.states) * needs.shape.rows * needs.shape.columns * plan.threads();
-  return (places + states) * needs.number;
+  return (buffers + states) * needs.number;
 }
 
 inline Plan with_teams(Plan plan, const ScanNeeds& needs, int teams) {
   plan.teams = teams;
   const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
-  const int fits = int(kPlaceBytes / (size_t(token.size) * needs.number * teams));
+  const int fits = int(kBufferBytes / (size_t(token.size) * needs.number * teams));
   const int most = plan.team_threads() < kStageTokens ? plan.team_threads() : kStageTokens;
   plan.stage = needs.stage ? needs.stage : fits < 1 ? 1 : fits > most ? most : fits;
-  plan.places = kMostPlaces;
-  if (shared_bytes(needs, plan) > kSharedBytes) plan.places = 2;
+  plan.buffers = kMostBuffers;
+  if (shared_bytes(needs, plan) > kSharedBytes) plan.buffers = 2;
   return plan;
 }
 

@@ -13,22 +13,29 @@ __global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const Toke
 
 namespace detail {
 
-// With narrow tiles, and tall ones for more rows: these scans hold more in registers than the sum and the delta rule.
-template <typename Scan>
-const char* launch_narrow(const Scan& scan, int states, int stage, void* stream) {
+// With tall tiles that have half the columns: these scans hold more in registers than the sum and the delta rule. Those that
+// keep tiles in shared memory have none that are wide.
+template <bool keeps_tiles, typename Scan>
+const char* launch_forgetting(const Scan& scan, int states, int stage, void* stream) {
   using A = typename Scan::Number;
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (scan.size.rows > kWarp * kNarrow.rows)
-    return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, stage, gpu, stream);
-  return launch_shape<Scan, kNarrow.rows, 1>(scan, states, stage, gpu, stream);
+  const Shape shape = choose_shape<A>(scan.size, gpu.multiprocessors);
+  if (shape == Shape::tall) return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, stage, gpu, stream);
+  if constexpr (sizeof(A) < 8 && !keeps_tiles)
+    if (shape == Shape::wide)
+      return launch_shape<Scan, kWide.rows, kWide.columns>(scan, states, stage, gpu, stream);
+  return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, states, stage, gpu, stream);
 }
 
 static_assert(kGroup <= kLeastTeam);
 
 template <typename Scan>
 const char* launch_backward(const Scan& scan, void* stream) {
-  return launch_narrow(scan, Scan::kRebuilds ? Scan::kStates : 0, Scan::kRebuilds ? kGroup : 0, stream);
+  if constexpr (Scan::kRebuilds)
+    return launch_forgetting<true>(scan, Scan::kStates, kGroup, stream);
+  else
+    return launch_forgetting<false>(scan, 0, 0, stream);
 }
 
 template <typename A>
@@ -79,7 +86,7 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
       scan.kept = make.matrix(to.kept);
       scan.arrays.outputs[Scan::kOut] = to.out;
       if constexpr (erases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] = make.raw(to.retrieved);
-      return launch_narrow(scan, 0, 0, call.stream);
+      return launch_forgetting<false>(scan, 0, 0, call.stream);
     });
   });
 }

@@ -14,7 +14,7 @@
 namespace fwp::cuda {
 
 constexpr int kThreadsPerBlock = 128;  // at most
-constexpr int kMostPlaces = 3;         // for tokens: two are filled while the third is used
+constexpr int kMostBuffers = 3;        // of a ring, for tokens: two are filled while the third is used
 constexpr int kBuffers = 2;            // for a chunk's matrices on the tensor cores
 
 struct ScanSize {
@@ -29,12 +29,12 @@ FWP_BOTH constexpr int log2_of(int power) {
   return log;
 }
 
-// All are powers of two, but `slabs` and `places`.
+// All are powers of two, but `slabs` and `buffers`.
 struct Plan {
   int lanes, groups, teams, slabs;
   int log_lanes, log_groups;  // to the base of 2
-  int stage;                  // tokens in a place, no more than the threads of a team
-  int places;                 // of a ring: 2, or kMostPlaces
+  int stage;                  // tokens in a buffer, no more than the threads of a team
+  int buffers;                // of a ring: 2, or kMostBuffers
 
   FWP_BOTH int team_threads() const { return lanes * groups; }
   FWP_BOTH int threads() const { return lanes * groups * teams; }

@@ -39,7 +39,7 @@ bool in_pieces(const void* data, Type type, Strides... strides) {
   return data && reinterpret_cast<uintptr_t>(data) % 16 == 0 && (... && (strides % numbers == 0));
 }
 
-// An array of which a scan reads a vector a token, or that it writes.
+// What a scan reads, or writes, of each token.
 struct Source : Input {
   bool by_pieces = false;  // of 16 bytes
   int log_bytes = 0;       // of a number, to the base of 2
@@ -134,7 +134,7 @@ FWP_DEVICE Stage plain_stage(int64_t n, int tokens, int64_t length, bool reverse
   return {reverse ? left - count : before, count, true};
 }
 
-// What a scan reads and writes of each token.
+// All that a scan reads and writes of each token.
 template <int kRowParts, int kColumnParts, int kScalars_, int kOutputs>
 struct TokenArrays {
   static constexpr int kScalars = kScalars_;
@@ -186,13 +186,13 @@ struct Place {
   FWP_DEVICE bool begins(const A* token) const { return size.first && token[layout.begins()] != 0; }
   FWP_DEVICE int row(int r) const { return ((r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
 
-  // A token of the thread's team, in one of the ring's places.
+  // A token of the thread's team, in one of the ring's buffers.
   FWP_DEVICE A* token(int at, int slot) const {
     return reinterpret_cast<A*>(shared_memory()) + ((at * plan.teams + team) * plan.stage + slot) * layout.size;
   }
   // Shared memory beyond the ring.
   FWP_DEVICE A* own_memory() const {
-    return reinterpret_cast<A*>(shared_memory()) + plan.places * plan.teams * plan.stage * layout.size;
+    return reinterpret_cast<A*>(shared_memory()) + plan.buffers * plan.teams * plan.stage * layout.size;
   }
 
   // Parts of a token.
@@ -236,29 +236,29 @@ struct Place {
           m.data[index * m.head + row(r) * m.row + (column + c) * m.column] = tile.x[r][c];
   }
 
-  // Calls use(at, stage) for each of the stages that stage_at(n) names, with their tokens in place `at` of a ring. Meanwhile
-  // the next ones are on their way, and so are the outputs of the one before.
+  // Calls use(at, stage) for each of the stages that stage_at(n) names, with their tokens in buffer `at` of a ring.
+  // Meanwhile the next ones are on their way, and so are the outputs of the one before.
   template <typename StageAt, typename Use>
   FWP_DEVICE void for_stages(int64_t stages, StageAt stage_at, Use use) const {
-    const int ahead = plan.places - 1;
+    const int ahead = plan.buffers - 1;
     Asked asked;
     Stage before{0, 0, false};
-    // The places of stage n, of the one before it, and of that whose scalars are asked for.
+    // The buffers of stage n, of the one before it, and of that whose scalars are asked for.
     int at = 0, last = 0, filled = -1;
     FWP_UNROLL_BY(1) for (int64_t n = -ahead; n <= stages; ++n) {
-      const bool is_there = n >= 0 && n < stages;
-      if (is_there) {
-        plan.places == kMostPlaces ? wait_copies<kMostPlaces - 2>() : wait_copies<0>();
+      const bool begun = n >= 0 && n < stages;
+      if (begun) {
+        plan.buffers == kMostBuffers ? wait_copies<kMostBuffers - 2>() : wait_copies<0>();
         if constexpr (sizeof(A) < 8) convert(at);
       }
       if (filled >= 0) put_scalars(filled, asked);
-      // Stage n may be used from here on, and the place of the one before it be filled.
+      // Stage n may be used from here on, and the buffer of the one before it be filled.
       __syncthreads();
       filled = n + ahead >= stages ? -1 : n > 0 ? last : int(n) + ahead;
       if (filled >= 0) bring(filled, stage_at(n + ahead), asked);
       commit_copies();
       write(last, before);
-      if (!is_there) continue;
+      if (!begun) continue;
       const auto stage = stage_at(n);
       use(at, stage);
       before = stage;
@@ -334,7 +334,7 @@ struct Place {
     return static_cast<const unsigned char*>(from.data) + (at << from.log_bytes);
   }
 
-  // Begins to bring a stage's tokens to place `at`, all but their scalars, which are asked for.
+  // Begins to bring a stage's tokens to buffer `at`, all but their scalars, which are asked for.
   FWP_DEVICE void bring(int at, const Stage& stage, Asked& asked) const {
     if (!is_there()) return;
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) asked.x[i] = ask(arrays.scalars[i], stage);
@@ -376,7 +376,7 @@ struct Place {
     });
   }
 
-  // Numbers of 2 bytes that this thread has copied to place `at`.
+  // Numbers of 2 bytes that this thread has copied to buffer `at`.
   FWP_DEVICE void convert(int at) const {
     if (!is_there()) return;
     FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
@@ -422,7 +422,7 @@ struct Place {
     return type == Type::bfloat16 ? number(Bfloat16{uint16_t(bits)}) : number(Float16{uint16_t(bits)});
   }
 
-  // The outputs of a stage, from place `at`.
+  // The outputs of a stage, from buffer `at`.
   FWP_DEVICE void write(int at, const Stage& stage) const {
     if (!is_there() || !stage.writes) return;
     const A* const tokens = token(at, 0);
