@@ -22,7 +22,8 @@ constexpr ShapeSize kTall{16, sizeof(A) == 8 ? 1 : 2};  // for more rows than 32
 constexpr int64_t kWarpsToFill = 4;
 
 constexpr size_t kBufferBytes = 12 * 1024;
-constexpr int kStageTokens = 16;
+constexpr int kStageTokens = 16;  // at most; a chunk that ends in a kept state is a multiple of it
+static_assert(kChunk % kStageTokens == 0);
 constexpr int kLeastTeam = 4;  // no less than the tokens of a stage, one of whose scalars each thread brings
 // That every GPU has for a block. Beyond it, a ring of two buffers is better than fewer blocks.
 constexpr size_t kSharedBytes = 99 * 1024;
@@ -65,7 +66,8 @@ inline Plan with_teams(Plan plan, const ScanNeeds& needs, int teams) {
   const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
   const int fits = int(kBufferBytes / (size_t(token.size) * needs.number * teams));
   const int most = plan.team_threads() < kStageTokens ? plan.team_threads() : kStageTokens;
-  plan.stage = needs.stage ? needs.stage : fits < 1 ? 1 : fits > most ? most : fits;
+  plan.stage = needs.stage ? needs.stage : 1;
+  while (!needs.stage && 2 * plan.stage <= fits && 2 * plan.stage <= most) plan.stage *= 2;
   plan.buffers = kMostBuffers;
   if (shared_bytes(needs, plan) > kSharedBytes) plan.buffers = 2;
   return plan;

@@ -15,7 +15,7 @@ struct DeltaForward : Scan<A, 2, 1, 1, 2> {
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t, A* token, auto& state) {
+    this->template scan<kRows, kColumns>(false, [&](const auto& place, A* token, auto& state) {
       A key[kRows], query[kRows], value[kColumns], found[kColumns], write[kColumns], read[kColumns];
       place.load_row(token, kKey, key);
       place.load_column(token, 0, value);
@@ -41,7 +41,7 @@ struct DeltaBackwardValues : Scan<A, 2, 1, 1, 2> {
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(true, [&](const auto& place, int64_t, A* token, auto& g) {
+    this->template scan<kRows, kColumns>(true, [&](const auto& place, A* token, auto& g) {
       A key[kRows], query[kRows], d_out[kColumns], d_found[kColumns], d_value[kColumns];
       place.load_row(token, kQuery, query);
       place.load_column(token, 0, d_out);
@@ -65,7 +65,7 @@ struct DeltaBackwardQueries : Scan<A, 3, 1, 1, 2> {
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t, A* token, auto& state) {
+    this->template scan<kRows, kColumns>(false, [&](const auto& place, A* token, auto& state) {
       A error[kRows], d_write[kRows], d_out[kRows], key[kColumns], read[kColumns], of_rate[1] = {A(0)};
       place.load_row(token, kError, error);
       place.load_row(token, kDWrite, d_write);
@@ -97,7 +97,7 @@ struct DeltaBackwardKeys : Scan<A, 3, 3, 1, 1> {
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(true, [&](const auto& place, int64_t, A* token, auto& g) {
+    this->template scan<kRows, kColumns>(true, [&](const auto& place, A* token, auto& g) {
       A error[kRows], d_write[kRows], d_out[kRows], query[kColumns], key[kColumns], d_key[kColumns], half[kColumns];
       place.load_row(token, kDOut, d_out);
       place.load_column(token, kQuery, query);

@@ -24,7 +24,7 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t t, A* token, auto& state) {
+    const auto step = [&](const auto& place, A* token, auto& state) {
       A row[kRows], value[kColumns], read[kColumns];
       [[maybe_unused]] A found[kColumns];
       if constexpr (kErases == Erases::kRemoval) {
@@ -62,7 +62,10 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
       state.read(row, read);
       add_lanes(read, place.plan.lanes);
       place.put_columns(token, kOut, read);
-      if ((t + 1) % kChunk == 0) place.store(state, kept, place.head * (place.size.length / kChunk) + t / kChunk);
+    };
+    // A chunk ends where a stage does.
+    this->template scan<kRows, kColumns>(false, step, [&](const auto& place, int64_t end, const auto& state) {
+      if (end % kChunk == 0) place.store(state, kept, place.head * (place.size.length / kChunk) + end / kChunk - 1);
     });
   }
 };
@@ -96,7 +99,8 @@ struct BackwardScan {
     if constexpr (kRebuilds) {
       go_in_groups(place, g);
     } else {
-      place.for_tokens(true, [&](int64_t, A* token) { undo(place, token, [] {}, g); });
+      place.for_tokens(
+          true, [&](A* token) { undo(place, token, [] {}, g); }, [](int64_t) {});
     }
     place.store(g, d_initial, place.head);
   }

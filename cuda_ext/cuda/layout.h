@@ -46,9 +46,9 @@ struct TokenParts {
   int rows, columns, scalars, outputs;
 };
 
-constexpr int kPiece = 4;           // numbers that are read from shared memory at once
-constexpr int kSingles = 4;         // room for single ones, and for whether a document begins
-constexpr int kLeastColumns = 8;    // that are brought: 16 bytes in the smallest type
+constexpr int kPiece = 4;         // numbers that are read from shared memory at once
+constexpr int kSingles = 4;       // room for single ones, and for whether a document begins
+constexpr int kLeastColumns = 8;  // that are brought: 16 bytes in the smallest type
 
 // Where the parts of a token lie in shared memory, in numbers. All begin at a multiple of 16 bytes.
 struct TokenLayout {

@@ -267,20 +267,20 @@ struct Place {
     }
   }
 
-  // Calls use(t, token) for all tokens from the first to the last, or back.
-  template <typename Use>
-  FWP_DEVICE void for_tokens(bool reverse, Use use) const {
+  // Calls use(token) for all tokens from the first to the last, or back, and then(end) after each stage, which ends before
+  // token `end`.
+  template <typename Use, typename Then>
+  FWP_DEVICE void for_tokens(bool reverse, Use use, Then then) const {
     const int64_t stages = (size.length + plan.stage - 1) / plan.stage;
     for_stages(
         stages, [&](int64_t n) { return plain_stage(n, plan.stage, size.length, reverse); },
         [&](int at, const Stage& stage) {
-          const int step = reverse ? -1 : 1, first = reverse ? stage.count - 1 : 0;
-          int64_t t = stage.first + first;
-          A* of_token = token(at, first);
+          A* of_token = token(at, reverse ? stage.count - 1 : 0);
           FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-            use(t, of_token);
-            t += step, of_token += step * layout.size;
+            use(of_token);
+            of_token += reverse ? -layout.size : layout.size;
           }
+          then(stage.first + stage.count);
         });
   }
 
@@ -473,18 +473,24 @@ struct Scan {
   Matrices<const A> initial;
   Matrices<A> last;
 
-  // Calls step(place, t, token, matrix) for all tokens from the first to the last, or back.
-  template <int kRows, int kColumns, typename Step>
-  FWP_DEVICE void scan(bool reverse, Step step) const {
+  // Calls step(place, token, matrix) for all tokens from the first to the last, or back, and then(place, end, matrix) after
+  // each stage.
+  template <int kRows, int kColumns, typename Step, typename Then>
+  FWP_DEVICE void scan(bool reverse, Step step, Then then) const {
     const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
     Tile<A, kRows, kColumns> matrix;
     place.load(initial, place.head, matrix);
-    place.for_tokens(reverse, [&](int64_t t, A* token) {
+    const auto use = [&](A* token) {
       if (!reverse && place.begins(token)) matrix.clear();
-      step(place, t, token, matrix);
+      step(place, token, matrix);
       if (reverse && place.begins(token)) matrix.clear();
-    });
+    };
+    place.for_tokens(reverse, use, [&](int64_t end) { then(place, end, matrix); });
     place.store(matrix, last, place.head);
+  }
+  template <int kRows, int kColumns, typename Step>
+  FWP_DEVICE void scan(bool reverse, Step step) const {
+    scan<kRows, kColumns>(reverse, step, [](const auto&, int64_t, const auto&) {});
   }
 };
 

@@ -15,7 +15,7 @@ struct SumScan : Scan<A, 2, 1, 0, 1> {
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(reverse, [&](const auto& place, int64_t, A* token, auto& state) {
+    this->template scan<kRows, kColumns>(reverse, [&](const auto& place, A* token, auto& state) {
       A key[kRows], query[kRows], value[kColumns], read[kColumns];
       place.load_row(token, kKey, key);
       place.load_row(token, kQuery, query);
