@@ -22,7 +22,11 @@ constexpr ShapeSize kTall{16, sizeof(A) == 8 ? 1 : 2};  // for more rows than 32
 constexpr int64_t kWarpsToFill = 4;
 
 constexpr size_t kBufferBytes = 12 * 1024;
-constexpr int kStageTokens = 16;
+constexpr int kStageTokens = 16;  // at most; a chunk that ends in a kept state is a multiple of it
+static_assert(kChunk % kStageTokens == 0);
+constexpr int kLeastTeam = 4;  // no less than the tokens of a stage, one of whose scalars each thread brings
+// That every GPU has for a block. Beyond it, a ring of two buffers is better than fewer blocks.
+constexpr size_t kSharedBytes = 99 * 1024;
 
 constexpr int at_least_power_of_two(int64_t x, int limit) {
   int power = 1;
@@ -52,7 +56,7 @@ struct ScanNeeds {
 
 inline size_t shared_bytes(const ScanNeeds& needs, const Plan& plan) {
   const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
-  const size_t buffers = size_t(kBuffers) * plan.teams * plan.stage * token.size;
+  const size_t buffers = size_t(plan.buffers) * plan.teams * plan.stage * token.size;
   const size_t states = size_t(needs.states) * needs.shape.rows * needs.shape.columns * plan.threads();
   return (buffers + states) * needs.number;
 }
@@ -61,7 +65,11 @@ inline Plan with_teams(Plan plan, const ScanNeeds& needs, int teams) {
   plan.teams = teams;
   const TokenLayout token(needs.parts, plan, needs.shape.rows, needs.shape.columns);
   const int fits = int(kBufferBytes / (size_t(token.size) * needs.number * teams));
-  plan.stage = needs.stage ? needs.stage : fits < 1 ? 1 : fits > kStageTokens ? kStageTokens : fits;
+  const int most = plan.team_threads() < kStageTokens ? plan.team_threads() : kStageTokens;
+  plan.stage = needs.stage ? needs.stage : 1;
+  while (!needs.stage && 2 * plan.stage <= fits && 2 * plan.stage <= most) plan.stage *= 2;
+  plan.buffers = kMostBuffers;
+  if (shared_bytes(needs, plan) > kSharedBytes) plan.buffers = 2;
   return plan;
 }
 
@@ -77,9 +85,11 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu&
   };
   plan.groups = at_least_power_of_two((size.columns + needs.shape.columns - 1) / needs.shape.columns,
                                       most_threads / plan.lanes);
+  while (plan.team_threads() < kLeastTeam) plan.groups *= 2;
   while (plan.team_threads() > kWarp && plan.groups > 1 && size.heads * count_slabs() < gpu.multiprocessors)
     plan.groups /= 2;
   plan.slabs = count_slabs();
+  plan.log_lanes = log2_of(plan.lanes), plan.log_groups = log2_of(plan.groups);
   plan = with_teams(plan, needs, plan.team_threads() < kWarp ? kWarp / plan.team_threads() : 1);
   while (2 * plan.threads() <= most_threads &&
          size.heads * plan.slabs >= 4 * int64_t(plan.teams) * gpu.multiprocessors) {

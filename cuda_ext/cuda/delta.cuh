@@ -9,41 +9,39 @@
 namespace fwp::cuda {
 
 template <typename A>
-struct DeltaForward : Scan<A, 2, 1, 1> {
+struct DeltaForward : Scan<A, 2, 1, 1, 2> {
   enum Rows { kKey, kQuery };
-
-  Output out, error;
+  enum Outputs { kOut, kError };
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t t, const A* token, auto& state) {
+    this->template scan<kRows, kColumns>(false, [&](const auto& place, A* token, auto& state) {
       A key[kRows], query[kRows], value[kColumns], found[kColumns], write[kColumns], read[kColumns];
       place.load_row(token, kKey, key);
       place.load_column(token, 0, value);
       state.read(key, found);
       add_lanes(found, place.plan.lanes);
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) value[c] -= found[c];
-      place.store_columns(error, t, value);
+      place.put_columns(token, kError, value);
       scaled(place.scalar(token, 0), value, write);
       state.add(key, write);
       place.load_row(token, kQuery, query);
       state.read(query, read);
       add_lanes(read, place.plan.lanes);
-      place.store_columns(out, t, read);
+      place.put_columns(token, kOut, read);
     });
   }
 };
 
 // In reverse over value columns, with G the gradient of W: d_v = beta d_write, where d_write = k G.
 template <typename A>
-struct DeltaBackwardValues : Scan<A, 2, 1, 1> {
+struct DeltaBackwardValues : Scan<A, 2, 1, 1, 2> {
   enum Rows { kKey, kQuery };
-
-  Output d_v, d_write;
+  enum Outputs { kDV, kDWrite };
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(true, [&](const auto& place, int64_t t, const A* token, auto& g) {
+    this->template scan<kRows, kColumns>(true, [&](const auto& place, A* token, auto& g) {
       A key[kRows], query[kRows], d_out[kColumns], d_found[kColumns], d_value[kColumns];
       place.load_row(token, kQuery, query);
       place.load_column(token, 0, d_out);
@@ -51,9 +49,9 @@ struct DeltaBackwardValues : Scan<A, 2, 1, 1> {
       place.load_row(token, kKey, key);
       g.read(key, d_found);
       add_lanes(d_found, place.plan.lanes);
-      place.store_columns(d_write, t, d_found);
+      place.put_columns(token, kDWrite, d_found);
       scaled(place.scalar(token, 0), d_found, d_value);
-      place.store_columns(d_v, t, d_value);
+      place.put_columns(token, kDV, d_value);
       g.subtract(key, d_value);
     });
   }
@@ -61,47 +59,45 @@ struct DeltaBackwardValues : Scan<A, 2, 1, 1> {
 
 // Forwards over key columns of W^T: d_q = d_out W^T, the half of d_k that is -d_v W_{t-1}^T, and d_beta = d_write . e.
 template <typename A>
-struct DeltaBackwardQueries : Scan<A, 3, 1, 1> {
+struct DeltaBackwardQueries : Scan<A, 3, 1, 1, 2> {
   enum Rows { kError, kDWrite, kDOut };
-
-  Output d_q, half_of_d_k, d_beta;
+  enum Outputs { kDQ, kHalfOfDK };
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t t, const A* token, auto& state) {
+    this->template scan<kRows, kColumns>(false, [&](const auto& place, A* token, auto& state) {
       A error[kRows], d_write[kRows], d_out[kRows], key[kColumns], read[kColumns], of_rate[1] = {A(0)};
       place.load_row(token, kError, error);
       place.load_row(token, kDWrite, d_write);
       FWP_UNROLL for (int r = 0; r < kRows; ++r) of_rate[0] = fma(d_write[r], error[r], of_rate[0]);
       add_lanes(of_rate, place.plan.lanes);
-      place.store_scalar(d_beta, t, of_rate[0]);
+      place.put_sum(token, of_rate[0]);
       const A beta = place.scalar(token, 0);
       scaled(-beta, d_write, d_write);
       state.read(d_write, read);
       add_lanes(read, place.plan.lanes);
-      place.store_columns(half_of_d_k, t, read);
+      place.put_columns(token, kHalfOfDK, read);
       scaled(beta, error, error);
       place.load_column(token, 0, key);
       state.add(error, key);
       place.load_row(token, kDOut, d_out);
       state.read(d_out, read);
       add_lanes(read, place.plan.lanes);
-      place.store_columns(d_q, t, read);
+      place.put_columns(token, kDQ, read);
     });
   }
 };
 
 // In reverse over key columns of G^T: the other half of d_k, beta e G^T.
 template <typename A>
-struct DeltaBackwardKeys : Scan<A, 3, 3, 1> {
+struct DeltaBackwardKeys : Scan<A, 3, 3, 1, 1> {
   enum Rows { kError, kDWrite, kDOut };
   enum Columns { kQuery, kKey, kHalfOfDK };
-
-  Output d_k;
+  enum Outputs { kDK };
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(true, [&](const auto& place, int64_t t, const A* token, auto& g) {
+    this->template scan<kRows, kColumns>(true, [&](const auto& place, A* token, auto& g) {
       A error[kRows], d_write[kRows], d_out[kRows], query[kColumns], key[kColumns], d_key[kColumns], half[kColumns];
       place.load_row(token, kDOut, d_out);
       place.load_column(token, kQuery, query);
@@ -112,7 +108,7 @@ struct DeltaBackwardKeys : Scan<A, 3, 3, 1> {
       const A beta = place.scalar(token, 0);
       place.load_column(token, kHalfOfDK, half);
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) d_key[c] = fma(beta, d_key[c], half[c]);
-      place.store_columns(d_k, t, d_key);
+      place.put_columns(token, kDK, d_key);
       place.load_row(token, kDWrite, d_write);
       place.load_column(token, kKey, key);
       scaled(beta, d_write, d_write);

@@ -13,24 +13,25 @@ enum class Erases { kNothing, kKey, kRemoval };
 
 template <typename A, Fades kFades, Erases kErases>
 struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Erases::kRemoval),
-                            1 + (kFades == Fades::kKeyAndValue), 1 + (kFades == Fades::kHead)> {
+                            1 + (kFades == Fades::kKeyAndValue), 1 + (kFades == Fades::kHead),
+                            1 + (kErases != Erases::kNothing)> {
   enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
   enum Columns { kValue, kValueDecay };
   enum Scalars { kRate, kHeadDecay };
+  enum Outputs { kOut, kRetrieved };
 
   Matrices<A> kept;  // one for each whole chunk of a head
-  Output out, retrieved;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(false, [&](const auto& place, int64_t t, const A* token, auto& state) {
+    const auto step = [&](const auto& place, A* token, auto& state) {
       A row[kRows], value[kColumns], read[kColumns];
       [[maybe_unused]] A found[kColumns];
       if constexpr (kErases == Erases::kRemoval) {
         place.load_row(token, kRemovalKey, row);
         state.read(row, found);
         add_lanes(found, place.plan.lanes);
-        place.store_columns(retrieved, t, found);
+        place.put_columns(token, kRetrieved, found);
       }
       if constexpr (kFades == Fades::kHead) {
         state.scale(place.scalar(token, kHeadDecay));
@@ -49,7 +50,7 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
         state.read(row, read);
         add_lanes(read, place.plan.lanes);
         FWP_UNROLL for (int c = 0; c < kColumns; ++c) value[c] -= read[c];
-        place.store_columns(retrieved, t, value);
+        place.put_columns(token, kRetrieved, value);
       }
       scaled(place.scalar(token, kRate), value, value);
       state.add(row, value);
@@ -60,8 +61,11 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
       place.load_row(token, kQuery, row);
       state.read(row, read);
       add_lanes(read, place.plan.lanes);
-      place.store_columns(out, t, read);
-      if ((t + 1) % kChunk == 0) place.store(state, kept, place.head * (place.size.length / kChunk) + t / kChunk);
+      place.put_columns(token, kOut, read);
+    };
+    // A chunk ends where a stage does.
+    this->template scan<kRows, kColumns>(false, step, [&](const auto& place, int64_t end, const auto& state) {
+      if (end % kChunk == 0) place.store(state, kept, place.head * (place.size.length / kChunk) + end / kChunk - 1);
     });
   }
 };
@@ -71,31 +75,32 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
 constexpr int kGroup = 4;
 constexpr int kGroups = kChunk / kGroup;
 
-// A scan in reverse with G, the gradient of W, and, where kRebuilds, W as well. Self has go_back(place, t, token, before, G),
-// which leaves in G the gradient of W_{t-1}, and where kRebuilds go_on(place, t, token, whether W is read, W), from W_{t-1} to
+// A scan in reverse with G, the gradient of W, and, where kRebuilds, W as well. Self has go_back(place, token, before, G),
+// which leaves in G the gradient of W_{t-1}, and where kRebuilds go_on(place, token, whether W is read, W), from W_{t-1} to
 // W. before() is W_{t-1}, in registers only from there on.
-template <typename Self, typename A, int kRowParts, int kColumnParts, int kScalars, bool kRebuilds_>
+template <typename Self, typename A, int kRowParts, int kColumnParts, int kScalars, int kOutputs, bool kRebuilds_>
 struct BackwardScan {
   using Number = A;
-  using Inputs = TokenInputs<A, kRowParts, kColumnParts, kScalars>;
+  using Arrays = TokenArrays<kRowParts, kColumnParts, kScalars, kOutputs>;
   static constexpr bool kRebuilds = kRebuilds_;
   static constexpr int kStates = kGroups - 1 + kGroup;  // that a thread keeps of its tile
 
   ScanSize size;
   Plan plan;  // its stage is kGroup where kRebuilds
-  Inputs inputs;
+  Arrays arrays;
   Matrices<const A> initial, kept, d_last;
   Matrices<A> d_initial;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
+    const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
     Tile<A, kRows, kColumns> g;
     place.load(d_last, place.head, g);
     if constexpr (kRebuilds) {
       go_in_groups(place, g);
     } else {
-      place.for_tokens(true, [&](int64_t t, const A* token) { go_back(place, t, token, [] {}, g); });
+      place.for_tokens(
+          true, [&](A* token) { undo(place, token, [] {}, g); }, [](int64_t) {});
     }
     place.store(g, d_initial, place.head);
   }
@@ -127,7 +132,7 @@ struct BackwardScan {
     const bool forwards = i < groups - 1;
     const int group = forwards ? i : 2 * (groups - 1) - i;
     const int64_t first = chunk * kChunk + group * kGroup, left = size.length - first;
-    return {{first, left < kGroup ? int(left) : kGroup}, chunk, group, groups, forwards, i == 0};
+    return {{first, left < kGroup ? int(left) : kGroup, !forwards}, chunk, group, groups, forwards, i == 0};
   }
 
   template <typename Place, int kRows, int kColumns>
@@ -136,16 +141,17 @@ struct BackwardScan {
     A* const states = place.own_memory() + place.thread;
     place.for_stages(
         count_stages(), [&](int64_t n) { return stage_at(n); },
-        [&](int64_t n, const GroupStage& stage) {
+        [&](int at, const GroupStage& stage) {
           if (stage.starts_chunk) load_first(place, stage.chunk, state);
           if (stage.forwards)
             save(state, states, stage.group);
           else if (stage.group < stage.groups - 1)
             restore(states, stage.group, state);
           FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-            if (place.begins(stage.first + s)) state.clear();
+            A* const token = place.token(at, s);
+            if (place.begins(token)) state.clear();
             if (!stage.forwards) save(state, states, kGroups - 1 + s);
-            self().go_on(place, stage.first + s, place.token(n, s), !stage.forwards, state);
+            self().go_on(place, token, !stage.forwards, state);
           }
           if (stage.forwards) return;
           FWP_UNROLL_BY(1) for (int s = stage.count - 1; s >= 0; --s) {
@@ -154,15 +160,15 @@ struct BackwardScan {
               restore(states, kGroups - 1 + s, found);
               return found;
             };
-            go_back(place, stage.first + s, place.token(n, s), before, g);
+            undo(place, place.token(at, s), before, g);
           }
         });
   }
 
   template <typename Place, typename Before, typename Tile>
-  FWP_DEVICE void go_back(const Place& place, int64_t t, const A* token, Before before, Tile& g) const {
-    self().go_back(place, t, token, before, g);
-    if (place.begins(t)) g.clear();
+  FWP_DEVICE void undo(const Place& place, A* token, Before before, Tile& g) const {
+    self().go_back(place, token, before, g);
+    if (place.begins(token)) g.clear();
   }
 
   template <typename Place, int kRows, int kColumns>
@@ -193,15 +199,15 @@ template <typename A, Fades kFades, Erases kErases>
 struct ForgetValues
     : BackwardScan<ForgetValues<A, kFades, kErases>, A,
                    2 + (kFades != Fades::kHead) + 2 * (kErases == Erases::kRemoval),
-                   1 + 2 * (kFades == Fades::kKeyAndValue), 1 + (kFades == Fades::kHead), kFades == Fades::kKeyAndValue> {
+                   1 + 2 * (kFades == Fades::kKeyAndValue), 1 + (kFades == Fades::kHead),
+                   2 + (kFades == Fades::kKeyAndValue) + (kErases == Erases::kRemoval), kFades == Fades::kKeyAndValue> {
   enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
   enum Columns { kDOut, kValue, kValueDecay };
   enum Scalars { kRate, kHeadDecay };
-
-  Output d_v, d_write, d_found, d_value_decay;
+  enum Outputs { kDV, kDWrite, kDValueDecay, kDFound = kDValueDecay };
 
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_on(const Place& place, int64_t, const A* token, bool, Tile<A, kRows, kColumns>& state) const {
+  FWP_DEVICE void go_on(const Place& place, A* token, bool, Tile<A, kRows, kColumns>& state) const {
     A row[kRows], column[kColumns];
     place.load_row(token, kKeyDecay, row);
     place.load_column(token, kValueDecay, column);
@@ -213,8 +219,7 @@ struct ForgetValues
   }
 
   template <typename Place, typename Before, int kRows, int kColumns>
-  FWP_DEVICE void go_back(const Place& place, int64_t t, const A* token, Before before,
-                          Tile<A, kRows, kColumns>& g) const {
+  FWP_DEVICE void go_back(const Place& place, A* token, Before before, Tile<A, kRows, kColumns>& g) const {
     A row[kRows], column[kColumns], of_write[kColumns];
     [[maybe_unused]] A of_found[kColumns];
     place.load_row(token, kQuery, row);
@@ -223,16 +228,16 @@ struct ForgetValues
     place.load_row(token, kKey, row);
     g.read(row, of_write);
     add_lanes(of_write, place.plan.lanes);
-    place.store_columns(d_write, t, of_write);
+    place.put_columns(token, kDWrite, of_write);
     scaled(place.scalar(token, kRate), of_write, of_write);
-    place.store_columns(d_v, t, of_write);
+    place.put_columns(token, kDV, of_write);
     if constexpr (kErases == Erases::kRemoval) {
       A removal[kRows];
       place.load_row(token, kRemoval, removal);
       g.read(removal, of_found);
       add_lanes(of_found, place.plan.lanes);
       scaled(A(-1), of_found, of_found);
-      place.store_columns(d_found, t, of_found);
+      place.put_columns(token, kDFound, of_found);
     }
     if constexpr (kErases == Erases::kKey) g.subtract(row, of_write);
     if constexpr (kFades == Fades::kHead) {
@@ -243,7 +248,7 @@ struct ForgetValues
         g.scale_rows(row);
         g.read_with(before(), column);
         add_lanes(column, place.plan.lanes);
-        place.store_columns(d_value_decay, t, column);
+        place.put_columns(token, kDValueDecay, column);
         place.load_column(token, kValueDecay, column);
         g.scale_columns(column);
       } else {
@@ -264,12 +269,12 @@ template <typename A, Fades kFades, Erases kErases>
 struct ForgetKeys
     : BackwardScan<ForgetKeys<A, kFades, kErases>, A,
                    2 + (kFades == Fades::kKeyAndValue) + (kErases == Erases::kKey) + 2 * (kErases == Erases::kRemoval),
-                   2 + (kFades != Fades::kHead) + 2 * (kErases == Erases::kRemoval), 1 + (kFades == Fades::kHead), true> {
+                   2 + (kFades != Fades::kHead) + 2 * (kErases == Erases::kRemoval), 1 + (kFades == Fades::kHead),
+                   3 + 2 * (kErases == Erases::kRemoval), true> {
   enum Rows { kDOut, kError, kDWrite, kValueDecay = kDWrite, kFound = kDWrite, kDFound };
   enum Columns { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
   enum Scalars { kRate, kHeadDecay };
-
-  Output d_q, d_k, d_decay, d_removal_key, d_removal;  // d_decay of a head: the columns' parts of it
+  enum Outputs { kDQ, kDK, kDDecay, kDRemovalKey, kDRemoval };  // kDDecay of a head: the columns' parts of it
 
   template <typename Place, int kColumns>
   FWP_DEVICE void load_decay(const Place& place, const A* token, A (&decay)[kColumns]) const {
@@ -281,7 +286,7 @@ struct ForgetKeys
   }
 
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_on(const Place& place, int64_t t, const A* token, bool reads, Tile<A, kRows, kColumns>& state) const {
+  FWP_DEVICE void go_on(const Place& place, A* token, bool reads, Tile<A, kRows, kColumns>& state) const {
     A row[kRows], column[kColumns];
     load_decay(place, token, column);
     state.scale_columns(column);
@@ -302,12 +307,11 @@ struct ForgetKeys
     place.load_row(token, kDOut, row);
     state.read(row, column);
     add_lanes(column, place.plan.lanes);
-    place.store_columns(d_q, t, column);
+    place.put_columns(token, kDQ, column);
   }
 
   template <typename Place, typename Before, int kRows, int kColumns>
-  FWP_DEVICE void go_back(const Place& place, int64_t t, const A* token, Before before,
-                          Tile<A, kRows, kColumns>& g) const {
+  FWP_DEVICE void go_back(const Place& place, A* token, Before before, Tile<A, kRows, kColumns>& g) const {
     A row[kRows], column[kColumns], decay[kColumns], d_key[kColumns];
     place.load_row(token, kDOut, row);
     place.load_column(token, kQuery, column);
@@ -326,13 +330,13 @@ struct ForgetKeys
       place.load_column(token, kKey, column);
       g.subtract(row, column);
     }
-    place.store_columns(d_k, t, d_key);
+    place.put_columns(token, kDK, d_key);
     if constexpr (kErases == Erases::kRemoval) {
       place.load_row(token, kFound, row);
       g.read(row, column);
       add_lanes(column, place.plan.lanes);
       scaled(A(-1), column, column);
-      place.store_columns(d_removal, t, column);
+      place.put_columns(token, kDRemoval, column);
     }
     if constexpr (kFades == Fades::kKeyAndValue) {
       place.load_row(token, kValueDecay, row);
@@ -340,13 +344,13 @@ struct ForgetKeys
     }
     g.read_with(before(), column);
     add_lanes(column, place.plan.lanes);
-    place.store_columns(d_decay, t, column);
+    place.put_columns(token, kDDecay, column);
     g.scale_columns(decay);
     if constexpr (kErases == Erases::kRemoval) {
       place.load_row(token, kDFound, row);
       before().read(row, column);
       add_lanes(column, place.plan.lanes);
-      place.store_columns(d_removal_key, t, column);
+      place.put_columns(token, kDRemovalKey, column);
       place.load_column(token, kRemovalKey, column);
       g.add(row, column);
     }

@@ -13,10 +13,10 @@ namespace fwp::cuda {
 
 // At least. Without this number, ptxas spills registers in favour of more blocks than are of use.
 template <typename A>
-constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 2 : 3;
+constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 3 : 4;
 
 template <typename Scan, int kRows, int kColumns>
-__global__ void __launch_bounds__(kThreadsPerBlock + kWarp, kBlocksPerMultiprocessor<typename Scan::Number>)
+__global__ void __launch_bounds__(kThreadsPerBlock, kBlocksPerMultiprocessor<typename Scan::Number>)
     scan_kernel(const Scan scan) {
   scan.template run<kRows, kColumns>();
 }
@@ -47,7 +47,7 @@ inline const char* check_blocks(int64_t blocks) {
 
 template <typename Scan, int kRows, int kColumns>
 const char* launch_shape(Scan scan, int states, int stage, const Gpu& gpu, void* stream) {
-  const ScanNeeds needs{{kRows, kColumns}, Scan::Inputs::parts(), sizeof(typename Scan::Number), states, stage};
+  const ScanNeeds needs{{kRows, kColumns}, Scan::Arrays::parts(), sizeof(typename Scan::Number), states, stage};
   scan.plan = choose_plan(scan.size, needs, gpu);
   const size_t bytes = shared_bytes(needs, scan.plan);
   if (bytes > gpu.shared_bytes)
@@ -57,8 +57,8 @@ const char* launch_shape(Scan scan, int states, int stage, const Gpu& gpu, void*
                gpu.shared_bytes / 1024);
   const int64_t blocks = (scan.size.heads + scan.plan.teams - 1) / scan.plan.teams * scan.plan.slabs;
   if (const char* error = check_blocks(blocks)) return error;
-  const int threads = scan.plan.threads() + kWarp;
-  return launch_kernel(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, threads, bytes, stream, scan);
+  scan.arrays.set_pieces(scan.size, kColumns * scan.plan.groups);
+  return launch_kernel(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, scan.plan.threads(), bytes, stream, scan);
 }
 
 // A scan that keeps nothing in shared memory but tokens.

@@ -13,8 +13,8 @@ inline const char* delta_forward(const Call& call, const Inputs& in, const Outpu
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     const DeltaForward<A> scan{
-        {make.along_keys(), {}, {{in.k, in.q}, {in.v}, {in.rate}}, make.matrix(in.state), make.matrix(to.state)},
-        to.out, make.raw(to.retrieved)};
+        {make.along_keys(), {}, {{in.k, in.q, in.v}, {in.rate}, {to.out, make.raw(to.retrieved)}},
+         make.matrix(in.state), make.matrix(to.state)}};
     return launch(scan, call.stream);
   });
 }
@@ -38,15 +38,14 @@ inline const char* delta_backward(const Call& call, const Inputs& in, const Back
     const Tokens write = make.scratch(d_write, call.size.Dv), first_half = make.scratch(half, call.size.Dk);
     const Tokens &error = more.retrieved, &d_out = more.d_out;
     const DeltaBackwardValues<A> values{
-        {make.along_keys(), {}, {{in.k, in.q}, {d_out}, {in.rate}}, make.matrix(more.d_state), make.matrix(to.state)},
-        to.v, make.raw(d_write)};
+        {make.along_keys(), {}, {{in.k, in.q, d_out}, {in.rate}, {to.v, make.raw(d_write)}},
+         make.matrix(more.d_state), make.matrix(to.state)}};
     const DeltaBackwardQueries<A> queries{
-        {make.along_values(), {}, {{error, write, d_out}, {in.k}, {in.rate}}, make.transposed(in.state), {}},
-        to.q, make.raw(half), to.rate};
+        {make.along_values(), {}, {{error, write, d_out, in.k}, {in.rate}, {to.q, make.raw(half)}, to.rate},
+         make.transposed(in.state), {}}};
     const DeltaBackwardKeys<A> keys{
-        {make.along_values(), {}, {{error, write, d_out}, {in.q, in.k, first_half}, {in.rate}},
-         make.transposed(more.d_state), {}},
-        to.k};
+        {make.along_values(), {}, {{error, write, d_out, in.q, in.k, first_half}, {in.rate}, {to.k}},
+         make.transposed(more.d_state), {}}};
     const char* text = launch(values, call.stream);
     if (!text) text = launch(queries, call.stream);
     return text ? text : launch(keys, call.stream);

@@ -13,20 +13,29 @@ __global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const Toke
 
 namespace detail {
 
-// With narrow tiles, and tall ones for more rows: these scans hold more in registers than the sum and the delta rule.
-template <typename Scan>
-const char* launch_narrow(const Scan& scan, int states, int stage, void* stream) {
+// With tall tiles that have half the columns: these scans hold more in registers than the sum and the delta rule. Those that
+// keep tiles in shared memory have none that are wide.
+template <bool keeps_tiles, typename Scan>
+const char* launch_forgetting(const Scan& scan, int states, int stage, void* stream) {
   using A = typename Scan::Number;
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (scan.size.rows > kWarp * kNarrow.rows)
-    return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, stage, gpu, stream);
-  return launch_shape<Scan, kNarrow.rows, 1>(scan, states, stage, gpu, stream);
+  const Shape shape = choose_shape<A>(scan.size, gpu.multiprocessors);
+  if (shape == Shape::tall) return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, stage, gpu, stream);
+  if constexpr (sizeof(A) < 8 && !keeps_tiles)
+    if (shape == Shape::wide)
+      return launch_shape<Scan, kWide.rows, kWide.columns>(scan, states, stage, gpu, stream);
+  return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, states, stage, gpu, stream);
 }
+
+static_assert(kGroup <= kLeastTeam);
 
 template <typename Scan>
 const char* launch_backward(const Scan& scan, void* stream) {
-  return launch_narrow(scan, Scan::kRebuilds ? Scan::kStates : 0, Scan::kRebuilds ? kGroup : 0, stream);
+  if constexpr (Scan::kRebuilds)
+    return launch_forgetting<true>(scan, Scan::kStates, kGroup, stream);
+  else
+    return launch_forgetting<false>(scan, 0, 0, stream);
 }
 
 template <typename A>
@@ -61,23 +70,23 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
     return with_scans(call.rule, [&](auto fades, auto erases) {
       using Scan = ForgetForward<A, decltype(fades)::value, decltype(erases)::value>;
       Scan scan{{make.along_keys()}};
-      scan.inputs.rows[Scan::kKey] = in.k;
-      scan.inputs.rows[Scan::kQuery] = in.q;
-      scan.inputs.columns[Scan::kValue] = in.v;
-      scan.inputs.scalars[Scan::kRate] = in.rate;
-      if constexpr (fades == Fades::kHead) scan.inputs.scalars[Scan::kHeadDecay] = in.head_decay;
-      if constexpr (fades != Fades::kHead) scan.inputs.rows[Scan::kKeyDecay] = in.key_decay;
-      if constexpr (fades == Fades::kKeyAndValue) scan.inputs.columns[Scan::kValueDecay] = in.value_decay;
+      scan.arrays.row(Scan::kKey) = in.k;
+      scan.arrays.row(Scan::kQuery) = in.q;
+      scan.arrays.column(Scan::kValue) = in.v;
+      scan.arrays.scalars[Scan::kRate] = in.rate;
+      if constexpr (fades == Fades::kHead) scan.arrays.scalars[Scan::kHeadDecay] = in.head_decay;
+      if constexpr (fades != Fades::kHead) scan.arrays.row(Scan::kKeyDecay) = in.key_decay;
+      if constexpr (fades == Fades::kKeyAndValue) scan.arrays.column(Scan::kValueDecay) = in.value_decay;
       if constexpr (erases == Erases::kRemoval) {
-        scan.inputs.rows[Scan::kRemovalKey] = in.removal_key;
-        scan.inputs.rows[Scan::kRemoval] = in.removal;
+        scan.arrays.row(Scan::kRemovalKey) = in.removal_key;
+        scan.arrays.row(Scan::kRemoval) = in.removal;
       }
       scan.initial = make.matrix(in.state);
       scan.last = make.matrix(to.state);
       scan.kept = make.matrix(to.kept);
-      scan.out = to.out;
-      scan.retrieved = make.raw(to.retrieved);
-      return launch_narrow(scan, 0, 0, call.stream);
+      scan.arrays.outputs[Scan::kOut] = to.out;
+      if constexpr (erases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] = make.raw(to.retrieved);
+      return launch_forgetting<false>(scan, 0, 0, call.stream);
     });
   });
 }
@@ -101,36 +110,39 @@ inline const char* forget_backward(const Call& call, const Inputs& in, const Bac
       Values values{};
       Keys keys{};
       values.size = make.along_keys(), keys.size = make.along_values();
-      values.inputs.rows[Values::kKey] = keys.inputs.columns[Keys::kKey] = in.k;
-      values.inputs.rows[Values::kQuery] = keys.inputs.columns[Keys::kQuery] = in.q;
-      values.inputs.columns[Values::kDOut] = keys.inputs.rows[Keys::kDOut] = more.d_out;
-      values.inputs.scalars[Values::kRate] = keys.inputs.scalars[Keys::kRate] = in.rate;
+      values.arrays.row(Values::kKey) = keys.arrays.column(Keys::kKey) = in.k;
+      values.arrays.row(Values::kQuery) = keys.arrays.column(Keys::kQuery) = in.q;
+      values.arrays.column(Values::kDOut) = keys.arrays.row(Keys::kDOut) = more.d_out;
+      values.arrays.scalars[Values::kRate] = keys.arrays.scalars[Keys::kRate] = in.rate;
       const Tokens& error = erases == Erases::kKey ? more.retrieved : in.v;
-      keys.inputs.rows[Keys::kError] = error;
-      if constexpr (erases == Erases::kKey) keys.inputs.rows[Keys::kDWrite] = make.scratch(d_write, size.Dv);
-      values.d_write = make.raw(d_write), values.d_v = to.v;
-      keys.d_q = to.q, keys.d_k = to.k, keys.d_decay = to.key_decay;
+      keys.arrays.row(Keys::kError) = error;
+      if constexpr (erases == Erases::kKey) keys.arrays.row(Keys::kDWrite) = make.scratch(d_write, size.Dv);
+      values.arrays.outputs[Values::kDWrite] = make.raw(d_write);
+      values.arrays.outputs[Values::kDV] = to.v;
+      keys.arrays.outputs[Keys::kDQ] = to.q, keys.arrays.outputs[Keys::kDK] = to.k;
+      keys.arrays.outputs[Keys::kDDecay] = to.key_decay;
       if constexpr (erases == Erases::kRemoval) {
         void* const d_found = workspace.tokens(size.Dv);
-        values.inputs.rows[Values::kRemovalKey] = keys.inputs.columns[Keys::kRemovalKey] = in.removal_key;
-        values.inputs.rows[Values::kRemoval] = keys.inputs.columns[Keys::kRemoval] = in.removal;
-        keys.inputs.rows[Keys::kFound] = more.retrieved;
-        keys.inputs.rows[Keys::kDFound] = make.scratch(d_found, size.Dv);
-        values.d_found = make.raw(d_found);
-        keys.d_removal_key = to.removal_key, keys.d_removal = to.removal;
+        values.arrays.row(Values::kRemovalKey) = keys.arrays.column(Keys::kRemovalKey) = in.removal_key;
+        values.arrays.row(Values::kRemoval) = keys.arrays.column(Keys::kRemoval) = in.removal;
+        keys.arrays.row(Keys::kFound) = more.retrieved;
+        keys.arrays.row(Keys::kDFound) = make.scratch(d_found, size.Dv);
+        values.arrays.outputs[Values::kDFound] = make.raw(d_found);
+        keys.arrays.outputs[Keys::kDRemovalKey] = to.removal_key;
+        keys.arrays.outputs[Keys::kDRemoval] = to.removal;
       }
       void* const parts = fades == Fades::kHead ? workspace.tokens(size.Dk) : nullptr;
       if constexpr (fades == Fades::kHead) {
-        values.inputs.scalars[Values::kHeadDecay] = keys.inputs.scalars[Keys::kHeadDecay] = in.head_decay;
-        keys.d_decay = make.raw(parts);
+        values.arrays.scalars[Values::kHeadDecay] = keys.arrays.scalars[Keys::kHeadDecay] = in.head_decay;
+        keys.arrays.outputs[Keys::kDDecay] = make.raw(parts);
       } else {
-        values.inputs.rows[Values::kKeyDecay] = keys.inputs.columns[Keys::kKeyDecay] = in.key_decay;
+        values.arrays.row(Values::kKeyDecay) = keys.arrays.column(Keys::kKeyDecay) = in.key_decay;
       }
       if constexpr (fades == Fades::kKeyAndValue) {
-        values.inputs.columns[Values::kValue] = in.v;
-        values.inputs.columns[Values::kValueDecay] = keys.inputs.rows[Keys::kValueDecay] = in.value_decay;
+        values.arrays.column(Values::kValue) = in.v;
+        values.arrays.column(Values::kValueDecay) = keys.arrays.row(Keys::kValueDecay) = in.value_decay;
         values.initial = make.matrix(in.state), values.kept = make.matrix(more.kept);
-        values.d_value_decay = to.value_decay;
+        values.arrays.outputs[Values::kDValueDecay] = to.value_decay;
       }
       keys.initial = make.transposed(in.state), keys.kept = make.transposed(more.kept);
       values.d_last = make.matrix(more.d_state), keys.d_last = make.transposed(more.d_state);

@@ -3,7 +3,7 @@
 // A scan goes through the tokens with a matrix of rows x columns in registers: a state, its gradient, or the transpose
 // of one. Its columns do not know of each other. A thread holds kRows x kColumns elements; `lanes` threads side by side
 // share the rows of their kColumns columns, and add up over them by shuffles; `groups` of such lanes are a team, which
-// takes a slab of the columns of one head; a block is some teams and one more warp, which brings the tokens.
+// takes a slab of the columns of one head, and brings its tokens; a block is some teams.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,9 @@
 
 namespace fwp::cuda {
 
-constexpr int kThreadsPerBlock = 128;  // at most, without the warp that brings the tokens
-constexpr int kBuffers = 2;            // of tokens: one is filled while the other is used
+constexpr int kThreadsPerBlock = 128;  // at most
+constexpr int kMostBuffers = 3;        // of a ring, for tokens: two are filled while the third is used
+constexpr int kBuffers = 2;            // for a chunk's matrices on the tensor cores
 
 struct ScanSize {
   int64_t heads, heads_per_batch, length;
@@ -22,37 +23,52 @@ struct ScanSize {
   const bool* first;  // (batches, length): tokens before which the matrix is zero, forwards; null: nowhere
 };
 
-// All are powers of two, but `slabs`.
+FWP_BOTH constexpr int log2_of(int power) {
+  int log = 0;
+  while (1 << log < power) ++log;
+  return log;
+}
+
+// All are powers of two, but `slabs` and `buffers`.
 struct Plan {
   int lanes, groups, teams, slabs;
-  int stage;  // tokens in a buffer
+  int log_lanes, log_groups;  // to the base of 2
+  int stage;                  // tokens in a buffer, no more than the threads of a team
+  int buffers;                // of a ring: 2, or kMostBuffers
 
   FWP_BOTH int team_threads() const { return lanes * groups; }
   FWP_BOTH int threads() const { return lanes * groups * teams; }
 };
 
-// Numbers that a token brings: `rows` vectors along the rows, `columns` along the columns, `scalars` single ones.
+// Numbers that a token brings: `rows` vectors along the rows, `columns` along the columns, `scalars` single ones; and those
+// that it takes away: `outputs` vectors along the columns, and perhaps a single one.
 struct TokenParts {
-  int rows, columns, scalars;
+  int rows, columns, scalars, outputs;
 };
 
-constexpr int kPiece = 4;  // numbers that are read from shared memory at once
+constexpr int kPiece = 4;         // numbers that are read from shared memory at once
+constexpr int kSingles = 4;       // room for single ones, and for whether a document begins
+constexpr int kLeastColumns = 8;  // that are brought: 16 bytes in the smallest type
 
-// Where the parts of a token lie in a buffer, in numbers.
+// Where the parts of a token lie in shared memory, in numbers. All begin at a multiple of 16 bytes.
 struct TokenLayout {
-  int row_width, column_width, columns_at, scalars_at, size;
+  int row_width, column_width, output_width, columns_at, outputs_at, scalars_at, size;
 
   FWP_BOTH TokenLayout(const TokenParts& parts, const Plan& plan, int rows_per_thread, int columns_per_thread) {
     row_width = rows_per_thread * plan.lanes;
-    column_width = columns_per_thread * plan.groups;
-    const int pitch = column_width < kPiece ? kPiece : column_width;
+    output_width = columns_per_thread * plan.groups;
+    column_width = output_width < kLeastColumns ? kLeastColumns : output_width;
     columns_at = parts.rows * row_width;
-    scalars_at = columns_at + parts.columns * pitch;
-    size = scalars_at + (parts.scalars ? kPiece : 0);
+    outputs_at = columns_at + parts.columns * column_width;
+    scalars_at = outputs_at + parts.outputs * output_pitch();
+    size = scalars_at + kSingles;
   }
+  FWP_BOTH int output_pitch() const { return output_width < kPiece ? kPiece : output_width; }
   FWP_BOTH int row(int n) const { return n * row_width; }
-  FWP_BOTH int column(int n) const { return columns_at + n * (column_width < kPiece ? kPiece : column_width); }
+  FWP_BOTH int column(int n) const { return columns_at + n * column_width; }
+  FWP_BOTH int output(int n) const { return outputs_at + n * output_pitch(); }
   FWP_BOTH int scalar(int n) const { return scalars_at + n; }
+  FWP_BOTH int begins() const { return scalar(kSingles - 1); }
 };
 
 }  // namespace fwp::cuda

@@ -1,6 +1,8 @@
 // What all scans share: a thread's tile of the matrix, the tokens' way through shared memory, results.
 #pragma once
 
+#include <type_traits>
+
 #include "layout.h"
 
 namespace fwp::cuda {
@@ -16,9 +18,45 @@ struct Matrices {
   int64_t head = 0, row = 0, column = 0;
 };
 
+// Numbers that are read or written at once, or 16 bytes of them at a time.
+template <typename T, int n>
+struct alignas(n * sizeof(T) < 16 ? n * sizeof(T) : 16) Numbers {
+  T x[n];
+};
 template <typename A>
-struct alignas(kPiece * sizeof(A) < 16 ? kPiece * sizeof(A) : 16) Piece {
-  A x[kPiece];
+using Piece = Numbers<A, kPiece>;
+template <typename T>
+constexpr int kOf16Bytes = 16 / sizeof(T);
+template <typename T>
+using Wide = Numbers<T, kOf16Bytes<T>>;
+
+constexpr int bytes_of(Type type) { return type == Type::float64 ? 8 : type == Type::float32 ? 4 : 2; }
+
+// Whether rows of `width` numbers, with these strides between them, can be copied 16 bytes at a time.
+template <typename... Strides>
+bool in_pieces(const void* data, Type type, Strides... strides) {
+  const int numbers = 16 / bytes_of(type);
+  return data && reinterpret_cast<uintptr_t>(data) % 16 == 0 && (... && (strides % numbers == 0));
+}
+
+// What a scan reads, or writes, of each token.
+struct Source : Input {
+  bool by_pieces = false;  // of 16 bytes
+  int log_bytes = 0;       // of a number, to the base of 2
+
+  Source() = default;
+  Source(const Input& from) : Input(from) {}
+  void set_pieces(int width) {
+    by_pieces = in_pieces(data, type, width, batch, head, token);
+    log_bytes = log2_of(bytes_of(type));
+  }
+};
+struct Sink : Output {
+  bool by_pieces = false;
+
+  Sink() = default;
+  Sink(const Output& to) : Output(to) {}
+  void set_pieces(int width, int slab_width) { by_pieces = in_pieces(data, type, width, slab_width); }
 };
 
 // The part of the matrix that one thread holds.
@@ -86,64 +124,75 @@ FWP_DEVICE void add_lanes(A (&x)[n], int lanes) {
 struct Stage {
   int64_t first;
   int count;
+  bool writes;  // whether they have outputs
 };
 
 // Those of a scan from the first token to the last, or back.
 FWP_DEVICE Stage plain_stage(int64_t n, int tokens, int64_t length, bool reverse) {
   const int64_t before = n * tokens, left = length - before;
   const int count = left < tokens ? int(left) : tokens;
-  return {reverse ? left - count : before, count};
+  return {reverse ? left - count : before, count, true};
 }
 
-template <typename A, int kRowParts, int kColumnParts, int kScalars>
-struct TokenInputs {
-  static FWP_BOTH constexpr TokenParts parts() { return {kRowParts, kColumnParts, kScalars}; }
-  Input rows[kRowParts];
-  Input columns[kColumnParts];
-  Input scalars[kScalars ? kScalars : 1];
+// All that a scan reads and writes of each token.
+template <int kRowParts, int kColumnParts, int kScalars_, int kOutputs>
+struct TokenArrays {
+  static constexpr int kScalars = kScalars_;
+  static FWP_BOTH constexpr TokenParts parts() { return {kRowParts, kColumnParts, kScalars, kOutputs}; }
+  Source vectors[kRowParts + kColumnParts];  // along the rows, then along the columns
+  Source scalars[kScalars ? kScalars : 1];
+  Sink outputs[kOutputs];
+  Sink sum;  // one number a token
+
+  Source& row(int n) { return vectors[n]; }
+  Source& column(int n) { return vectors[kRowParts + n]; }
+  void set_pieces(const ScanSize& size, int slab_width) {
+    for (int n = 0; n < kRowParts; ++n) row(n).set_pieces(size.rows);
+    for (int n = 0; n < kColumnParts; ++n) column(n).set_pieces(size.columns);
+    for (Source& x : scalars) x.set_pieces(1);
+    for (Sink& x : outputs) x.set_pieces(size.columns, slab_width);
+  }
 };
 
 // The place of a thread in a scan.
-template <typename A, int kRows, int kColumns, typename Inputs>
+template <typename A, int kRows, int kColumns, typename Arrays>
 struct Place {
   const ScanSize& size;
   const Plan& plan;
-  const Inputs& inputs;
+  const Arrays& arrays;
   TokenLayout layout;
-  int thread, team, lane, column;  // column: the first one of this thread in the matrix
-  int group_column;                // and in the slab of its team
-  int64_t head;
+  int thread, team, worker, lane, column;  // worker: the thread in its team; column: its first one in the matrix
+  int slab_column, brought_column;         // in the slab of its team, and in what is brought of a token
+  int64_t head, batch, head_of_batch;
 
-  FWP_DEVICE Place(const ScanSize& size_, const Plan& plan_, const Inputs& inputs_)
-      : size(size_), plan(plan_), inputs(inputs_), layout(Inputs::parts(), plan_, kRows, kColumns) {
+  FWP_DEVICE Place(const ScanSize& size_, const Plan& plan_, const Arrays& arrays_)
+      : size(size_), plan(plan_), arrays(arrays_), layout(Arrays::parts(), plan_, kRows, kColumns) {
     thread = int(threadIdx.x);
-    team = thread / plan.team_threads();
+    team = thread >> log_team();
+    worker = thread & (plan.team_threads() - 1);
     lane = thread & (plan.lanes - 1);
-    group_column = (thread & (plan.team_threads() - 1)) / plan.lanes * kColumns;
-    column = slab() * layout.column_width + group_column;
-    head = first_head() + team;
+    slab_column = (worker >> plan.log_lanes) * kColumns;
+    column = slab() * layout.output_width + slab_column;
+    brought_column = column & (layout.column_width - 1);
+    head = int64_t(blockIdx.x / unsigned(plan.slabs)) * plan.teams + team;
+    batch = head / size.heads_per_batch;
+    head_of_batch = head % size.heads_per_batch;
   }
 
   FWP_DEVICE int slab() const { return int(blockIdx.x % unsigned(plan.slabs)); }
-  FWP_DEVICE int64_t first_head() const { return int64_t(blockIdx.x / unsigned(plan.slabs)) * plan.teams; }
-  FWP_DEVICE bool brings_tokens() const { return thread >= plan.threads(); }
   // Whether the thread has columns of a head, though perhaps beyond the last one.
-  FWP_DEVICE bool is_there() const { return !brings_tokens() && head < size.heads; }
-  // Whether a document begins with token t.
-  FWP_DEVICE bool begins(int64_t t) const {
-    return size.first && is_there() && size.first[head / size.heads_per_batch * size.length + t];
-  }
+  FWP_DEVICE bool is_there() const { return head < size.heads; }
+  // Whether a document begins with a token.
+  FWP_DEVICE bool begins(const A* token) const { return size.first && token[layout.begins()] != 0; }
   FWP_DEVICE int row(int r) const { return ((r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
 
-  FWP_DEVICE A* buffer(int64_t n) const {
-    return reinterpret_cast<A*>(shared_memory()) + (n % kBuffers) * plan.teams * plan.stage * layout.size;
+  // A token of the thread's team, in one of the ring's buffers.
+  FWP_DEVICE A* token(int at, int slot) const {
+    return reinterpret_cast<A*>(shared_memory()) + ((at * plan.teams + team) * plan.stage + slot) * layout.size;
   }
-  // Shared memory beyond the buffers.
+  // Shared memory beyond the ring.
   FWP_DEVICE A* own_memory() const {
-    return reinterpret_cast<A*>(shared_memory()) + kBuffers * plan.teams * plan.stage * layout.size;
-  }
-  FWP_DEVICE const A* token(int64_t n, int slot) const {
-    return buffer(n) + (team * plan.stage + slot) * layout.size;
+    return reinterpret_cast<A*>(shared_memory()) + plan.buffers * plan.teams * plan.stage * layout.size;
   }
 
   // Parts of a token.
@@ -155,10 +204,22 @@ struct Place {
     }
   }
   FWP_DEVICE void load_column(const A* token, int n, A (&x)[kColumns]) const {
-    const A* from = token + layout.column(n) + group_column;
-    FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[c] = from[c];
+    const auto found = *reinterpret_cast<const Numbers<A, kColumns>*>(token + layout.column(n) + brought_column);
+    FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[c] = found.x[c];
   }
   FWP_DEVICE A scalar(const A* token, int n) const { return token[layout.scalar(n)]; }
+
+  // One number a column, which all lanes of the column have.
+  FWP_DEVICE void put_columns(A* token, int n, const A (&x)[kColumns]) const {
+    if (lane != 0) return;
+    Numbers<A, kColumns> all;
+    FWP_UNROLL for (int c = 0; c < kColumns; ++c) all.x[c] = x[c];
+    *reinterpret_cast<Numbers<A, kColumns>*>(token + layout.output(n) + slab_column) = all;
+  }
+  // One number a token, which all threads have.
+  FWP_DEVICE void put_sum(A* token, A x) const {
+    if (worker == 0) token[layout.scalar(Arrays::kScalars)] = x;
+  }
 
   FWP_DEVICE void load(const Matrices<const A>& m, int64_t index, Tile<A, kRows, kColumns>& tile) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
@@ -175,111 +236,261 @@ struct Place {
           m.data[index * m.head + row(r) * m.row + (column + c) * m.column] = tile.x[r][c];
   }
 
-  // One number a column, which all lanes of the column have.
-  FWP_DEVICE void store_columns(const Output& to, int64_t t, const A (&x)[kColumns]) const {
-    if (!to.data || !is_there() || lane != 0) return;
-    const int64_t at = (head * size.length + t) * size.columns + column;
-    with_element<A>(to.type, [&](auto* element) {
-      auto* data = static_cast<decltype(element)>(to.data) + at;
-      FWP_UNROLL for (int c = 0; c < kColumns; ++c)
-        if (column + c < size.columns) round_to(x[c], data[c]);
-    });
-  }
-  // One number a token, which all threads have; nowhere if it is not wanted.
-  FWP_DEVICE void store_scalar(const Output& to, int64_t t, A x) const {
-    if (!to.data || !is_there() || lane != 0 || column != 0) return;
-    with_element<A>(to.type, [&](auto* element) {
-      round_to(x, static_cast<decltype(element)>(to.data)[head * size.length + t]);
-    });
-  }
-
-  // Calls use(n, stage) for each of the stages that stage_at(n) names, with their tokens in buffer n.
+  // Calls use(at, stage) for each of the stages that stage_at(n) names, with their tokens in buffer `at` of a ring.
+  // Meanwhile the next ones are on their way, and so are the outputs of the one before.
   template <typename StageAt, typename Use>
   FWP_DEVICE void for_stages(int64_t stages, StageAt stage_at, Use use) const {
-    for (int64_t n = 0; n <= stages; ++n) {
-      if (brings_tokens()) {
-        if (n < stages) fill(n, stage_at(n));
-      } else if (n > 0) {
-        use(n - 1, stage_at(n - 1));
+    const int ahead = plan.buffers - 1;
+    Asked asked;
+    Stage before{0, 0, false};
+    // The buffers of stage n, of the one before it, and of that whose scalars are asked for.
+    int at = 0, last = 0, filled = -1;
+    FWP_UNROLL_BY(1) for (int64_t n = -ahead; n <= stages; ++n) {
+      const bool begun = n >= 0 && n < stages;
+      if (begun) {
+        plan.buffers == kMostBuffers ? wait_copies<kMostBuffers - 2>() : wait_copies<0>();
+        if constexpr (sizeof(A) < 8) convert(at);
       }
-      // The buffer that was filled may be used from here on, and the one that was used may be filled.
+      if (filled >= 0) put_scalars(filled, asked);
+      // Stage n may be used from here on, and the buffer of the one before it be filled.
       __syncthreads();
+      filled = n + ahead >= stages ? -1 : n > 0 ? last : int(n) + ahead;
+      if (filled >= 0) bring(filled, stage_at(n + ahead), asked);
+      commit_copies();
+      write(last, before);
+      if (!begun) continue;
+      const auto stage = stage_at(n);
+      use(at, stage);
+      before = stage;
+      last = at;
+      at = at == ahead ? 0 : at + 1;
     }
   }
 
-  // Calls use(t, token) for all tokens from the first to the last, or back.
-  template <typename Use>
-  FWP_DEVICE void for_tokens(bool reverse, Use use) const {
+  // Calls use(token) for all tokens from the first to the last, or back, and then(end) after each stage, which ends before
+  // token `end`.
+  template <typename Use, typename Then>
+  FWP_DEVICE void for_tokens(bool reverse, Use use, Then then) const {
     const int64_t stages = (size.length + plan.stage - 1) / plan.stage;
     for_stages(
         stages, [&](int64_t n) { return plain_stage(n, plan.stage, size.length, reverse); },
-        [&](int64_t n, const Stage& stage) {
+        [&](int at, const Stage& stage) {
+          A* of_token = token(at, reverse ? stage.count - 1 : 0);
           FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
-            const int slot = reverse ? stage.count - 1 - s : s;
-            use(stage.first + slot, token(n, slot));
+            use(of_token);
+            of_token += reverse ? -layout.size : layout.size;
           }
+          then(stage.first + stage.count);
         });
   }
 
  private:
-  FWP_DEVICE void fill(int64_t n, const Stage& stage) const {
-    FWP_UNROLL_BY(1) for (int which = 0; which < plan.teams && first_head() + which < size.heads; ++which) {
-      A* to = buffer(n) + which * plan.stage * layout.size;
-      const int64_t h = first_head() + which;
-      FWP_UNROLL_BY(1) for (int i = 0; i < Inputs::parts().rows; ++i)
-        copy(inputs.rows[i], h, stage, 0, size.rows, layout.row_width, to + layout.row(i));
-      const int first = slab() * layout.column_width;
-      FWP_UNROLL_BY(1) for (int i = 0; i < Inputs::parts().columns; ++i)
-        copy(inputs.columns[i], h, stage, first, size.columns - first, layout.column_width, to + layout.column(i));
-      FWP_UNROLL_BY(1) for (int i = 0; i < Inputs::parts().scalars; ++i)
-        copy(inputs.scalars[i], h, stage, 0, 1, 1, to + layout.scalar(i));
+  // A number of each scalar as it lies in memory, for one token.
+  using Raw = std::conditional_t<sizeof(A) == 8, double, uint32_t>;
+  struct Asked {
+    Raw x[Arrays::kScalars ? Arrays::kScalars : 1];
+    bool begins;  // whether it is the first of a document
+  };
+
+  static constexpr int kVectors = Arrays::parts().rows + Arrays::parts().columns;
+  // Where a vector lies in a token, and which of its numbers the block needs: from `first` on, with zeros from `limit` on.
+  struct Vector {
+    int at, log_width, first, limit;
+  };
+  FWP_DEVICE Vector vector(int i) const {
+    const int column = i - Arrays::parts().rows;
+    if (column < 0) return {layout.row(i), log_row_width(), 0, size.rows};
+    return {layout.column(column), log_column_width(), first_column(), size.columns};
+  }
+
+  FWP_DEVICE int log_team() const { return plan.log_lanes + plan.log_groups; }
+  FWP_DEVICE int log_row_width() const {
+    constexpr int log_rows = log2_of(kRows);
+    return log_rows + plan.log_lanes;
+  }
+  FWP_DEVICE int log_output_width() const {
+    constexpr int log_columns = log2_of(kColumns);
+    return log_columns + plan.log_groups;
+  }
+  FWP_DEVICE int log_column_width() const {
+    constexpr int least = log2_of(kLeastColumns);
+    return log_output_width() < least ? least : log_output_width();
+  }
+  FWP_DEVICE int first_output() const { return slab() * layout.output_width; }
+  FWP_DEVICE int first_column() const { return first_output() & ~(layout.column_width - 1); }
+
+  // Calls f(slot, i) for a thread's share of `count` tokens in 2^log_parts parts each: for the same ones each time.
+  template <typename F>
+  FWP_DEVICE void share(int count, int log_parts, F f) const {
+    const int parts = 1 << log_parts, spare = log_team() - log_parts;
+    const int slot = spare > 0 ? worker >> log_parts : 0, step = spare > 0 ? 1 << spare : 1;
+    FWP_UNROLL_BY(1) for (int s = slot; s < count; s += step)
+      FWP_UNROLL_BY(1) for (int i = worker & (parts - 1); i < parts; i += plan.team_threads()) f(s, i);
+  }
+
+  // Where the vectors of token t begin.
+  FWP_DEVICE const unsigned char* start(const Source& from, int64_t t) const {
+    const int64_t at = batch * from.batch + head_of_batch * from.head + t * from.token;
+    return static_cast<const unsigned char*>(from.data) + (at << from.log_bytes);
+  }
+
+  // Begins to bring a stage's tokens to buffer `at`, all but their scalars, which are asked for.
+  FWP_DEVICE void bring(int at, const Stage& stage, Asked& asked) const {
+    if (!is_there()) return;
+    FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) asked.x[i] = ask(arrays.scalars[i], stage);
+    asked.begins = size.first && worker < stage.count && size.first[batch * size.length + stage.first + worker];
+    FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
+      const Source& from = arrays.vectors[i];
+      const Vector to = vector(i);
+      const unsigned char* const data = start(from, stage.first);
+      if (from.by_pieces)
+        copy(from, data, stage.count, to, token(at, 0) + to.at);
+      else
+        bring_numbers(from, data, stage.count, to, token(at, 0) + to.at);
     }
   }
 
-  // `count` numbers of each token of the stage from `first` on, and zeros up to `width`, a power of two: some tokens at
-  // once where they are shorter than a warp, or else one after the other.
-  FWP_DEVICE void copy(const Input& from, int64_t h, const Stage& stage, int first, int count, int width, A* to) const {
-    const int worker = thread - plan.threads(), tokens = width < kWarp ? kWarp / width : 1;
-    const int slot = worker / width * (tokens > 1), j = tokens > 1 ? worker & (width - 1) : worker;
-    if (!from.data) count = 0;
-    const int64_t at = h / size.heads_per_batch * from.batch + h % size.heads_per_batch * from.head +
-                       (stage.first + slot) * from.token + first;
-    with_element<A>(from.type, [&](auto* element) {
-      const auto* data = static_cast<decltype(element)>(const_cast<void*>(from.data)) + at;
-      A* target = to + slot * layout.size;
-      FWP_UNROLL_BY(4) for (int s = slot; s < stage.count; s += tokens) {
-        FWP_UNROLL_BY(1) for (int i = j; i < width; i += kWarp) target[i] = i < count ? number(data[i]) : A(0);
-        data += tokens * from.token;
-        target += tokens * layout.size;
+  // Each 16 bytes go where their numbers will lie: of numbers of 2 bytes into the first half of it.
+  FWP_DEVICE void copy(const Source& from, const unsigned char* data, int count, const Vector& vector, A* to) const {
+    const int log_numbers = 4 - from.log_bytes;
+    share(count, vector.log_width - log_numbers, [&](int s, int i) {
+      const int column = vector.first + (i << log_numbers);
+      const bool inside = column < vector.limit;
+      const int64_t at = inside ? (s * from.token + column) << from.log_bytes : 0;
+      copy_later(to + s * layout.size + (i << log_numbers), data + at, inside);
+    });
+  }
+
+  // Number by number, some tokens at once: all are asked for before the first is needed.
+  FWP_DEVICE void bring_numbers(const Source& from, const unsigned char* data, int count, const Vector& vector, A* to) const {
+    constexpr int kAtOnce = 4;
+    const int limit = from.data ? vector.limit : 0;
+    share((count + kAtOnce - 1) / kAtOnce, vector.log_width, [&](int s, int i) {
+      Raw x[kAtOnce];
+      FWP_UNROLL for (int n = 0; n < kAtOnce; ++n) {
+        const int t = kAtOnce * s + n;
+        x[n] = raw(from, data, t * from.token + vector.first + i, t < count && vector.first + i < limit);
+      }
+      FWP_UNROLL for (int n = 0; n < kAtOnce; ++n)
+        if (kAtOnce * s + n < count) to[(kAtOnce * s + n) * layout.size + i] = number_of(from.type, x[n]);
+    });
+  }
+
+  // Numbers of 2 bytes that this thread has copied to buffer `at`.
+  FWP_DEVICE void convert(int at) const {
+    if (!is_there()) return;
+    FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
+      const Source& from = arrays.vectors[i];
+      if (from.by_pieces && from.log_bytes == 1) convert(from.type, vector(i), at);
+    }
+  }
+  FWP_DEVICE void convert(Type type, const Vector& vector, int at) const {
+    constexpr int numbers = kOf16Bytes<uint16_t>, log_numbers = log2_of(numbers);
+    share(plan.stage, vector.log_width - log_numbers, [&](int s, int i) {
+      A* const to = token(at, s) + vector.at + i * numbers;
+      const Wide<uint16_t> found = *reinterpret_cast<const Wide<uint16_t>*>(to);
+      FWP_UNROLL for (int p = 0; p < numbers / kPiece; ++p) {
+        Piece<A> piece;
+        FWP_UNROLL for (int e = 0; e < kPiece; ++e) piece.x[e] = number_of(type, Raw(found.x[p * kPiece + e]));
+        reinterpret_cast<Piece<A>*>(to)[p] = piece;
+      }
+    });
+  }
+
+  // The scalar of the token of a stage that this thread brings. Nobody waits for it before put_scalars().
+  FWP_DEVICE Raw ask(const Source& from, const Stage& stage) const {
+    return raw(from, start(from, stage.first), worker * from.token, from.data && worker < stage.count);
+  }
+  FWP_DEVICE void put_scalars(int at, const Asked& asked) const {
+    if (!is_there() || worker >= plan.stage) return;
+    A* const to = token(at, worker);
+    FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) to[layout.scalar(i)] = number_of(arrays.scalars[i].type, asked.x[i]);
+    if (size.first) to[layout.begins()] = asked.begins;
+  }
+
+  // Number `at`, as it lies in memory, or zero.
+  static FWP_DEVICE Raw raw(const Source& from, const unsigned char* data, int64_t at, bool inside) {
+    if (!inside) return Raw(0);
+    if constexpr (sizeof(A) == 8)
+      return reinterpret_cast<const double*>(data)[at];
+    else
+      return from.log_bytes == 2 ? reinterpret_cast<const uint32_t*>(data)[at] : reinterpret_cast<const uint16_t*>(data)[at];
+  }
+  static FWP_DEVICE double number_of(Type, double x) { return x; }
+  static FWP_DEVICE float number_of(Type type, uint32_t bits) {
+    if (type == Type::float32) return float_of_bits(bits);
+    return type == Type::bfloat16 ? number(Bfloat16{uint16_t(bits)}) : number(Float16{uint16_t(bits)});
+  }
+
+  // The outputs of a stage, from buffer `at`.
+  FWP_DEVICE void write(int at, const Stage& stage) const {
+    if (!is_there() || !stage.writes) return;
+    const A* const tokens = token(at, 0);
+    const int64_t first = head * size.length + stage.first;
+    FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().outputs; ++i)
+      if (arrays.outputs[i].data) write(arrays.outputs[i], first, stage.count, tokens + layout.output(i));
+    if (!arrays.sum.data || slab() > 0 || worker >= stage.count) return;
+    with_element<A>(arrays.sum.type, [&](auto* element) {
+      round_to(tokens[worker * layout.size + layout.scalar(Arrays::kScalars)],
+               static_cast<decltype(element)>(arrays.sum.data)[first + worker]);
+    });
+  }
+  FWP_DEVICE void write(const Sink& to, int64_t first, int count, const A* tokens) const {
+    with_element<A>(to.type, [&](auto* element) {
+      using T = std::remove_pointer_t<decltype(element)>;
+      T* const data = static_cast<T*>(to.data) + first * size.columns + first_output();
+      const int limit = size.columns - first_output();
+      if (to.by_pieces) {
+        constexpr int numbers = kOf16Bytes<T>, log_numbers = log2_of(numbers), together = kOf16Bytes<A>;
+        share(count, log_output_width() - log_numbers, [&](int s, int i) {
+          if (i * numbers >= limit) return;
+          const Wide<A>* const from = reinterpret_cast<const Wide<A>*>(tokens + s * layout.size + i * numbers);
+          Wide<T> piece;
+          FWP_UNROLL for (int p = 0; p < numbers / together; ++p) {
+            const Wide<A> found = from[p];
+            FWP_UNROLL for (int e = 0; e < together; ++e) round_to(found.x[e], piece.x[p * together + e]);
+          }
+          reinterpret_cast<Wide<T>*>(data + s * size.columns)[i] = piece;
+        });
+      } else {
+        share(count, log_output_width(), [&](int s, int i) {
+          if (i < limit) round_to(tokens[s * layout.size + i], data[s * size.columns + i]);
+        });
       }
     });
   }
 };
 
 // What every scan has: the tokens that it goes through, and the matrix before the first that it comes to and after the last.
-template <typename A, int kRowParts, int kColumnParts, int kScalars>
+template <typename A, int kRowParts, int kColumnParts, int kScalars, int kOutputs>
 struct Scan {
   using Number = A;
-  using Inputs = TokenInputs<A, kRowParts, kColumnParts, kScalars>;
+  using Arrays = TokenArrays<kRowParts, kColumnParts, kScalars, kOutputs>;
 
   ScanSize size;
   Plan plan;
-  Inputs inputs;
+  Arrays arrays;
   Matrices<const A> initial;
   Matrices<A> last;
 
-  // Calls step(place, t, token, matrix) for all tokens from the first to the last, or back.
-  template <int kRows, int kColumns, typename Step>
-  FWP_DEVICE void scan(bool reverse, Step step) const {
-    const Place<A, kRows, kColumns, Inputs> place(size, plan, inputs);
+  // Calls step(place, token, matrix) for all tokens from the first to the last, or back, and then(place, end, matrix) after
+  // each stage.
+  template <int kRows, int kColumns, typename Step, typename Then>
+  FWP_DEVICE void scan(bool reverse, Step step, Then then) const {
+    const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
     Tile<A, kRows, kColumns> matrix;
     place.load(initial, place.head, matrix);
-    place.for_tokens(reverse, [&](int64_t t, const A* token) {
-      if (!reverse && place.begins(t)) matrix.clear();
-      step(place, t, token, matrix);
-      if (reverse && place.begins(t)) matrix.clear();
-    });
+    const auto use = [&](A* token) {
+      if (!reverse && place.begins(token)) matrix.clear();
+      step(place, token, matrix);
+      if (reverse && place.begins(token)) matrix.clear();
+    };
+    place.for_tokens(reverse, use, [&](int64_t end) { then(place, end, matrix); });
     place.store(matrix, last, place.head);
+  }
+  template <int kRows, int kColumns, typename Step>
+  FWP_DEVICE void scan(bool reverse, Step step) const {
+    scan<kRows, kColumns>(reverse, step, [](const auto&, int64_t, const auto&) {});
   }
 };
 

@@ -7,15 +7,15 @@
 namespace fwp::cuda {
 
 template <typename A>
-struct SumScan : Scan<A, 2, 1, 0> {
+struct SumScan : Scan<A, 2, 1, 0, 1> {
   enum Rows { kKey, kQuery };
+  enum Outputs { kOut };
 
   bool reverse;
-  Output out;
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
-    this->template scan<kRows, kColumns>(reverse, [&](const auto& place, int64_t t, const A* token, auto& state) {
+    this->template scan<kRows, kColumns>(reverse, [&](const auto& place, A* token, auto& state) {
       A key[kRows], query[kRows], value[kColumns], read[kColumns];
       place.load_row(token, kKey, key);
       place.load_row(token, kQuery, query);
@@ -23,7 +23,7 @@ struct SumScan : Scan<A, 2, 1, 0> {
       state.add(key, value);
       state.read(query, read);
       add_lanes(read, place.plan.lanes);
-      place.store_columns(out, t, read);
+      place.put_columns(token, kOut, read);
     });
   }
 };

@@ -12,6 +12,8 @@ from test_sanitizer import run_watched
 
 # Ragged in every size; with several heads in a block, several slabs, stages, chunks.
 SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
+# Numbers of 2 bytes, 16 bytes of them at a time.
+HALF_SHAPE = (1, 2, 38, 16, 24)
 # On the tensor cores: bfloat16, but for the states. Keys are copied 16 bytes at a time, values one by one.
 CHUNK_SHAPE = (1, 2, 77, 24, 90)
 
@@ -30,21 +32,31 @@ MUTATIONS = {
     "barrier_for_some": Mutation(
         "scan.cuh",
         "      __syncthreads();\n",
-        "      if (!brings_tokens()) __syncthreads();\n",
+        "      if (thread < kWarp) __syncthreads();\n",
         complaint="before a barrier",
     ),
-    "one_buffer_for_two": Mutation("scan.cuh", "(n % kBuffers)", "(n % 1)"),
-    "bringers_store_too": Mutation("scan.cuh", "return !brings_tokens() && head <", "return head <"),
+    "ring_not_waited_for": Mutation("scan.cuh", "wait_copies<kMostBuffers - 2>()", "wait_copies<kMostBuffers - 1>()"),
+    "a_buffer_too_few": Mutation("scan.cuh", "(at * plan.teams + team)", "(at % 2 * plan.teams + team)"),
+    "copies_beyond_the_row": Mutation(
+        "scan.cuh", "const bool inside = column < vector.limit;", "const bool inside = true;"
+    ),
+    "not_converted": Mutation("scan.cuh", "        if constexpr (sizeof(A) < 8) convert(at);\n", "", ("gated",)),
+    "scalars_of_another_buffer": Mutation(
+        "scan.cuh", "put_scalars(filled, asked)", "put_scalars(at, asked)", ("delta",)
+    ),
+    "outputs_of_the_stage_after": Mutation("scan.cuh", "write(last, before);", "write(at, before);"),
+    "documents_not_begun": Mutation("scan.cuh", "to[layout.begins()] = asked.begins;", "to[layout.begins()] = 0;"),
+    "absent_heads_write": Mutation("scan.cuh", "return head < size.heads;", "return true;"),
     "last_stage_dropped": Mutation(
         "scan.cuh", "(size.length + plan.stage - 1) / plan.stage", "size.length / plan.stage"
     ),
     "tail_one_too_long": Mutation(
         "scan.cuh", "left < tokens ? int(left) : tokens", "left < tokens ? int(left) + 1 : tokens"
     ),
-    "column_beyond_the_last": Mutation(
-        "scan.cuh", "if (column + c < size.columns) round", "if (column + c <= size.columns) round"
+    "column_beyond_the_last": Mutation("scan.cuh", "if (i < limit) round_to", "if (i <= limit) round_to"),
+    "padding_not_written": Mutation(
+        "scan.cuh", "if (kAtOnce * s + n < count) to", "if (kAtOnce * s + n < count && i < limit) to"
     ),
-    "padding_not_written": Mutation("scan.cuh", "i < width; i += kWarp) target", "i < count; i += kWarp) target"),
     "slot_shared_by_threads": Mutation(
         "forget.cuh", "place.own_memory() + place.thread", "place.own_memory()", ("gated", "decay")
     ),
@@ -114,7 +126,7 @@ MUTATIONS = {
         "forget.cuh", "fma(-decay[c], column[c], d_key[c])", "d_key[c] - column[c]", ("gated_delta_by_key",)
     ),
     "removal_after_fading": Mutation("forget.cuh", "      g.add(row, of_found);\n", "", ("rwkv7",)),
-    "document_not_begun": Mutation("forget.cuh", "    if (place.begins(t)) g.clear();\n", "", ("gla",)),
+    "document_not_begun": Mutation("forget.cuh", "    if (place.begins(token)) g.clear();\n", "", ("gla",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
 
@@ -141,8 +153,8 @@ def cases():
                 given["first"] = torch.arange(shape[2]).expand(shape[0], -1).remainder(11).eq(5)
             gradients = cotangents_of(given)
             found.append((rule, given, erases, gradients, reference(given, erases, gradients)))
-    for rule in ("sum", "delta"):
-        given, erases = make_case(rule, CHUNK_SHAPE, torch.bfloat16)
+    for rule, shape in (("sum", CHUNK_SHAPE), ("delta", CHUNK_SHAPE), ("gated", HALF_SHAPE)):
+        given, erases = make_case(rule, shape, torch.bfloat16)
         gradients = cotangents_of(given)
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
         found.append((rule, given, erases, gradients, truth))
@@ -187,7 +199,7 @@ def test_address_sanitizer_watches_shared_memory(tmp_path):
 
 def test_address_sanitizer_finds_a_read_beyond_an_input(tmp_path):
     """The numbers are right: what lies there is multiplied by zero. Only this check sees it."""
-    mutation = Mutation("scan.cuh", "i < count ? number", "i <= count ? number")
+    mutation = Mutation("scan.cuh", "vector.first + i < limit);", "vector.first + i <= limit);")
     found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_SUM",), tmp_path)
     assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr
 
