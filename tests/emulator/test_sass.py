@@ -25,8 +25,8 @@ class Expected(NamedTuple):
     in_flight: int = 0  # loads at once, at least, unless there are asynchronous copies
 
 
-# A scan goes a token at a time; its tokens are copied meanwhile, 16 bytes at once where rows allow it, and else by several
-# loads. It must not become longer than it is. A round of a pass in chunks is 32 tokens.
+# A scan goes a token at a time; its tokens are copied meanwhile, 16 bytes at once where rows allow it, and else by
+# several loads. It must not become longer than it is. A round of a pass in chunks is 32 tokens.
 EXPECTED = {
     "scan": Expected(
         {
