@@ -25,7 +25,7 @@ PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegac
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the report, or with --hydra the YAML of an architecture. Exit status 2 for an unknown architecture."""
+    """Print the report, or with --hydra the YAML of an architecture. Exit status 2 for an unknown architecture."""
     parser = argparse.ArgumentParser(prog="fwp-info", description=__doc__, allow_abbrev=False)
     parser.add_argument("--build", action="store_true", help="build the kernels that can be built here first")
     parser.add_argument("--user-dir", metavar="FOLDER", help="a plug-in of yours, whose rules and maps are listed too")
