@@ -24,8 +24,8 @@ from .arguments import PER_KEY, PER_VALUE, state_dtype
 
 # Not the CPU: the tests run there, with the compilers that people have, and each new library would cost a second.
 CHECKED = ("cuda",)
-# Long enough for chunks on the tensor cores and for states that are kept, with a ragged end. Keys that are copied one by one
-# and 16 bytes at a time, by kernels for narrow, ordinary and wide ones.
+# Long enough for chunks on the tensor cores and for states that are kept, with a ragged end. Keys that are copied one
+# by one and 16 bytes at a time, by kernels for narrow, ordinary and wide ones.
 SIZES = (
     {"B": 2, "H": 2, "L": 70, "N": 2, "Dk": 20, "Dv": 24},
     {"B": 1, "H": 2, "L": 66, "N": 2, "Dk": 64, "Dv": 64},
