@@ -23,7 +23,7 @@ SMALL = {
 
 
 class Optimizer:
-    """What a task asks of fairseq's."""
+    """The settings that a task needs from fairseq."""
 
     def backward(self, loss):
         loss.backward()
@@ -119,7 +119,7 @@ def pieces(task, split, streams, at_documents=False):
     [(name, normalized) for name, rule in UPDATE_RULES.items() for normalized in {False, rule.normalizes}],
 )
 def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
-    """In training and in validation, with positions; documents start anew wherever they lie in a stream."""
+    """In training and in validation, with positions; documents start again wherever they lie in a stream."""
     flags = {"reset_state_after": separator}
     task, model = setup(
         flags,
@@ -366,7 +366,7 @@ def test_bad_settings(make_task, case):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({}, "no number of streams: give --batch-size"),
+        ({}, "--batch-size must be given: the number of streams"),
         ({"max_sentences": 0}, "no stream fits into --batch-size 0"),
         ({"max_tokens": 1023}, "no stream fits into --batch-size None and --max-tokens 1023: each takes 1024 tokens"),
         ({"max_sentences": 1, "max_positions": 512}, "--tokens-per-sample 1024 is longer than the 512"),
