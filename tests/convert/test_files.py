@@ -1,4 +1,4 @@
-"""What the command writes is what fairseq's commands take: a checkpoint, its dictionary and its flags."""
+"""The output of the command fits fairseq's commands: a checkpoint, its dictionary and its flags."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What cannot be represented is refused by name, in one sentence, before anything is written."""
+"""Models that cannot be represented are refused by name, in one sentence, before anything is written."""
 
 import re
 

@@ -168,7 +168,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
 
 @looped("size", [4, HEAD + 1])
 def test_decay_that_begins_with_spans(source, size):
-    """Scores are the nearest to those of softmax but for the last feature, whose read-out is a mean of the values."""
+    """Scores are the nearest to those of softmax but for the last feature, whose output is a mean of the values."""
     longest, x = 81, random_input()
     attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
     q, k, v, _ = rule_inputs(attention, x)
