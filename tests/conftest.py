@@ -1,4 +1,4 @@
-"""What every test shares: random numbers from one seed, and a reason for each skipped GPU test."""
+"""Shared parts of every test: random numbers from one seed, and a reason for each skipped GPU test."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What the tests of operators share: one thread, and memory in which nothing is zero by chance."""
+"""Shared fixtures of the tests of operators: one thread, and memory in which nothing is zero by chance."""
 
 import os
 from collections.abc import Iterator

@@ -30,7 +30,7 @@ def pairwise(when: Callable[[Case], bool] = lambda case: True, **factors: Sequen
 def looped(names: str | Sequence[str], values: Sequence[Any], ids: Any = None) -> Callable[[Callable], Callable]:
     """Try a test with each of the values, as one case; arguments as those of pytest.mark.parametrize.
 
-    For what varies beside the subject of a test: an error says where it happened.
+    For what varies next to the subject of a test: an error says where it happened.
     """
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 

@@ -1,4 +1,4 @@
-"""What a fast weight layer gives its rule."""
+"""The inputs that a fast weight layer passes to its rule."""
 
 
 def rule_inputs(layer, x, key_padding_mask=None):

@@ -151,7 +151,7 @@ def sample_combination(name: str, shape: tuple[int, int, int, int, int], dtype: 
 
 
 def operands(rule: str, inputs: dict[str, Tensor | None]) -> tuple[Any, ...]:
-    """What the rule hands to the operator of the family."""
+    """The arguments that the rule passes to the operator of the family."""
 
     class Spy(TorchDispatchMode):
         seen: tuple[Any, ...] = ()
@@ -199,7 +199,7 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
 
 
 def kernel_or_auto(rule: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What "auto" runs: the kernel, where the rule has one."""
+    """The implementation of "auto": the kernel, where the rule has one."""
     return functools.partial(RULES[rule].function, backend=fastest_backend(rule))
 
 

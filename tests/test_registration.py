@@ -1,4 +1,4 @@
-"""What an import of the package brings: layers need torch alone, and models are registered whoever comes first."""
+"""Effects of importing the package: layers need only torch, and models are registered whoever comes first."""
 
 import subprocess
 import sys

@@ -105,7 +105,7 @@ def test_sentences_from_standard_input(folder):
 
 
 ARCH = ["--arch", "delta_favor_mt_wmt14_en_de", *SIZE]
-MISFITS = {
+INCOMPATIBLE = {
     "--finetune-from-model": {
         "attention": (["--cross-feature-map", "softmax"], "--cross-feature-map favor", "--cross-feature-map softmax"),
         "layers": (["--encoder-layers", "3"], "--encoder-layers 2", "--encoder-layers 3"),
@@ -126,11 +126,11 @@ def go_on(folder, save_dir, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option, case", [(option, case) for option, cases in MISFITS.items() for case in cases])
+@pytest.mark.parametrize("option, case", [(option, case) for option, cases in INCOMPATIBLE.items() for case in cases])
 def test_flags_that_a_checkpoint_does_not_fit_are_named(folder, tmp_path, option, case):
     """With all others that change what weights compute, in one sentence, where fairseq has the names of all weights."""
     path = folder / "checkpoints" / "checkpoint_last.pt"
-    flags, theirs, ours = MISFITS[option][case]
+    flags, theirs, ours = INCOMPATIBLE[option][case]
     theirs, ours = rf"(--[^.]*, )?{theirs}(,[^.]*)?", rf"(--[^.]*, )?{ours}(,[^.]*)?"
     with pytest.raises(ValueError, match=rf"^{path} goes with {theirs}, and this model has {ours}: ") as error:
         go_on(folder, tmp_path, option, path, "--dropout", 0.5, "--activation-fn", "gelu", *flags)

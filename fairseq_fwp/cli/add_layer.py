@@ -3,9 +3,9 @@
     fwp-add-layer data-bin/corpus --path checkpoint_best.pt --out start.pt
     fairseq-train data-bin/corpus --arch fwp_fwl_lm --fwl-map-inputs --finetune-from-model start.pt ...
 
-The layer is the identity, in a basis where its steps down gradients are those of K-FAC (see
-modules/fast_weight_layer), by features and gradients of the training text, which is read as in training. Without
-this command --finetune-from-model starts with the identity too, but in the basis of the features.
+The layer is the identity, in a basis where its gradient steps are those of K-FAC (see modules/fast_weight_layer).
+The basis comes from features and gradients of the training text, which is read as in training. Without this command
+--finetune-from-model starts with the identity too, but in the basis of the features.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from fairseq_fwp.convert.fast_weight_layer import add_layer, read_moments
 
 
 def run(args: Namespace) -> None:
-    """Does what the arguments say, and prints what was written."""
+    """Add the layer as the arguments say, and print what was written."""
     base, task, cfg = load_model(args.path, args.data, {})
     model, settings = add_layer(base, cfg.model, architecture(cfg), task, args.fwl_hidden_dim)
     text = load_text(task, args.data, "train", task.source_dictionary.eos())

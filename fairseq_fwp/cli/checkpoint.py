@@ -1,4 +1,4 @@
-"""The language model in a checkpoint of fairseq, on a data folder, with settings changed where that is asked for."""
+"""The language model in a checkpoint of fairseq, on a data folder, with settings overridden on request."""
 
 import dataclasses
 import os
@@ -18,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 
 def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The model of a checkpoint, its task on the data folder, and the configuration of both.
+    """Load the model of a checkpoint, its task on the data folder, and the configuration of both.
 
-    Raises ValueError or OSError where that is impossible, with what to do.
+    Raises ValueError or OSError where that is impossible; the message says what to do.
     """
     state = load_state(path)
     cfg, state["args"] = state["cfg"], None  # those of an earlier fairseq are in both
@@ -57,13 +57,13 @@ def setup_task(cfg: Any, data: str) -> Any:
 
 
 def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The overrides in the types of their settings.
+    """Return the overrides in the types of their settings.
 
-    Raises ValueError for what is no setting of the checkpoint, and for a value that its setting cannot have.
+    Raises ValueError for a name that is not a setting of the checkpoint, and for a value of another type.
     """
     unknown = overrides.keys() - option_names(cfg)
     if unknown:
-        raise ValueError(f"--model-overrides names what {path} has no setting for: {', '.join(sorted(unknown))}")
+        raise ValueError(f"--model-overrides must name settings of {path}, got {', '.join(sorted(unknown))}")
     read = dict(overrides)
     model = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(architecture(cfg)))
     task = tasks.TASK_DATACLASS_REGISTRY.get(cfg.task._name)
@@ -75,9 +75,7 @@ def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, 
                 settings[name] = overrides[name]
             except OmegaConfBaseException:
                 expected = describe(group.__dataclass_fields__[name].type)
-                raise ValueError(
-                    f"--model-overrides sets {name} to {overrides[name]!r}: it has to be {expected}"
-                ) from None
+                raise ValueError(f"--model-overrides: {name} must be {expected}, got {overrides[name]!r}") from None
             read[name] = settings[name]
     return read
 
@@ -98,19 +96,19 @@ def architecture(cfg: Any) -> str:
 
 
 def check_kind(path: str, cfg: Any) -> None:
-    """Raises ValueError unless the configuration is that of a language model and its task, both known here."""
+    """Check that the model is a language model and that it and its task are registered; raise ValueError otherwise."""
     arch, task = architecture(cfg), cfg.task._name
     if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
         raise ValueError(f"{path} holds the model {arch!r} of the task {task!r}: name its plugin with --user-dir")
     if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
-        raise ValueError(f"{path} holds the model {arch!r}, which is no language model")
-    # The task of ours reads it but once, before the text.
+        raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
+    # Our task reads this token only once, before the text.
     if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
         raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
 
 
 def load_state(path: str) -> dict[str, Any]:
-    """What a checkpoint of fairseq holds, with its settings as "cfg"; ValueError or OSError for any other file."""
+    """Load a checkpoint of fairseq, with its settings as "cfg". Raises ValueError or OSError for any other file."""
     if not os.path.isfile(path):
         raise ValueError(f"there is no checkpoint {path}" + (": it is a folder" if os.path.isdir(path) else ""))
     try:
@@ -118,11 +116,11 @@ def load_state(path: str) -> dict[str, Any]:
     except (RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(str(error).strip().splitlines()[0]) from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no checkpoint of fairseq") from error
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got another file") from error
     weights, cfg = state.get("model"), state.get("cfg") or {}
     tensors = isinstance(weights, dict) and all(isinstance(weight, torch.Tensor) for weight in weights.values())
     if not tensors or not {"model", "task"} <= cfg.keys():
-        raise ValueError(f"{path} is no checkpoint of fairseq: it has no model, or none of its settings")
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without a model or without its settings")
     return state
 
 

@@ -1,21 +1,27 @@
-"""fwp-convert: make a checkpoint from elsewhere one of this plugin, with the same probabilities, or a recurrent one.
+"""fwp-convert: make a checkpoint of this plugin from another one, with the same probabilities or another attention.
 
     fwp-convert --source schlag-lm state_dict.pt --vocabulary words.txt --out converted --attn_type 24 --n_head 8 ...
     fwp-convert --source fairseq-lm adaptive_lm_wiki103.v2/model.pt --out converted
     fwp-convert --source gpt2 FOLDER --out recurrent --decoder-update-rule decay --state-size 32
     fwp-convert --source fairseq-mt transformer.pt --vocabulary DATA --out linear --encoder-feature-map elu ...
 
-For schlag-lm and transformer-xl, CHECKPOINT is a state dict of the papers' public code, or model.npz, the variables of
-Transformer-XL's TensorFlow code as the command in docs/checkpoints.md exports them. The training's options are read
-from the log.txt beside it; those given here win, and are written as the training script has them. FILE has the
-vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym). For fairseq-lm it is a checkpoint
-of fairseq's transformer_lm, for fwp-lm one of this plugin, both with their dict.txt beside them or given as FILE; for
-gpt2 a folder with config.json and model.safetensors; for fairseq-mt a translation model of fairseq's transformer or of
-this plugin's with softmax, FILE the folder with both dict.LANGUAGE.txt. --out is a folder for checkpoint.pt, dict.txt
-(for fairseq-preprocess --srcdict) and flags.txt (what fairseq-train --restore-file or --finetune-from-model needs).
+CHECKPOINT and FILE depend on the source:
 
-With --decoder-update-rule another attention takes the place of softmax, initialised as Mao 2022 has it; of translation
-each of the three attentions that is named. It is to be fine-tuned, or to learn from the old one (fwp_distillation).
+    schlag-lm, transformer-xl  a state dict of the papers' public code; or model.npz, the variables of Transformer-XL's
+                TensorFlow code, as the command in docs/checkpoints.md exports them. The options of the training are
+                read from the log.txt next to it; those given here win, under their names in the training script.
+                FILE: the vocabulary in the order of training, one word a line (there: corpus.vocab.idx2sym)
+    fairseq-lm  a checkpoint of fairseq's transformer_lm; FILE: its dict.txt, if it is not next to it
+    fwp-lm      a checkpoint of this plugin; FILE: as for fairseq-lm
+    gpt2        a folder with config.json and model.safetensors
+    fairseq-mt  a translation model of fairseq's transformer, or of this plugin with softmax; FILE: the folder with
+                both dict.LANGUAGE.txt
+
+--out is a folder for checkpoint.pt, dict.txt (for fairseq-preprocess --srcdict) and flags.txt. The latter has the
+flags that fairseq-train --restore-file or --finetune-from-model needs.
+
+With --decoder-update-rule another attention replaces softmax, initialised as in Mao 2022; in translation each of the
+three attentions that is named. It needs fine-tuning, or distillation from the old one (fwp_distillation).
 """
 
 import argparse
@@ -40,7 +46,7 @@ from fairseq_fwp.modules.update_rules import UPDATE_RULES
 SWAPS = {"fwp_transformer": swap_translation}
 TRANSLATION = "fairseq-mt"
 
-# The arguments that are no options of the training script.
+# The arguments that are not options of the training script.
 OWN = ("checkpoint", "source", "vocabulary", "out", "user_dir", *Target._fields)
 
 
@@ -126,7 +132,7 @@ def add_target(group: Any) -> None:
 
 
 def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Target | None:
-    """The new attention, None = softmax stays; ends with a usage message where there is no sense in the arguments."""
+    """Return the new attention, None = softmax stays. Exits with a usage message for arguments that contradict."""
     given = {name: value for name in Target._fields if (value := getattr(args, name)) is not None}
     if not given:
         return None
@@ -140,7 +146,7 @@ def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Targ
             )
         return Target(**{name: value for name, value in given.items() if value != SOFTMAX})
     if of_translation:
-        made.error(f"--encoder-feature-map and --cross-feature-map are of --source {TRANSLATION}")
+        made.error(f"--encoder-feature-map and --cross-feature-map need --source {TRANSLATION}")
     if "update_rule" not in given:
         made.error("the new attention needs --decoder-update-rule")
     if given["update_rule"] == SOFTMAX and given.keys() != {"update_rule", "window"}:
@@ -159,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = SOURCES[args.source]
     given = {name: value for name, value in vars(args).items() if value is not None and name not in OWN}
     for name in given.keys() - source.options.keys():
-        made.error(f"--{name} is no option of {args.source}")
+        made.error(f"--{name} cannot be used with --source {args.source}: leave it out")
     target = read_target(made, args)
     try:
         tensors, saved = source.read(args.checkpoint)

@@ -36,7 +36,7 @@ from fairseq_fwp.tasks.text_blocks import BLANK_LINE
 
 logger = logging.getLogger(__name__)
 
-# What sets the arguments of the library that its errors name.
+# The flags that set the arguments that the library's errors name.
 FLAGS = {
     "window": "--tokens-per-sample",
     "context": "--context-window (--tokens-per-sample less --stride)",
@@ -46,13 +46,13 @@ FLAGS = {
 
 
 def summarize(args: Namespace, model: Any, dictionary: Any, scores: Scores) -> dict[str, Any]:
-    """What was evaluated, and its result, as --json has it; None where a number is not known."""
+    """Return what was evaluated and its result, as in --json; None for a number that is not known."""
     tokens = len(scores.log_probs)
     characters = count_characters(dictionary, tokens, args.characters)
     return {
         "path": args.path,
         "subset": args.gen_subset,
-        "protocol": str(scores.protocol) + (f", anew after {args.reset_after}" if args.reset_after else ""),
+        "protocol": str(scores.protocol) + (f", reset after {args.reset_after}" if args.reset_after else ""),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_size": scores.state_size,
         "tokens": tokens,
@@ -105,7 +105,7 @@ def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
 
 
 def warn_of_positions(model: Any, length: int) -> None:
-    """Says so where a carried state comes with absolute positions that training has not seen."""
+    """Log a warning if absolute positions go beyond those of training, as with a carried state."""
     if getattr(model.decoder, "embed_positions", None) is not None and length > model.max_positions():
         logger.warning(
             "absolute positions go on to %s, of which the model has seen %s in training: Schlag et al. 2021 carry the "
@@ -116,7 +116,7 @@ def warn_of_positions(model: Any, length: int) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Runs the evaluation that the arguments describe; prints its result and writes its files."""
+    """Run the evaluation that the arguments describe; print its result and write its files."""
     import_plugin(args.user_dir)
     model, task, cfg = load_model(args.path, args.data, args.model_overrides)
     protocol = read_protocol(args, model, cfg.task)
@@ -144,7 +144,7 @@ def run(args: Namespace) -> None:
 
 
 def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
-    """Lines of tab-separated position, token and log-probability (base e), under a heading."""
+    """Return lines of tab-separated position, token and log-probability (base e), under a heading."""
     rows = (f"{i}\t{word}\t{value:.9g}" for i, (word, value) in enumerate(zip(words, log_probs, strict=True)))
     return "\n".join(["position\ttoken\tlog_prob", *rows]) + "\n"
 

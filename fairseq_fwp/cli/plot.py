@@ -5,7 +5,7 @@
 A log is what fairseq-train printed or wrote with `--log-file`, in any `--log-format`; other lines are passed over. A
 folder stands for its train.log, or the only .log file in it. The ending of --out says what the picture is: .png, .svg
 or .pdf. Next to it lie its numbers, curves.csv, and the best validation of each run, curves.md. With --dpfp the picture
-is Figure 1 of Schlag et al. 2021, and there are no logs. What was written is printed.
+is Figure 1 of Schlag et al. 2021, and no logs are read. What was written is printed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from fairseq_fwp.cli.dpfp_figure import draw_dpfp
 from fairseq_fwp.cli.plot_style import MARKERS, check_path, colours, load_pyplot, save, use_log_scale
 
-# What can be drawn: its name in the logs, and in words.
+# Quantities that can be drawn: the name in the logs, and in words.
 METRICS = {
     "ppl": "perplexity per token (log scale)",
     "loss": "loss as logged (of text: bits per token)",
@@ -105,7 +105,7 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
             for undone in [number for number in earlier if number > update]:
                 del earlier[undone]
         found[about][update], hours[update] = entry[metric], (wall or seconds) / 3600
-    # Means since the last line of training; a log with progress bars has those of epochs alone.
+    # Means since the last line of training; a log with progress bars has only those of epochs.
     run = Run(label, metric, found["inner"] or found["epoch"], found["valid"] or found["saved"])
     if not any(map(math.isfinite, run.valid.values())):
         raise ValueError(

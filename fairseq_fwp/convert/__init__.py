@@ -1,6 +1,6 @@
 """Checkpoints from elsewhere as fairseq's: one file for each source, and one line in `SOURCES`. See cli/convert.py.
 
-swap.py puts another attention in the place of softmax, swap_translation.py in translation.
+swap.py replaces softmax attention by another attention, and swap_translation.py does so in translation models.
 """
 
 from fairseq_fwp.convert import fairseq_lm, fairseq_mt, fwp_lm, gpt2, schlag_lm, transformer_xl

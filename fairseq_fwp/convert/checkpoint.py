@@ -1,4 +1,4 @@
-"""Reads state dicts, and writes what fairseq's commands take: a checkpoint, its dictionaries and its flags."""
+"""Read state dicts, and write what fairseq's commands take: a checkpoint, its dictionaries and its flags."""
 
 import os
 import pickle
@@ -19,14 +19,17 @@ from torch import Tensor, nn
 from fairseq_fwp.convert.source import Conversion
 from fairseq_fwp.patches.dictionaries import KEY, fingerprints
 
-# Of FAVOR+'s draws, where they do not come with the weights: one conversion is like the other.
+# The seed of FAVOR+'s draws, where they do not come with the weights: repeated conversions give the same model.
 SEED = 1
 
 CHECKPOINT, DICTIONARY, FLAGS = "checkpoint.pt", "dict.txt", "flags.txt"
 
 
 def load(path: Path, export: str) -> Any:
-    """What torch.save wrote into a file. Raises ValueError for other things than data; `export` says what to do."""
+    """Load what torch.save wrote into a file.
+
+    Raises ValueError unless it holds plain data; `export` tells the user what to do.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
@@ -37,27 +40,27 @@ def load(path: Path, export: str) -> Any:
                 f"{path} is not a whole checkpoint: it was cut short or is another kind of file"
             ) from error
         raise ValueError(
-            f"{path} holds pickled objects, which could run any code, beside its weights: {export}"
+            f"{path} holds pickled objects, which could run any code, next to its weights: {export}"
         ) from error
     except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
 
 
 def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
-    """The state dict in a file. Raises ValueError for anything else."""
+    """Return the state dict in a file. Raises ValueError for anything else."""
     loaded = load(path, export)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise ValueError(f"{path} holds other things than named tensors, and so is no state dict: {export}")
+        raise ValueError(f"{path} must be a state dict, got other things than named tensors: {export}")
     return loaded
 
 
 def write(conversion: Conversion, out: Path) -> None:
-    """Writes checkpoint.pt, flags.txt and dict.txt, or of translation dict.LANGUAGE.txt, into `out`, or nothing.
+    """Write checkpoint.pt, flags.txt and dict.txt into `out`, or nothing; translation has a dict.LANGUAGE.txt each.
 
     Raises ValueError if the folder is there and not empty, or the weights do not fit the model of the flags.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there already: give --out a folder that is not, or is empty")
+        raise ValueError(f"{out} exists already: --out must be a folder that does not exist or is empty")
     flags, task = command_line(conversion), make_task(conversion)
     cfg = configure(flags, out)
     model = build(conversion, cfg.model, task)
@@ -74,7 +77,7 @@ def write(conversion: Conversion, out: Path) -> None:
 
 
 def check(conversion: Conversion) -> None:
-    """Raises ValueError unless the weights are those of the model of the flags, which holds no numbers here."""
+    """Check that the weights fit the model of the flags, built on the meta device; raise ValueError otherwise."""
     with torch.device("meta"):
         model = build_empty(conversion)
     check_fit(model, conversion.weights)
@@ -108,7 +111,10 @@ def make_dictionary(words: list[str]) -> Dictionary:
 
 
 def configure(flags: list[str], data: Path) -> Any:
-    """What `fairseq-train` makes of the flags, with the data in a folder. Raises ValueError where it refuses them."""
+    """Return the configuration that `fairseq-train` builds from the flags and a data folder.
+
+    Raises ValueError where it refuses them.
+    """
     parser = options.get_training_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -120,7 +126,7 @@ def configure(flags: list[str], data: Path) -> Any:
 
 
 def build(conversion: Conversion, cfg: Any, task: Namespace) -> nn.Module:
-    """The model of a configuration with the weights, in their dtype. Raises ValueError if they do not fit."""
+    """Build the model of a configuration with the weights, in their dtype. Raises ValueError if they do not fit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task)
@@ -131,7 +137,8 @@ def build(conversion: Conversion, cfg: Any, task: Namespace) -> nn.Module:
 def command_line(conversion: Conversion) -> list[str]:
     """The flags of `fairseq-train` that make this model."""
     languages = [*conversion.words] if isinstance(conversion.words, dict) else []
-    # Of fairseq's criteria for words the one that adds up no more logits than a cluster has; it takes no other backend.
+    # Among fairseq's criteria for words, only this one never needs the logits of all words at once. It needs the
+    # backend legacy_ddp.
     task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
     if languages:
         task = ["translation", "--source-lang", languages[0], "--target-lang", languages[-1]]
@@ -144,7 +151,10 @@ def command_line(conversion: Conversion) -> list[str]:
 
 
 def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Raises ValueError naming weights that are missing, too many, of another shape or whole numbers."""
+    """Check that the weights fit the model.
+
+    Raises ValueError naming weights that are missing, too many, of another shape or integers.
+    """
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     # A parameter that modules share has several names, of which one will do.
     given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
@@ -167,7 +177,7 @@ def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Gives every parameter its weight, and buffers those that there are; the model takes the widest of their dtypes.
+    """Copy the weights into the parameters and buffers; the model takes the widest of their dtypes.
 
     Raises ValueError for weights that do not fit.
     """
@@ -182,7 +192,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def checkpoint(cfg: Any, model: nn.Module, task: Namespace) -> dict[str, Any]:
-    """What fairseq saves, before the first update."""
+    """Return the checkpoint that fairseq would save before the first update."""
     known = {KEY: fingerprints(task)}
     return {
         "args": None,

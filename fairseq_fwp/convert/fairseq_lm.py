@@ -37,7 +37,7 @@ EXPORT = (
     "torch.save({name: s.get(name) for name in ('args', 'cfg', 'model')}, 'exported.pt')\""
 )
 
-# Settings under which fairseq builds what has no place here.
+# Settings of fairseq that have no counterpart here.
 REFUSED = {
     "character_embeddings": "its embeddings are made from characters",
     "layernorm_embedding": "it normalises its embeddings",
@@ -50,7 +50,7 @@ REFUSED = {
     "decoder_xformers_att_config": "its attention is of xFormers",
 }
 
-# What fairseq keeps beside the weights: marks of versions, and tensors that only know a dtype.
+# What fairseq saves next to the weights: marks of versions, and tensors that only know a dtype.
 MARKS = r"decoder\.(version|adaptive_softmax\.version|.*\b_float_tensor)"
 
 
@@ -69,26 +69,26 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]
     """The weights of a fairseq checkpoint, the settings of its model and task that it has, and its architecture."""
     state = load(path, EXPORT)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise ValueError(f"{path} is no checkpoint of fairseq: it has no model")
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without a model")
     args, cfg = state.get("args"), state.get("cfg")
     settings: dict[str, Any]
     if not all(isinstance(weight, Tensor) for weight in state["model"].values()):
-        raise ValueError(f"{path} is no checkpoint of fairseq: its model has other things than tensors")
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a model with other things than tensors")
     if isinstance(args, Namespace):
         settings, name = dict(vars(args)), getattr(args, "arch", None)
     elif isinstance(cfg, dict) and isinstance(of_model := cfg.get("model"), dict | Namespace):
         of_model = dict(vars(of_model)) if isinstance(of_model, Namespace) else of_model
         settings, name = {**(cfg.get("task") or {}), **of_model}, of_model.get("arch") or of_model.get("_name")
     else:
-        raise ValueError(f"{path} is no checkpoint of fairseq: it has none of its settings")
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without the settings of its model")
     return state["model"], {key: value for key, value in settings.items() if value is not None}, str(name)
 
 
 def check_model(path: Path, name: str, models: Sequence[str]) -> None:
-    """Raises ValueError unless the architecture is one of these models'."""
+    """Check that the architecture is one of these models'; raise ValueError otherwise."""
     if ARCH_MODEL_NAME_REGISTRY.get(name, name) not in models:
         raise ValueError(
-            f"{path} holds the architecture {name!r}, which is none of {' or '.join(models)}: choose another --source"
+            f"the architecture in {path} must be {' or '.join(models)}, got {name!r}: choose another --source"
         )
 
 
@@ -139,7 +139,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
 
 
 def has_final_norm(tensors: Mapping[str, Tensor], options: Options) -> bool:
-    """Whether fairseq normalises after the last layer: checkpoints of its first versions it loads without that."""
+    """Return whether fairseq normalises after the last layer; for checkpoints of its first versions it does not."""
     version = tensors.get("decoder.version", torch.ones(1))
     before = options.get("decoder_normalize_before") and not options.get("no_decoder_final_norm")
     return bool(before) and float(version[0]) > 2
@@ -254,9 +254,10 @@ def check_vocabulary(
     said: str = "the dictionary",
     asked: str = "the dict.txt of its training",
 ) -> None:
-    """Raises ValueError unless the embeddings, where there are, are of so many words and fairseq's specials.
+    """Check that the embeddings, if any, have a row for each word and each of fairseq's special symbols.
 
-    side: encoder or decoder; said, asked: the dictionary, and what to give in its place, in words.
+    side: encoder or decoder; said, asked: the dictionary, and what to give in its place, in words. Raises ValueError
+    otherwise.
     """
     pattern = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
     tables = [name for name in tensors if re.fullmatch(pattern, name)]
@@ -268,7 +269,7 @@ def check_vocabulary(
 
 
 def notes(options: Options) -> list[str]:
-    """What further training does differently."""
+    """Return what further training does differently, a sentence each."""
     left_out = [name for name in ("decoder_layerdrop", "quant_noise_pq", "quant_noise_scalar") if options.get(name)]
     return [f"--{name.replace('_', '-')}, which the model was trained with, is left out" for name in left_out]
 

@@ -1,7 +1,7 @@
 """fairseq's `transformer` for translation, and `fwp_transformer` with softmax attention: as `fwp_transformer`.
 
-Their parameters are those of the model here, by the same names. dict.LANGUAGE.txt of both languages lies beside the
-checkpoint, or in the folder that is given, such as the data of its training.
+Their parameters are those of the model here, by the same names. dict.LANGUAGE.txt of both languages lies next to
+the checkpoint, or in the folder that is given, such as the data of its training.
 """
 
 import re
@@ -20,7 +20,7 @@ from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_atten
 MODELS = ("transformer", "fwp_transformer")
 LANGUAGES = ("source_lang", "target_lang")
 
-# What fairseq keeps beside the weights: marks of versions, and tensors that only know a dtype.
+# What fairseq saves next to the weights: marks of versions, and tensors that only know a dtype.
 MARKS = r"(en|de)coder\.(version|.*\b_float_tensor)"
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel
 from fairseq_fwp.models.language_model import fill_in_defaults
 
-# What is read of the training text are the beginnings of so many equal parts of it.
+# The training text is cut into this many equal parts, and the beginning of each is read.
 STREAMS = 16
 
 
@@ -29,7 +29,9 @@ def add_layer(base: Any, options: Any, arch: str, task: Any, hidden_dim: int | N
     completed = fill_in_defaults(OmegaConf.create(settings), FwpFwlLanguageModel.config())
     model = FwpFwlLanguageModel.build_model(completed, task)
     if model.decoder.last_norm is None:
-        raise ValueError("the layer is the identity on normalised features alone: this model has no last normalisation")
+        raise ValueError(
+            "the model must end with a layer normalisation: the layer is the identity only on normalised features"
+        )
     model.load_state_dict(base.state_dict())
     return model, completed
 

@@ -1,4 +1,4 @@
-"""Checkpoints of `fwp_lm` itself, for what conversion does beside renaming: another attention in place of softmax."""
+"""Checkpoints of `fwp_lm` itself, whose softmax attention is to be replaced by another attention."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -71,7 +71,7 @@ MASKS = r"h\.\d+\.attn\.(masked_)?bias"
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder: GPT-2's format is one with {CONFIG} and {WEIGHTS}")
+        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS}, as GPT-2 has them")
     config = read_config(path)
     tensors = {name: tensor for file in weight_files(path) for name, tensor in read_weights(path / file).items()}
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config
@@ -94,7 +94,7 @@ def weight_files(path: Path) -> list[str]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file. Raises ValueError for one that is not there, not whole, or no safetensors."""
+    """The tensors of a file. Raises ValueError for one that is not there, not whole, or not safetensors."""
     try:
         return load_file(path)
     except OSError as error:
@@ -104,14 +104,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json says, with its defaults. Raises ValueError where it does not say the sizes, or they disagree."""
+    """Return the settings in config.json and their defaults. Raises ValueError if sizes are missing or disagree."""
     config = {**DEFAULTS, **read_json(path / CONFIG)}
     missing = [name for name in SIZES if not isinstance(config.get(name), int)]
     if missing:
         raise ValueError(f"{path / CONFIG} lacks {', '.join(missing)}: is it that of a GPT-2?")
     eos, words = config["eos_token_id"], config["vocab_size"]
     if eos is not None and not (isinstance(eos, int) and 0 <= eos < words):
-        raise ValueError(f"{path / CONFIG} has eos_token_id = {eos!r}, which is no token of its vocabulary of {words}")
+        raise ValueError(f"eos_token_id in {path / CONFIG} must be in [0, {words}), the vocabulary, got {eos!r}")
     return config
 
 
@@ -147,7 +147,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     if options.get("activation_function") not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(
-            f"{CONFIG} has another activation_function than {known}: {options.get('activation_function')!r}"
+            f"activation_function in {CONFIG} must be one of {known}, got {options.get('activation_function')!r}"
         )
     vocabulary = arrange(words)
     table = [
@@ -211,7 +211,7 @@ def flags(options: Options, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def notes(options: Options) -> list[str]:
-    """What further training does differently."""
+    """Return what further training does differently, a sentence each."""
     embedding, rest = options.get("embd_pdrop", 0.1), options.get("resid_pdrop")
     if embedding == rest:
         return []

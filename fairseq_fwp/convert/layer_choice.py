@@ -1,7 +1,7 @@
 """Layers that stay softmax in a hybrid: those given, or those whose conversion changes the distribution most.
 
-Each layer is converted alone, and the divergence of the model's distribution from the source's is measured on a text,
-before any training. After Li et al. 2025, arXiv 2512.20569, who measure it on a model that has learned already.
+One layer at a time is converted, and the divergence of the model's distribution from the source's is measured on a
+text, before any training. After Li et al. 2025, arXiv 2512.20569, who measure it on a model that has learned already.
 """
 
 import logging
@@ -23,7 +23,7 @@ BY_DIVERGENCE = "kl:"
 def costs(source: Any, converted: Any, blocks: Iterable[Tensor]) -> list[float]:
     """Return the divergence that converting a layer costs, in nats a token, for each layer.
 
-    source, converted: models in evaluation that differ in their attentions alone; blocks: tokens (1, L).
+    source, converted: models in evaluation mode that differ only in their attentions; blocks: tokens (1, L).
     """
     layers = list(zip(source.decoder.layers, converted.decoder.layers, strict=True))
     found, tokens = [0.0] * len(layers), 0

@@ -120,7 +120,7 @@ def convert_fast_weights(
 
 
 def check_options(options: Options, attn_type: AttentionType) -> None:
-    """Raises ValueError for what these types do in another way."""
+    """Check that no option changes what these types compute; raise ValueError otherwise."""
     if options.get("pre_lnorm"):
         does = (
             "adds the normalised input to the block's output"
@@ -141,9 +141,9 @@ def map_flags(options: Options, attn_type: AttentionType) -> dict[str, Any]:
 
 
 def normalization_flags(options: Options, attn_type: AttentionType, head_dim: int) -> dict[str, Any]:
-    """The flags of both normalisations, their epsilons and the scale of the read-out.
+    """The flags of both normalisations, their epsilons and the scale of the output.
 
-    Packed types multiply the read-out by d^(-1/2). The others multiply the scores, before an epsilon is added to their
+    Packed types multiply the output by d^(-1/2). The others multiply the scores, before an epsilon is added to their
     sum: without that factor the epsilon is d^(1/2) as large.
     """
     flags: dict[str, Any] = {"scale_read_out": attn_type.packed}
@@ -184,12 +184,12 @@ def projections(tensors: Mapping[str, Tensor], attn_type: AttentionType) -> list
 
 
 def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionType) -> list[str]:
-    """What the converted model cannot tell by itself."""
+    """Return notes on what the converted model does not show by itself, a sentence each."""
     found = []
     if attn_type.feature_map == "favor" and not projections(tensors, attn_type):
         found.append(
             "the state dict holds no dec_attn.proj_matrix, which the public code keeps outside of it: the random "
-            "features are drawn anew, and losses agree as those of two draws do"
+            "features are drawn again, and losses agree only as those of two draws do"
         )
     if options.get("carry_over_fast_weight"):
         found.append(

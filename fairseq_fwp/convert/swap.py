@@ -1,29 +1,30 @@
-"""Another attention in the place of softmax in a pretrained model: Mao 2022, arXiv 2210.04243, Secs. 3 and 4.
+"""Replace softmax attention in a pretrained model by another attention: Mao 2022, arXiv 2210.04243, Secs. 3 and 4.
 
 Queries, keys, values and output keep their pretrained projections as far as the new attention has them; gates and the
-learned map start anew. Fine-tuning does the rest. D: embedding dimension, H: heads, d = D / H, m: state size.
+learned map start from their initial values. Fine-tuning does the rest. D: embedding dimension, H: heads, d = D / H, m:
+state size.
 
 *The state size m* is what the paper leaves open: it writes the state of one head, R^(d x m), and GPT-2 has several.
-Here every head has keys and queries of m features, so that a layer's state has m D numbers, H of m x d, as in the works
-that it compares with (Kasai et al. 2021; Peng et al. 2022). Read literally, its d is that of the embeddings and a layer
-has one head with one decay of m for all values: that is `heads` = 1, which has m D numbers as well.
+Here every head has keys and queries of m features, as in the works that it compares with (Kasai et al. 2021; Peng et
+al. 2022). A layer's state then has m D numbers: H matrices of m x d. Read literally, the paper's d is that of the
+embeddings, and a layer has one head with one decay of m for all values: that is `heads` = 1, also with m D numbers.
 
 *Queries and keys.* Softmax scores are q . k / sqrt(d); here the factor is in the queries. The paper's linear map from d
-to m dimensions is part of their projections (Sec. 3, below Eq. 8), and how it begins is not said. Here the two maps are
-those whose scores are nearest to the pretrained ones: the truncated singular value decomposition of Wq^T Wk of each
-head, biases included, half of the singular values on either side. Those beyond d have drawn keys and queries of zero.
-Without a map to make them positive, scores are a tenth of softmax's: nothing divides them by their sum, and as they are
-the read-out is some three times as long as that of softmax. A model of the PEPs then starts with a fifth of the
-perplexity.
+to m dimensions is part of their projections (Sec. 3, below Eq. 8), and the paper does not say its initial value. Here
+the two maps are those whose scores are nearest to the pretrained ones. They are the truncated singular value
+decomposition of Wq^T Wk of each head, biases included, with the root of the singular values on either side. Features
+beyond d have random keys and queries of zero. Without a map to make them positive, scores are a tenth of softmax's.
+Nothing divides them by their sum, and at full size the output is about three times as long as that of softmax. With a
+tenth, a model of the PEPs starts with a fifth of the perplexity.
 
 *Initialisations* of the paper: `INITIALISATIONS` below. It scales W_v; the bias of values, which it does not mention,
 goes with it. Decay's biases come from its rule (uniform gate initialisation), the rest as models here: N(0, 0.02).
 
-*Spans of memory* (`decay_spans`) are a choice beside the paper's. Under uniform gates a state forgets by products of
-two uniform numbers, with a mean of 1/4: of two hundred of its numbers one remembers ten tokens. The paper goes on for
-100,000 updates; where there are few hundred, features had better begin with memories of one token up to a whole sample,
-evenly spaced in the logarithm, as the time scales of state space models do (S4D: Gu et al. 2022, arXiv 2206.11893), and
-one of them with the mean of the last values: `spread_spans`.
+*Spans of memory* (`decay_spans`) are an alternative to the paper's initialisation. Under uniform gates a state forgets
+by products of two uniform numbers, with a mean of 1/4: only one in two hundred of its numbers remembers ten tokens. The
+paper trains for 100,000 updates. With a few hundred, features should begin with memories of one token up to a whole
+sample, evenly spaced in the logarithm, as the time scales of state space models are (S4D: Gu et al. 2022, arXiv
+2206.11893). One feature begins with the mean of the last values: `spread_spans`.
 """
 
 import math
@@ -75,10 +76,10 @@ class Target(NamedTuple):
     update_rule, feature_map: keys of their tables; or update_rule softmax with a window, for local attention;
     encoder_feature_map, cross_feature_map: of translation, likewise; there without one softmax stays;
     state_size: m, None = that of the map on heads of d; heads: None = those of the source;
-    read_out_only: attention normalisation divides the output alone, as the paper's does, and not what delta retrieves;
+    read_out_only: attention normalisation divides only the output, as in the paper, and not what delta retrieves;
     decay_spans: for the rule decay, the longest memory in tokens that it begins with, None = the paper's uniform gates.
-    keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose conversion costs most on
-    kl_text, a file of words as in the dictionary.
+    keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose conversion costs most.
+    kl_text: a file of words as in the dictionary, on which kl:N measures.
     """
 
     update_rule: str = ""
@@ -101,7 +102,7 @@ def keep(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
 
 
 def scale_by_decay(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
-    """W_v by 1 - sigmoid(b_z) of every dimension: what is added up has the size of one value (Mao 2022, Sec. 3)."""
+    """Scale W_v by 1 - sigmoid(b_z) of every dimension: the sum then has the size of one value (Mao 2022, Sec. 3)."""
     return q, k, v * (1 - attention.gate_biases["value_decay"].sigmoid()).to(v).unsqueeze(1)
 
 
@@ -117,11 +118,11 @@ def write_little(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections
 
 
 def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) -> Projections:
-    """Feature i of m remembers s = longest^((i + 1/2) / m) tokens, its decay being s / (1 + s), and values `longest`.
+    """Set decays: feature i of m remembers s = longest^((i + 1/2) / m) tokens (decay s / (1 + s)), values `longest`.
 
     The features with the largest singular values forget first. Keys are scaled by the root of what is forgotten: sums
-    of terms of either sign then have the size of one, whatever their span. The last feature gives way to what scores of
-    either sign lack beside softmax, the mean of the values: here of some sqrt(longest) tokens.
+    of terms of either sign then have the size of one, whatever their span. Scores of either sign lack the mean of the
+    values, which softmax has: the last feature is replaced by it, over about sqrt(longest) tokens.
     """
     heads, size = attention.num_heads, attention.key_dim
     spans = longest ** ((torch.arange(size) + 0.5) / size)
@@ -169,7 +170,7 @@ INITIALISATIONS = {
 
 
 def swap(conversion: Conversion, target: Target) -> Conversion:
-    """The conversion with the new attention. Raises ValueError where it is none of softmax, or the target cannot be."""
+    """Return the conversion with the new attention. Raises ValueError without softmax or for an impossible target."""
     flags = conversion.flags
     if conversion.arch != "fwp_lm" or attention_name(configure(flags)) != SOFTMAX:
         raise ValueError("another attention takes the place of softmax over all past tokens: this model has none")
@@ -190,7 +191,7 @@ def swap(conversion: Conversion, target: Target) -> Conversion:
 
 
 def swap_by_divergence(conversion: Conversion, target: Target, chosen: str) -> Conversion:
-    """The conversion with the new attention but in the layers where it costs most; what it costs is among its notes."""
+    """Convert all layers but those where it costs most; what it costs is among the notes."""
     converted = swap_layers(conversion, target)
     count = read_count(chosen, configure(conversion.flags).decoder_layers)
     if target.kl_text is None:
@@ -200,7 +201,7 @@ def swap_by_divergence(conversion: Conversion, target: Target, chosen: str) -> C
     found = costs(build_whole(conversion), build_whole(converted), blocks)
     kept = sorted(sorted(range(len(found)), key=lambda index: -found[index])[:count])
     hybrid = swap_layers(conversion, target, ",".join(map(str, kept)))
-    note = f"what converting a layer alone costs, in nats a token: {shown(found)}"
+    note = f"what converting only one layer costs, in nats a token: {shown(found)}"
     return hybrid._replace(notes=[*hybrid.notes, note])
 
 
@@ -225,7 +226,7 @@ def swap_layers(conversion: Conversion, target: Target, kept: str = "") -> Conve
 
 
 def attentions_of_layers(cfg: Any) -> list[str]:
-    """Which attention each layer has. Raises ValueError for layers that cannot be kept."""
+    """Return the attention of each layer. Raises ValueError for layers that cannot be kept."""
     try:
         found = layer_attentions(cfg)
     except ValueError as error:
@@ -280,17 +281,17 @@ def target_flags(target: Target, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_spans(target: Target) -> None:
-    """Raises ValueError for spans that cannot be."""
+    """Check that the rule has spans and that they are positive; raise ValueError otherwise."""
     if target.decay_spans is None:
         return
     if target.update_rule != "decay" or target.feature_map != "identity":
-        raise ValueError("--decay-spans is of --decoder-update-rule decay without a map: leave it out")
+        raise ValueError("--decay-spans needs --decoder-update-rule decay without a map: leave it out")
     if target.decay_spans < 1:
-        raise ValueError(f"--decay-spans is a number of tokens, at least 1: got {target.decay_spans}")
+        raise ValueError(f"--decay-spans must be at least 1 token, got {target.decay_spans}")
 
 
 def rule_initialisation(target: Target) -> Initialisation:
-    """The initialisation of the target's rule; one that the paper has nothing to say of keeps all projections."""
+    """Return the initialisation of the target's rule; rules that the paper does not treat keep all projections."""
     if target.decay_spans is not None:
         return Initialisation(partial(spread_spans, longest=target.decay_spans), True, by_singular_values=True)
     return INITIALISATIONS.get(target.update_rule, Initialisation())
@@ -326,7 +327,7 @@ def convert_attention(
     heads: int,
     initialisation: Initialisation,
 ) -> None:
-    """Writes the projections (D, D + 1) and the output of softmax attention, which has `heads`, into a new one."""
+    """Write the projections (D, D + 1) and the output of softmax attention, which has `heads`, into a new one."""
     q, k, v = projections
     attention.to(q.dtype)
     with torch.no_grad():
@@ -361,7 +362,7 @@ def with_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def fill(attention: Any, projections: Tensor, output: Mapping[str, Tensor | None]) -> None:
-    """Writes queries, keys and values (rows, D + 1), and the output's projection, into the new attention."""
+    """Write queries, keys and values (rows, D + 1), and the output's projection, into the new attention."""
     weight, bias = projections[:, :-1], projections[:, -1]
     attention.in_proj.weight[: len(weight)] = weight
     if attention.bias is not None:
@@ -370,7 +371,7 @@ def fill(attention: Any, projections: Tensor, output: Mapping[str, Tensor | None
 
 
 def fill_output(attention: Any, output: Mapping[str, Tensor | None]) -> None:
-    """Writes the output's projection, with a bias of zero where softmax attention has none."""
+    """Write the output's projection, with a bias of zero where softmax attention has none."""
     weight, bias = output["out_proj.weight"], output["out_proj.bias"]
     assert weight is not None
     attention.out_proj.weight.copy_(weight)

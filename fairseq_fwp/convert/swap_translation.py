@@ -1,8 +1,8 @@
-"""Linear attention in the place of softmax in a translation model: encoder, decoder and attention to the source.
+"""Replace softmax by linear attention in a translation model: encoder, decoder and attention to the source.
 
 Each of the three is converted or kept. Projections are the pretrained ones; softmax scores are q . k / sqrt(d), and the
 factor is in the queries, or in the map where that has it. What follows is in `swap.py`: the decoder's update rule
-begins as there. After Kasai et al. 2021 (T2R, arXiv 2103.13076), which fine-tunes on data alone.
+begins as there. After Kasai et al. 2021 (T2R, arXiv 2103.13076), which fine-tunes on data only, without a teacher.
 """
 
 from collections.abc import Mapping
@@ -111,7 +111,7 @@ def part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def fill_attention(module: nn.Module, softmax: Mapping[str, Tensor], target: Target) -> None:
-    """Writes the weights of fairseq's softmax attention into a new one."""
+    """Write the weights of fairseq's softmax attention into a new one."""
     projections = {
         name: with_bias(softmax[f"{name}_proj.weight"], softmax.get(f"{name}_proj.bias")) for name in ("q", "k", "v")
     }

@@ -46,7 +46,7 @@ LAYER = {
 TRANSPOSED = ("/kernel", "/proj_W", "/proj")
 MATRICES = (*TRANSPOSED, "/lookup_table", "/cluster_W")
 
-# What the optimizer keeps beside the weights.
+# What the optimizer saves next to the weights.
 OPTIMIZER = re.compile(r"(.*/)?(Adam(_\d+)?|beta[12]_power(_\d+)?|global_step)")
 
 
@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Tensor]:
     )
     if words != biases:
         raise ValueError(f"every word must have a bias, got {words} words and {biases} biases: {path} is damaged")
-    # These frequencies are no variables there.
+    # The TensorFlow code does not save these frequencies.
     d_model = len(tensors["layers.0.dec_attn.o_net.weight"])
     tensors["pos_emb.inv_freq"] = 10000 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
     return tensors
@@ -77,8 +77,8 @@ def read_variables(path: Path) -> dict[str, Tensor]:
         with np.load(path, allow_pickle=False) as file:
             if BIASES["r_w_bias"] not in file:
                 raise ValueError(
-                    f"{path} holds no {BIASES['r_w_bias']}, and so is no checkpoint of Transformer-XL's TensorFlow "
-                    f"code: {EXPORT}"
+                    f"{path} must be a checkpoint of Transformer-XL's TensorFlow code, got one without "
+                    f"{BIASES['r_w_bias']}: {EXPORT}"
                 )
             names = [name for name in file.files if not OPTIMIZER.fullmatch(name)]
             return {name: read_variable(file, name) for name in names}
@@ -173,5 +173,5 @@ def entry(ours: str, theirs: str) -> Entry:
 
 
 def count(names: Collection[str], pattern: str) -> int:
-    """How many numbers stand in the pattern's place in the names."""
+    """Return how many different numbers the names have in the pattern's group."""
     return len({found[1] for name in names if (found := re.match(pattern, name))})

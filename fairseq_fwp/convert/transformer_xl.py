@@ -69,7 +69,7 @@ BLOCKS = {
     "final_layer_norm.bias": "pos_ff.layer_norm.bias",
 }
 
-# Keys and values beside each other, heads within each of the two: our order.
+# Our order: keys, then values, and the heads within each of the two.
 SEPARATE_QUERIES = [
     Entry(
         "self_attn.in_proj.weight",
@@ -195,7 +195,7 @@ def read_head_dim(tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads
 def common_flags(
     tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads: int, vocabulary: Vocabulary, options: Options
 ) -> dict[str, Any]:
-    """What every type has: sizes, dropout, clusters of the vocabulary and length of a sample."""
+    """Return the flags of every type: sizes, dropout, clusters of the vocabulary and length of a sample."""
     cutoffs, div_val = read_clusters(tensors, sizes["d_model"], options)
     words = sum(
         len(tensor) for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)
@@ -227,10 +227,10 @@ def read_sample_length(options: Options) -> int:
 
 
 def read_memory(options: Options) -> int:
-    """The tokens of the memory, here."""
+    """Return the length of the memory in tokens, as counted here."""
     length: int = options.need("mem_len")
-    # With --same_length a token sees mem_len of them: here and in the PyTorch code itself among them, in TensorFlow's
-    # beside itself.
+    # With --same_length a token sees mem_len tokens. Here and in the PyTorch code it counts as one of them; in the
+    # TensorFlow code it does not.
     return length + 1 if options.get("tensorflow") and options.get("same_length") else length
 
 
@@ -241,7 +241,7 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
         raise ValueError(
             f"--d_embed other than --d_model {d_model} cannot be converted: its embeddings have two projections"
             if tables
-            else "the state dict has no word_emb.emb_layers, and so is none of this source"
+            else "the state dict must have word_emb.emb_layers, as this source does: choose another --source"
         )
     clusters = len(tensors.get("crit.cluster_bias", ()))
     if "word_emb.emb_projs.0" in tensors:
@@ -263,7 +263,7 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
 
 
 def absolute_positions(options: Options) -> dict[str, Any]:
-    """The flags of absolute positions, or of none. Raises ValueError for what goes with relative ones alone."""
+    """Return the flags of absolute positions, or of none. Raises ValueError for options of relative positions."""
     check_no_memory(options)
     clamp_len, tgt_len = options.get("clamp_len", -1), options.need("tgt_len")
     if 0 < clamp_len < tgt_len - 1:
@@ -272,7 +272,7 @@ def absolute_positions(options: Options) -> dict[str, Any]:
 
 
 def check_no_memory(options: Options) -> None:
-    """Raises ValueError for options of a memory."""
+    """Check that no option of a memory is given; raise ValueError otherwise."""
     for name in ("mem_len", "same_length"):
         if options.get(name):
             raise ValueError(f"--{name} with absolute positions cannot be converted: there is no memory")
@@ -348,7 +348,7 @@ def layers(count: int, attention: Iterable[Entry]) -> list[Entry]:
 
 
 def positions(d_model: int) -> list[Entry]:
-    """The frequencies of the sinusoids, which are no weights: ours are the same."""
+    """The frequencies of the sinusoids, which are not weights: ours are the same."""
 
     def check(frequencies: Tensor) -> None:
         ours = 10000 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)

@@ -1,10 +1,10 @@
 """A vocabulary from elsewhere in fairseq's order, with the same probabilities.
 
 fairseq's dictionary begins with <s>, <pad>, </s> and <unk>. A word that stands for the end of a line or for unknown
-words takes the place of </s> or <unk>, and the others follow in their order. What is left of the four has no
-counterpart: an embedding of zero and the bias minus infinity, which the output layer reads as a mask, so that its
-probability is 0 and all others are what they were. An adaptive softmax keeps its clusters: the first, where those left
-all are, grows by their number.
+words takes the place of </s> or <unk>, and the others follow in their order. Those of the four without a
+counterpart have an embedding of zero and the bias minus infinity, which the output layer reads as a mask. Their
+probability is 0, and all others stay the same. An adaptive softmax keeps its clusters; the first, which holds these
+symbols, grows by their number.
 """
 
 from pathlib import Path
@@ -27,12 +27,12 @@ class Vocabulary(NamedTuple):
 
     @property
     def added(self) -> int:
-        """How many words the source does not have."""
+        """The number of words that the source does not have."""
         return int((self.rows < 0).sum())
 
     @property
     def notes(self) -> list[str]:
-        """What whoever evaluates the model should know."""
+        """Notes for evaluating the model, a sentence each."""
         if self.rows[Dictionary().eos()] >= 0:
             return []
         return [
@@ -99,7 +99,7 @@ def given_words(checkpoint: Path, given: Path | None) -> list[str]:
 
 
 def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
-    """The words of a checkpoint of fairseq: of the dict.txt given, or else of that beside it."""
+    """The words of a checkpoint of fairseq: of the dict.txt given, or else of the one next to it."""
     path = given or checkpoint.parent / "dict.txt"
     if given is None and not path.exists():
         raise ValueError(f"there is no {path}: give the dict.txt of the training with --vocabulary")

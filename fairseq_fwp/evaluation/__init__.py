@@ -9,9 +9,10 @@
 
 `Protocol(window, context)` reads windows of `window` tokens and scores all but the first `context` of each;
 `carry_state` reads the text once; `dynamic=DynamicRule(lr)` is dynamic evaluation, whose RMS rules need the training
-text: `evaluate(model, text, protocol, train)`. A model is fairseq's: it has `decoder`, `max_positions()`
-and `get_normalized_probs`. To carry a state, its decoder has `carries_state = True`, takes `state=` and returns a new
-"state" in its second value.
+text: `evaluate(model, text, protocol, train)`.
+
+A model is one of fairseq's: it has `decoder`, `max_positions()` and `get_normalized_probs`. To carry a state, its
+decoder has `carries_state = True`, takes `state=` and returns a new "state" in its second value.
 """
 
 from fairseq_fwp.evaluation.dynamic import DynamicRule

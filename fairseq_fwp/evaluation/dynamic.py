@@ -11,9 +11,9 @@ ones, and g the gradient of the mean loss of the tokens that a window scores:
 where RMS is the root of the mean of g^2 over N windows of the training text, which are read as those of the evaluation.
 
 RMS is the rule of the papers and of their code for recurrent networks (benkrause/dynamic-evaluation). mean(RMS) is over
-all weights; that code averages each tensor's mean. RMS-sum is the rule of the code for Transformer-XL
-(benkrause/dynamiceval-transformer), which adds up g^2 and never divides: its published values belong to it, with the
-first 5000th part of the windows, N = 161 of WikiText-103. RMS takes the same step with the rate lr / sqrt(N), the
+all weights; their code averages each tensor's mean. RMS-sum is the rule of the code for Transformer-XL
+(benkrause/dynamiceval-transformer), which adds up g^2 and never divides. The published values are for this rule, with
+the first 5000th part of the windows: N = 161 of WikiText-103. RMS takes the same step with the rate lr / sqrt(N), the
 epsilon epsilon / sqrt(N) and, where the pull is not cut off at 1, the decay sqrt(N) mean(RMS) decay.
 """
 
@@ -61,7 +61,7 @@ class DynamicRule:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether it divides by statistics of the training text."""
+        """Whether the rule divides by statistics of the training text."""
         return self.kind != "sgd"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Protocols of evaluation: how much is read at a time, after which context, with what carried or learned."""
+"""Evaluation protocols: tokens read at a time, their context, a carried state and dynamic evaluation."""
 
 import logging
 import math
@@ -16,17 +16,19 @@ from fairseq_fwp.modules.onednn import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 
-# What a batch reads by default. A CPU works from its caches: beyond these, batches gain nothing.
+# Tokens of a batch by default. A CPU computes from its caches: batches larger than these are no faster.
 TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text is scored.
+    """The way in which a text is scored.
 
-    window: tokens that a window reads; context: the first of them, which it does not score; carry_state: a window goes
-    on from the state of the one before; dynamic: how the weights learn from what was scored, None = they stay. Raises
-    ValueError for a window of no tokens and for a context that leaves none to score.
+    window: tokens that a window reads; context: the first of them, which it does not score;
+    carry_state: a window continues from the state of the one before;
+    dynamic: how the weights learn from what was scored, None = they stay.
+
+    Raises ValueError for a window of no tokens and for a context that leaves none to score.
     """
 
     window: int
@@ -73,7 +75,7 @@ class Protocol:
         return list(batches(document_windows(text, self.window, self.context), size))
 
     def scorer(self, model: Any, text: Text) -> Scorer:
-        """Return what scores the windows of a plan while the weights stay, on the model's device."""
+        """Return the scorer of the windows of a plan, with fixed weights, on the model's device."""
         device = next(model.parameters()).device
         return (StreamScorer if self.carry_state else WindowScorer)(model, text.to(device))
 
@@ -102,7 +104,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that is no float."""
+        """exp(loss), infinite where that exceeds the range of a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:

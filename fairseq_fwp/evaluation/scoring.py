@@ -16,7 +16,7 @@ from fairseq_fwp.evaluation.windows import Text, Window
 
 
 class Scorer:
-    """Scores batches of windows of a text with a model, in evaluation mode."""
+    """A scorer of batches of windows of a text with a model, in evaluation mode."""
 
     def __init__(self, model: Any, text: Text) -> None:
         self.model = model.eval()
@@ -37,7 +37,7 @@ class Scorer:
 
 
 class WindowScorer(Scorer):
-    """Scores each window by itself, as if nothing had come before it."""
+    """A scorer that reads each window by itself, as if nothing had come before it."""
 
     def log_probs(self, batch: list[Window]) -> Tensor:
         """Return the log-probabilities (B n,), with a graph where gradients are enabled."""
@@ -52,7 +52,7 @@ class WindowScorer(Scorer):
 
 
 class StreamScorer(Scorer):
-    """Scores windows one after the other, each with the state that the one before it left.
+    """A scorer that reads windows one after the other, each from the state that the one before it left.
 
     The decoder takes `state` and returns a new one as "state" in its second value. A document starts without a state.
     """

@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What reads inputs[start:end] and scores tokens[first:end]."""
+    """A window: reads inputs[start:end] and scores tokens[first:end]."""
 
     start: int
     first: int
@@ -53,11 +53,11 @@ def document_starts(tokens: Tensor, separator: int, empty_lines: bool = False) -
 def windows(length: int, size: int, context: int) -> Iterator[Window]:
     """Yield windows of `size` tokens that score all but their first `context`: each of `length` tokens once.
 
-    What `fairseq-eval-lm --tokens-per-sample size --context-window context` scores: blocks of size - context tokens,
+    As `fairseq-eval-lm --tokens-per-sample size --context-window context` does: blocks of size - context tokens,
     after `context` tokens or all that there are. The blocks within the first `size` tokens are one window here, since
-    what comes later changes nothing (but positions that count from the end of a sample; Schlag's public code reads them
-    as one window too). context = size - 1 is the sliding window of Schlag et al. 2021, Sec. 6.3; context = 0 are blocks
-    without context. No window reuses another's vectors: from the second layer on they depend on where it begins.
+    later tokens change nothing. (They do with positions that count from the end of a sample, where Schlag's public code
+    reads one window too.) context = size - 1 is the sliding window of Schlag et al. 2021, Sec. 6.3; context = 0 are
+    blocks without context. No window reuses another's vectors: from the second layer on they depend on where it begins.
     """
     step = size - context
     window = Window(0, 0, min(size // step * step, length))

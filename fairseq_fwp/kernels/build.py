@@ -24,7 +24,7 @@ SOURCES, HEADERS = (".cpp", ".cu"), (".h", ".cuh")
 NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 # Run by a Python of its own, in the folder of the build: cpp_extension goes by the environment and by its constants,
-# and they are left alone here. It quotes none of the folders that it links from, so `cuda` is a link to one.
+# and they are not changed here. It quotes none of the folders that it links from, so `cuda` is a link to one.
 LOAD = """
 import json, shlex, sys
 from torch.utils import cpp_extension
@@ -35,7 +35,7 @@ cpp_extension.load(**json.loads(sys.argv[1]))
 
 
 def build_key(device_type: str) -> str:
-    """Hash of sources, flags, compiler, PyTorch and processor or GPUs. Raises BuildError where there is no GPU."""
+    """Return a hash of sources, flags, compiler, PyTorch and processor or GPUs. Raises BuildError without a GPU."""
     key = hashlib.sha256()
     for file in _files(device_type, SOURCES + HEADERS):
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -51,7 +51,7 @@ def build_key(device_type: str) -> str:
 
 
 def check_tools(device_type: str) -> None:
-    """Raises BuildError where a build for this device cannot even begin."""
+    """Check that a build for this device can begin; raise BuildError otherwise."""
     if device_type == "cuda":
         find_nvcc()
     program = _compiler()[0]
@@ -71,7 +71,7 @@ def compile_library(device_type: str, folder: Path) -> Path:
         "extra_cflags": _flags(device_type),
         "extra_ldflags": ["-shared"],
         "is_python_module": False,
-        "is_standalone": True,  # linked with PyTorch alone, and not loaded before it has its place
+        "is_standalone": True,  # linked only with PyTorch, and not loaded before it is in its final folder
     }
     environment = {**os.environ, "PATH": _search_path(), "LC_ALL": "C", "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     if device_type == "cpu":
@@ -108,7 +108,7 @@ def _add_toolkit(arguments: dict[str, Any], environment: dict[str, str], folder:
 
 
 def _build_error(said: str) -> BuildError:
-    """The first error in the words of ninja and the compilers, or else what failed."""
+    """Return the first error message of ninja or the compilers, or else the command that failed."""
     lines = said.splitlines()
     found = [line for words in ("error:|fatal|cannot find", "^FAILED") for line in lines if re.search(words, line)]
     reason = [*found, *lines[-1:], "without a word"][0].strip()
@@ -156,10 +156,10 @@ def _cuda_flags() -> list[str]:
 
 
 def _openmp() -> list[str]:
-    """Return the flags that make ``at::parallel_for`` parallel: for GCC alone, whose OpenMP runtime PyTorch brings.
+    """Return the flags that make ``at::parallel_for`` parallel: only for GCC, whose OpenMP runtime PyTorch brings.
 
-    The runtime is not linked: its symbols resolve to the copy that PyTorch has loaded already. A second copy would not
-    know of ``torch.set_num_threads``. What Clang emits needs another runtime, so kernels built by it use one thread.
+    The runtime is not linked: its symbols resolve to the copy that PyTorch has loaded already. A second copy would
+    ignore ``torch.set_num_threads``. Code of Clang needs another runtime, so kernels built by it use one thread.
     """
     version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     return [] if "clang" in version else ["-fopenmp"]

@@ -1,4 +1,4 @@
-"""The GPUs of this machine and the CUDA toolkit that compiles for them, or why there is none that does."""
+"""The GPUs of this machine and the CUDA toolkit that compiles for them, or the reason why none does."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def architecture_flags() -> list[str]:
 
 
 def _visible_gpus() -> dict[tuple[int, ...], str]:
-    """Names of the GPUs that the kernels run on, by compute capability. Raises BuildError where there is none."""
+    """Return the names of the GPUs that the kernels run on, by compute capability. Raises BuildError without one."""
     if torch.version.cuda is None:
         version = torch.__version__
         raise BuildError(f"PyTorch {version} is built without CUDA", "install one built for CUDA, or use the CPU")
@@ -64,8 +64,10 @@ def _dotted(gpu: tuple[int, ...]) -> str:
 
 
 def find_nvcc() -> str:
-    """Path of an nvcc of the CUDA that PyTorch was built for: that of CUDA_HOME; or the first one on PATH, in the usual
-    folder and among what pip has installed. Raises BuildError."""
+    """Return the path of an nvcc of the CUDA version that PyTorch was built for. Raises BuildError.
+
+    It is that of CUDA_HOME, or else the first one on PATH, in the usual folder or among pip's packages.
+    """
     wanted = str(torch.version.cuda)
     major = wanted.partition(".")[0]
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -81,8 +83,10 @@ def find_nvcc() -> str:
 
 
 def toolkit_release() -> str:
-    """Release of the toolkit, as in '13.0'. Where there is none, PyTorch's own: so that a cache which was filled with
-    that release serves machines without a toolkit too."""
+    """Return the release of the toolkit, as in '13.0', or without a toolkit that of PyTorch.
+
+    A cache that was filled with that release then serves machines without a toolkit too.
+    """
     try:
         return _release(find_nvcc())
     except BuildError:

@@ -1,8 +1,8 @@
-"""Why a library of kernels is not there."""
+"""The error for a library of kernels that is not available."""
 
 
 class BuildError(Exception):
-    """Why a library cannot be built or loaded, in one clause, and in another what helps."""
+    """The reason why a library cannot be built or loaded, in one clause, and in another what to do."""
 
     def __init__(self, reason: str, cure: str) -> None:
         super().__init__(reason)

@@ -1,8 +1,8 @@
-"""Caching and loading the compiled kernels, built at first use, never at import.
+"""Cache and load the compiled kernels, built at first use, never at import.
 
 A library lies in ``<cache>/fwp_<device>_<key>/``, so a change of sources, flags, PyTorch, CUDA or machine builds
-another one. The lock dies with its process (that of ``cpp_extension`` outlives a killed build, and makes all later ones
-wait for ever), and a library appears whole, under its final name, or not at all. Loading one takes no compiler.
+another one. The lock ends with its process. (That of ``cpp_extension`` outlives a killed build, and all later builds
+wait for ever.) A library appears whole, under its final name, or not at all. Loading one needs no compiler.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True)
 class KernelStatus:
-    """Whether the kernels of a device are built and where, or why not and what helps."""
+    """The state of the kernels of a device: whether and where they are built, or why not and what to do."""
 
     built: bool
     path: str | None = None
@@ -42,7 +42,7 @@ class KernelStatus:
 
 
 def kernel_status() -> dict[str, KernelStatus]:
-    """Status of the kernels by device type. Builds nothing."""
+    """Return the status of the kernels by device type. Builds nothing."""
     return {device: _statuses.get(device) or _status(device, build=False) for device in DEVICES}
 
 

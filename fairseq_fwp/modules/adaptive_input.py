@@ -45,7 +45,7 @@ class AdaptiveInput(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """Draws the projections as the paper's public code does."""
+        """Draw the projections as the paper's public code does."""
         for projection in self.projections:
             nn.init.normal_(projection.weight, std=PROJECTION_STD)
 
@@ -64,7 +64,7 @@ class AdaptiveInput(nn.Module):
 
 
 def check_cutoffs(cutoffs: list[int], vocab_size: int, padding_idx: int | None) -> None:
-    """Raises ValueError unless the cutoffs part the vocabulary, with padding in the first cluster."""
+    """Check that the cutoffs divide the vocabulary, with padding in the first cluster; raise ValueError otherwise."""
     bounds, least = [0, *cutoffs, vocab_size], 0 if padding_idx is None else padding_idx + 1
     if any(low >= high for low, high in pairwise(bounds)) or bounds[1] < least:
         raise ValueError(

@@ -16,7 +16,7 @@ from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.precision import at_least_float32
 
-# Rows whose logits are computed at once where their gradients alone are wanted: 20 MB of 20,000 words.
+# Rows whose logits are computed at once where only their gradients are needed: 20 MB for 20,000 words.
 BLOCK = 256
 
 
@@ -25,12 +25,15 @@ class AdaptiveSoftmax(nn.Module):
 
     The head holds the words up to the first cutoff and one entry for each further cluster; a word of cluster c has
     probability head(c) * tail_c(word). Words share the input embedding's weights, each has a bias. The
-    interface is that of fairseq's AdaptiveSoftmax, which has no biases and so misses the published parameter counts;
-    fairseq's criterion `adaptive_loss` and its scorers work with both. Subclasses know how the weights are shared.
+    interface is that of fairseq's AdaptiveSoftmax, which has no biases and so misses the published parameter counts.
+    fairseq's criterion `adaptive_loss` and its scorers work with both. Subclasses define how the weights are shared.
 
-    embedding: of V words in D dimensions, tied; cutoffs: ascending ranks below V, may be empty, which gives a plain
-    softmax; biased: words and clusters have a learned bias; dropout: of the features, and of a tail's projections.
-    Without biases there is still one for each word, 0, that is not learned. Logits and log-probabilities are float32
+    embedding: of V words in D dimensions, tied;
+    cutoffs: ascending ranks below V; empty for a plain softmax;
+    biased: words and clusters have a learned bias; without, each word still has a bias of 0 that is not learned;
+    dropout: of the features, and of a tail's projections.
+
+     Logits and log-probabilities are float32
     (float64 for float64 weights): sums of losses overflow in fp16.
 
     A word whose bias in a state dict is minus infinity is absent: its probability is 0 whatever is learned. Converted
@@ -204,10 +207,10 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
 
 
 class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
-    """Over an `AdaptiveInput`: rarer clusters score in fewer dimensions, with the input's tables and projections.
+    """The softmax tied to an `AdaptiveInput`: rarer clusters have fewer dimensions; tables and projections are shared.
 
     Every cluster but the head has the transpose of the input's projection. The head has one of its own, as in
-    Transformer-XL's public code, or, where there are no biases, none, as in fairseq's (Baevski & Auli 2019).
+    Transformer-XL's public code, or, without biases, none, as in fairseq's (Baevski & Auli 2019).
     """
 
     def __init__(self, embedding: AdaptiveInput, *, biased: bool = True, dropout: float = 0.0) -> None:
@@ -219,7 +222,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         self.initialize()
 
     def initialize(self) -> None:
-        """Draws the projections, the shared ones too, as the paper's public code does."""
+        """Draw the projections, the shared ones too, as the paper's public code does."""
         for projection in self.projections:
             if isinstance(projection, nn.Linear):
                 nn.init.normal_(projection.weight, std=PROJECTION_STD)

@@ -1,18 +1,18 @@
-"""Memories that store associations one after the other and are read after the last: the synthetic retrieval task's.
+"""Memories of the synthetic retrieval task: they store associations one after the other and are read after the last.
 
 Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1: values are one-hot vectors, an output has one number for
-each. Shapes: B batch, L writes, Q queries, S values, d key_dim, Dk feature_dim of the map; q (B, Q, d) and k (B, L, d)
-before the map, values (B, L) the index of each one-hot vector, out (B, Q, S).
+each. Shapes: B batch, L writes, Q queries, S values, d key_dim, Dk feature_dim of the map. q is (B, Q, d) and k
+(B, L, d), both before the map; values (B, L) has the index of each one-hot vector; out is (B, Q, S).
 
 A value here is an index, and S may be in the hundreds. Where the rule allows, the memory is therefore read from the
 query backwards. Unrolled, what a query retrieves is
 
     q W_L = sum_t c_t v_t        c_t = s_t (r_t . k_t)        r_L = q
 
-with s_t the strength of the write at t (`write_strength` of the rule), and r_(t-1) what the rule makes of r_t when it
-writes a zero under k_t: r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the
-operator itself, run in reverse on values of zero from the state q, gives all c_t in O(L Dk) for a query, where the
-matrix W takes O(L Dk S).
+with s_t the strength of the write at t (`write_strength` of the rule). r_(t-1) is r_t after the rule has written a zero
+under k_t: r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the operator itself,
+run in reverse on values of zero from the state q, gives all c_t. That costs O(L Dk) for a query; the matrix W costs
+O(L Dk S).
 """
 
 import math
@@ -49,7 +49,7 @@ class SoftmaxMemory(nn.Module):
         return nn.ModuleDict()
 
     def resample(self) -> None:
-        """Nothing is random."""
+        """Do nothing: this memory has no random features."""
 
     @staticmethod
     def initialize(weight: Tensor) -> None:
@@ -57,17 +57,19 @@ class SoftmaxMemory(nn.Module):
         nn.init.xavier_uniform_(weight)
 
     def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
-        """What each query retrieves, (B, Q, S); gates is empty."""
+        """Return the retrieved values (B, Q, S) of the queries; gates is empty."""
         products = k @ q.transpose(1, 2) / math.sqrt(q.shape[-1])
         return distribute(products.softmax(1), values, self.num_values)
 
 
 class FastWeightMemory(nn.Module):
-    """Feature map x update rule x two normalisations, the parts of `FastWeightAttention` around associations.
+    """A memory of a feature map, an update rule and two normalisations, as in `FastWeightAttention`.
 
-    feature_map: a map built for d; update_rule: a key of `UPDATE_RULES`; num_values: S; sum_normalization: of mapped q
-    and k; attention_normalization: of the output, and of what a rule retrieves before it writes; norm_output: layer
-    normalisation of the output without weights, which the public code has for the rule fwm; backend: of the operators.
+    feature_map: a map built for d; update_rule: a key of `UPDATE_RULES`; num_values: S;
+    sum_normalization: of mapped q and k;
+    attention_normalization: of the output, and of what a rule retrieves before it writes;
+    norm_output: layer normalisation of the output without weights, which the public code has for the rule fwm;
+    backend: of the operators.
 
     Raises ValueError for an unknown rule, one of several keys a token, and a normalisation that the rule does not have
     or with a map whose features may be negative.
@@ -123,7 +125,7 @@ class FastWeightMemory(nn.Module):
         return projections
 
     def resample(self) -> None:
-        """Draws the random features anew, for each mini-batch in training."""
+        """Draw the random features again, for each mini-batch in training."""
         self.feature_map.resample()
 
     @staticmethod
@@ -133,7 +135,7 @@ class FastWeightMemory(nn.Module):
         nn.init.uniform_(weight, -limit, limit)
 
     def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
-        """What each query retrieves, (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
+        """Return the retrieved values (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
         q, k = self._map(q), self._map(k)
         opened = [
             opened.unsqueeze(1) if gate.size else opened.mT

@@ -13,9 +13,10 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks with residual connections (Vaswani et al. 2017, Sec. 3.1).
 
     attention(x, state, key_padding_mask) -> (y, state), with x and y (B, L, embed_dim), and one more argument where
-    several documents are read; activation: between the two
-    feed-forward projections; dropout: after each block; activation_dropout: after the activation; normalize_before:
-    layer normalisation before each block (pre-norm) instead of after its residual (post-norm).
+    several documents are read;
+    activation: between the two feed-forward projections;
+    dropout: after each block; activation_dropout: after the activation;
+    normalize_before: layer normalisation before each block (pre-norm) instead of after its residual (post-norm).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a name stands for in a table such as UPDATE_RULES or FEATURE_MAPS."""
+"""Look up a name in a table such as UPDATE_RULES or FEATURE_MAPS."""
 
 from collections.abc import Mapping
 from typing import TypeVar

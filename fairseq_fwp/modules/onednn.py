@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# With fewer rows, oneDNN is no faster than MKL (measured with 128 to 512 columns).
+# With fewer rows, oneDNN is not faster than MKL (measured with 128 to 512 columns).
 MIN_ROWS = 256
 
 
 class Projection(nn.Linear):
-    """torch's layer, where a bias that is not there is no parameter either: fairseq takes all such for a shared one."""
+    """torch's layer, but a missing bias is not registered: fairseq would take all missing biases for one shared one."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -61,7 +61,7 @@ class OneDnnLinear(TorchFunctionMode):
 
 @cache
 def mkl_is_slow() -> bool:
-    """Whether this processor is one of AMD's, as Linux names it."""
+    """Return whether this processor is one of AMD's, as Linux names it."""
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:

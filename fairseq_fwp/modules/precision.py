@@ -1,4 +1,4 @@
-"""Where half precision is not enough: feature maps, logits and sums of losses."""
+"""Float32 where half precision is not enough: feature maps, logits and sums of losses."""
 
 from torch import Tensor
 

@@ -12,8 +12,8 @@ class SinusoidalPositions(nn.Module):
     """Vaswani et al. 2017, Sec. 3.5, in fairseq's layout (sines, then cosines) and with its offset.
 
     fairseq's own module takes the length of the prefix for the position when it decodes, and so must see the whole
-    prefix; this one takes positions (B, L), 0 = the first token, and returns (B, L, embed_dim), float32. There is no
-    table, which a stream of a hundred million tokens would outgrow. offset: fairseq's number of the first position,
+    prefix. This one takes positions (B, L), 0 = the first token, and returns (B, L, embed_dim), float32. It has no
+    table, so that a stream may have a hundred million tokens. offset: fairseq's number of the first position,
     padding index + 1.
     """
 
@@ -34,7 +34,7 @@ class SinusoidalPositions(nn.Module):
 class CountedPositions(nn.Module):
     """`SinusoidalPositions` of tokens (B, L) themselves, as fairseq's Transformer calls it; padding is not counted.
 
-    fairseq's own computes its whole table anew for every token that it generates beyond the table's end, and takes
+    fairseq's own computes its whole table again for every token that it generates beyond the table's end, and takes
     padding before a prefix for a part of it.
     """
 

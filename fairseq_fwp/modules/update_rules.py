@@ -22,7 +22,7 @@ class Gate(NamedTuple):
 
     size: of a head's gate, from Dk and Dv; None: one number, and the rule takes (B, H, L) in place of (B, H, L, size).
     bias: its initial values, from their number; None: no bias, so that the gate starts near 1/2.
-    at_padding: what a padded token gets, so that it leaves the memory alone; None: the gate does not matter there.
+    at_padding: what a padded token gets, so that it does not change the memory; None: the gate does not matter there.
     activation: another function of (B, L, H, size) in the place of the sigmoid.
     learned: a module in its place, which has numbers of its own: from H and the size to it.
     rank: of W, from Dk and Dv, for all heads together; None: full.
@@ -42,17 +42,17 @@ class Gate(NamedTuple):
 class UpdateRule(NamedTuple):
     """operator(q, k, v, *gates, state, first=..., backend=...) -> (out, state), with one tensor per gate.
 
-    retrieves: it writes the difference to what the key retrieves, to which attention normalisation applies as well.
+    retrieves: it writes the difference to the value that the key retrieves; attention normalisation divides that too.
     forgets: attention normalisation forgets with it: gates -> gates for the rule on values (B, H, L, 1) of one, whose
         memory is the normaliser. None: the normaliser is the plain sum of the keys.
-    normalizer: the rule of the normaliser, where it is another; such a rule erases as well, and of its attention
-        normalisation only the division of the output is defined, which has to be asked for by name.
+    normalizer: the rule of the normaliser, where it is another. Such a rule erases as well: of its attention
+        normalisation only the division of the output is defined, and it must be selected by name.
     normalizes: whether attention normalisation is defined for it at all.
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
-    short: what is faster for a short sequence from an empty memory, such as `ops.SumScores`.
-    write_strength: gates -> (B, H, L), how strongly a token writes, of a rule whose memory is linear in the values and
-        forgets alike forwards and backwards (its transition is symmetric); None: of others. A memory that is only read
-        at its end is then read backwards from the query: see `associative_memory.py`.
+    short: an implementation that is faster for a short sequence from an empty memory, such as `ops.SumScores`.
+    write_strength: gates -> (B, H, L), how strongly a token writes. It is for a rule whose memory is linear in the
+        values and whose transition is symmetric (it forgets alike forwards and backwards); None: for other rules. A
+        memory that is only read at its end is then read backwards from the query: see `associative_memory.py`.
     """
 
     operator: Callable[..., tuple[Tensor, Tensor]]
@@ -78,8 +78,8 @@ def uniform_gate_bias(number: int) -> Tensor:
 class MambaDecay(nn.Module):
     """a = exp(-exp(A) softplus(x + b)) with a learned A for each head and a b for each number of it.
 
-    Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as Gated DeltaNet and Kimi Delta Attention use it: exp(A)
-    starts uniform in (1, 16), softplus(b) log-uniform in (0.001, 0.1), so that most of the memory is kept at first.
+    Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as Gated DeltaNet and Kimi Delta Attention use it. exp(A)
+    starts uniform in (1, 16), softplus(b) log-uniform in (0.001, 0.1): most of the memory is kept at first.
     """
 
     def __init__(self, num_heads: int, size: int) -> None:

@@ -9,17 +9,17 @@ Each rule is one file: its equation, the step that defines it, and how it is wri
         float16 for them and the gates (under autocast too: nothing is cast here).
     state: (B, H, Dk, Dv) before the first token, float32 (float64 for float64 inputs); None is zeros.
     first: (B, L), bool: tokens with which a document begins, where the memory starts empty; None is nowhere.
-    backend: "auto", "kernel" or "reference" (the loop over the step).
+    backend: "auto", "kernel" or "reference" (a loop over the step).
 
-    out: (B, H, L, Dv) in v's dtype, what each token reads, after its own write. state: the new one, after the last
-        token. Both are differentiable once; those of the reference as often as wanted.
+    out: (B, H, L, Dv) in v's dtype, the output of each token, after its own write.
+    state: the new one, after the last token. Both are differentiable once; those of the reference any number of times.
 
     ValueError, TypeError: a shape, device, backend or dtype does not fit.
     RuntimeError: ``backend="kernel"`` and no kernel can be built or used.
 
-A rule of one's own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which is called in the same way: gradients,
-checks and the operator of PyTorch come with it. ``fairseq_fwp.testing.check_rule(my_rule)`` holds it to what every rule
-promises.
+A rule of your own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which is called in the same way. Gradients,
+checks and the operator of PyTorch come with it. ``fairseq_fwp.testing.check_rule(my_rule)`` tests it against the laws
+of every rule.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """Run a rule without a kernel: its reference, and gradients of one chunk of tokens at a time.
 
-The forward pass keeps a state before every CHUNK tokens, and the backward pass differentiates the loop from there on,
-the last chunk first: it holds L / CHUNK states, and those of one chunk.
+The forward pass keeps a state before every CHUNK tokens. The backward pass differentiates the reference from there on,
+the last chunk first. It holds L / CHUNK states, and those of one chunk.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,13 @@
-"""The operator of the whole family: one line, of which a rule leaves out what it does not need.
+"""The operator of the whole family: one equation, of which a rule uses the terms that it needs.
 
     W'  = (a_t^T z_t) * W_{t-1}                                     a decay, z value_decay (* element-wise)
     W_t = W' + k_t^T b_t (v_t - k_t W') - (r_t * y_t)^T y_t W_{t-1}       out_t = q_t W_t
 
 b is the rate; ``erases`` says whether k_t W' is there; y and r are removal_key and removal_rate. An input that is
-absent is one everywhere, and of the removal zero. Where ``first`` is set, W_{t-1} is zero.
+absent is one everywhere; an absent removal is zero. Where ``first`` is set, W_{t-1} is zero.
 
-Schema, fake, checks and autograd of all rules with kernels are here. B batch, H heads, L tokens, Dk size of a key, Dv
-size of a value.
+Schema, fake implementation, checks and autograd of all rules with kernels are here. B batch, H heads, L tokens, Dk size
+of a key, Dv size of a value.
 """
 
 from typing import Any, NamedTuple

@@ -25,7 +25,7 @@ from .rule import Results, Rule
 def step(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     written = delta.step(memory, k, v, beta)
     square = (written * written).sum((-2, -1), keepdim=True)
-    # The sum of magnitudes is zero for zeros alone, where that of squares may underflow.
+    # The sum of magnitudes is zero only for zeros, where that of squares may underflow.
     filled = memory.detach().abs().sum((-2, -1), keepdim=True) != 0
     writes = ((k != 0).any(-1, keepdim=True) & (beta != 0)).unsqueeze(-1)
     # Selected before the root, whose derivative at zero is infinite.
@@ -48,9 +48,9 @@ def fwm_rule(
     """Read with q, after each corrective write of v under k at rate beta and a rescaling of what grew beyond norm one.
 
     Equivalent to: ``for t in range(L): state = state + k[t].outer(beta[t] * (v[t] - k[t] @ state))``,
-    ``state = state / max(1, state.norm())``, ``out[t] = q[t] @ state``; but the first write of an empty (exactly zero)
-    memory is not rescaled, and a token with a key or beta of exactly zero leaves the memory as it is. Where the norm is
-    exactly one, and where the memory is empty, the gradient is that of the unscaled write.
+    ``state = state / max(1, state.norm())``, ``out[t] = q[t] @ state``. There are two exceptions: the first write of an
+    empty (exactly zero) memory is not rescaled, and a token with a key or beta of exactly zero does not change the
+    memory. Where the norm is exactly one, and where the memory is empty, the gradient is that of the unscaled write.
 
     Args:
         beta: (B, H, L), usually in (0, 1).

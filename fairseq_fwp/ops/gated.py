@@ -1,4 +1,4 @@
-"""The gated update rule: one number a token says how much of the memory is kept and how much is written.
+"""The gated update rule: one number per token sets how much of the memory is kept and how much is written.
 
     W_t = g_t W_{t-1} + (1 - g_t) k_t^T v_t        out_t = q_t W_t
 

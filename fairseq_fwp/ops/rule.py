@@ -1,4 +1,4 @@
-"""An update rule: what one token does to the memory, from which all else follows.
+"""An update rule: the step that one token takes on the memory, from which all else follows.
 
 B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """
@@ -126,7 +126,7 @@ class Rule:
                 )
 
     def _check_step(self, memory: Any, like: Tensor) -> None:
-        """A step of another shape would be broadcast in silence."""
+        """Check the shape of a step's result: another one would be broadcast silently."""
         got = f"{tuple(memory.shape)} of {memory.dtype}" if isinstance(memory, Tensor) else type(memory).__name__
         expected = f"{tuple(like.shape)} of {like.dtype}"
         if got != expected:
@@ -140,12 +140,12 @@ class Rule:
             self._is_distrusted(q, required=True)
 
     def _is_distrusted(self, q: Any, required: bool = False) -> bool:
-        """Whether the kernel has failed its check; raise RuntimeError where it has and is required."""
+        """Return whether the kernel has failed its check; raise RuntimeError where it has and is required."""
         if self.family is None or not isinstance(q, Tensor) or q.device.type not in self_check.CHECKED:
             return False
         return self_check.distrusted(self.name, str(q.device), required)
 
     def _refuse_tangents(self, *arguments: Tensor | None) -> None:
-        """Derivatives in forward mode would be zero in silence, but for kernels, which refuse them once loaded."""
+        """Refuse forward-mode derivatives, which would silently be zero; loaded kernels refuse them by themselves."""
         if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
             raise NotImplementedError(f"{self.name} has no derivative in forward mode: use backend='reference'")

@@ -1,4 +1,4 @@
-"""Short sequences on a CPU: a number for each pair of tokens may cost less than visits to a large memory.
+"""Short sequences on a CPU: scores of all pairs of tokens may cost less than updates of a large memory.
 
 Shapes: q, k (B, H, L, Dk); v (B, H, L, Dv).
 """

@@ -1,7 +1,8 @@
-"""What fairseq 0.12 needs today, for any of its models: one table, and a file for each topic.
+"""Patches that fairseq 0.12 needs today, for any of its models: one table, and a file for each topic.
 
-A patch stays here if fairseq does not work without it on today's stack, or if data or checkpoints would be lost or
-silently wrong, or code would run from a file. It replaces one attribute of one fairseq module, never a file.
+A patch is here if fairseq does not work without it on today's Python, numpy and torch. It is also here if data or
+checkpoints would be lost or silently wrong, or code would run from a file. It replaces one attribute of one fairseq
+module, never a file.
 
     python -m fairseq_fwp.patches        prints the table of docs/fairseq_on_current_python.md
 """
@@ -27,7 +28,7 @@ from fairseq_fwp.patches import (
 
 
 class Patch(NamedTuple):
-    """Of fairseq, unless another package is named.
+    """A patch of fairseq, unless another package is named.
 
     symbol: what is replaced by patch(what it was), or, where the patch has no argument, what it is about; the reason
     is the patch's docstring. since: what made it necessary; test: what fails without it.

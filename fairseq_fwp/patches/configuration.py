@@ -15,17 +15,19 @@ def evaluate_data_alone() -> None:
 
 
 def evaluate(text: str) -> Any:
-    """The value of numbers, strings, lists, tuples and dictionaries, their sums and multiples: "[(512, 3)] * 4".
+    """Return the value of numbers, strings, lists, tuples and dictionaries, their sums and multiples: "[(512, 3)] * 4".
 
-    Raises ValueError for anything else, and TypeError for what is no string, as `eval` does: fairseq asks it so whether
-    an option has been evaluated.
+    Raises ValueError for anything else, and TypeError unless it gets a string, as `eval` does. fairseq uses the latter
+    to find out whether an option has been evaluated.
     """
     if not isinstance(text, str):
         raise TypeError(f"evaluate takes a string, got {type(text).__name__}")
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError) as error:
-        raise ValueError(f"{text!r} is no number, string or list of them: change the configuration") from error
+        raise ValueError(
+            f"an option must be a number, a string or a list of them, got {text!r}: change the configuration"
+        ) from error
 
 
 def _value(node: ast.AST) -> Any:
@@ -42,4 +44,6 @@ def _value(node: ast.AST) -> Any:
             return _value(node.left) + _value(node.right)
         case ast.BinOp(op=ast.Mult()):
             return _value(node.left) * _value(node.right)
-    raise ValueError(f"{ast.unparse(node)!r} is code, and is not run: change the configuration")
+    raise ValueError(
+        f"an option must be data, got code, which is not run, {ast.unparse(node)!r}: change the configuration"
+    )

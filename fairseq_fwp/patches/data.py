@@ -23,7 +23,9 @@ def refuse_damaged_data(make: Original) -> Any:
         try:
             dataset = make(path, *args, dictionary=dictionary, **kwargs)
         except (AssertionError, KeyError, ValueError, struct.error) as error:
-            raise ValueError(f"{index} is no whole index of a text: {PREPROCESS}") from error
+            raise ValueError(
+                f"{index} must be a complete index of a text, got a damaged or different file: {PREPROCESS}"
+            ) from error
         if isinstance(dataset, indexed_dataset.MMapIndexedDataset):
             _check_text(text, dataset, dictionary)
         return dataset

@@ -28,7 +28,7 @@ def fingerprints(task: Any) -> dict[str, str]:
 
 
 def _dictionaries(task: Any) -> dict[str, Any]:
-    """Those of a multilingual task by language: its source and target depend on the pair that is translated."""
+    """Return a task's dictionaries; of a multilingual task by language, since source and target depend on the pair."""
     if by_language := getattr(task, "dicts", None):
         return {f"dictionary of {language}": dictionary for language, dictionary in by_language.items()}
     found = {}
@@ -45,7 +45,7 @@ def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
 
 
 def difference(task: Any, saved: dict[str, str]) -> str:
-    """What is to be said of a model that was trained with other dictionaries; "" with the same, or if none is known."""
+    """Return the error message for a model trained with other dictionaries; "" with the same, or if none is known."""
     now = fingerprints(task) if saved else {}
     different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
     if not different:

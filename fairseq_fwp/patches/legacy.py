@@ -1,4 +1,4 @@
-"""Parts of fairseq that newer packages, or fairseq itself, have left behind."""
+"""Parts of fairseq that no longer work with newer packages, or with the rest of fairseq."""
 
 from collections.abc import Callable
 from typing import Any

@@ -44,8 +44,8 @@ def load_weights_only(load: Original) -> Any:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if not _holds_model(path):
                 raise RuntimeError(
-                    f"{path} is no checkpoint of fairseq: give one that fairseq-train has written, or make one of "
-                    "it with fwp-convert"
+                    f"{path} must be a checkpoint of fairseq, got another file: give one that fairseq-train wrote, or "
+                    "convert it with fwp-convert"
                 ) from error
             if isinstance(error, KeyError):
                 raise RuntimeError(
@@ -74,7 +74,7 @@ def _weights_only() -> Iterator[None]:
 
 
 def _holds_model(path: str) -> bool:
-    """Whether a file is, for all we can tell, a checkpoint of fairseq."""
+    """Return whether a file seems to be a checkpoint of fairseq."""
     try:
         with _weights_only(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch has just said that the file is trusted
@@ -85,7 +85,7 @@ def _holds_model(path: str) -> bool:
 
 
 class Saved(NamedTuple):
-    """Of a checkpoint: where it lies, the options of its model, and whether others were asked for in evaluation."""
+    """A checkpoint's path, the options of its model, and whether other options were given in evaluation."""
 
     path: str
     options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What today's Python, numpy and torch break in fairseq."""
+"""Patches for the parts of fairseq that today's Python, numpy and torch break."""
 
 import argparse
 import codecs

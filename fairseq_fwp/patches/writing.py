@@ -72,7 +72,7 @@ def make_folder_of_log(call_main: Original) -> Any:
 
 @contextlib.contextmanager
 def _in_place_of(path: str) -> Iterator[str]:
-    """A path next to it: what is written there takes its place in one step, or is removed."""
+    """Yield a path next to it: the file written there replaces it in one step, or is removed."""
     unfinished = f"{path}.tmp"
     try:
         yield unfinished
@@ -91,7 +91,7 @@ def _not_saved(path: str, error: BaseException) -> OSError:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said: torch's writer, on top of it, says no more than a position."""
+    """Return the message of the operating system: that of torch's writer only gives a position."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

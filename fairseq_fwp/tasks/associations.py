@@ -10,7 +10,7 @@ NOT_ASKED = -1
 
 
 class Setting(NamedTuple):
-    """What a sequence is: length pairs of num_keys keys and as many values, drawn with replacement or without."""
+    """Settings of a sequence: length pairs of num_keys keys and as many values, drawn with replacement or without."""
 
     num_keys: int
     length: int
@@ -18,11 +18,12 @@ class Setting(NamedTuple):
 
 
 class Associations(FairseqDataset):
-    """Sequences that follow from seed, epoch and index alone, so that none is repeated and a resumed run continues.
+    """Sequences that depend only on seed, epoch and index, so that none is repeated and a resumed run continues.
 
     Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1. Without replacement no key and no value occurs twice; with
     replacement both are drawn for each pair, and the value to retrieve is the one written last. seed: several numbers;
-    count: sequences of an epoch, None: endlessly many; all_queries: every key is asked, in place of one of the pairs'.
+    count: sequences of an epoch, None: endlessly many; all_queries: every key is asked, in place of one key of the
+    pairs.
     """
 
     def __init__(self, setting: Setting, seed: tuple[int, ...], count: int | None, all_queries: bool) -> None:
@@ -33,7 +34,7 @@ class Associations(FairseqDataset):
         self.epoch = 1
 
     def set_epoch(self, epoch: int) -> None:
-        """The sequences are others in each epoch."""
+        """Set the epoch: each has other sequences."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:

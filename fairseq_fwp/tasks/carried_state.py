@@ -1,4 +1,4 @@
-"""What a model remembers of its streams between two segments.
+"""The state that a model carries from one segment of its streams to the next.
 
 A model that carries a state has a decoder with `carries_state = True`, takes `state=` (None = nothing read) and
 returns the new one as "state" in the second value. The state is opaque here but for three methods, each of which
@@ -47,7 +47,7 @@ class CarriedState:
         return result
 
     def end_update(self) -> None:
-        """To be called after each update of the parameters."""
+        """Record an update of the parameters; to be called after each."""
         self._updated = True
 
     def _before(self, sample: dict[str, Any]) -> Any:
@@ -77,7 +77,7 @@ class CarriedState:
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     def load(self, saved: Tensor) -> None:
-        """Takes what `save` returned; it is unpacked with the first batch, on its device."""
+        """Take what `save` returned; it is unpacked with the first batch, on its device."""
         self._saved = saved
 
     def _unpack(self, device: torch.device) -> Memory:

@@ -52,7 +52,7 @@ SMALLEST = {
 
 @dataclass
 class Progress:
-    """How far a training got: the best loss, its update, and the last update that was evaluated."""
+    """The progress of a training: the best loss, its update, and the last update that was evaluated."""
 
     best_loss: float = math.inf
     best_update: int = 0
@@ -63,9 +63,9 @@ class Progress:
 class FwpAssociativeRetrievalTask(FairseqTask):
     """Synthetic retrieval (Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1).
 
-    Nothing is read: every sequence is generated from --seed, in training as in evaluation, and drawn anew. An
-    epoch is what lies between two evaluations. How far the training got is saved with the checkpoint, so that an
-    interrupted run ends where an uninterrupted one does.
+    Nothing is read: every sequence is new and generated from --seed, in training as in evaluation. An epoch is the
+    training between two evaluations. The progress is saved with the checkpoint, so that an interrupted run ends where
+    an uninterrupted one does.
     """
 
     cfg: FwpAssociativeRetrievalTaskConfig
@@ -77,7 +77,7 @@ class FwpAssociativeRetrievalTask(FairseqTask):
 
     @classmethod
     def setup_task(cls, cfg: FwpAssociativeRetrievalTaskConfig, **kwargs: Any) -> "FwpAssociativeRetrievalTask":
-        """Raises ValueError for settings without a sequence."""
+        """Set up the task. Raises ValueError for settings that define no sequence."""
         for name, smallest in SMALLEST.items():
             value = getattr(cfg, name)
             if value is not None and not value >= smallest:  # as NaN is not
@@ -99,7 +99,7 @@ class FwpAssociativeRetrievalTask(FairseqTask):
 
     @property
     def ended(self) -> bool:
-        """Whether the loss is small enough, or has not become smaller for too long."""
+        """Return whether the loss is small enough, or has not become smaller for too long."""
         waited = self.progress.evaluated_update - self.progress.best_update
         return self.progress.best_loss <= self.cfg.stop_loss or 0 < self.cfg.stop_updates <= waited
 
@@ -152,13 +152,13 @@ class FwpAssociativeRetrievalTask(FairseqTask):
         return iterator
 
     def begin_valid_epoch(self, epoch: int, model: Any) -> None:
-        """Other sequences for each evaluation."""
+        """Set the epoch: each evaluation has other sequences."""
         for split, dataset in self.datasets.items():
             if split != "train":
                 dataset.set_epoch(epoch)
 
     def post_validate(self, model: Any, stats: dict[str, Any], agg: Any) -> None:
-        """Notes the loss of an evaluation; of several subsets the first counts, as for the best checkpoint.
+        """Record the loss of an evaluation; of several subsets the first counts, as for the best checkpoint.
 
         What an interruption evaluates in mid-epoch does not: the training would not end where it does without it.
         """
@@ -201,8 +201,10 @@ class TrainingIterator(EpochBatchIterator):
         return {**super().state_dict(), "progress": asdict(self.task.progress)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises RuntimeError for a checkpoint of another task."""
+        """Load the progress. Raises RuntimeError for a checkpoint of another task."""
         if "progress" not in state_dict:
-            raise RuntimeError("the checkpoint is of another task: give --reset-dataloader to begin with its model")
+            raise RuntimeError(
+                "the checkpoint must be of this task, got another: give --reset-dataloader to begin with its model"
+            )
         self.task.progress = Progress(**state_dict["progress"])
         super().load_state_dict(state_dict)

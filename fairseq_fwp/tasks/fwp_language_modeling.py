@@ -46,8 +46,8 @@ class FwpLanguageModelingConfig(FairseqDataclass):
 class FwpLanguageModelingTask(LanguageModelingTask):
     """Language modelling by truncated back-propagation through time.
 
-    The text is cut into blocks of --tokens-per-sample tokens, and these into as many streams of consecutive blocks
-    as all processes read side by side; step t of an epoch reads block t of every stream. Every token is a target once.
+    The text is cut into blocks of --tokens-per-sample tokens. All processes together read a number of streams of
+    consecutive blocks; step t of an epoch reads block t of every stream. Every token is a target once.
     With --carry-state a block starts with the state that its stream has left, without its gradients (Schlag et al.
     2021, Sec. 6.3, "Without truncating context"); the model's side of that is in `carried_state`.
     """
@@ -60,7 +60,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
 
     @classmethod
     def setup_task(cls, args: Namespace, **kwargs: Any) -> "FwpLanguageModelingTask":
-        """Raises ValueError for settings that go with no text, and FileNotFoundError without a dictionary."""
+        """Set up the task. Raises ValueError for impossible settings, and FileNotFoundError without a dictionary."""
         dictionary, _ = cls.setup_dictionary(Namespace(data=args.data, output_dictionary_size=-1))
         if args.tokens_per_sample < 1:
             raise ValueError(f"--tokens-per-sample must be at least 1, got {args.tokens_per_sample}")
@@ -75,7 +75,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return cls(args, dictionary)
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
-        """Raises ValueError for a model that has no state to carry."""
+        """Build the model. Raises ValueError for one that has no state to carry."""
         model = super().build_model(args, from_checkpoint)
         if self.args.carry_state and not getattr(model.decoder, "carries_state", False):
             raise ValueError(
@@ -139,7 +139,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         batch_size = self._batch_size(max_tokens, max_sentences)
         iterator = StreamIterator(
             Streams(dataset, batch_size, num_shards, shard_id, self.dictionary.pad(), self.dictionary.eos()),
-            # fairseq saves and loads the iterator over the training text alone.
+            # fairseq saves and loads only the iterator over the training text.
             self.training_state if self.args.carry_state else None,
             {
                 "processes": num_shards,
@@ -167,7 +167,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return iterator
 
     def _reset_after(self, blocks: TextBlocks) -> str | None:
-        """Where states are reset, which decides which tokens a segment has."""
+        """The tokens after which states are reset: they decide which tokens a segment has."""
         separator = self.args.reset_state_after
         return separator if blocks.documents is None else f"{separator} within segments"
 
@@ -186,7 +186,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return min(given)
 
     def eval_lm_dataloader(self, dataset: Any, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
-        """Raises ValueError for what fairseq-eval-lm cannot do with streams."""
+        """Return fairseq's batches. Raises ValueError for a carried state and a context window."""
         if self.args.carry_state or context_window:
             raise ValueError(
                 "fairseq-eval-lm carries no state and slides no window over streams: for the former use "

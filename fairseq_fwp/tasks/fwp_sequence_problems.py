@@ -57,7 +57,7 @@ class FwpSequenceProblemsTask(FairseqTask):
 
     @classmethod
     def setup_task(cls, cfg: FwpSequenceProblemsConfig, **kwargs: Any) -> "FwpSequenceProblemsTask":
-        """Raises ValueError for settings without a sequence."""
+        """Set up the task. Raises ValueError for settings that define no sequence."""
         lengths = {"length": cfg.length, "valid_length": cfg.length if cfg.valid_length is None else cfg.valid_length}
         counts = {name: getattr(cfg, name) for name in ("pairs", "symbols", "train_sequences", "valid_sequences")}
         if cfg.double_pairs_every is not None:

@@ -1,4 +1,4 @@
-"""Small problems that tell update rules apart: a sequence of symbols, and for some of its tokens the right answer.
+"""Small problems that distinguish update rules: a sequence of symbols, and for some of its tokens the right answer.
 
 `parity` and `s3` ask for a state at every token: the parity of the ones so far, or the product of permutations so far
 (Grazzi et al. 2025, arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5). `mqar`, multi-query associative
@@ -18,7 +18,7 @@ Sequence = tuple[np.ndarray, np.ndarray]  # symbols (L,), and answers (L,) or NO
 
 
 class Setting(NamedTuple):
-    """What a sequence is made of: its length, and of mqar its pairs, and its numbers of keys and of values."""
+    """The settings of a sequence: its length, and for mqar its pairs and its numbers of keys and of values."""
 
     length: int
     pairs: int
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
 
 def parity(generator: np.random.Generator, setting: Setting) -> Sequence:
-    """Bits, and whether an odd number of them has been 1."""
+    """Draw bits; the answers say whether an odd number of them has been 1."""
     bits = generator.integers(2, size=setting.length)
     return bits, bits.cumsum() % 2
 
@@ -41,7 +41,7 @@ S3 = _permutation_table()
 
 
 def s3(generator: np.random.Generator, setting: Setting) -> Sequence:
-    """Permutations of three, and their product so far."""
+    """Draw permutations of three; the answers are their product so far."""
     symbols = generator.integers(6, size=setting.length)
     answers, product = np.empty_like(symbols), 0  # the identity is the first
     for t, symbol in enumerate(symbols):
@@ -50,7 +50,7 @@ def s3(generator: np.random.Generator, setting: Setting) -> Sequence:
 
 
 def mqar(generator: np.random.Generator, setting: Setting) -> Sequence:
-    """Pairs of a key and a value, no key twice, and then keys of them at random, each of which asks for its value.
+    """Draw pairs of a key and a value, no key twice, and then keys of them at random, each asking for its value.
 
     Keys are symbols 0 ... n - 1, values n ... 2 n - 1.
     """
@@ -77,10 +77,10 @@ PROBLEMS = {
 
 
 class ProblemSequences(FairseqDataset):
-    """Sequences that follow from seed, epoch and index alone, so that none is repeated and a resumed run continues.
+    """Sequences that depend only on seed, epoch and index, so that none is repeated and a resumed run continues.
 
     first, padding: index of the first symbol and of padding in the dictionary; count: sequences of an epoch;
-    doubling: epochs after which the pairs, two at first, are doubled, until they are those of the setting; None: these.
+    doubling: epochs after which the pairs, two at first, are doubled, up to those of the setting; None: never.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ProblemSequences(FairseqDataset):
         self.epoch = 1
 
     def set_epoch(self, epoch: int) -> None:
-        """The sequences are others in each epoch."""
+        """Set the epoch: each has other sequences."""
         self.epoch = epoch
 
     @property

@@ -27,7 +27,7 @@ class StreamIterator(EpochBatchIterator):
         self.states: list[Any] | None = None
 
     def collect_states(self, group: Any) -> None:
-        """Brings the states of all processes to the first, which saves; to be called by each of them."""
+        """Send the states of all processes to the first, which saves; to be called by each of them."""
         if self.carried is None or self.end_of_epoch():
             return
         self.states = [self.carried.save()]
@@ -42,7 +42,7 @@ class StreamIterator(EpochBatchIterator):
         return {**super().state_dict(), "settings": self.settings, "states": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises RuntimeError for a checkpoint in mid-epoch of other streams."""
+        """Load the position. Raises RuntimeError for a checkpoint in mid-epoch of other streams."""
         if state_dict.get("iterations_in_epoch", 0) > 0:
             self._check(state_dict.get("settings"))
             if self.carried is not None:

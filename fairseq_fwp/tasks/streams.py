@@ -1,4 +1,4 @@
-"""Which blocks of a text are read side by side, and which one after the other."""
+"""The order of a text's blocks: in parallel in several streams, and one after the other within a stream."""
 
 from typing import Any
 
@@ -34,10 +34,11 @@ class Streams:
         ]
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The batch of fairseq's language models, and what a carried state has to know of its rows.
+        """Return a batch for fairseq's language models, with the facts about its rows that a carried state needs.
 
-        "segment": how many blocks their streams have read; "last": whether none come after these; "streams": their
-        numbers; "fresh": whether the block starts a stream or document, and so starts without a state.
+        "segment": the number of blocks that the streams have read; "last": whether none come after these;
+        "streams": the numbers of the streams;
+        "fresh": whether the block starts a stream or document, and so starts without a state.
         """
         if not items:
             return self._no_targets()

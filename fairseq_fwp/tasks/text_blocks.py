@@ -83,7 +83,7 @@ class TextBlocks(FairseqDataset):
 
 
 def document_starts(text: Text, dictionary: Dictionary, separator: str) -> np.ndarray:
-    """Where documents start that end with the symbol `separator`, or with an empty line (`BLANK_LINE`)."""
+    """Return the starts of documents that end with the symbol `separator` or an empty line (`BLANK_LINE`)."""
     if separator == BLANK_LINE:
         short = np.flatnonzero(np.asarray(text.lines.sizes) == 1)
         ends = [int(text.ends[line]) for line in short if int(text.lines[line][0]) == dictionary.eos()]

@@ -50,7 +50,7 @@ def sliding(model, text, stride):
 
 
 def one_window(text):
-    """What the first full window reads, (1, CONTEXT), and its targets."""
+    """Return the inputs (1, CONTEXT) of the first full window, and its targets."""
     read = slice(1, CONTEXT + 1)
     return text.inputs[read].unsqueeze(0), text.tokens[read].unsqueeze(0)
 

@@ -86,7 +86,7 @@ def measure_peers(record, shape):
 
 
 def measure_steps(record):
-    """One step of 32 sequences, which brings a new state, and a copy of the states alone."""
+    """One step of 32 sequences, which brings a new state, and a mere copy of the states."""
     shape = (*STEPPED, STEPPED[-1])
     state = torch.randn(*STEPPED[:2], 64, 64, generator=torch.Generator().manual_seed(3))
     calls = {name: Contender(inputs.step(name, inputs.draw(name, shape), state)) for name in STEPS}

@@ -1,4 +1,4 @@
-"""What scoring costs with a fast weight layer and with dynamic evaluation, against the model alone.
+"""The cost of scoring with a fast weight layer and with dynamic evaluation, compared with the model alone.
 
 The two models of Clark et al. 2022 (arXiv 2212.02475), untrained, on words that follow Zipf's law: Transformer-XL large
 reads segments of 128 tokens with a memory of 1,600 (Dai et al. 2019), local attention blocks of 1,024. Operations are
@@ -102,7 +102,7 @@ def with_onednn(call):
 
 
 def count(call):
-    """Operations of the matrix products in a call."""
+    """Return the operations of the matrix products in a call."""
     with FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()

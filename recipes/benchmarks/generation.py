@@ -1,10 +1,10 @@
 """Time and memory of generating the next token after contexts of 256 to 16,384: Mao 2022, arXiv 2210.04243, Figure 1.
 
-Whole models and their attention layers alone, one sequence and eight at once, float32, one thread, and a GPU where
-there is one; the sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with
+Whole models and only their attention layers, one sequence and eight at once, float32, one thread, and a GPU where
+there is one. The sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with
 8,000 words. The paper plots decay, delta and attention, and does not say of how many sequences. Attention keeps its
-keys and values in a cache: as fairseq's and this package's, which for every token is copied to make room; and one in
-place, made beforehand for as many as there will be, which is the least that attention can do.
+keys and values in a cache. That of fairseq and of this package is copied for every token to make room. Another one is
+allocated beforehand for all tokens and written in place, which is the least that attention can do.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttentio
 
 VOCABULARY = 8000
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384)
-# One alone, and as many as sampling or a beam goes on with at once: they share the weights, and nothing of a cache.
+# One sequence, and as many as sampling or a beam extends at once: they share the weights, but no cache.
 SEQUENCES = (1, 8)
 ROUNDS = 5
 DECAY, DELTA, SOFTMAX, IN_PLACE = NAMES = ("decay", "delta", "softmax", "softmax, cache in place")
@@ -62,7 +62,7 @@ def build(name, device):
 
 
 def layer_state(name, attention, sequences, context):
-    """What a layer remembers of a context. Its numbers are random: they change nothing of the time that it takes."""
+    """Return a layer's state after a context. Its numbers are random: they do not change the time."""
     device = attention.out_proj.weight.device
     heads, dim = attention.num_heads, attention.out_proj.in_features
     if name in (SOFTMAX, IN_PLACE):

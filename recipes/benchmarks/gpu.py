@@ -104,7 +104,7 @@ def usable(contender, shape):
 
 
 class Clock:
-    """Seconds of a call on the device, from a cold second-level cache."""
+    """Return the seconds of a call on the device, from a cold second-level cache."""
 
     def __init__(self):
         # More than any GPU's cache holds.
@@ -155,7 +155,7 @@ def peak_bytes(call):
 
 
 def call_of(stage, function, chosen):
-    """What is timed: the function without gradients, or with the gradients of its inputs."""
+    """Return the timed call: the function without gradients, or with the gradients of its inputs."""
 
     def forward():
         with torch.no_grad():
@@ -178,7 +178,7 @@ class Session:
         return self.deadline - time.monotonic()
 
     def in_time(self, where, stage, names):
-        """Whether the deadline is still ahead; the record says what is left out."""
+        """Return whether the deadline is still ahead; the record says what is left out."""
         if self.left() > 0:
             say(f"{self.left():4.0f} s left: {stage}, {where}: {', '.join(names)}")
             return True
@@ -187,7 +187,7 @@ class Session:
         return False
 
     def take_turns(self, where, stage, calls):
-        """Times every call, as it is and as a graph, in as many rounds each, one at least, for they are compared."""
+        """Time every call, directly and as a graph, in equally many rounds, at least one, since they are compared."""
         kinds = {}
         for name, call in calls.items():
             if not (call and self.in_time(where, stage, [name])):
@@ -311,7 +311,7 @@ class Session:
 
 
 def stages(session, part):
-    """What a call measures, in the order of importance. Foreign kernels come last: they may break the GPU."""
+    """The measurements of a call, in the order of importance. Foreign kernels come last: they may break the GPU."""
     if part == "models":
         yield partial(gpu_models.measure, session.record, session.in_time)
         return
@@ -380,7 +380,7 @@ def warm(args):
 
 
 def publish_all(folder):
-    """What the calls have left in a folder goes to RESULTS.md, unless a check has failed."""
+    """Write the results of the calls in a folder to RESULTS.md, unless a check has failed."""
     found = gpu_report.read_parts(folder)
     refusal = gpu_report.refusal(found)
     if refusal:

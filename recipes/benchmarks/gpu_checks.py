@@ -1,6 +1,6 @@
-"""What comes before the measurements of ours: compute-sanitizer over small cases, then the tests on the GPU.
+"""Checks before our measurements: compute-sanitizer over small cases, then the tests on the GPU.
 
-`python gpu_checks.py` runs the cases alone, for compute-sanitizer to watch. A check ends in a verdict, a text for the
+`python gpu_checks.py` runs only the cases, for compute-sanitizer to watch. A check ends in a verdict, a text for the
 record: "passed: ...", "failed: ...", or why it says neither.
 """
 
@@ -57,7 +57,7 @@ def last_line(log):
 
 
 def verdict(command, seconds, log, failed=1):
-    """Of a command that exits with 0 where all is well, and with `failed` where it has found a mistake."""
+    """Return the verdict of a command that exits with 0 if all is well, and with `failed` if it found a mistake."""
     say(f"at most {seconds:.0f} s, output in {log}: {' '.join(map(str, command))}")
     status = limited(command, seconds, log)
     if status is None:

@@ -60,7 +60,7 @@ def train(record, in_time, where, samples, length, architectures):
             trainer = trainer_of(name, length)
             for _ in range(WARM_UP):
                 trainer.train_step([sample])
-        except (Exception, SystemExit) as error:  # whatever the reason: it stands beside the models that run
+        except (Exception, SystemExit) as error:  # whatever the reason: the report lists it next to the models that run
             record.miss(where, "training", name, first_line(error))
             continue
         trainers[name] = trainer
@@ -111,7 +111,7 @@ def step_seconds(decoder, tokens, context):
 
 
 def elapsed(call, times):
-    """Seconds of each of several calls, until the device has done it."""
+    """Return the seconds of each of several calls, until the device has done it."""
     found = []
     for _ in range(times):
         synchronize()
@@ -128,7 +128,7 @@ def synchronize():
 
 
 def allocated(peak=False):
-    """Bytes of the device now, or at most since this was last asked without `peak`; 0 without a device."""
+    """Return the bytes of the device now, or at most since this was last asked without `peak`; 0 without a device."""
     if not torch.cuda.is_available():
         return 0
     if peak:

@@ -1,8 +1,8 @@
 """The opponents of our operators on a GPU: imported where they are installed, or from a checkout of theirs.
 
-Every form takes tensors in the layout that is its own and returns out. `FWP_DELTA_PEER` (or --delta-peer) is the folder
-`src` of a checkout of IDSIA/lmtool-fwp (Schlag, Irie & Schmidhuber 2021), `FWP_DECAY_PEER` (or --decay-peer) a checkout
-of jenni-ai/T2FW (Mao 2022); both compile their kernels when they are imported. flash-linear-attention is `fla-core`.
+Every form takes tensors in its own layout and returns out. `FWP_DELTA_PEER` (or --delta-peer) is the folder `src` of a
+checkout of IDSIA/lmtool-fwp (Schlag, Irie & Schmidhuber 2021). `FWP_DECAY_PEER` (or --decay-peer) is a checkout of
+jenni-ai/T2FW (Mao 2022). Both compile their kernels when they are imported. flash-linear-attention is `fla-core`.
 """
 
 import importlib
@@ -22,7 +22,7 @@ class Missing(Exception):
 
 
 def first_line(error):
-    """What an error says, for a note in a table."""
+    """Return the message of an error, for a note in a table."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -85,7 +85,7 @@ def standing_in(folder, variable):
     if not folder:
         raise Missing(f"no checkout of it is named by {variable}")
     if not Path(folder).is_dir():
-        raise Missing(f"{variable}={folder} is no folder")
+        raise Missing(f"{variable} must be a folder, got {folder}")
     before, inside = os.getcwd(), str(Path(folder).resolve())
     sys.path.insert(0, inside)
     os.chdir(inside)

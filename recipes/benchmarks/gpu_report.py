@@ -1,8 +1,9 @@
-"""What gpu.py publishes, made of its record alone: goals, floors and tables. None of it needs a GPU.
+"""The report of gpu.py, made only from its record: goals, floors and tables. None of it needs a GPU.
 
 Shapes (B, H, L, Dk, Dv). A floor is the time in which the least work could be done at this machine's own rates, which
-the same run measures: each input read once and each result written once a pass, at the speed of a copy of the device's
-memory; for the delta rule's training step also the products of its chunkwise form, at the speed of a matrix product.
+the same run measures. In each pass, every input is read once and every result is written once, at the speed of a copy
+of the device's memory. For the delta rule's training step the floor also has the products of its chunkwise form, at
+the speed of a matrix product.
 """
 
 from statistics import median
@@ -133,7 +134,7 @@ def bytes_moved(rule, shape, stage, size):
 
 
 def chunk_flops(shape):
-    """Of the delta rule's training step in chunks of C tokens: 30 C d + 20 d^2 a token, C = d up to 64."""
+    """Return the operations of delta's training step in chunks of C tokens: 30 C d + 20 d^2 a token, C = d up to 64."""
     B, H, L, d, _ = shape
     return B * H * L * (30 * min(d, 64) * d + 20 * d * d)
 
@@ -157,7 +158,7 @@ def cell(values, scale, digits=1):
 
 
 def best_time(record, where, stage, name):
-    """Of its graph where it has one, or the reason why there is none."""
+    """Return the times of its graph, or those of plain calls where it has none."""
     device = record.values(where, stage, name, GRAPH)
     return record.values(where, stage, name, CALLED) if isinstance(device, str) else device
 

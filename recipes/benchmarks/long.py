@@ -48,7 +48,7 @@ def training_step(built, length):
 
 
 def measure_step(name, length):
-    """Seconds of a step, and its peak memory beyond the model with its gradients."""
+    """Return the seconds of a step, and its peak memory beyond the model with its gradients."""
     built = build(name, length)
     built.model.train()
     allowed = limit_memory()

@@ -35,7 +35,7 @@ def flags_of(settings):
 
 
 def build(words, *flags, task="language_modeling", criterion="adaptive_loss"):
-    """What fairseq-train makes of `--arch NAME ...`, in its first state."""
+    """Build the model of fairseq-train's `--arch NAME ...`, in its first state."""
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 

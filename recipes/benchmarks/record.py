@@ -1,4 +1,4 @@
-"""What a run measured, the goals it is held to, and what is published of it: a CSV, a table and a picture.
+"""The record of a run: its measurements, its goals, and its publication as a CSV, a table and a picture.
 
 A measurement is of one contender, at one place (a shape, a length), in one stage (forward, decoding), of one kind.
 """
@@ -108,7 +108,7 @@ class Goal(NamedTuple):
 
 
 def ratios(slower, faster):
-    """(median over the rounds, ratio of the minima) of two lists; of one round each, their ratio alone."""
+    """(median over the rounds, ratio of the minima) of two lists; of one round each, only their ratio."""
     found = median(s / f for s, f in zip(slower, faster, strict=True)), min(slower) / min(faster)
     return found[: len(slower)]
 
@@ -175,7 +175,7 @@ def processor():
 def git(*words):
     try:
         return subprocess.run(["git", "-C", HERE, *words], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or a copy of the files alone
+    except (OSError, subprocess.CalledProcessError):  # no git, or a copy of only the files
         return ""
 
 
@@ -208,7 +208,7 @@ def write_csv(name, header, rows):
 
 
 def publish(part, record, goals, *paragraphs, head="", script="run.sh", panels=()):
-    """Writes results/PART.csv, PART_goals.csv and PART.md with the latter's text in RESULTS.md, and the picture."""
+    """Write results/PART.csv, PART_goals.csv and PART.md with the latter's text in RESULTS.md, and the picture."""
     write_csv(part, Record.HEADER, record.rows)
     write_csv(f"{part}_goals", GOAL_HEADER, goals)
     head = head or record.notes()["provenance"]

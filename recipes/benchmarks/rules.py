@@ -1,9 +1,9 @@
 """Every update rule at growing length: time per token and peak memory of forward + backward.
 
-float32, one thread, 8 heads of 64 dimensions. A rule whose cost per token grows is no linear one: times are of as many
-sequences as make 16,384 tokens in all, so that all lengths move the same memory, and short ones do not live in a cache
-(fwm, a loop in PyTorch, takes one sequence: many would take minutes). A rule that keeps a state for every token needs
-8 * 64 * 64 numbers a token, which is what the memory of one sequence is held against.
+float32, one thread, 8 heads of 64 dimensions. A rule whose cost per token grows is not linear. Times are of as many
+sequences as make 16,384 tokens in all: all lengths then move the same memory, and short ones do not fit into a cache.
+(fwm, a loop in PyTorch, takes one sequence: many would take minutes.) A rule that keeps a state for every token needs
+8 * 64 * 64 numbers a token, with which the memory of one sequence is compared.
 """
 
 from functools import partial

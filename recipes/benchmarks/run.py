@@ -1,4 +1,4 @@
-"""Measures the parts that are named, all of them without a name, each in a process of its own (run.sh does it)."""
+"""Measure the parts that are named, or all of them, each in a process of its own (run.sh calls this)."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def run(*command, **environment):
 
 
 def measure_all(parts):
-    """Nothing is measured after a failed test."""
+    """Run the tests, then measure the parts; nothing is measured after a failed test."""
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         raise SystemExit(f"run.sh: there is no part '{unknown[0]}': choose from {' '.join(PARTS)}.")

@@ -63,7 +63,7 @@ def memory(field):
 
 
 def alone(part, *arguments, limit=None, **environment):
-    """What a part's `measure_alone` returns in a process of its own, or {"stopped": why} after `limit` seconds."""
+    """Return the result of a part's `measure_alone` in a process of its own; {"stopped": why} after `limit` seconds."""
     command = [sys.executable, Path(__file__).with_name("run.py"), "--alone", part, *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     try:

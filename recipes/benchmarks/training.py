@@ -1,8 +1,8 @@
 """Words per second and memory of fairseq-train: ours against softmax attention, here and in fairseq.
 
 The small model of Schlag et al. 2021 (16 layers, D = 128, 8 heads, ffn 2048; Sec. 6.3 has speed and memory of these
-rules and maps), 10,000 invented words so that the softmax over the vocabulary does not hide the layers, the same
-optimizer and the same 2,048 tokens an update for all.
+rules and maps). Its 10,000 words are invented: so few that the softmax over the vocabulary does not hide the layers.
+The optimizer and the 2,048 tokens an update are the same for all.
 """
 
 import json
@@ -61,7 +61,7 @@ def prepare(folder):
 
 
 def call(*command, **environment):
-    """What a command printed, and the most memory that it had, in bytes; SystemExit with its last words if it fails."""
+    """Return the output of a command and its peak memory in bytes; SystemExit with its last lines if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": THREADS} | environment
     words = [str(word) for word in command]
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -14,7 +14,7 @@ from sacremoses import MosesDetokenizer
 
 HYPOTHESIS = re.compile(r"^H-(\d+)\t[^\t]*\t(.*)$", re.MULTILINE)
 SUMMARY = re.compile(r"Translated ([\d,]+) sentences \(([\d,]+) tokens\) in ([\d.]+)s")
-# That of the literature's scripts, without look-around: of "a-b-c" they split the first hyphen alone.
+# That of the literature's scripts, without look-around: of "a-b-c" they split only the first hyphen.
 COMPOUND = re.compile(r"(\S)-(\S)")
 
 

@@ -168,7 +168,7 @@ class Conversion(LanguageModels):
         super().main()
 
     def evaluate(self, model: Model) -> None:
-        """Measure what a row was fine-tuned to by every measure, what it was converted to by the first alone."""
+        """Measure the fine-tuned model of a row by every measure, the converted one only by the first."""
         self.measure_converted(model)
         for measure in self.corpus["measures"]:
             self.measure(model.folder / f"checkpoint_{self.corpus['checkpoint']}.pt", model.folder, measure)

@@ -1,4 +1,4 @@
-"""How a language model is evaluated: labels, flags of fwp-eval-lm, and values of which the best on valid counts."""
+"""The evaluation of a language model: labels, flags of fwp-eval-lm, and values of which the best on valid counts."""
 
 import fnmatch
 from pathlib import Path

@@ -82,7 +82,7 @@ class FastWeightLayers(LanguageModels):
                 self.measure(model, way, data)
 
     def prepare_speed(self) -> Path:
-        """Write the first lines of the test text; the statistics of RMS come from a training text beside it."""
+        """Write the first lines of the test text; the statistics of RMS come from a training text next to it."""
         folder = self.out / "speed"
         if not folder.is_dir():
             with whole(folder) as work:

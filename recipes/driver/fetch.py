@@ -23,7 +23,7 @@ class Archive(NamedTuple):
     """A file to download: its name, SHA-256, sources in the order they are tried, and which of its members are needed.
 
     checksum: None where only the content is fixed, which the reader of the archive then checks. members: patterns of
-    tar; a .zip is unpacked whole, and what is no archive is left as it is.
+    tar; a .zip is unpacked whole, and a file that is not an archive is left as it is.
     """
 
     name: str
@@ -52,7 +52,7 @@ def sha256(path: Path) -> str:
 
 
 def receive(url: str, part: Path) -> None:
-    """Append to `part` what it lacks of the file at `url`, or write it anew; OSError if the connection breaks."""
+    """Append the missing part of the file at `url` to `part`, or write it again; OSError if the connection breaks."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": USER_AGENT} | ({"Range": f"bytes={have}-"} if have else {})
     try:

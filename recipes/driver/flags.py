@@ -22,7 +22,7 @@ from commands import RecipeError
 SILENT = {"--batch-size", "--log-format", "--log-interval"}, {"--cpu", "--no-progress-bar"}
 
 
-# Lines that are no flags: the model that a training begins with, and what fwp-convert makes of it first.
+# Lines that are not flags: the model that a training begins with, and the options of fwp-convert for it.
 START = ("from", "convert")
 
 

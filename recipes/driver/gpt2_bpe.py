@@ -26,13 +26,13 @@ def find_vocabulary(folder: Path) -> tuple[Path, Path]:
 
 
 def read_encoder(folder: Path) -> Encoder:
-    """Return fairseq's encoder of a folder. Raises RecipeError unless the tokens are those of the model beside it."""
+    """Return fairseq's encoder of a folder. Raises RecipeError unless the tokens are those of the model next to it."""
     vocabulary, merges = find_vocabulary(folder)
     try:
         encoder = get_encoder(str(vocabulary), str(merges))
         last = max(encoder.encoder.values())
     except (ValueError, AttributeError, TypeError) as error:
-        raise RecipeError(f"{vocabulary} or {merges.name} is no vocabulary of GPT-2: {error}") from error
+        raise RecipeError(f"{vocabulary} and {merges.name} must be a vocabulary of GPT-2: {error}") from error
     config = folder / "config.json"
     words = json.loads(config.read_text(encoding="utf-8"))["vocab_size"] if config.is_file() else last + 1
     if last >= words:

@@ -98,12 +98,12 @@ def summary(found: log.Training) -> str:
 
 
 def counts(found: log.Training | None) -> bool:
-    """Whether a finished training can have this log."""
+    """Return whether a finished training can have this log."""
     return found is not None and (bool(found.validations) or found.not_finite)
 
 
 def is_finished(training: Training) -> bool:
-    """Raises RecipeError for a log that is not the one it ended with, and for other settings."""
+    """Raise RecipeError for a log that is not the one it ended with, and for other settings."""
     path, settings = training.folder / "finished", training.folder / "settings.txt"
     if not path.exists():
         return False

@@ -32,7 +32,7 @@ def read_entry(line: str) -> dict[str, float]:
 
 
 class Training(NamedTuple):
-    """What a log says; of a run that was resumed, what counted.
+    """The contents of a log; of a resumed run, those that count.
 
     hours: from the first to the last line of each start together; seconds: fairseq's own clock of training steps;
     validations: the numbers of each, without the prefix valid_; not_finite: the last start ended at such a gradient.
@@ -55,7 +55,7 @@ class Training(NamedTuple):
 
     @property
     def divergence(self) -> str:
-        """Where a gradient that is not finite ended it, in words; empty where none did."""
+        """The place where a gradient that is not finite ended it, in words; empty where none did."""
         if not self.not_finite:
             return ""
         finite = [(update, ppl) for update, ppl in self.curve() if math.isfinite(ppl)]
@@ -69,7 +69,7 @@ def read_training(log: Path) -> Training:
     """Read a log, each start after a line `+ ... fairseq-train ...`. Raises RecipeError for one without a model."""
     text = log.read_text(encoding="utf-8", errors="replace")
     if not (parameters := PARAMETERS.search(text)):
-        raise RecipeError(f"{log} is no log of fairseq-train that came as far as its model.")
+        raise RecipeError(f"{log} must be a log of fairseq-train that reached the start of training.")
     updates, seconds = 0, 0.0
     validations: list[dict[str, float]] = []
     for line in text.splitlines():
@@ -94,7 +94,7 @@ def read_training(log: Path) -> Training:
 
 
 def is_complete(log: Path) -> bool:
-    """Whether the last start came to its last update and saved it: fairseq, resumed there, would train one more."""
+    """Return whether the last start reached and saved its last update; fairseq, resumed there, would train one more."""
     return log.exists() and bool(AT_ITS_END.search(START.split(log.read_text(encoding="utf-8", errors="replace"))[-1]))
 
 

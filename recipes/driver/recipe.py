@@ -1,4 +1,4 @@
-"""What recipes that train models share: which models, the stages, seeds, and the data they are trained on."""
+"""The common part of recipes that train models: the choice of models, stages, seeds and training data."""
 
 import argparse
 import shlex

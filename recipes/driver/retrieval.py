@@ -84,7 +84,7 @@ def combinations(entry: Any) -> list[Point]:
 
 
 def number(flag: str, value: str, kind: type[int] | type[float]) -> float:
-    """Raises ValueError for what is not a positive one."""
+    """Raise ValueError for what is not a positive one."""
     with contextlib.suppress(ValueError):
         if 0 < (found := kind(value)) < math.inf:
             return found

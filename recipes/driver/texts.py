@@ -55,7 +55,7 @@ def find(folder: Path, name: str) -> Path:
 
 
 def read_words(path: Path) -> list[list[str]]:
-    """Return the words of each line. Raises RecipeError for what is no UTF-8 text."""
+    """Return the words of each line. Raises RecipeError for a file that is not UTF-8 text."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             return [line.split() for line in file]

@@ -86,7 +86,7 @@ class Translation(Recipe):
                 remove(folder / f"train.{language}")
 
     def cut_into_pieces(self, work: Path) -> None:
-        """Cut all texts into pieces of words: one vocabulary for both languages, learnt on the training text alone."""
+        """Cut all texts into subwords: one vocabulary for both languages, learned only on the training text."""
         both = work / "both"
         with both.open("wb") as file:
             for language in LANGUAGES:
@@ -176,7 +176,7 @@ class Translation(Recipe):
 
 
 def read_row(model: Model) -> dict[str, object]:
-    """Return the numbers of a model; empty unless both were scored. Without raw text there is no sacreBLEU."""
+    """Return the numbers of a model; empty unless both were scored. Without raw text sacreBLEU is missing."""
     found = read_run(model.folder)
     valid, test = (found.result(split) for split in ("valid", "test"))
     if not valid or not test:

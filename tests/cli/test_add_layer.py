@@ -152,7 +152,7 @@ def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
 @looped(
     ("name", "sentence"),
     [
-        ("no last norm", "this model has no last normalisation"),
+        ("no last norm", "the model must end with a layer normalisation"),
         ("layer", "goes on fwp_lm or fwp_xl_lm, and this is fwp_fwl_lm"),
         ("nothing", "there is no checkpoint"),
     ],

@@ -169,7 +169,7 @@ def test_dynamic_evaluation(folder, caplog):
         moved = evaluate(folder, "--context-window", 0, *rule, "--reset-after", "</s>")
     assert "gathered statistics of 2 windows of train" in caplog.text
     assert moved["loss"] != pytest.approx(plain["loss"], abs=1e-5) and math.isfinite(moved["loss"])
-    assert moved["protocol"].endswith("dynamic evaluation (RMS, epsilon 1e-05, lr 0.001, decay 0), anew after </s>")
+    assert moved["protocol"].endswith("dynamic evaluation (RMS, epsilon 1e-05, lr 0.001, decay 0), reset after </s>")
     with caplog.at_level("INFO"):
         rule = ["--dynamic", "rms-sum", "--dynamic-lr", 0, "--dynamic-statistics", 10**6]
         summed = evaluate(folder, "--context-window", 0, *rule)
@@ -212,12 +212,12 @@ REFUSALS = {
     "no checkpoint there": (["none.pt", "data"], r"there is no checkpoint .*none\.pt$"),
     "a folder for a checkpoint": ([".", "data"], r"there is no checkpoint .*: it is a folder"),
     "another kind of file": (["text/test.txt", "data"], r"test\.txt \([\d,]+ bytes\) is not a complete checkpoint"),
-    "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt is no checkpoint of fairseq"),
-    "a list for weights": (["list.pt", "data"], r"list\.pt is no checkpoint of fairseq: it has no model"),
-    "other settings": (["settings.pt", "data"], r"settings\.pt is no checkpoint of fairseq: .* none of its settings"),
+    "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt must be a checkpoint of fairseq, got"),
+    "a list for weights": (["list.pt", "data"], r"list\.pt must be a checkpoint of fairseq, got .* a model"),
+    "other settings": (["settings.pt", "data"], r"settings\.pt must be a checkpoint of fairseq, got .* its settings"),
     "half a checkpoint": (["half.pt", "data"], r"half\.pt \([\d,]+ bytes\) is not a complete checkpoint"),
     "diverged": (["diverged.pt", "data"], r"probabilities that are not above 0: it has diverged"),
-    "translation": (["translation.pt", "data"], r"the model 'transformer', which is no language model"),
+    "translation": (["translation.pt", "data"], r"must be a language model, got 'transformer'"),
     "a plugin's": (["plugin.pt", "data"], r"the model 'my_lm' of the task .*: name its plugin with --user-dir"),
     "another dictionary": (["delta.pt", "data2"], r"data2 has another .*dictionary \(16 words, .*pass the data"),
     "a dictionary of bytes": (["delta.pt", "bytes"], r"the dictionary in .*bytes cannot be read: Incorrect encoding"),
@@ -235,21 +235,21 @@ REFUSALS = {
 OVERRIDES = {
     "{'heads': 3}": r"has no setting for: heads$",
     "{'model': 3}": r"has no setting for: model$",
-    "{'max_target_positions': 'x'}": r"sets max_target_positions to 'x': it has to be a whole number or None$",
-    "{'seed': 1.5}": r"sets seed to 1\.5: it has to be a whole number$",
-    "{'dropout': None}": r"sets dropout to None: it has to be a number$",
-    "{'sum_normalization': 'x'}": r"sets sum_normalization to 'x': it has to be True or False$",
-    "{'fwp_backend': 'gpu'}": r"sets fwp_backend to 'gpu': it has to be one of auto, kernel, reference$",
+    "{'max_target_positions': 'x'}": r"max_target_positions must be a whole number or None, got 'x'$",
+    "{'seed': 1.5}": r"seed must be a whole number, got 1\.5$",
+    "{'dropout': None}": r"dropout must be a number, got None$",
+    "{'sum_normalization': 'x'}": r"sum_normalization must be True or False, got 'x'$",
+    "{'fwp_backend': 'gpu'}": r"fwp_backend must be one of auto, kernel, reference, got 'gpu'$",
     "{'decoder_update_rule': 'x'}": r"unknown update rule 'x'",
     "{'decoder_layers': 3}": r"goes with --decoder-layers 2, and --model-overrides asks for --decoder-layers 3: ",
 }
 MISUSES = {
     "two streams": (["--carry-state", "--batch-size", 2], r"--carry-state reads one stream"),
     "two protocols": (["--carry-state", "--stride", 2], r"not allowed with"),
-    "no folder": (["--scores", "none/scores.tsv"], r"none/scores\.tsv is no file in a folder that exists"),
-    "no dictionary of settings": (["--model-overrides", "[1"], r"is no dictionary of settings"),
+    "no folder": (["--scores", "none/scores.tsv"], r"must be a file in a folder that exists, got none/scores\.tsv"),
+    "no dictionary of settings": (["--model-overrides", "[1"], r"must be a dictionary of settings"),
     "one file for two": (["--scores", "a", "--json", "a"], r"--json and --scores are two files, got a for both"),
-    "no number": (["--stride", "0"], r"'0' is no whole number above 0"),
+    "no number": (["--stride", "0"], r"must be an integer above 0, got '0'"),
     "no step size": (["--dynamic", "sgd"], "--dynamic needs its step size, --dynamic-lr"),
     "a step without a rule": (["--dynamic-lr", "1"], "--dynamic-lr belongs to --dynamic"),
     "statistics without a rule": (["--dynamic-statistics", "1"], "--dynamic-statistics belongs to --dynamic"),
@@ -263,8 +263,8 @@ MISUSES = {
         "depend on the number of its windows: give --dynamic-s",
     ),
     "batches that learn": (["--dynamic", "sgd", "--dynamic-lr", "1", "--batch-size", "2"], "leave out --batch-size"),
-    "negative": (["--dynamic", "sgd", "--dynamic-lr", "-1"], "'-1' is no number from 0 on"),
-    "no number of a step": (["--dynamic", "sgd", "--dynamic-lr", "big"], "'big' is no number from 0 on"),
+    "negative": (["--dynamic", "sgd", "--dynamic-lr", "-1"], "must be a number of at least 0, got '-1'"),
+    "no number of a step": (["--dynamic", "sgd", "--dynamic-lr", "big"], "must be a number of at least 0, got 'big'"),
 }
 
 

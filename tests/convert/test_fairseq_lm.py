@@ -175,7 +175,7 @@ def test_weights_missing_or_too_many(refused):
         ({"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
         ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor 2.5 cannot be converted"),
         ({"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff must be whole numbers such as .*, got '10,x'"),
-        ({"_name": "transformer"}, "holds the architecture 'transformer', which is none of transformer_lm"),
+        ({"_name": "transformer"}, "the architecture in .* must be transformer_lm, got 'transformer'"),
     ],
 )
 def test_models_that_have_no_place(refused, changed, sentence):
@@ -199,7 +199,7 @@ def test_the_dictionary_of_another_model(refused, tmp_path):
 
 def test_files_that_are_no_checkpoints(checkpoint):
     for saved, sentence in (
-        ([1], "is no checkpoint of fairseq: it has no model"),
+        ([1], "must be a checkpoint of fairseq, got a file without a model"),
         ({"model": {"a": torch.ones(1)}}, "has none of its settings"),
         ({"model": {"a": torch.ones(1)}, "cfg": [1]}, "has none of its settings"),
         ({"model": {"a": 1}}, "its model has other things than tensors"),

@@ -1,4 +1,4 @@
-"""What the command writes is what fairseq's commands take: a checkpoint, its dictionary and its flags."""
+"""The output of the command fits fairseq's commands: a checkpoint, its dictionary and its flags."""
 
 import math
 import random
@@ -68,7 +68,7 @@ def test_options_are_read_from_the_log_of_the_training(convert):
 
 
 def test_random_features_that_were_not_exported_are_drawn():
-    """As the public code does with such a state dict; in training both draw anew all the time."""
+    """As the public code does with such a state dict; in training both draw again all the time."""
     vector = read_vector("schlag-lm/type35")
     bare = vector._replace(tensors={key: x for key, x in vector.tensors.items() if "proj_matrix" not in key})
     (model, *_, conversion), (again, *_) = build(bare), build(bare)

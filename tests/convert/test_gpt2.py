@@ -166,12 +166,16 @@ def changed(name, value):
         (dict, {"n_layer": 1}, r"has also h\.1\.attn"),
         (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
         (dict, {"scale_attn_by_inverse_layer_idx": True}, "its attention is scaled by the layer"),
-        (dict, {"activation_function": "silu"}, "another activation_function than gelu, gelu_new, .*: 'silu'"),
+        (
+            dict,
+            {"activation_function": "silu"},
+            "activation_function in config.json must be one of gelu, gelu_new, .*, got 'silu'",
+        ),
         (dict, {"model_type": "gpt_neo"}, "model_type = 'gpt_neo', which cannot be converted: it is another model"),
         (dict, {"n_head": None}, r"config\.json lacks n_head: is it that of a GPT-2\?"),
         (dict, {"n_inner": "wide"}, "refuses the settings .*--decoder-ffn-embed-dim: invalid int value: 'wide'"),
-        (dict, {"vocab_size": 29}, r"eos_token_id = 29, which is no token of its vocabulary of 29"),
-        (dict, {"eos_token_id": [29]}, r"eos_token_id = \[29\], which is no token of its vocabulary of 30"),
+        (dict, {"vocab_size": 29}, r"eos_token_id in .* must be in \[0, 29\), the vocabulary, got 29"),
+        (dict, {"eos_token_id": [29]}, r"eos_token_id in .* must be in \[0, 30\), the vocabulary, got \[29\]"),
         (
             changed("h.0.mlp.c_fc.weight", torch.ones(DIM, 4 * DIM, dtype=torch.int8)),
             {},
@@ -241,5 +245,5 @@ def test_files_that_are_not_there_or_not_whole(folder):
     index.write_text('{"weight_map": {"a": "part.safetensors"}}')
     with pytest.raises(SystemExit, match=r"the weights .*part\.safetensors cannot be read: No such file"):
         folder.convert()
-    with pytest.raises(SystemExit, match="is no folder"):
+    with pytest.raises(SystemExit, match=r"must be a folder with config\.json and model.safetensors"):
         main(["--source", "gpt2", str(weights), "--out", str(folder.out)])

@@ -1,4 +1,4 @@
-"""What cannot be represented is refused by name, in one sentence, before anything is written."""
+"""Models that cannot be represented are refused by name, in one sentence, before anything is written."""
 
 import re
 
@@ -84,7 +84,7 @@ REFUSALS = {
         r"untied projections, as of --dataset lm1b",
     ),
     "embeddings": ("type2", {}, replaced(word_emb__emb_layers__0__weight=torch.zeros(31, 4)), r"--d_embed other than"),
-    "no embeddings": ("type2", {}, without("word_emb.emb_layers.0.weight"), r"has no word_emb\.emb_layers"),
+    "no embeddings": ("type2", {}, without("word_emb.emb_layers.0.weight"), r"must have word_emb\.emb_layers"),
     "frequencies": ("type2", {}, shifted("pos_emb.inv_freq"), r"pos_emb\.inv_freq holds other frequencies"),
 }
 
@@ -117,8 +117,11 @@ class Pickled(nn.Module):
 def test_a_pickled_model_is_not_loaded(convert):
     vector = read_vector("schlag-lm/type2")
     for saved, sentence in (
-        (Pickled(), "holds pickled objects, which could run any code, beside its weights: export one in the folder of"),
-        ({"epoch": 3}, "holds other things than named tensors, and so is no state dict: export one"),
+        (
+            Pickled(),
+            "holds pickled objects, which could run any code, next to its weights: export one in the folder of",
+        ),
+        ({"epoch": 3}, "must be a state dict, got other things than named tensors: export one"),
         ([torch.ones(2)], "holds other things than named tensors"),
     ):
         with pytest.raises(SystemExit, match=sentence) as refusal:
@@ -143,7 +146,7 @@ def test_a_folder_that_is_there_is_left_alone(convert):
     vector = read_vector("schlag-lm/type2")
     convert.out.mkdir()
     (convert.out / "mine").write_text("")
-    with pytest.raises(SystemExit, match="is there already: give --out a folder that is not, or is empty"):
+    with pytest.raises(SystemExit, match="exists already: --out must be a folder that does not exist or is empty"):
         convert(vector)
     assert [file.name for file in convert.out.iterdir()] == ["mine"]
 
@@ -151,4 +154,4 @@ def test_a_folder_that_is_there_is_left_alone(convert):
 def test_options_of_the_other_source(convert, capsys):
     with pytest.raises(SystemExit):
         convert(read_vector("transformer-xl/absolute"), no_pos=True)
-    assert "--no_pos is no option of transformer-xl" in capsys.readouterr().err
+    assert "--no_pos cannot be used with --source transformer-xl" in capsys.readouterr().err

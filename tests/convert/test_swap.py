@@ -168,7 +168,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
 
 @looped("size", [4, HEAD + 1])
 def test_decay_that_begins_with_spans(source, size):
-    """Scores are the nearest to those of softmax but for the last feature, whose read-out is a mean of the values."""
+    """Scores are the nearest to those of softmax but for the last feature, whose output is a mean of the values."""
     longest, x = 81, random_input()
     attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
     q, k, v, _ = rule_inputs(attention, x)
@@ -261,9 +261,9 @@ def test_one_conversion_is_like_the_other(source):
         (Target("decay", window=4), "fast weights have no window"),
         (Target("decay", "identity", 4, attention_normalization=True), "features of either sign"),
         (Target("decay", state_size=4, heads=3), "must be divisible by --decoder-attention-heads, got"),
-        (Target("gated", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
-        (Target("decay", "relu", decay_spans=8), "--decay-spans is of --decoder-update-rule decay without a map"),
-        (Target("decay", decay_spans=0), "--decay-spans is a number of tokens, at least 1: got 0"),
+        (Target("gated", decay_spans=8), "--decay-spans needs --decoder-update-rule decay without a map"),
+        (Target("decay", "relu", decay_spans=8), "--decay-spans needs --decoder-update-rule decay without a map"),
+        (Target("decay", decay_spans=0), "--decay-spans must be at least 1 token, got 0"),
         (Target("leaky"), "unknown update rule 'leaky'"),
         (Target("sum", "cosine"), "unknown feature map 'cosine'"),
     ],
@@ -407,7 +407,7 @@ def test_layers_by_divergence(source, tmp_path):
         costs.append(total / len(numbers))
     assert converted.flags["softmax_layers"] == str(costs.index(max(costs)))
     (note,) = converted.notes
-    assert note.startswith("what converting a layer alone costs, in nats a token: 0: ")
+    assert note.startswith("what converting only one layer costs, in nats a token: 0: ")
     assert [float(number) for number in re.findall(r"\d: ([\d.]+)", note)] == pytest.approx(costs, abs=1e-4)
 
 

@@ -264,7 +264,7 @@ def test_the_order_of_clusters_and_of_u_and_v_matters(convert_npz):
 def test_the_flags_that_are_written(convert_npz, capsys):
     case = CASES["wt103 as it is evaluated"]
     flags = (convert_npz(make_variables(case), case) / "flags.txt").read_text()
-    # Two words more: <s> and <pad>. A token sees itself beside 6 others.
+    # Two words more: <s> and <pad>. A token sees itself and 6 others.
     for flag in ("--untie-biases", "--adaptive-softmax-cutoff 14,22", "--div-val 2", "--mem-len 7", "--same-length"):
         assert flag in flags
     notes = re.findall("^note: (.*)$", capsys.readouterr().out, re.MULTILINE)

@@ -199,7 +199,7 @@ def test_arguments_without_sense(saved, capsys):
     assert "a new attention needs --encoder-feature-map, --cross-feature-map or" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--source", "gpt2", "folder", "--out", "out", "--cross-feature-map", "elu"])
-    assert "--cross-feature-map are of --source fairseq-mt" in capsys.readouterr().err
+    assert "--cross-feature-map need --source fairseq-mt" in capsys.readouterr().err
 
 
 def test_files_that_are_not_whole(saved):

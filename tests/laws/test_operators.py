@@ -148,7 +148,7 @@ def test_halves_with_the_carried_state_equal_the_whole(rule, backend):
 
 
 def check_causality(function, inputs, other, cuts):
-    """Whatever follows a cut, what is before it stays, to the last bit."""
+    """Tokens before a cut give the same results to the last bit, whatever follows it."""
     state = inputs.pop("state")
     out = function(**inputs, state=state)[0]
     for cut in (cut for cut in cuts if cut < out.shape[2]):
@@ -332,7 +332,7 @@ def test_token_by_token_differs_by_rounding_alone(rule):
 @every_backend
 @looped("state", [True, False])
 def test_documents_in_one_sequence_are_sequences(rule, backend, state):
-    """What follows a first token knows nothing of what is before it, in results and in gradients."""
+    """Tokens from a `first` token on do not depend on tokens before it, in results and in gradients."""
     inputs = sample_inputs(rule, (3, 2, 75, 5, 20), state=state)
     first = torch.zeros(3, 75, dtype=torch.bool)
     first[0, [0, 40]] = first[1, [1, 2, 33, 74]] = True

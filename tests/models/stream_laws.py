@@ -1,4 +1,4 @@
-"""What holds for every model that reads a stream in segments, each with the state that those before it left."""
+"""Laws of every model that reads a stream in segments, each with the state that those before it left."""
 
 import torch
 from fairseq.sequence_generator import SequenceGenerator

@@ -29,7 +29,7 @@ COMBINATIONS = [
 
 
 def refusal_of(rule, feature_map, normalization):
-    """What a combination is refused with, or None."""
+    """Return the error of a combination, or None."""
     attention = normalization in ("attention", "both", "read-out")
     if attention and not UPDATE_RULES[rule].normalizes:
         return f"--attention-normalization is not defined for the update rule {rule}"

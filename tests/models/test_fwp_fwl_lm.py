@@ -83,7 +83,7 @@ def test_reading_teaches(build, kind):
 
 
 def test_gradients_at_carried_weights_are_others_after_a_segment(build):
-    """Not in the first segment, nor where the second begins, which has learnt from the first alone."""
+    """Not in the first segment, nor where the second begins, which has learned only from the first."""
     (model, other), tokens = (build(kind) for kind in ("carried", "Transformer-XL")), random_tokens(2, 8)
     other.load_state_dict(model.state_dict())
     ours, theirs = (by_segments(either, tokens, 4)[0] for either in (model, other))
@@ -102,7 +102,7 @@ def test_the_past_does_not_depend_on_the_future(build, kind):
 
 @looped("beam", [1, 3])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
-    """Over several segments: each beam goes on from what it has learnt."""
+    """Over several segments: each beam continues from its own learned weights."""
     check_beam_search(build(kind), beam)
 
 
@@ -164,7 +164,7 @@ def test_it_is_trained_saved_and_resumed_with_its_state(build, kind):
 @looped("norms", [{}, {"decoder_normalize_before": True}], ids=["post-norm", "pre-norm"])
 @looped("mapped", [False, True])
 def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base, norms, mapped):
-    """What fairseq does for --finetune-from-model: a new layer changes nothing, up to the epsilon of normalisations."""
+    """As fairseq does for --finetune-from-model: a new layer changes nothing, up to the epsilon of normalisations."""
     flags = {"fwl_base": base, "fwl_fast_weights": "none", "fwl_map_inputs": mapped, **norms}
     below, above = build_model(base, **norms), build_model("fwp_fwl_lm", **flags)
     above.decoder.fast_weight_layer.apply(initialize)
@@ -214,7 +214,7 @@ def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
 
 
 def test_learned_steps_are_left_out_where_there_are_none_to_learn(build, caplog):
-    """What the layer is worth that no longer learns, or that learns by one step size of all weights."""
+    """The gain of a layer that no longer learns, or that learns by one step size for all weights."""
     trained, tokens = build("local"), random_tokens(2, 4)
     trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(math.log(0.05 / STEP_SIZE) / PACE)
     slow, fixed = build("none"), build("local", fwl_step_size=0.05, fwl_decay=1.0)

@@ -189,7 +189,7 @@ def test_learned_maps_keep_their_own_initialisation(build_model):
 
 @looped("beam", [1, 4])
 def test_beam_search_scores_equal_rescoring(build_model, arch, beam):
-    """What the generator adds up step by step is what one full forward gives the same tokens."""
+    """The generator's scores, step by step, are those of one full forward pass on the same tokens."""
     model = build_model(arch)
     dictionary: Dictionary = model.decoder.dictionary
     prompts = random_tokens(2, 3)

@@ -155,7 +155,7 @@ def generate(model, source, **settings):
 
 
 def rescore(model, source, hypothesis):
-    """What one full forward of the whole hypothesis gives each of its tokens."""
+    """Return the scores of a hypothesis's tokens by one forward pass over all of it."""
     models = model if isinstance(model, list) else [model]
     tokens = hypothesis["tokens"]
     previous = torch.cat([tokens.new_tensor([2]), tokens[:-1]]).unsqueeze(0)  # </s> is 2
@@ -358,12 +358,12 @@ def test_training_takes_onednn_where_torch_is_slow(kind, monkeypatch):
     monkeypatch.setattr(onednn, "_product", lambda *tensors: products.append(1) or product(*tensors))
     for slow in (False, True):
         monkeypatch.setattr(fwp_transformer, "mkl_is_slow", lambda slow=slow: slow)
-        twin = copy.deepcopy(model).train()
-        for module in twin.modules():
+        copied = copy.deepcopy(model).train()
+        for module in copied.modules():
             if isinstance(module, FairseqDropout):
                 module.p = 0
-        loss = twin(source, None, target)[0].log_softmax(-1)[..., 7].sum()
-        found.append((loss, *torch.autograd.grad(loss, list(twin.parameters()))))
+        loss = copied(source, None, target)[0].log_softmax(-1)[..., 7].sum()
+        found.append((loss, *torch.autograd.grad(loss, list(copied.parameters()))))
         assert bool(products) == slow
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
@@ -386,11 +386,11 @@ def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
 def test_a_copy_reads_with_its_own_attentions():
     """A deep copy, as exponential moving averages make: changed, it leaves the model alone and reads by itself."""
     model = build(**DELTA)
-    twin, source, target = copy.deepcopy(model), random_tokens(2, 4), random_tokens(2, 4)
+    copied, source, target = copy.deepcopy(model), random_tokens(2, 4), random_tokens(2, 4)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter.mul_(1.5)
-    for each in (model, twin):
+    for each in (model, copied):
         torch.testing.assert_close(steps_of(each, remember(each, source), target), scores_of(each, source, target))
 
 

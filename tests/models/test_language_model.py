@@ -1,4 +1,4 @@
-"""What the language models have in common."""
+"""Properties that all language models share."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""What pretrained models have and others here have not: biases, learned positions, output layers."""
+"""Parts that only pretrained models have: biases, learned positions, output layers."""
 
 import pytest
 import torch

@@ -78,7 +78,7 @@ def by_equation(rule, q, k, values, gates, norm):
 
 
 def refusal_of(rule, map_name, norm):
-    """What a combination is refused with, or None."""
+    """Return the error of a combination, or None."""
     if norm and not FEATURE_MAPS[map_name].positive:
         return "features of either sign"
     if UPDATE_RULES[rule].steps > 1:

@@ -85,7 +85,7 @@ def test_two_pieces_with_the_carried_state_equal_the_whole(layer):
 @looped("length, by_scores", [(6, True), (12, False)])
 @pytest.mark.parametrize("kind", [kind for kind in FAST_WEIGHTS if kind[0] == "sum"], ids="-".join)
 def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
-    """Without a state the sum rule is attention: read-out, state, what follows on it, and gradients are the same."""
+    """Without a state the sum rule is attention: output, state, what follows on it, and gradients are the same."""
     layer = FastWeightAttention(32, 2, FEATURE_MAPS[kind[1]](16), "sum", **NORMALIZATIONS[kind[2]]).double().eval()
     x = torch.randn(2, length, 32, dtype=torch.float64, requires_grad=True)
     padding = torch.zeros(2, length, dtype=torch.bool)
@@ -301,7 +301,7 @@ def test_an_epsilon_that_is_none_is_refused(epsilon):
 @pytest.mark.parametrize("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
 @pytest.mark.parametrize("size", [0.3, 1.0, 2.0])
 def test_constant_values_are_read_back(name, size):
-    """A read-out that is an average of the values written, whatever the size of the features."""
+    """An output that is an average of the values written, whatever the size of the features."""
     if name == "favor" and size > 1:
         pytest.skip("exp(-|q|^2 / 2) exp(-|k|^2 / 2) is below float32 there: see its docstring")
     layer = FastWeightAttention(32, 2, FEATURE_MAPS[name](16), "sum", attention_normalization=AttentionNormalization())

@@ -187,7 +187,7 @@ class FirstOrder:
 
 
 def test_the_sum_is_strict(fast):
-    """What is to be predicted at t changes nothing at t, and something after it."""
+    """The token to be predicted at t changes nothing at t, and something after it."""
     (layer, softmax), x, tokens = build(fast), random_features(1, 6), random_tokens(1, 6)
     changed = tokens.clone()
     changed[0, 3] = tokens[0, 3] % 20 + 2  # the target of position 2

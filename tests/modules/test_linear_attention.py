@@ -130,7 +130,7 @@ def test_the_summary_is_as_large_for_any_source_and_can_be_reordered(layer):
 
 @looped("name", POSITIVE)
 def test_constant_values_are_read_back(name):
-    """A read-out that is an average of the values, whatever the map."""
+    """An output that is an average of the values, whatever the map."""
     layer = build(name)
     with torch.no_grad():
         layer.kv_proj.weight[DIM:] = 0

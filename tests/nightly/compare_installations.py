@@ -141,7 +141,7 @@ def build(flags, folder):
 
 
 def measure(flags, folder):
-    """What is compared of a model."""
+    """Return the parts of a model that are compared."""
     model, task = build(flags, folder)
     found = {"weights": digest(*model.state_dict().values()), "names": digest_text(model.state_dict())}
     torch.manual_seed(2)

@@ -1,4 +1,4 @@
-"""What is tried at night uses the tables and helpers of the other tests."""
+"""Nightly tests use the tables and helpers of the other tests."""
 
 import sys
 from pathlib import Path

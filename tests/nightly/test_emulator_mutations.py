@@ -162,7 +162,7 @@ def cases():
 
 
 def faults(emulator, cases, rules=CASES):
-    """What is wrong, if anything, by the checks that the kernels themselves have to pass."""
+    """Return the fault, if any, found by the checks that the kernels themselves must pass."""
     for rule, given, erases, gradients, truth in cases:
         if rule not in rules:
             continue

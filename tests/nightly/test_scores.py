@@ -1,6 +1,6 @@
 """Losses of every architecture and option, built small from one seed, are those stored in scores.json.
 
-    python tests/nightly/test_scores.py        writes them anew, where a change is meant
+    python tests/nightly/test_scores.py        writes them again, where a change is intended
 
 Bits differ between processors; `compare_installations.py` compares those of two installations on one.
 """

@@ -1,4 +1,4 @@
-"""What gets installed (setup.py), and the script that installs it (recipes/setup.sh, recipes/env.sh)."""
+"""The installed files (setup.py), and the script that installs it (recipes/setup.sh, recipes/env.sh)."""
 
 import email
 import os

@@ -1,4 +1,4 @@
-"""What a GPU alone has: streams, graphs, other devices, its own memory; the laws are in tests/laws."""
+"""Features that only a GPU has: streams, graphs, other devices, its own memory; the laws are in tests/laws."""
 
 import pytest
 import torch

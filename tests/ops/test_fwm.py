@@ -1,4 +1,4 @@
-"""What the fwm rule adds to the laws of every rule: when a memory is rescaled, and a backward pass in chunks."""
+"""Laws of the fwm rule, beyond those of every rule: when a memory is rescaled, and a backward pass in chunks."""
 
 import functools
 import warnings

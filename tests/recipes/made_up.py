@@ -20,7 +20,7 @@ WORDS = [("the", "die"), ("well-known", "bekannte"), ("memory", "Erinnerung"), (
 
 
 def log(*validations, name="ppl", seconds=36, more=""):
-    """What fairseq-train says: (update, value) of each validation; a model of 1,234 parameters."""
+    """The log of fairseq-train: (update, value) of each validation; a model of 1,234 parameters."""
     lines = [f"+ fairseq-train DATA\n{TIME} fairseq_cli.train | num. shared model params: 1,234"]
     for update, value in validations:
         values = {f"valid_{name}": str(value), "valid_num_updates": str(update)}
@@ -39,7 +39,7 @@ def trained(folder, *validations, diverged="", **more):
 
 
 def result(folder, name, perplexity, **more):
-    """What fwp-eval-lm wrote: by default two bits a token of six tokens."""
+    """The output of fwp-eval-lm: by default two bits a token of six tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"perplexity": perplexity, "loss": perplexity, "loss_base_2": 2.0, "tokens": 6, "seconds": 4.0}
     (folder / f"{name}.json").write_text(json.dumps(found | more))

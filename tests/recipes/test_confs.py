@@ -122,7 +122,7 @@ EVALUATED = [conf for conf in CONFS if (recipe_of(conf) / "evaluation.yaml").exi
 
 
 def asked(conf, value="1"):
-    """What fwp-eval-lm is asked to do, way by way."""
+    """The commands of fwp-eval-lm, one for each way of evaluation."""
     ways = evaluation.read_ways(recipe_of(conf) / "evaluation.yaml", name_of(conf))
     words = [way.flags.replace("@", given).split() for way in ways for given in way.values or (value,)]
     return [eval_lm.parser().parse_args(["DATA", "--path", "x.pt", *flags]) for flags in words]

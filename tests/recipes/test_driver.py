@@ -138,7 +138,7 @@ def test_of_a_log_counts_what_was_not_done_again(tmp_path):
     assert found.curve() == [(60, 7.5)] and not found.divergence
     assert (found.updates, found.hours, found.seconds) == (60, pytest.approx((108 + 36) / 3600), 3)
     path.write_text("FloatingPointError: gradients are Nan/Inf\n")
-    with pytest.raises(RecipeError, match="is no log of fairseq-train that came as far as its model"):
+    with pytest.raises(RecipeError, match="must be a log of fairseq-train that reached the start of training"):
         log.read_training(path)
     path.write_text(made_up.log((60, 7.5)) + '| {"valid_ppl": "1", | {"x": "2"}\n')
     with pytest.raises(RecipeError, match=r"is damaged: .* remove its folder to train again"):

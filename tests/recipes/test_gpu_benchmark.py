@@ -226,7 +226,7 @@ def test_a_peer_that_cannot_be_measured_says_why(gpu, monkeypatch, tmp_path):
     found = gpu.contenders("peers", tmp_path / "nowhere", tmp_path)
     for name, reason in (
         ("FLA delta", "fla-core is not installed"),
-        ("published delta", "FWP_DELTA_PEER=.*nowhere is no folder"),
+        ("published delta", "FWP_DELTA_PEER must be a folder, got .*nowhere"),
         ("published decay", "nvcc$"),
     ):
         with pytest.raises(Missing, match=reason):
@@ -480,7 +480,7 @@ def test_a_first_call_that_fails_says_why_in_its_last_line(tmp_path):
 
     command = [sys.executable, BENCHMARKS / "gpu.py", "warm", "--decay-peer", tmp_path / "no", "--shape", 0]
     assert gpu_checks.limited([*command, "--peer", "published decay"], 100, tmp_path / "log") == 1
-    assert gpu_checks.last_line(tmp_path / "log") == f"FWP_DECAY_PEER={tmp_path}/no is no folder"
+    assert gpu_checks.last_line(tmp_path / "log") == f"FWP_DECAY_PEER must be a folder, got {tmp_path}/no"
 
 
 def test_time_is_up_between_contenders_and_rounds(gpu, report, monkeypatch):

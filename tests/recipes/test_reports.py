@@ -318,7 +318,7 @@ def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
 
 
 def lines_of(axes):
-    """What is drawn: (x, y) of each line of numbers, without those that only stand for an entry of the legend."""
+    """Return the points: (x, y) of each line of numbers, without those that only stand for an entry of the legend."""
     return [tuple(map(tuple, line.get_xydata().tolist())) for line in axes.get_lines() if len(line.get_xydata())]
 
 

@@ -23,7 +23,7 @@ SMALL = {
 
 
 class Optimizer:
-    """What a task asks of fairseq's."""
+    """The settings that a task needs from fairseq."""
 
     def backward(self, loss):
         loss.backward()
@@ -119,7 +119,7 @@ def pieces(task, split, streams, at_documents=False):
     [(name, normalized) for name, rule in UPDATE_RULES.items() for normalized in {False, rule.normalizes}],
 )
 def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
-    """In training and in validation, with positions; documents start anew wherever they lie in a stream."""
+    """In training and in validation, with positions; documents start again wherever they lie in a stream."""
     flags = {"reset_state_after": separator}
     task, model = setup(
         flags,

@@ -35,7 +35,7 @@ class DeltaRnnState(NamedTuple):
         return DeltaRnnState(*(part.index_select(0, new_order) for part in self))
 
     def reset(self, rows: Tensor) -> "DeltaRnnState":
-        """Empty in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state, empty in the rows of the batch that are True, rows (B,) bool."""
         return DeltaRnnState(*(empty_rows(part, rows) for part in self))
 
 

@@ -23,7 +23,9 @@ from fairseq_fwp.modules.update_rules import unit_length
 
 
 class FastWeightAttention(RuleProjection):
-    """Feature map x update rule x two normalisations (Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4).
+    """Attention with fast weights: a feature map, an update rule and two normalisations.
+
+    Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4.
 
     embed_dim: D; num_heads: H; feature_map: a map built for key_dim; update_rule: a key of `UPDATE_RULES`;
     key_dim: size of a head's key before the map, None = D / H (Mao 2022 projects to few: its m);

@@ -1,4 +1,4 @@
-"""What all attentions have in common: heads, and what a decoder asks of an attention.
+"""The base class of all attentions: their heads, and the interface that a decoder uses.
 
 Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H.
 """
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 class Attention(nn.Module):
     """Attention of several heads. A causal one is attention(x, state, key_padding_mask) -> (y, new state).
 
-    constant_state: whether the state has a bound, so that it can be carried on for ever; packs_documents: whether it
-    takes `first`, so that a segment may hold several documents; named_as_rule: whether models offer it among the
-    update rules, for it has none; states: the types of its state.
+    constant_state: whether the size of the state has a bound, so that a stream may have any length;
+    packs_documents: whether it takes `first`, so that a segment may hold several documents;
+    named_as_rule: whether models offer it among the update rules, because it has none;
+    states: the types of its state.
     """
 
     constant_state = True

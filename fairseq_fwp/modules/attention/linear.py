@@ -68,9 +68,9 @@ class LinearAttention(Attention):
         return self.out_proj(self.merge_heads(out).to(x.dtype))
 
     def summarize(self, source: Tensor, key_padding_mask: Tensor | None = None) -> FastWeightState:
-        """What is kept of source (B, S, source_dim): W (B, H, Dk, Dv), and z (B, H, Dk) for a positive map.
+        """Summarize source (B, S, source_dim): W (B, H, Dk, Dv), and z (B, H, Dk) for a positive map.
 
-        key_padding_mask (B, S): True at what is no part of the sequence.
+        key_padding_mask (B, S): True at padding.
         """
         k, v = self._keys_and_values(source, key_padding_mask)
         with torch.autocast(k.device.type, enabled=False):
@@ -78,7 +78,7 @@ class LinearAttention(Attention):
         return FastWeightState(weights, k.sum(2) if self.feature_map.positive else None)
 
     def read(self, x: Tensor, state: FastWeightState) -> Tensor:
-        """What x (B, L, D) reads from a summary of B sequences, (B, L, D)."""
+        """Return the output (B, L, D) for x (B, L, D), from a summary of B sequences."""
         q = at_least_float32(self.feature_map(self.split_heads(self.q_proj(x))))
         with torch.autocast(q.device.type, enabled=False):
             out = q @ state.weights.to(q.dtype)

@@ -1,8 +1,8 @@
 """The two normalisations of Schlag et al. 2021, Sec. 4.2, independent of feature map and update rule.
 
-Shapes: q, k (B, H, L, Dk), mapped and non-negative; v (B, H, L, Dv); z the normaliser, the sum of the keys in memory,
-(B, H, Dk) before the first token and (B, H, L + 1, Dk) with all after it; first (B, L), True at tokens with which a
-document begins and z starts at zero, None = nowhere.
+Shapes: q, k (B, H, L, Dk), mapped and non-negative; v (B, H, L, Dv). z is the normaliser, the sum of the keys in
+memory: (B, H, Dk) before the first token, and (B, H, L + 1, Dk) with all after it. first (B, L) is True at tokens with
+which a document begins and z starts at zero; None = nowhere.
 """
 
 import itertools
@@ -66,7 +66,7 @@ class SumNormalization(Division):
 class AttentionNormalization(Division):
     """Divide the output by z . q, and what a rule retrieves before it writes by z . k (Eqs. 26-28).
 
-    output_only: of these the output alone (Eq. 28), as the paper's public code does by default.
+    output_only: divide only the output (Eq. 28), as the paper's public code does by default.
     """
 
     output_only: bool = False
@@ -120,21 +120,21 @@ class AttentionNormalization(Division):
         """c_t = z_{t-1} . k_t (B, H, L), by which Eq. 27 divides the value k_t W_{t-1} retrieved for removal.
 
         Where z_{t-1} . k_t = 0 nothing is stored under the key: k_t W_{t-1} = 0 as well, and c_t = 1. That is the
-        paper's rule for the first position, v_bar_1 = 0, in front of which padding may stand, and it holds for a key
-        that shares no feature with any before it.
+        paper's rule for the first position, v_bar_1 = 0, which padding may precede. It also holds for a key that
+        shares no feature with any before it.
 
         W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1} / c_t) is the delta rule with c_t v_t for v_t and beta_t / c_t
-        for beta_t, or with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t, which half precision holds for smaller
-        c_t.
+        for beta_t. It is also the delta rule with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t, which half
+        precision can represent for smaller c_t.
         """
         c = (before_each(z, first) * k).sum(-1)
         return torch.where(c > 0, Division(self.epsilon).bound(c), 1)
 
     def normalize_retrieval(self, k: Tensor, v: Tensor, z: Tensor, first: Tensor | None = None) -> tuple[Tensor, ...]:
-        """k and v with which the plain delta rule removes a normalised value, as `retrieval_divisor` says.
+        """Return k and v with which the plain delta rule removes a normalised value, see `retrieval_divisor`.
 
         With add_epsilon as the paper's public code does: it multiplies beta by c_t and divides k_t by c_t + epsilon,
-        with c_t = 1 before an empty memory alone. The write is then c_t / (c_t + epsilon) as large as in the paper,
+        with c_t = 1 only before an empty memory. The write is then c_t / (c_t + epsilon) as large as in the paper,
         and 0 for a key without any feature of those stored.
         """
         if not self.add_epsilon:
@@ -184,7 +184,7 @@ def fit_normalizations(
             f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation divide by "
             "sums of features: choose another map, or neither normalisation"
         )
-    # Features that sum to one are no smaller with one map than with another.
+    # Features that sum to one have the same size with every map.
     epsilon = NORMALIZATION_EPSILON if sum_normalization else feature_map.epsilon
     return (
         sum_normalization and sum_normalization.with_epsilon(feature_map.epsilon),

@@ -98,10 +98,10 @@ class RuleProjection(Attention):
     def arrange(
         self, features: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """As the operator takes them, all in v's dtype: q, k (B, H, L, Dk), v (B, H, L, Dv), gates (B, H, L, size).
+        """Return the operator's inputs, all in v's dtype: q, k (B, H, L, Dk), v (B, H, L, Dv), gates (B, H, L, size).
 
         k and v are (B, H, L, N, size) for a rule of several steps, a gate of one number is (B, H, L). A padded token
-        has a key of zero, and gates that leave the memory alone.
+        has a key of zero, and gates that do not change the memory.
         """
         steps = self.rule.steps
         v = v.permute(0, 3, 1, 2, 4)

@@ -42,7 +42,7 @@ class Memory(NamedTuple):
         return Memory(self.hidden.index_select(0, new_order), padding)
 
     def reset(self, rows: Tensor) -> "Memory":
-        """Nothing remembered in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state with nothing remembered in the rows of the batch that are True, rows (B,) bool."""
         return Memory(self.hidden, reset_padding(self.padding, rows, self.hidden.shape[1]))
 
     def last(self, count: int) -> "Memory":
@@ -107,12 +107,12 @@ class SinusoidalDistances(nn.Module):
         return self.content_bias.shape[1]
 
     def initialize(self) -> None:
-        """Draws u and v."""
+        """Draw u and v."""
         nn.init.normal_(self.content_bias, std=POSITION_STD)
         nn.init.normal_(self.position_bias, std=POSITION_STD)
 
     def tie(self, other: "SinusoidalDistances") -> None:
-        """Takes the other's u and v for its own: one pair for all layers."""
+        """Share the u and v of another layer: one pair for all layers."""
         self.content_bias, self.position_bias = other.content_bias, other.position_bias
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class SinusoidalDistances(nn.Module):
 
 
 class LearnedDistances(nn.Module):
-    """The positions of Shaw et al. 2018, arXiv 1803.02155, as Dai et al. 2019 compare with them: (a) and (b) alone.
+    """The positions of Shaw et al. 2018, arXiv 1803.02155, as Dai et al. 2019 compare with them: only (a) and (b).
 
     W_kR R_n is one learned vector for each distance and head. num_heads: H; head_dim: d; clamp_len: the largest
     distance with a vector of its own, Shaw's clipping distance k; biased: (c) and (d) too, as in the public code of
@@ -152,7 +152,7 @@ class LearnedDistances(nn.Module):
         return self.table.shape[2]
 
     def initialize(self) -> None:
-        """Draws the vectors and u; the numbers of (d) begin at 0."""
+        """Draw the vectors and u; the numbers of (d) begin at 0."""
         nn.init.normal_(self.table, std=POSITION_STD)
         if self.content_bias is not None:
             nn.init.normal_(self.content_bias, std=POSITION_STD)
@@ -250,7 +250,7 @@ class RelativeAttention(Attention):
 
 
 def _by_key(scores: Tensor) -> Tensor:
-    """Scores (..., L, S) by distance, the largest first, as a view (..., L, S) by key (Dai et al. 2019, App. B).
+    """Return scores (..., L, S) by distance, the largest first, as a view (..., L, S) by key (Dai et al. 2019, App. B).
 
     The last query is S - 1 from the first key, so its row is in place; a row above reads one step to the right for
     every step up. Past its own distance 0 a row reads on in the next: keys of its future, which are masked.

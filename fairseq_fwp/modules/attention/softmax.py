@@ -34,7 +34,7 @@ class KeyValueCache(NamedTuple):
         )
 
     def reset(self, rows: Tensor) -> "KeyValueCache":
-        """Nothing read in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state with nothing read in the rows of the batch that are True, rows (B,) bool."""
         return KeyValueCache(self.keys, self.values, reset_padding(self.padding, rows, self.keys.shape[2]))
 
     def last(self, count: int) -> "KeyValueCache":

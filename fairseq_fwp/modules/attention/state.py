@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class FastWeightState(NamedTuple):
-    """What a layer remembers: weights (B, H, Dk, Dv) and, with attention normalisation, normalizer (B, H, Dk)."""
+    """The state of a layer: weights (B, H, Dk, Dv) and, with attention normalisation, normalizer (B, H, Dk)."""
 
     weights: Tensor
     normalizer: Tensor | None = None
@@ -21,7 +21,7 @@ class FastWeightState(NamedTuple):
         return self._map(lambda part: part.index_select(0, new_order))
 
     def reset(self, rows: Tensor) -> "FastWeightState":
-        """Empty in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state, empty in the rows of the batch that are True, rows (B,) bool."""
         return self._map(lambda part: part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "FastWeightState":

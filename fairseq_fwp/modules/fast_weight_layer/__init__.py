@@ -10,12 +10,13 @@ With theta = (U, a, W, b and the layer normalisation's gain and shift),
 
 with a step size alpha and a decay gamma for each weight, and the running update Delta of past segments. The sum is
 strict, as in the paper's Eq. 1: its last formula prints i <= t, with which y_t would know the token that it predicts.
-No position waits for another: h_t has the gradients of all L_i in one backward pass, and a sum of gradients of U or W
-is linear attention whose keys are the weight's inputs and whose values are the gradients of its outputs (Eq. 2).
+No position waits for another: one backward pass gives the gradients of all L_i. A sum of gradients of U or W is linear
+attention whose keys are the weight's inputs and whose values are the gradients of its outputs (Eq. 2).
 
-The paper's L_t, of the trained weights, asks for the same step again wherever it has been taken already. With gradients
-at "carried" weights, L_t is the loss with theta - alpha Delta, the weights that a segment begins with, as in dynamic
-evaluation: what is learned asks for no more, and Delta can count longer. It costs one more product with Delta.
+The paper's L_t is that of the trained weights, so its gradient asks for the same step again after it has been taken.
+With gradients at "carried" weights, L_t is the loss with theta - alpha Delta, the weights that a segment begins with,
+as in dynamic evaluation. The gradient of what is learned then vanishes, and Delta can be kept for longer. It costs one
+more product with Delta.
 
 layer.py has f and its gradients, update.py what gradients add to f, state.py what is kept, start.py where it begins.
 Shapes: B batch, L tokens, M positions that teach, D embed_dim, F hidden_dim.

@@ -58,15 +58,18 @@ class Losses(NamedTuple):
 class FastWeightLayer(nn.Module):
     """f_theta' (see the package), from the features of a language model to those of its output softmax.
 
-    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`; random_start: U and W are drawn as in
-    the public code, in place of the identity; fast: a key of FAST_WEIGHTS;
-    bias_entries: with "softmax-bias", how many that bias has;
+    embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`;
+    random_start: U and W are drawn as in the public code, in place of the identity;
+    fast: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", the number of entries of that bias;
     gradients_at: one of GRADIENTS_AT, "trained" in the paper;
-    step_size, decay: one for all weights, fixed, in place of learned ones for each; divisor: what gradients are divided
-    by, 1 in the paper. Its public code divides by the number of losses in the batch: a divisor of as many tokens as
-    training has in a batch is the same there, without making the steps of evaluation depend on its batches. Raises
-    ValueError for an identity of fewer than 2 D hidden units, for a random start with a map, which is for the identity,
-    and for a divisor that is not above 0, a step size below 0 or a decay that is not from 0 to 1.
+    step_size, decay: one for all weights, fixed, in place of learned ones for each;
+    divisor: gradients are divided by it; 1 in the paper.
+
+    The public code of the paper divides by the number of losses in the batch. A divisor equal to the number of tokens
+    in a training batch does the same in training, and the steps of evaluation do not depend on its batches.
+
+    Raises ValueError for an identity of fewer than 2 D hidden units, and for a random start with a map, which is for
+    the identity. Also for a divisor not above 0, a step size below 0 or a decay outside [0, 1].
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Where a fast weight layer begins: as the identity, in a basis that can be chosen.
+"""Initial values of a fast weight layer: the identity, in a basis that can be chosen.
 
-The paper does not say where it begins; from random weights it first has to learn again what the model below knows.
+The paper does not give them. From random weights the layer must first learn again what the model below knows.
 """
 
 from typing import Any

@@ -39,11 +39,13 @@ class Gradients(NamedTuple):
 
 
 class FastWeightLayerState(NamedTuple):
-    """What a layer has learned from a stream, without a graph.
+    """The state of a layer after part of a stream, detached from the graph.
 
     update: Delta, the running update of past segments by weight, (B, in, out) or (B, out), empty before the second
-    segment; history: the gradients of the open segment's positions, by part; pending (B, D): features after the last
-    token, whose loss the next token tells; started (B,) bool: rows that have any.
+    segment;
+    history: the gradients of the open segment's positions, by part;
+    pending (B, D): features after the last token, whose loss needs the next token;
+    started (B,) bool: rows that have any.
     """
 
     update: dict[str, Tensor]

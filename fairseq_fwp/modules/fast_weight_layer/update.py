@@ -1,4 +1,4 @@
-"""The update of fast weights: what the gradients of earlier tokens add to the outputs of later ones."""
+"""The update of fast weights: the terms that gradients of earlier tokens add to the outputs of later ones."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ FIRST = ("first.weight", "first.bias")
 SECOND = ("second.weight", "second.bias", "norm.weight", "norm.bias")
 SOFTMAX = ("softmax.bias",)
 
-# Which weights are fast: both layers, one of them, the output softmax's bias alone (Table 2, "bias only"), or none.
+# Which weights are fast: both layers, one of them, only the output softmax's bias (Table 2, "bias only"), or none.
 FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}
 
 # Linear layers, whose bias has the gradients of their outputs, as their weight has.

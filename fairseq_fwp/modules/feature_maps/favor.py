@@ -24,33 +24,35 @@ class Favor(FeatureMap):
     Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32: by
     default without Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
 
-    num_features: m, by default half of head_dim (rounded up), which makes feature_dim = 2 m that of ELU+1 as in the
-    paper's Table 2; draw: a key of `DRAWS`, the distribution of R; offset: added to the exponentials, none in either
-    paper and 1e-4 in the latter's public code; redraw: every so many calls of `resample` draw R anew, 0 = never;
-    softmax_scale: x times d^(-1/4) takes the place of x, as in Choromanski's paper, for exp(q . k / sqrt(d)).
+    num_features: m, by default half of head_dim (rounded up): feature_dim = 2 m is then that of ELU+1, as in the
+    paper's Table 2;
+    draw: a key of `DRAWS`, the distribution of R;
+    offset: added to the exponentials, none in either paper and 1e-4 in the latter's public code;
+    redraw: every redraw-th call of `resample` draws R again, 0 = never;
+    softmax_scale: x times d^(-1/4) replaces x, as in Choromanski's paper, for exp(q . k / sqrt(d)).
 
     Maps (..., d) of any floating dtype to (..., 2 m) in float32 (float64 stays), >= 0. No maximum over a sequence is
     subtracted: that would look into the future and differ from decoding token by token. The exponent
-    r . x - |x|^2 / 2 = |r|^2 / 2 - |x - r|^2 / 2 never exceeds |r|^2 / 2, about d / 2: float32 holds it for every x
-    up to d of about 100, and beyond for every x but those next to a row of R. Attention normalisation is exact while
-    the product of two features is above 1e-24, for vectors up to a length of about 7; longer ones fade. Where the
-    exponent is below -103, as it is for most x longer than about 15, a feature and its gradient are zero, and a vector
-    without any other writes and reads nothing (the normalisations' lower bounds keep it zero).
+    r . x - |x|^2 / 2 = |r|^2 / 2 - |x - r|^2 / 2 never exceeds |r|^2 / 2, about d / 2. float32 can represent it for
+    every x up to d of about 100, and beyond for every x but those close to a row of R. Attention normalisation is exact
+    while the product of two features is above 1e-24, for vectors up to a length of about 7; longer ones fade. Where the
+    exponent is below -103, as it is for most x longer than about 15, a feature and its gradient are zero. A vector
+    with only such features writes and reads nothing (the normalisations' lower bounds keep it zero).
 
-    Buffers: projection R, in float32 also in a model of half precision (in float64 in one of float64), and not saved;
-    seed and draws, the draws so far that redraw = 1 would have made, which with redraw determine R, and which stay on
-    the CPU, where R is drawn, when a state is loaded too: an average of checkpoints has a draw like any other. The seed
-    comes from torch's default generator at construction; a draw neither reads nor changes that generator. So workers
-    that build the same model from one seed draw the same matrices, and a resumed run continues the sequence.
-    A state that holds a projection all the same, as a converted model's does, is loaded with it, and saved with it
-    until the next draw.
+    Buffers: the projection R is in float32 also in a model of half precision (in float64 in one of float64), and not
+    saved. seed and draws (the draws so far that redraw = 1 would have made) determine R together with redraw. They stay
+    on the CPU, where R is drawn, when a state is loaded too: an average of checkpoints has a draw like any other. The
+    seed comes from torch's default generator at construction; a draw neither reads nor changes that generator. So
+    workers that build the same model from one seed draw the same matrices, and a resumed run continues the sequence.
+    A state that holds a projection nevertheless, as a converted model's does, is loaded and saved with it until the
+    next draw.
 
     Raises ValueError if num_features is not positive, the draw is unknown, the offset not in [0, infinity), or redraw
     negative.
     """
 
     positive = True
-    # The features carry exp(-|x|^2 / 2): sums of them below any larger bound are no rarity.
+    # The features have the factor exp(-|x|^2 / 2): sums of them are often below any larger bound.
     epsilon = 1e-24
     projection: Tensor
     seed: Tensor
@@ -97,7 +99,7 @@ class Favor(FeatureMap):
         return features + self.offset * self.feature_dim**-0.5 if self.offset else features
 
     def resample(self) -> None:
-        """Draws R anew where `redraw` says so, on the CPU: the same matrix whatever device the model is on."""
+        """Draw R again where `redraw` says so, on the CPU: the same matrix whatever device the model is on."""
         # New tensors: a backward pass still to come needs the old matrix, and a held state its count.
         self.draws = self.draws + 1
         if self.redraw and int(self.draws - 1) % self.redraw == 0:
@@ -143,20 +145,20 @@ class Favor(FeatureMap):
 
 
 def gaussian_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """Rows independent and of N(0, I): unbiased, Eq. 32 as printed."""
+    """Draw independent rows of N(0, I): unbiased, Eq. 32 as printed."""
     return torch.randn(num_features, head_dim, generator=generator, device="cpu", dtype=torch.float64)
 
 
 def orthogonal_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """Rows each of N(0, I), mutually orthogonal in blocks of head_dim: unbiased, with a smaller variance."""
+    """Draw rows of N(0, I) each, mutually orthogonal in blocks of head_dim: unbiased, with a smaller variance."""
     return _orthogonal_blocks(num_features, head_dim, generator, haar=True)
 
 
 def authors_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """As the public code of Schlag et al. 2021 draws: biased, for reproductions.
+    """Draw as the public code of Schlag et al. 2021 does: biased, for reproductions.
 
-    The axes are exchanged, so that columns and not rows are orthogonal, in blocks of num_features, and the signs of
-    the QR decomposition stay as they come. Neither leaves the rows Gaussian: with head_dim 16, num_features 8 and
+    The axes are exchanged: columns and not rows are orthogonal, in blocks of num_features. The signs of the QR
+    decomposition stay as they are. Neither leaves the rows Gaussian: with head_dim 16, num_features 8 and
     |q| = |k| = 0.6 the estimate is 1 per cent too small on average over directions, 3 per cent along some.
     """
     return _orthogonal_blocks(head_dim, num_features, generator, haar=False).T

@@ -1,4 +1,4 @@
-"""What every feature map has in common."""
+"""The base class of all feature maps."""
 
 from torch import nn
 
@@ -6,9 +6,11 @@ from torch import nn
 class FeatureMap(nn.Module):
     """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
 
-    feature_dim: the size of its output; positive: whether its features are never negative, as every division by a
-    sum of features needs; epsilon: the lower bound of such a sum; scale: a factor of its vectors, applied before all
-    else. A map that learns has `initialize()`, which draws its initial values.
+    feature_dim: the size of its output;
+    positive: whether its features are never negative, as every division by a sum of features needs;
+    epsilon: the lower bound of such a sum; scale: a factor of its vectors, applied before all else.
+
+    A map that learns has `initialize()`, which draws its initial values.
     """
 
     feature_dim: int

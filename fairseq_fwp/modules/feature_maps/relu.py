@@ -32,7 +32,7 @@ class LearnedRelu(FeatureMap):
         self.linear = nn.Linear(head_dim, num_features)
 
     def initialize(self) -> None:
-        """Draws W and b anew."""
+        """Draw W and b again."""
         self.linear.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What conversion came to: source, converted, fine-tuned, and the paper's numbers.
+"""The results of conversion: source, converted, fine-tuned, and the paper's numbers.
 
 A row recovers the source's perplexity divided by its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
 """

@@ -1,4 +1,4 @@
-"""What the files of a run say, and how it is shown."""
+"""Read the files of a run, and show their numbers."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ from tables import write_csv
 
 
 class Run(NamedTuple):
-    """What became of a training; updates None: neither trained nor diverged. diverged: where, in words."""
+    """The result of a training; updates None: neither trained nor diverged. diverged: where, in words."""
 
     folder: Path
     parameters: int | None = None
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What stands in place of a result that there is none of."""
+        """The words in place of a missing result."""
         return "diverged" if self.diverged else "not run"
 
     def result(self, name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The mean improvement of a token's log-probability (base e) by its place in its d
 the training text (the dictionary's counts), and by how often it has occurred in the document before. A document begins
 with a heading like those of WikiText, a line that starts with = and not with = =; for models that read blocks of N
 tokens, each by itself, a block is one. Bars have 95% intervals of the mean, as if tokens were independent. The numbers
-go to a CSV beside the picture.
+go to a CSV next to the picture.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""A grid of language models beside the tables of the papers it is of: rows of a YAML like peps/grid.yaml.
+"""A grid of language models compared with the tables of its papers: rows of a YAML like peps/grid.yaml.
 
 A run counts as diverged when fairseq-train stopped at a gradient that is not finite, or when its last validation is not
 finite or worse than `FAR` times its best one.
@@ -22,7 +22,7 @@ OURS, PAPER = COLOURS["delta"], COLOURS["sum"]
 
 
 class Outcome(NamedTuple):
-    """What became of a run: perplexities per token; None = there is none."""
+    """The result of a run: perplexities per token; None = there is none."""
 
     valid: float | None = None
     test: float | None = None
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What stands in place of a perplexity."""
+        """The words in place of a missing perplexity."""
         return "diverged" if self.diverged else "not run"
 
 
@@ -48,10 +48,10 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a perplexity stands among those of its table."""
+    """The place of a perplexity among those of its table."""
 
     relative: float | None  # to the lowest
-    said: str  # the rank, or what became of the run
+    said: str  # the rank, or the words in its place
 
 
 class Table(NamedTuple):
@@ -93,7 +93,7 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def read_outcomes(path: Path) -> dict[str, Outcome]:
-    """Return the outcome of each run in a CSV of this report; columns beside its own are left alone."""
+    """Return the outcome of each run in a CSV of this report; other columns are ignored."""
     kinds = {"valid": float, "test": float, "parameters": int, "updates": int, "hours": float}
     return {
         row["run"]: Outcome(
@@ -155,9 +155,9 @@ def draw(tables: list[Table], path: Path) -> None:
     height = 0.9 + 0.25 * sum(len(table.rows) + 2 for table in tables)
     figure, axes = pyplot.subplots(figsize=(8.4, height))
     y, ticks = 0.0, {}
-    beside = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8.5}
+    centred = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8.5}
     for table in tables:
-        axes.text(0, y, table.title, weight="bold", **beside)
+        axes.text(0, y, table.title, weight="bold", **centred)
         ours, papers = table.columns()
         for i in sorted(range(len(table.rows)), key=lambda i: papers[i].relative or math.inf):
             y -= 1
@@ -168,7 +168,7 @@ def draw(tables: list[Table], path: Path) -> None:
             for place, colour, face, column in pair:
                 if place.relative:
                     axes.plot(place.relative, y, "o", color=colour, markerfacecolor=face, markersize=7, zorder=2)
-                axes.text(column, y, place.said, color=colour, **beside)
+                axes.text(column, y, place.said, color=colour, **centred)
         y -= 2
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8.5)
     axes.set_xlim(left=0.98)

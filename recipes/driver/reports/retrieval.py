@@ -65,7 +65,7 @@ TITLES = {
 
 
 class Outcome(NamedTuple):
-    """What a log says: evaluations are (update, loss)."""
+    """The contents of a log: evaluations are (update, loss)."""
 
     evaluations: list[tuple[int, float]]
     seconds: float
@@ -99,12 +99,12 @@ class Result(NamedTuple):
 
     @property
     def replaced(self) -> bool:
-        """Whether it is of setting 2."""
+        """Return whether it is of setting 2."""
         return self.point.flags.get("with-replacement") == "true"
 
     @property
     def model(self) -> str:
-        """What all seeds and sizes of a model share: its architecture and other flags, sorted."""
+        """The common part of all seeds and sizes of a model: its architecture and other flags, sorted."""
         flags = {flag: value for flag, value in self.point.flags.items() if flag not in TRAINING_FLAGS}
         return ",".join([flags.pop("arch"), *(f"{flag}={value}" for flag, value in sorted(flags.items()))])
 
@@ -186,7 +186,7 @@ def by_size(results: list[Result]) -> dict[int, list[float]]:
 
 
 class Style(NamedTuple):
-    """How a model is drawn."""
+    """The style in which a model is drawn."""
 
     label: str
     colour: str
@@ -263,7 +263,7 @@ def draw_curves(axes: Any, results: list[Result], styles: dict[str, Style]) -> N
 
 
 class Cell(NamedTuple):
-    """What all seeds of a rule with a map of so many features came to at one number of keys."""
+    """The results of all seeds of a rule with a map of this many features, at one number of keys."""
 
     size: int
     results: list[Result]
@@ -274,7 +274,7 @@ class Cell(NamedTuple):
 
     @property
     def held(self) -> int:
-        """How many of S keys are answered, as one that is not costs 1 / 2."""
+        """The number of S keys that are answered: one that is not costs 1 / 2."""
         return round(max(0, self.size * (1 - 2 * self.loss)))
 
 
@@ -326,10 +326,10 @@ def draw_capacity(axes: Any, results: list[Result]) -> Any:
 
 
 def draw_ratio(axes: Any, results: list[Result], styles: dict[str, Style]) -> None:
-    """Loss over S / D, the feature dimension, and what it cannot be below.
+    """Loss over S / D, the feature dimension, and its lower bound.
 
-    All outputs for the S queries of a sequence are a matrix of rank D, and those it should be one of rank S with
-    singular values of 1: half the squared distance is at least (S - D) / 2, the mean over queries (1 - D / S) / 2.
+    All outputs for the S queries of a sequence are a matrix of rank D; the right answers are one of rank S with
+    singular values of 1. Half the squared distance is at least (S - D) / 2, and the mean over queries (1 - D / S) / 2.
     """
     for model, found in by_model(results).items():
         label, colour, marker = styles[model]

@@ -1,4 +1,4 @@
-"""What the tests of faults share: the table of rules, the helpers of the commands' tests, and how hard to search."""
+"""Shared by the tests of faults: the table of rules, the helpers of the commands' tests, and how hard to search."""
 
 import os
 import sys

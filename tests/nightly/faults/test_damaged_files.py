@@ -26,7 +26,7 @@ DAMAGES = ["cut short", "longer", "empty", "index cut short", "index of zeros", 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """What fairseq saves, in small: its bytes."""
+    """The bytes of a small checkpoint of fairseq."""
     path = tmp_path_factory.mktemp("checkpoint") / "whole.pt"
     state = {"args": None, "cfg": {"model": {"_name": "fwp_lm"}}, "model": {"weight": torch.randn(50, 20)}}
     history = {"criterion_name": "c", "optimizer_name": "o", "lr_scheduler_state": {}, "num_updates": 3}
@@ -97,10 +97,10 @@ def damage_text(folder, damage):
         return r"train.bin\)? is empty: preprocess"
     if damage == "index cut short":
         os.truncate(index, index.stat().st_size // 2)
-        return r"train.idx is no whole index"
+        return r"train.idx must be a complete index"
     if damage == "index of zeros":
         index.write_bytes(bytes(index.stat().st_size))
-        return r"train.idx is no whole index"
+        return r"train.idx must be a complete index"
     lines = (folder / "dict.txt").read_text().splitlines(keepends=True)
     (folder / "dict.txt").write_text("".join(lines[: len(lines) // 2]))
     return r"train.bin has a word of number \d+, and the dictionary next to it \d+ words"

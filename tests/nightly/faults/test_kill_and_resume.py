@@ -69,7 +69,7 @@ def assert_same_run(folder, expected):
 
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments(whole, data, commands, tmp_path):
-    """Most of them strike the start, an update, a save or a validation; what runs to its end begins anew."""
+    """Most of them strike the start, an update, a save or a validation; a run that has ended starts again."""
     task, expected, seconds = whole
     chooser = random.Random(int(os.environ.get("FWP_TEST_SEED", "0")))
     folders = (tmp_path / f"run{number}" for number in range(KILLS + 1))

@@ -42,7 +42,7 @@ def test_builds(tmp_path, compiler):  # noqa: F811
 
 
 def contents(folder):
-    """What was prepared, by path; logs have times in them."""
+    """Return the prepared files by path, without logs, which have times in them."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log")
     return {path.relative_to(folder): path.read_bytes() for path in files}
 

@@ -1,4 +1,4 @@
-"""What starts processes on several machines, as recipes/wikitext103/README.md has it: torchrun and SLURM."""
+"""Launchers of processes on several machines, as recipes/wikitext103/README.md has it: torchrun and SLURM."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def machine(monkeypatch):
 
 
 def infer(**settings):
-    """What fairseq makes of its flags and the environment."""
+    """Return fairseq's configuration from its flags and the environment."""
     # fairseq's own number of processes, at its import; the other is a setting of a group that is not here.
     default = {"distributed_world_size": max(1, torch.cuda.device_count()), "tpu": False}
     cfg = OmegaConf.merge(OmegaConf.structured(DistributedTrainingConfig), default | settings)

@@ -1,4 +1,4 @@
-"""What people leave running for days: numbers stay right, and memory does not grow."""
+"""Runs of several days: numbers stay right, and memory does not grow."""
 
 import math
 from argparse import Namespace
@@ -57,7 +57,7 @@ def build(arch, words=40, **flags):
 
 
 def updates(model, count, autocast=False, lr=1e-3):
-    """The loss of each of `count` updates on random tokens of a sequence that can be learnt."""
+    """The loss of each of `count` updates on random tokens of a sequence that can be learned."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(count):
         tokens = (torch.randint(4, 40, (2, 1)) + 3 * torch.arange(9)) % 36 + 4
@@ -72,7 +72,7 @@ def updates(model, count, autocast=False, lr=1e-3):
 
 
 def test_50000_updates_in_bfloat16_stay_numbers():
-    """FAVOR+ draws anew in each of them."""
+    """FAVOR+ draws again in each of them."""
     model, _ = build("delta_favor_lm_wt103", dropout=0.0)
     found = list(updates(model, 50_000, autocast=True))
     print(f"loss {found[0]:.3f} -> {sum(found[-100:]) / 100:.4f}")

@@ -7,7 +7,7 @@ import pytest
 from fairseq.data import FairseqDataset
 from fairseq.tasks import FairseqTask
 
-import fairseq_fwp  # noqa: F401  (mends fairseq)
+import fairseq_fwp  # noqa: F401  (patches fairseq)
 
 SEED = 5
 

@@ -1,6 +1,6 @@
 """The CPU kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer, run the laws of the operators.
 
-The sanitizers are flags of the compiler, CXX, so that the library lies beside the others in the cache. The one for
+The sanitizers are flags of the compiler, CXX, so that the library lies next to the others in the cache. The one for
 addresses has to be in the process before Python is (but not in the compiler's, which it would slow down); tensors come
 from its memory then, with guards around each.
 """
@@ -46,7 +46,7 @@ def library_path(name):
 def environment(kind, **more):
     watched = {**os.environ, "CXX": f"env -u LD_PRELOAD g++ {FLAGS[kind]}", "OMP_NUM_THREADS": "1", **more}
     if kind == "address":
-        # The second beside it: the sanitizer looks for what throws exceptions when the process starts.
+        # The second next to it: the sanitizer looks for what throws exceptions when the process starts.
         watched["LD_PRELOAD"] = f"{library_path('libasan.so')} {library_path('libstdc++.so')}"
         watched["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0"
     watched["UBSAN_OPTIONS"] = "print_stacktrace=1"

@@ -1,4 +1,4 @@
-"""What comes from elsewhere runs nothing: checkpoints, their configurations, paths, archives and settings."""
+"""Foreign files run no code: checkpoints, their configurations, paths, archives and settings."""
 
 import hashlib
 import io
@@ -124,7 +124,7 @@ def test_a_configuration_is_no_code(tmp_path, canary):
     history = [{"optimizer_name": "adam", "lr_scheduler_state": {}, "num_updates": 1}]
     state = {"cfg": config, "args": None, "model": {}, "optimizer_history": history, "extra_state": {}}
     torch.save(state | {"last_optimizer_state": None, "task_state": {}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match="is code, and is not run"):
+    with pytest.raises(ValueError, match="must be data, got code, which is not run"):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint.pt")])
 
 
@@ -147,7 +147,7 @@ def test_settings_mean_what_they_meant(text, value):
     "text", ["print(1)", "a", "().__class__", "[x for x in 'ab']", "lambda: 1", "f'{1}'", "1 +", "{**a}"]
 )
 def test_code_is_refused(text):
-    with pytest.raises(ValueError, match=r"is code, and is not run|is no number, string or list of them"):
+    with pytest.raises(ValueError, match=r"got code, which is not run|must be a number, a string or a list of them"):
         configuration.evaluate(text)
 
 

@@ -133,7 +133,7 @@ def start(case, data, out):
 
 
 def figures(out):
-    """What evaluations found, without times and places; and the curves of grids."""
+    """Return the results of evaluations, without times and paths, and the curves of grids."""
     found = {}
     for path in sorted(out.rglob("*.json")):
         values = json.loads(path.read_text())
