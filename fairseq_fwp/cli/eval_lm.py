@@ -6,11 +6,11 @@
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # one pass, the state carried from end to end
     fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic sgd --dynamic-lr 0.1  # and learning from it
 
-The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019; carried state is that of
-Schlag et al. 2021, Table 4; `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
+The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019. Carried state is that of
+Schlag et al. 2021, Table 4. `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
 in fairseq the text is one stream with the end of a line before its first token, which is scored too. The settings of
-the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al. 2018 and 2019:
-rms the rule as they write it, rms-sum that of their code for Transformer-XL, to which its values belong.
+the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al. 2018 and 2019.
+rms is the rule of the papers; rms-sum is that of their code for Transformer-XL, with the values published there.
 """
 
 import argparse

@@ -7,7 +7,7 @@ state size.
 *The state size m* is what the paper leaves open: it writes the state of one head, R^(d x m), and GPT-2 has several.
 Here every head has keys and queries of m features, as in the works that it compares with (Kasai et al. 2021; Peng et
 al. 2022). A layer's state then has m D numbers: H matrices of m x d. Read literally, the paper's d is that of the
-embeddings, and a layer has one head with one decay of m for all values: that is `heads` = 1, also with m D numbers.
+embeddings, and a layer has one head with one decay of m for all values. That is `heads` = 1, also with m D numbers.
 
 *Queries and keys.* Softmax scores are q . k / sqrt(d); here the factor is in the queries. The paper's linear map from d
 to m dimensions is part of their projections (Sec. 3, below Eq. 8), and the paper does not say its initial value. Here

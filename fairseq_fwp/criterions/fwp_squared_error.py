@@ -14,8 +14,8 @@ DIGITS = 9
 class SquaredErrorCriterion(FairseqCriterion):
     """sum_j 1/2 (v*_j - v_j)^2 with v* the one-hot vector of the target, the mean over queries.
 
-    Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1. A sample has net_input, the inputs of the model, and target (B, Q):
-    the index of the value that each query should retrieve, or -1 for a query that is not asked.
+    Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1. A sample has net_input, the inputs of the model, and target (B, Q).
+    A target is the index of the value that each query should retrieve, or -1 for a query that is not asked.
     """
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:

@@ -19,9 +19,9 @@ def causal_sum(
 
     Same as `ops.sum_rule` with one head, for M = L, scale 1 and offset 0. That operator visits a Dk x Dv memory L
     times, which suits heads. Here the memory is a weight matrix, often larger than L x L scores, and the sums are
-    matrix products: those within a chunk through its scores, those of all before it through their sum. This is the
-    mixed chunk attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2, with only the linear part. Exact, and
-    differentiable any number of times.
+    matrix products. They are those within a chunk through its scores, and those of all before it through their sum.
+    This is the mixed chunk attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2, with only the linear part. Exact,
+    and differentiable any number of times.
 
     q (B, L, Dk), k (B, M, Dk), v (B, M, Dv), numbers scale and offset -> (B, L, Dv); M at least L - 1.
     """

@@ -1,7 +1,7 @@
 """Update rules of fast weight programmers as pure functions of tensors: state in, state out, no parameters.
 
-Each rule is one file: its equation, the step that defines it, and how it is written as a case of one operator,
-``fast_weights``, which has kernels (cuda_ext/, built at first use). Every rule is called alike:
+Each rule is one file: its equation, the step that defines it, and its form as a case of one operator, ``fast_weights``.
+That operator has kernels (cuda_ext/, built at first use). Every rule is called alike:
 
     out, state = <name>_rule(q, k, v, <gates>, state=None, *, first=None, backend="auto")
 

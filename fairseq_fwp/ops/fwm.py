@@ -3,9 +3,9 @@
     Z_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1})        W_t = Z_t / max(1, ||Z_t||_F)        out_t = q_t W_t
 
 Schlag, Munkhdalai & Schmidhuber 2021, "Learning Associative Inference Using Fast Weight Memory" (arXiv 2011.07831),
-in the form that Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174, Sec. 6.1.2) compare with; the norm is Frobenius',
-of each sequence and head. Their W is ours transposed, and their new value beta v + (1 - beta) v_old, less v_old, is
-our write beta (v - v_old). Two cases that the equation leaves open:
+in the form that Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174, Sec. 6.1.2) compare with. The norm is Frobenius', of
+each sequence and head. Their W is ours transposed, and their new value beta v + (1 - beta) v_old, less v_old, is our
+write beta (v - v_old). Two cases that the equation leaves open:
 
     - The first write of an empty memory is k^T beta v, however long: it is not rescaled, as in the authors' code.
       Empty is a memory that is exactly zero, so a state of zeros, no state and left padding agree.
@@ -48,9 +48,9 @@ def fwm_rule(
     """Read with q, after each corrective write of v under k at rate beta and a rescaling of what grew beyond norm one.
 
     Equivalent to: ``for t in range(L): state = state + k[t].outer(beta[t] * (v[t] - k[t] @ state))``,
-    ``state = state / max(1, state.norm())``, ``out[t] = q[t] @ state``. There are two exceptions: the first write of an
-    empty (exactly zero) memory is not rescaled, and a token with a key or beta of exactly zero does not change the
-    memory. Where the norm is exactly one, and where the memory is empty, the gradient is that of the unscaled write.
+    ``state = state / max(1, state.norm())``, ``out[t] = q[t] @ state``. The first write of an empty (exactly zero)
+    memory is not rescaled. A token with a key or beta of exactly zero does not change the memory. Where the norm is
+    exactly one, and where the memory is empty, the gradient is that of the unscaled write.
 
     Args:
         beta: (B, H, L), usually in (0, 1).

@@ -3,7 +3,7 @@
     W_t = g_t W_{t-1} + (1 - g_t) k_t^T v_t        out_t = q_t W_t
 
 Peng, Pappas, Yogatama, Schwartz, Smith & Kong 2021, "Random Feature Attention" (arXiv 2103.02143), in the form of Mao
-2022 (arXiv 2210.04243), Eq. 5, where g is what is kept; Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174), Eq. 52,
+2022 (arXiv 2210.04243), Eq. 5, where g is what is kept. Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174), Eq. 52,
 write 1 - beta for it. Their W is ours transposed.
 """
 

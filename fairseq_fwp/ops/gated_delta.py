@@ -2,9 +2,9 @@
 
     W'  = diag(a_t) W_{t-1}        W_t = W' + k_t^T beta_t (v_t - k_t W')        out_t = q_t W_t
 
-With one number a token, Yang, Kautz & Hatamizadeh 2025, "Gated Delta Networks" (arXiv 2412.06464), Eq. 10; with one
-for each dimension of the key, Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), Eq. 1 (Kimi Delta Attention). a is
-what is kept, not its logarithm.
+With one number a token, Yang, Kautz & Hatamizadeh 2025, "Gated Delta Networks" (arXiv 2412.06464), Eq. 10. With one for
+each dimension of the key, Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), Eq. 1 (Kimi Delta Attention). a is what is
+kept, not its logarithm.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
     W_t = diag(a_t) W_{t-1} + k_t^T v_t        out_t = q_t W_t
 
 Yang, Wang, Shen, Panda & Kim 2024, "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv
-2312.06635), Eq. 4; with one number a token it is the memory of RetNet (Sun et al. 2023, arXiv 2307.08621; a constant
+2312.06635), Eq. 4. With one number a token it is the memory of RetNet (Sun et al. 2023, arXiv 2307.08621; a constant
 for each head) and of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060). a is what is kept, not its logarithm.
 """
 

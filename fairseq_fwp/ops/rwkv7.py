@@ -2,10 +2,10 @@
 
     W_t = diag(w_t) W_{t-1} - (r_t * y_t)^T (y_t W_{t-1}) + k_t^T v_t        out_t = q_t W_t
 
-Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), Eqs. 17-18: w is their
-w, y the normalised removal key, r their in-context learning rate a, q the receptance and k the replacement key. Their
-S is ours transposed. What is removed is what the memory held before it faded. With other rates it covers Comba (Hu et
-al. 2025, arXiv 2506.02475) and other transitions that are a diagonal plus a matrix of rank one.
+Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), Eqs. 17-18. w is their w,
+y the normalised removal key, r their in-context learning rate a, q the receptance and k the replacement key. Their S is
+ours transposed. What is removed is what the memory held before it faded. With other rates it covers Comba (Hu et al.
+2025, arXiv 2506.02475) and other transitions that are a diagonal plus a matrix of rank one.
 """
 
 from typing import Any

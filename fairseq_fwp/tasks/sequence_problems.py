@@ -1,7 +1,7 @@
 """Small problems that distinguish update rules: a sequence of symbols, and for some of its tokens the right answer.
 
-`parity` and `s3` ask for a state at every token: the parity of the ones so far, or the product of permutations so far
-(Grazzi et al. 2025, arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5). `mqar`, multi-query associative
+`parity` and `s3` ask for a state at every token: the parity of the ones so far, or the product of the permutations so
+far (Grazzi et al. 2025, arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5). `mqar`, multi-query associative
 recall (Arora et al. 2024, arXiv 2312.04927), writes pairs of a key and a value and asks for all of them later.
 """
 

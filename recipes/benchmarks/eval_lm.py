@@ -2,7 +2,7 @@
 
 The medium models of Schlag et al. 2021 with their context of 384 tokens and the 267,744 words of fairseq's dictionary
 of WikiText-103, untrained, on words that follow Zipf's law. One window at a time is a forward pass and the
-log-probabilities of all words at all of its positions; fairseq-eval-lm, given for information, leaves out those of
+log-probabilities of all words at all of its positions. fairseq-eval-lm, given for information, leaves out those of
 clusters without a target.
 """
 

@@ -1,7 +1,7 @@
 """The rules of one operator against one another, a matrix product and ONNX Runtime.
 
-float32, one thread. What a rule costs is counted in passes of one multiplication and one addition over a head's memory,
-D x D: forward sum writes and reads, and delta also retrieves; backward sum has five a token, and delta seven.
+float32, one thread. The cost of a rule is counted in passes of one multiplication and one addition over a head's
+memory, D x D. Forward, sum writes and reads, and delta also retrieves. Backward, sum has five a token, and delta seven.
 """
 
 from functools import partial

@@ -4,8 +4,8 @@ Each writes gpu_PART.csv to --out, every figure at once: a call that is killed l
 measured first, and what --seconds leaves no time for is noted. `publish` puts all three into RESULTS.md, if ours passed
 its checks. Times are CUDA events around one call, after the second-level cache has been overwritten: the median of the
 calls of a round, in rounds in which all contenders take turns. A contender is timed as Python calls it and, where it
-can be captured, as a replayed graph, which leaves out the time of Python and of the launches. bfloat16 unless a name
-says float32.
+can be captured, as a replayed graph. The graph leaves out the time of Python and of the launches. bfloat16 unless a
+name says float32.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Whole models on a GPU: updates of fairseq's own trainer, and decoding after a long context (gpu.py does it).
 
 The settings are those of Schlag et al. 2021 (256 tokens a sample and 96 samples an update for the small models, 384 and
-56 for the medium ones), in bfloat16, with a vocabulary of WikiText-103's size; the words are random.
+56 for the medium ones). They are in bfloat16, with a vocabulary of WikiText-103's size; the words are random.
 """
 
 import time

@@ -118,7 +118,7 @@ def step_baddbmm(q, k, v, beta, state):
 
 
 def step_in_place(q, k, v, beta, state):
-    """Overwrites the state it was given, which ours never does."""
+    """Overwrite the state that was given, which ours never does."""
     k_, state_ = k.flatten(0, 1), state.view(-1, *state.shape[2:])
     write = torch.baddbmm(v.flatten(0, 1), k_, state_, alpha=-1).mul_(beta.view(-1, 1, 1))
     state_.baddbmm_(k_.mT, write)

@@ -1,7 +1,7 @@
 """BLEU of what fairseq-generate printed, as people report it, after checking that every sentence is there.
 
 Three numbers, none comparable with another: *sacreBLEU*, of detokenised text with sacrebleu's own tokens, under its
-signature (Post 2018); *tokenised*, of the recipe's tokens, as multi-bleu.perl counts; *compound-split*, the same after
+signature (Post 2018). *tokenised*, of the recipe's tokens, as multi-bleu.perl counts. *compound-split*, the same after
 words with hyphens are split at them on both sides, as Vaswani et al. 2017 and Ott et al. 2018 report WMT14 En-De.
 """
 

@@ -1,7 +1,7 @@
 """Split a file as enwik8 is split, into text with a word for every byte.
 
 The first 90% of the bytes are train.txt, the next 5% valid.txt, the last 5% test.txt (Dai et al. 2019). A
-printable byte of ASCII is itself, a line feed the end of a line, any other byte b the character U+0100 + b; so every
+printable byte of ASCII is itself, a line feed the end of a line, any other byte b the character U+0100 + b. So every
 word is one character, and the loss in bits is that of a byte.
 """
 

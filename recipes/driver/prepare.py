@@ -65,8 +65,8 @@ def count(text: Path) -> int:
 def counts(folder: Path) -> dict[str, int]:
     """Return the tokens of each split and the size of the vocabulary, of what fairseq-preprocess wrote.
 
-    Tokens include the end of each line; so does the vocabulary, which has the other special symbols only as far as they
-    are words of the training text (<unk> in WikiText). Raises RecipeError where a split is missing or empty.
+    Tokens include the end of each line; so does the vocabulary. It has the other special symbols only if they are words
+    of the training text (<unk> in WikiText). Raises RecipeError where a split is missing or empty.
     """
     from fairseq.data import Dictionary, data_utils
 

@@ -2,7 +2,7 @@
 
 A real corpus that is already on every machine with Python: the sources, with their docstrings, and the reference
 topics that `help()` shows. One line of the output is one block (a top-level function or class, or a run of statements
-up to a blank line); inside it, a line break that is followed by n levels of indentation (4 columns each) is the word
+up to a blank line). Inside it, a line break that is followed by n levels of indentation (4 columns each) is the word
 `\u23cen`, so that a language model learns the layout and a sample can be printed as code again (`show`).
 
 A file goes to train, valid or test as a whole, by a hash of its path: the same on every machine, and no file is in

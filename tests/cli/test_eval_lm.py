@@ -233,8 +233,8 @@ REFUSALS = {
     "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after must be a symbol of .*'none'"),
 }  # fmt: skip
 OVERRIDES = {
-    "{'heads': 3}": r"has no setting for: heads$",
-    "{'model': 3}": r"has no setting for: model$",
+    "{'heads': 3}": r"must name settings of .*delta\.pt, got heads$",
+    "{'model': 3}": r"must name settings of .*delta\.pt, got model$",
     "{'max_target_positions': 'x'}": r"max_target_positions must be a whole number or None, got 'x'$",
     "{'seed': 1.5}": r"seed must be a whole number, got 1\.5$",
     "{'dropout': None}": r"dropout must be a number, got None$",

@@ -200,9 +200,9 @@ def test_the_dictionary_of_another_model(refused, tmp_path):
 def test_files_that_are_no_checkpoints(checkpoint):
     for saved, sentence in (
         ([1], "must be a checkpoint of fairseq, got a file without a model"),
-        ({"model": {"a": torch.ones(1)}}, "has none of its settings"),
-        ({"model": {"a": torch.ones(1)}, "cfg": [1]}, "has none of its settings"),
-        ({"model": {"a": 1}}, "its model has other things than tensors"),
+        ({"model": {"a": torch.ones(1)}}, "got a file without the settings of its model"),
+        ({"model": {"a": torch.ones(1)}, "cfg": [1]}, "got a file without the settings of its model"),
+        ({"model": {"a": 1}}, "got a model with other things than tensors"),
         ({"model": {}, "args": re.compile("x")}, "holds pickled objects, .*: export what is needed with: python"),
     ):
         torch.save(saved, checkpoint.file)

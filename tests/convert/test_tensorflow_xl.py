@@ -339,7 +339,12 @@ REFUSALS = {
         r"lacks transformer/layer_1/.* and has also transformer/layer_7/",
     ),
     "unknown": ("wt103", {}, added("transformer/more", 2), r"has also transformer/more"),
-    "another model": ("wt103", {}, without(R_W), rf"model\.npz holds no {R_W}, .* make one where TensorFlow"),
+    "another model": (
+        "wt103",
+        {},
+        without(R_W),
+        rf"model\.npz must be a checkpoint .* without {R_W}: make one where TensorFlow",
+    ),
     "quantised": ("wt103", {}, replaced(QKV, lambda x: x.astype(np.int8)), rf"{QKV} is of torch\.int8: weights that"),
     "words": ("wt103", {}, replaced(QKV, lambda x: x.astype(str)), rf"{QKV} must be an array of numbers, got none"),
     "objects": (

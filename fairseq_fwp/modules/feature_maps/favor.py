@@ -21,8 +21,8 @@ SEED_RANGE = 2**32
 class Favor(FeatureMap):
     """phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)], so that the mean of phi(q) . phi(k) is exp(q . k).
 
-    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32: by
-    default without Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
+    Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32. By default
+    without Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
 
     num_features: m, by default half of head_dim (rounded up): feature_dim = 2 m is then that of ELU+1, as in the
     paper's Table 2;

@@ -1,10 +1,10 @@
-"""Where a model gains on another: Figure 2 of Clark et al. 2022 (arXiv 2212.02475), from files of fwp-eval-lm --scores.
+"""The gain of a model over another, by tokens: Clark et al. 2022 (arXiv 2212.02475), Figure 2; from fwp-eval-lm.
 
-The mean improvement of a token's log-probability (base e) by its place in its document, by how often its type stands in
-the training text (the dictionary's counts), and by how often it has occurred in the document before. A document begins
-with a heading like those of WikiText, a line that starts with = and not with = =; for models that read blocks of N
-tokens, each by itself, a block is one. Bars have 95% intervals of the mean, as if tokens were independent. The numbers
-go to a CSV next to the picture.
+The mean improvement of a token's log-probability (base e) is shown by three properties: its place in its document, the
+count of its type in the training text (from the dictionary), and its earlier occurrences in the document. A document
+begins with a heading like those of WikiText, a line that starts with = and not with = =. For models that read blocks of
+N tokens, each by itself, a block is one. Bars have 95% intervals of the mean, as if tokens were independent. The
+numbers go to a CSV next to the picture.
 """
 
 import csv

@@ -1,7 +1,7 @@
 """A grid of language models compared with the tables of its papers: rows of a YAML like peps/grid.yaml.
 
-A run counts as diverged when fairseq-train stopped at a gradient that is not finite, or when its last validation is not
-finite or worse than `FAR` times its best one.
+A run counts as diverged when fairseq-train stopped at a gradient that is not finite. It also does when its last
+validation is not finite or worse than `FAR` times its best one.
 """
 
 import math

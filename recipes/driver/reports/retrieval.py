@@ -1,7 +1,8 @@
 """Tables and pictures of the trained points: the paper's Figures 2 to 5, and the capacity of every rule with every map.
 
-Writes points.csv (a row for each finished point), curves.csv (each of its evaluations), table.md (a row for all seeds
-of a model at one size) and the pictures for which there are points. Points that are in no picture are named.
+Writes points.csv (a row for each finished point), curves.csv (each of its evaluations) and table.md (a row for all
+seeds of a model at one size). It also draws the pictures for which there are points. Points that are in no picture are
+named.
 """
 
 import itertools
