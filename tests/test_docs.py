@@ -120,7 +120,7 @@ def test_the_python_of_the_library_page(trained):
 
 
 def pattern(line):
-    """What a line of output on a page stands for: any numbers, and anything for three dots."""
+    """Return a pattern for a line of output on a page: any numbers, and anything for three dots."""
     parts = re.split(r"(\.\.\.|[-+]?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[-+]?\d+)?|\s+)", line.strip())
     return "".join(
         ".*"

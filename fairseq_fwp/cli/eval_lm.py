@@ -179,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--reset-after",
         metavar="SYMBOL",
-        help=f"start anew, without a state and with the trained weights, after this symbol or each {BLANK_LINE}",
+        help=f"start again, without a state and with the trained weights, after this symbol or each {BLANK_LINE}",
     )
     add("--dynamic", choices=[*KINDS], help="learn from each window once it is scored, by the rule of that name")
     add("--dynamic-lr", type=non_negative, metavar="LR", help="with it, and needed: the step size")

@@ -1,4 +1,4 @@
-"""What the commands read besides checkpoints, and how they write: plug-ins, binarised texts, whole files."""
+"""Files of the commands besides checkpoints: plug-ins and binarised texts that they read, and how they write."""
 
 import os
 from argparse import Namespace

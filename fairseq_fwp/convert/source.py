@@ -1,4 +1,4 @@
-"""What a source of checkpoints is: its options, and how its tensors become those of a model here."""
+"""A source of checkpoints: its options, and how its tensors become those of a model here."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the language models share: the decoder around an attention, its options, its state and its initialisation."""
+"""The decoder that all language models share: its options, its state and its initialisation."""
 
 import logging
 import math
@@ -91,7 +91,7 @@ class DecoderConfig(FairseqDataclass):
 
 
 class DecoderState(NamedTuple):
-    """What the decoder remembers: a state per layer, and the number of tokens (B,) seen without padding."""
+    """The state of the decoder: one per layer, and the number of tokens (B,) seen without padding."""
 
     layers: tuple[Any, ...]
     positions: Tensor
@@ -292,7 +292,7 @@ class LanguageModelDecoder(StatefulDecoder):
         return self._extract_features(tokens[:, read:], state, decoding=True)
 
     def _before_layer(self, index: int, x: Tensor, counts: Tensor) -> Tensor:
-        """What the layer of this index is given of x (B, L, D), tokens that are the counts-th (B, L) of their row."""
+        """Return the input of a layer, from x (B, L, D) and the places of the tokens in their rows (B, L)."""
         return x
 
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:

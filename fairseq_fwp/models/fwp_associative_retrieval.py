@@ -86,7 +86,7 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         return cls(memory, num_keys, embed_dim, cfg.key_dim)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        """What is retrieved: keys, values (B, L) and queries (B, Q), indices below S, -> (B, Q, S)."""
+        """Return what is retrieved (B, Q, S) for keys and values (B, L) and queries (B, Q), all indices below S."""
         if self.training:
             self.memory.resample()
         q = functional.embedding(queries, self.query_proj(self.embedding.weight))

@@ -2,7 +2,7 @@
 
 arXiv 2212.02475; the layer and its equations are in modules/fast_weight_layer. What it learns of a token it knows
 from reading the token after it, so that scoring, training and decoding are the models' own, and a "state" is the one of
-the model below together with what the layer has learnt.
+the model below together with what the layer has learned.
 """
 
 import logging
@@ -132,7 +132,7 @@ class FwlDecoder(StatefulDecoder):
         self.register_load_state_dict_pre_hook(put_in_base)
 
     def __getattr__(self, name: str) -> Any:
-        """What else a decoder has, such as its output layer and positions, is the base's."""
+        """Take everything else, such as the output layer and positions, from the base."""
         try:
             return super().__getattr__(name)
         except AttributeError:

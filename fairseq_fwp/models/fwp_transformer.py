@@ -146,7 +146,7 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         return bool(self.encoder.readers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's; in training, random feature maps are drawn anew first, once a mini-batch."""
+        """As fairseq's; in training, random feature maps are drawn again first, once a mini-batch."""
         if not self.training:
             return super().forward(*args, **kwargs)
         for module in self.modules():
@@ -179,7 +179,7 @@ class FwpTransformerEncoder(TransformerEncoderBase):
         return wrap(FwpEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
     def forward_torchscript(self, net_input: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """What fairseq's generator asks an encoder for."""
+        """Return what fairseq's generator asks an encoder for."""
         out = super().forward_torchscript(net_input)
         if not self.readers:
             return out

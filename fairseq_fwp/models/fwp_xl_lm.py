@@ -176,7 +176,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         return self.final_dropout(x), state
 
     def _remember(self, state: DecoderState) -> DecoderState:
-        """What of the state a new segment sees. Without a memory, absolute positions start again."""
+        """Return the part of the state that a new segment sees. Without a memory, absolute positions start again."""
         positions = state.positions if self.mem_len else torch.zeros_like(state.positions)
         return DecoderState(tuple(layer.last(self.mem_len) for layer in state.layers), positions)
 

@@ -1,4 +1,4 @@
-"""What every language model here is for fairseq: a decoder of a configuration, which generates without a bound."""
+"""The base of every language model: a decoder made from a configuration, which generates without a bound."""
 
 import copy
 import logging

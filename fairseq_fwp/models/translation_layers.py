@@ -20,7 +20,7 @@ IncrementalState: TypeAlias = dict[str, Any] | None
 
 
 class SourceMemory(dict[nn.Module, FastWeightState]):
-    """What each cross-attention of a decoder keeps of the source: all that generation needs of it."""
+    """The states of the source, one for each cross-attention of a decoder: all that generation needs of it."""
 
     def reorder(self, new_order: Tensor) -> "SourceMemory":
         """The rows new_order (B',) of the batch, as beam search selects them."""

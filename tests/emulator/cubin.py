@@ -27,7 +27,7 @@ class Usage(NamedTuple):
 
 
 def parse_report(report: str) -> list[Usage]:
-    """What ptxas -v says of each kernel."""
+    """Read what ptxas -v says of each kernel."""
     entry = re.compile(
         r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers",

@@ -135,7 +135,7 @@ def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure
 
 
 class EmulatorError(Exception):
-    """What the emulator has to say against the kernels."""
+    """The emulator has found a mistake in the kernels."""
 
 
 Given = dict[str, Tensor]

@@ -42,7 +42,7 @@ class Instruction(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What the gate holds a kernel to. All but local memory is that of its loops."""
+    """The counts that the gate holds a kernel to. All but local memory are those of its loops."""
 
     name: str  # as people read it
     instructions: int  # in a round of the main loop

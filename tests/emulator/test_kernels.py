@@ -83,7 +83,7 @@ def test_what_no_rule_needs_equals_the_reference(emulator, name):
 
 @every_rule
 def test_documents_in_one_sequence(emulator, rule):
-    """What begins with a token knows of nothing before it, and gives it no gradient."""
+    """A document knows of nothing before its first token, and gives it no gradient."""
     for state in [True, False]:
         given, erases = make_case(rule, (3, 2, 75, 9, 12), torch.float64, state=state)
         given["first"] = torch.rand(3, 75) < 0.05

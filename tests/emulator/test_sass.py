@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels: loads in flight and their width, tensor cores, instructions a chunk or token.
+"""The machine code of the kernels: loads in flight and their width, tensor cores, instructions a chunk or token.
 
 `python -m pytest -s tests/emulator/test_sass.py` prints the table, and what its counts come to in time.
 """
@@ -15,7 +15,7 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 
 
 class Expected(NamedTuple):
-    """What a kind of kernel is held to. None has local memory."""
+    """The limits of a kind of kernel. None has local memory."""
 
     # In a round of the main loop, at most: by scan or pass, and by the rows that a pass is made for.
     instructions: dict[str, int]
@@ -75,7 +75,7 @@ def rows_of(name: str) -> int:
 
 
 def faults(kernels: list[Kernel]) -> list[str]:
-    """What is wrong, a sentence each."""
+    """Return what is wrong, a sentence each."""
     found = []
     for kernel in kernels:
         expected = EXPECTED[kind_of(kernel.name)]
