@@ -205,7 +205,7 @@ def test_address_sanitizer_finds_a_read_beyond_an_input(tmp_path):
 
 
 def test_undefined_behavior_sanitizer_finds_an_odd_padding(tmp_path):
-    """Lanes read two numbers of 2 bytes at once, then at odd addresses: right on a CPU, and an error on every GPU."""
-    mutation = Mutation("chunks.cuh", "kPadding = 8;", "kPadding = 7;")
-    found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_SUM",), tmp_path)
+    """Lanes read 16 bytes at once, then at odd addresses: right on a CPU, and an error on every GPU."""
+    mutation = Mutation("chunks.cuh", "kLine = kBlock + 4;", "kLine = kBlock + 3;")
+    found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_DELTA",), tmp_path)
     assert found.returncode != 0 and "misaligned address" in found.stderr
