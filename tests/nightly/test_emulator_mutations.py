@@ -61,7 +61,11 @@ MUTATIONS = {
         "forget.cuh", "place.own_memory() + place.thread", "place.own_memory()", ("gated", "decay")
     ),
     "slots_overrun": Mutation(
-        "launch_forget.cuh", "? Scan::kStates : 0", "? Scan::kStates - 1 : 0", ("gated", "decay"), "beyond its shared"
+        "launch_forget.cuh",
+        "(scan, Scan::kStates,",
+        "(scan, Scan::kStates - 1,",
+        ("gated", "decay"),
+        "beyond its shared",
     ),
     "group_too_long": Mutation(
         "forget.cuh", "left < kGroup ? int(left) : kGroup", "left < kGroup ? int(left) + 1 : kGroup", ("gated", "decay")
