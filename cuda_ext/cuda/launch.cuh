@@ -12,11 +12,11 @@
 namespace fwp::cuda {
 
 // At least. Without this number, ptxas spills registers in favour of more blocks than are of use.
-template <typename A>
-constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 3 : 4;
+template <typename A, int kColumns>
+constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 2 : kColumns == kWide.columns ? 3 : 4;
 
 template <typename Scan, int kRows, int kColumns>
-__global__ void __launch_bounds__(kThreadsPerBlock, kBlocksPerMultiprocessor<typename Scan::Number>)
+__global__ void __launch_bounds__(kThreadsPerBlock, kBlocksPerMultiprocessor<typename Scan::Number, kColumns>)
     scan_kernel(const Scan scan) {
   scan.template run<kRows, kColumns>();
 }

@@ -31,20 +31,20 @@ EXPECTED = {
     "scan": Expected(
         {
             "SumScan": 230,
-            "DeltaForward": 260,
+            "DeltaForward": 280,
             "DeltaBackwardValues": 220,
             "DeltaBackwardQueries": 320,
             "DeltaBackwardKeys": 240,
             "ForgetForward": 350,
             "ForgetValues": 370,
-            "ForgetKeys": 370,
+            "ForgetKeys": 390,
         },
         frozenset({"LDGSTS"}),
         in_flight=4,
     ),
     "chunk": Expected(
         {
-            **{f"ChunkForward {rows}": most for rows, most in {16: 1800, 32: 1900, 64: 2100, 128: 2500}.items()},
+            **{f"ChunkForward {rows}": most for rows, most in {16: 2200, 32: 2300, 64: 2500, 128: 2900}.items()},
             **{f"ChunkStates {rows}": most for rows, most in {16: 550, 32: 600, 64: 700, 128: 950}.items()},
             **{f"ChunkBackward {rows}": most for rows, most in {16: 2800, 32: 3000, 64: 3300, 128: 3800}.items()},
         },
