@@ -2,13 +2,12 @@
 
 import contextlib
 import io
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from test_contributing import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,12 +32,11 @@ def test_the_lines_of_python_print_what_they_say():
 
 @pytest.mark.slow
 def test_training_evaluation_and_generation(tmp_path):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     script = "set -euo pipefail\n" + block("bash", "python - <<").replace("--max-update 400", "--max-update 20")
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=tmp_path,
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,11 +24,8 @@ struct Brought : Input {
   bool by_pieces = false;
 
   Brought() = default;
-  Brought(const Input& from, int64_t width, int bytes) : Input(from) {
-    const int per_piece = 16 / bytes;
-    by_pieces = from.data && reinterpret_cast<uintptr_t>(from.data) % 16 == 0 && width % per_piece == 0 &&
-                from.batch % per_piece == 0 && from.head % per_piece == 0 && from.token % per_piece == 0;
-  }
+  Brought(const Input& from, int64_t width)
+      : Input(from), by_pieces(in_pieces(from.data, from.type, width, from.batch, from.head, from.token)) {}
 };
 
 // Hands out shared memory, in the kernel from its start and on the host from null, to count it.

@@ -81,8 +81,8 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
     ChunkForward<decltype(rows)::value, kErases> pass{};
     const ChunkPlan plan = choose_chunk_plan(size, kBlock, kChunkWarps, gpu.multiprocessors);
     pass.size = size, pass.warps = plan.warps, pass.slabs = plan.slabs;
-    pass.query = {in.q, size.rows, 2}, pass.key = {in.k, size.rows, 2}, pass.value = {in.v, size.columns, 2};
-    pass.rate = {in.rate, 1, 2};
+    pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {in.v, size.columns};
+    pass.rate = {in.rate, 1};
     pass.initial = make.matrix(in.state), pass.last = make.matrix(to.state);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     return launch_chunks(pass, gpu, call.stream);
@@ -96,18 +96,18 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
   const ScanSize size = chunk_size(call);
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
-    const Brought value = kErases ? Brought{more.retrieved, size.columns, 4} : Brought{in.v, size.columns, 2};
+    const Brought value = kErases ? Brought{more.retrieved, size.columns} : Brought{in.v, size.columns};
     auto pass = sized_backward<kRows, kErases>(size);
     ChunkStates<kRows, kErases> before{};
     before.size = size, before.warps = pass.warps, before.slabs = 1;
-    before.key = pass.key = {in.k, size.rows, 2};
+    before.key = pass.key = {in.k, size.rows};
     before.value = pass.value = value;
-    before.rate = pass.rate = {in.rate, 1, 2};
+    before.rate = pass.rate = {in.rate, 1};
     before.initial = make.matrix(in.state);
     before.states = static_cast<Bfloat16*>(call.workspace);
     pass.states = before.states;
-    pass.query = {in.q, size.rows, 2};
-    pass.d_out = {more.d_out, size.columns, 2};
+    pass.query = {in.q, size.rows};
+    pass.d_out = {more.d_out, size.columns};
     pass.d_last = make.matrix(more.d_state), pass.d_initial = make.matrix(to.state);
     pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate;
     const char* const error = launch_chunks(before, gpu, call.stream);
