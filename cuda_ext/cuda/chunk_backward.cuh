@@ -51,7 +51,7 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
     this->put_starts({&this->key, &value, &this->rate, &this->decay}, memory.starts);
     Scalars next = fill(memory, 0);
     Product values[kChunkBlocks];
-    if constexpr (kErases) this->load_errors(value, memory.starts[1], 0, values);
+    if constexpr (kErases) load_errors(memory, 0, values);
     for (int64_t n = 0; n < this->chunks(); ++n) {
       put(state, n);
       const Stage chunk = memory.stages[n];
@@ -71,7 +71,7 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
           chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
       }
       if constexpr (kErases)
-        if (n + 1 < this->chunks()) this->load_errors(value, memory.starts[1], n + 1, values);
+        if (n + 1 < this->chunks()) load_errors(memory, n + 1, values);
       if constexpr (kFades) this->fade(state, chunk.decays.whole());
       this->template write<false>(state, write, chunk.key);
     }
@@ -84,6 +84,10 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
     if constexpr (!kErases) this->bring_values(value, memory.starts[1], n, to.value);
     commit_copies();
     return this->ask(memory.starts[2], memory.starts[3], n);
+  }
+
+  FWP_DEVICE void load_errors(const Memory& memory, int64_t n, Product (&to)[kChunkBlocks]) const {
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) Pass::load_errors(value, memory.starts[1], n, t, to[t]);
   }
 
   FWP_DEVICE void put(typename Pass::State& state, int64_t n) const {
@@ -177,7 +181,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     Stages<Stage, ChunkBackward> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkBackward& pass)
-        : starts(carver.take<const char*>(6)), scores(carver, kExact, kErases), state(carver.matrix(Pass::kStateParts * pass.block_columns(), kRows)),
+        : starts(carver.take<const char*>(6)), scores(carver, kExact, kErases),
+          state(carver.matrix(Pass::kStateParts * pass.block_columns(), kRows)),
           g(carver.matrix(pass.block_columns(), kRows)),
           write(carver.matrix(kErases ? kChunkTokens : 0, pass.block_columns())),
           d(carver.matrix(kChunkTokens, pass.block_columns())),
@@ -186,28 +191,28 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   };
 
   FWP_DEVICE void run() const {
-    Carver carver{shared_memory()};
-    const Memory memory(carver, *this);
+    const Memory memory = find_memory();
     typename Pass::State g;
     this->load(d_last, g);
     const int64_t last = this->chunks() - 1;
     this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
     this->put_scalars(fill(memory, last), memory.stages[last]);
     for (int64_t n = last; n >= 0; --n) {
-      const Stage chunk = memory.stages[n];
-      wait_copies<0>();
-      // From here on this chunk may be used, and the other stage and the place of the state be filled.
-      __syncthreads();
-      fill_state(memory.state, n);
-      const Scalars next = n > 0 ? fill(memory, n - 1) : Scalars{};
-      use(n, chunk, memory, next, g);
+      use_columns(n, g);
+      use_tokens(n);
     }
     this->store(g, d_initial);
     __syncthreads();
-    store_decay(memory, 0);
+    store_decay(find_memory(), 0);
   }
 
  private:
+  // Each part of a round finds its addresses again: all of a round's would not fit into the registers.
+  FWP_DEVICE Memory find_memory() const {
+    Carver carver{shared_memory() + unknown_zero()};
+    return Memory(carver, *this);
+  }
+
   FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
     const Stage to = memory.stages[n];
     this->bring_keys(this->query, memory.starts[0], n, to.query);
@@ -227,56 +232,67 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     commit_copies();
   }
 
-  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Memory& memory, const Scalars& next,
-                      typename Pass::State& g) const {
+  // The transposes of dU and D, and the gradient of the state before.
+  FWP_DEVICE void use_columns(int64_t n, typename Pass::State& g) const {
+    const Memory memory = find_memory();
+    const Stage chunk = memory.stages[n];
+    wait_copies<0>();
+    // From here on this chunk may be used, and the other stage and the place of the state be filled.
+    __syncthreads();
+    fill_state(memory.state, n);
+    const Scalars next = n > 0 ? fill(memory, n - 1) : Scalars{};
     const Scores& scores = memory.scores;
-    const Decays& decays = chunk.decays;
-    Product values[kChunkBlocks];
-    if constexpr (kErases) this->load_errors(value, memory.starts[3], n, values);
-    this->template make_scores<kExact>(chunk.query, chunk.key, decays, scores,
+    Product values;
+    if constexpr (kErases) this->load_errors(value, memory.starts[3], n, kChunkBlocks - 1, values);
+    this->template make_scores<kExact>(chunk.query, chunk.key, chunk.decays, scores,
                                        [&](int t, int, float x) { return chunk.rate[t] * x; });
-    // By columns: the transposes of dU and D, and the gradient of the state before.
     Product d_write[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(d_write[t]);
     read_g(g, chunk, memory.g, d_write);
     if (n + 1 < this->chunks()) store_decay(memory, n + 1);
     this->put_scalars(next, memory.stages[n + 1]);  // the other stage, that of chunk n - 1
     __syncthreads();  // for the scores
-    Factor d_read[kChunkBlocks][1];
+    Factor d_read[1];
     FWP_UNROLL for (int s = 0; s < kChunkBlocks; ++s) {
-      chunk.d_out.left_transposed(s * kBlock, this->own_column(), d_read[s][0]);
+      chunk.d_out.left_transposed(s * kBlock, this->own_column(), d_read[0]);
       FWP_UNROLL for (int t = 0; t <= s; ++t)
-        multiply<kExact>(d_write[t], d_read[s],
+        multiply<kExact>(d_write[t], d_read,
                          [&](int m, Factor& right) { scores.read[m].right(s * kBlock, t * kBlock, right); });
     }
-    if constexpr (kFades) {
-      this->fade(g, decays.whole());
-      write_faded<false>(g, decays, d_read, chunk.query);
-    } else {
-      this->template write<false>(g, d_read, chunk.query);
-    }
+    solve(n, values, d_write, g);
+  }
+
+  // From dU without what A adds to it: D, the gradient of the state before, and those of the rates. `written`: of the last block.
+  FWP_DEVICE void solve(int64_t n, Product& written, Product (&d_write)[kChunkBlocks], typename Pass::State& g) const {
+    const Memory memory = find_memory();
+    const Stage chunk = memory.stages[n];
+    add_reads(chunk, g);
     FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
+      Product& d = d_write[t];
+      Factor left[1][kExact];
       if constexpr (kErases) {
-        Factor left[kExact];
-        split(d_write[t], left);
-        add_erased(scores, t, t, left, d_write[t]);
+        split(d, left[0]);
+        add_erased(memory.scores, t, t, left[0], d);
+        apply_rate(t, chunk, memory, written, d);
+        if (t > 0) this->load_errors(value, memory.starts[3], n, t - 1, written);
+        split(d, left[0]);
+        FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(memory.scores, t, s, left[0], d_write[s]);
       }
-      if constexpr (kErases) apply_rate(t, chunk, memory, values[t], d_write[t]);
+      for_elements(d, [&](int j, int s, float x) { memory.d.put(t * kBlock + s, this->own_column() + j, x); });
       if constexpr (kErases) {
-        Factor d[1][kExact];
-        split(d_write[t], d[0]);
-        FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(scores, t, s, d[0], d_write[s]);
         if constexpr (kFades) {
-          Product faded;
-          copy(d_write[t], faded);
-          this->fade_columns(t * kBlock, faded, [&](int s) { return decays.from_start(s); });
-          split(faded, d[0]);
+          this->fade_columns(t * kBlock, d, [&](int s) { return chunk.decays.from_start(s); });
+          split(d, left[0]);
         }
-        this->template write<true>(g, d, chunk.key, t);
+        this->template write<true>(g, left, chunk.key, t);
       }
-      for_elements(d_write[t], [&](int j, int s, float x) { memory.d.put(t * kBlock + s, this->own_column() + j, x); });
     }
-    // By tokens: what sums over all columns.
+  }
+
+  // What sums over all columns: the warps share the tokens.
+  FWP_DEVICE void use_tokens(int64_t n) const {
+    const Memory memory = find_memory();
+    const Stage chunk = memory.stages[n];
     __syncthreads();
     this->store_tokens(d_v, n, memory.d, 0, this->block_columns(), int(threadIdx.x), this->warps * kWarp);
     if constexpr (kErases) store_rate(n, memory.d_rate);
@@ -305,17 +321,23 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       this->fade_columns(t * kBlock, d_write[t], [&](int s) { return chunk.decays.to_end(s); });
   }
 
-  // g += (or -=) columns of which each has faded since the chunk began, times their rows.
-  template <bool minus, int blocks>
-  FWP_DEVICE void write_faded(typename Pass::State& g, const Decays& decays, const Factor (&columns)[blocks][1],
-                              const Shared& rows) const {
-    FWP_UNROLL for (int t = 0; t < blocks; ++t) {
-      Product faded;
-      unpack(columns[t][0], faded);
-      this->fade_columns(t * kBlock, faded, [&](int s) { return decays.from_start(s); });
-      Factor left[1][kExact];
-      split(faded, left[0]);
-      this->template write<minus>(g, left, rows, t);
+  // g = f g + (c Q)^T dO
+  FWP_DEVICE void add_reads(const Stage& chunk, typename Pass::State& g) const {
+    Factor d_read[kChunkBlocks][1];
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      chunk.d_out.left_transposed(t * kBlock, this->own_column(), d_read[t][0]);
+    if constexpr (kFades) {
+      this->fade(g, chunk.decays.whole());
+      FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
+        Product faded;
+        Factor left[1][kExact];
+        unpack(d_read[t][0], faded);
+        this->fade_columns(t * kBlock, faded, [&](int s) { return chunk.decays.from_start(s); });
+        split(faded, left[0]);
+        this->template write<false>(g, left, chunk.query, t);
+      }
+    } else {
+      this->template write<false>(g, d_read, chunk.query);
     }
   }
 

@@ -196,14 +196,13 @@ struct ChunkPass {
     if (from.type == Type::float32) return reinterpret_cast<const float*>(start)[token * from.token];
     return number(reinterpret_cast<const Bfloat16*>(start)[token * from.token]);
   }
-  // What this lane has of the transposes of errors, which no other lane needs: straight from global memory.
-  FWP_DEVICE void load_errors(const Brought& from, const char* start, int64_t n, Product (&to)[kChunkBlocks]) const {
+  // What this lane has of the transpose of the errors of block t, which no other lane needs: straight from global memory.
+  FWP_DEVICE void load_errors(const Brought& from, const char* start, int64_t n, int t, Product& to) const {
     const float* const data = reinterpret_cast<const float*>(start) + n * kChunkTokens * from.token;
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-      for_elements(to[t], [&](int j, int s, float& x) {
-        const int token = t * kBlock + s, column = first_column() + own_column() + j;
-        x = token < count(n) && column < size.columns ? data[token * from.token + column] : 0;
-      });
+    for_elements(to, [&](int j, int s, float& x) {
+      const int token = t * kBlock + s, column = first_column() + own_column() + j;
+      x = token < count(n) && column < size.columns ? data[token * from.token + column] : 0;
+    });
   }
   // To shared memory, by the first warp.
   template <typename Stage>

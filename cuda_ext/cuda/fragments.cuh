@@ -30,9 +30,6 @@ FWP_DEVICE void for_pairs(Product& product, F f) {
       f(line() + 8 * r, 8 * h + pair(), product[h][2 * r], product[h][2 * r + 1]);
 }
 
-FWP_DEVICE void copy(const Product& from, Product& to) {
-  FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) to[h][i] = from[h][i];
-}
 FWP_DEVICE void clear(Product& x) {
   FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] = 0;
 }

@@ -22,7 +22,7 @@
 namespace fwp::cuda {
 
 #ifdef EMULATOR_SUM
-size_t workspace_bytes(Rule, const Sizes& size, Type type) { return detail::chunk_workspace(size, type); }
+size_t workspace_bytes(Rule, const Sizes& size, Type type) { return detail::chunk_workspace<false>(size, type); }
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return detail::sum_forward(call, in, to); }
 const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   return detail::sum_backward(call, in, more, to);

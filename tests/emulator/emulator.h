@@ -421,6 +421,7 @@ inline void __syncwarp() { __shfl_xor_sync(0xffffffffu, 0, 0); }
 namespace fwp::cuda {
 
 inline unsigned char* shared_memory() { return emulator::machine().shared; }
+inline int unknown_zero() { return 0; }
 
 inline float float_of_bits(uint32_t bits) {
   float x;

@@ -50,7 +50,6 @@ class Kernel(NamedTuple):
     mean_in_flight: float  # the same, on average over the waits for them
     widths: dict[int, int]  # number of global loads and asynchronous copies by the bytes of each
     found: frozenset[str]  # those of FEATURES that are there
-    local_memory: bool
 
 
 def find_disassembler() -> str | None:
@@ -195,7 +194,6 @@ def measure(name: str, body: list[Instruction]) -> Kernel:
         sum(runs) / max(len(runs), 1),
         {width: loads.count(width) for width in sorted({*loads})},
         frozenset(feature for feature in FEATURES if any(x.opcode.startswith(feature) for x in looped)),
-        any(x.opcode.startswith(("LDL", "STL")) for x in body),
     )
 
 

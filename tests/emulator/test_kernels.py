@@ -97,10 +97,10 @@ def test_documents_in_one_sequence(emulator, rule):
         check_other_orders_and_gpus(emulator, given, erases, gradients, found)
 
 
-def check_accuracy(emulator, given, erases, of_sum=0.0):
+def check_accuracy(emulator, given, erases, of_sum=0.0, of_gate=0.0):
     """Error against float64, on the same rounded inputs, at most twice that of the reference in the same precision.
 
-    of_sum: the error of a sum that the hardware allows in float32.
+    of_sum: the error of a sum that the hardware allows in float32. of_gate: an error allowed in the gradient of a gate.
     """
     gradients = cotangents_of(given)
     truth = reference(as_double(given), erases, [x.double() for x in gradients])
@@ -111,6 +111,8 @@ def check_accuracy(emulator, given, erases, of_sum=0.0):
         allowed = 2 * relative_error(expected[name], x)
         if name in ("state", "d_state"):
             allowed = max(allowed, of_sum)
+        if name in ("d_decay", "d_rate"):
+            allowed = max(allowed, of_gate)
         assert relative_error(found[name], x) <= allowed, name
 
 
@@ -130,6 +132,21 @@ def test_chunks_on_tensor_cores(emulator, rule, shape, state):
     gradients = cotangents_of(given)
     check_other_orders_and_gpus(emulator, given, erases, gradients, emulator.results(given, erases, gradients))
     check_absent_gradients(emulator, given, erases)
+
+
+def test_chunks_with_gates_in_float32(emulator):
+    """Decays close to 1, which bfloat16 would round to 1. The gradients of gates are as exact as bfloat16."""
+    given, erases = make_case("gated_delta", (1, 2, 300, 64, 40), torch.bfloat16)
+    given["decay"] = 1 - 0.01 * torch.rand(1, 2, 300)
+    given["rate"] = torch.rand(1, 2, 300)
+    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_chunks_that_keep_all_or_nothing(emulator, decay):
+    given, erases = make_case("gated_delta", (1, 2, 95, 24, 40), torch.bfloat16)
+    given["decay"] = torch.where(torch.rand(1, 2, 95) < 0.3, decay, given["decay"])
+    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
 
 
 @every_rule

@@ -122,9 +122,35 @@ MUTATIONS = {
     ),
     "d_of_the_next_block_kept": Mutation(
         "chunk_backward.cuh",
-        "        FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(scores, t, s, d[0], d_write[s]);\n",
+        "        FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(memory.scores, t, s, left[0], d_write[s]);\n",
         "",
         ("delta",),
+    ),
+    "scores_not_faded": Mutation("chunks.cuh", "      fade_scores(decays, row, column, read);\n", "", ("gated_delta",)),
+    "product_one_token_short": Mutation(
+        "chunks.cuh", "if (t >= lane()) product", "if (t > lane()) product", ("gated_delta",)
+    ),
+    "states_not_faded": Mutation(
+        "chunk_backward.cuh", "if constexpr (kFades) this->fade(state, chunk.decays.whole());", "", ("gated_delta",)
+    ),
+    "gradient_not_faded": Mutation(
+        "chunk_backward.cuh", "      this->fade(g, chunk.decays.whole());\n", "", ("gated_delta",)
+    ),
+    "keys_not_faded": Mutation(
+        "chunk_backward.cuh",
+        "      fade_rows(row, of_key, [&](int t) { return decays.to_end(t); });\n",
+        "",
+        ("gated_delta",),
+    ),
+    "decay_of_one_warp_of_the_state": Mutation("chunk_backward.cuh", "w < warps; ++w", "w < 1; ++w", ("gated_delta",)),
+    "decay_of_what_is_erased": Mutation(
+        "chunk_backward.cuh",
+        "        if constexpr (kErases) reads -= fma(low(k), erased[h][i], high(k) * erased[h][i + 1]);\n",
+        "",
+        ("gated_delta",),
+    ),
+    "decay_of_the_chunk_before": Mutation(
+        "chunk_backward.cuh", "store_decay(memory, n + 1)", "store_decay(memory, n)", ("gated_delta",)
     ),
     "correction_not_faded": Mutation(
         "forget.cuh", "fma(-decay[c], column[c], d_key[c])", "d_key[c] - column[c]", ("gated_delta_by_key",)
@@ -157,8 +183,15 @@ def cases():
                 given["first"] = torch.arange(shape[2]).expand(shape[0], -1).remainder(11).eq(5)
             gradients = cotangents_of(given)
             found.append((rule, given, erases, gradients, reference(given, erases, gradients)))
-    for rule, shape in (("sum", CHUNK_SHAPE), ("delta", CHUNK_SHAPE), ("gated", HALF_SHAPE)):
+    for rule, shape in (
+        ("sum", CHUNK_SHAPE),
+        ("delta", CHUNK_SHAPE),
+        ("gated_delta", CHUNK_SHAPE),
+        ("gated", HALF_SHAPE),
+    ):
         given, erases = make_case(rule, shape, torch.bfloat16)
+        if rule == "gated_delta":  # the state before a chunk still matters after it
+            given["decay"] = (1 - 0.05 * torch.rand(shape[:3])).bfloat16()
         gradients = cotangents_of(given)
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
         found.append((rule, given, erases, gradients, truth))
