@@ -70,7 +70,7 @@ struct Pass {
   void run(bool is_backward, F launch) const {
     const Sizes sizes{size.B, size.H, size.L, size.Dk, size.Dv};
     const Type type = type_of(in.q.scalar_type());
-    const int64_t bytes = is_backward ? workspace_bytes(rule, sizes, type) : 0;
+    const int64_t bytes = workspace_bytes(rule, sizes, type, is_backward);
     // It may go before the kernels have run: its memory is given only to what this stream does after them.
     const Tensor workspace = at::empty({bytes}, in.q.options().dtype(at::kByte));
     void* const stream = c10::cuda::getCurrentCUDAStream(in.q.device().index()).stream();

@@ -2,6 +2,8 @@
 // operations; none has been measured on a GPU yet.
 #pragma once
 
+#include <algorithm>
+
 #include "layout.h"
 
 namespace fwp::cuda {
@@ -107,6 +109,26 @@ constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
 inline bool choose_chunks(const ScanSize& size, Type type) {
   return type == Type::bfloat16 && size.length >= kLengthForChunks && !size.first && size.rows >= kLeastForChunks &&
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
+}
+
+// Segments of a sequence, and the chunks of each. With a transition of each they are about three times the work, so there are
+// many of them or one. By the heads and tokens only, and not by the GPU: the same bits come out on all.
+constexpr int64_t kHeadsThatFill = 128;
+constexpr int64_t kChunksOfSegment = 16;  // at least
+constexpr int64_t kLeastSegments = 8;
+
+struct SegmentPlan {
+  int log_segments, chunks;
+};
+
+inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks) {
+  const int64_t most = std::min(kHeadsThatFill / std::max<int64_t>(size.heads, 1), chunks / kChunksOfSegment);
+  int64_t segments = 1;
+  while (2 * segments <= most) segments *= 2;
+  const auto each = [&] { return (chunks + segments - 1) / segments; };
+  while (segments > 1 && (segments - 1) * each() >= chunks) segments /= 2;  // the last one would be empty
+  if (segments < kLeastSegments) segments = 1;
+  return {log2_of(int(segments)), int(each())};
 }
 
 struct ChunkPlan {

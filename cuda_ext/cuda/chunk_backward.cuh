@@ -24,7 +24,8 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
 
   Brought value;  // of a rule that erases, errors
   Matrices<const float> initial;
-  Bfloat16* states;
+  Bfloat16* states;  // where null, only the ends of segments are wanted: without a transition, but with all decays' product
+  float *ends, *faded;
 
   struct Stage {
     Shared key, value;
@@ -49,16 +50,18 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
     typename Pass::State state;
     this->load(initial, state);
     this->put_starts({&this->key, &value, &this->rate, &this->decay}, memory.starts);
-    Scalars next = fill(memory, 0);
+    const int64_t begin = this->begin(), end = this->end();
+    Scalars next = fill(memory, begin);
     Product values[kChunkBlocks];
-    if constexpr (kErases) load_errors(memory, 0, values);
-    for (int64_t n = 0; n < this->chunks(); ++n) {
-      put(state, n);
+    if constexpr (kErases) load_errors(memory, begin, values);
+    float product = 1;
+    for (int64_t n = begin; n < end; ++n) {
+      if (states) put(state, n);
       const Stage chunk = memory.stages[n];
       this->put_scalars(next, chunk);
       wait_copies<0>();
       __syncthreads();
-      if (n + 1 < this->chunks()) next = fill(memory, n + 1);
+      if (n + 1 < end) next = fill(memory, n + 1);
       Factor write[kChunkBlocks][kParts];
       if constexpr (kErases) {
         FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
@@ -71,10 +74,16 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
           chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
       }
       if constexpr (kErases)
-        if (n + 1 < this->chunks()) load_errors(memory, n + 1, values);
-      if constexpr (kFades) this->fade(state, chunk.decays.whole());
+        if (n + 1 < end) load_errors(memory, n + 1, values);
+      if constexpr (kFades) {
+        product *= chunk.decays.whole();
+        this->fade(state, chunk.decays.whole());
+      }
       this->template write<false>(state, write, chunk.key);
     }
+    if (states) return;
+    this->store_ends(state, ends, this->value_columns());
+    if (threadIdx.x == 0) faded[this->sequence()] = product;
   }
 
  private:
@@ -87,7 +96,7 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
   }
 
   FWP_DEVICE void load_errors(const Memory& memory, int64_t n, Product (&to)[kChunkBlocks]) const {
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) Pass::load_errors(value, memory.starts[1], n, t, to[t]);
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) Pass::load_errors(memory.starts[1], n, t, to[t]);
   }
 
   FWP_DEVICE void put(typename Pass::State& state, int64_t n) const {
@@ -148,7 +157,8 @@ struct DecayGradient {
   }
 };
 
-template <int kRows, bool kErases, bool kFades>
+// kEnds: finds the ends of segments only.
+template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kParts;
@@ -158,6 +168,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   Matrices<const float> d_last;
   Matrices<float> d_initial;
   Output d_q, d_k, d_v, d_rate, d_decay;
+  float* ends;  // (heads, segments, ends_columns(), kRows)
 
   struct Stage {
     Shared query, key, d_out, value;
@@ -193,17 +204,18 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE void run() const {
     const Memory memory = find_memory();
     typename Pass::State g;
-    this->load(d_last, g);
-    const int64_t last = this->chunks() - 1;
+    kEnds ? this->load_identity(g) : this->load(d_last, g);
+    const int64_t last = this->end() - 1;
     this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
     this->put_scalars(fill(memory, last), memory.stages[last]);
-    for (int64_t n = last; n >= 0; --n) {
+    for (int64_t n = last; n >= this->begin(); --n) {
       use_columns(n, g);
-      use_tokens(n);
+      if constexpr (!kEnds) use_tokens(n);
     }
-    this->store(g, d_initial);
+    if constexpr (kEnds) return this->store_ends(g, ends, this->ends_columns());
+    if (this->begin() == 0) this->store(g, d_initial);
     __syncthreads();
-    store_decay(find_memory(), 0);
+    store_decay(find_memory(), this->begin());
   }
 
  private:
@@ -239,17 +251,17 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     wait_copies<0>();
     // From here on this chunk may be used, and the other stage and the place of the state be filled.
     __syncthreads();
-    fill_state(memory.state, n);
-    const Scalars next = n > 0 ? fill(memory, n - 1) : Scalars{};
+    if constexpr (!kEnds) fill_state(memory.state, n);
+    const Scalars next = n > this->begin() ? fill(memory, n - 1) : Scalars{};
     const Scores& scores = memory.scores;
     Product values;
-    if constexpr (kErases) this->load_errors(value, memory.starts[3], n, kChunkBlocks - 1, values);
+    if constexpr (kErases) this->load_errors(memory.starts[3], n, kChunkBlocks - 1, values);
     this->template make_scores<kExact>(chunk.query, chunk.key, chunk.decays, scores,
                                        [&](int t, int, float x) { return chunk.rate[t] * x; });
     Product d_write[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(d_write[t]);
     read_g(g, chunk, memory.g, d_write);
-    if (n + 1 < this->chunks()) store_decay(memory, n + 1);
+    if (!kEnds && n + 1 < this->end()) store_decay(memory, n + 1);
     this->put_scalars(next, memory.stages[n + 1]);  // the other stage, that of chunk n - 1
     __syncthreads();  // for the scores
     Factor d_read[1];
@@ -274,7 +286,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
         split(d, left[0]);
         add_erased(memory.scores, t, t, left[0], d);
         apply_rate(t, chunk, memory, written, d);
-        if (t > 0) this->load_errors(value, memory.starts[3], n, t - 1, written);
+        if (t > 0) this->load_errors(memory.starts[3], n, t - 1, written);
         split(d, left[0]);
         FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(memory.scores, t, s, left[0], d_write[s]);
       }
@@ -378,9 +390,9 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const int t = int(threadIdx.x);
     if (!to.data || t >= this->count(n)) return;
     if (to.type == Type::float32)
-      static_cast<float*>(to.data)[this->token(n, t)] = x;
+      static_cast<float*>(to.data)[this->first_token(n) + t] = x;
     else
-      round_to(x, static_cast<Bfloat16*>(to.data)[this->token(n, t)]);
+      round_to(x, static_cast<Bfloat16*>(to.data)[this->first_token(n) + t]);
   }
   FWP_DEVICE void store_rate(int64_t n, const float* parts) const {
     if (this->warp() > 0) return;
@@ -474,8 +486,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   }
 
   // The copy of the state is older than that of the next chunk, where there is one.
-  FWP_DEVICE static void wait_state(int64_t n) {
-    if (n > 0)
+  FWP_DEVICE void wait_state(int64_t n) const {
+    if (n > this->begin())
       wait_copies<1>();
     else
       wait_copies<0>();
@@ -568,12 +580,13 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   }
 
   FWP_DEVICE void store_keys(const Output& to, int64_t n, int row, int first, Product& x) const {
-    Bfloat16* const data = static_cast<Bfloat16*>(to.data);
-    if (!data) return;
+    if (!to.data) return;
+    Bfloat16* const data = static_cast<Bfloat16*>(to.data) + this->first_token(n) * this->size.rows;
+    const int tokens = this->count(n);
     for_pairs(x, [&](int t, int i, float a, float b) {
       const int token = row + t, at = first + i;
-      if (token >= this->count(n) || at >= this->size.rows) return;
-      Bfloat16* const target = data + this->token(n, token) * this->size.rows + at;
+      if (token >= tokens || at >= this->size.rows) return;
+      Bfloat16* const target = data + token * this->size.rows + at;
       if (this->size.rows % 2 == 0) {
         *reinterpret_cast<uint32_t*>(target) = pair_of(a, b);
       } else {

@@ -6,7 +6,8 @@
 
 namespace fwp::cuda {
 
-template <int kRows, bool kErases, bool kFades>
+// kEnds: finds the ends of segments only.
+template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kParts;
@@ -17,6 +18,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   Matrices<float> last;
   Output out;
   float* error;  // (heads, tokens, columns)
+  float* ends;   // (heads, segments, ends_columns(), kRows)
 
   struct Stage {
     Shared query, key, value;
@@ -41,25 +43,29 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
     typename Pass::State state;
-    this->load(initial, state);
+    kEnds ? this->load_identity(state) : this->load(initial, state);
     this->put_starts({&this->query, &this->key, &value, &this->rate, &this->decay}, memory.starts);
-    Scalars next = fill(memory, 0);
-    for (int64_t n = 0; n < this->chunks(); ++n) {
+    const int64_t begin = this->begin(), end = this->end();
+    Scalars next = fill(memory, begin);
+    for (int64_t n = begin; n < end; ++n) {
       const Stage chunk = memory.stages[n];
       this->put_scalars(next, chunk);
       wait_copies<0>();
       // From here on this chunk may be used, and the other stage be filled.
       __syncthreads();
-      if (n + 1 < this->chunks()) next = fill(memory, n + 1);
+      if (n + 1 < end) next = fill(memory, n + 1);
       use(n, chunk, memory.scores, state);
     }
-    this->store(state, last);
+    if constexpr (kEnds)
+      this->store_ends(state, ends, this->ends_columns());
+    else if (end == this->chunks())
+      this->store(state, last);
   }
 
  private:
   FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
     const Stage to = memory.stages[n];
-    this->bring_keys(this->query, memory.starts[0], n, to.query);
+    if constexpr (!kEnds) this->bring_keys(this->query, memory.starts[0], n, to.query);
     this->bring_keys(this->key, memory.starts[1], n, to.key);
     this->bring_values(value, memory.starts[2], n, to.value);
     commit_copies();
@@ -68,7 +74,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
 
   FWP_DEVICE void use(int64_t n, const Stage& chunk, const Scores& scores, typename Pass::State& state) const {
     const Decays& decays = chunk.decays;
-    this->template make_scores<kOfTokens>(chunk.query, chunk.key, decays, scores,
+    this->template make_scores<kEnds ? 0 : kOfTokens>(chunk.query, chunk.key, decays, scores,
                                           [&](int, int s, float x) { return x * chunk.rate[s]; });
     // The transposes of K S and of Q S, for the columns of this warp.
     Product found[kChunkBlocks], read[kChunkBlocks];
@@ -77,8 +83,10 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       Factor of_state[kErases ? kExact : 1], query;
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        chunk.query.right_transposed(t * kBlock, i * kBlock, query);
-        multiply(read[t], of_state[0], query);
+        if constexpr (!kEnds) {
+          chunk.query.right_transposed(t * kBlock, i * kBlock, query);
+          multiply(read[t], of_state[0], query);
+        }
         if constexpr (kErases)
           multiply<1>(found[t], of_state,
                       [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
@@ -98,7 +106,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
         for_elements(found[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
         split(found[t], write[t]);
       }
-      FWP_UNROLL for (int s = 0; s <= t; ++s)
+      FWP_UNROLL for (int s = 0; s <= t && !kEnds; ++s)
         multiply<kOfTokens>(read[t], greatest<kReadParts>(write[s]), [&](int m, Factor& right) {
           scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
         });
@@ -111,7 +119,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       this->fade(state, decays.whole());
     }
     this->template write<false>(state, write, chunk.key);
-    give(n, chunk.value, read);
+    if constexpr (!kEnds) give(n, chunk.value, read);
   }
 
   // From the values in write[t], and what the keys of block t of the chunk have found, its errors, in the place of the latter.
@@ -129,10 +137,12 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     Factor left[kExact];
     split(found, left);
     times(t, left);
+    if constexpr (kEnds) return;
+    float* const errors = error + this->first_token(n) * this->size.columns;
+    const int tokens = this->count(n), first = this->first_column() + this->own_column();
     for_elements(found, [&](int j, int s, float x) {
-      const int token = t * kBlock + s, column = this->first_column() + this->own_column() + j;
-      if (token < this->count(n) && column < this->size.columns)
-        error[this->token(n, token) * this->size.columns + column] = x;
+      const int token = t * kBlock + s, column = first + j;
+      if (token < tokens && column < this->size.columns) errors[token * this->size.columns + column] = x;
     });
   }
 

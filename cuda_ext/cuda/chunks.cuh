@@ -126,21 +126,35 @@ struct ChunkPass {
   static constexpr int kStateParts = kFades ? 2 : 1;  // of the states for the backward pass: gradients of decays cancel much
 
   ScanSize size;
-  int warps, slabs;  // of columns: warps a power of two
+  int warps, slabs;                // of columns: warps a power of two
+  int log_segments, chunks_of_segment;  // of tokens: segments of one head run side by side
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
   FWP_DEVICE int warp() const { return int(threadIdx.x) / kWarp; }
-  FWP_DEVICE int64_t head() const { return blockIdx.x / unsigned(slabs); }
+  FWP_DEVICE unsigned sequence() const { return blockIdx.x / unsigned(slabs); }  // a segment of a head
+  FWP_DEVICE int64_t head() const { return sequence() >> log_segments; }
   FWP_DEVICE int first_column() const { return int(blockIdx.x % unsigned(slabs)) * block_columns(); }
   FWP_DEVICE int own_column() const { return warp() * kBlock; }  // the warp's first one in the block
 
+  FWP_BOTH unsigned segments() const { return 1u << log_segments; }
   FWP_BOTH int64_t chunks() const { return (size.length + kChunkTokens - 1) / kChunkTokens; }
+  // Those of this block's segment are begin() to end() - 1.
+  FWP_DEVICE int64_t begin() const { return int64_t(sequence() & (segments() - 1)) * chunks_of_segment; }
+  FWP_DEVICE int64_t end() const {
+    const int64_t next = begin() + chunks_of_segment;
+    return next < chunks() ? next : chunks();
+  }
+
+  // The ends of a segment are its state (or the gradient of that before it) as it would be with nothing before (or after)
+  // it, and the transition: what the segment makes of an identity matrix, in columns after those of the values.
+  FWP_BOTH int value_columns() const { return (size.columns + kBlock - 1) / kBlock * kBlock; }
+  FWP_BOTH int ends_columns() const { return value_columns() + kRows; }
   FWP_DEVICE int count(int64_t n) const {
     const int64_t left = size.length - n * kChunkTokens;
     return left < kChunkTokens ? int(left) : kChunkTokens;
   }
-  FWP_DEVICE int64_t token(int64_t n, int t) const { return head() * size.length + n * kChunkTokens + t; }
+  FWP_DEVICE int64_t first_token(int64_t n) const { return head() * size.length + n * kChunkTokens; }
 
   // Where the inputs of this block's head begin, in shared memory: as pointers in registers they would be in the way.
   template <int inputs>
@@ -197,11 +211,12 @@ struct ChunkPass {
     return number(reinterpret_cast<const Bfloat16*>(start)[token * from.token]);
   }
   // What this lane has of the transpose of the errors of block t, which no other lane needs: straight from global memory.
-  FWP_DEVICE void load_errors(const Brought& from, const char* start, int64_t n, int t, Product& to) const {
-    const float* const data = reinterpret_cast<const float*>(start) + n * kChunkTokens * from.token;
+  FWP_DEVICE void load_errors(const char* start, int64_t n, int t, Product& to) const {
+    const float* const data = reinterpret_cast<const float*>(start) + n * kChunkTokens * size.columns;
+    const int tokens = count(n), first = first_column() + own_column();
     for_elements(to, [&](int j, int s, float& x) {
-      const int token = t * kBlock + s, column = first_column() + own_column() + j;
-      x = token < count(n) && column < size.columns ? data[token * from.token + column] : 0;
+      const int token = t * kBlock + s, column = first + j;
+      x = token < tokens && column < size.columns ? data[token * size.columns + column] : 0;
     });
   }
   // To shared memory, by the first warp.
@@ -225,18 +240,22 @@ struct ChunkPass {
       FWP_UNROLL_BY(2) for (int i = 0; i < kRows; i += kBlock) {
         Factor left, right;
         key.right_transposed(column, i, right);
-        query.left(row, i, left);
-        multiply(read, left, right);
+        if constexpr (of_read > 0) {
+          query.left(row, i, left);
+          multiply(read, left, right);
+        }
         if constexpr (kErases) {
           key.left(row, i, left);
           multiply(erase, left, right);
         }
       }
-      fade_scores(decays, row, column, read);
-      for_pairs(read, [&](int t, int s, float x, float y) {
-        if (diagonal) x = s <= t ? x : 0, y = s + 1 <= t ? y : 0;
-        Scores::put<of_read>(to.read, row + t, column + s, x, y);
-      });
+      if constexpr (of_read > 0) {
+        fade_scores(decays, row, column, read);
+        for_pairs(read, [&](int t, int s, float x, float y) {
+          if (diagonal) x = s <= t ? x : 0, y = s + 1 <= t ? y : 0;
+          Scores::put<of_read>(to.read, row + t, column + s, x, y);
+        });
+      }
       if constexpr (kErases) fade_scores(decays, row, column, erase);
       if constexpr (kErases)
         for_pairs(erase, [&](int t, int s, float x, float y) {
@@ -315,12 +334,20 @@ struct ChunkPass {
   }
   FWP_DEVICE void load(const Matrices<const float>& from, State& state) const {
     for_state(state, [&](bool inside, int row, int column, float& x) {
-      x = from.data && inside ? from.data[head() * from.head + row * from.row + column * from.column] : 0;
+      x = from.data && inside ? from.data[int64_t(sequence()) * from.head + row * from.row + column * from.column] : 0;
     });
   }
   FWP_DEVICE void store(State& state, const Matrices<float>& to) const {
     for_state(state, [&](bool inside, int row, int column, float& x) {
       if (to.data && inside) to.data[head() * to.head + row * to.row + column * to.column] = x;
+    });
+  }
+  FWP_DEVICE void load_identity(State& state) const {
+    for_state(state, [&](bool, int row, int column, float& x) { x = column - value_columns() == row ? 1 : 0; });
+  }
+  FWP_DEVICE void store_ends(State& state, float* ends, int columns) const {
+    for_state(state, [&](bool, int row, int column, float& x) {
+      if (column < columns) ends[(int64_t(sequence()) * columns + column) * kRows + row] = x;
     });
   }
 
@@ -332,10 +359,12 @@ struct ChunkPass {
     constexpr int per_piece = 8;
     const int pieces = width / per_piece;
     const bool by_pieces = size.columns % per_piece == 0 && reinterpret_cast<uintptr_t>(to.data) % 16 == 0;
+    Bfloat16* const data = static_cast<Bfloat16*>(to.data) + first_token(n) * size.columns;
+    const int tokens = count(n);
     FWP_UNROLL_BY(1) for (int at = thread; at < kChunkTokens * pieces; at += threads) {
       const int t = at / pieces, i = first + at % pieces * per_piece, column = first_column() + i;
-      if (t >= count(n) || column >= size.columns) continue;
-      Bfloat16* const target = static_cast<Bfloat16*>(to.data) + token(n, t) * size.columns + column;
+      if (t >= tokens || column >= size.columns) continue;
+      Bfloat16* const target = data + t * size.columns + column;
       if (by_pieces)
         *reinterpret_cast<Piece<float>*>(target) = *reinterpret_cast<const Piece<float>*>(from.at(t, i));
       else

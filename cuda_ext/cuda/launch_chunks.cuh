@@ -3,12 +3,18 @@
 
 #include "chunk_backward.cuh"
 #include "chunk_forward.cuh"
+#include "chunk_segments.cuh"
 #include "launch.cuh"
 
 namespace fwp::cuda {
 
 template <typename Pass>
 __global__ void __launch_bounds__(kChunkWarps* kWarp, 1) chunk_kernel(const Pass pass) {
+  pass.run();
+}
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreadsForSegments) segments_kernel(const ChunkSegments<kRows> pass) {
   pass.run();
 }
 
@@ -30,9 +36,26 @@ size_t chunk_bytes(const Pass& pass) {
   return reinterpret_cast<size_t>(carver.next);
 }
 
+// The sum is fast enough in one segment.
+template <bool kErases, typename Pass>
+void set_size(Pass& pass, const ScanSize& size) {
+  pass.size = size;
+  const SegmentPlan plan = kErases ? choose_segments(size, pass.chunks()) : SegmentPlan{0, int(pass.chunks())};
+  pass.log_segments = plan.log_segments, pass.chunks_of_segment = plan.chunks;
+}
+
+// Slabs that fill the GPU with all segments of all heads.
+template <typename Pass>
+void set_columns(Pass& pass, int columns, const Gpu& gpu) {
+  ScanSize size = pass.size;
+  size.heads *= pass.segments(), size.columns = columns;
+  const ChunkPlan plan = choose_chunk_plan(size, kBlock, kChunkWarps, gpu.multiprocessors);
+  pass.warps = plan.warps, pass.slabs = plan.slabs;
+}
+
 template <typename Pass>
 const char* launch_chunks(const Pass& pass, const Gpu& gpu, void* stream) {
-  const int64_t blocks = pass.size.heads * pass.slabs;
+  const int64_t blocks = pass.size.heads * pass.segments() * pass.slabs;
   if (const char* error = check_blocks(blocks)) return error;
   return launch_kernel(chunk_kernel<Pass>, gpu, blocks, pass.warps * kWarp, chunk_bytes(pass), stream, pass);
 }
@@ -41,11 +64,11 @@ inline ScanSize chunk_size(const Sizes& size, const bool* first = nullptr) {
   return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), first};
 }
 inline ScanSize chunk_size(const Call& call) { return chunk_size(call.size, call.first); }
-
 template <int kRows, bool kErases, bool kFades>
 ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
   ChunkBackward<kRows, kErases, kFades> pass{};
-  pass.size = size, pass.slabs = 1;
+  set_size<kErases>(pass, size);
+  pass.slabs = 1;
   pass.warps = at_least_power_of_two((int64_t(size.columns) + kBlock - 1) / kBlock, kChunkWarps);
   return pass;
 }
@@ -61,14 +84,55 @@ bool choose_chunks_backward(const ScanSize& size, Type type, const Gpu& gpu) {
          });
 }
 
-// States before each chunk.
-template <bool kFades>
-size_t chunk_workspace(const Sizes& sizes, Type type) {
+// What goes from segment to segment: nothing where there is one.
+template <int kRows>
+struct SegmentMemory {
+  char* next;
+  float *ends, *boundaries, *faded;
+
+  template <typename Pass>
+  SegmentMemory(const Pass& pass, void* from) : next(static_cast<char*>(from)) {
+    const int64_t sequences = pass.log_segments > 0 ? pass.size.heads * pass.segments() : 0;
+    ends = take(sequences * pass.ends_columns() * kRows);
+    boundaries = take(sequences * pass.size.columns * kRows);
+    faded = take(sequences);
+  }
+  float* take(int64_t count) {
+    float* const found = reinterpret_cast<float*>(next);
+    next += aligned(size_t(count) * sizeof(float));
+    return found;
+  }
+  Matrices<const float> matrices(const ScanSize& size) const { return {boundaries, int64_t(size.columns) * kRows, 1, kRows}; }
+
+  // From the ends to the boundaries.
+  template <typename Pass>
+  const char* connect(const Pass& pass, const Matrices<const float>& initial, bool transitions, bool reverse, const Gpu& gpu,
+                      void* stream) const {
+    ChunkSegments<kRows> through{};
+    through.size = pass.size, through.segments = int(pass.segments()), through.reverse = reverse;
+    through.slabs = (pass.size.columns + through.kColumns - 1) / through.kColumns;
+    through.first_of_transition = pass.value_columns();
+    through.ends_columns = transitions ? pass.ends_columns() : pass.value_columns();
+    through.ends = ends, through.faded = transitions ? nullptr : faded;
+    through.initial = initial, through.boundaries = boundaries;
+    const int64_t blocks = pass.size.heads * through.slabs;
+    if (const char* error = check_blocks(blocks)) return error;
+    const size_t bytes = size_t(through.kColumns) * kRows * sizeof(float);
+    return launch_kernel(segments_kernel<kRows>, gpu, blocks, kThreadsForSegments, bytes, stream, through);
+  }
+};
+
+// Device memory of the forward pass: ends and boundaries of segments. Of the backward pass: states before each chunk, too.
+template <bool kErases, bool kFades>
+size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
   const ScanSize size = chunk_size(sizes);
-  if (!choose_chunks_backward(size, type)) return 0;
+  if (!(is_backward ? choose_chunks_backward(size, type) : choose_chunks(size, type))) return 0;
   return with_rows(size.rows, [&](auto rows) {
-    const auto pass = sized_backward<decltype(rows)::value, kFades, kFades>(size);
-    return size_t(size.heads * pass.chunks() * pass.kStateParts * pass.block_columns() * rows) * sizeof(Bfloat16);
+    constexpr int kRows = decltype(rows)::value;
+    const auto pass = sized_backward<kRows, kErases, kFades>(size);
+    const size_t segments = reinterpret_cast<size_t>(SegmentMemory<kRows>(pass, nullptr).next);
+    const size_t states = size_t(size.heads * pass.chunks() * pass.kStateParts * pass.block_columns() * kRows);
+    return segments + is_backward * states * sizeof(Bfloat16);
   });
 }
 
@@ -78,14 +142,29 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
   const ScanSize size = chunk_size(call);
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  return with_rows(size.rows, [&](auto rows) {
-    ChunkForward<decltype(rows)::value, kErases, kFades> pass{};
-    const ChunkPlan plan = choose_chunk_plan(size, kBlock, kChunkWarps, gpu.multiprocessors);
-    pass.size = size, pass.warps = plan.warps, pass.slabs = plan.slabs;
+  const auto fill = [&](auto& pass) {
+    set_size<kErases>(pass, size);
     pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {in.v, size.columns};
     pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
+  };
+  return with_rows(size.rows, [&](auto rows) -> const char* {
+    constexpr int kRows = decltype(rows)::value;
+    ChunkForward<kRows, kErases, kFades> pass{};
+    fill(pass);
+    set_columns(pass, size.columns, gpu);
     pass.initial = make.matrix(in.state), pass.last = make.matrix(to.state);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
+    if constexpr (kErases)
+      if (pass.log_segments > 0) {
+        const SegmentMemory<kRows> memory(pass, call.workspace);
+        ChunkForward<kRows, kErases, kFades, true> ends{};
+        fill(ends);
+        set_columns(ends, ends.ends_columns(), gpu);
+        ends.ends = memory.ends;
+        if (const char* error = launch_chunks(ends, gpu, call.stream)) return error;
+        if (const char* error = memory.connect(pass, pass.initial, true, false, gpu, call.stream)) return error;
+        pass.initial = memory.matrices(size);
+      }
     return launch_chunks(pass, gpu, call.stream);
   });
 }
@@ -95,25 +174,48 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
                            const Gpu& gpu) {
   const Maker<float> make{call};
   const ScanSize size = chunk_size(call);
-  return with_rows(size.rows, [&](auto rows) {
+  const auto fill = [&](auto& pass) {
+    set_size<kErases>(pass, size);
+    pass.key = {in.k, size.rows};
+    pass.value = kErases ? Brought{more.retrieved, size.columns} : Brought{in.v, size.columns};
+    pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
+  };
+  return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
-    const Brought value = kErases ? Brought{more.retrieved, size.columns} : Brought{in.v, size.columns};
     auto pass = sized_backward<kRows, kErases, kFades>(size);
+    const SegmentMemory<kRows> memory(pass, call.workspace);
     ChunkStates<kRows, kErases, kFades> before{};
-    before.size = size, before.warps = pass.warps, before.slabs = 1;
-    before.key = pass.key = {in.k, size.rows};
-    before.value = pass.value = value;
-    before.rate = pass.rate = {in.rate, 1};
-    before.decay = pass.decay = {in.head_decay, 1};
+    fill(before);
+    before.warps = pass.warps, before.slabs = 1;
     before.initial = make.matrix(in.state);
-    before.states = static_cast<Bfloat16*>(call.workspace);
+    before.states = reinterpret_cast<Bfloat16*>(memory.next);
+    fill(pass);
     pass.states = before.states;
     pass.query = {in.q, size.rows};
     pass.d_out = {more.d_out, size.columns};
     pass.d_last = make.matrix(more.d_state), pass.d_initial = make.matrix(to.state);
     pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
-    const char* const error = launch_chunks(before, gpu, call.stream);
-    return error ? error : launch_chunks(pass, gpu, call.stream);
+    if constexpr (kErases)
+      if (pass.log_segments > 0) {
+        auto ends = before;
+        ends.states = nullptr, ends.initial = {};
+        ends.ends = memory.ends, ends.faded = memory.faded;
+        if (const char* error = launch_chunks(ends, gpu, call.stream)) return error;
+        if (const char* error = memory.connect(pass, before.initial, false, false, gpu, call.stream)) return error;
+        before.initial = memory.matrices(size);
+      }
+    if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
+    if constexpr (kErases)
+      if (pass.log_segments > 0) {
+        ChunkBackward<kRows, kErases, kFades, true> ends{};
+        fill(ends);
+        set_columns(ends, ends.ends_columns(), gpu);
+        ends.query = pass.query, ends.d_out = pass.d_out, ends.ends = memory.ends;
+        if (const char* error = launch_chunks(ends, gpu, call.stream)) return error;
+        if (const char* error = memory.connect(pass, pass.d_last, true, true, gpu, call.stream)) return error;
+        pass.d_last = memory.matrices(size);
+      }
+    return launch_chunks(pass, gpu, call.stream);
   });
 }
 

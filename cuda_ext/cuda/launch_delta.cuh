@@ -20,16 +20,19 @@ inline const char* delta_forward(const Call& call, const Inputs& in, const Outpu
 }
 
 // d_write, and the half of d_k where d_k itself is not in the state's type; or states on the tensor cores.
-inline size_t delta_workspace(const Sizes& size, Type type) {
+inline size_t delta_workspace(const Sizes& size, Type type, bool is_backward) {
+  const size_t chunks = chunk_workspace<true, false>(size, type, is_backward);
+  if (!is_backward) return chunks;
   const size_t scans =
       bytes_of_tokens(size, type, size.Dv) + (in_state_type(type) ? 0 : bytes_of_tokens(size, type, size.Dk));
-  return std::max(scans, chunk_workspace<false>(size, type));
+  return std::max(scans, chunks);
 }
 
 inline const char* delta_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_backward<true, false>(chunk_size(call), call.type, gpu)) return chunk_backward<true, false>(call, in, more, to, gpu);
+  if (choose_chunks_backward<true, false>(chunk_size(call), call.type, gpu))
+    return chunk_backward<true, false>(call, in, more, to, gpu);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     Workspace workspace(call);

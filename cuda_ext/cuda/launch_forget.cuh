@@ -102,11 +102,13 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
 
 // d_write; of a removal the gradient of what it finds; each key column's part of the gradient of a head's decay. On the tensor
 // cores states in its place.
-inline size_t forget_workspace(Rule rule, const Sizes& size, Type type) {
+inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_backward) {
+  const size_t chunks = rule == Rule::gated_delta ? chunk_workspace<true, true>(size, type, is_backward) : 0;
+  if (!is_backward) return chunks;
   const bool by_head = rule == Rule::gated || rule == Rule::gated_delta;
   const size_t scans = bytes_of_tokens(size, type, size.Dv) * (1 + (rule == Rule::removal)) +
                        by_head * bytes_of_tokens(size, type, size.Dk);
-  return rule == Rule::gated_delta ? std::max(scans, chunk_workspace<true>(size, type)) : scans;
+  return std::max(scans, chunks);
 }
 
 inline const char* forget_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {

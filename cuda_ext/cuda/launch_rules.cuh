@@ -7,10 +7,10 @@
 
 namespace fwp::cuda {
 
-size_t workspace_bytes(Rule rule, const Sizes& size, Type type) {
-  if (rule == Rule::sum) return detail::chunk_workspace<false>(size, type);
-  if (rule == Rule::delta) return detail::delta_workspace(size, type);
-  return detail::forget_workspace(rule, size, type);
+size_t workspace_bytes(Rule rule, const Sizes& size, Type type, bool is_backward) {
+  if (rule == Rule::sum) return detail::chunk_workspace<false, false>(size, type, is_backward);
+  if (rule == Rule::delta) return detail::delta_workspace(size, type, is_backward);
+  return detail::forget_workspace(rule, size, type, is_backward);
 }
 
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) {

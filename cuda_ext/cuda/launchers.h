@@ -76,8 +76,8 @@ constexpr int64_t kGreatestSize = 512;
 // Tokens between two of the states that are kept: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
 constexpr int64_t kChunk = 32;
 
-// Device memory that the backward pass needs while it runs, besides its arguments.
-size_t workspace_bytes(Rule rule, const Sizes& size, Type type);
+// Device memory that a pass needs while it runs, besides its arguments.
+size_t workspace_bytes(Rule rule, const Sizes& size, Type type, bool is_backward);
 
 // Both return null, or a sentence on what failed (an unsupported size, or the text of a CUDA error), which stays valid
 // until the same thread calls again. Results are contiguous, need not be initialised, and must not overlap the inputs.

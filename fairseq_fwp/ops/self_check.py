@@ -31,6 +31,9 @@ SIZES = (
     {"B": 1, "H": 2, "L": 66, "N": 2, "Dk": 64, "Dv": 64},
     {"B": 1, "H": 1, "L": 67, "N": 2, "Dk": 100, "Dv": 16},
 )
+# Few and long enough for segments that run at once, in bfloat16.
+LONG = {"B": 1, "H": 1, "L": 4100, "N": 2, "Dk": 16, "Dv": 16}
+WITH_SEGMENTS = ("delta", "gated_delta")
 # Greatest distance from the reference, relative to its norm; the tests hold kernels to a sixth of it, or less.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 Faults = dict[str, str]  # of a rule: what is wrong with its kernel
@@ -104,12 +107,14 @@ def _check_all(device: torch.device) -> Faults:
 
 def _check(rule: Any, device: torch.device) -> str:
     """Return where the kernel of a rule differs from the reference, or an empty string."""
-    for sizes, gates in itertools.product(SIZES, itertools.product(*rule.gates.values())):
+    all_sizes = (*SIZES, LONG) if rule.name in WITH_SEGMENTS else SIZES
+    for sizes, gates in itertools.product(all_sizes, itertools.product(*rule.gates.values())):
         shapes = {"q": PER_KEY, "k": rule.key, "v": rule.value, **dict(zip(rule.gates, gates, strict=True))}
         shapes |= {"state": ("B", "H", "Dk", "Dv"), "d_out": PER_VALUE, "d_state": ("B", "H", "Dk", "Dv")}
         given = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
         documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
-        for first, dtypes in ((None, tuple(LIMITS)), (documents, (torch.float32,))):
+        usual = ((None, tuple(LIMITS)), (documents, (torch.float32,)))
+        for first, dtypes in ((None, (torch.bfloat16,)),) if sizes is LONG else usual:
             truth = _results(rule.reference, given, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
                 try:

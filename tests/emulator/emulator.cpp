@@ -22,13 +22,17 @@
 namespace fwp::cuda {
 
 #ifdef EMULATOR_SUM
-size_t workspace_bytes(Rule, const Sizes& size, Type type) { return detail::chunk_workspace<false>(size, type); }
+size_t workspace_bytes(Rule, const Sizes& size, Type type, bool is_backward) {
+  return detail::chunk_workspace<false, false>(size, type, is_backward);
+}
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return detail::sum_forward(call, in, to); }
 const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   return detail::sum_backward(call, in, more, to);
 }
 #elif defined(EMULATOR_DELTA)
-size_t workspace_bytes(Rule, const Sizes& size, Type type) { return detail::delta_workspace(size, type); }
+size_t workspace_bytes(Rule, const Sizes& size, Type type, bool is_backward) {
+  return detail::delta_workspace(size, type, is_backward);
+}
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
   return detail::delta_forward(call, in, to);
 }
@@ -36,7 +40,9 @@ const char* backward(const Call& call, const Inputs& in, const Backward& more, c
   return detail::delta_backward(call, in, more, to);
 }
 #else
-size_t workspace_bytes(Rule rule, const Sizes& size, Type type) { return detail::forget_workspace(rule, size, type); }
+size_t workspace_bytes(Rule rule, const Sizes& size, Type type, bool is_backward) {
+  return detail::forget_workspace(rule, size, type, is_backward);
+}
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
   return detail::forget_forward(call, in, to);
 }
@@ -62,7 +68,9 @@ static void pretend(const Pretended& how) {
   emulator::machine().error[0] = 0;
 }
 
-extern "C" size_t emulator_workspace_bytes(const Call* call) { return workspace_bytes(call->rule, call->size, call->type); }
+extern "C" size_t emulator_workspace_bytes(const Call* call, bool is_backward) {
+  return workspace_bytes(call->rule, call->size, call->type, is_backward);
+}
 
 extern "C" const char* emulator_forward(const Pretended* how, const Call* call, const Inputs* in, const Outputs* to) {
   pretend(*how);
@@ -142,7 +150,7 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   more.d_out = view(size.Dv, type), more.d_state = states(1);
   const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
                     const_cast<void*>(more.kept)};
-  std::vector<unsigned char> workspace(workspace_bytes(rule, size, type));
+  std::vector<unsigned char> workspace(workspace_bytes(rule, size, type, true));
   const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
   for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
   const Call call{size, type, rule, documents ? first.get() : nullptr, workspace.data(), nullptr};

@@ -193,9 +193,9 @@ class Emulator:
         outputs = {name: found[name] for name in ("out", "state")}
         return outputs | self.backward(given, erases, found, gradients, **how)
 
-    def workspace_bytes(self, rule: str, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    def workspace_bytes(self, rule: str, sizes: Sequence[int], dtype: torch.dtype, is_backward: bool = True) -> int:
         call = _Call(_Sizes(*sizes), TYPES[dtype], RULES.index(rule))
-        return self._library.emulator_workspace_bytes(ctypes.byref(call))
+        return self._library.emulator_workspace_bytes(ctypes.byref(call), is_backward)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """NaN, with a guard on both sides."""
@@ -221,7 +221,7 @@ class Emulator:
     ) -> None:
         q, first = given["q"], given.get("first")
         sizes = (*q.shape, given["v"].shape[3])
-        need = self.workspace_bytes(rule, sizes, q.dtype)
+        need = self.workspace_bytes(rule, sizes, q.dtype, function is self._library.emulator_backward)
         workspace = self._empty((-(-need // 4),), torch.float32)
         pointers = (None if first is None else first.data_ptr(), workspace.data_ptr() if need else None)
         call = _Call(_Sizes(*sizes), TYPES[q.dtype], RULES.index(rule), *pointers)

@@ -11,13 +11,14 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 # three; float64 takes two for each number. The passes on the tensor cores, whose threads hold 64 numbers of the state
 # where it has 128 rows, have one block of 256.
 GREATEST = {"f": 128, "wide f": 168, "d": 255, "L": 255}
-# One scan of the sum and four of the delta rule in three shapes (float64: two), three for each of the six rules that
-# fade in two, in float32 the forward pass of all and the other of five in a third, and one sum. And on the tensor cores
-# (L, for a number of rows) three kernels of the sum, the delta and the gated delta rule, for four of them.
-KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": 3 * 3 * 4}
-# Of local memory, at most. The backward pass of the gated delta rule has 128 rows of the state's gradient in registers,
-# and all of the others in use: what it needs again later, mostly addresses, waits outside.
-GREATEST_STACK = {"ChunkBackwardILi128ELb1ELb1E": 160}
+# One scan of the sum and four of the delta rule in three shapes (float64: two). Three for each of the six rules that
+# fade in two; in float32 the forward pass of all and the other of five in a third, and one sum. On the tensor cores (L,
+# for a number of rows), for four of them: three kernels of the sum, the delta and the gated delta rule, two more of the
+# latter two for segments, and one that goes from segment to segment.
+KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": (3 * 3 + 2 * 2 + 1) * 4}
+# Bytes of local memory, at most. These have 128 rows of the state's gradient in registers, and all others in use: some
+# addresses wait outside.
+GREATEST_STACK = {"ChunkBackwardILi128ELb1ELb0E": 40, "ChunkBackwardILi128ELb1ELb1E": 160}
 
 
 def type_of(usage):

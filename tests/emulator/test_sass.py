@@ -48,8 +48,10 @@ EXPECTED = {
             **{f"ChunkStates {rows}": most for rows, most in {16: 550, 32: 600, 64: 700, 128: 950}.items()},
             **{f"ChunkBackward {rows}": most for rows, most in {16: 2850, 32: 3000, 64: 3300, 128: 3800}.items()},
             **{f"ChunkForward {rows} fades": most for rows, most in {16: 2500, 32: 2600, 64: 2800, 128: 3200}.items()},
-            **{f"ChunkStates {rows} fades": most for rows, most in {16: 620, 32: 700, 64: 880, 128: 1220}.items()},
-            **{f"ChunkBackward {rows} fades": most for rows, most in {16: 4100, 32: 4200, 64: 4500, 128: 5100}.items()},
+            **{f"ChunkStates {rows} fades": most for rows, most in {16: 680, 32: 760, 64: 920, 128: 1250}.items()},
+            **{f"ChunkBackward {rows} fades": most for rows, most in {16: 4100, 32: 4200, 64: 4500, 128: 5200}.items()},
+            **{f"ChunkForward {rows} ends": most for rows, most in {16: 1500, 32: 1600, 64: 1750, 128: 2100}.items()},
+            **{f"ChunkBackward {rows} ends": most for rows, most in {16: 2300, 32: 2550, 64: 2800, 128: 3400}.items()},
         },
         frozenset(FEATURES),
         narrow=4,
@@ -81,14 +83,14 @@ def rows_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def fades(name: str) -> bool:
-    """Whether a pass in chunks has decays: sum is <rows, false, false>, the delta rule <rows, true, false>."""
-    return "true, true" in name
-
-
 def pass_of(name: str) -> str:
-    found = re.search(r"<(\w+)", name)
-    return f"{found[1] if found else ''} {rows_of(name)}{' fades' * fades(name)}"
+    """A pass in chunks, by its rows, whether it has decays, and whether it finds the ends of segments only."""
+    found = re.search(r"<(\w+)<(\d+), \w+(?:, (\w+))?(?:, (\w+))?>", name)
+    if not found:
+        return ""
+    return (
+        f"{found[1]} {found[2]}{' fades' * (found[3] == 'true' and found[4] != 'true')}{' ends' * (found[4] == 'true')}"
+    )
 
 
 def faults(kernels: list[Kernel]) -> list[str]:
@@ -142,23 +144,35 @@ def microseconds(instructions: int, rounds: float, heads: int, warps: float) -> 
     return instructions * rounds * warps_a_slot / CLOCK * 1e6
 
 
-def passes(kernels: list[Kernel], d: int, gated: bool) -> list[Kernel]:
-    """The kernels of the delta rule's two passes in bfloat16."""
-    return [x for x in kernels if f"<{d}, true, {str(gated).lower()}>" in x.name and kind_of(x.name) == "chunk"]
+def segments_of(heads: int, chunks: float) -> int:
+    """As choose_segments() of cuda_ext has them."""
+    most = min(128 // heads, chunks // 16)
+    return 2 ** int(math.log2(most)) if most >= 8 else 1
 
 
 def estimates(kernels: list[Kernel]) -> str:
     """Lower bounds of the time, by instructions and by bytes, compared with the targets."""
+    instructions = {re.sub(r"chunk_kernel<(.*)>", r"\1", x.name): x.instructions for x in kernels}
     lines = ["bfloat16, forward + backward, in us               instructions   bytes  target"]
     for rule, targets in TARGETS.items():
+        fades = str(rule == "gated delta").lower()
         for (batch, heads, tokens, d), target in targets.items():
-            gated = rule == "gated delta"
-            number = batch * heads
-            parts = 2 if gated else 1  # of a state that is kept
+            number, rounds = batch * heads, tokens / CHUNK_TOKENS
+            parts = 2 if rule == "gated delta" else 1  # of a state that is kept
             of_bytes = number * tokens * (22 * d + 12 + 8 * d * d * parts / 64) / BYTES_PER_SECOND * 1e6
-            # A warp has 16 columns.
-            rounds, warps = tokens / CHUNK_TOKENS, d / 16
-            issue = sum(microseconds(x.instructions, rounds, number, warps) for x in passes(kernels, d, gated))
+            segments = segments_of(number, rounds)
+            issue = 0.0
+            for name in ("ChunkForward", "ChunkStates", "ChunkBackward"):
+                last = "" if name == "ChunkStates" else ", false"
+                count = instructions[f"{name}<{d}, true, {fades}{last}>"]
+                # A warp has 16 columns. The ends of segments have those of the transition, too.
+                of_pass = microseconds(count, rounds / segments, number * segments, d / 16)
+                issue += of_pass
+                if segments > 1 and not last:
+                    issue += of_pass
+                elif segments > 1:
+                    count = instructions[f"{name}<{d}, true, {fades}, true>"]
+                    issue += microseconds(count, rounds / segments, number * segments, d / 8)
             lines.append(f"{f'{rule} {batch, heads, tokens, d}':48} {issue:13.0f} {of_bytes:7.0f} {target:7}")
     return "\n".join(lines)
 
@@ -178,7 +192,7 @@ def test_kernels_keep_to_the_gate(architecture):
 
 NARROW = """
 #include <cuda_bf16.h>
-template <int> struct ChunkStates {};
+template <int, bool> struct ChunkStates {};
 template <typename> __global__ void chunk_kernel(const __nv_bfloat16* x, float* y, const int* at, int n) {
   constexpr int rows = 16;
   __shared__ float tile[rows];
@@ -191,11 +205,11 @@ template <typename> __global__ void chunk_kernel(const __nv_bfloat16* x, float* 
   }
   y[threadIdx.x] = sum;
 }
-template __global__ void chunk_kernel<ChunkStates<16>>(const __nv_bfloat16*, float*, const int*, int);
+template __global__ void chunk_kernel<ChunkStates<16, false>>(const __nv_bfloat16*, float*, const int*, int);
 """
 WIDE = """
 #include <cuda_bf16.h>
-template <int> struct ChunkStates {};
+template <int, bool> struct ChunkStates {};
 template <typename> __global__ void chunk_kernel(const uint4* x, float* y, int n) {
   __shared__ uint4 tile[64];
   float c[4] = {0, 0, 0, 0};
@@ -216,7 +230,7 @@ template <typename> __global__ void chunk_kernel(const uint4* x, float* y, int n
   }
   for (int i = 0; i < 4; ++i) y[threadIdx.x * 4 + i] = c[i];
 }
-template __global__ void chunk_kernel<ChunkStates<16>>(const uint4*, float*, int);
+template __global__ void chunk_kernel<ChunkStates<16, false>>(const uint4*, float*, int);
 """
 
 
@@ -229,7 +243,7 @@ def compiled(text, folder):
 def test_narrow_loads_are_found(tmp_path):
     """Bfloat16 one by one and no tensor cores."""
     (kernel,) = compiled(NARROW, tmp_path)
-    assert kernel.name == "chunk_kernel<ChunkStates<16>>" and set(kernel.widths) == {2, 4}
+    assert kernel.name == "chunk_kernel<ChunkStates<16, false>>" and set(kernel.widths) == {2, 4}
     said = "\n".join(faults([kernel]))
     assert "must have F2FP.BF16, HMMA, LDGSTS, LDSM" in said
     assert "loads in flight must be at least 4" in said
@@ -242,7 +256,7 @@ def test_wide_copies_pass(tmp_path):
     (kernel,) = compiled(WIDE, tmp_path)
     assert set(kernel.widths) == {16} and kernel.found == frozenset(FEATURES)
     assert faults([kernel]) == []
-    assert faults([kernel._replace(name="chunk_kernel<ChunkStates<48>>")]) != []
+    assert faults([kernel._replace(name="chunk_kernel<ChunkStates<48, false>>")]) != []
 
 
 SASS = """

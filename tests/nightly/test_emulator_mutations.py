@@ -161,6 +161,31 @@ MUTATIONS = {
 }
 
 
+# Looked for in one long sequence.
+IN_SEGMENTS = {
+    "segments_in_one_order": Mutation("chunk_segments.cuh", "reverse ? segments - 1 - i : i", "i"),
+    "transition_transposed": Mutation(
+        "chunk_segments.cuh",
+        "from[(first_of_transition + j) * kRows]",
+        "from[(first_of_transition + row) * kRows + j - row]",
+    ),
+    "decays_of_a_segment_left_out": Mutation("chunk_segments.cuh", "faded[sequence] * state[c]", "state[c]"),
+    "nothing_before_a_segment": Mutation("launch_chunks.cuh", "        pass.initial = memory.matrices(size);\n", ""),
+    "gradient_of_the_last_segment_for_all": Mutation(
+        "launch_chunks.cuh", "        pass.d_last = memory.matrices(size);\n", ""
+    ),
+    "identity_one_column_late": Mutation(
+        "chunks.cuh", "column - value_columns() == row", "column - value_columns() == row + 1"
+    ),
+    "end_of_every_segment_stored": Mutation("chunk_forward.cuh", "else if (end == this->chunks())", "else"),
+    "segment_one_chunk_short": Mutation(
+        "chunks.cuh",
+        "const int64_t next = begin() + chunks_of_segment;",
+        "const int64_t next = begin() + chunks_of_segment - 1;",
+    ),
+}
+
+
 def mutated(mutation, folder):
     """A copy of the kernels with the mistake in it."""
     kernels = folder / "cuda"
@@ -227,6 +252,26 @@ def test_mistake_is_found(name, cases, tmp_path):
     flags = ["-O0", f"-DEMULATOR_{part}"]
     fault = faults(Emulator(build(mutated(mutation, tmp_path), flags=flags, folder=tmp_path)), cases, mutation.rules)
     assert fault and mutation.complaint in fault
+
+
+@pytest.fixture(scope="module")
+def long_case():
+    shape = (1, 1, 4200, 20, 24)
+    given, erases = make_case("gated_delta", shape, torch.bfloat16)
+    given["rate"] = (0.02 * torch.rand(shape[:3])).bfloat16()
+    given["decay"] = (1 - 0.004 * torch.rand(shape[:3])).bfloat16()
+    gradients = cotangents_of(given)
+    return "gated_delta", given, erases, gradients, reference(as_double(given), erases, [x.double() for x in gradients])
+
+
+def test_no_mistake_no_fault_in_segments(long_case):
+    assert faults(Emulator(build()), [long_case]) == ""
+
+
+@pytest.mark.parametrize("name", IN_SEGMENTS)
+def test_mistake_in_segments_is_found(name, long_case, tmp_path):
+    changed = mutated(IN_SEGMENTS[name], tmp_path)
+    assert faults(Emulator(build(changed, flags=["-O1", "-DEMULATOR_FORGET"], folder=tmp_path)), [long_case])
 
 
 def test_address_sanitizer_watches_shared_memory(tmp_path):

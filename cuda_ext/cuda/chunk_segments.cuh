@@ -1,0 +1,57 @@
+// Segments of one sequence that run side by side, where there are fewer heads than a GPU has multiprocessors. The state after a
+// segment is T S + C, with S the state before it, T its transition and C what it writes to an empty one. All T and C are found
+// at once (kEnds); these go from segment to segment; then all segments run at once, each from the state that it begins with.
+// The gradient goes the other way, with the transition's transpose.
+#pragma once
+
+#include "chunks.cuh"
+
+namespace fwp::cuda {
+
+constexpr int kThreadsForSegments = 128;
+constexpr int kColumnsOfThread = 8;
+
+// The state with which each segment begins, or the gradient with which it ends, as (heads, segments, columns, kRows).
+template <int kRows>
+struct ChunkSegments {
+  static constexpr int kColumns = kThreadsForSegments / kRows * kColumnsOfThread;  // of a block
+
+  ScanSize size;
+  int segments, slabs, ends_columns, first_of_transition;
+  bool reverse;
+  const float *ends, *faded;  // faded: in the place of a transition a factor for each segment
+  Matrices<const float> initial;
+  float* boundaries;
+
+  FWP_DEVICE void run() const {
+    float* const shared = reinterpret_cast<float*>(shared_memory());
+    const int row = int(threadIdx.x) % kRows, own = int(threadIdx.x) / kRows * kColumnsOfThread;
+    const int64_t head = blockIdx.x / unsigned(slabs);
+    const int first = int(blockIdx.x % unsigned(slabs)) * kColumns + own;
+    const auto inside = [&](int c) { return first + c < size.columns; };
+    float state[kColumnsOfThread];
+    FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c)
+      state[c] = initial.data && row < size.rows && inside(c)
+                     ? initial.data[head * initial.head + row * initial.row + (first + c) * initial.column]
+                     : 0;
+    for (int i = 0; i < segments; ++i) {
+      const int64_t sequence = head * segments + (reverse ? segments - 1 - i : i);
+      const float* const from = ends + sequence * ends_columns * kRows + row;
+      FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c) {
+        if (inside(c)) boundaries[(sequence * size.columns + first + c) * kRows + row] = state[c];
+        shared[(own + c) * kRows + row] = state[c];
+        state[c] = (inside(c) ? from[(first + c) * kRows] : 0) + (faded ? faded[sequence] * state[c] : 0);
+      }
+      __syncthreads();
+      if (!faded)
+        FWP_UNROLL_BY(8) for (int j = 0; j < size.rows; ++j) {
+          const float transition = from[(first_of_transition + j) * kRows];
+          FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c)
+            state[c] = fma(transition, shared[(own + c) * kRows + j], state[c]);
+        }
+      __syncthreads();
+    }
+  }
+};
+
+}  // namespace fwp::cuda
