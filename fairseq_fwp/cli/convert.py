@@ -42,7 +42,7 @@ from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-# How attentions are replaced; of other models as in a language model.
+# How attention is converted, by model; other models are converted as language models.
 SWAPS = {"fwp_transformer": swap_translation}
 TRANSLATION = "fairseq-mt"
 
@@ -51,14 +51,14 @@ OWN = ("checkpoint", "source", "vocabulary", "out", "user_dir", *Target._fields)
 
 
 def plugin_parser() -> argparse.ArgumentParser:
-    """The option that comes first: a plug-in has rules and maps to choose from."""
+    """The option that is read first: a plug-in adds rules and maps to choose from."""
     made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     made.add_argument("--user-dir", metavar="DIR", help="a plug-in with more rules and maps")
     return made
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options, and of every source those of its training script."""
+    """The options of the command, and of the training script of every source."""
     summary, text = (__doc__ or "").split("\n", 1)
     made = argparse.ArgumentParser(
         prog="fwp-convert",
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_target(group: Any) -> None:
-    """The fields of `Target`, by the names that fairseq-train has for them."""
+    """Add the fields of `Target` under their names in fairseq-train."""
     rules = [SOFTMAX, *UPDATE_RULES]
     group.add_argument("--decoder-update-rule", dest="update_rule", choices=rules, help="softmax: with a window")
     group.add_argument(
@@ -132,7 +132,7 @@ def add_target(group: Any) -> None:
 
 
 def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Target | None:
-    """Return the new attention, None = softmax stays. Exits with a usage message for arguments that contradict."""
+    """Return the new attention, None = softmax stays. Exits with a usage message for contradictory arguments."""
     given = {name: value for name in Target._fields if (value := getattr(args, name)) is not None}
     if not given:
         return None

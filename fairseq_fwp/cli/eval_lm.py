@@ -46,7 +46,7 @@ FLAGS = {
 
 
 def summarize(args: Namespace, model: Any, dictionary: Any, scores: Scores) -> dict[str, Any]:
-    """Return what was evaluated and its result, as in --json; None for a number that is not known."""
+    """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
     tokens = len(scores.log_probs)
     characters = count_characters(dictionary, tokens, args.characters)
     return {
@@ -80,7 +80,7 @@ def report(summary: dict[str, Any]) -> list[str]:
 
 
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
-    """The number given; else that of the tokens, where every word of the dictionary is one character; else None."""
+    """The number given; else the number of tokens if every word is one character; else None."""
     if given is not None:
         return given
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
@@ -98,8 +98,8 @@ def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
     separator = getattr(task, "reset_state_after", None)
     if args.carry_state and separator and separator != args.reset_after:
         raise ValueError(
-            f"trained with --reset-state-after {separator}, this model is to be evaluated so too: pass --reset-after "
-            f"{separator}, or leave out --carry-state"
+            f"the model was trained with --reset-state-after {separator}: pass --reset-after {separator}, or leave out "
+            "--carry-state"
         )
     return Protocol(window, 0 if args.carry_state else context, args.carry_state, rule)
 
@@ -108,7 +108,7 @@ def warn_of_positions(model: Any, length: int) -> None:
     """Log a warning if absolute positions go beyond those of training, as with a carried state."""
     if getattr(model.decoder, "embed_positions", None) is not None and length > model.max_positions():
         logger.warning(
-            "absolute positions go on to %s, of which the model has seen %s in training: Schlag et al. 2021 carry the "
+            "absolute positions grow to %s, and the model has seen only %s in training: Schlag et al. 2021 carry the "
             "state of models with --no-token-positional-embeddings",
             f"{length:,}",
             f"{model.max_positions():,}",
@@ -150,7 +150,7 @@ def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
 
 
 def name_flags(error: Exception) -> str:
-    """The sentence of an error, with flags in place of the `arguments` that it names."""
+    """The message of an error, with flags in place of the `arguments` that it names."""
     return re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
 
 
@@ -215,29 +215,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser()
     args = made.parse_args(arguments)
     if args.carry_state and args.batch_size not in (None, 1):
-        made.error("--carry-state reads one stream: leave out --batch-size")
+        made.error("--batch-size must be left out with --carry-state, which reads one stream")
     if args.dynamic and args.batch_size not in (None, 1):
-        made.error("--dynamic learns from one window after the other: leave out --batch-size")
+        made.error("--batch-size must be left out with --dynamic, which learns from one window after the other")
     if args.dynamic and args.dynamic_lr is None:
-        made.error("--dynamic needs its step size, --dynamic-lr")
+        made.error("--dynamic-lr, the step size, must be given with --dynamic")
     names = ("lr", "decay", "epsilon", "statistics")
     given = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
     if given and not args.dynamic:
-        made.error(f"--dynamic-{given[0]} belongs to --dynamic: give that, sgd, rms or rms-sum")
+        made.error(f"--dynamic must be sgd, rms or rms-sum with --dynamic-{given[0]}, got none")
     if args.dynamic == "sgd" and given[-1] in ("epsilon", "statistics"):
-        made.error(f"--dynamic-{given[-1]} belongs to --dynamic rms and rms-sum: leave it out with sgd")
+        made.error(f"--dynamic must be rms or rms-sum with --dynamic-{given[-1]}, got sgd")
     if args.json and args.json == args.scores:
-        made.error(f"--json and --scores are two files, got {args.json} for both")
+        made.error(f"--json and --scores must be different files, got {args.json} for both")
     if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
-        made.error("--dynamic rms-sum takes steps that depend on the number of its windows: give --dynamic-statistics")
+        made.error(
+            "--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on that number of windows"
+        )
     try:
         run(args)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-eval-lm: {name_flags(error)}")
     except torch.cuda.OutOfMemoryError:
-        sys.exit(
-            "fwp-eval-lm: the GPU has too little memory for that many windows at once: pass a smaller --batch-size"
-        )
+        sys.exit("fwp-eval-lm: the GPU ran out of memory with that many windows at once: pass a smaller --batch-size")
 
 
 if __name__ == "__main__":

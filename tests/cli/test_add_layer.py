@@ -100,15 +100,15 @@ FINE_TUNING = [*XL, "--arch", "fwp_fwl_lm", "--decoder-normalize-before"]
 FORGOTTEN = {
     "base": (
         ["--fwl-map-inputs", *SIZES],
-        r"goes with .*--fwl-base fwp_xl_lm.*, and this model has .*--fwl-base fwp_lm.*: give the flags of its model",
+        r"needs .*--fwl-base fwp_xl_lm.*, and this model has .*--fwl-base fwp_lm.*: give the flags of its model",
     ),
     "map": (
         ["--fwl-base", "fwp_xl_lm", *SIZES],
-        r"goes with .*--fwl-map-inputs.*, and this model has .*no --fwl-map-inputs.*: give",
+        r"needs .*--fwl-map-inputs.*, and this model has .*no --fwl-map-inputs.*: give",
     ),
     "a size": (
         ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", *SIZES[2:], "--decoder-layers", 2],
-        r"goes with .*--decoder-layers 1.*, and this model has .*--decoder-layers 2.*: give",
+        r"needs .*--decoder-layers 1.*, and this model has .*--decoder-layers 2.*: give",
     ),
 }
 
@@ -135,7 +135,7 @@ def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplo
     train(folder, tmp_path / "other", *same, "--attention-window", 5)
     (told,) = [record for record in caplog.records if "was trained with" in record.message]
     assert told.levelname == "WARNING" and told.message.startswith(
-        f"{path} was trained with --attention-window 3, and goes on here with --attention-window 5: "
+        f"{path} was trained with --attention-window 3, but is loaded with --attention-window 5: "
     )
 
 
@@ -153,7 +153,7 @@ def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
     ("name", "sentence"),
     [
         ("no last norm", "the model must end with a layer normalisation"),
-        ("layer", "goes on fwp_lm or fwp_xl_lm, and this is fwp_fwl_lm"),
+        ("layer", "must be fwp_lm or fwp_xl_lm, got fwp_fwl_lm"),
         ("nothing", "there is no checkpoint"),
     ],
 )

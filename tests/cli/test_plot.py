@@ -126,7 +126,7 @@ def test_settings_are_read_as_the_package_prints_them(tmp_path):
     log.write_text(settings.format("loss", "adaptive_loss") + PRINTED["none"])
     assert round(plot.read_log("", log).valid[9]) == 587
     log.write_text(settings.format("loss", "label_smoothed_cross_entropy") + PRINTED["none"])
-    with pytest.raises(ValueError, match="no validation ppl"):  # smoothing adds to the loss
+    with pytest.raises(ValueError, match="must hold a validation ppl"):  # smoothing adds to the loss
         plot.read_log("", log)
     log.write_text(settings.format("bleu", "label_smoothed_cross_entropy") + PRINTED["none"])
     assert plot.read_log("", log, "bleu").valid == {9: 9.198, 18: 9.201}
@@ -166,7 +166,7 @@ def test_the_best_bleu_is_the_highest(tmp_path):
     log.write_text(text.format(30.5, 100) + text.format(31.25, 200) + text.format(29, 300))
     plot.main([str(log), "--y", "bleu", "--out", str(tmp_path / "bleu.png")])
     assert (tmp_path / "bleu.md").read_text().splitlines()[-1] == f"| {tmp_path.name} | 31.25 | 200 | 300 | 0.00 |"
-    with pytest.raises(SystemExit, match="holds no validation ppl"):
+    with pytest.raises(SystemExit, match="must hold a validation ppl"):
         plot.main([str(log), "--out", str(tmp_path / "ppl.png")])
 
 

@@ -72,7 +72,7 @@ def test_random_features_that_were_not_exported_are_drawn():
     vector = read_vector("schlag-lm/type35")
     bare = vector._replace(tensors={key: x for key, x in vector.tensors.items() if "proj_matrix" not in key})
     (model, *_, conversion), (again, *_) = build(bare), build(bare)
-    assert [note for note in conversion.notes if "holds no dec_attn.proj_matrix" in note]
+    assert [note for note in conversion.notes if "lacks dec_attn.proj_matrix" in note]
     first, second = (layer.self_attn.feature_map.projection for layer in model.decoder.layers)
     assert not torch.equal(first, second)
     assert torch.equal(first, again.decoder.layers[0].self_attn.feature_map.projection)

@@ -80,9 +80,11 @@ def test_losses_are_those_of_the_published_equations(attn_type, clamp_len):
     found = score(model, dictionary, vector.tokens, SEGMENTS, carry=attn_type == 1)
     expected = plain_losses(vector, clamp_len - 1 if clamp_len > 0 else LENGTH + 2)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    assert any("of less than 11 tokens has the last positions" in note for note in conversion.notes) == (attn_type == 3)
+    assert any("of fewer than 11 tokens has the last positions" in note for note in conversion.notes) == (
+        attn_type == 3
+    )
 
 
 def test_samples_longer_than_the_learned_positions_are_refused():
-    with pytest.raises(ValueError, match="has 14 positions, not 15: give the --tgt_len of the training"):
+    with pytest.raises(ValueError, match="--tgt_len must be 14, the number of positions in the checkpoint, got 15"):
         build(state_dict(3), tgt_len=15)

@@ -255,17 +255,23 @@ def test_one_conversion_is_like_the_other(source):
 @looped(
     ("target", "sentence"),
     [
-        (Target("sum", "favor", 5, attention_normalization=True), "the map favor has 4 features, not 5"),
-        (Target("sum", "dpfp", 7), "the map dpfp has 6 features, not 7: change --state-size"),
+        (Target("sum", "favor", 5, attention_normalization=True), "--state-size must be 4 for the map favor, got 5"),
+        (Target("sum", "dpfp", 7), "--state-size must be 6 for the map dpfp, got 7"),
         (Target("decay", state_size=0), "must be at least 1, got 0"),
         (Target("decay", window=4), "fast weights have no window"),
-        (Target("decay", "identity", 4, attention_normalization=True), "features of either sign"),
+        (Target("decay", "identity", 4, attention_normalization=True), "features must not be negative"),
         (Target("decay", state_size=4, heads=3), "must be divisible by --decoder-attention-heads, got"),
-        (Target("gated", decay_spans=8), "--decay-spans needs --decoder-update-rule decay without a map"),
-        (Target("decay", "relu", decay_spans=8), "--decay-spans needs --decoder-update-rule decay without a map"),
+        (
+            Target("gated", decay_spans=8),
+            "--decay-spans must be left out unless --decoder-update-rule is decay without a map",
+        ),
+        (
+            Target("decay", "relu", decay_spans=8),
+            "--decay-spans must be left out unless --decoder-update-rule is decay without a map",
+        ),
         (Target("decay", decay_spans=0), "--decay-spans must be at least 1 token, got 0"),
-        (Target("leaky"), "unknown update rule 'leaky'"),
-        (Target("sum", "cosine"), "unknown feature map 'cosine'"),
+        (Target("leaky"), "the update rule must be softmax or one of sum, .*, got 'leaky'"),
+        (Target("sum", "cosine"), "the feature map must be one of elu, .*, got 'cosine'"),
     ],
 )
 def test_targets_that_cannot_be(source, target, sentence):
@@ -275,7 +281,7 @@ def test_targets_that_cannot_be(source, target, sentence):
 
 def test_sources_without_softmax(source):
     for other in (swap(source, Target("decay", state_size=4)), swap(source, Target("softmax", window=4))):
-        with pytest.raises(ValueError, match="this model has none"):
+        with pytest.raises(ValueError, match="attention over all past tokens, got none"):
             swap(other, Target("decay"))
 
 
@@ -317,9 +323,9 @@ def test_the_command(saved, source, tmp_path):
         recurrent(tokens[:, :end], incremental_state=state)
     ((kept, _),) = state.values()
     assert [layer.weights.shape for layer in kept.layers] == 2 * [(2, HEADS, 4, HEAD)]
-    with pytest.raises(SystemExit, match="this model has none"):
+    with pytest.raises(SystemExit, match="attention over all past tokens, got none"):
         convert(tmp_path / "decay", tmp_path / "again", *flags)
-    with pytest.raises(SystemExit, match=f"there is no plug-in {tmp_path}/none"):
+    with pytest.raises(SystemExit, match=f"--user-dir must be the folder of a plug-in, got {tmp_path}/none"):
         convert(saved, tmp_path / "again", "--user-dir", tmp_path / "none")
 
 
@@ -339,7 +345,7 @@ def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
     ("name", "weight", "sentence"),
     [
         ("in_proj.weight", None, "is missing"),
-        ("out_proj.weight", torch.ones(DIM, 3), r"is \(16, 3\) in place of \(16, 16\)"),
+        ("out_proj.weight", torch.ones(DIM, 3), r"must be \(16, 16\), got \(16, 3\)"),
         ("gate.weight", torch.ones(DIM), "has no place"),
     ],
 )
@@ -407,7 +413,7 @@ def test_layers_by_divergence(source, tmp_path):
         costs.append(total / len(numbers))
     assert converted.flags["softmax_layers"] == str(costs.index(max(costs)))
     (note,) = converted.notes
-    assert note.startswith("what converting only one layer costs, in nats a token: 0: ")
+    assert note.startswith("divergence when only this layer is converted, in nats per token: 0: ")
     assert [float(number) for number in re.findall(r"\d: ([\d.]+)", note)] == pytest.approx(costs, abs=1e-4)
 
 
@@ -415,17 +421,26 @@ def test_layers_by_divergence(source, tmp_path):
     ("given", "sentence"),
     [
         ({"keep_softmax_layers": "2"}, "--keep-softmax-layers must be ascending numbers from 0 to 1"),
-        ({"keep_softmax_layers": "0,1"}, "--keep-softmax-layers keeps all layers: leave one to convert"),
+        (
+            {"keep_softmax_layers": "0,1"},
+            "--keep-softmax-layers must leave at least one layer to convert, got all layers",
+        ),
         (
             {"keep_softmax_layers": "kl:2"},
             "--keep-softmax-layers must be kl:1 to kl:1, or numbers of layers, got 'kl:2'",
         ),
-        ({"keep_softmax_layers": "kl:1"}, "--keep-softmax-layers kl:1 needs a text: give --kl-text FILE"),
+        ({"keep_softmax_layers": "kl:1"}, "--kl-text FILE must be given with --keep-softmax-layers kl:1"),
         ({"keep_softmax_layers": "kl:1", "kl_text": "none"}, "--kl-text must be a text, got none"),
         ({"keep_softmax_layers": ""}, "--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing"),
         ({"keep_softmax_layers": "kl:1", "kl_text": __file__}, "--kl-text must hold words of the dictionary, got"),
-        ({"keep_softmax_layers": "0", "kl_text": "none"}, "--kl-text goes with --keep-softmax-layers kl:N"),
-        ({"keep_softmax_layers": "0", "heads": 1}, "--decoder-attention-heads is of all layers: leave it out"),
+        (
+            {"keep_softmax_layers": "0", "kl_text": "none"},
+            "--kl-text must be left out without --keep-softmax-layers kl:N",
+        ),
+        (
+            {"keep_softmax_layers": "0", "heads": 1},
+            "--decoder-attention-heads must be left out with --keep-softmax-layers",
+        ),
     ],
 )
 def test_layers_that_cannot_be_kept(source, given, sentence):

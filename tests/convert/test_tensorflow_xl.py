@@ -268,7 +268,7 @@ def test_the_flags_that_are_written(convert_npz, capsys):
     for flag in ("--untie-biases", "--adaptive-softmax-cutoff 14,22", "--div-val 2", "--mem-len 7", "--same-length"):
         assert flag in flags
     notes = re.findall("^note: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert [note[:20] for note in notes] == ["the TensorFlow code ", "a layer normalisatio", "--mem-len is 7 for -"]
+    assert [note[:20] for note in notes] == ["the TensorFlow code ", "layer normalisation ", "--mem-len is 7 for -"]
     case = CASES["tied"]
     flags = (convert_npz(make_variables(case), case) / "flags.txt").read_text()
     assert "--untie-biases" not in flags and "--mem-len 4" in flags
@@ -345,7 +345,12 @@ REFUSALS = {
         without(R_W),
         rf"model\.npz must be a checkpoint .* without {R_W}: make one where TensorFlow",
     ),
-    "quantised": ("wt103", {}, replaced(QKV, lambda x: x.astype(np.int8)), rf"{QKV} is of torch\.int8: weights that"),
+    "quantised": (
+        "wt103",
+        {},
+        replaced(QKV, lambda x: x.astype(np.int8)),
+        rf"{QKV} must be floating-point, got torch\.int8",
+    ),
     "words": ("wt103", {}, replaced(QKV, lambda x: x.astype(str)), rf"{QKV} must be an array of numbers, got none"),
     "objects": (
         "wt103",
@@ -388,17 +393,27 @@ REFUSALS = {
     "lm1b": ("wt103", {}, without(f"{EMBED}/cutoff_0/proj_W"), r"--proj_same_dim=False cannot be converted"),
     "projections": ("wt103", {}, added(f"{SOFTMAX}/cutoff_2/proj", 2, 8), r"untied projections, as of --dataset lm1b"),
     "d_embed": ("div_val 1", {}, added(f"{EMBED}/proj_W", 8, 8), r"--d_embed other than --d_model cannot be converted"),
-    "no memory": ("wt103", {"mem_len": None}, None, r"does not tell --mem_len: give it as in training"),
-    "no length": ("wt103", {"tgt_len": None}, None, r"does not tell --tgt_len"),
-    "heads": ("wt103", {"n_head": 4}, None, r"the checkpoint has 2 heads, not 4"),
+    "no memory": ("wt103", {"mem_len": None}, None, r"--mem_len must be given, as in training"),
+    "no length": ("wt103", {"tgt_len": None}, None, r"--tgt_len must be given"),
+    "heads": ("wt103", {"n_head": 4}, None, r"--n_head must be 2, as in the checkpoint, got 4"),
     "attention type": (
         "wt103",
         {"attn_type": 1},
         None,
-        r"--attn_type and --pre_lnorm are not options of the TensorFlow",
+        r"--attn_type and --pre_lnorm must be left out: the TensorFlow code",
     ),
-    "pre-norm": ("wt103", {"pre_lnorm": True}, None, r"--attn_type and --pre_lnorm are not options of the TensorFlow"),
-    "vocabulary": ("wt103", {"words": WORDS[:-1]}, None, r"the vocabulary has 30 words and the checkpoint 31"),
+    "pre-norm": (
+        "wt103",
+        {"pre_lnorm": True},
+        None,
+        r"--attn_type and --pre_lnorm must be left out: the TensorFlow code",
+    ),
+    "vocabulary": (
+        "wt103",
+        {"words": WORDS[:-1]},
+        None,
+        r"the vocabulary must have the 31 words of the checkpoint, got 30",
+    ),
 }
 
 
@@ -419,11 +434,11 @@ def test_files_that_are_no_npz(convert_npz):
     damaged = bytearray(whole)
     damaged[len(whole) // 3] ^= 255
     for content, sentence in (
-        (b"", "is not a whole .npz: it was cut short or is another kind of file; make one where"),
-        (b"no archive", "is not a whole .npz: it was cut short"),
-        (whole[: len(whole) // 2], "is not a whole .npz: it was cut short"),
-        (array.getvalue(), "is not a whole .npz: it was cut short"),
-        (bytes(damaged), "is not a whole .npz: it is damaged"),
+        (b"", "must be a complete .npz, got a truncated or different file; make one where"),
+        (b"no archive", "must be a complete .npz, got a truncated"),
+        (whole[: len(whole) // 2], "must be a complete .npz, got a truncated"),
+        (array.getvalue(), "must be a complete .npz, got a truncated"),
+        (bytes(damaged), "must be a complete .npz, got a damaged file"),
         (None, "cannot be read: No such file"),
     ):
         with pytest.raises(SystemExit) as refusal:

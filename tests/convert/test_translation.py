@@ -182,9 +182,15 @@ def test_every_rule(tmp_path_factory, rule):
     [
         (["--encoder-feature-map", "dpfp", "--state-size", "24"], "the map dpfp cannot have 24 features on heads of 8"),
         (["--encoder-feature-map", "elu", "--state-size", "4"], "the map elu cannot have 4 features on heads of 8"),
-        (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans is of language models"),
-        (["--cross-feature-map", "elu", "--attention-window", "4"], "--attention-window is of language models"),
-        (["--cross-feature-map", "elu", "--attention-normalization"], "--attention-normalization is of the decoder's"),
+        (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans must be left out for translation"),
+        (
+            ["--cross-feature-map", "elu", "--attention-window", "4"],
+            "--attention-window must be left out for translation",
+        ),
+        (
+            ["--cross-feature-map", "elu", "--attention-normalization"],
+            "--decoder-update-rule must be given with --attention-normalization",
+        ),
     ],
 )
 def test_targets_that_cannot_be(saved, arguments, sentence):
@@ -211,12 +217,12 @@ def test_files_that_are_not_whole(saved):
     saved.save()
     linear = saved.convert(*LINEAR)
     assert kinds(linear) == {"encoder", "cross"}
-    with pytest.raises(SystemExit, match="some of this model's attentions are linear"):
+    with pytest.raises(SystemExit, match="got linear attention in some places"):
         saved.file = saved.folder / "out" / "checkpoint.pt"
         saved.convert(*SUM, out="again")
     saved.file = saved.folder / "model.pt"
     (saved.folder / "dict.de.txt").unlink()
-    with pytest.raises(SystemExit, match=r"there is no dict.de.txt: give a folder that holds it with --vocabulary"):
+    with pytest.raises(SystemExit, match=r"dict.de.txt is missing: give the folder that holds it with --vocabulary"):
         saved.convert(out="again")
 
 
@@ -224,7 +230,7 @@ def test_languages_that_a_checkpoint_does_not_say(saved):
     """fairseq-train finds them in the names of the data."""
     saved.languages = {"_name": "translation", "source_lang": None, "target_lang": None}
     saved.save()
-    with pytest.raises(SystemExit, match="does not say its languages: give --source_lang, one of de, en"):
+    with pytest.raises(SystemExit, match="does not name its languages: give --source_lang, one of de, en"):
         saved.convert()
     model, sample = saved.convert("--source_lang", "en", "--target_lang", "de"), batch()
     torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
@@ -235,7 +241,7 @@ def test_sizes_that_are_not_the_encoders(tmp_path):
     model, sample = saved.convert(), batch()
     torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
     with pytest.raises(
-        SystemExit, match="--state-size 32 needs heads of one size in encoder and decoder for the map dp"
+        SystemExit, match="heads of encoder and decoder must have the same size with --state-size 32 and"
     ):
         saved.convert("--encoder-feature-map", "dpfp", "--cross-feature-map", "dpfp", "--state-size", "32", out="other")
 
@@ -244,6 +250,6 @@ def test_another_vocabulary(saved):
     with (saved.folder / "dict.de.txt").open("a") as file:
         file.write("more 1\n")
     with pytest.raises(
-        SystemExit, match=r"dict.de.txt has 35 words with fairseq's own and the checkpoint 34: give the fo"
+        SystemExit, match=r"dict.de.txt must have the 34 words of the checkpoint, got 35 .*: give the fo"
     ):
         saved.convert()

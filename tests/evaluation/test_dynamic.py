@@ -176,8 +176,8 @@ def test_rules_need_their_statistics(build_model):  # noqa: F811
     ("numbers", "sentence"),
     [
         ({"kind": "adam"}, "`kind` must be one of sgd, rms, rms-sum, got 'adam'"),
-        ({"decay": -0.5}, "`decay` must be 0 or more, got -0.5"),
-        ({"lr": float("nan")}, "`lr` must be 0 or more, got nan"),
+        ({"decay": -0.5}, "`decay` must be at least 0, got -0.5"),
+        ({"lr": float("nan")}, "`lr` must be at least 0, got nan"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(numbers, sentence):

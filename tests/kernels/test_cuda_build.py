@@ -169,7 +169,7 @@ def test_refuses_without_nvcc(machine, monkeypatch):
 def test_refuses_the_toolkit_of_another_cuda(machine, release):
     nvcc = machine.install(release)
     assert refusal(machine) == (
-        f"{nvcc} is of CUDA {release}, but PyTorch {torch.__version__} was built for CUDA 13.0; "
+        f"nvcc must be of CUDA 13.0, as PyTorch {torch.__version__}, got {nvcc} of CUDA {release}; "
         "install the CUDA toolkit 13, or set CUDA_HOME to the folder where it is"
     )
 
@@ -189,7 +189,7 @@ def test_takes_the_nvcc_that_pip_installs(machine, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "14.0")
     monkeypatch.setenv("PATH", f"{machine.folder}/cuda 13.0/bin:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_HOME")
-    assert "/bin/nvcc is of CUDA 13.0, but" in refusal(machine)
+    assert "/bin/nvcc of CUDA 13.0; install" in refusal(machine)
     monkeypatch.syspath_prepend(machine.folder)
     assert cuda.find_nvcc() == str(wheel / "bin" / "nvcc") and machine.build().built
 
@@ -210,7 +210,7 @@ def test_refuses_an_nvcc_that_does_not_run(machine, text):
     nvcc = machine.install("13.0")
     nvcc.write_text(text)
     assert refusal(machine).startswith(
-        f"{nvcc} is of CUDA (unknown release), but PyTorch {torch.__version__} was built for CUDA 13.0; install"
+        f"nvcc must be of CUDA 13.0, as PyTorch {torch.__version__}, got {nvcc} of CUDA (unknown release); install"
     )
 
 
@@ -218,8 +218,8 @@ def test_refuses_an_nvcc_that_does_not_run(machine, text):
 def test_refuses_a_list_of_architectures_without_the_gpu(machine, monkeypatch, listed):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     assert refusal(machine) == (
-        f"TORCH_CUDA_ARCH_LIST={listed!r} leaves out NVIDIA H200, whose compute capability is 9.0; "
-        "add that to the list, or unset it"
+        f"TORCH_CUDA_ARCH_LIST must have the compute capability 9.0 of NVIDIA H200, got {listed!r}; "
+        "add it to the list, or unset the variable"
     )
 
 
@@ -249,7 +249,10 @@ def test_auto_leaves_sizes_beyond_the_kernels_to_the_reference(monkeypatch):
     monkeypatch.setattr(dispatch, "GREATEST_SIZE", {"cpu": 4})
     monkeypatch.setattr(dispatch, "_warned", set())
     inputs = sample_inputs("delta", (1, 1, 3, 5, 4))
-    with pytest.warns(RuntimeWarning, match=r"keys and values of up to 4, got \(5, 4\); use smaller heads"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"keys and values must have at most 4 dimensions for its kernels, got \(5, 4\); use smaller heads",
+    ):
         found = ops.delta_rule(**inputs)
     expected = ops.delta_rule_reference(**inputs)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -101,9 +101,9 @@ def test_options_without_effect_are_named(flags, unused, caplog):
     [
         ({"key_dim": 0}, "--key-dim must be at least 1, got 0"),
         ({"embed_dim": 0}, "--embed-dim must be at least 1, got 0"),
-        ({"feature_map": "nonsense"}, "unknown feature map 'nonsense': choose one of elu"),
-        ({"update_rule": "nonsense"}, "unknown update rule 'nonsense'"),
-        ({"feature_map": "tanh", "sum_normalization": True}, "features of either sign"),
+        ({"feature_map": "nonsense"}, "the feature map must be one of elu, .*, got 'nonsense'"),
+        ({"update_rule": "nonsense"}, "the update rule must be one of sum, .*, got 'nonsense'"),
+        ({"feature_map": "tanh", "sum_normalization": True}, "features must not be negative"),
     ],
 )
 def test_refusals(flags, message):

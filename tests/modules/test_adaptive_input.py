@@ -59,5 +59,7 @@ def test_autocast():
 
 @looped("div_val", [0, -2, 8])
 def test_sizes_that_cannot_be_divided_are_refused(div_val):
-    with pytest.raises(ValueError, match=f"`embed_dim` 32 cannot be divided 2 times by {div_val}: change `div_val`"):
+    with pytest.raises(
+        ValueError, match=f"must be divisible by `div_val` for each cutoff, got 32, {div_val} and 2 cutoffs"
+    ):
         AdaptiveInput(VOCABULARY, DIM, [10, 20], div_val)

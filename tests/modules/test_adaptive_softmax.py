@@ -73,7 +73,7 @@ def test_a_cluster_without_tokens_is_left_out(build):
 
 @looped("cutoffs", [[0], [10, 10], [20, 10], [30]])
 def test_cutoffs_that_do_not_part_the_vocabulary_are_refused(cutoffs):
-    with pytest.raises(ValueError, match="must rise from 1 to less than the vocabulary's 30 words"):
+    with pytest.raises(ValueError, match="must be ascending, from 1 to below the vocabulary's 30 words"):
         TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), cutoffs)
 
 
@@ -82,7 +82,7 @@ def test_the_index_of_padding_is_no_word_of_a_tail_nor_a_cluster(build):
     logits, targets = softmax(random_features(softmax, 1, 3), torch.tensor([[3, 20, 21]]))
     assert targets[2].tolist() == [2, 3] and logits[2].shape == (2, 12)
     assert (logits[2][:, :2] == -torch.inf).all() and logits[2][:, 2:].isfinite().all()
-    with pytest.raises(ValueError, match="must rise from 2 to"):
+    with pytest.raises(ValueError, match="must be ascending, from 2 to"):
         build([1], padding_idx=1)
 
 

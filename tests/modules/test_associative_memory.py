@@ -80,11 +80,11 @@ def by_equation(rule, q, k, values, gates, norm):
 def refusal_of(rule, map_name, norm):
     """Return the error of a combination, or None."""
     if norm and not FEATURE_MAPS[map_name].positive:
-        return "features of either sign"
+        return "features must not be negative"
     if UPDATE_RULES[rule].steps > 1:
-        return "has 2 keys a token, and an association one"
+        return "must have one key a token for associations"
     if "attention_normalization" in norm and (not UPDATE_RULES[rule].normalizes or UPDATE_RULES[rule].normalizer):
-        return f"`attention_normalization` is not defined for the update rule {rule}"
+        return f"`attention_normalization` must be left out for the update rule {rule}, where it is not"
     return None
 
 
@@ -152,5 +152,5 @@ def test_gates_have_the_biases_of_their_rule():
 
 
 def test_unknown_rule():
-    with pytest.raises(ValueError, match="unknown update rule 'nonsense': choose one of sum"):
+    with pytest.raises(ValueError, match=r"the update rule must be one of sum, .*, got 'nonsense'"):
         make("nonsense")

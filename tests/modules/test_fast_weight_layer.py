@@ -361,12 +361,12 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ValueError, match=f"`divisor` must be above 0, got {divisor}"):
             FastWeightLayer(DIM, HIDDEN, divisor=divisor)
     for step_size in (-0.1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"`step_size` must be 0 or more, got {step_size}"):
+        with pytest.raises(ValueError, match=f"`step_size` must be at least 0, got {step_size}"):
             FastWeightLayer(DIM, HIDDEN, step_size=step_size)
     for decay in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=f"`decay` must be from 0 to 1, got {decay}"):
+        with pytest.raises(ValueError, match=rf"`decay` must be in \[0, 1\], got {decay}"):
             FastWeightLayer(DIM, HIDDEN, decay=decay)
-    with pytest.raises(ValueError, match="unknown choice of fast weights 'all': choose one of both, first"):
+    with pytest.raises(ValueError, match=r"the choice of fast weights must be one of both, first, .*, got 'all'"):
         FastWeightLayer(DIM, HIDDEN, "all")
     with pytest.raises(ValueError, match="trained, carried, got 'carry'"):
         FastWeightLayer(DIM, HIDDEN, gradients_at="carry")

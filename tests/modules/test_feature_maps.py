@@ -81,14 +81,11 @@ def test_dpfp_pairs_every_neighbour_within_reach():
 @looped(
     "name, arguments, message",
     [
-        *[
-            ("dpfp", {"nu": nu}, f"`nu` must be between 1 and twice the size of a key less one, here 11, got {nu}")
-            for nu in (0, -1, 12)
-        ],
+        *[("dpfp", {"nu": nu}, f"`nu` must be from 1 to 2 \\* key dimension - 1 = 11, got {nu}") for nu in (0, -1, 12)],
         ("favor", {"num_features": 0}, "`num_features` must be at least 1, got 0"),
         ("favor", {"draw": "sobol"}, "`draw` must be one of orthogonal, gaussian, authors, got 'sobol'"),
-        ("favor", {"offset": -0.1}, "`offset` must be a number of 0 or more, got -0.1"),
-        ("favor", {"offset": math.nan}, "`offset` must be a number of 0 or more, got nan"),
+        ("favor", {"offset": -0.1}, "`offset` must be a number of at least 0, got -0.1"),
+        ("favor", {"offset": math.nan}, "`offset` must be a number of at least 0, got nan"),
         ("favor", {"redraw": -1}, "`redraw` must be a number of mini-batches, or 0 for never, got -1"),
         ("relu", {"num_features": -1}, "`num_features` must be at least 1, got -1"),
     ],

@@ -115,11 +115,11 @@ def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
 @looped(
     ("given", "message"),
     [
-        ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, "erase or remove, not both"),
+        ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, "erases must be False with removal_key"),
         ({"removal_key": KEY}, "given together"),
-        ({"value_decay": VALUE, "rate": torch.ones(2, 3, 4)}, "values fade"),
-        ({"value_decay": VALUE, "erases": True}, "values fade"),
-        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, "values fade"),
+        ({"value_decay": VALUE, "rate": torch.ones(2, 3, 4)}, "value_decay must be None with a rate"),
+        ({"value_decay": VALUE, "erases": True}, "value_decay must be None with a rate"),
+        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, "value_decay must be None with a rate"),
     ],
 )
 def test_the_operator_refuses_what_no_kernel_computes(given, message):

@@ -132,7 +132,7 @@ def test_nothing_is_checked_in_a_capture(library, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(self_check, "_check_all", lambda device: {"sum_rule": "wrong"})
-    with pytest.warns(RuntimeWarning, match="used unchecked, because their first call is captured"):
+    with pytest.warns(RuntimeWarning, match="not checked, because their first call is being captured"):
         assert not self_check.distrusted("sum_rule", "cuda:0")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.warns(RuntimeWarning, match="of sum_rule is not used on cuda:0"):

@@ -326,25 +326,27 @@ def test_other_streams_are_refused_in_mid_epoch(setup, case):
     saved = iterator.state_dict()
     changed, _ = setup(flags, texts=texts)
     other = changed.get_batch_iterator(changed.dataset("train"), **{"max_sentences": 3, **options})
-    with pytest.raises(RuntimeError, match=f"{sentence}, where these streams cannot go on: .* --reset-dataloader"):
+    with pytest.raises(
+        RuntimeError, match=f"{sentence}, and these streams cannot continue from it: .* --reset-dataloader"
+    ):
         other.load_state_dict(saved)
     del saved["settings"]
-    with pytest.raises(RuntimeError, match="in the middle of an epoch of another task, "):
+    with pytest.raises(RuntimeError, match="in mid-epoch of another task, "):
         iterator.load_state_dict(saved)
     other.load_state_dict({**saved, "epoch": 2, "iterations_in_epoch": 0})  # between epochs anything may change
     assert other.next_epoch_idx == 2
 
 
 def test_models_without_a_state_of_constant_size_are_refused(setup):
-    with pytest.raises(ValueError, match="FwpLanguageModel has no state of constant size"):
+    with pytest.raises(ValueError, match="a state of constant size, got FwpLanguageModel without one"):
         setup(decoder_update_rule="softmax")
-    with pytest.raises(ValueError, match="with fast weights in every layer or with a memory, give layers of softmax"):
+    with pytest.raises(ValueError, match="with fast weights in every layer or with a memory, give softmax layers"):
         setup(softmax_layers="1")
     task, _ = setup({"carry_state": False}, decoder_update_rule="softmax")
     task.args.carry_state = True
     flags = {"_name": "transformer_lm", "tokens_per_sample": 4, "max_target_positions": 4, "add_bos_token": False}
     config = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), {**flags, "tpu": False})
-    with pytest.raises(ValueError, match="TransformerLanguageModel has no state of constant size"):
+    with pytest.raises(ValueError, match="a state of constant size, got TransformerLanguageModel without one"):
         task.build_model(config)
 
 
@@ -355,7 +357,7 @@ REFUSALS = {
         {"carry_state": True, "reset_state_after": "<doc>"},
         "--reset-state-after must be a symbol of .*, got '<doc>'",
     ),
-    "empty": ({}, r"the text 'train' \(.*train.bin\) is empty"),
+    "empty": ({}, r"the text 'train' \(.*train.bin\) must have at least one token"),
 }
 
 
@@ -370,8 +372,8 @@ def test_bad_settings(make_task, case):
     "options, sentence",
     [
         ({}, "--batch-size must be the number of streams"),
-        ({"max_sentences": 0}, "no stream fits into --batch-size 0"),
-        ({"max_tokens": 1023}, "no stream fits into --batch-size None and --max-tokens 1023: each takes 1024 tokens"),
+        ({"max_sentences": 0}, "must allow one stream of 1024 tokens .*, got 0 and None"),
+        ({"max_tokens": 1023}, "must allow one stream of 1024 tokens .*, got None and 1023"),
         (
             {"max_sentences": 1, "max_positions": 512},
             "--tokens-per-sample must be at most 512, as in training, got 1024",
@@ -386,12 +388,14 @@ def test_bad_batches(make_task, options, sentence):
 
 def test_a_missing_text_is_named(make_task):
     task = make_task({"train": [[4, 2]]})
-    with pytest.raises(FileNotFoundError, match=r"no text 'valid' \(.*valid.bin\): fairseq-preprocess"):
+    with pytest.raises(
+        FileNotFoundError, match=r"valid.bin, the text 'valid', must exist: write it with fairseq-preprocess"
+    ):
         task.load_dataset("valid")
 
 
 @pytest.mark.parametrize("flags, options", [({"carry_state": True}, {}), ({}, {"context_window": 8})])
 def test_what_eval_lm_cannot_do_is_refused(make_task, flags, options):
     task = make_task({"train": [[4, 2]]}, **flags)
-    with pytest.raises(ValueError, match="fairseq-eval-lm carries no state and slides no window"):
+    with pytest.raises(ValueError, match="fairseq-eval-lm cannot carry a state or use a context window"):
         task.eval_lm_dataloader(task.dataset("train"), batch_size=1, **options)

@@ -51,7 +51,7 @@ def refused(path):
 def test_a_checkpoint_cut_anywhere(checkpoint, tmp_path_factory, length):
     path = tmp_path_factory.getbasetemp() / "cut.pt"
     path.write_bytes(checkpoint[: int(length * len(checkpoint))])
-    assert "is not a complete checkpoint" in refused(path)
+    assert "must be a complete checkpoint" in refused(path)
 
 
 @given(damage=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
@@ -88,10 +88,10 @@ def damage_text(folder, damage):
     text, index = folder / "train.bin", folder / "train.idx"
     if damage == "cut short":
         os.truncate(text, text.stat().st_size - 2)
-        return r"train.bin has [\d,]+ bytes where its index counts [\d,]+: it was cut short"
+        return r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: it is truncated"
     if damage == "longer":
         text.write_bytes(text.read_bytes() + b"\0\0")
-        return r"train.bin has [\d,]+ bytes where its index counts [\d,]+: .* the text of another index"
+        return r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: .* belongs to another index"
     if damage == "empty":
         text.write_bytes(b"")
         return r"train.bin\)? is empty: preprocess"
@@ -103,7 +103,7 @@ def damage_text(folder, damage):
         return r"train.idx must be a complete index"
     lines = (folder / "dict.txt").read_text().splitlines(keepends=True)
     (folder / "dict.txt").write_text("".join(lines[: len(lines) // 2]))
-    return r"train.bin has a word of number \d+, and the dictionary next to it \d+ words"
+    return r"words in \S+train.bin must have numbers below \d+, the size of the dictionary next to it, got \d+"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full(commands, tmp_path, task):
     go_on = ["fairseq-train", *training(data, save_dir, task, *flags, "--max-update", 6)]
     for limit in (size // 2, size - 1):
         assert commands.run(*go_on, log=tmp_path / "2", file_size=limit) == 1
-        assert "could not be saved (File too large): what was saved before it is whole" in last_line(tmp_path / "2")
+        assert "could not be saved (File too large); earlier checkpoints are complete" in last_line(tmp_path / "2")
         assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
     assert commands.run(*go_on, log=tmp_path / "3") == 0
     whole = [tmp_path / "whole", task, *flags, "--max-update", 6]

@@ -53,13 +53,13 @@ def load_to_evaluate(save_dir, data):
 
 
 SIZE = r"\(40 words, \w{12}\)"
-SENTENCE = rf"data has another target dictionary {SIZE} than the model was trained with {SIZE}"
+SENTENCE = rf"data must have the target dictionary of the model's training {SIZE}, got another {SIZE}"
 
 
 def test_a_training_does_not_go_on_with_other_words(data, save_dir):
     saved = {path: path.read_bytes() for path in save_dir.iterdir()}
     rewrite(data, reverse)
-    expected = rf"^\S+checkpoint_last.pt cannot go on: \S+{SENTENCE}: pass .*--srcdict"
+    expected = rf"^\S+checkpoint_last.pt cannot be resumed: \S+{SENTENCE}: pass .*--srcdict"
     with pytest.raises(ValueError, match=expected) as error:
         train(data, save_dir, "--max-update", 4)
     assert "\n" not in str(error.value)
@@ -113,7 +113,7 @@ def test_fingerprints_where_earlier_versions_saved_them(data, save_dir):
     rewrite(data, reverse)
     with pytest.raises(ValueError, match=SENTENCE):
         load_to_evaluate(save_dir, data)
-    with pytest.raises(ValueError, match=f"cannot go on: .*{SENTENCE}"):
+    with pytest.raises(ValueError, match=f"cannot be resumed: .*{SENTENCE}"):
         train(data, save_dir, "--max-update", 4)
 
 
@@ -145,7 +145,9 @@ def test_each_language_is_compared_with_itself():
     saved = dictionaries.fingerprints(trained)
     assert dictionaries.difference(evaluated, saved) == ""
     evaluated.dicts = words | {"en": dictionary("c")}
-    assert dictionaries.difference(evaluated, saved).startswith("folder has another dictionary of en (5 words, ")
+    assert dictionaries.difference(evaluated, saved).startswith(
+        "folder must have the dictionary of en of the model's training (5 words, "
+    )
 
 
 def test_a_task_without_a_dictionary_has_no_fingerprint():
