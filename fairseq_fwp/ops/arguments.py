@@ -46,7 +46,8 @@ def check_arguments(
 ) -> None:
     """Raise ValueError (shape, device) or TypeError (dtype, not a tensor) unless the arguments fit one another.
 
-    ``tensors`` are q, k, v and the rule's other inputs, each with its allowed shapes, as names of sizes.
+    ``tensors`` are q, k, v and the rule's gates, each with its allowed shapes, as names of sizes. They are in q's
+    dtype. A gate may also be in the state's dtype, because half precision rounds a decay just below 1 to 1.
     """
     for name, (x, _) in tensors.items():
         _expect_dense(rule, name, x, "a tensor")
@@ -54,7 +55,8 @@ def check_arguments(
     if q.dtype not in DTYPES:
         raise TypeError(f"{rule}: q must be float32, float64, bfloat16 or float16, got {q.dtype}")
     for name, (x, shapes) in tensors.items():
-        _expect(rule, name, x, shapes, sizes, q.dtype, "q's dtype", q.device)
+        is_wide_gate = name not in ("q", "k", "v") and x.dtype == state_dtype(q.dtype)
+        _expect(rule, name, x, shapes, sizes, x.dtype if is_wide_gate else q.dtype, "q's dtype", q.device)
     if state is not None:
         _expect_dense(rule, "state", state, "a tensor or None")
         dtype = state_dtype(q.dtype)

@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     v: Any  # a tensor; None in the backward pass of a rule that erases, which only needs `retrieved`
     decay: Tensor | None = None  # the share that is kept
     value_decay: Tensor | None = None  # only for rules without rate, erasing and removal
-    rate: Tensor | None = None  # in q's dtype; for a rule that only writes, the state's dtype is allowed too
+    rate: Tensor | None = None
     removal_key: Tensor | None = None
     removal_rate: Tensor | None = None
     state: Tensor | None = None
@@ -110,9 +110,6 @@ def _rule(given: Inputs) -> Rule:
 
 
 def _check(given: Inputs) -> None:
-    rate = given.rate
-    if rate is not None and not given.erases and rate.dtype == state_dtype(given.q.dtype):
-        given = given._replace(rate=rate.to(given.q.dtype))
     if (given.removal_key is None) != (given.removal_rate is None):
         raise ValueError("fast_weights: removal_key and removal_rate must be given together")
     removes = given.removal_key is not None
