@@ -164,34 +164,34 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint")
-    add("--gen-subset", default="test", metavar="SPLIT", help="train, valid, test, ... (test)")
-    add("--tokens-per-sample", type=positive, metavar="N", help="tokens a window or segment reads (as in training)")
+    add("--gen-subset", default="test", metavar="SPLIT", help="split to evaluate: train, valid, test, ... (test)")
+    add("--tokens-per-sample", type=positive, metavar="N", help="tokens of a window or segment (as in training)")
     protocol = made.add_mutually_exclusive_group()
     protocol.add_argument(
-        "--stride", type=positive, default=1, metavar="N", help="tokens that a window scores, its last ones (1)"
+        "--stride", type=positive, default=1, metavar="N", help="number of last tokens that a window scores (1)"
     )
     protocol.add_argument(
-        "--context-window", type=int, metavar="N", help="tokens that a window does not score, its first ones"
+        "--context-window", type=int, metavar="N", help="number of first tokens that a window does not score"
     )
     protocol.add_argument(
-        "--carry-state", action="store_true", help="read the text once, with the state of what came before"
+        "--carry-state", action="store_true", help="read the text once, carrying the state to the next segment"
     )
     add(
         "--reset-after",
         metavar="SYMBOL",
-        help=f"start again, without a state and with the trained weights, after this symbol or each {BLANK_LINE}",
+        help=f"reset the state and the weights after this symbol, or after each {BLANK_LINE}",
     )
-    add("--dynamic", choices=[*KINDS], help="learn from each window once it is scored, by the rule of that name")
-    add("--dynamic-lr", type=non_negative, metavar="LR", help="with it, and needed: the step size")
-    add("--dynamic-decay", type=non_negative, metavar="D", help="pull back to the trained weights (0)")
-    add("--dynamic-epsilon", type=non_negative, metavar="E", help="of rms, rms-sum: added to divisors (1e-5)")
+    add("--dynamic", choices=[*KINDS], help="rule by which the model learns from each window after it is scored")
+    add("--dynamic-lr", type=non_negative, metavar="LR", help="step size; required with --dynamic")
+    add("--dynamic-decay", type=non_negative, metavar="D", help="strength of the pull to the trained weights (0)")
+    add("--dynamic-epsilon", type=non_negative, metavar="E", help="with rms, rms-sum: added to divisors (1e-5)")
     add(
         "--dynamic-statistics",
         type=positive,
         metavar="N",
-        help="windows of the training text whose squared gradients rms averages (all), and rms-sum adds up",
+        help="windows of the training text whose squared gradients rms averages (all) and rms-sum adds",
     )
-    add("--batch-size", type=positive, metavar="N", help="windows at once; the state has but one stream")
+    add("--batch-size", type=positive, metavar="N", help="windows at once; 1 with --carry-state or --dynamic")
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
     add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
     add("--json", type=output_file, metavar="JSON", help="write the result")
@@ -200,13 +200,13 @@ def parser() -> argparse.ArgumentParser:
         type=dictionary_of_settings,
         default={},
         metavar="DICT",
-        help="settings in place of the checkpoint's",
+        help="settings that replace the checkpoint's",
     )
     add("--user-dir", help="plugin that the checkpoint needs besides this package")
     add("--cpu", action="store_true", help="do not use a GPU")
-    add("--log-format", choices=["json", "none", "simple", "tqdm"], help="of the progress")
+    add("--log-format", choices=["json", "none", "simple", "tqdm"], help="format of the progress")
     add("--log-interval", type=positive, default=100, metavar="N", help="batches between two lines of progress (100)")
-    add("--no-progress-bar", action="store_true", help="progress in lines, as where there is no terminal")
+    add("--no-progress-bar", action="store_true", help="show progress in lines, as without a terminal")
     return made
 
 

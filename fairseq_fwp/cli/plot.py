@@ -182,15 +182,17 @@ def parser() -> argparse.ArgumentParser:
         "logs",
         nargs="*",
         metavar="[LABEL=]LOG",
-        help="a log or the folder it lies in, whose name is the label if none is given",
+        help="a log, or its folder; without a label the folder's name is used",
     )
     made.add_argument(
-        "--out", type=Path, metavar="PICTURE", help="a .png, .svg or .pdf (curves.png, or dpfp.png of --dpfp)"
+        "--out", type=Path, metavar="PICTURE", help="a .png, .svg or .pdf (curves.png, or dpfp.png with --dpfp)"
     )
     made.add_argument("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
-    made.add_argument("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu: of --eval-bleu")
-    made.add_argument("--dpfp", action="store_true", help="draw, without logs, DPFP from 2 to 4 dimensions")
-    made.add_argument("--train", action="store_true", help="draw the metric in training too, dashed")
+    made.add_argument(
+        "--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu needs --eval-bleu"
+    )
+    made.add_argument("--dpfp", action="store_true", help="draw DPFP from 2 to 4 dimensions, without logs")
+    made.add_argument("--train", action="store_true", help="also draw the metric in training, dashed")
     return made
 
 

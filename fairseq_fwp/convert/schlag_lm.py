@@ -18,10 +18,10 @@ from fairseq_fwp.convert.vocabulary import arrange, given_words
 OPTIONS = {
     **transformer_xl.OPTIONS,
     "no_pos": Option(bool, "no positions"),
-    "skip_attn_normalization": Option(bool, "no attention normalisation; types 2 to 6 know no such option"),
+    "skip_attn_normalization": Option(bool, "no attention normalisation; types 2 to 6 do not have this option"),
     "performer_proj_dim": Option(int, "random vectors of types 5, 25, 35 and 45"),
     "dpfp_n_roll": Option(int, "nu of types 6, 26 and 46"),
-    "carry_over_fast_weight": Option(bool, "trained with fast weights that go on to the next segment"),
+    "carry_over_fast_weight": Option(bool, "trained with fast weights carried to the next segment"),
 }
 
 # What they add to divisors of attention normalisation, to exponentials of FAVOR+, and to sums (nothing).

@@ -14,10 +14,9 @@ numbers.
 to m dimensions is part of their projections (Sec. 3, below Eq. 8), and the paper does not say its initial value. Here
 the two maps give the scores nearest to the pretrained ones. They are the truncated singular value decomposition of Wq^T
 Wk of each head, biases included, with the root of the singular values on either side. Features beyond d have random
-keys and
-queries of zero. Without a map that makes scores positive, they are scaled to a tenth of softmax's. Nothing divides them
-by their sum, and without the scale the output is about three times as long as softmax's. With the scale, a model of the
-PEPs starts with a fifth of the perplexity.
+keys and queries of zero. Without a map that makes scores positive, they are scaled to a tenth of softmax's. Nothing
+divides them by their sum, and without the scale the output is about three times as long as softmax's. With the scale, a
+model of the PEPs starts with a fifth of the perplexity.
 
 *Initialisations* of the paper: `INITIALISATIONS` below. The paper scales W_v; here the bias of values is scaled too,
 which it does not mention. Biases of decay come from the rule (uniform gate initialisation). All else is N(0, 0.02), as

@@ -36,16 +36,16 @@ from fairseq_fwp.modules.attention import SOFTMAX
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
-    "n_head": Option(int, "number of heads; the state dict tells it for attention types 0 and 1"),
+    "n_head": Option(int, "number of heads; not needed for attention types 0 and 1"),
     "tgt_len": Option(int, "tokens of a sample in training"),
-    "mem_len": Option(int, "tokens of the memory; attention types 0 and 1 alone have one"),
-    "clamp_len": Option(int, "largest distance of its own; -1, the script's default: none"),
+    "mem_len": Option(int, "tokens of the memory; only attention types 0 and 1 have one"),
+    "clamp_len": Option(int, "larger distances count as this one; -1, the script's default: no limit"),
     "same_length": Option(bool, "every token attends to the same number of others"),
     "pre_lnorm": Option(bool, "layer normalisation before each block"),
     "dropout": Option(float, "dropout; 0 is the script's default"),
     "dropatt": Option(float, "dropout of attention weights; 0 is the script's default"),
-    "dataset": Option(str, "wt103 or lm1b: what the script with --adaptive takes the cutoffs from"),
-    "cutoffs": Option(str, "cutoffs of the adaptive softmax, comma-separated, where they are not those of --dataset"),
+    "dataset": Option(str, "wt103 or lm1b: its cutoffs are used by the script with --adaptive"),
+    "cutoffs": Option(str, "cutoffs of the adaptive softmax, comma-separated, if not those of --dataset"),
 }
 
 CUTOFFS = {"wt103": [20000, 40000, 200000], "lm1b": [60000, 100000, 640000]}

@@ -3,9 +3,8 @@
 A converted model (`fwp-convert`) recovers its quality in three stages, each a separate training:
 
 1. `--distillation attention`: every attention learns the output of the teacher's attention for the same input.
-   Nothing else in the model is computed or trained. (Attention transfer: Zhang et al. 2024, "LoLCATs", arXiv
-   2410.10254;
-   Goldstein et al. 2025, "RADLADS", arXiv 2505.03005.)
+   Nothing else in the model is computed or trained. (Attention transfer: Zhang et al. 2024, "LoLCATs",
+   arXiv 2410.10254; Goldstein et al. 2025, "RADLADS", arXiv 2505.03005.)
 2. `--distillation distribution`: the model learns the teacher's distribution of the next word.
    The words of the data have the rest of the weight. (Hinton et al. 2015, arXiv 1503.02531, without a temperature.)
 3. Any other criterion: plain training.

@@ -55,14 +55,11 @@ def windows(length: int, size: int, context: int) -> Iterator[Window]:
     """Yield windows of `size` tokens that score all but their first `context` tokens: each of `length` tokens once.
 
     Blocks of size - context tokens are scored after `context` tokens, or after all earlier tokens if there are fewer,
-    as
-    by `fairseq-eval-lm --tokens-per-sample size --context-window context`. The blocks within the first `size` tokens
-    are
-    one window here, since later tokens change nothing. (With positions counted from the end of a sample they do. There
-    Schlag's public code reads one window too.) context = size - 1 is the sliding window of Schlag et al. 2021, Sec.
-    6.3.
-    context = 0 gives blocks without context. Windows do not share vectors: from the second layer on, vectors depend on
-    where the window begins.
+    as by `fairseq-eval-lm --tokens-per-sample size --context-window context`. The blocks within the first `size` tokens
+    are one window here, since later tokens change nothing. (With positions counted from the end of a sample they do.
+    There Schlag's public code reads one window too.) context = size - 1 is the sliding window of Schlag et al. 2021,
+    Sec. 6.3. context = 0 gives blocks without context. Windows do not share vectors: from the second layer on, vectors
+    depend on where the window begins.
     """
     step = size - context
     window = Window(0, 0, min(size // step * step, length))

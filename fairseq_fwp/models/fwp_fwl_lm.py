@@ -179,9 +179,8 @@ class FwlDecoder(StatefulDecoder):
         """Convert a checkpoint to this model if they differ only in the layer or in its step sizes and decays.
 
         A model without a layer gets a new one. Unless it starts at random, the layer takes over the gain and shift of
-        the
-        last normalisation, so that it changes nothing at first. Missing step sizes and decays start from this layer's
-        initial values. They are dropped if they are fixed here or there are no fast weights.
+        the last normalisation, so that it changes nothing at first. Missing step sizes and decays start from this
+        layer's initial values. They are dropped if they are fixed here or there are no fast weights.
         """
         super().upgrade_state_dict_named(state_dict, name)
         prefix = f"{name}.fast_weight_layer."

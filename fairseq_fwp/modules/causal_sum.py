@@ -20,8 +20,7 @@ def causal_sum(
     For M = L, scale 1 and offset 0 this is `ops.sum_rule` with one head. That operator visits a Dk x Dv memory L times,
     which suits heads. Here the memory is a weight matrix, often larger than L x L scores, and sums are matrix products.
     These are scores within a chunk, and the sum of all keys and values before it. This is the linear part of the mixed
-    chunk
-    attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2. It is exact, and differentiable any number of times.
+    chunk attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2. It is exact, and differentiable any number of times.
 
     q (B, L, Dk), k (B, M, Dk), v (B, M, Dv), numbers scale and offset -> (B, L, Dv); M at least L - 1.
     """

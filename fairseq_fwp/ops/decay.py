@@ -46,7 +46,6 @@ def decay_rule(
 
     Args:
         key_decay: (B, H, L, Dk) and value_decay: (B, H, L, Dv), the share that is kept, usually in (0, 1). Other
-        arguments are those of
-            every rule: see :mod:`fairseq_fwp.ops`.
+            arguments are those of every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, key_decay, value_decay, state=state, first=first, backend=backend)

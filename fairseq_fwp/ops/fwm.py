@@ -7,9 +7,8 @@ in the form used for comparison by Schlag, Irie & Schmidhuber 2021 (arXiv 2102.1
 taken for each sequence and head. Their W is ours transposed. Their new value beta v + (1 - beta) v_old minus v_old is
 our write beta (v - v_old). Two cases are not defined by the equation:
 
-    - The first write to an empty memory is k^T beta v, and is never rescaled, as in the authors' code. A memory is
-    empty if
-          it is exactly zero, so a state of zeros, no state and left padding agree.
+    - The first write to an empty memory is k^T beta v, and is never rescaled, as in the authors' code. A memory
+      is empty if it is exactly zero, so a state of zeros, no state and left padding agree.
     - A token whose key or beta is exactly zero is padding: it neither writes nor rescales.
 
 A norm over the whole memory is not linear in it, so this rule does not belong to the family and has no kernel.

@@ -25,8 +25,7 @@ class Rule:
 
     name: of the function, for errors.
     step: the definition of the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype.
-    The
-        memory is (B, H, Dk, Dv), a token's key (B, H, Dk), its value (B, H, Dv), and a gate of one number (B, H, 1).
+        Memory (B, H, Dk, Dv); a token's key (B, H, Dk), value (B, H, Dv), and gate of one number (B, H, 1).
     gates: names of the arguments between v and state, and the shapes that each may have.
     family: the rule as a case of ``fast_weights``, which has kernels: (q, k, v, *gates, state=, first=) -> results.
         None: the step itself runs, and the backward pass runs it again, for one chunk of tokens at a time.

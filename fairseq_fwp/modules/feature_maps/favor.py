@@ -24,8 +24,7 @@ class Favor(FeatureMap):
     Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32. By default
     there is no factor d^(-1/4) on q and k as in Choromanski's paper: projections can learn it.
 
-    num_features: m, by default half of head_dim (rounded up), so that feature_dim = 2 m is that of ELU+1 (Schlag, Table
-    2);
+    num_features: m, by default half of head_dim (rounded up): feature_dim = 2 m is that of ELU+1 (Schlag, Table 2);
     draw: a key of `DRAWS`, the distribution of R;
     offset: added to the exponentials; 0 in both papers and 1e-4 in Schlag's public code;
     redraw: every redraw-th call of `resample` draws R again, 0 = never;
