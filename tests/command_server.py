@@ -1,7 +1,7 @@
 """Runs fairseq's commands in forks of a process that has imported everything, so that one can be killed every second.
 
-The process reads one command a line, a JSON object as `Commands.start` writes it, answers with the number of the
-process that runs it, and, when that has ended, with how: an exit status, or the negative number of a signal.
+The process reads one command a line, a JSON object as `Commands.start` writes it. It answers with the number of the
+process that runs the command. When that has ended, it answers with an exit status, or the negative number of a signal.
 """
 
 import io
@@ -71,8 +71,11 @@ class Commands:
 
 
 def _die_at(place: str, folder: str) -> None:
-    """Make this process kill itself: "event 7", before the 7th change of a file below `folder`; "save 2" in the midst
-    of writing a checkpoint for the second time; "copy 1" in the midst of copying one."""
+    """Make this process kill itself at a place.
+
+    "event 7": before the 7th change of a file below `folder`. "save 2": while it writes a checkpoint for the second
+    time. "copy 1": while it copies a checkpoint for the first time.
+    """
     import torch
 
     kind, number = place.split()

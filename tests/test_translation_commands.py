@@ -66,8 +66,10 @@ def hypotheses(output):
     "options", [["--beam", "3", "--lenpen", "0.6", "--nbest", "2"], ["--beam", "4", "--diverse-beam-groups", "2"]]
 )
 def test_every_sentence_is_translated(folder, options):
-    """From a checkpoint that was chosen by BLEU, which holds numbers of numpy; with groups of beams, which fail without
-    the plugin where a batch is no beginning of the data set."""
+    """The checkpoint was chosen by BLEU, so it holds numbers of numpy.
+
+    Without the plugin, groups of beams fail in batches that are not at the beginning of the data set.
+    """
     output = run(
         "fairseq-generate", folder / "bin", "--task", "translation", "--cpu", "--max-tokens", "60", "--max-len-b", "12",
         "--path", folder / "checkpoints" / "checkpoint_best.pt", *options,

@@ -2,8 +2,8 @@
 
 An option is one field: its default, its help text, and its metadata:
 
-    of: the part that has the argument: "attention" (causal), "linear" (of translation), a normalisation, or a feature
-        map by its name; "all": there is never a warning that it has no effect;
+    of: the part that has the argument: "attention" (causal), "linear" (of translation), a normalisation, or the name
+        of a feature map. With "all" there is never a warning that it has no effect;
     argument: the name of that argument, by default the name of the option;
     same_function: whether trained weights compute the same function with every value.
 

@@ -2,9 +2,9 @@
 
 A model that carries a state has a decoder with `carries_state = True`, takes `state=` (None = nothing read) and
 returns the new one as "state" in the second value. The state is opaque here, except for three methods that return new
-states: `detach()`; `reorder(rows)` with the numbers (B',) int64 of the rows to keep; `reset(rows)`, which empties the
-rows where rows (B,) bool is True. `torch.load` must know its types (`add_safe_globals`). A decoder
-with `packs_documents = True` also takes `first=` (B, L), True at tokens before which nothing has been read.
+states: `detach()`, `reorder(rows)` and `reset(rows)`. `reorder` takes the numbers (B',) int64 of the rows to keep.
+`reset` empties the rows where rows (B,) bool is True. `torch.load` must know the types of a state (`add_safe_globals`).
+A decoder with `packs_documents = True` also takes `first=` (B, L), True at tokens before which nothing has been read.
 """
 
 import io

@@ -11,9 +11,9 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 # three; float64 takes two for each number. The passes on the tensor cores, whose threads hold 64 numbers of the state
 # where it has 128 rows, have one block of 256.
 GREATEST = {"f": 128, "wide f": 168, "d": 255, "L": 255}
-# One scan of the sum and four of the delta rule in three shapes (float64: two), three for each of the six rules that
-# fade in two, in float32 the forward pass of all and the other of five in a third, and one sum. And on the tensor cores
-# (L, for a number of rows) three kernels of the sum and the delta rule, for four of them.
+# One scan of the sum and four of the delta rule in three shapes (float64: two). Three scans for each of the six rules
+# that fade, in two shapes; in float32 a third shape for the forward pass of all and the other of five. And one sum.
+# On the tensor cores (L, for a number of rows) three kernels of the sum and the delta rule, for four numbers of rows.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": 2 * 3 * 4}
 
 

@@ -1,7 +1,7 @@
 """AddressSanitizer and UndefinedBehaviorSanitizer watch every access of the kernels.
 
-The first sees what lies beyond shared memory and beyond arrays of their exact sizes; the second what is misaligned,
-which a GPU refuses and a CPU does not, and what C++ leaves open: shifts, overflows, conversions.
+The first sees what lies beyond shared memory and beyond arrays of their exact sizes. The second sees misaligned
+accesses, which a GPU refuses and a CPU does not, and what C++ leaves undefined: shifts, overflows, conversions.
 """
 
 import os

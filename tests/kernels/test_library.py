@@ -1,5 +1,8 @@
-"""Faults of building and caching. A stand-in for the compiler copies the library that is built already, so that a
-build costs nothing; one real build, in a folder whose name has spaces, is marked slow."""
+"""Faults of building and caching.
+
+A stand-in for the compiler copies the library that is built already, so a build costs nothing. One real build, in a
+folder whose name has spaces, is marked slow.
+"""
 
 import errno
 import os

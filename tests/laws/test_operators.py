@@ -1,8 +1,11 @@
 """Laws that every update rule keeps, whichever implementation runs it: on a CPU, and on a GPU where there is one.
 
-A subject is a rule in one form of its kernel: `scan`, token by token; `square`, whose states as wide as a vector lie
-in registers (16 float32 or 8 float64 with AVX-512, half as many with AVX, a quarter without); `short`, the quadratic
-form that starts a sequence without a state.
+A subject is a rule in one form of its kernel:
+
+- `scan`, token by token;
+- `square`, whose states as wide as a vector lie in registers (16 float32 or 8 float64 with AVX-512, half as many with
+  AVX, a quarter without);
+- `short`, the quadratic form that starts a sequence without a state.
 """
 
 import functools
@@ -31,8 +34,8 @@ from subjects import (
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Sizes below, at and beyond one vector and one block of columns; lengths that leave every remainder modulo four, that
-# fill a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
+# Sizes below, at and beyond one vector and one block of columns. Lengths that leave every remainder modulo four.
+# Lengths that fill a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
 SHAPES = {
     "scan": [
         *((2, 3, 0, 5, 7), (2, 3, 1, 5, 7), (1, 2, 2, 16, 32), (2, 2, 63, 17, 33), (1, 1, 64, 64, 64)),

@@ -37,9 +37,9 @@ HAND_COMPUTED = {
     ),
 }
 FEATURE_DIM = {"elu": 6, "favor": 6, "dpfp": 12, "relu": 6, "identity": 6, "tanh": 6}
-# The rounding of float32 in the steps between x and phi(x): the exponent of FAVOR+ is a sum of terms up to |x|^2 / 2 =
-# 432, and a feature below the smallest normal number has no full relative accuracy; the terms of the learned map's sum
-# add up to 6 x 12 / sqrt(6) + 1 at most.
+# The rounding of float32 in the steps between x and phi(x). The exponent of FAVOR+ is a sum of terms up to |x|^2 / 2 =
+# 432. A feature below the smallest normal number has less relative accuracy. The terms of the learned map's sum add up
+# to 6 x 12 / sqrt(6) + 1 at most.
 ROUNDING = {"favor": {"rtol": 432 * 2**-22, "atol": 2.0**-126}, "relu": {"rtol": 2e-7, "atol": 31 * 2**-22}}
 
 

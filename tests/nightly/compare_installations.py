@@ -3,8 +3,8 @@
     python tests/nightly/compare_installations.py /path/to/before/.venv/bin/python
 
 Every architecture, every rule, map and option of attention is built small by its flags, from one seed. Compared are
-the initial weights, the loss and its gradients, the state carried to a second segment, and decoding token by token;
-then a training that one installation begins and the other goes on with, and converted checkpoints. Prints what
+the initial weights, the loss and its gradients, the state carried to a second segment, and decoding token by token.
+Then come a training that one installation begins and the other resumes, and converted checkpoints. Prints what
 differs and ends with status 1 if anything does.
 """
 

@@ -70,8 +70,10 @@ def test_what_the_loop_gives(rule, shape, dtype, state, seed, strides, sprinkled
 @every_rule
 @given(shape=full_shapes, dtype=dtypes, state=st.booleans(), seed=seeds, value=values, data=st.data())
 def test_a_value_stays_where_the_rule_lets_it_go(rule, shape, dtype, state, seed, value, data):
-    """Any values in one vector of one token: other sequences and heads do not change by a bit; nor does what is
-    read before that token, nor the gradients of tokens after it from what is read there."""
+    """Any values in one vector of one token: other sequences and heads do not change by a bit.
+
+    Nor do the outputs before that token, nor the gradients of tokens after it from these outputs.
+    """
     inputs, (d_out, d_state) = draw_inputs(rule, shape, dtype, state, seed)
     given = {name: x for name, x in inputs.items() if x is not None} | {"d_out": d_out, "d_state": d_state}
     where = data.draw(st.sampled_from(sorted(given)))

@@ -1,8 +1,8 @@
 """The CPU kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer, run the laws of the operators.
 
 The sanitizers are flags of the compiler, CXX, so that the library lies next to the others in the cache. The one for
-addresses has to be in the process before Python is (but not in the compiler's, which it would slow down); tensors come
-from its memory then, with guards around each.
+addresses has to be in the process before Python is, but not in the compiler's, which it would slow down. Tensors then
+come from its memory, with guards around each.
 """
 
 import os
