@@ -62,7 +62,7 @@ class Conversion(LanguageModels):
         rows = names(self.args.rows) or list(self.rows)
         for name in rows:
             if name not in self.rows:
-                raise RecipeError(f"--rows must be of {', '.join(self.rows)}, got {name}.")
+                raise RecipeError(f"--rows must be among {', '.join(self.rows)}, got {name}.")
         if self.corpus["start"] == SOFTMAX:  # the others start from it
             rows = [SOFTMAX, *rows]
         seeds = range(1, self.args.seeds + 1) if self.args.seeds else [None]

@@ -33,7 +33,7 @@ class LanguageModels(Recipe):
         args = self.args
         self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
         if args.any_text and not args.data:
-            raise RecipeError("--any-text must be given with --data FOLDER, whose text it is about.")
+            raise RecipeError("--data must be given with --any-text, which says that FOLDER has another text.")
         if args.test and (self.stage != "evaluate" or not args.test.is_file()):
             raise RecipeError(f"--test must be a text file, given with the stage evaluate, got {args.test}.")
         if args.data and not args.data.is_dir():

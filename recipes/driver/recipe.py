@@ -189,7 +189,7 @@ class Recipe:
             elif inside:
                 found += inside
             else:
-                raise RecipeError(f"--models must be of {', '.join(known)}, got {name}.")
+                raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
         return list(dict.fromkeys(found))
 
     def check_flags(self) -> None:

@@ -3,10 +3,10 @@
 A real corpus that is already on every machine with Python: the sources, with their docstrings, and the reference
 topics that `help()` shows. One line of the output is one block (a top-level function or class, or a run of statements
 up to a blank line). Inside it, a line break before n levels of indentation (4 columns each) is the word
-`\u23cen`, so that a language model learns the layout, and `show` can print a sample as code.
+`\u23cen`. So a language model learns the layout, and `show` can print a sample as code.
 
-A whole file goes to train, valid or test, by a hash of its path: the same on every machine, and no file is in
-two of them. The files come in the order of that hash until `MAX_BYTES` are taken.
+A whole file goes to train, valid or test, by a hash of its path: the same on every machine, and no file is in two of
+them. The files come in the order of that hash until `MAX_BYTES` are taken.
 """
 
 import collections

@@ -19,8 +19,8 @@ PLUGIN = ["--user-dir", str(ROOT / "fairseq_fwp")]
 def train(folder: Path, data: Path, flags: list[str]) -> None:
     """Train a model on the output of fairseq-preprocess into `folder`.
 
-    The folder gets settings.txt (the flags), train.log and checkpoints. At the end it gets `trained`, or `diverged` with
-    the place of a non-finite gradient. Raises RecipeError if training fails in another way.
+    The folder gets settings.txt (the flags), train.log and checkpoints. At the end it gets `trained`, or `diverged`
+    with the place of a non-finite gradient. Raises RecipeError if training fails in another way.
     """
     name = folder.name if not folder.name.startswith("seed_") else f"{folder.parent.name}, {folder.name}"
     trained, diverged, settings = folder / "trained", folder / "diverged", folder / "settings.txt"

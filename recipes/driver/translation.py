@@ -29,7 +29,7 @@ class Translation(Recipe):
         args = self.args
         self.text = PAIRS[args.pairs]
         if args.any_text and not args.data:
-            raise RecipeError("--any-text must be given with --data FOLDER, whose text it is about.")
+            raise RecipeError("--data must be given with --any-text, which says that FOLDER has another text.")
         if args.data and not args.data.is_dir():
             raise RecipeError(f"--data must be a folder, got {args.data}.")
         if args.test:

@@ -41,10 +41,10 @@ def test_what_a_user_gives_wins_and_the_rest_goes_on(parser):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tain"], "there is no stage tain: it is prepare, evaluate, all."),
+        (["tain"], "the stage must be one of prepare, evaluate, all, got tain."),
         (["--save-dir=x"], "--save-dir is set by the recipe (--out): leave it out."),
         (["--models"], "--models: expected at least one argument"),
-        (["--out", "x", "surplus"], "flags begin with --, got surplus."),
+        (["--out", "x", "surplus"], "flags must begin with --, got surplus."),
     ],
 )
 def test_wrong_arguments_are_one_sentence(parser, words, said, capsys):

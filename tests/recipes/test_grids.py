@@ -164,7 +164,7 @@ def test_an_interrupted_grid_leaves_no_training_and_goes_on(tmp_path):
     while not list((tmp_path / "out").rglob("checkpoint_last.pt")) and time.monotonic() < deadline:
         time.sleep(0.2)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(60) == 130 and "the same command goes on" in process.stderr.read()
+    assert process.wait(60) == 130 and "run the same command to resume" in process.stderr.read()
     running = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True)
     assert not running.stdout
 
@@ -197,7 +197,7 @@ def test_runs_of_problems(tmp_path):
 def test_the_report_has_every_evaluation_and_the_mean_of_the_last_ones(tmp_path, capsys):
     (tmp_path / "conf.yaml").write_text(yaml.dump(CONF))
     runs = problems.read_runs(tmp_path / "conf.yaml", tmp_path)
-    with pytest.raises(RecipeError, match="no run has finished"):
+    with pytest.raises(RecipeError, match="must have a finished run, got none"):
         problems.report(runs, tmp_path)
     for run, accuracy in zip(runs[:3], (60.0, 70.0, 100.0), strict=True):
         run.training.folder.mkdir(parents=True)

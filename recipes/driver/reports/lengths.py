@@ -1,6 +1,6 @@
 """The columns of Dai et al. 2019, Table 6, from the evaluations of a row of conf/ablation.
 
-PPL init is that of the training lengths, PPL best the lowest one over attention lengths, and Attn Len the shortest
+PPL init is that of the training lengths, PPL best the lowest one over attention lengths. Attn Len is the shortest
 length with PPL best to two digits, chosen on the validation set.
 """
 
