@@ -1,4 +1,4 @@
-"""Running a script in a fresh Python that knows of fairseq_fwp.ops alone, with an environment of its own."""
+"""Run a script in a fresh Python that has only fairseq_fwp.ops, in a separate environment."""
 
 import os
 import subprocess

@@ -216,7 +216,7 @@ def check_accuracy(rule: str, inputs: dict[str, Tensor | None]) -> None:
 
 
 def check_gradient_of_one_output(rule: str, inputs: dict[str, Tensor | None], index: int) -> None:
-    """Of out (index 0) or of the final state (1) alone, against the loop's."""
+    """Check the gradients of only out (index 0) or only the final state (1) against the loop's."""
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
     weight = cotangents(inputs)[index]
     expected, found = (

@@ -9,7 +9,7 @@ Original = Callable[..., Any]
 
 
 def keep_last_batch(batch_by_size: Original) -> Any:
-    """fairseq drops a last batch whose size is no multiple of --required-batch-size-multiple (8 by default)."""
+    """fairseq drops a last batch whose size is not a multiple of --required-batch-size-multiple (8 by default)."""
 
     def batch_all(indices: Any, *args: Any, **kwargs: Any) -> Any:
         indices = np.fromiter(indices, dtype=np.int64) if not isinstance(indices, np.ndarray) else indices

@@ -59,13 +59,13 @@ class Contender(NamedTuple):
     tokens_first: bool = False
     ours: bool = False
 
-    def swap(self, x):
+    def layout(self, x):
         return x.transpose(1, 2) if self.tokens_first else x
 
     def inputs(self, shape):
         """Return its inputs in its own layout."""
         drawn = inputs.draw(self.form, shape, self.dtype, DEVICE).values()
-        return [self.swap(x).contiguous().requires_grad_() for x in drawn]
+        return [self.layout(x).contiguous().requires_grad_() for x in drawn]
 
 
 def contenders(part, delta_peer=None, decay_peer=None):
@@ -95,7 +95,7 @@ def usable(contender, shape):
     """Return the function, and the error of its results or "". Raises gpu_peers.Missing for a wrong peer."""
     function, wrong = contender.build(), ""
     if contender.exact:
-        how = {"heads": ends, "swap": contender.swap}
+        how = {"heads": ends, "layout": contender.layout}
         for of, error in inputs.errors(function, contender.form, shape, contender.dtype, DEVICE, **how).items():
             if not error <= TOLERANCE[contender.dtype]:
                 wrong = wrong or f"its {of} differs from the float64 reference by {error:.1e}"

@@ -74,7 +74,7 @@ def build(vector: Vector, words=WORDS, **options):
 class Converter:
     """convert(vector, **options) -> the folder written by the command, with the vector's options and those given.
 
-    save: what is in the file in place of the state dict; bytes are written as they are, None is no file.
+    save: what is in the file in place of the state dict; bytes are written as they are; None: no file.
     """
 
     def __init__(self, folder: Path) -> None:

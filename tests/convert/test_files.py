@@ -37,7 +37,7 @@ def test_a_written_checkpoint_is_the_model(convert, name, capsys):
     model, dictionary = load(folder)
     losses = score(model, dictionary, vector.tokens, vector.segments, carry="mem_len" in vector.options)
     torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-6)
-    # The flags alone make the same model.
+    # Only the flags are needed for the same model.
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     cfg = checkpoint.configure(flags.split(), folder)
     assert {key: saved["cfg"]["model"][key] for key in cfg.model if key != "activation_fn"} == {

@@ -395,7 +395,7 @@ def test_layers_that_stay_softmax(source):
 
 @torch.no_grad()
 def test_layers_by_divergence(source, tmp_path):
-    """The layer is kept that, converted alone, changes the distribution most, by plain sums."""
+    """The kept layer is the one whose conversion changes the distribution most, by plain sums."""
     words = [WORDS[int(index)] for index in torch.randint(46, (3 * LENGTH,))]
     text = tmp_path / "text.txt"
     text.write_text(" ".join(words[:20]) + "\n\n" + " ".join(words[20:]) + "\n")

@@ -1,7 +1,7 @@
 """A Transformer-XL of the public TensorFlow code, as an .npz of its variables, keeps its probabilities.
 
-The files are made up here, and evaluated by the equations of the model in plain PyTorch: the weights that were
-published are not at hand.
+The files are made up here, and evaluated by the equations of the model in plain PyTorch: the published
+weights are not available.
 """
 
 import io

@@ -18,7 +18,7 @@ KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 
 
 
 def type_of(usage):
-    """The first template argument that is no class, in the compiler's spelling."""
+    """Return the first template argument that is not a class, in the compiler's spelling."""
     return re.search(r"I([fdL])", usage.kernel)[1]
 
 

@@ -119,7 +119,7 @@ def test_it_is_the_loop_over_windows(build_model, name, given, rule):  # noqa: F
 
 
 def test_words_that_a_model_lacks_have_no_weight_to_pull_back(build_model):  # noqa: F811
-    """A converted model gives them the bias minus infinity, of which decay would make what is no number."""
+    """A converted model gives them the bias minus infinity, from which decay would compute NaN."""
     arch, flags = MODELS["adaptive"]
     model, text, rule = build_model(arch, **flags), random_text(), RULES["sgd, decay"]
     weights = model.state_dict()

@@ -384,7 +384,7 @@ def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
 
 
 def test_a_copy_reads_with_its_own_attentions():
-    """A deep copy, as exponential moving averages make: changed, it leaves the model alone and reads by itself."""
+    """A deep copy, as for exponential moving averages, can change without the model, and works by itself."""
     model = build(**DELTA)
     copied, source, target = copy.deepcopy(model), random_tokens(2, 4), random_tokens(2, 4)
     with torch.no_grad():
@@ -474,7 +474,7 @@ def test_scores_start_as_large_as_those_of_softmax_attention(flags, factor):
 
 @pytest.mark.parametrize("kind", ["maps-elu", "maps-favor", "cross", "encoder", "softmax"])
 def test_alignment(kind):
-    """That of a hypothesis is the attention to the source of a forward of it alone, as in fairseq's own model.
+    """The alignment of a hypothesis is the attention to the source in its own forward pass, as in fairseq's model.
 
     None is computed before fairseq says that it will be needed.
     """

@@ -75,7 +75,7 @@ def test_an_earlier_version_had_the_defaults(arch):
 
 
 def test_what_a_new_layer_is_was_not_trained_otherwise():
-    """Of a base model's options alone something can have changed."""
+    """Only options of a base model can differ."""
     saved = {**plain(configure("fwp_lm", **SMALL)), "_name": "fwp_lm"}
     layer = {"fwl_hidden_dim": 40, "fwl_gradients_at": "carried"}
     given = plain(configure("fwp_fwl_lm", **SMALL, **layer, decoder_feature_map="tanh"))

@@ -105,7 +105,7 @@ def test_shape_sign_and_independence_of_positions(name):
     changed = x.clone()
     changed[:, 1:] = 20 * torch.randn(2, 2, 4, HEAD_DIM)
     assert torch.equal(feature_map(changed)[:, 0], features[:, 0])
-    # One vector alone may take another matrix product than many together.
+    # One vector may take another matrix product than many together.
     torch.testing.assert_close(feature_map(x[1, 2, 3]), features[1, 2, 3], rtol=1e-6, atol=1e-7)
 
 

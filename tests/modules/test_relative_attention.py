@@ -95,7 +95,7 @@ def test_gradients(positions):
 
 
 def test_without_its_positions_it_is_softmax_attention_over_the_concatenation():
-    """Where W_kR, u and v are zero, (a) alone is left."""
+    """If W_kR, u and v are zero, only (a) is left."""
     layer = build()
     softmax = SoftmaxAttention(DIM, HEADS).double()
     softmax.load_state_dict(layer.state_dict(), strict=False)

@@ -287,7 +287,7 @@ def trainings(before, data, folder):
 
 
 def differences(before, now):
-    """The parts by which two results differ; a case of one of them alone is new, or gone."""
+    """Return the parts in which two results differ; a case of only one of them is new, or gone."""
     for name in before:
         if name not in now:
             yield f"{name}: gone"

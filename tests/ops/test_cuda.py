@@ -215,7 +215,7 @@ def test_extra_memory_at_8192_tokens(rule):
 @pytest.mark.slow
 @every_kernel
 def test_more_elements_than_32_bits_count(rule):
-    """The last heads of tensors of more than 2^31 elements get what they get alone."""
+    """The last heads of tensors of more than 2^31 elements get the same results as without the others."""
     if torch.cuda.mem_get_info()[0] < 75e9:
         pytest.skip("needs 75 GB of GPU memory")
     last = sample_inputs(rule, (1, 8, 1024, 16, 16), torch.bfloat16, state=False)

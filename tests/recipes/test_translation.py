@@ -104,7 +104,7 @@ def test_scores(tmp_path):
     precisions = [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)]
     assert result["compound_split"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
     assert "sacrebleu" not in bleu.score(log, tmp_path / "tok.de", None, "de")
-    # Standard output alone: fairseq-generate logs its last line to standard error.
+    # Only standard output: fairseq-generate logs its last line to standard error.
     log.write_text("".join(line for line in log.read_text().splitlines(True) if "Translated" not in line))
     alone = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
     assert alone == {name: value for name, value in result.items() if name not in ("tokens", "seconds")}

@@ -117,7 +117,7 @@ def test_texts(tmp_path, damage):
 
 
 def test_an_index_of_nothing_and_the_widest_dictionary(tmp_path):
-    """The last word of a dictionary is no reason to refuse a text, nor are lines of nothing but their ends."""
+    """A text is accepted if it has the last word of a dictionary, or empty lines."""
     write_text(tmp_path, words=6)
     dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
     dataset = data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
