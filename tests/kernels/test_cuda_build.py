@@ -1,6 +1,6 @@
-"""Building the CUDA kernels where there is no GPU: what is refused and how, what nvcc is told, and that all compiles.
+"""Build the CUDA kernels on a machine without a GPU: errors, the arguments of nvcc, and compilation of all kernels.
 
-Stand-ins for nvcc and the C++ compiler answer as they would and write their output files; PyTorch is made to see GPUs.
+Stand-ins for nvcc and the C++ compiler give the same answers and write their output files; PyTorch reports GPUs.
 """
 
 import os
@@ -33,7 +33,7 @@ SOURCES = (
 
 
 class Machine:
-    """GPUs, a toolkit, a C++ compiler, sources and an empty cache in one folder. `calls` compile or link."""
+    """A folder with GPUs, a toolkit, a C++ compiler, sources and an empty cache. `calls` compile or link."""
 
     def __init__(self, monkeypatch, folder):
         self.patch, self.folder, self.loaded = monkeypatch, folder, []
@@ -95,7 +95,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def refusal(machine):
-    """The sentence of a build that is refused, of the status too, with nothing built or half-written."""
+    """Return the error of a refused build, which the status has too; nothing is built or half-written."""
     status = machine.build()
     assert not status.built and status == loading._status("cuda", build=False)
     assert not machine.calls and not machine.loaded and not list(machine.folder.glob("a cache/**/*.so"))
@@ -180,7 +180,7 @@ def test_takes_another_minor_release(machine):
 
 
 def test_takes_the_nvcc_that_pip_installs(machine, monkeypatch):
-    """Where there is none of PyTorch's CUDA on PATH. It lies among the libraries that PyTorch's wheels bring."""
+    """If PATH has no nvcc of PyTorch's CUDA, the one among the libraries of PyTorch's wheels is used."""
     machine.install("14.0")
     (machine.folder / "nvidia").mkdir()
     wheel = (machine.folder / "cuda 14.0").rename(machine.folder / "nvidia" / "cu14")
@@ -292,7 +292,7 @@ def test_key_follows_what_the_machine_code_depends_on(machine, monkeypatch):
 
 # ---- with a real nvcc
 
-# What a PyTorch for CUDA has and one for the CPU has not: all that the binding needs of it.
+# The part of a PyTorch for CUDA that the binding needs, and that one for the CPU lacks.
 STREAM = """
 namespace c10::cuda {
 struct CUDAStream { void* stream() const; };
@@ -312,7 +312,7 @@ for key in ("CUDA", "AutogradCUDA"):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler, nvcc")
 def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
-    """In folders with spaces, and with a stub of the little that only a PyTorch for CUDA has."""
+    """Compile in folders with spaces, with a stub of the part that only a PyTorch for CUDA has."""
     sources, stubs = build._source_folder(), tmp_path / "stubs"
     machine = Machine(monkeypatch, tmp_path)
     shutil.copytree(sources, machine.sources, dirs_exist_ok=True)

@@ -23,7 +23,7 @@ def test_a_word_is_its_row_times_its_clusters_projection(cutoffs):
 
 
 def test_every_word_but_padding_is_trained():
-    """Also the one of each cluster that stands where padding stands in the first."""
+    """All words are trained, even those with the index of padding within their cluster."""
     embedding = AdaptiveInput(VOCABULARY, DIM, [10, 20], 2, padding_idx=1)
     embedding(torch.arange(VOCABULARY).unsqueeze(0)).square().sum().backward()
     moved = torch.cat([table.weight.grad.abs().sum(1) > 0 for table in embedding.tables])

@@ -87,7 +87,7 @@ def test_the_index_of_padding_is_no_word_of_a_tail_nor_a_cluster(build):
 
 
 def test_a_projected_softmax_is_the_public_codes():
-    """Features times the cluster's projection times its embeddings; head and clusters in the head's own projection."""
+    """Features times the cluster's projection times its embeddings; the head has a separate projection."""
     embedding = AdaptiveInput(VOCABULARY, 32, [10, 20], 4).double()
     softmax = ProjectedAdaptiveSoftmax(embedding).double()
     for parameter in softmax.parameters():
@@ -116,7 +116,7 @@ def test_tables_and_projections_are_shared_but_for_the_heads():
 
 
 def test_gradients_of_losses_without_a_graph(softmax, monkeypatch):
-    """Blocks of rows, of which the last is smaller, and clusters without a token among the targets."""
+    """Blocks of rows with a smaller last one, and clusters without a target."""
     monkeypatch.setattr(adaptive_softmax, "BLOCK", 5)
     features = random_features(softmax, 3, 4).requires_grad_()
     for target in (torch.randint(VOCABULARY, (3, 4)), torch.randint(4, (3, 4))):
@@ -140,7 +140,7 @@ OUTPUT_LAYERS = {
 
 @pytest.mark.parametrize("kind", OUTPUT_LAYERS)
 def test_a_loaded_bias_of_minus_infinity_is_a_mask(kind):
-    """It scores as that bias does, to the last bit, and is not among what is learned; a saved one is as it was read."""
+    """The mask scores as that bias, to the last bit, and is not learned; saving gives the bias that was read."""
     absent, targets = [0, 1, 15, 29], torch.randint(2, 10, (3, 4))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         written, softmax = (OUTPUT_LAYERS[kind]().to(dtype) for _ in range(2))

@@ -172,7 +172,7 @@ def test_the_learned_map_takes_half_weights_as_they_are():
 
 
 def favor_estimates(favor, count, norm=0.6, product=1.147, pairs=256):
-    """(count, pairs): at each of count draws, estimates of product = exp(x . y) for pairs of vectors of that norm."""
+    """Return (count, pairs): for each draw, estimates of exp(x . y) = product for pairs of vectors of that norm."""
     x, across = torch.randn(2, pairs, favor.projection.shape[1], dtype=torch.float64)
     x = torch.nn.functional.normalize(x, dim=-1)
     across = torch.nn.functional.normalize(across - (across * x).sum(-1, keepdim=True) * x, dim=-1)
@@ -187,14 +187,14 @@ def favor_estimates(favor, count, norm=0.6, product=1.147, pairs=256):
 
 
 def mean_and_deviation(estimates):
-    """Of the mean over all draws; the pairs at one draw are not independent of each other."""
+    """Return the mean and its standard error over draws; the pairs of one draw are not independent."""
     means = estimates.mean(-1)
     return means.mean().item(), means.std().item() / len(means) ** 0.5
 
 
 @looped("draw, num_features", [("orthogonal", 8), ("orthogonal", 41), ("gaussian", 8)])
 def test_favor_is_unbiased(draw, num_features):
-    """Within 4 standard deviations of the mean; 41 rows are two blocks of 16 and an incomplete one."""
+    """The mean is within 4 standard errors; 41 rows are two blocks of 16 and an incomplete one."""
     mean, deviation = mean_and_deviation(favor_estimates(Favor(16, num_features, draw), 2000))
     assert deviation < 0.002 and abs(mean - 1.147) < 4 * deviation
 
@@ -207,13 +207,13 @@ def test_orthogonal_rows_have_a_smaller_variance():
 
 
 def test_the_authors_draw_is_too_small():
-    """On average over directions; along some it is unbiased, along others too small by up to 3 per cent."""
+    """The bias is an average over directions; along some it is 0, along others up to 3 per cent."""
     mean, deviation = mean_and_deviation(favor_estimates(Favor(16, 8, "authors"), 4000))
     assert mean + 4 * deviation < 1.147 and mean > 1.1
 
 
 def test_the_draws_rows():
-    """Orthogonal within blocks; rows as long as Gaussian vectors; the authors' draw has orthogonal columns instead."""
+    """Rows are orthogonal within blocks and as long as Gaussian vectors; the authors' draw has orthogonal columns."""
     rows = Favor(8, 20, "orthogonal").double().projection
     for block in rows.split(8):
         products = block @ block.T
@@ -228,7 +228,7 @@ def test_the_draws_rows():
 
 @looped("draw", ["orthogonal", "gaussian"])
 def test_elements_of_the_matrix_are_standard_gaussian(draw):
-    """Signs too: without the correction of the QR decomposition, the first elements of the rows are negative."""
+    """Signs are random too: without the correction of the QR decomposition, first elements are negative."""
     favor = Favor(4, 6, draw)
     drawn = []
     for _ in range(3000):
@@ -263,7 +263,7 @@ def test_a_loaded_state_continues_the_sequence(draw):
     assert favor.draws == 2
     for _ in range(3):
         previous = favor.projection
-        torch.rand(1)  # other draws from the global generator change nothing
+        torch.rand(1)  # draws from the global generator change nothing
         favor.resample()
         resumed.resample()
         assert not torch.equal(favor.projection, previous)
@@ -273,7 +273,7 @@ def test_a_loaded_state_continues_the_sequence(draw):
 
 @looped("redraw, expected", [(1, [1] * 7), (3, [0, 0, 1, 0, 0, 1, 0]), (0, [0] * 7)])
 def test_favor_draws_anew_as_often_as_it_is_told(redraw, expected):
-    """Also when it goes on from a state, of any number of draws, and with a matrix that was given."""
+    """It also continues from a saved state, after any number of draws, and with a given matrix."""
     favor, found = Favor(HEAD_DIM, 4, redraw=redraw), []
     favor.load_state_dict({**favor.state_dict(), "projection": torch.randn(4, HEAD_DIM)})
     for _ in expected:

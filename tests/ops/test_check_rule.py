@@ -1,4 +1,4 @@
-"""The laws as a check that is handed out: it passes what keeps them, and says of others which one they break."""
+"""The public check of the laws: correct rules pass, and for others it names the broken law."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def writes_nothing(memory, k, v, keep):
     return keep.unsqueeze(-1) * memory
 
 
-def remembers_elsewhere(memory, k, v, keep, seen=[]):  # noqa: B006 - that is the mistake
+def remembers_elsewhere(memory, k, v, keep, seen=[]):  # noqa: B006 - the mistake under test
     seen.append(v.detach().sum())
     return leaky(memory, k, v, keep) + sum(seen)
 
