@@ -555,7 +555,7 @@ def test_read_after_write(backend):
 
 @every_backend
 def test_unrelated_associations(backend):
-    """With the delta rule, a new value under k_2 keeps that under an orthogonal k_1; the gated rule keeps a share of it.
+    """The delta rule keeps the value under k_1 if it writes under an orthogonal k_2; the gated rule keeps a share.
 
     Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174), Appendix B.
     """

@@ -96,7 +96,7 @@ class Brute:
         self.steps, self.decays = layer.step_sizes(), layer.decays()
 
     def gradient(self, h, token, carried):
-        """Return dL / d theta at one position, with a graph: at the trained weights, or those of the segment's start."""
+        """Return dL / d theta at one position, with a graph: at the trained weights, or at the segment's start."""
         slow = dict(self.weights)
         if "softmax.bias" in self.fast:  # a leaf that replaces the softmax's bias, for autograd
             slow["softmax.bias"] = slow["softmax.bias"].detach().requires_grad_()
