@@ -1,4 +1,4 @@
-"""fwp-add-layer: the model stays what it was, its layer stands in the basis of its text, and what is refused."""
+"""fwp-add-layer: the model keeps its scores, the layer is in the basis of the text, and refusals."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def train(folder, name, *flags):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """data (binarised), and a checkpoint NAME/checkpoint_last.pt of every base."""
+    """A folder with data (binarised), and a checkpoint NAME/checkpoint_last.pt of every base."""
     folder, chooser = tmp_path_factory.mktemp("add_layer"), random.Random(1)
     for split, lines in (("train", 60), ("test", 10)):
         text = (" ".join(f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
@@ -75,7 +75,7 @@ def test_the_model_is_as_good_and_learns_by_reading(folder, name):
 
 @looped("carry", [False, True])
 def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
-    """Of the first two segments of each stream: features by a pass over both, gradients by autograd of the loss."""
+    """Compute them for the first two segments of each stream: features by one pass, gradients by autograd."""
     model = build_model("fwp_fwl_lm", fwl_base="fwp_xl_lm", mem_len=6, tokens_per_sample=5, fwl_fast_weights="none")
     decoder, tokens = model.decoder, torch.randint(4, 50, (STREAMS * 17 + 3,))
     mean, covariance, of_gradients = read_moments(model, tokens, STREAMS * 14, carry)
@@ -116,7 +116,7 @@ FORGOTTEN = {
 @pytest.mark.parametrize("option", ["--finetune-from-model", "--restore-file"])
 @pytest.mark.parametrize("case", FORGOTTEN)
 def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
-    """With all others that differ, in one sentence, where fairseq has the names of all weights."""
+    """The error is one sentence with all other differing options, in place of fairseq's names of all weights."""
     _, out = run(folder, "Transformer-XL")
     flags, sentence = FORGOTTEN[case]
     with pytest.raises(ValueError, match=rf"^\S+/Transformer-XL\.pt {sentence}") as error:
@@ -126,7 +126,7 @@ def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
 
 
 def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplog):
-    """By the flags that make them; with the same ones, and a resumed training, nothing is said."""
+    """A warning names them by their flags; with the same flags, or a resumed training, there is none."""
     path = folder / "local" / "checkpoint_last.pt"
     same = [*BASES["local"], *SIZES, "--finetune-from-model", path]
     for _ in range(2):

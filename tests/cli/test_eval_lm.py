@@ -1,4 +1,4 @@
-"""fwp-eval-lm: against fairseq's own evaluation, what it prints and writes, and its refusals."""
+"""fwp-eval-lm: comparison with fairseq's own evaluation, its output and files, and its refusals."""
 
 import json
 import math
@@ -56,12 +56,12 @@ def test_a_window_is_as_long_as_in_training_and_no_longer_than_the_model_reads(o
     assert eval_lm.read_protocol(args, model, Namespace(tokens_per_sample=of_task)).window == window
 
 
-# From here on with a checkpoint and binarised text, as people have them.
+# From here on with a checkpoint and binarised text.
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """text/{train,test}.txt, data (binarised), data2 (with another dictionary), delta.pt, softmax.pt."""
+    """A folder with text/{train,test}.txt, data (binarised), data2 (other dictionary), delta.pt, softmax.pt."""
     folder = tmp_path_factory.mktemp("eval_lm")
     chooser = random.Random(1)
     (folder / "text").mkdir()
@@ -94,7 +94,7 @@ def train_model(*arguments):
 
 
 def evaluate(folder, *arguments, data="data", path="delta.pt"):
-    """The JSON that the command writes, in this process."""
+    """Run the command in this process and return its JSON."""
     out = folder / "result.json"
     out.unlink(missing_ok=True)
     eval_lm.main([*map(str, [folder / data, "--path", folder / path, "--cpu", "--json", out, *arguments])])
@@ -102,7 +102,7 @@ def evaluate(folder, *arguments, data="data", path="delta.pt"):
 
 
 def fairseqs_bits(folder, path, context):
-    """Loss (base 2) that fairseq-eval-lm finds, one block at a time as --context-window needs it."""
+    """Return the loss (base 2) of fairseq-eval-lm, one block at a time, as --context-window needs."""
     arguments = [folder / "data", "--path", folder / path, "--cpu", "--gen-subset", "test", "--batch-size", 1]
     arguments += ["--tokens-per-sample", SIZE, "--context-window", context, "--log-format", "none"]
     parser = options.get_eval_lm_parser()
@@ -158,7 +158,7 @@ def test_carried_state(folder, caplog):
 
 
 def test_dynamic_evaluation(folder, caplog):
-    """Without a step nothing changes; with one the result says so."""
+    """Without a step nothing changes; with one the result names it."""
     plain, still = (
         evaluate(folder, "--context-window", 0),
         evaluate(folder, "--context-window", 0, "--dynamic", "sgd", "--dynamic-lr", 0),
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_an_earlier_fairseq(folder):
     settings = {name: value for group in groups.values() for name, value in group.items() if name != "_name"}
     args = Namespace(**{**settings, **names, "arch": names["model"]})
     torch.save({**state, "args": args, "cfg": None}, folder / "earlier.pt")
-    silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
+    silence_known_warnings()  # as importing the package does, before pytest sets its filters
     longer = ["--model-overrides", "{'max_target_positions': 50}", "--tokens-per-sample", 50]
     assert evaluate(folder, *longer, path="earlier.pt")["loss"] == evaluate(folder, *longer)["loss"]
 
@@ -285,7 +285,7 @@ MISUSES = {
 
 @pytest.fixture(scope="module")
 def damaged(folder):
-    """The folder with what REFUSALS names."""
+    """The folder with the files that REFUSALS names."""
     whole = (folder / "delta.pt").read_bytes()
     (folder / "half.pt").write_bytes(whole[: len(whole) // 2])
     torch.save({"weight": torch.zeros(3)}, folder / "foreign.pt")

@@ -1,4 +1,4 @@
-"""fairseq's transformer_lm, converted, has the logits of fairseq's own model; what has no place is refused by name."""
+"""A converted transformer_lm has the logits of fairseq's model; other settings are refused by name."""
 
 import re
 from argparse import Namespace
@@ -21,7 +21,7 @@ ADAPTIVE = {"adaptive_input_cutoff": "10,30", "adaptive_softmax_cutoff": "10,30"
 PLAIN = {"decoder_input_dim": 16, "decoder_output_dim": 16}
 LENGTH = 20
 
-# The architectures that the issue of conversion is about, and the ways of fairseq's models to differ from them.
+# The main architectures, and other variants of fairseq's models.
 SOURCES = {
     "wiki103": ("transformer_lm_wiki103", ADAPTIVE),
     "wiki103 of 50 words": ("transformer_lm_wiki103", dict.fromkeys(ADAPTIVE, "10,50")),
@@ -41,11 +41,11 @@ def make_dictionary():
 
 
 def build_theirs(arch, flags):
-    """fairseq's model with large random weights, in evaluation, and its settings."""
+    """Return fairseq's model with large random weights, in evaluation, and its settings."""
     task = {"tokens_per_sample": LENGTH, "max_target_positions": LENGTH, "add_bos_token": False}
     args = Namespace(**SMALL, **{**task, **flags}, tpu=False)
     ARCH_CONFIG_REGISTRY[arch](args)
-    args.base_shuffle = 1  # fairseq's architectures say False, which its configuration refuses
+    args.base_shuffle = 1  # fairseq's architectures have False, which its configuration refuses
     cfg = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), vars(args))
     dictionary = make_dictionary()
     model = TransformerLanguageModel.build_model(
@@ -57,7 +57,7 @@ def build_theirs(arch, flags):
 
 
 class Checkpoint:
-    """A file as fairseq saves it, with its dict.txt, and what the command makes of it."""
+    """A file as fairseq saves it, with its dict.txt, and its conversion by the command."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.out = folder / "model.pt", folder / "out"
@@ -85,7 +85,7 @@ def log_probs(model, tokens):
 def assert_same(ours, theirs):
     tokens = torch.randint(4, 50, (3, LENGTH))
     expected = log_probs(theirs, tokens)
-    assert expected.std() > 0.2  # weights that make a difference
+    assert expected.std() > 0.2  # weights that change the outputs
     torch.testing.assert_close(log_probs(ours.float(), tokens), expected, rtol=0, atol=5e-6)
 
 
@@ -97,7 +97,7 @@ def test_logits(checkpoint, name):
     assert dictionary == make_dictionary()
     assert_same(ours, theirs)
     count = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
-    # fairseq's table of positions has rows that no token has.
+    # fairseq's table of positions has unused rows.
     assert count[1] - count[0] == (2 * SMALL["decoder_embed_dim"] if name == "gpt3" else 0)
     state = {}
     tokens = torch.randint(4, 50, (2, 6))
@@ -115,7 +115,7 @@ def test_dropouts_are_those_of_the_training(checkpoint):
 
 
 def test_checkpoints_of_earlier_versions(checkpoint):
-    """Settings in `args`; queries, keys and values in one tensor; norms by number; no final norm."""
+    """An old checkpoint has settings in `args`, q, k and v in one tensor, numbered norms, and no final norm."""
     theirs, settings = build_theirs("transformer_lm_gpt2_small", {"share_decoder_input_output_embed": True})
     theirs.decoder.layer_norm = None
     old = {
@@ -138,7 +138,7 @@ def test_checkpoints_of_earlier_versions(checkpoint):
 
 @pytest.fixture
 def refused(checkpoint):
-    """refused(sentence, tensors, settings): the command says so in one line, and writes nothing."""
+    """A function refused(sentence, tensors, settings): the command ends with that sentence and writes nothing."""
 
     def check(sentence, tensors, settings, *arguments):
         checkpoint.save(tensors, settings)

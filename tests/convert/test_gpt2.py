@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's format: the logits of a GPT-2 written out here, and refusals by name."""
+"""GPT-2 in Hugging Face's format: the logits of a GPT-2 defined here, and refusals by name."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from fairseq_fwp.patches.messages import silence_known_warnings
 from tests.convert.conftest import load
 
 WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
-# As transformers saves it, with settings that conversion does not read left out.
+# As saved by transformers, without settings that conversion does not read.
 CONFIG = {
     "activation_function": "gelu_new", "attn_pdrop": 0.2, "embd_pdrop": 0.3, "eos_token_id": 29,
     "layer_norm_epsilon": 1e-05,
@@ -40,7 +40,7 @@ def make_tensors():
 
 
 def reference_logits(tensors, tokens):
-    """Radford et al. 2019 as OpenAI's code has it: tokens (B, L) -> logits (B, L, V)."""
+    """Compute GPT-2 (Radford et al. 2019) as in OpenAI's code: tokens (B, L) -> logits (B, L, V)."""
 
     def linear(x, name):
         return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
@@ -99,7 +99,7 @@ def assert_same(folder, tensors, dtype, tolerance):
     assert expected.std() > 1
     log_probs = model.get_normalized_probs(output, log_probs=True)
     torch.testing.assert_close(log_probs[..., ours], expected, rtol=0, atol=tolerance)
-    # Words of fairseq's dictionary that GPT-2 does not have are never written.
+    # Words of fairseq's dictionary that GPT-2 lacks are never generated.
     rest = [index for index in range(len(dictionary)) if index not in ours]
     assert [dictionary[index] for index in rest] == ["<s>", "<pad>", "<unk>"]
     assert log_probs[..., rest].eq(-torch.inf).all()
@@ -113,7 +113,7 @@ def test_logits(folder, dtype, tolerance):
 
 
 def test_what_transformers_saves_beside_the_weights(folder):
-    """A prefix, causal masks, the output tied to the embeddings, weights in several files."""
+    """Files may have a prefix, causal masks, the tied output, and weights in several files."""
     tensors = make_tensors()
     whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()} | {
         "lm_head.weight": tensors["wte.weight"]
@@ -203,7 +203,7 @@ def test_attention_of_other_shapes_is_named_before_another_takes_its_place(folde
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
-    """The softmax model of rounded weights has the logits of just those weights, and fast weights take their place."""
+    """A softmax model of half-precision weights has their logits, and fast weights can replace its attention."""
     tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
     folder.save(tensors)
     assert_same(folder, tensors, torch.float32, 2e-5)

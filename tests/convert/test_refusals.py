@@ -22,7 +22,7 @@ def shifted(name):
     return lambda tensors: {**tensors, name: tensors[name] + 1}
 
 
-# vector, options that are changed, what is done to the state dict, the sentence
+# vector, changed options, change of the state dict, the sentence
 REFUSALS = {
     "missing": ("type24", {}, without("layers.1.pos_ff.CoreNet.3.bias"), r"lacks layers\.1\.pos_ff\.CoreNet\.3\.bias"),
     "unknown": ("type24", {}, replaced(r_emb=torch.zeros(2)), r"has also r_emb"),
@@ -116,7 +116,7 @@ def test_the_vocabulary_of_another_model(convert):
 
 
 class Pickled(nn.Module):
-    """Stands for a model of the public code."""
+    """A stand-in for a model of the public code."""
 
 
 def test_a_pickled_model_is_not_loaded(convert):

@@ -1,4 +1,4 @@
-"""Another attention in the place of softmax: what is kept of the pretrained one, and how the rest begins."""
+"""Another attention replaces softmax: the part of the pretrained one that is kept, and other initial values."""
 
 import math
 import re
@@ -37,7 +37,7 @@ FLAGS = {
 
 
 def build(conversion):
-    """The model of a conversion, in evaluation."""
+    """Return the model of a conversion, in evaluation."""
     flags = {"max_target_positions": None, "add_bos_token": False, "fwp_backend": "reference", **conversion.flags}
     cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), flags)
     return checkpoint.build(conversion, cfg, checkpoint.make_task(conversion)).eval()
@@ -45,7 +45,7 @@ def build(conversion):
 
 @pytest.fixture(params=[True, False], ids=["biases", "no biases"])
 def source(request):
-    """A softmax model with large random weights, as float64."""
+    """Return a softmax model with large random weights, in float64."""
     flags = {**FLAGS, "attention_bias": request.param}
     cfg = OmegaConf.merge(
         OmegaConf.structured(FwpLanguageModelConfig), {"max_target_positions": None, "add_bos_token": False, **flags}
@@ -64,7 +64,7 @@ def attention_of(conversion):
 
 
 def projected(source, x):
-    """q, k, v (B, H, L, d) of the source's second layer."""
+    """Return q, k, v (B, H, L, d) of the source's second layer."""
     prefix = "decoder.layers.1.self_attn.in_proj."
     y = F.linear(x, source.weights[f"{prefix}weight"], source.weights.get(f"{prefix}bias"))
     return y.unflatten(-1, (3, HEADS, HEAD)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -116,7 +116,7 @@ def test_a_map_sees_the_queries_of_softmax(source):
 
 
 def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
-    """The squared distance is that of the truncated singular values, over whitened inputs that end with a one."""
+    """The squared distance is the sum of squares of the truncated singular values."""
     prefix = "decoder.layers.1.self_attn.in_proj."
     weight = source.weights[f"{prefix}weight"].detach()
     bias = source.weights.get(f"{prefix}bias", torch.zeros(3 * DIM)).detach().double()
@@ -130,7 +130,7 @@ def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
             torch.testing.assert_close((whole - new_q.T @ new_k).square().sum(), left_out, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(
                 new_q.norm(), new_k.norm(), rtol=0.5, atol=0
-            )  # half of the values on either side
+            )  # the root of the values on either side
 
 
 def test_features_beyond_the_dimensions_change_no_score(source):
@@ -168,7 +168,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
 
 @looped("size", [4, HEAD + 1])
 def test_decay_that_begins_with_spans(source, size):
-    """Scores are the nearest to those of softmax but for the last feature, whose output is a mean of the values."""
+    """Scores are the nearest to softmax's, except the last feature, whose output is a mean of the values."""
     longest, x = 81, random_input()
     attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
     q, k, v, _ = rule_inputs(attention, x)
@@ -186,7 +186,7 @@ def test_decay_that_begins_with_spans(source, size):
     queries = torch.cat([attention.in_proj.weight[:rows], attention.bias[:rows, None]], dim=1)
     singular = queries.unflatten(0, (HEADS, size)).norm(dim=-1)[:, :-1]
     assert (singular.diff() <= 0).all() and (singular[:, 0] > singular[:, 2]).all()
-    # Decays of the last feature add up to one: 1 / 10 of each value, times 0.9 for every token since.
+    # Weights of the last feature sum to one: 1 / 10 of each value, times 0.9 for every later token.
     torch.testing.assert_close(q[..., -1] * k[..., -1], torch.full(q.shape[:-1], 0.1, dtype=torch.float64))
 
 
@@ -210,7 +210,7 @@ def test_delta_begins_with_small_writes(source, rule):
 
 @looped("rule", ["gated_delta", "kda"])
 def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
-    """A head remembers s tokens where its decay is s / (1 + s) without an input."""
+    """A head remembers s tokens if its decay is s / (1 + s) without an input."""
     attention = attention_of(swap(source, Target(rule, state_size=4)))
     decay = attention.gate_activations["decay"](torch.zeros(1, 1, HEADS, 1 if rule == "gated_delta" else 4))
     spans = torch.tensor([16 * 32**0.25, 16 * 32**0.75])
@@ -220,7 +220,7 @@ def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
 
 
 def test_a_rule_of_several_steps_begins_as_delta(source):
-    """Its last step has the pretrained key; the one before hardly writes."""
+    """The last step has the pretrained key; the step before writes very little."""
     several, one = (
         attention_of(swap(source, Target(rule, "elu", sum_normalization=True))) for rule in ("delta_product", "delta")
     )
@@ -287,7 +287,7 @@ def test_sources_without_softmax(source):
 
 @pytest.fixture
 def saved(source, tmp_path):
-    """The folder of a softmax model as the command writes it."""
+    """Return the folder of a softmax model as the command writes it."""
     checkpoint.write(source, tmp_path / "softmax")
     return tmp_path / "softmax"
 
@@ -299,7 +299,7 @@ def convert(folder, out, *arguments):
 
 
 def test_as_many_heads_as_a_model_has_by_default():
-    """Of which a checkpoint's flags say nothing."""
+    """Flags of a checkpoint do not have them."""
     flags = {name: value for name, value in FLAGS.items() if name != "decoder_attention_heads"}
     weights = {f"decoder.layers.{layer}.self_attn.{name}": torch.randn(shape) for layer in (0, 1) for name, shape in (
         ("in_proj.weight", (3 * DIM, DIM)), ("out_proj.weight", (DIM, DIM)))}  # fmt: skip
@@ -330,7 +330,7 @@ def test_the_command(saved, source, tmp_path):
 
 
 def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
-    """Mao 2022, Sec. 2.2: y = S q / z q, where what delta retrieves is not divided."""
+    """Mao 2022, Sec. 2.2: y = S q / z q, and the value that delta retrieves is not divided."""
     flags = ["--decoder-update-rule", "delta", "--decoder-feature-map", "elu", "--attention-normalization"]
     attention = (
         convert(saved, tmp_path / "out", *flags, "--attention-normalization-read-out-only").decoder.layers[1].self_attn
@@ -350,7 +350,7 @@ def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
     ],
 )
 def test_attention_that_is_not_whole_is_named(saved, tmp_path, name, weight, sentence):
-    """Although another takes its place."""
+    """It is checked although another attention replaces it."""
     name = f"decoder.layers.1.self_attn.{name}"
     state = torch.load(saved / "checkpoint.pt", weights_only=True)
     state["model"] = {key: tensor for key, tensor in {**state["model"], name: weight}.items() if tensor is not None}
@@ -379,7 +379,7 @@ def layers_of(model):
 
 
 def test_layers_that_stay_softmax(source):
-    """The rest is converted; they are what they were, with biases of zero where the others need some."""
+    """The others are converted; kept layers are unchanged, with biases of zero if the others need biases."""
     target = Target("delta", "elu", sum_normalization=True, keep_softmax_layers="1")
     converted, whole = swap(source, target), build(source).double()
     hybrid = build(converted).double()

@@ -26,7 +26,7 @@ EMBED, SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
 
 
 class Case(NamedTuple):
-    """A model and its options; epsilon: of the layer normalisations, which is 1e-5 here and 1e-12 there."""
+    """A model and its options; epsilon: of the layer normalisations, 1e-5 in ours and 1e-12 in theirs."""
 
     cutoffs: tuple = (12, 20)
     div_val: int = 2
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 def make_variables(case, seed=1):
-    """Random variables by their names in the checkpoint."""
+    """Return random variables by their names in the checkpoint."""
     draw = np.random.default_rng(seed)
 
     def weights(*shape):
@@ -81,7 +81,7 @@ def make_variables(case, seed=1):
         return found
     for index, size in enumerate(sizes):
         found[f"{SOFTMAX}/cutoff_{index}/b"] = weights(size)
-    if case.div_val > 1:  # all but the first are the input's
+    if case.div_val > 1:  # all except the first are the input's
         found[f"{SOFTMAX}/cutoff_0/proj"] = weights(DIM, DIM)
     found[f"{SOFTMAX}/cutoff_0/cluster_W"] = weights(len(case.cutoffs), DIM)
     found[f"{SOFTMAX}/cutoff_0/cluster_b"] = weights(len(case.cutoffs))
@@ -89,14 +89,14 @@ def make_variables(case, seed=1):
 
 
 class Reference:
-    """The model's equations (Dai et al. 2019, Sec. 3), pair by pair, in float64."""
+    """The model by its equations (Dai et al. 2019, Sec. 3), pair by pair, in float64."""
 
     def __init__(self, variables, case):
         self.case = case
         self.variables = {name: torch.from_numpy(value).double() for name, value in variables.items()}
 
     def __call__(self, tokens):
-        """Log-probabilities (T, B, V) after each of tokens (T, B), segment by segment; the memory begins as zeros."""
+        """Return log-probabilities (T, B, V) after each of tokens (T, B), by segments; the memory starts as zeros."""
         memories = [torch.zeros(self.case.mem_len, BATCH, DIM, dtype=torch.float64)] * LAYERS
         found = []
         for segment in tokens.split(SEGMENTS):
@@ -131,7 +131,7 @@ class Reference:
         return self.normalize(layer, "ff", x + out)
 
     def attend(self, layer, x, known):
-        """x (L, B, D), and with the memory before it known (S, B, D)."""
+        """Compute the attention of a layer for x (L, B, D); known (S, B, D): the memory followed by x."""
         heads = (HEADS, DIM // HEADS)
         u, v = (self.variables[f"transformer/r_{kind}_bias"] for kind in "wr")
         if self.case.untied:
@@ -152,7 +152,7 @@ class Reference:
         return self.normalize(layer, "rel_attn", x + torch.stack(rows) @ self.get(layer, "rel_attn/o/kernel"))
 
     def output(self, x, index):
-        """The logits of a cluster's words, and what its table was multiplied with."""
+        """Return the logits of a cluster's words, and the vectors that its table was multiplied with."""
         start, stop = self.case.ends[index : index + 2]
         if self.case.div_val == 1:
             table = self.variables[f"{EMBED}/lookup_table"][start:stop]
@@ -187,7 +187,7 @@ def packed(variables):
 
 @pytest.fixture
 def convert_npz(convert):
-    """convert_npz(variables or bytes, case, **options) -> the folder that the command writes."""
+    """A function convert_npz(variables or bytes, case, **options) -> the folder that the command writes."""
     convert.state_dict = convert.folder / "model.npz"
 
     def run(variables, case, **options):
@@ -203,7 +203,7 @@ def convert_npz(convert):
 
 @torch.no_grad()
 def converted_log_probs(folder, case, tokens):
-    """Those of the converted model, which is given the zeros that the TensorFlow code begins with."""
+    """Return those of the converted model, with a memory of zeros as in the TensorFlow code."""
     model, dictionary = load(folder)
     ours = torch.tensor([dictionary.index("</s>" if word == "<eos>" else word) for word in WORDS])
     zeros = Memory(torch.zeros(BATCH, case.mem_len, DIM, dtype=torch.float64))
@@ -240,13 +240,13 @@ def test_probabilities(convert_npz):
         torch.testing.assert_close(expected.exp().sum(-1), torch.ones_like(expected[..., 0]))
         found = converted_log_probs(convert_npz(variables, case), case, tokens)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
-        # The normalisations of the TensorFlow code, whose epsilon is another.
+        # The normalisations of the TensorFlow code, which have another epsilon.
         there = Reference(variables, case._replace(epsilon=1e-12))(tokens)
         assert 0 < (found - there).abs().max() < 1e-3, name
 
 
 def test_the_order_of_clusters_and_of_u_and_v_matters(convert_npz):
-    """Else the test above could not tell."""
+    """Otherwise the test above would find nothing."""
     case, tokens = CASES["wt103"], make_tokens()
     variables = make_variables(case)
     found = converted_log_probs(convert_npz(variables, case), case, tokens)
@@ -290,7 +290,7 @@ def test_other_dtypes_and_what_the_optimizer_keeps(convert_npz):
 
 
 def test_the_command_that_exports(convert_npz, monkeypatch):
-    """Run with a stand-in for TensorFlow, as the texts have it."""
+    """The command of the guide runs, with a stand-in for TensorFlow."""
     case = CASES["wt103"]
     variables = make_variables(case)
     saved = {**variables, "transformer/r_w_bias/Adam": variables["transformer/r_w_bias"], "global_step": np.int64(7)}
@@ -321,7 +321,7 @@ def added(name, *shape):
 
 
 R_W, R_R, QKV = "transformer/r_w_bias", "transformer/r_r_bias", "transformer/layer_1/rel_attn/qkv/kernel"
-# case, options that are changed, what is done to the variables, the sentence
+# case, changed options, change of the variables, the sentence
 REFUSALS = {
     "missing": ("wt103", {}, without(QKV), rf"lacks {QKV}; check"),
     "no layers": (

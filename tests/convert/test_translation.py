@@ -1,4 +1,4 @@
-"""Translation models of fairseq's Transformer: the same logits, and linear attention where softmax was."""
+"""Translation models of fairseq's Transformer: the same logits, and linear attention in place of softmax."""
 
 import math
 from argparse import Namespace
@@ -30,7 +30,7 @@ def dictionary(language):
 
 
 class Saved:
-    """A checkpoint as fairseq saves it, the model in it, and what the command makes of it."""
+    """A checkpoint as fairseq saves it, its model, and its conversion by the command."""
 
     def __init__(self, folder, arch="transformer", shared=False, **settings):
         self.folder, self.file = folder, folder / "model.pt"
@@ -100,7 +100,7 @@ def test_without_another_attention_the_logits_are_the_same(tmp_path_factory, arc
 
 
 def kinds(model):
-    """Which of encoder, decoder and attention to the source are not fairseq's own."""
+    """Return which of encoder, decoder and attention to the source are not fairseq's own."""
     places = {
         "encoder": model.encoder.layers[1].self_attn,
         "decoder": model.decoder.layers[1].self_attn,
@@ -129,13 +129,13 @@ def test_each_place_is_converted_or_kept(tmp_path_factory, flags, converted):
 
 
 def softmax_parts(attention, x, source):
-    """q, k and v (B, H, L, d) of fairseq's attention."""
+    """Return q, k and v (B, H, L, d) of fairseq's attention."""
     pairs = ((attention.q_proj, x), (attention.k_proj, source), (attention.v_proj, source))
     return [projection(given).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for projection, given in pairs]
 
 
 def test_projections_are_those_of_softmax(saved):
-    """Each attention, by its formula, of the queries and keys that softmax has; the factor is in the queries."""
+    """Each attention follows its formula, with softmax's queries and keys; the factor is in the queries."""
     model = saved.convert(*LINEAR, *SUM)
     x, source = torch.randn(2, 5, DIM), torch.randn(2, 6, DIM)
     for side, name, given in (
@@ -154,7 +154,7 @@ def test_projections_are_those_of_softmax(saved):
 
 
 def test_favor_estimates_the_attention_of_softmax(saved):
-    """Of many features, for moderate scores, as exp(q . k / sqrt(d))."""
+    """With many features and moderate scores it is close to exp(q . k / sqrt(d))."""
     for layer in saved.model.encoder.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             torch.nn.init.normal_(projection.weight, std=0.1)
@@ -227,7 +227,7 @@ def test_files_that_are_not_whole(saved):
 
 
 def test_languages_that_a_checkpoint_does_not_say(saved):
-    """fairseq-train finds them in the names of the data."""
+    """fairseq-train finds the languages in the names of the data."""
     saved.languages = {"_name": "translation", "source_lang": None, "target_lang": None}
     saved.save()
     with pytest.raises(SystemExit, match="does not name its languages: give --source_lang, one of de, en"):

@@ -82,7 +82,7 @@ def test_a_vocabulary_without_line_ends_is_told(name):
 
 @looped("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
 def test_training_leaves_them_without(name):
-    """Also with weight decay, which would make minus infinity in a weight of it in all gradients."""
+    """This holds with weight decay too, for which a weight of minus infinity would spoil all gradients."""
     model, dictionary, conversion = build(read_vector(name))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.01)
     tokens = torch.randint(2, len(dictionary), (2, 9))

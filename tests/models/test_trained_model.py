@@ -1,4 +1,4 @@
-"""Laws of what models know of the settings of their weights; those of translation are in its own tests."""
+"""Laws of models that check the options of their weights; for translation see its tests."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from fairseq_fwp.patches.reading import Saved
 from .conftest import SMALL, configure, log_probs, random_tokens
 
 FAVOR = {"decoder_feature_map": "favor", "decoder_update_rule": "sum", "attention_normalization": True}
-# Of a model: the options it was trained with, and others for the same weights.
+# For a model: the options of its training, and others for the same weights.
 LANGUAGE_MODELS = {
     "map": ({}, {"decoder_feature_map": "tanh"}),
     "size of a map": ({"decoder_feature_map": "dpfp"}, {"dpfp_nu": 2}),
@@ -50,7 +50,7 @@ LANGUAGE_MODELS = {
 
 @looped("case", LANGUAGE_MODELS)
 def test_options_are_named_where_weights_compute_something_else(build_model, case):
-    """All that differ and change scores; those that leave them as they are, never."""
+    """It names all differing options that change scores, and no others."""
     trained, others = LANGUAGE_MODELS[case]
     model = build_model("fwp_lm", **trained)
     other, tokens = build_model("fwp_lm", **{**trained, **others}), random_tokens(2, 9)
@@ -86,7 +86,7 @@ def test_what_a_new_layer_is_was_not_trained_otherwise():
 
 
 def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
-    """Where they cannot be loaded, and where they compute something else; options that were asked for are not said."""
+    """It names them if weights cannot be loaded, or compute another function; requested options are not named."""
     model = build_model("fwp_lm")
     options = plain(configure("fwp_lm", **SMALL))
     weights = model.state_dict()
