@@ -1,6 +1,6 @@
 """The machine code of the kernels: loads in flight and their width, tensor cores, instructions a chunk or token.
 
-`python -m pytest -s tests/emulator/test_sass.py` prints the table, and what its counts come to in time.
+`python -m pytest -s tests/emulator/test_sass.py` prints the table, and times computed from its counts.
 """
 
 import math
@@ -17,12 +17,12 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 class Expected(NamedTuple):
     """The limits of a kind of kernel. None has local memory."""
 
-    # In a round of the main loop, at most: by scan or pass, and by the rows that a pass is made for.
+    # Greatest numbers in a round of the main loop: by scan or pass, and by the rows of a pass.
     instructions: dict[str, int]
     features: frozenset[str] = frozenset()
-    # Global loads and copies of less than 16 bytes, at most: numbers of which a token has one. None: any.
+    # Greatest number of global loads and copies below 16 bytes: single numbers of a token. None: any.
     narrow: int | None = None
-    in_flight: int = 0  # loads at once, at least, unless there are asynchronous copies
+    in_flight: int = 0  # least number of simultaneous loads, unless there are asynchronous copies
 
 
 # A scan goes a token at a time; its tokens are copied meanwhile, 16 bytes at once where rows allow it, and else by
@@ -55,7 +55,7 @@ EXPECTED = {
     "other": Expected({}),
 }
 
-# Of a GPU such as the H200; the clock is assumed.
+# For a GPU such as the H200; the clock is assumed.
 MULTIPROCESSORS, CLOCK, SLOTS, BYTES_PER_SECOND = 132, 1.755e9, 4, 4.3e12
 # Batch, heads, tokens and size of a key and value, and the target of the delta rule in bfloat16, forward and backward,
 # in microseconds.
@@ -70,13 +70,13 @@ def kind_of(name: str) -> str:
 
 
 def rows_of(name: str) -> int:
-    """The first number among the template's arguments: the rows that a kernel is made for."""
+    """Return the first number among the template's arguments: the rows of a kernel."""
     found = re.search(r"[<,] ?(\d+)", name)
     return int(found[1]) if found else 0
 
 
 def faults(kernels: list[Kernel]) -> list[str]:
-    """Return what is wrong, a sentence each."""
+    """Return one sentence for each violated limit."""
     found = []
     for kernel in kernels:
         expected = EXPECTED[kind_of(kernel.name)]
@@ -120,21 +120,21 @@ def table(kernels: list[Kernel], registers: list[int]) -> str:
 
 
 def microseconds(instructions: int, rounds: float, heads: int, warps: float) -> float:
-    """The time to issue all instructions: one a cycle from each slot, on which the warps are spread evenly.
+    """Return the time to issue all instructions: one a cycle from each slot, with warps spread evenly.
 
-    A lower bound: no kernel reaches this, because it waits for memory and for its own results too.
+    A lower bound: kernels also wait for memory and for their own results.
     """
     warps_a_slot = max(1, math.ceil(heads * warps / (MULTIPROCESSORS * SLOTS)))
     return instructions * rounds * warps_a_slot / CLOCK * 1e6
 
 
 def passes(kernels: list[Kernel], d: int) -> list[Kernel]:
-    """The kernels of the delta rule's two passes in bfloat16."""
+    """Return the kernels of the delta rule's two passes in bfloat16."""
     return [x for x in kernels if kind_of(x.name) == "chunk" and "true" in x.name and rows_of(x.name) == d]
 
 
 def estimates(kernels: list[Kernel]) -> str:
-    """Lower bounds of the delta rule's time, by instructions and by bytes, compared with the targets."""
+    """Print lower bounds of the delta rule's time, by instructions and by bytes, next to the targets."""
     lines = ["delta rule, bfloat16, forward + backward, in us   instructions   bytes  target"]
     for (batch, heads, tokens, d), target in TARGETS.items():
         number = batch * heads
@@ -211,7 +211,7 @@ def compiled(text, folder):
 
 @needs_nvcc
 def test_narrow_loads_are_found(tmp_path):
-    """Bfloat16 one by one, no tensor cores, and an array whose index is known at run time only."""
+    """The bad kernel has single bfloat16 loads, no tensor cores, and an array whose index is only known at run time."""
     (kernel,) = compiled(NARROW, tmp_path)
     assert kernel.name == "chunk_kernel<ChunkStates<16>>" and set(kernel.widths) == {2, 4}
     said = "\n".join(faults([kernel]))

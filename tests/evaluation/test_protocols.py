@@ -1,4 +1,4 @@
-"""Each protocol against brute force, and what cannot be evaluated."""
+"""Each protocol against brute force, and refusals."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def random_text(length=LENGTH, starts=(0,)):
 
 
 def brute_force(model, text, start_of):
-    """Token by token: a forward pass over inputs[start_of(i) : i + 1], and all words' probabilities at its end."""
+    """Score token by token: a forward pass over inputs[start_of(i) : i + 1], with probabilities of all words."""
     log_probs = []
     for i, token in enumerate(text.tokens):
         with torch.no_grad():
@@ -108,7 +108,7 @@ def test_fairseqs_own_models(cutoffs):
 
     model, text = TransformerLanguageModel.build_model(config, Task).double().eval(), random_text()
     actual = evaluate(model, text, Protocol(16, 12), batch_size=3).log_probs
-    # Without cutoffs fairseq's softmax is float32 whatever the model is.
+    # Without cutoffs fairseq's softmax is float32 for every model.
     expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
     torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
     with pytest.raises(ValueError, match=r"`carry_state` must be off for TransformerLanguageModel, which has no state"):
@@ -132,7 +132,7 @@ def test_every_token_counts_once():
 @pytest.mark.parametrize(
     "arch, numbers",
     [
-        # Schlag et al. 2021, Table 4: 0.13 M. The Transformer's by the formula of its Appendix F, keys and values.
+        # Schlag et al. 2021, Table 4: 0.13 M. For the Transformer, keys and values by the formula of Appendix F.
         ("sum_lm_wt103_medium", 16 * 8 * 32 * 32),
         ("delta_lm_wt103_medium", 131_072),
         ("softmax_lm_wt103_medium", 384 * 512 * 16),
@@ -146,7 +146,7 @@ def test_state_size_is_that_of_the_paper(build_model, arch, numbers):  # noqa: F
 
 
 def test_the_example_of_the_docstring_runs(build_model, capsys):  # noqa: F811
-    """And prints the perplexities of brute force."""
+    """The example prints the perplexities of brute force."""
     example = re.search(r"\n\n((?: {4}.*\n|\n)+)", fairseq_fwp.evaluation.__doc__)[1]
     model, tokens, dictionary = build_model("fwp_lm"), random_text().tokens, make_dictionary(50)
     exec(textwrap.dedent(example), {"model": model, "tokens": tokens, "dictionary": dictionary})

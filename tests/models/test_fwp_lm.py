@@ -77,7 +77,7 @@ def test_padding_changes_no_score(build_model, arch, side):
 
 @pytest.mark.parametrize("rule", ["softmax", *UPDATE_RULES])
 def test_rows_of_different_lengths(build_model, rule):
-    """Padding on the left, on the right and between tokens, different in each row, then decoding with exchanged rows."""
+    """Padding on the left, on the right and between tokens of each row, then decoding with exchanged rows."""
     model = build_model("fwp_lm", decoder_update_rule=rule, sum_normalization=rule != "softmax")
     pad, rows = model.decoder.padding_idx, [random_tokens(n) for n in (7, 3, 5, 1)]
     batch = torch.full((4, 9), pad)
