@@ -1,4 +1,4 @@
-"""Grids of small trainings: their points, what is finished, and retrieval and sequence problems in particular."""
+"""Grids of small trainings: their points, finished ones, and retrieval and sequence problems."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ def test_lists_multiply(conf):
     names = [point.name for point in points]
     assert len(set(names)) == len(names) == 9
     assert names[:3] == [f"sum_retrieval,seed={seed},num-keys={size}" for seed, size in [(1, 8), (1, 20), (2, 8)]]
-    assert retrieval.read_points([conf, conf]) == points  # what two grids have is trained once
+    assert retrieval.read_points([conf, conf]) == points  # a point of two grids is trained once
 
 
 def test_a_point_goes_before_what_all_share(tmp_path):
@@ -138,7 +138,7 @@ def driver(kind, recipe, *words):
 
 
 def test_trainings_run_once_and_failures_are_named(tmp_path):
-    """Through the program: one that is finished at once, one that fails, and the same again."""
+    """Run the program: one training finishes at once, one fails, and then the same again."""
     (tmp_path / "grid.yaml").write_text(
         "- {arch: sum_retrieval, num-keys: 4, stop-updates: 1, max-update: 2, seconds-per-key: 1}\n"
         "- {arch: sum_retrieval, num-keys: 4, restore-file: /nonexistent/x.pt, max-update: 2, reset-optimizer: true,\n"

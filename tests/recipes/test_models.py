@@ -1,4 +1,4 @@
-"""Recipes that train models: which, their stages and seeds, without training one; and language models in particular."""
+"""Recipes that train models: their models, stages and seeds, without a training; and language models."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ CONF = "arch: fwp_lm\ntask: language_modeling\n"
 
 
 class Kind(Recipe):
-    """Writes down what it is asked to do."""
+    """A recipe that records its calls."""
 
     done: list
 
@@ -90,7 +90,7 @@ def test_seeds_are_models_of_their_own(start, tmp_path):
 
 
 class Converting(Kind):
-    """Trains what begins with another model, and writes the flags down."""
+    """Train models that begin with another one, and record the flags."""
 
     def train(self, model):
         self.done.append([*self.start(model), self.teacher(model)])
@@ -101,7 +101,7 @@ class Converting(Kind):
 
 
 def test_a_model_begins_with_another_one(start, recipe, tmp_path, monkeypatch):
-    """Converted, or as it is; the teacher is a model too; of a seed where they have been trained with seeds."""
+    """A start is converted or not; the teacher is a model too; both have the seed if trained with seeds."""
     for name, lines in {
         "first": "from: sum\nconvert: --decoder-update-rule decay\nteacher: sum\n",
         "second": "from: first\nteacher: sum\n",

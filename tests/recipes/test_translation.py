@@ -25,7 +25,7 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     made_up.write_pairs(tmp_path / "a", 5, packed)
     ending = ".gz" if packed else ""
     write = gzip.compress if packed else bytes
-    # What Python takes for ends of lines besides \n; an empty side; a long one.
+    # Characters besides \n that Python takes for line ends; an empty side; a long one.
     (tmp_path / f"b.en{ending}").write_bytes(write(("It's\u2028one \x0b line.\n\n" + "many " * 50 + "\n").encode()))
     (tmp_path / f"b.de{ending}").write_bytes(write("Eine Zeile\x85.\nleer\nzu lang\n".encode()))
     out = tmp_path / "new" / "both"
@@ -88,7 +88,7 @@ def generated(tmp_path, lines, sentences=2):
 
 
 def test_scores(tmp_path):
-    """Three kinds of BLEU of the same sentences, which fairseq prints in any order."""
+    """Three kinds of BLEU of the same sentences, printed in any order."""
     log = generated(tmp_path, [(1, HYPOTHESES[1]), (0, HYPOTHESES[0])])
     (tmp_path / "tok.de").write_text("\n".join(REFERENCES) + "\n")
     raw = ["Ein well-known Haus steht hier.", "die Erinnerung liest einmal & mehr."]
@@ -100,7 +100,7 @@ def test_scores(tmp_path):
     # One word of the first sentence is wrong: n-grams of 6 and 7 tokens.
     precisions = [(5 + 7) / (6 + 7), (3 + 6) / (5 + 6), (2 + 5) / (4 + 5), (1 + 4) / (3 + 4)]
     assert result["tokenised"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
-    # The hyphen makes two more of them.
+    # The hyphen makes two more tokens.
     precisions = [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)]
     assert result["compound_split"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
     assert "sacrebleu" not in bleu.score(log, tmp_path / "tok.de", None, "de")
@@ -128,7 +128,7 @@ def test_the_table_has_mean_and_deviation_of_the_seeds(tmp_path):
 
 
 def test_words_are_split_at_hyphens_as_the_literature_does():
-    """Matches do not overlap: hyphens with a single letter or nothing in between are not both split."""
+    """Matches do not overlap: of two hyphens with one letter or nothing in between, only one is split."""
     split = bleu.split_compounds
     assert split("state-of-the-art") == " ##AT##-##AT## ".join(["state", "of", "the", "art"])
     assert split("a-b-c x--y - -d e-") == "a ##AT##-##AT## b-c x ##AT##-##AT## -y - -d e-"
@@ -168,7 +168,7 @@ def test_the_mean_of_the_last_checkpoints(tmp_path):
 
 @pytest.fixture
 def wmt14(tmp_path):
-    """A folder like that of the unpacked archives: corpora a folder deeper, and a test set in SGML."""
+    """A folder like the unpacked archives: corpora one folder deeper, and a test set in SGML."""
     folder = tmp_path / "wmt14"
     (folder / "training").mkdir(parents=True)
     for name, count in (("europarl-v7", 12), ("commoncrawl", 9), ("news-commentary-v9", 3)):

@@ -26,7 +26,7 @@ DAMAGES = ["cut short", "longer", "empty", "index cut short", "index of zeros", 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The bytes of a small checkpoint of fairseq."""
+    """Return the bytes of a small checkpoint of fairseq."""
     path = tmp_path_factory.mktemp("checkpoint") / "whole.pt"
     state = {"args": None, "cfg": {"model": {"_name": "fwp_lm"}}, "model": {"weight": torch.randn(50, 20)}}
     history = {"criterion_name": "c", "optimizer_name": "o", "lr_scheduler_state": {}, "num_updates": 3}
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
 
 
 def refused(path):
-    """The sentence with which loading a file is refused, "" where it is loaded."""
+    """Return the error of loading a file, "" if it is loaded."""
     try:
         checkpoint_utils.load_checkpoint_to_cpu(str(path))
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def test_other_kinds_of_files(tmp_path, kind):
 
 
 def damage_text(folder, damage):
-    """Damages the text `train`; the words of the sentence that must refuse it."""
+    """Damage the text `train`; return words of the expected error."""
     text, index = folder / "train.bin", folder / "train.idx"
     if damage == "cut short":
         os.truncate(text, text.stat().st_size - 2)
@@ -161,7 +161,7 @@ def test_training_on_a_damaged_text_ends_at_once_and_leaves_what_was_saved(comma
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_disk_that_is_full(commands, tmp_path, task):
-    """The limit on the size of a file stands for it: the system refuses to write on in the midst of a checkpoint."""
+    """A limit on file sizes simulates a full disk: the system refuses a write in the middle of a checkpoint."""
     save_dir, data = tmp_path / "save", tmp_path / "data"
     data.mkdir()
     write_text(data)
@@ -219,7 +219,7 @@ def test_a_save_is_tried_again_from_its_beginning(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="root writes into read-only folders")
 def test_a_folder_that_cannot_be_written(tmp_path):
-    """Refused before the first update; a text that can only be read is enough to train on."""
+    """It is refused before the first update; a read-only text can be trained on."""
     data, save_dir = tmp_path / "data", tmp_path / "save"
     data.mkdir()
     write_text(data)

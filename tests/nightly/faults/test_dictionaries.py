@@ -1,4 +1,4 @@
-"""A dictionary of as many, but other words in the place of the one of the training is refused before it does harm."""
+"""A dictionary with other words, but the same size as in training, is refused before it does harm."""
 
 import logging
 from argparse import Namespace
@@ -24,7 +24,7 @@ def train(data, save_dir, *flags):
 
 
 def rewrite(data, change):
-    """Changes the lines of a dictionary."""
+    """Change the lines of a dictionary."""
     lines = (data / "dict.txt").read_text().splitlines()
     (data / "dict.txt").write_text("\n".join(change(lines)) + "\n")
 
@@ -42,7 +42,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def save_dir(data, tmp_path):
-    """With the checkpoint of two updates."""
+    """A folder with a checkpoint after two updates."""
     train(data, tmp_path / "save", "--max-update", 2)
     return tmp_path / "save"
 
@@ -83,7 +83,7 @@ def test_the_same_words_counted_anew_are_the_same(data, save_dir):
 
 
 def test_a_new_training_may_have_other_words_and_says_so(data, save_dir, tmp_path, caplog):
-    """From then on they are its own."""
+    """From then on, the new words are those of the model."""
     rewrite(data, reverse)
     flags = ["--finetune-from-model", save_dir / "checkpoint_last.pt", "--max-update", 2]
     with caplog.at_level(logging.WARNING):
@@ -138,7 +138,7 @@ def test_what_a_fingerprint_tells_apart():
 
 
 def test_each_language_is_compared_with_itself():
-    """A multilingual task has the first one's dictionary on both sides in training, and its pair's in evaluation."""
+    """A multilingual task has the first dictionary on both sides in training, and its pair's in evaluation."""
     words = {"de": dictionary("a"), "en": dictionary("b")}
     trained = Namespace(dicts=words, source_dictionary=words["de"], target_dictionary=words["de"])
     evaluated = Namespace(dicts=words, target_dictionary=words["en"], cfg=Namespace(data="folder"))
