@@ -240,7 +240,7 @@ OVERRIDES = {
     "{'dropout': None}": r"dropout must be a number, got None$",
     "{'sum_normalization': 'x'}": r"sum_normalization must be True or False, got 'x'$",
     "{'fwp_backend': 'gpu'}": r"fwp_backend must be one of auto, kernel, reference, got 'gpu'$",
-    "{'decoder_update_rule': 'x'}": r"unknown update rule 'x'",
+    "{'decoder_update_rule': 'x'}": r"the update rule must be one of .*, got 'x'",
     "{'decoder_layers': 3}": r"needs --decoder-layers 2, and --model-overrides asks for --decoder-layers 3: ",
 }
 MISUSES = {

@@ -165,7 +165,7 @@ def changed(name, value):
             {},
             "lm_head cannot be converted: .* differ in the checkpoint",
         ),
-        (changed("h.0.ln_1.bias", torch.ones(3)), {}, r"self_attn_layer_norm\.bias is \(3,\) in place of \(16,\)"),
+        (changed("h.0.ln_1.bias", torch.ones(3)), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
         (dict, {"vocab_size": 31}, r"wte\.weight must have the 31 words of config\.json, got 30"),
         (dict, {"n_layer": 1}, r"has also h\.1\.attn"),
         (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
@@ -183,7 +183,7 @@ def changed(name, value):
         (
             changed("h.0.mlp.c_fc.weight", torch.ones(DIM, 4 * DIM, dtype=torch.int8)),
             {},
-            r"h\.0\.mlp\.c_fc\.weight is of torch\.int8",
+            r"h\.0\.mlp\.c_fc\.weight must be floating-point, got torch\.int8",
         ),
     ],
 )

@@ -388,7 +388,7 @@ REFUSALS = {
         "wt103",
         {},
         replaced(f"{SOFTMAX}/cutoff_0/cluster_W", lambda x: x[1:]),
-        r"clusters\.weight is \(1, 8\) in place of \(2, 8\)",
+        r"clusters\.weight must be \(2, 8\), got \(1, 8\)",
     ),
     "lm1b": ("wt103", {}, without(f"{EMBED}/cutoff_0/proj_W"), r"--proj_same_dim=False cannot be converted"),
     "projections": ("wt103", {}, added(f"{SOFTMAX}/cutoff_2/proj", 2, 8), r"untied projections, as of --dataset lm1b"),

@@ -343,5 +343,5 @@ def test_half_loss_refuses_a_criterion_that_counts_all_targets(build):
     model = build("relative", half_loss=True)
     output = model(random_tokens(2, 6))
     model.get_normalized_probs(output, log_probs=True)
-    with pytest.raises(ValueError, match="needs --criterion adaptive_loss"):
+    with pytest.raises(ValueError, match="--criterion must be adaptive_loss with --half-loss"):
         model.train().get_normalized_probs(output, log_probs=True)

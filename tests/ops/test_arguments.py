@@ -112,14 +112,19 @@ def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
                 operator(*given[:i], wrong, *given[i + 1 :])
 
 
+# Of the operator in Python, and of the kernels (cuda_ext/bindings/arguments.h).
+BOTH = "erases must be False with removal_key|must erase or remove, not both"
+FADES = "value_decay must be None with a rate|whose values fade must have no rate"
+
+
 @looped(
     ("given", "message"),
     [
-        ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, "erases must be False with removal_key"),
+        ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, BOTH),
         ({"removal_key": KEY}, "given together"),
-        ({"value_decay": VALUE, "rate": torch.ones(2, 3, 4)}, "value_decay must be None with a rate"),
-        ({"value_decay": VALUE, "erases": True}, "value_decay must be None with a rate"),
-        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, "value_decay must be None with a rate"),
+        ({"value_decay": VALUE, "rate": torch.ones(2, 3, 4)}, FADES),
+        ({"value_decay": VALUE, "erases": True}, FADES),
+        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, FADES),
     ],
 )
 def test_the_operator_refuses_what_no_kernel_computes(given, message):
