@@ -74,7 +74,7 @@ REFUSALS = {
     "memory": ("type2", {"mem_len": 4}, None, r"--mem_len must be left out with absolute positions"),
     "same length": ("type24", {"same_length": True}, None, r"--same_length must be left out with absolute positions"),
     "clamp": ("type2", {"clamp_len": 4}, None, r"--clamp_len must be at least 11 with absolute positions, got 4"),
-    "remove": ("type24", {"remove_lnorm": True}, None, r"--remove_lnorm cannot be converted"),
+    "remove": ("type24", {"remove_lnorm": True}, None, r"--remove_lnorm must be off, got on"),
     "no feed-forward": (
         "type24",
         {},
