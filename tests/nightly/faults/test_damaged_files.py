@@ -94,7 +94,7 @@ def damage_text(folder, damage):
         return r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: .* belongs to another index"
     if damage == "empty":
         text.write_bytes(b"")
-        return r"train.bin\)? is empty: preprocess"
+        return r"train.bin\)? must have at least one token"
     if damage == "index cut short":
         os.truncate(index, index.stat().st_size // 2)
         return r"train.idx must be a complete index"

@@ -88,7 +88,7 @@ def test_a_new_training_may_have_other_words_and_says_so(data, save_dir, tmp_pat
     flags = ["--finetune-from-model", save_dir / "checkpoint_last.pt", "--max-update", 2]
     with caplog.at_level(logging.WARNING):
         train(data, tmp_path / "tuned", *flags)
-    assert "than the model was trained with" in caplog.text
+    assert "of the model's training" in caplog.text
     load_to_evaluate(tmp_path / "tuned", data)
 
 
