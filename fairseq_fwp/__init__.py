@@ -1,8 +1,7 @@
 """Fast weight programmers for fairseq: `fairseq-train --user-dir fairseq_fwp --arch delta_lm_wt103 ...`.
 
-`ops` and `modules` need torch alone. Together with fairseq, whichever of the two is imported first, the package
-patches what today's torch, numpy and Python break in fairseq (`patches`), and registers the models, tasks and
-criterions.
+`ops` and `modules` need only torch. With fairseq, in either order of import, the package patches what today's torch,
+numpy and Python break in fairseq (`patches`). It also registers the models, tasks and criterions.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""An option of a model or a task, as fairseq's dataclasses have them, and settings as people read them."""
+"""Options of models and tasks in fairseq's dataclasses, and their settings as text."""
 
 from argparse import Namespace
 from dataclasses import field
@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 def option(default: Any, text: str, **metadata: Any) -> Any:
     """Return a field with a default and its help text; metadata of attention: see models/attention_options.py.
 
-    same_function: whether trained weights compute the same whatever its value.
+    same_function: whether trained weights compute the same function with every value.
     """
     return field(default=default, metadata={"help": text, **metadata})
 
@@ -23,7 +23,7 @@ def plain(settings: Any) -> dict[str, Any]:
 
 
 def as_given(name: str, value: Any) -> str:
-    """Return an option as it would be given."""
+    """Return an option as on the command line."""
     flag = f"--{name.replace('_', '-')}"
     if value is None or value is False:
         return f"no {flag}"

@@ -1,7 +1,7 @@
-"""Registration with fairseq, once fairseq is there: operators and layers need torch alone, and import no more.
+"""Registration with fairseq, only when fairseq is imported: operators and layers need only torch.
 
-`--user-dir fairseq_fwp` imports this package when fairseq has been imported. Where this package comes first, what it
-has for fairseq is applied as soon as anything imports fairseq.
+`--user-dir fairseq_fwp` imports this package after fairseq. If this package is imported first, patches and registration
+run as soon as anything imports fairseq.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ def _register() -> None:
     from fairseq_fwp import patches
 
     patches.apply()
-    # Only now: they import more of fairseq, which must be patched before.
+    # Only here: they import more of fairseq, which must be patched first.
     from fairseq_fwp import criterions, models, tasks  # noqa: F401
 
 
 class _AfterFairseq(MetaPathFinder):
-    """Finds fairseq where the other finders find it, and registers at the end of its import."""
+    """A finder that finds fairseq through the other finders, and registers at the end of its import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "fairseq":
@@ -41,7 +41,7 @@ class _AfterFairseq(MetaPathFinder):
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)  # who asks may not import it
+            sys.meta_path.insert(0, self)  # a search does not always import it
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -61,7 +61,7 @@ class _AfterFairseq(MetaPathFinder):
 
 @contextlib.contextmanager
 def _root_logger_as_it_is() -> Iterator[None]:
-    """A model of fairseq's sets the root logger to DEBUG when it is imported, and everybody's messages appear."""
+    """Keep the level of the root logger: a model of fairseq sets it to DEBUG when it is imported."""
     level, handlers = logging.root.level, logging.root.handlers[:]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Check that a rule, from outside this package too, keeps what every update rule promises."""
+"""Check that a rule, including one of your own, satisfies the laws of all update rules."""
 
 import itertools
 from typing import Any
@@ -14,16 +14,21 @@ CUT = 4
 
 
 def check_rule(rule: Rule, seed: int = 0) -> None:
-    """Raise AssertionError, with the law in words, unless the rule keeps what every rule promises.
+    """Raise AssertionError, with the broken law in words, unless the rule satisfies the laws of all rules.
 
-    Random inputs of float64, gates of each shape in (0, 1): outputs and states have the right shapes and dtypes, a
-    token reads what is written up to itself and nothing later, a sequence may be split anywhere and its state carried,
-    documents in one sequence know nothing of each other, nor do sequences and heads, every gate matters, nothing given
-    is changed, gradients are those of finite differences, and a ``family`` does what the step does. What a layer makes
-    of the rule, such as the ``at_padding`` of its gates, is not looked at.
+    Inputs are random float64 numbers, with gates of each allowed shape in (0, 1). The laws:
+
+    - Outputs and states have the right shapes and dtypes, and arguments are not changed.
+    - A token reads its own and earlier writes, never later ones.
+    - A sequence can be split anywhere if its state is carried.
+    - Documents in one sequence, sequences and heads are independent of each other.
+    - Every gate has an effect, and gradients equal finite differences.
+    - A ``family`` gives the same results as the step.
+
+    The rule's use in a layer, such as ``at_padding`` of its gates, is not checked.
     """
     if not isinstance(rule, Rule):
-        raise TypeError(f"check_rule takes an ops.Rule, got {type(rule).__name__}")
+        raise TypeError(f"the rule must be an ops.Rule, got {type(rule).__name__}")
     for shapes in itertools.product(*rule.gates.values()):
         gates = dict(zip(rule.gates, shapes, strict=True))
         inputs = sample_inputs(rule, seed, gates=gates)
@@ -37,9 +42,9 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
 def sample_inputs(
     rule: Rule, seed: int, dtype: torch.dtype = torch.float64, gates: dict[str, Shape] | None = None
 ) -> dict[str, Tensor]:
-    """Return q, k, v, gates and a state for the sizes above: normal numbers, keys and gates in (0, 1).
+    """Return q, k, v, gates and a state for the sizes above: normal numbers; keys and gates in (0, 1).
 
-    gates: their shapes, of those that the rule allows; None: the first ones.
+    gates: their shapes, among those that the rule allows; None: the first allowed ones.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, Any] = {"q": ("B", "H", "L", "Dk"), "k": rule.key, "v": rule.value}
@@ -65,7 +70,7 @@ def _check_results(rule: Rule, inputs: dict[str, Any]) -> None:
     assert out.shape == shape and out.dtype == torch.float64, f"{name}: out must be float64 of {shape}"
     assert state.shape == inputs["state"].shape, f"{name}: the state must be {tuple(inputs['state'].shape)}"
     assert out.isfinite().all() and state.isfinite().all(), f"{name}: out and state must be finite"
-    assert all(torch.equal(x, given[key]) for key, x in inputs.items()), f"{name} must not change what it is given"
+    assert all(torch.equal(x, given[key]) for key, x in inputs.items()), f"{name} must not change its arguments"
     half = {key: x.float() if key == "state" else x.bfloat16() for key, x in inputs.items()}
     out, state = rule(**half)
     assert out.dtype == torch.bfloat16, f"{name}: out must have the dtype of v"
@@ -80,10 +85,10 @@ def _check_causality(rule: Rule, inputs: dict[str, Any], others: dict[str, Any])
         for name, x in inputs.items()
     }
     out, found = rule(**inputs)[0], rule(**changed)[0]
-    assert torch.equal(out[:, :, :CUT], found[:, :, :CUT]), f"{rule.name}: a token must not know of later ones"
+    assert torch.equal(out[:, :, :CUT], found[:, :, :CUT]), f"{rule.name}: a token must not read later tokens"
     changed = inputs | {"v": torch.cat([inputs["v"][:, :, :CUT], others["v"][:, :, CUT:]], 2)}
     found = rule(**changed)[0]
-    assert not torch.equal(out[:, :, CUT], found[:, :, CUT]), f"{rule.name}: a token must read what it has written"
+    assert not torch.equal(out[:, :, CUT], found[:, :, CUT]), f"{rule.name}: a token must read its own write"
 
 
 def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
@@ -95,7 +100,7 @@ def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
     torch.testing.assert_close(
         split(inputs["state"]),
         rule(**inputs),
-        msg=f"{rule.name}: a sequence split in two must give what it gives whole",
+        msg=f"{rule.name}: a sequence split in two must give the same results as the whole one",
     )
     first = torch.zeros(SIZES["B"], SIZES["L"], dtype=torch.bool)
     first[:, CUT] = True
@@ -113,10 +118,12 @@ def _check_independence(rule: Rule, inputs: dict[str, Any]) -> None:
         torch.testing.assert_close(
             rule(**one),
             tuple(x.narrow(axis, 0, 1) for x in results),
-            msg=f"{rule.name}: {what} must know nothing of each other",
+            msg=f"{rule.name}: {what} must be independent of each other",
         )
     torch.testing.assert_close(
-        results, rule(**inputs, backend="reference"), msg=f"{rule.name}: the family must do what the step does"
+        results,
+        rule(**inputs, backend="reference"),
+        msg=f"{rule.name}: the family must give the same results as the step",
     )
 
 
@@ -131,4 +138,4 @@ def _check_gradients(rule: Rule, inputs: dict[str, Any]) -> None:
     for gate, gradient in zip(leaves, found, strict=True):
         assert gradient.any(), f"{rule.name}: out must depend on {gate}"
     right = torch.autograd.gradcheck(function, tuple(leaves.values()), raise_exception=False)
-    assert right, f"{rule.name}: gradients must be those of finite differences"
+    assert right, f"{rule.name}: gradients must equal finite differences"

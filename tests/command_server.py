@@ -1,7 +1,7 @@
-"""Runs fairseq's commands in forks of a process that has imported everything, so that one can be killed every second.
+"""Run fairseq's commands in forks of a process that has imported everything, so that one can be killed every second.
 
-The process reads one command a line, a JSON object as `Commands.start` writes it, answers with the number of the
-process that runs it, and, when that has ended, with how: an exit status, or the negative number of a signal.
+The process reads one command a line, a JSON object as `Commands.start` writes it. It answers with the number of the
+process that runs the command. When that has ended, it answers with an exit status, or the negative number of a signal.
 """
 
 import io
@@ -38,10 +38,10 @@ class Commands:
         file_size: int | None = None,
         processes: int = 1,
     ) -> int:
-        """Number of the process; its output goes to the end of `log`, that of other ranks to `log`.RANK.
+        """Start a command and return its process number. Output is appended to `log`, of other ranks to `log`.RANK.
 
-        die_at: where the command kills itself, see `_die_at`; file_size: no file may grow beyond these bytes;
-        processes: how many train together.
+        die_at: the place where the command kills itself, see `_die_at`; file_size: greatest size of a file in bytes;
+        processes: the number of processes that train together.
         """
         words = [program, *map(str, arguments), "--user-dir", str(ROOT / "fairseq_fwp")]
         order = {"arguments": words, "log": str(log), "die_at": die_at}
@@ -52,11 +52,11 @@ class Commands:
         return int(self._answer())
 
     def wait(self) -> int:
-        """The exit status of the command, or the negative number of the signal that has ended it."""
+        """Return the exit status of the command, or the negative number of the signal that ended it."""
         return int(self._answer())
 
     def run(self, program: str, *arguments: object, **options: object) -> int:
-        """start and wait."""
+        """Start a command and wait for its end."""
         self.start(program, *arguments, **options)  # type: ignore[arg-type]
         return self.wait()
 
@@ -71,8 +71,11 @@ class Commands:
 
 
 def _die_at(place: str, folder: str) -> None:
-    """Make this process kill itself: "event 7", before the 7th change of a file below `folder`; "save 2" in the midst
-    of writing a checkpoint for the second time; "copy 1" in the midst of copying one."""
+    """Make this process kill itself at a place.
+
+    "event 7": before the 7th change of a file below `folder`. "save 2": while it writes a checkpoint for the second
+    time. "copy 1": while it copies a checkpoint for the first time.
+    """
     import torch
 
     kind, number = place.split()
@@ -115,7 +118,7 @@ def _die_at(place: str, folder: str) -> None:
 
 
 def _train_together(order: dict) -> None:
-    """Fork a process for every rank, and end as the worst of them does."""
+    """Fork a process for every rank, and exit with the worst status of them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"tcp://localhost:{free.getsockname()[1]}"
@@ -152,7 +155,7 @@ def _obey(order: dict) -> None:
 
 
 def _run(order: dict) -> NoReturn:
-    """Run a command in this process, and end it as Python would."""
+    """Run a command in this process, and exit as Python does."""
     status = 0
     try:
         _obey(order)

@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.patches.messages import (
-    silence_known_warnings,  # before any test imports fairseq, whose import is hushed then
+    silence_known_warnings,  # before any test imports fairseq, so that its import prints nothing
 )
 
-# The laws hold for any inputs: FWP_TEST_SEED=$RANDOM bash tests/run.sh tries others.
+# The laws hold for any inputs: FWP_TEST_SEED=$RANDOM bash tests/run.sh uses others.
 SEED = int(os.environ.get("FWP_TEST_SEED", "0"))
 
 
@@ -25,7 +25,7 @@ def fixed_seeds():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operator returned."""
+    """Record the number of elements of the largest tensor that any operator returned."""
 
     largest = 0
 

@@ -1,4 +1,4 @@
-"""Running a script in a fresh Python that knows of fairseq_fwp.ops alone, with an environment of its own."""
+"""Run a script in a fresh Python that has only fairseq_fwp.ops, in a separate environment."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fairseq_fwp"
-# The package itself imports fairseq, which takes seconds and is not what is tested here.
+# The package itself imports fairseq, which takes seconds and is not tested here.
 PREAMBLE = f"""
 import sys, types
 package = types.ModuleType("fairseq_fwp")

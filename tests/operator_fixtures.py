@@ -1,4 +1,4 @@
-"""Shared fixtures of the tests of operators: one thread, and memory in which nothing is zero by chance."""
+"""Shared fixtures of the tests of operators: one thread, and memory without accidental zeros."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The reference is thousands of tiny operations: on a busy machine its threads wait for each other for minutes."""
+    """Use one thread: the reference has thousands of tiny operations, whose threads would wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fill what torch.empty returns, in C++ too, with NaN: whoever reads it before writing it is found out."""
+    """Fill the memory of torch.empty with NaN, in C++ too, so that reads before a write are found."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     fill = torch.utils.deterministic.fill_uninitialized_memory

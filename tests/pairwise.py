@@ -1,4 +1,4 @@
-"""Few configurations that still try every two values together."""
+"""A few configurations that cover every pair of values."""
 
 import functools
 import inspect
@@ -10,9 +10,9 @@ Case = dict[str, Any]
 
 
 def pairwise(when: Callable[[Case], bool] = lambda case: True, **factors: Sequence[Any]) -> list[Case]:
-    """Return cases in which every pair of values of two factors occurs that occurs in any case that `when` allows.
+    """Return cases that cover every pair of values of two factors, among the cases that `when` allows.
 
-    Greedy: each case is the one with most pairs that are new, of equals the first in the order of the product.
+    Greedy: each case is the one with most new pairs; of equals, the first in the order of the product.
     """
     names = list(factors)
     cases = [values for values in product(*factors.values()) if when(dict(zip(names, values, strict=True)))]
@@ -28,9 +28,9 @@ def pairwise(when: Callable[[Case], bool] = lambda case: True, **factors: Sequen
 
 
 def looped(names: str | Sequence[str], values: Sequence[Any], ids: Any = None) -> Callable[[Callable], Callable]:
-    """Try a test with each of the values, as one case; arguments as those of pytest.mark.parametrize.
+    """Run a test with each of the values as one case; arguments as for pytest.mark.parametrize.
 
-    For what varies next to the subject of a test: an error says where it happened.
+    For values that are not the subject of a test: an error names the value.
     """
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 

@@ -2,7 +2,7 @@
 
 
 def rule_inputs(layer, x, key_padding_mask=None):
-    """q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
+    """Return q, k, v and gates of a layer in double precision: projected, mapped and normalised."""
     queries_keys, v, gates = layer.project(x)
     features = layer.feature_map(queries_keys)
     for normalization in layer.key_normalizations:

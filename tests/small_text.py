@@ -8,7 +8,7 @@ from fairseq.data import Dictionary, indexed_dataset
 
 
 def write_text(folder: Path, words: int = 40, lines: int = 100, seed: int = 1) -> Path:
-    """The folder, with dict.txt, train and valid in it; lines are of up to 12 words, some of none."""
+    """Write dict.txt, train and valid into a folder and return it; lines have up to 12 words, some none."""
     dictionary, chooser = Dictionary(), random.Random(seed)
     for word in range(words - len(dictionary)):
         dictionary.add_symbol(f"w{word}")

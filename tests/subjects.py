@@ -1,4 +1,4 @@
-"""The table of rules under test, and the inputs and gradients that every law is checked with.
+"""The table of rules under test, and the inputs and gradients for every law.
 
 A new rule is tested by its line in RULES.
 """
@@ -25,7 +25,7 @@ class Rule:
     function: Callable[..., tuple[Tensor, Tensor]]
     reference: Callable[..., tuple[Tensor, Tensor]]
     gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # arguments next to q, k, v, state; their sizes
-    kernel: bool = True  # whether there is a compiled kernel to hold to the reference
+    kernel: bool = True  # whether there is a compiled kernel to compare with the reference
     key: tuple[str, ...] = PER_KEY
     value: tuple[str, ...] = PER_VALUE
 
@@ -53,7 +53,7 @@ RULES = {
     "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
 }
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
-# What the operator of the family takes and no rule here needs: its optional inputs, and whether it erases.
+# Cases of the family's operator that no rule here needs: optional inputs, and whether it erases.
 COMBINATIONS = {
     "erases without a rate": ({}, True),
     "erases without a rate, decay": ({"decay": PER_TOKEN}, True),
@@ -67,9 +67,9 @@ COMBINATIONS = {
         False,
     ),
 }
-# Gates that say what is kept of the memory.
+# Gates with the share of the memory that is kept.
 FADING = {"gate", "decay", "key_decay", "value_decay"}
-# Where states lie in registers, where sequences begin in the quadratic form, and neither.
+# Sizes with states in registers, with the quadratic form at the start, and with neither.
 BIT_SHAPES = [(3, 2, 200, 16, 16), (2, 2, 150, 64, 64), (2, 1, 140, 256, 64), (2, 1, 150, 17, 33), (3, 1, 200, 40, 3)]
 LAYOUTS = ("contiguous", "tokens_first", "sliced", "expanded")
 
@@ -83,7 +83,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def generator_of(seed: int) -> torch.Generator:
-    """For the default device, where tensors are made: test_cuda.py makes that the GPU."""
+    """Return a generator of the default device, which is the GPU in test_cuda.py."""
     return torch.Generator(torch.empty(0).device).manual_seed(seed)
 
 
@@ -97,10 +97,10 @@ def sample_inputs(
     forgetful: bool = False,
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """Arguments of a rule by name. Keys are normalised as a layer does (their sum is one), rates are in (0, 1).
+    """Return arguments of a rule by name. Keys are normalised as in a layer (their sum is one), rates are in (0, 1).
 
-    ``forgetful``: keys of length one in all directions, under which the delta rule forgets within some Dk tokens, and
-    with them the rounding errors that the loop has made.
+    ``forgetful``: keys of length one in all directions, with which the delta rule forgets within about Dk tokens, and
+    rounding errors of the reference with them.
     """
     batch, heads, _, key_size, value_size = shape
     generator = generator_of(seed)
@@ -131,7 +131,7 @@ def sample_inputs(
     inputs["v"] = draw(*size(*RULES[rule].value))
     for gate, names in RULES[rule].gates.items():
         inputs[gate] = draw(*size(*names), kind=torch.rand)
-        if gate == "removal_key":  # of length one, as keys that remove are
+        if gate == "removal_key":  # of length one, as removal keys are
             inputs[gate] = inputs[gate] / (key_size / 2 or 1)
     initial = torch.randn(batch, heads, key_size, value_size, generator=generator, dtype=torch.float64)
     inputs["state"] = initial.to(state_dtype(dtype)) if state else None
@@ -139,7 +139,7 @@ def sample_inputs(
 
 
 def sample_combination(name: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Arguments of the operator by name, but for `erases`."""
+    """Return arguments of the operator by name, without `erases`."""
     generator = generator_of(0)
     inputs = {name: x for name, x in sample_inputs("sum", shape, dtype).items() if x is not None}
     for gate, names in COMBINATIONS[name][0].items():
@@ -151,7 +151,7 @@ def sample_combination(name: str, shape: tuple[int, int, int, int, int], dtype: 
 
 
 def operands(rule: str, inputs: dict[str, Tensor | None]) -> tuple[Any, ...]:
-    """The arguments that the rule passes to the operator of the family."""
+    """Return the arguments that the rule passes to the operator of the family."""
 
     class Spy(TorchDispatchMode):
         seen: tuple[Any, ...] = ()
@@ -167,7 +167,7 @@ def operands(rule: str, inputs: dict[str, Tensor | None]) -> tuple[Any, ...]:
 
 
 def cotangents(inputs: dict[str, Tensor | None], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Random gradients of out and of the final state."""
+    """Return random gradients of out and of the final state."""
     q, v = inputs["q"], inputs["v"]
     assert q is not None and v is not None
     generator = generator_of(seed)
@@ -181,7 +181,7 @@ def results(
     inputs: dict[str, Tensor | None],
     gradients: tuple[Tensor, Tensor],
 ) -> dict[str, Tensor]:
-    """Outputs and all gradients, by name."""
+    """Return outputs and all gradients, by name."""
     leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
     out, state = function(**leaves)
     given = {name: x for name, x in leaves.items() if x is not None}
@@ -192,19 +192,19 @@ def results(
 
 
 def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Root mean square of the error over that of the truth."""
+    """Return the root mean square of the error, divided by that of the truth."""
     if truth.numel() == 0:
         return 0.0
     return ((found.double() - truth).norm() / truth.norm().clamp_min(1e-300)).item()
 
 
 def kernel_or_auto(rule: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The implementation of "auto": the kernel, where the rule has one."""
+    """Return the implementation of "auto": the kernel, if the rule has one."""
     return functools.partial(RULES[rule].function, backend=fastest_backend(rule))
 
 
 def check_accuracy(rule: str, inputs: dict[str, Tensor | None]) -> None:
-    """Errors are at most twice those of the loop in the same precision, both against float64 on the same inputs."""
+    """Check that errors against float64 are at most twice those of the reference in the same precision."""
     gradients = cotangents(inputs)
     exact = {name: None if x is None else x.double() for name, x in inputs.items()}
     truth = results(RULES[rule].reference, exact, (gradients[0].double(), gradients[1].double()))
@@ -216,7 +216,7 @@ def check_accuracy(rule: str, inputs: dict[str, Tensor | None]) -> None:
 
 
 def check_gradient_of_one_output(rule: str, inputs: dict[str, Tensor | None], index: int) -> None:
-    """Of out (index 0) or of the final state (1) alone, against the loop's."""
+    """Check the gradients of only out (index 0) or only the final state (1) against the reference."""
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if x is not None}
     weight = cotangents(inputs)[index]
     expected, found = (

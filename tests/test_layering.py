@@ -25,7 +25,7 @@ ROOMS = {
     "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp.options"},
-    # They know a model by its methods alone.
+    # They only use a model's methods.
     "evaluation": {"torch", "fairseq_fwp.modules.onednn"},
     "tasks": CONFIG | {"fairseq_fwp.options"},
     "criterions": CONFIG | {"fairseq_fwp.options"},
@@ -99,7 +99,7 @@ def test_rooms_are_there():
 
 
 def test_kernels_are_free_of_torch():
-    """Headers hold the kernels, which the tests also build alone; only the bindings see ATen."""
+    """Headers have the kernels, which the tests also build without PyTorch; only the bindings use ATen."""
     pattern = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/', re.MULTILINE)
     headers = [file for suffix in ("h", "cuh", "cu") for file in ROOT.glob(f"cuda_ext/**/*.{suffix}")]
     headers = [path for path in headers if "bindings" not in path.parts]

@@ -66,8 +66,10 @@ def hypotheses(output):
     "options", [["--beam", "3", "--lenpen", "0.6", "--nbest", "2"], ["--beam", "4", "--diverse-beam-groups", "2"]]
 )
 def test_every_sentence_is_translated(folder, options):
-    """From a checkpoint that was chosen by BLEU, which holds numbers of numpy; with groups of beams, which fail without
-    the plugin where a batch is no beginning of the data set."""
+    """The checkpoint was chosen by BLEU, so it holds numbers of numpy.
+
+    Without the plugin, groups of beams fail in batches that are not at the beginning of the data set.
+    """
     output = run(
         "fairseq-generate", folder / "bin", "--task", "translation", "--cpu", "--max-tokens", "60", "--max-len-b", "12",
         "--path", folder / "checkpoints" / "checkpoint_best.pt", *options,
@@ -132,7 +134,7 @@ def test_flags_that_a_checkpoint_does_not_fit_are_named(folder, tmp_path, option
     path = folder / "checkpoints" / "checkpoint_last.pt"
     flags, theirs, ours = INCOMPATIBLE[option][case]
     theirs, ours = rf"(--[^.]*, )?{theirs}(,[^.]*)?", rf"(--[^.]*, )?{ours}(,[^.]*)?"
-    with pytest.raises(ValueError, match=rf"^{path} goes with {theirs}, and this model has {ours}: ") as error:
+    with pytest.raises(ValueError, match=rf"^{path} needs {theirs}, and this model has {ours}: ") as error:
         go_on(folder, tmp_path, option, path, "--dropout", 0.5, "--activation-fn", "gelu", *flags)
     assert "\n" not in str(error.value) and error.value.__cause__ is None and error.value.__suppress_context__
 
@@ -148,8 +150,8 @@ def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplo
     go_on(folder, save_dir, *flags, "--activation-fn", "gelu", "--favor-offset", 0.1)
     (told,) = [record for record in caplog.records if "was trained with" in record.message]
     assert told.levelname == "WARNING" and told.message == (
-        f"{path} was trained with --activation-fn relu, --favor-offset 0.0, and goes on here with "
-        "--activation-fn gelu, --favor-offset 0.1: its weights compute something else so"
+        f"{path} was trained with --activation-fn relu, --favor-offset 0.0, but is loaded with "
+        "--activation-fn gelu, --favor-offset 0.1: its weights now compute another function"
     )
 
 
@@ -159,7 +161,7 @@ def test_overrides_that_weights_do_not_fit_are_named(folder, name, value):
     overrides = {name: value, "dropout": 0.5}
     arguments = [str(folder / "bin"), "--path", str(path), "--cpu", "--model-overrides", str(overrides)]
     flag = f"--{name.replace('_', '-')}"
-    sentence = f"goes with {flag} {trained[name]}, and --model-overrides asks for {flag} {value}: "
+    sentence = f"needs {flag} {trained[name]}, and --model-overrides asks for {flag} {value}: "
     with pytest.raises(ValueError, match=f"^{path} {sentence}") as error:
         generate.main(options.parse_args_and_arch(options.get_generation_parser(), input_args=arguments))
     assert error.value.__cause__ is None and error.value.__suppress_context__

@@ -3,8 +3,8 @@
 import logging
 import os
 
-# OpenMP reads it when torch is imported. Threads that wait for others by spinning take the cores from those they wait
-# for, where anything else runs on these; those that sleep at once lose as much where nothing does.
+# OpenMP reads this when torch is imported. On a busy machine, threads that spin while they wait take cores from the
+# threads they wait for. On an idle one, threads that sleep at once are as slow. So threads spin for a short time.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 

@@ -51,9 +51,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     made.add_argument("--path", required=True, help="the checkpoint of a language model")
-    made.add_argument("--out", required=True, type=output_file, metavar="FILE", help="what --finetune-from-model takes")
-    made.add_argument("--fwl-hidden-dim", type=positive, metavar="F", help="units of the layer (4 D)")
-    made.add_argument("--tokens", type=positive, default=100_000, metavar="N", help="of the training text (100,000)")
+    made.add_argument("--out", required=True, type=output_file, metavar="FILE", help="file for --finetune-from-model")
+    made.add_argument("--fwl-hidden-dim", type=positive, metavar="F", help="hidden units of the layer (4 D)")
+    made.add_argument("--tokens", type=positive, default=100_000, metavar="N", help="training tokens to read (100,000)")
     return made
 
 

@@ -23,14 +23,14 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     Raises ValueError or OSError where that is impossible; the message says what to do.
     """
     state = load_state(path)
-    cfg, state["args"] = state["cfg"], None  # those of an earlier fairseq are in both
+    cfg, state["args"] = state["cfg"], None  # checkpoints of an earlier fairseq have both
     overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
     if saved := getattr(state["model"], "saved", None):
         state["model"].saved = saved._replace(overridden=bool(overrides))
     check_kind(path, cfg)
     task = setup_task(cfg, data)
     if task.target_dictionary is not task.source_dictionary:
-        raise ValueError(f"{path} was trained with --output-dictionary-size, and so cannot score every word")
+        raise ValueError(f"{path} must score every word, got a model trained with --output-dictionary-size")
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
     except RuntimeError as error:
@@ -45,14 +45,16 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
 def setup_task(cfg: Any, data: str) -> Any:
     """The task on a data folder. Raises ValueError or OSError for one without a dictionary that can be read."""
     if not data:
-        raise ValueError("the data folder has no name: give the one that the model was trained on")
+        raise ValueError(
+            "the data folder must be named, got an empty name: give the folder that the model was trained on"
+        )
     if not os.path.exists(os.path.join(data, "dict.txt")):
-        raise ValueError(f"there is no dict.txt in the data folder {data}: give the one that the model was trained on")
+        raise ValueError(f"the data folder {data} must hold dict.txt: give the folder that the model was trained on")
     try:
         return tasks.setup_task(cfg.task, from_checkpoint=True)
     except (ValueError, OSError):
         raise
-    except Exception as error:  # what fairseq raises for another encoding, or a word that stands there twice
+    except Exception as error:  # fairseq raises it for another encoding or a repeated word
         raise ValueError(f"the dictionary in {data} cannot be read: {' '.join(str(error).split())}") from error
 
 
@@ -99,12 +101,14 @@ def check_kind(path: str, cfg: Any) -> None:
     """Check that the model is a language model and that it and its task are registered; raise ValueError otherwise."""
     arch, task = architecture(cfg), cfg.task._name
     if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
-        raise ValueError(f"{path} holds the model {arch!r} of the task {task!r}: name its plugin with --user-dir")
+        raise ValueError(
+            f"{path} needs the model {arch!r} and the task {task!r}: give the plugin that has them as --user-dir"
+        )
     if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
         raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
     # Our task reads this token only once, before the text.
     if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
-        raise ValueError(f"{path} was trained with --add-bos-token, a beginning of each block that windows do not have")
+        raise ValueError(f"{path} was trained with --add-bos-token: such a model cannot be evaluated in windows")
 
 
 def load_state(path: str) -> dict[str, Any]:
@@ -125,7 +129,7 @@ def load_state(path: str) -> dict[str, Any]:
 
 
 def option_names(settings: Any) -> set[str]:
-    """The names of all settings of a configuration, of whatever depth, without those of groups of settings."""
+    """The names of all settings of a configuration at any depth, without the names of groups."""
     if isinstance(settings, DictConfig):
         settings = OmegaConf.to_container(settings)
     if isinstance(settings, Namespace):

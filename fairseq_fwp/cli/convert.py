@@ -42,7 +42,7 @@ from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-# How attentions are replaced; of other models as in a language model.
+# How attention is converted, by model; other models are converted as language models.
 SWAPS = {"fwp_transformer": swap_translation}
 TRANSLATION = "fairseq-mt"
 
@@ -51,14 +51,14 @@ OWN = ("checkpoint", "source", "vocabulary", "out", "user_dir", *Target._fields)
 
 
 def plugin_parser() -> argparse.ArgumentParser:
-    """The option that comes first: a plug-in has rules and maps to choose from."""
+    """The option that is read first: a plug-in adds rules and maps to choose from."""
     made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    made.add_argument("--user-dir", metavar="DIR", help="a plug-in with more rules and maps")
+    made.add_argument("--user-dir", metavar="DIR", help="a plug-in that adds rules and maps")
     return made
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options, and of every source those of its training script."""
+    """The options of the command, and of the training script of every source."""
     summary, text = (__doc__ or "").split("\n", 1)
     made = argparse.ArgumentParser(
         prog="fwp-convert",
@@ -68,13 +68,16 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         parents=[plugin_parser()],
     )
-    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a state dict, a checkpoint or a folder")
-    made.add_argument("--source", required=True, choices=list(SOURCES), help="whose code the checkpoint is of")
+    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="state dict, checkpoint or folder to convert")
+    made.add_argument("--source", required=True, choices=list(SOURCES), help="the code that wrote the checkpoint")
     made.add_argument(
-        "--vocabulary", type=Path, metavar="FILE", help="its words, one a line, or its dict.txt, or a folder of them"
+        "--vocabulary",
+        type=Path,
+        metavar="FILE",
+        help="a vocabulary of one word a line, a dict.txt, or a folder of dictionaries",
     )
-    made.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for what is written")
-    add_target(made.add_argument_group("another attention in the place of softmax (Mao 2022)"))
+    made.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
+    add_target(made.add_argument_group("attention that replaces softmax (Mao 2022)"))
     training = made.add_argument_group("options of the training script")
     for name, option in {
         name: option for source in SOURCES.values() for name, option in source.options.items()
@@ -87,52 +90,79 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_target(group: Any) -> None:
-    """The fields of `Target`, by the names that fairseq-train has for them."""
+    """Add the fields of `Target` under their names in fairseq-train."""
     rules = [SOFTMAX, *UPDATE_RULES]
-    group.add_argument("--decoder-update-rule", dest="update_rule", choices=rules, help="softmax: with a window")
     group.add_argument(
-        "--decoder-feature-map", dest="feature_map", choices=list(FEATURE_MAPS), help="default: identity, none"
+        "--decoder-update-rule",
+        dest="update_rule",
+        choices=rules,
+        help="update rule of causal attention; softmax: local attention, with --attention-window",
     )
-    for place in ("encoder", "cross"):
+    group.add_argument(
+        "--decoder-feature-map",
+        dest="feature_map",
+        choices=list(FEATURE_MAPS),
+        help="feature map of causal attention; default: identity",
+    )
+    for place, attention in (("encoder", "the encoder's attention"), ("cross", "attention to the source")):
         group.add_argument(
-            f"--{place}-feature-map", choices=[SOFTMAX, *FEATURE_MAPS], help="of translation; default: softmax stays"
+            f"--{place}-feature-map",
+            choices=[SOFTMAX, *FEATURE_MAPS],
+            help=f"for translation: feature map of {attention}; default: softmax stays",
         )
     group.add_argument(
-        "--state-size", type=int, metavar="M", help="features of a head's keys; default: those of the map"
+        "--state-size", type=int, metavar="M", help="number of features of a head's keys; default: that of the map"
     )
-    group.add_argument("--sum-normalization", action="store_true", default=None, help="delta is to have it with a map")
+    group.add_argument(
+        "--sum-normalization",
+        action="store_true",
+        default=None,
+        help="divide mapped keys and queries by their sums; recommended for delta with a map",
+    )
     group.add_argument(
         "--attention-normalization",
         action="store_true",
         default=None,
-        help="divide the output, and what delta retrieves",
+        help="divide the output, and the value that delta retrieves",
     )
     group.add_argument(
         "--attention-normalization-read-out-only",
         dest="read_out_only",
         action="store_true",
         default=None,
-        help="with it: the output alone, as Mao 2022 does",
+        help="with --attention-normalization: divide only the output, as Mao 2022 does",
     )
     group.add_argument(
-        "--attention-window", dest="window", type=int, metavar="W", help="softmax: over the last W tokens"
+        "--attention-window",
+        dest="window",
+        type=int,
+        metavar="W",
+        help="with softmax: number of tokens that a token sees, itself included",
     )
     group.add_argument(
-        "--decay-spans", type=int, metavar="T", help="decay: begin with memories of 1 to T tokens; default: as Mao 2022"
+        "--decay-spans",
+        type=int,
+        metavar="T",
+        help="with decay: start with memories of 1 to T tokens; default: uniform gates, as in Mao 2022",
     )
     group.add_argument(
         "--keep-softmax-layers",
         metavar="LAYERS",
-        help="layers that stay softmax, the first is 0, such as 0,3; or kl:N, the N whose conversion costs most",
+        help="layers that keep softmax, numbered from 0, such as 0,3; kl:N: the N whose conversion costs most",
     )
     group.add_argument(
-        "--kl-text", type=Path, metavar="FILE", help="for kl:N: words as in the vocabulary to measure it on"
+        "--kl-text",
+        type=Path,
+        metavar="FILE",
+        help="with kl:N: text on which the cost is measured, in dictionary words",
     )
-    group.add_argument("--decoder-attention-heads", dest="heads", type=int, metavar="H", help="default: the source's")
+    group.add_argument(
+        "--decoder-attention-heads", dest="heads", type=int, metavar="H", help="number of heads; default: the source's"
+    )
 
 
 def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Target | None:
-    """Return the new attention, None = softmax stays. Exits with a usage message for arguments that contradict."""
+    """Return the new attention, None = softmax stays. Exits with a usage message for contradictory arguments."""
     given = {name: value for name in Target._fields if (value := getattr(args, name)) is not None}
     if not given:
         return None

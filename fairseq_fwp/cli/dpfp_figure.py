@@ -1,4 +1,4 @@
-"""A picture of DPFP: the four features of a vector of the plane, as four surfaces."""
+"""A picture of DPFP: the four features of a two-dimensional vector, as four surfaces."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ def draw_dpfp(path: Path) -> None:
     figure, axes = load_pyplot().subplots(figsize=(6.4, 4.8), subplot_kw={"projection": "3d"})
     look = {"shade": False, "edgecolor": "white", "linewidth": 0.3, "alpha": 0.9}
     for index, (feature, colour) in enumerate(zip(features.unbind(-1), COLOURS.values(), strict=False)):
-        # Zeros are left out: those of four surfaces would hide each other.
+        # Zeros are left out: the four surfaces would hide each other there.
         surface = (first, second, torch.where(feature > 0, feature, float("nan")))
         label = f"r({PARTS[index]}) r({PARTS[index - 1]})"
         axes.plot_surface(*(x.numpy() for x in surface), color=colour, label=label, **look)
     ticks = [-1, 0, 1]
     axes.set(xlabel="k₁", ylabel="k₂", zlabel="feature φ(k)", xticks=ticks, yticks=ticks, zticks=[0, 0.5, 1])
     axes.set_title("DPFP from 2 to 4 dimensions")
-    axes.view_init(elev=38, azim=-72)  # no surface from its edge
+    axes.view_init(elev=38, azim=-72)  # no surface is seen edge-on
     figure.legend(loc="outside right upper")
     save(figure, path)

@@ -46,7 +46,7 @@ FLAGS = {
 
 
 def summarize(args: Namespace, model: Any, dictionary: Any, scores: Scores) -> dict[str, Any]:
-    """Return what was evaluated and its result, as in --json; None for a number that is not known."""
+    """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
     tokens = len(scores.log_probs)
     characters = count_characters(dictionary, tokens, args.characters)
     return {
@@ -80,7 +80,7 @@ def report(summary: dict[str, Any]) -> list[str]:
 
 
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
-    """The number given; else that of the tokens, where every word of the dictionary is one character; else None."""
+    """The number given; else the number of tokens if every word is one character; else None."""
     if given is not None:
         return given
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
@@ -98,8 +98,8 @@ def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
     separator = getattr(task, "reset_state_after", None)
     if args.carry_state and separator and separator != args.reset_after:
         raise ValueError(
-            f"trained with --reset-state-after {separator}, this model is to be evaluated so too: pass --reset-after "
-            f"{separator}, or leave out --carry-state"
+            f"the model was trained with --reset-state-after {separator}: pass --reset-after {separator}, or leave out "
+            "--carry-state"
         )
     return Protocol(window, 0 if args.carry_state else context, args.carry_state, rule)
 
@@ -108,7 +108,7 @@ def warn_of_positions(model: Any, length: int) -> None:
     """Log a warning if absolute positions go beyond those of training, as with a carried state."""
     if getattr(model.decoder, "embed_positions", None) is not None and length > model.max_positions():
         logger.warning(
-            "absolute positions go on to %s, of which the model has seen %s in training: Schlag et al. 2021 carry the "
+            "absolute positions grow to %s, and the model has seen only %s in training: Schlag et al. 2021 carry the "
             "state of models with --no-token-positional-embeddings",
             f"{length:,}",
             f"{model.max_positions():,}",
@@ -150,7 +150,7 @@ def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
 
 
 def name_flags(error: Exception) -> str:
-    """The sentence of an error, with flags in place of the `arguments` that it names."""
+    """The message of an error, with flags in place of the `arguments` that it names."""
     return re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
 
 
@@ -164,34 +164,34 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint")
-    add("--gen-subset", default="test", metavar="SPLIT", help="train, valid, test, ... (test)")
-    add("--tokens-per-sample", type=positive, metavar="N", help="tokens a window or segment reads (as in training)")
+    add("--gen-subset", default="test", metavar="SPLIT", help="split to evaluate: train, valid, test, ... (test)")
+    add("--tokens-per-sample", type=positive, metavar="N", help="tokens of a window or segment (as in training)")
     protocol = made.add_mutually_exclusive_group()
     protocol.add_argument(
-        "--stride", type=positive, default=1, metavar="N", help="tokens that a window scores, its last ones (1)"
+        "--stride", type=positive, default=1, metavar="N", help="number of last tokens that a window scores (1)"
     )
     protocol.add_argument(
-        "--context-window", type=int, metavar="N", help="tokens that a window does not score, its first ones"
+        "--context-window", type=int, metavar="N", help="number of first tokens that a window does not score"
     )
     protocol.add_argument(
-        "--carry-state", action="store_true", help="read the text once, with the state of what came before"
+        "--carry-state", action="store_true", help="read the text once, carrying the state to the next segment"
     )
     add(
         "--reset-after",
         metavar="SYMBOL",
-        help=f"start again, without a state and with the trained weights, after this symbol or each {BLANK_LINE}",
+        help=f"reset the state and the weights after this symbol, or after each {BLANK_LINE}",
     )
-    add("--dynamic", choices=[*KINDS], help="learn from each window once it is scored, by the rule of that name")
-    add("--dynamic-lr", type=non_negative, metavar="LR", help="with it, and needed: the step size")
-    add("--dynamic-decay", type=non_negative, metavar="D", help="pull back to the trained weights (0)")
-    add("--dynamic-epsilon", type=non_negative, metavar="E", help="of rms, rms-sum: added to divisors (1e-5)")
+    add("--dynamic", choices=[*KINDS], help="rule by which the model learns from each window after it is scored")
+    add("--dynamic-lr", type=non_negative, metavar="LR", help="step size; required with --dynamic")
+    add("--dynamic-decay", type=non_negative, metavar="D", help="strength of the pull to the trained weights (0)")
+    add("--dynamic-epsilon", type=non_negative, metavar="E", help="with rms, rms-sum: added to divisors (1e-5)")
     add(
         "--dynamic-statistics",
         type=positive,
         metavar="N",
-        help="windows of the training text whose squared gradients rms averages (all), and rms-sum adds up",
+        help="windows of the training text whose squared gradients rms averages (all) and rms-sum adds",
     )
-    add("--batch-size", type=positive, metavar="N", help="windows at once; the state has but one stream")
+    add("--batch-size", type=positive, metavar="N", help="windows at once; 1 with --carry-state or --dynamic")
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
     add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
     add("--json", type=output_file, metavar="JSON", help="write the result")
@@ -200,13 +200,13 @@ def parser() -> argparse.ArgumentParser:
         type=dictionary_of_settings,
         default={},
         metavar="DICT",
-        help="settings in place of the checkpoint's",
+        help="settings that replace the checkpoint's",
     )
     add("--user-dir", help="plugin that the checkpoint needs besides this package")
     add("--cpu", action="store_true", help="do not use a GPU")
-    add("--log-format", choices=["json", "none", "simple", "tqdm"], help="of the progress")
+    add("--log-format", choices=["json", "none", "simple", "tqdm"], help="format of the progress")
     add("--log-interval", type=positive, default=100, metavar="N", help="batches between two lines of progress (100)")
-    add("--no-progress-bar", action="store_true", help="progress in lines, as where there is no terminal")
+    add("--no-progress-bar", action="store_true", help="show progress in lines, as without a terminal")
     return made
 
 
@@ -215,29 +215,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser()
     args = made.parse_args(arguments)
     if args.carry_state and args.batch_size not in (None, 1):
-        made.error("--carry-state reads one stream: leave out --batch-size")
+        made.error("--batch-size must be left out with --carry-state, which reads one stream")
     if args.dynamic and args.batch_size not in (None, 1):
-        made.error("--dynamic learns from one window after the other: leave out --batch-size")
+        made.error("--batch-size must be left out with --dynamic, which learns from one window after the other")
     if args.dynamic and args.dynamic_lr is None:
-        made.error("--dynamic needs its step size, --dynamic-lr")
+        made.error("--dynamic-lr, the step size, must be given with --dynamic")
     names = ("lr", "decay", "epsilon", "statistics")
     given = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
     if given and not args.dynamic:
-        made.error(f"--dynamic-{given[0]} belongs to --dynamic: give that, sgd, rms or rms-sum")
+        made.error(f"--dynamic must be sgd, rms or rms-sum with --dynamic-{given[0]}, got none")
     if args.dynamic == "sgd" and given[-1] in ("epsilon", "statistics"):
-        made.error(f"--dynamic-{given[-1]} belongs to --dynamic rms and rms-sum: leave it out with sgd")
+        made.error(f"--dynamic must be rms or rms-sum with --dynamic-{given[-1]}, got sgd")
     if args.json and args.json == args.scores:
-        made.error(f"--json and --scores are two files, got {args.json} for both")
+        made.error(f"--json and --scores must be different files, got {args.json} for both")
     if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
-        made.error("--dynamic rms-sum takes steps that depend on the number of its windows: give --dynamic-statistics")
+        made.error(
+            "--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on that number of windows"
+        )
     try:
         run(args)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-eval-lm: {name_flags(error)}")
     except torch.cuda.OutOfMemoryError:
-        sys.exit(
-            "fwp-eval-lm: the GPU has too little memory for that many windows at once: pass a smaller --batch-size"
-        )
+        sys.exit("fwp-eval-lm: the GPU ran out of memory with that many windows at once: pass a smaller --batch-size")
 
 
 if __name__ == "__main__":

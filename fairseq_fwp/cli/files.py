@@ -1,4 +1,4 @@
-"""Files of the commands besides checkpoints: plug-ins and binarised texts that they read, and how they write."""
+"""Files that the commands read besides checkpoints, plug-ins and binarised texts, and how they write files."""
 
 import os
 from argparse import Namespace
@@ -23,15 +23,15 @@ def import_plugin(folder: str | None) -> None:
     if folder is None or Path(folder).resolve() == Path(fairseq_fwp.__file__).resolve().parent:
         return
     if os.path.isfile(folder):
-        raise ValueError(f"--user-dir {folder} is a file: give the folder of a plug-in")
+        raise ValueError(f"--user-dir must be the folder of a plug-in, got the file {folder}")
     try:
         utils.import_user_module(Namespace(user_dir=folder))
     except FileNotFoundError as error:
-        raise ValueError(f"there is no plug-in {error}: give its folder as --user-dir") from error
+        raise ValueError(f"--user-dir must be the folder of a plug-in, got {error}, which does not exist") from error
 
 
 def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | None = None) -> Text:
-    """Return the subset with the symbol `first` read before it; documents end with the symbol reset_after.
+    """Return a subset of the text, read after the symbol `first`; documents end with the symbol reset_after.
 
     Raises ValueError for a subset that is not there or empty, and for a symbol that is not in the dictionary.
     """
@@ -54,7 +54,7 @@ def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | 
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Call write for a file of another name first, so that one of this name is whole."""
+    """Write a file under a temporary name first, so that a file of this name is always complete."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(unfinished)

@@ -47,7 +47,7 @@ CAUSAL = {
     "fwp_associative_retrieval": ("fast_weight",),
 }
 OTHERS = ("linear", "relative")
-# Who uses an option, by its `parts`, where that is neither an attention nor a map.
+# The user of an option, by its `parts`, if it is neither an attention nor a map.
 PARTS = {
     "division": "linear",
     "sum_normalization": "`--sum-normalization`",
@@ -62,7 +62,7 @@ def page() -> str:
 
 
 def flags_of(arch: str) -> str:
-    """Return the flags of an architecture and their values, for a terminal; the model's own value where it differs."""
+    """Return the flags of an architecture for a terminal: their values, and the model's defaults that differ."""
     model = ARCH_MODEL_NAME_REGISTRY[arch]
     changed, known = differences(arch), defaults(model)
     parser = ArgumentParser(
@@ -84,7 +84,7 @@ def flags_of(arch: str) -> str:
 
 
 def owners(kinds: Mapping[str, type]) -> dict[type, list[str]]:
-    """Return the classes that describe flags, and by which names each is used; base classes come first."""
+    """Return the classes that describe flags, and the names under which each is used; base classes come first."""
     found: dict[type, list[str]] = {}
     for name, options in kinds.items():
         for owner in reversed(options.__mro__):
@@ -94,14 +94,14 @@ def owners(kinds: Mapping[str, type]) -> dict[type, list[str]]:
 
 
 def own(owner: type[Any]) -> list[Field]:
-    """Return the options that a class adds to those of its bases; without a help text a field is fairseq's."""
+    """Return the options that a class adds to its bases. Fields without a help text are fairseq's."""
     added = get_annotations(owner)
     known = fields(owner) if hasattr(owner, "__dataclass_fields__") else ()
     return [field for field in known if field.name in added and "help" in field.metadata]
 
 
 def defaults(model: str) -> dict[str, Any]:
-    """Return the values of a model's options, fairseq's own of a translation model included."""
+    """Return the default values of a model's options; of a translation model fairseq's options too."""
     return FwpTransformerModel.complete({}) if MODELS[model] is FastWeightOptions else vars(MODELS[model]())
 
 
@@ -173,7 +173,7 @@ def _head(title: str, owner: type, *columns: str) -> list[str]:
 
 
 def _described(owner: type, kind: Any) -> Iterator[tuple[Field, list[str]]]:
-    """Yield each option, and how the command line of a model, task or criterion has it: flag, value, default, help."""
+    """Yield each option of a model, task or criterion with its flag, value, default and help text."""
     parser = ArgumentParser(add_help=False)
     kind.add_args(parser)
     actions = {action.dest: action for action in parser._actions}

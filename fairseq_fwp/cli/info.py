@@ -111,7 +111,7 @@ def devices() -> list[str]:
 
 
 def kernels(build: bool) -> list[str]:
-    """For each device, whether its kernels are built, or why not and what to do, and which rules may not use them."""
+    """Say for each device whether its kernels are built, else why not, and which rules must not use them."""
     if build:
         for device in DEVICES:
             if load_kernels(device).built and device in self_check.CHECKED:
@@ -129,7 +129,7 @@ def kernels(build: bool) -> list[str]:
 
 
 def _architecture_for_hydra(arch: str) -> str:
-    """fairseq-hydra-train builds models from dataclasses, which the one for translation does not have."""
+    """Return an architecture of fairseq-hydra-train, which builds only models of dataclasses: no translation models."""
     known = {
         name for model, presets in PRESETS_OF_MODELS.items() if model in MODEL_DATACLASS_REGISTRY for name in presets
     }
@@ -142,7 +142,7 @@ def _architecture_for_hydra(arch: str) -> str:
 
 
 def hydra_yaml(arch: str) -> str:
-    """A configuration for fairseq-hydra-train, which knows no architectures: the preset's values written out."""
+    """A configuration for fairseq-hydra-train with the preset's values written out: it does not know architectures."""
     ((name, preset),) = ((model, presets[arch]) for model, presets in PRESETS_OF_MODELS.items() if arch in presets)
     defaults: dict[str, Any] = {
         option.name: option.default

@@ -31,11 +31,11 @@ METRICS = {
 TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 JSON = re.compile(r"\{.*\}$")
 PAIRS = re.compile(r"(\w+)[= ](-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
-# All that `--log-format none` leaves of a validation, once for each checkpoint.
+# With `--log-format none` only this is logged of a validation, once for each checkpoint.
 SAVED = re.compile(r"Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
-# The settings, as fairseq prints them and as this package does (_log.py): all of them, or those that were given.
+# The settings: all of them as fairseq prints them, or those given as this package does (patches/messages.py).
 SCORED_BY = re.compile(r"best_checkpoint_metric(?:': '|=)(\w+)")
-# The loss of these is the logarithm of the perplexity; label smoothing adds to it.
+# Criterions whose loss is the logarithm of the perplexity; label smoothing adds to it.
 PLAIN_LOSS = re.compile(r"\bcriterion(?:': \{'_name': '|=)(adaptive_loss|cross_entropy)\b")
 
 
@@ -51,13 +51,13 @@ class Run:
 
     @property
     def best(self) -> int:
-        """The update with the best validation: the highest BLEU, or the lowest of anything else."""
+        """The update with the best validation: the highest BLEU, or the lowest value of another metric."""
         finite = [update for update, value in self.valid.items() if math.isfinite(value)]
         return (max if self.metric == "bleu" else min)(finite, key=lambda update: self.valid[update])
 
 
 def read_entry(line: str) -> tuple[str, dict[str, float]]:
-    """Return what a line of a log is about (inner: updates, epoch, valid, saved) and its numbers by name."""
+    """Return the kind of a log line (inner: updates, epoch, valid, saved) and its numbers by name."""
     if found := SAVED.search(line):
         return "saved", {"num_updates": float(found[1]), "score": float(found[2])}
     if found := JSON.search(line):
@@ -101,17 +101,17 @@ def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
             continue
         update = int(entry["num_updates"])
         for earlier in (*found.values(), hours):
-            # A run that was stopped goes back to its last checkpoint: what it did after that no longer counts.
+            # A resumed run starts from its last checkpoint: later updates of the stopped run no longer count.
             for undone in [number for number in earlier if number > update]:
                 del earlier[undone]
         found[about][update], hours[update] = entry[metric], (wall or seconds) / 3600
-    # Means since the last line of training; a log with progress bars has only those of epochs.
+    # Means since the last line of training; a log with progress bars has only means of epochs.
     run = Run(label, metric, found["inner"] or found["epoch"], found["valid"] or found["saved"])
     if not any(map(math.isfinite, run.valid.values())):
         raise ValueError(
-            f"the log {path} holds no validation {metric} that is a number: it should be what fairseq-train printed, "
-            "from a run that came at least as far as its first validation; with --log-format none --log-file has no "
-            "numbers, give --log-format simple or json in training."
+            f"the log {path} must hold a validation {metric} that is a number, got none. It must be the log of a "
+            "fairseq-train run that reached its first validation. With --log-format none a --log-file has no numbers: "
+            "train with --log-format simple or json."
         )
     run.hours = {update: hours[update] for update in hours if update in run.train or update in run.valid}
     return run
@@ -160,7 +160,7 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
         marker = MARKERS[index % len(MARKERS)]
         axes.plot([where[u] for u in run.valid], [*run.valid.values()], label=label, color=colour, marker=marker)
     if metric == "ppl":
-        # Perplexities fall from thousands to tens; the log scale keeps the end, where the runs differ, readable.
+        # Perplexities fall from thousands to tens: on a log scale the end, where runs differ, is readable.
         drawn = [ppl for run in runs for ppl in [*run.valid.values(), *(run.train.values() if train else ())]]
         finite = [ppl for ppl in drawn if math.isfinite(ppl)]
         lowest, highest = min(finite), max(finite)
@@ -182,15 +182,17 @@ def parser() -> argparse.ArgumentParser:
         "logs",
         nargs="*",
         metavar="[LABEL=]LOG",
-        help="a log or the folder it lies in, whose name is the label if none is given",
+        help="a log, or its folder; without a label the folder's name is used",
     )
     made.add_argument(
-        "--out", type=Path, metavar="PICTURE", help="a .png, .svg or .pdf (curves.png, or dpfp.png of --dpfp)"
+        "--out", type=Path, metavar="PICTURE", help="a .png, .svg or .pdf (curves.png, or dpfp.png with --dpfp)"
     )
     made.add_argument("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
-    made.add_argument("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu: of --eval-bleu")
-    made.add_argument("--dpfp", action="store_true", help="draw, without logs, DPFP from 2 to 4 dimensions")
-    made.add_argument("--train", action="store_true", help="draw the metric in training too, dashed")
+    made.add_argument(
+        "--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu needs --eval-bleu"
+    )
+    made.add_argument("--dpfp", action="store_true", help="draw DPFP from 2 to 4 dimensions, without logs")
+    made.add_argument("--train", action="store_true", help="also draw the metric in training, dashed")
     return made
 
 
@@ -198,9 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser()
     args = made.parse_args(arguments)
     if args.dpfp == bool(args.logs):
-        made.error("give logs of training or --dpfp, and not both")
+        made.error("give either logs of training or --dpfp")
     if args.dpfp and (args.train or args.x != "updates" or args.y != "ppl"):
-        made.error("--train, --x and --y belong to logs of training: leave them out with --dpfp")
+        made.error("--train, --x and --y must be left out with --dpfp: they are for logs of training")
     out = args.out or Path("dpfp.png" if args.dpfp else "curves.png")
     try:
         check_path(out)
@@ -210,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         runs = []
         for name in args.logs:
-            # A file that is there may have a = in its path.
+            # The path of an existing file may contain a =.
             label, path = name.split("=", 1) if "=" in name and not Path(name).exists() else ("", name)
             log = find_log(Path(path))
             runs.append(read_log(label or log.absolute().parent.name, log, args.y))

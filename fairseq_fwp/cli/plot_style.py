@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# One colour for each model or update rule, the same in all pictures. They are Okabe and Ito's, which stay distinct for
-# colour-blind readers, but for fwm's: of theirs the yellow is too pale for a line, the light blue too near to delta's.
+# One colour for each model or update rule, the same in all pictures. They are Okabe and Ito's, which colour-blind
+# readers can distinguish. fwm's is another: their yellow is too pale, and their light blue too close to delta's.
 COLOURS = {
     "delta": "#0072B2",
     "sum": "#D55E00",
@@ -45,7 +45,7 @@ STYLE = {
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """Give each name its colour: that of the model or rule it begins with, or else one that is not in use.
+    """Give each name a colour: the colour of the model or rule it begins with, or an unused one.
 
     Of several names of one rule ("delta", "delta, DPFP") the first has the rule's colour. Colours repeat after seven.
     """
@@ -54,21 +54,21 @@ def colours(names: Iterable[str]) -> dict[str, str]:
         own = colour_of(name.lower())
         if own not in found.values():
             found[name] = own
-    palette = list(COLOURS.values())[::-1]  # those of delta and sum go last to a name without a rule
+    palette = list(COLOURS.values())[::-1]  # names without a rule take delta's and sum's last
     free = [colour for colour in palette if colour not in found.values()] or palette
     others = [name for name, colour in found.items() if not colour]
     return found | {name: free[i % len(free)] for i, name in enumerate(others)}
 
 
 def colour_of(name: str, default: str = "") -> str:
-    """Return the colour of the rule that a name begins with, the longest such one, or the default."""
+    """Return the colour of the longest rule name that a name begins with, or the default."""
     rules = [rule for rule in COLOURS if name.startswith(rule)]
     return COLOURS[max(rules, key=len)] if rules else default
 
 
 def load_pyplot() -> Any:
     """Return matplotlib.pyplot in the common style; ValueError where matplotlib is missing."""
-    # fairseq turns on the debugging messages of everything; of matplotlib's there are hundreds.
+    # fairseq turns on all debugging messages; matplotlib has hundreds.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         import matplotlib
@@ -88,7 +88,7 @@ def check_path(path: Path) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure as its name's ending says, whole or not at all, and close it."""
+    """Write a figure in the format of its file name, completely or not at all, and close it."""
     check_path(path)
     unfinished = path.with_suffix(f".unfinished{path.suffix}")
     try:
@@ -103,7 +103,7 @@ def save(figure: Any, path: Path) -> None:
 def use_log_scale(axis: Any, ticks: Sequence[float] = ()) -> None:
     """Make an axis (axes.xaxis or axes.yaxis) logarithmic, with plain numbers at `ticks` times the powers of ten.
 
-    To be called after drawing: without `ticks` there are three for each power of ten, ten where the axis has only one.
+    Call this after drawing. Without `ticks` there are three for each power of ten, or ten if the axis has only one.
     """
     from matplotlib import ticker
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fairseq_fwp.convert.source import Conversion
 from fairseq_fwp.patches.dictionaries import KEY, fingerprints
 
-# The seed of FAVOR+'s draws, where they do not come with the weights: repeated conversions give the same model.
+# The seed of FAVOR+'s draws, if they do not come with the weights: repeated conversions give the same model.
 SEED = 1
 
 CHECKPOINT, DICTIONARY, FLAGS = "checkpoint.pt", "dict.txt", "flags.txt"
@@ -36,31 +36,29 @@ def load(path: Path, export: str) -> Any:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except pickle.UnpicklingError as error:
         if "global" not in str(error).lower():
-            raise ValueError(
-                f"{path} is not a whole checkpoint: it was cut short or is another kind of file"
-            ) from error
+            raise ValueError(f"{path} must be a complete checkpoint, got a truncated or different file") from error
         raise ValueError(
             f"{path} holds pickled objects, which could run any code, next to its weights: {export}"
         ) from error
     except (RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
-        raise ValueError(f"{path} is not a whole checkpoint: it was cut short or is another kind of file") from error
+        raise ValueError(f"{path} must be a complete checkpoint, got a truncated or different file") from error
 
 
 def load_tensors(path: Path, export: str) -> dict[str, Tensor]:
     """Return the state dict in a file. Raises ValueError for anything else."""
     loaded = load(path, export)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise ValueError(f"{path} must be a state dict, got other things than named tensors: {export}")
+        raise ValueError(f"{path} must be a state dict of named tensors, got other objects: {export}")
     return loaded
 
 
 def write(conversion: Conversion, out: Path) -> None:
-    """Write checkpoint.pt, flags.txt and dict.txt into `out`, or nothing; translation has a dict.LANGUAGE.txt each.
+    """Write checkpoint.pt, flags.txt and dict.txt (of translation dict.LANGUAGE.txt) into `out`, or nothing.
 
-    Raises ValueError if the folder is there and not empty, or the weights do not fit the model of the flags.
+    Raises ValueError if the folder exists and is not empty, or if the weights do not fit the model of the flags.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists already: --out must be a folder that does not exist or is empty")
+        raise ValueError(f"--out must be a new or empty folder, got {out}, which holds files")
     flags, task = command_line(conversion), make_task(conversion)
     cfg = configure(flags, out)
     model = build(conversion, cfg.model, task)
@@ -84,7 +82,7 @@ def check(conversion: Conversion) -> None:
 
 
 def build_empty(conversion: Conversion) -> Any:
-    """The model of the flags as it begins, without the weights."""
+    """The model of the flags with its initial weights."""
     cfg = configure(command_line(conversion), Path())
     return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg.model, make_task(conversion))
 
@@ -97,13 +95,13 @@ def vocabularies(conversion: Conversion) -> dict[str, list[str]]:
 
 
 def make_task(conversion: Conversion) -> Namespace:
-    """The dictionaries, which a model asks its task for."""
+    """Return the dictionaries as a task for the constructor of a model."""
     source, *_, target = map(make_dictionary, [*vocabularies(conversion).values()] * 2)
     return Namespace(source_dictionary=source, target_dictionary=target)
 
 
 def make_dictionary(words: list[str]) -> Dictionary:
-    """fairseq's dictionary of these words. How often they occur is not known: once each."""
+    """fairseq's dictionary of these words. Their counts are unknown and set to 1."""
     dictionary = Dictionary()
     for word in words:
         dictionary.add_symbol(word)
@@ -120,7 +118,7 @@ def configure(flags: list[str], data: Path) -> Any:
     def refuse(message: str) -> NoReturn:
         raise ValueError(f"fairseq-train refuses the settings of the checkpoint: {message}")
 
-    parser.error = refuse  # in place of its usage and the end of the process
+    parser.error = refuse  # instead of printing the usage and ending the process
     args = options.parse_args_and_arch(parser, [str(data.absolute()), *flags])
     return convert_namespace_to_omegaconf(args)
 
@@ -142,7 +140,7 @@ def command_line(conversion: Conversion) -> list[str]:
     task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
     if languages:
         task = ["translation", "--source-lang", languages[0], "--target-lang", languages[-1]]
-        criterion = ["cross_entropy"]  # without options, which another criterion would not know
+        criterion = ["cross_entropy"]  # without options: another criterion would not know them
     found = ["--task", *task, "--arch", conversion.arch]
     for name, value in conversion.flags.items():
         if value is not None and value is not False:
@@ -156,13 +154,13 @@ def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
     Raises ValueError naming weights that are missing, too many, of another shape or integers.
     """
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    # A parameter that modules share has several names, of which one will do.
+    # A parameter that modules share has several names: one of them is enough.
     given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
     faults = [
         *(f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in given),
         *(f"{name} has no place" for name in weights.keys() - parameters.keys() - buffers.keys()),
         *(
-            f"{name} is {tuple(weight.shape)} in place of {tuple(known.shape)}"
+            f"{name} must be {tuple(known.shape)}, got {tuple(weight.shape)}"
             for name, weight in weights.items()
             if (known := parameters.get(name, buffers.get(name))) is not None and known.shape != weight.shape
         ),
@@ -187,7 +185,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name in weights.keys() & parameters.keys():
             parameters[name].copy_(weights[name])
-    # By now a parameter that modules share is the same under all its names. Loading also masks words that are absent.
+    # A shared parameter now has the same value under all its names. Loading also masks absent words.
     model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
 
 

@@ -2,7 +2,7 @@
 
 Among them the WikiText-103 model of Baevski & Auli 2019 (arXiv 1809.10853), with adaptive input and softmax, and
 fairseq's GPT-2 and GPT-3 sizes. Checkpoints of earlier versions, with `args` and queries, keys and values in one
-tensor, are read too. What a checkpoint does not tell has the default of fairseq's configuration.
+tensor, are read too. Settings that a checkpoint lacks have the defaults of fairseq's configuration.
 """
 
 import re
@@ -50,7 +50,7 @@ REFUSED = {
     "decoder_xformers_att_config": "its attention is of xFormers",
 }
 
-# What fairseq saves next to the weights: marks of versions, and tensors that only know a dtype.
+# fairseq saves these next to the weights: version numbers, and empty tensors that carry a dtype.
 MARKS = r"decoder\.(version|adaptive_softmax\.version|.*\b_float_tensor)"
 
 
@@ -66,14 +66,14 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """The weights of a fairseq checkpoint, the settings of its model and task that it has, and its architecture."""
+    """The weights of a fairseq checkpoint, the saved settings of its model and task, and its architecture."""
     state = load(path, EXPORT)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without a model")
     args, cfg = state.get("args"), state.get("cfg")
     settings: dict[str, Any]
     if not all(isinstance(weight, Tensor) for weight in state["model"].values()):
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got a model with other things than tensors")
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a model with objects that are not tensors")
     if isinstance(args, Namespace):
         settings, name = dict(vars(args)), getattr(args, "arch", None)
     elif isinstance(cfg, dict) and isinstance(of_model := cfg.get("model"), dict | Namespace):
@@ -85,7 +85,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str]
 
 
 def check_model(path: Path, name: str, models: Sequence[str]) -> None:
-    """Check that the architecture is one of these models'; raise ValueError otherwise."""
+    """Check that the architecture belongs to one of these models; raise ValueError otherwise."""
     if ARCH_MODEL_NAME_REGISTRY.get(name, name) not in models:
         raise ValueError(
             f"the architecture in {path} must be {' or '.join(models)}, got {name!r}: choose another --source"
@@ -93,13 +93,13 @@ def check_model(path: Path, name: str, models: Sequence[str]) -> None:
 
 
 def fill_in(settings: dict[str, Any], defaults: FairseqDataclass) -> dict[str, Any]:
-    """The settings, and the defaults of those that are missing."""
+    """The settings, with defaults for missing ones."""
     known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")}
     return {**known, **settings}
 
 
 def upgrade(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights by the names that fairseq gives them since 2019."""
+    """The weights under the names that fairseq has used since 2019."""
     upgraded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if found := re.fullmatch(r"(.*self_attn\.)in_proj_(weight|bias)", name):
@@ -113,7 +113,7 @@ def upgrade(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The model of a checkpoint, see `Source`. Raises ValueError naming what cannot be represented."""
+    """The converted model, see `Source`. Raises ValueError that names what cannot be represented."""
     for name, reason in REFUSED.items():
         if options.get(name):
             raise ValueError(f"--{name.replace('_', '-')} cannot be converted: {reason}")
@@ -139,7 +139,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
 
 
 def has_final_norm(tensors: Mapping[str, Tensor], options: Options) -> bool:
-    """Return whether fairseq normalises after the last layer; for checkpoints of its first versions it does not."""
+    """Return whether fairseq normalises after the last layer; with checkpoints of its first versions it does not."""
     version = tensors.get("decoder.version", torch.ones(1))
     before = options.get("decoder_normalize_before") and not options.get("no_decoder_final_norm")
     return bool(before) and float(version[0]) > 2
@@ -167,7 +167,7 @@ def plain_output(options: Options) -> tuple[dict[str, Any], list[Entry]]:
     """The flags and entries of word embeddings and a softmax over all words."""
     if options.get("adaptive_input"):
         raise ValueError(
-            "--adaptive-input without --adaptive-softmax-cutoff cannot be converted: the two go together here"
+            "--adaptive-input without --adaptive-softmax-cutoff cannot be converted: this model has both or neither"
         )
     embedding, output = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
     if options.get("share_decoder_input_output_embed"):
@@ -187,8 +187,8 @@ def adaptive_output(options: Options, words: int) -> tuple[dict[str, Any], list[
             )
     factor = float(options.get("adaptive_input_factor"))
     if factor != int(factor) or factor < 2:
-        raise ValueError(f"--adaptive-input-factor {factor:g} cannot be converted: it is a whole number from 2 on here")
-    # The last may be the number of all words.
+        raise ValueError(f"--adaptive-input-factor must be a whole number of at least 2, got {factor:g}")
+    # The last cutoff may be the number of all words.
     given = whole_numbers("--adaptive-softmax-cutoff", options.get("adaptive_softmax_cutoff"))
     cutoffs = [cutoff for cutoff in given if cutoff < words + len(Dictionary())]
     flags = {
@@ -239,7 +239,7 @@ def both(target: str, source: str | None) -> list[Entry]:
 
 
 def positions(options: Options) -> list[Entry]:
-    """The entry of learned positions: fairseq's table begins with rows that no token has, up to that of padding."""
+    """The entry of learned positions. fairseq's table begins with unused rows, up to the row of padding."""
     if options.get("no_token_positional_embeddings") or not options.get("decoder_learned_pos"):
         return []
     unused = Dictionary().pad() + 1
@@ -256,7 +256,7 @@ def check_vocabulary(
 ) -> None:
     """Check that the embeddings, if any, have a row for each word and each of fairseq's special symbols.
 
-    side: encoder or decoder; said, asked: the dictionary, and what to give in its place, in words. Raises ValueError
+    side: encoder or decoder; said, asked: words for the dictionary, and for what to give instead. Raises ValueError
     otherwise.
     """
     pattern = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
@@ -264,12 +264,13 @@ def check_vocabulary(
     found, expected = sum(len(tensors[name]) for name in tables), words + len(Dictionary())
     if tables and found != expected:
         raise ValueError(
-            f"{said} has {expected} words with fairseq's own and the checkpoint {found}: give {asked} with --vocabulary"
+            f"{said} must have the {found} words of the checkpoint, got {expected} (with fairseq's special symbols): "
+            f"give {asked} with --vocabulary"
         )
 
 
 def notes(options: Options) -> list[str]:
-    """Return what further training does differently, a sentence each."""
+    """Return the differences of further training, one sentence each."""
     left_out = [name for name in ("decoder_layerdrop", "quant_noise_pq", "quant_noise_scalar") if options.get(name)]
     return [f"--{name.replace('_', '-')}, which the model was trained with, is left out" for name in left_out]
 

@@ -14,13 +14,13 @@ STREAMS = 16
 
 
 def add_layer(base: Any, options: Any, arch: str, task: Any, hidden_dim: int | None) -> tuple[FwpFwlLanguageModel, Any]:
-    """Return the model with a layer that is not fast yet, and its options, from a base and its options.
+    """Return the model with a layer that does not learn yet, and its options, from a base and its options.
 
     arch: the name of the base's architecture. Raises ValueError for a model that the layer cannot be put on.
     """
     names = [name for name, model in BASES.items() if type(base) is model]
     if not names:
-        raise ValueError(f"the layer goes on {' or '.join(BASES)}, and this is {arch}")
+        raise ValueError(f"the model below the layer must be {' or '.join(BASES)}, got {arch}")
     settings = OmegaConf.to_container(options) if OmegaConf.is_config(options) else vars(options)
     settings |= {
         "_name": "fwp_fwl_lm", "arch": "fwp_fwl_lm", "fwl_base": names[0], "fwl_fast_weights": "none",
@@ -30,7 +30,8 @@ def add_layer(base: Any, options: Any, arch: str, task: Any, hidden_dim: int | N
     model = FwpFwlLanguageModel.build_model(completed, task)
     if model.decoder.last_norm is None:
         raise ValueError(
-            "the model must end with a layer normalisation: the layer is the identity only on normalised features"
+            "the model must end with a layer normalisation, got none: the layer is the identity only on normalised "
+            "features"
         )
     model.load_state_dict(base.state_dict())
     return model, completed
@@ -39,7 +40,8 @@ def add_layer(base: Any, options: Any, arch: str, task: Any, hidden_dim: int | N
 def read_moments(model: Any, tokens: Tensor, count: int, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (D,) and covariance (D, D) of the layer's inputs, and second moments of the loss's gradients.
 
-    By `count` of the tokens (N,), in segments as long as in training, whose state is carried on if `carry`.
+    They come from `count` of the tokens (N,), in segments as long as in training. `carry`: the state is carried over
+    segments.
     """
     decoder = model.eval().decoder
     length = min(decoder.sample_length, len(tokens) // STREAMS)

@@ -1,4 +1,4 @@
-"""Checkpoints of `fwp_lm` itself, whose softmax attention is to be replaced by another attention."""
+"""Checkpoints of `fwp_lm` itself, to convert their softmax attention."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) in the format of Hugging Face's transformers: as `fwp_lm`, with the same logits.
 
-A folder with config.json and model.safetensors, or the several files that model.safetensors.index.json names. Our
-dictionary has the number of a token for its word, as fairseq's `--bpe gpt2` writes them, and `</s>` for <|endoftext|>.
+The folder has config.json and model.safetensors, or the files that model.safetensors.index.json names. Words of our
+dictionary are the numbers of tokens, as fairseq's `--bpe gpt2` writes them, and `</s>` is <|endoftext|>.
 """
 
 import json
@@ -21,7 +21,7 @@ from fairseq_fwp.modules.attention import SOFTMAX
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-# What config.json may leave out.
+# Defaults of settings that config.json may leave out.
 DEFAULTS = {
     "activation_function": "gelu_new",
     "attn_pdrop": 0.1,
@@ -32,7 +32,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 
-# What it must say.
+# Settings that it must have.
 SIZES = ("n_embd", "n_head", "n_layer", "vocab_size")
 
 # fairseq's names of the same functions.
@@ -44,7 +44,7 @@ ACTIVATIONS = {
     "tanh": "tanh",
 }
 
-# Settings that must be as here, with what the model does otherwise.
+# Settings with the only value that can be converted, and what the model does with another value.
 EXPECTED = {
     "model_type": ("gpt2", "it is another model"),
     "layer_norm_epsilon": (1e-5, "its layer normalisations have another epsilon"),
@@ -54,7 +54,7 @@ EXPECTED = {
     "tie_word_embeddings": (True, "its output has embeddings of its own"),
 }
 
-# Of every layer: our name -> theirs, and whether theirs is (in, out).
+# For every layer: our name -> their name, and whether their weight is (in, out).
 LAYER = {
     "self_attn.in_proj": ("attn.c_attn", True),
     "self_attn.out_proj": ("attn.c_proj", True),
@@ -64,43 +64,43 @@ LAYER = {
     "final_layer_norm": ("ln_2", False),
 }
 
-# The causal mask and the number in its place, which no training changes.
+# Constants: the causal mask, and the number at masked places.
 MASKS = r"h\.\d+\.attn\.(masked_)?bias"
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
     if not path.is_dir():
-        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS}, as GPT-2 has them")
+        raise ValueError(f"{path} must be a folder of GPT-2 with {CONFIG} and {WEIGHTS}")
     config = read_config(path)
     tensors = {name: tensor for file in weight_files(path) for name, tensor in read_weights(path / file).items()}
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config
 
 
 def weight_files(path: Path) -> list[str]:
-    """The names of the files in a folder that hold its weights. Raises ValueError where there are none, or unnamed."""
+    """The names of the files that hold the weights. Raises ValueError for none, or an index without names."""
     index = path / INDEX
     if not index.exists():
         if not (path / WEIGHTS).exists():
             raise ValueError(
-                f"{path} has neither {WEIGHTS} nor {INDEX}: weights in another format, such as pytorch_model.bin, are "
-                "to be saved as safetensors first"
+                f"{path} must hold {WEIGHTS} or {INDEX}: save weights of another format, such as pytorch_model.bin, as "
+                "safetensors first"
             )
         return [WEIGHTS]
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{index} has no weight_map, which names a file for every weight")
+        raise ValueError(f"{index} must have a weight_map, which names a file for every weight")
     return sorted(set(files.values()))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file. Raises ValueError for one that is not there, not whole, or not safetensors."""
+    """The tensors of a file. Raises ValueError for a missing or truncated file, or another format."""
     try:
         return load_file(path)
     except OSError as error:
         raise ValueError(f"the weights {path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole file of safetensors: it was cut short or is another kind") from error
+        raise ValueError(f"{path} must be a complete safetensors file, got a truncated or different file") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def read_config(path: Path) -> dict[str, Any]:
     config = {**DEFAULTS, **read_json(path / CONFIG)}
     missing = [name for name in SIZES if not isinstance(config.get(name), int)]
     if missing:
-        raise ValueError(f"{path / CONFIG} lacks {', '.join(missing)}: is it that of a GPT-2?")
+        raise ValueError(f"{path / CONFIG} must be the configuration of a GPT-2, got one without {', '.join(missing)}")
     eos, words = config["eos_token_id"], config["vocab_size"]
     if eos is not None and not (isinstance(eos, int) and 0 <= eos < words):
         raise ValueError(f"eos_token_id in {path / CONFIG} must be in [0, {words}), the vocabulary, got {eos!r}")
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} must hold a JSON object")
     return found
 
 
@@ -130,7 +130,7 @@ def numbers_of_tokens(path: Path, given: Path | None) -> list[str]:
     """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
     if given is not None:
         raise ValueError(
-            "--vocabulary is not for gpt2: its words are the numbers of tokens, as fairseq's --bpe gpt2 has them"
+            "--vocabulary must be left out with gpt2: its words are the numbers of tokens, as in fairseq's --bpe gpt2"
         )
     config = read_config(path)
     words = [str(number) for number in range(config["vocab_size"])]
@@ -140,7 +140,7 @@ def numbers_of_tokens(path: Path, given: Path | None) -> list[str]:
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The model of a folder, see `Source`. Raises ValueError naming what cannot be represented."""
+    """The converted model, see `Source`. Raises ValueError that names what cannot be represented."""
     for name, (value, reason) in EXPECTED.items():
         if options.get(name, value) != value:
             raise ValueError(f"{CONFIG} has {name} = {options.get(name)!r}, which cannot be converted: {reason}")
@@ -156,7 +156,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         Entry("decoder.layer_norm.bias", ("ln_f.bias",)),
         Entry("decoder.embed_positions.table.weight", ("wpe.weight",)),
         Entry("decoder.embed_tokens.weight", ("wte.weight",), lambda table: vocabulary.place(table, fill=0.0)),
-        # Not learned: what fairseq's dictionary has and GPT-2 has not is never to be written.
+        # Symbols of fairseq's dictionary that GPT-2 lacks get probability 0, and are not learned.
         Entry(
             "decoder.adaptive_softmax.bias",
             ("wte.weight",),
@@ -170,7 +170,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         ),
     ]
     if "wte.weight" in tensors and len(tensors["wte.weight"]) != len(words):
-        raise ValueError(f"wte.weight has {len(tensors['wte.weight'])} words, and {CONFIG} says {len(words)}")
+        raise ValueError(f"wte.weight must have the {len(words)} words of {CONFIG}, got {len(tensors['wte.weight'])}")
     weights = convert_tensors(table, tensors)
     return Conversion("fwp_lm", flags(options, tensors), weights, vocabulary.words, notes(options))
 
@@ -211,11 +211,11 @@ def flags(options: Options, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def notes(options: Options) -> list[str]:
-    """Return what further training does differently, a sentence each."""
+    """Return the differences of further training, one sentence each."""
     embedding, rest = options.get("embd_pdrop", 0.1), options.get("resid_pdrop")
     if embedding == rest:
         return []
-    return [f"dropout of embeddings is {rest} here, as of blocks, and was {embedding} (embd_pdrop)"]
+    return [f"dropout of embeddings is {rest} here, as in blocks, and was {embedding} (embd_pdrop)"]
 
 
 SOURCE = Source({}, read, convert, numbers_of_tokens)

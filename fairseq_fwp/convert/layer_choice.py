@@ -1,7 +1,7 @@
-"""Layers that stay softmax in a hybrid: those given, or those whose conversion changes the distribution most.
+"""Layers that stay softmax in a hybrid: given layers, or those whose conversion changes the distribution most.
 
-One layer at a time is converted, and the divergence of the model's distribution from the source's is measured on a
-text, before any training. After Li et al. 2025, arXiv 2512.20569, who measure it on a model that has learned already.
+One layer at a time is converted. The divergence of the model's distribution from the source's is then measured on a
+text, before any training. Li et al. 2025, arXiv 2512.20569, measure it on a trained model instead.
 """
 
 import logging
@@ -21,7 +21,7 @@ BY_DIVERGENCE = "kl:"
 
 
 def costs(source: Any, converted: Any, blocks: Iterable[Tensor]) -> list[float]:
-    """Return the divergence that converting a layer costs, in nats a token, for each layer.
+    """Return for each layer the divergence that its conversion causes, in nats per token.
 
     source, converted: models in evaluation mode that differ only in their attentions; blocks: tokens (1, L).
     """
@@ -53,12 +53,12 @@ def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Ten
         raise ValueError(f"--kl-text must be a text, got {path}: {error}") from error
     words = [dictionary.encode_line(line, add_if_not_exist=False).long() for line in lines if line.strip()]
     if not words:
-        raise ValueError(f"--kl-text must hold words, got {path}, which is empty")
+        raise ValueError(f"--kl-text must hold words, got the empty file {path}")
     text = torch.cat(words)
     unknown = int(text.eq(dictionary.unk()).sum())
     if unknown > len(text) / 2:
         raise ValueError(
-            f"--kl-text must hold words of the dictionary, got {path}, with {unknown:,} others of {len(text):,}: "
+            f"--kl-text must hold words of the dictionary, got {unknown:,} others among the {len(text):,} of {path}: "
             "apply the BPE of the training first"
         )
     for block in text.split(length):
@@ -66,7 +66,7 @@ def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Ten
 
 
 def read_count(text: str, layers: int) -> int:
-    """Return N of kl:N. Raises ValueError for one that leaves nothing to convert."""
+    """Return N of kl:N. Raises ValueError if it leaves no layer to convert."""
     number = text.removeprefix(BY_DIVERGENCE)
     if not number.isdecimal() or not 0 < int(number) < layers:
         raise ValueError(f"--keep-softmax-layers must be kl:1 to kl:{layers - 1}, or numbers of layers, got {text!r}")

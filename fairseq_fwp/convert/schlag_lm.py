@@ -1,7 +1,7 @@
 """The public language-model code of Schlag et al. 2021 (IDSIA/lmtool-fwp): its models as `fwp_lm` and `fwp_xl_lm`.
 
-It grew out of Transformer-XL's, and what they share is in transformer_xl.py. An attention type there is a feature map,
-an update rule and an implementation, and each implementation divides and scales in its own way. d: size of a head.
+It is based on Transformer-XL's code; shared parts are in transformer_xl.py. An attention type is a feature map, an
+update rule and an implementation. Each implementation divides and scales in its own way. d: size of a head.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,23 @@ from fairseq_fwp.convert.vocabulary import arrange, given_words
 OPTIONS = {
     **transformer_xl.OPTIONS,
     "no_pos": Option(bool, "no positions"),
-    "skip_attn_normalization": Option(bool, "no attention normalisation; types 2 to 6 know no such option"),
+    "skip_attn_normalization": Option(bool, "no attention normalisation; types 2 to 6 do not have this option"),
     "performer_proj_dim": Option(int, "random vectors of types 5, 25, 35 and 45"),
     "dpfp_n_roll": Option(int, "nu of types 6, 26 and 46"),
-    "carry_over_fast_weight": Option(bool, "trained with fast weights that go on to the next segment"),
+    "carry_over_fast_weight": Option(bool, "trained with fast weights carried to the next segment"),
 }
 
-# What they add to the divisors of attention normalisation, to the exponentials of FAVOR+, and to sums: nothing.
+# What they add to divisors of attention normalisation, to exponentials of FAVOR+, and to sums (nothing).
 EPSILON = 1e-5
 KERNEL_EPSILON = 1e-4
 SUM_EPSILON = 1e-24
 
 
 class AttentionType(NamedTuple):
-    """update_rule and feature_map by our names; packed: queries, keys, values (and beta) of each head are together;
-    normalized: for delta, the retrieved value too."""
+    """An attention type of the public code, by our names.
+
+    packed: queries, keys, values (and beta) of each head are together; normalized: for delta, the retrieved value too.
+    """
 
     update_rule: str
     feature_map: str
@@ -72,25 +74,27 @@ REFUSED_OPTIONS = ("remove_ff", "remove_lnorm", "remove_res", "remove_out_proj")
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The model of a state dict, see `Source`. Raises ValueError naming what cannot be represented."""
+    """The converted model, see `Source`. Raises ValueError that names what cannot be represented."""
     attn_type = options.need("attn_type")
     for name in REFUSED_OPTIONS:
         if options.get(name):
-            raise ValueError(f"--{name} cannot be converted: every block here has what it removes")
+            raise ValueError(f"--{name} must be off, got on: every block here has what it removes")
     if attn_type in (0, 1, 2, 3):
         return transformer_xl.convert(tensors, words, options)
     if attn_type in REFUSED_TYPES:
         raise ValueError(f"--attn_type {attn_type} cannot be converted: it is {REFUSED_TYPES[attn_type]}")
     if attn_type not in TYPES:
         known = ", ".join(map(str, [0, 1, 2, 3, *TYPES]))
-        raise ValueError(f"--attn_type {attn_type} makes no model in the public code: those that convert are {known}")
+        raise ValueError(
+            f"--attn_type must be one of {known}, got {attn_type}, which is not a model of the public code"
+        )
     return convert_fast_weights(tensors, words, options, TYPES[attn_type])
 
 
 def convert_fast_weights(
     tensors: Mapping[str, Tensor], words: list[str], options: Options, attn_type: AttentionType
 ) -> Conversion:
-    """The types of `TYPES`."""
+    """Convert a model whose attention type is in `TYPES`."""
     sizes = transformer_xl.read_sizes(tensors)
     heads = options.need("n_head")
     head_dim = transformer_xl.read_head_dim(tensors, sizes, heads, options)
@@ -129,7 +133,7 @@ def check_options(options: Options, attn_type: AttentionType) -> None:
         )
         raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does}")
     if options.get("dropatt") and not attn_type.packed:
-        raise ValueError("--dropatt cannot be converted with this --attn_type: give --dropatt 0, as in evaluation")
+        raise ValueError("--dropatt must be 0 with this --attn_type: give --dropatt 0, as in evaluation")
 
 
 def map_flags(options: Options, attn_type: AttentionType) -> dict[str, Any]:
@@ -143,8 +147,8 @@ def map_flags(options: Options, attn_type: AttentionType) -> dict[str, Any]:
 def normalization_flags(options: Options, attn_type: AttentionType, head_dim: int) -> dict[str, Any]:
     """The flags of both normalisations, their epsilons and the scale of the output.
 
-    Packed types multiply the output by d^(-1/2). The others multiply the scores, before an epsilon is added to their
-    sum: without that factor the epsilon is d^(1/2) as large.
+    Packed types multiply the output by d^(-1/2). Other types multiply the scores, before an epsilon is added to their
+    sum. Without that factor here, the epsilon is d^(1/2) times as large.
     """
     flags: dict[str, Any] = {"scale_read_out": attn_type.packed}
     if attn_type.update_rule == "delta":
@@ -167,8 +171,8 @@ def packed(attn_type: AttentionType, heads: int, head_dim: int) -> list[Entry]:
     def unpack(weight: Tensor) -> Tensor:
         if len(weight) != heads * sum(sizes):
             raise ValueError(
-                f"dec_attn.{net} has {len(weight)} rows where {heads} heads of {head_dim} have {heads * sum(sizes)}: "
-                "check --n_head"
+                f"dec_attn.{net} must have {heads * sum(sizes)} rows for {heads} heads of {head_dim}, got "
+                f"{len(weight)}: check --n_head"
             )
         parts = weight.unflatten(0, (heads, sum(sizes))).split(sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts])
@@ -177,19 +181,19 @@ def packed(attn_type: AttentionType, heads: int, head_dim: int) -> list[Entry]:
 
 
 def projections(tensors: Mapping[str, Tensor], attn_type: AttentionType) -> list[Entry]:
-    """FAVOR+'s matrix, (d, m) there, where the state dict holds it."""
+    """FAVOR+'s matrix, if the state dict holds it; it is (d, m) there."""
     if attn_type.feature_map != "favor" or "layers.0.dec_attn.proj_matrix" not in tensors:
         return []
     return [Entry("self_attn.feature_map.projection", ("dec_attn.proj_matrix",), partial(Tensor.t))]
 
 
 def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionType) -> list[str]:
-    """Return notes on what the converted model does not show by itself, a sentence each."""
+    """Return notes for users of the converted model, one sentence each."""
     found = []
     if attn_type.feature_map == "favor" and not projections(tensors, attn_type):
         found.append(
-            "the state dict holds no dec_attn.proj_matrix, which the public code keeps outside of it: the random "
-            "features are drawn again, and losses agree only as those of two draws do"
+            "the state dict lacks dec_attn.proj_matrix, which the public code does not save: random features are drawn "
+            "again, so losses differ as between two draws"
         )
     if options.get("carry_over_fast_weight"):
         found.append(

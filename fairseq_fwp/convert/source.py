@@ -1,4 +1,4 @@
-"""A source of checkpoints: its options, and how its tensors become those of a model here."""
+"""A source of checkpoints: its options, and the conversion of its tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -7,21 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Of a language model, or by language.
+# Words of a language model, or of each language in translation.
 Words = list[str] | dict[str, list[str]]
 
 
 class Option(NamedTuple):
-    """An option of the source's training script: its type (bool: a flag), and what it says."""
+    """An option of the source's training script: its type (bool: a flag) and its help text."""
 
     type: Callable[[str], Any]
     help: str
 
 
 class Conversion(NamedTuple):
-    """flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model; words: of the
-    dictionary, after fairseq's specials, and of translation by language, the source's first; notes: what whoever goes
-    on with the model should know."""
+    """A converted checkpoint.
+
+    flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model;
+    words: of the dictionary, after fairseq's special symbols; of translation by language, the source language first;
+    notes: sentences for users of the model.
+    """
 
     arch: str
     flags: dict[str, Any]
@@ -33,9 +36,10 @@ class Conversion(NamedTuple):
 class Source(NamedTuple):
     """One kind of checkpoint.
 
-    options: by name, as the training script has them; read(path) -> its tensors, and the options saved with it;
-    convert(tensors, words, options) -> `Conversion`, where options are those given, else saved;
-    words(path, given) -> the vocabulary, from the file given or else from what lies with the checkpoint.
+    options: by their names in the training script.
+    read: path -> tensors, and the options saved with them.
+    convert: (tensors, words, options) -> `Conversion`; given options override saved ones.
+    words: (path, given) -> the vocabulary, from the given file or else from files next to the checkpoint.
     """
 
     options: dict[str, Option]
@@ -45,7 +49,7 @@ class Source(NamedTuple):
 
 
 class Options:
-    """The options given and saved; what neither tells has the default of the call."""
+    """The options of a conversion: given on the command line, or else saved with the checkpoint."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = dict(values)
@@ -56,17 +60,16 @@ class Options:
         return default if value is None else value
 
     def need(self, name: str) -> Any:
-        """The option's value. Raises ValueError where nobody tells it."""
+        """The option's value. Raises ValueError if it is neither given nor saved."""
         if self.values.get(name) is None:
             raise ValueError(
-                f"the state dict does not tell --{name}: give it as in training, or lay the training's log.txt beside "
-                "the checkpoint"
+                f"--{name} must be given, as in training: neither the state dict nor a log.txt next to it has it"
             )
         return self.values[name]
 
 
 class Entry(NamedTuple):
-    """target, a parameter of ours, is build(*the tensors named in sources); without a target, build only checks."""
+    """A line of a conversion table: the parameter `target` is build(*sources); without a target, build only checks."""
 
     target: str | None
     sources: tuple[str, ...]
@@ -74,9 +77,9 @@ class Entry(NamedTuple):
 
 
 def convert_tensors(table: Iterable[Entry], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every target of the table.
+    """Return every target of the table.
 
-    Raises ValueError naming tensors that are missing, those that no entry reads, and those that hold whole numbers.
+    Raises ValueError that names missing tensors, tensors that no entry reads, and tensors of integers.
     """
     table = list(table)
     known = {name for entry in table for name in entry.sources}
@@ -87,17 +90,19 @@ def convert_tensors(table: Iterable[Entry], tensors: Mapping[str, Tensor]) -> di
     ]
     if faults:
         raise ValueError(
-            f"the state dict is not that of a model with these options: it {' and '.join(faults)}; check the options"
+            f"the state dict does not fit a model with these options: it {' and '.join(faults)}; check the options"
         )
     for name in (name for entry in table if entry.target is not None for name in entry.sources):
         if not tensors[name].is_floating_point():
-            raise ValueError(f"{name} is of {tensors[name].dtype}: weights that were quantised cannot be converted")
+            raise ValueError(
+                f"{name} must be floating-point, got {tensors[name].dtype}: quantised weights cannot be converted"
+            )
     built = {entry.target: entry.build(*(tensors[name] for name in entry.sources)) for entry in table}
     return {target: tensor for target, tensor in built.items() if target is not None}
 
 
 def whole_numbers(option: str, text: Any) -> list[int]:
-    """The numbers of an option, which commas part. Raises ValueError for other text."""
+    """The comma-separated numbers of an option. Raises ValueError for other text."""
     try:
         return [int(number) for number in str(text).split(",")]
     except ValueError:
@@ -105,10 +110,12 @@ def whole_numbers(option: str, text: Any) -> list[int]:
 
 
 def check_equal(option: str) -> Callable[[Tensor, Tensor], None]:
-    """A check that two tensors, one here, are alike; what is said if not begins with the option."""
+    """A check that two tensors, which are one parameter here, are equal; its error begins with the option."""
 
     def check(first: Tensor, second: Tensor) -> None:
         if not torch.equal(first, second):
-            raise ValueError(f"{option} cannot be converted: input and output are one here, and they differ there")
+            raise ValueError(
+                f"{option} cannot be converted: input and output share one tensor here, and differ in the checkpoint"
+            )
 
     return check

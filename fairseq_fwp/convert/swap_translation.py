@@ -1,8 +1,8 @@
-"""Replace softmax by linear attention in a translation model: encoder, decoder and attention to the source.
+"""Convert the softmax attention of a translation model: encoder, decoder and attention to the source.
 
-Each of the three is converted or kept. Projections are the pretrained ones; softmax scores are q . k / sqrt(d), and the
-factor is in the queries, or in the map where that has it. What follows is in `swap.py`: the decoder's update rule
-begins as there. After Kasai et al. 2021 (T2R, arXiv 2103.13076), which fine-tunes on data only, without a teacher.
+Each of the three is converted or kept. Projections are the pretrained ones. Softmax scores are q . k / sqrt(d); the
+factor is in the queries, or in the map if it has one. The decoder's update rule begins as in `swap.py`. After Kasai et
+al. 2021 (T2R, arXiv 2103.13076), which fine-tunes on data only, without a teacher.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.translation_layers import CausalAttention
 from fairseq_fwp.modules.attention import LinearAttention
 
-# The options of a target that another model has.
+# Options of a target that only language models have.
 OF_LANGUAGE_MODELS = {
     "window": "--attention-window",
     "heads": "--decoder-attention-heads",
@@ -35,7 +35,7 @@ OF_DECODER = {
 
 
 def swap_translation(conversion: Conversion, target: Target) -> Conversion:
-    """The conversion with the new attentions. Raises ValueError where the target cannot be."""
+    """The conversion with the new attentions. Raises ValueError for an impossible target."""
     flags = {**conversion.flags, **translation_flags(conversion.flags, target)}
     converted = conversion._replace(flags=flags)
     with torch.random.fork_rng(devices=[]):
@@ -53,13 +53,15 @@ def swap_translation(conversion: Conversion, target: Target) -> Conversion:
 
 
 def translation_flags(flags: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """The flags of `fairseq-train` that make the new attentions. Raises ValueError for a target that cannot be."""
+    """The flags of `fairseq-train` that make the new attentions. Raises ValueError for an impossible target."""
     for name, flag in OF_LANGUAGE_MODELS.items():
         if getattr(target, name) is not None:
-            raise ValueError(f"{flag} is of language models: leave it out for translation")
+            raise ValueError(f"{flag} must be left out for translation: only language models have it")
     for name, flag in OF_DECODER.items():
         if not target.update_rule and getattr(target, name) != Target._field_defaults[name]:
-            raise ValueError(f"{flag} is of the decoder's self-attention: give --decoder-update-rule as well")
+            raise ValueError(
+                f"--decoder-update-rule must be given with {flag}, which changes the decoder's self-attention"
+            )
     places = {"encoder_feature_map": target.encoder_feature_map, "cross_feature_map": target.cross_feature_map}
     found: dict[str, Any] = {name: value for name, value in places.items() if value is not None}
     if target.update_rule:
@@ -71,14 +73,14 @@ def translation_flags(flags: Mapping[str, Any], target: Target) -> dict[str, Any
             "attention_normalization_read_out_only": target.read_out_only,
         }
     maps = {value for name, value in found.items() if name.endswith("_feature_map")}
-    # Their map then has the factor 1 / sqrt(d), half of it on either side: keys and queries of one size vary least.
+    # The map then has the factor 1 / sqrt(d), its root on queries and on keys: equal sizes give the smallest variance.
     found |= {"attention_bias": True, "favor_softmax_scale": "favor" in maps}
     used = {place: str(name) for place, name in found.items() if place.endswith("_feature_map")}
     return found | (all_sizes(flags, used, target.state_size) if target.state_size is not None else {})
 
 
 def all_sizes(flags: Mapping[str, Any], places: Mapping[str, str], size: int) -> dict[str, int]:
-    """The flags under which the maps of these places have so many features. Raises ValueError where one cannot."""
+    """The flags that give the maps of these places this many features. Raises ValueError if one cannot."""
     settings = FwpTransformerModel.complete(dict(flags))
     found: dict[str, int] = {}
     for place, name in places.items():
@@ -87,13 +89,13 @@ def all_sizes(flags: Mapping[str, Any], places: Mapping[str, str], size: int) ->
         for flag, value in size_flags(name, head_dim, size).items():
             if found.setdefault(flag, value) != value:
                 raise ValueError(
-                    f"--state-size {size} needs heads of one size in encoder and decoder for the map {name}"
+                    f"heads of encoder and decoder must have the same size with --state-size {size} and the map {name}"
                 )
     return found
 
 
 def size_flags(name: str, head_dim: int, size: int) -> dict[str, int]:
-    """The flags under which a map of heads of d has so many features. Raises ValueError where it cannot have them."""
+    """The flags that give a map on heads of d this many features. Raises ValueError if it cannot have them."""
     found: dict[str, tuple[dict[str, int], int]] = {
         "relu": ({"relu_features": size}, size),
         "favor": ({"favor_features": size // 2}, size // 2 * 2),
@@ -106,7 +108,7 @@ def size_flags(name: str, head_dim: int, size: int) -> dict[str, int]:
 
 
 def part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights of a module by the names that it has for them."""
+    """The weights of a module under its own names."""
     return {name[len(prefix) + 1 :]: tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
 
 

@@ -1,6 +1,6 @@
-"""Transformer-XL's public TensorFlow code (kimiyoung/transformer-xl, tf/): its variables by its PyTorch code's names.
+"""Transformer-XL's public TensorFlow code (kimiyoung/transformer-xl, tf/): its variables under their PyTorch names.
 
-The published weights are checkpoints of it. They are read from an .npz of their variables, without TensorFlow.
+The published weights are checkpoints of this code. They are read from an .npz of their variables, without TensorFlow.
 """
 
 import re
@@ -27,7 +27,7 @@ EMBEDDINGS, SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softma
 # u and v: (H, d), or (layers, H, d) with --untie_r.
 BIASES = {"r_w_bias": "transformer/r_w_bias", "r_r_bias": "transformer/r_r_bias"}
 
-# Of every layer: theirs -> PyTorch's.
+# For every layer: their name -> PyTorch's name.
 LAYER = {
     "rel_attn/qkv/kernel": "dec_attn.qkv_net.weight",
     "rel_attn/r/kernel": "dec_attn.r_net.weight",
@@ -42,7 +42,7 @@ LAYER = {
     "ff/LayerNorm/beta": "pos_ff.layer_norm.bias",
 }
 
-# Ends of names: (in, out) there and (out, in) here; and all that have two dimensions.
+# Ends of names: weights (in, out) there and (out, in) here; and all variables of two dimensions.
 TRANSPOSED = ("/kernel", "/proj_W", "/proj")
 MATRICES = (*TRANSPOSED, "/lookup_table", "/cluster_W")
 
@@ -51,9 +51,9 @@ OPTIMIZER = re.compile(r"(.*/)?(Adam(_\d+)?|beta[12]_power(_\d+)?|global_step)")
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The state dict that the PyTorch code would have, its biases of words by cluster.
+    """The state dict that the PyTorch code would have, with biases of words split by cluster.
 
-    Raises ValueError for any other file, and for what cannot be represented.
+    Raises ValueError for any other file, and for a model that cannot be represented.
     """
     variables = read_variables(path)
     tensors = convert_tensors(table(variables), variables)
@@ -70,9 +70,9 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_variables(path: Path) -> dict[str, Tensor]:
-    """The variables by their names, but for the optimizer's. Raises ValueError for a damaged or another file."""
+    """The variables by name, without the optimizer's. Raises ValueError for a damaged or different file."""
     if path.is_file() and not is_zipfile(path):
-        raise ValueError(f"{path} is not a whole .npz: it was cut short or is another kind of file; {EXPORT}")
+        raise ValueError(f"{path} must be a complete .npz, got a truncated or different file; {EXPORT}")
     try:
         with np.load(path, allow_pickle=False) as file:
             if BIASES["r_w_bias"] not in file:
@@ -85,11 +85,11 @@ def read_variables(path: Path) -> dict[str, Tensor]:
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except (BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a whole .npz: it is damaged ({error}); {EXPORT}") from error
+        raise ValueError(f"{path} must be a complete .npz, got a damaged file ({error}); {EXPORT}") from error
 
 
 def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
-    """A variable of the file. Raises ValueError naming one without numbers, or with other dimensions than it has."""
+    """A variable of the file. Raises ValueError that names a variable without numbers or of wrong dimensions."""
     try:
         tensor = torch.from_numpy(file[name])
     except (TypeError, ValueError) as error:
@@ -98,29 +98,29 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
     if tensor.dim() not in expected or not tensor.numel():
         dimensions = " or ".join(map(str, expected))
         raise ValueError(
-            f"{name} must have {dimensions} dimensions and no empty one, got the shape {tuple(tensor.shape)}: it is "
-            "none of Transformer-XL's TensorFlow code"
+            f"{name} must have {dimensions} dimensions and no empty one, got the shape {tuple(tensor.shape)}: the file "
+            "is not from Transformer-XL's TensorFlow code"
         )
     return tensor
 
 
 def notes(flags: Mapping[str, Any]) -> list[str]:
-    """The differences from the TensorFlow code, for whoever compares losses."""
+    """Return the differences from the TensorFlow code, for comparisons of losses."""
     found = [
-        "the TensorFlow code begins a text with a memory of zeros, which tokens attend to, and this model with none: "
-        "the losses of its first segments differ",
-        "a layer normalisation there adds 1e-12 to the variance, and here 1e-5: losses differ by some 1e-5",
+        "the TensorFlow code begins a text with a memory of zeros, which tokens attend to, and this model without a "
+        "memory: losses of the first segments differ",
+        "layer normalisation adds 1e-12 to the variance there, and 1e-5 here: losses differ by about 1e-5",
     ]
     if flags["same_length"]:
         found.append(
-            f"--mem-len is {flags['mem_len']} for --mem_len {flags['mem_len'] - 1}: with --same_length a token there "
-            "does not count itself"
+            f"--mem-len is {flags['mem_len']} for --mem_len {flags['mem_len'] - 1}: with --same_length the TensorFlow "
+            "code does not count the token itself"
         )
     return found
 
 
 def table(names: Collection[str]) -> list[Entry]:
-    """PyTorch's names of the variables there are. Raises ValueError for projections that have no place here."""
+    """The entries of the variables, by PyTorch's names. Raises ValueError for projections that do not exist here."""
     layers = [
         entry(f"layers.{index}.{ours}", f"transformer/layer_{index}/{theirs}")
         for index in range(max(count(names, r"transformer/layer_(\d+)/"), 1))
@@ -130,7 +130,7 @@ def table(names: Collection[str]) -> list[Entry]:
 
 
 def embeddings(names: Collection[str]) -> list[Entry]:
-    """The entries of words and clusters, which are embedded in one table without --div_val."""
+    """The entries of words and clusters; without --div_val they share one table."""
     if f"{EMBEDDINGS}/proj_W" in names:
         raise ValueError("--d_embed other than --d_model cannot be converted: its embeddings have two projections")
     clusters = [f"cutoff_{index}" for index in range(count(names, rf"{SOFTMAX}/cutoff_(\d+)/"))]
@@ -142,7 +142,7 @@ def embeddings(names: Collection[str]) -> list[Entry]:
     for index, name in enumerate(tables):
         entries += [entry(f"{module}.{index}.weight", name) for module in ("word_emb.emb_layers", "crit.out_layers")]
     if clusters:
-        # The first column here is the second cluster's, in the PyTorch code the last's.
+        # The first column belongs to the second cluster here, and to the last one in the PyTorch code.
         entries += [
             Entry(f"crit.cluster_{ours}", (f"{SOFTMAX}/cutoff_0/cluster_{theirs}",), lambda tensor: tensor.flip(0))
             for ours, theirs in (("weight", "W"), ("bias", "b"))
@@ -153,12 +153,14 @@ def embeddings(names: Collection[str]) -> list[Entry]:
 
 
 def projections(names: Collection[str], clusters: list[str]) -> list[Entry]:
-    """The entries of the clusters' projections; with --proj_share_all_but_first the output has one of its own."""
+    """The entries of the clusters' projections; with --proj_share_all_but_first the output has its own first one."""
     entries = []
     for index, cluster in enumerate(clusters):
         of_input, of_output = f"{EMBEDDINGS}/{cluster}/proj_W", f"{SOFTMAX}/{cluster}/proj"
         if index == 0 and of_input not in names:
-            raise ValueError("--proj_same_dim=False cannot be converted: the first cluster has a projection here")
+            raise ValueError(
+                "--proj_same_dim=False cannot be converted: here the first cluster always has a projection"
+            )
         shared = index > 0 and of_output not in names
         entries += [
             entry(f"word_emb.emb_projs.{index}", of_input),
@@ -173,5 +175,5 @@ def entry(ours: str, theirs: str) -> Entry:
 
 
 def count(names: Collection[str], pattern: str) -> int:
-    """Return how many different numbers the names have in the pattern's group."""
+    """Return the number of different values that the pattern's group has in the names."""
     return len({found[1] for name in names if (found := re.match(pattern, name))})

@@ -1,10 +1,10 @@
 """Transformer-XL's public code (kimiyoung/transformer-xl): its models as `fwp_xl_lm` and `fwp_lm`.
 
-A state dict of its PyTorch code, or an .npz of the variables of its TensorFlow code, see tensorflow_xl.py.
+The source is a state dict of its PyTorch code, or an .npz of the variables of its TensorFlow code (tensorflow_xl.py).
 
-Attention types 0, its own; 1, the vectors of Shaw et al. 2018 with biases; 2, absolute positions; and 3, vectors
-learned for each layer and position (Al-Rfou et al. 2019). Schlag et al. 2021 built their code on this one: schlag_lm.py
-takes most of it from here.
+Attention types: 0, its own; 1, the vectors of Shaw et al. 2018 with biases; 2, absolute positions; 3, vectors learned
+for each layer and position (Al-Rfou et al. 2019). The code of Schlag et al. 2021 is based on this one, so schlag_lm.py
+uses most of this file.
 """
 
 import ast
@@ -36,16 +36,16 @@ from fairseq_fwp.modules.attention import SOFTMAX
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
-    "n_head": Option(int, "number of heads; the state dict tells it for attention types 0 and 1"),
+    "n_head": Option(int, "number of heads; not needed for attention types 0 and 1"),
     "tgt_len": Option(int, "tokens of a sample in training"),
-    "mem_len": Option(int, "tokens of the memory; attention types 0 and 1 alone have one"),
-    "clamp_len": Option(int, "largest distance of its own; -1, the script's default: none"),
+    "mem_len": Option(int, "tokens of the memory; only attention types 0 and 1 have one"),
+    "clamp_len": Option(int, "larger distances count as this one; -1, the script's default: no limit"),
     "same_length": Option(bool, "every token attends to the same number of others"),
     "pre_lnorm": Option(bool, "layer normalisation before each block"),
     "dropout": Option(float, "dropout; 0 is the script's default"),
     "dropatt": Option(float, "dropout of attention weights; 0 is the script's default"),
-    "dataset": Option(str, "wt103 or lm1b: what the script with --adaptive takes the cutoffs from"),
-    "cutoffs": Option(str, "cutoffs of the adaptive softmax, comma-separated, where they are not those of --dataset"),
+    "dataset": Option(str, "wt103 or lm1b: its cutoffs are used by the script with --adaptive"),
+    "cutoffs": Option(str, "cutoffs of the adaptive softmax, comma-separated, if not those of --dataset"),
 }
 
 CUTOFFS = {"wt103": [20000, 40000, 200000], "lm1b": [60000, 100000, 640000]}
@@ -56,7 +56,7 @@ EXPORT = (
     "for i, l in enumerate(m.layers) if hasattr(l.dec_attn, 'proj_matrix')}}, 'state_dict.pt')\""
 )
 
-# Of every layer: our name -> theirs.
+# For every layer: our name -> their name.
 BLOCKS = {
     "self_attn.out_proj.weight": "dec_attn.o_net.weight",
     "self_attn_layer_norm.weight": "dec_attn.layer_norm.weight",
@@ -80,7 +80,7 @@ SEPARATE_QUERIES = [
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A state dict or an .npz, which is marked with an option `tensorflow`, and the options of its training."""
+    """A state dict or an .npz, marked by the option `tensorflow`, and the options of its training."""
     if path.suffix != ".npz":
         return read_state_dict(path)
     return tensorflow_xl.read(path), {**read_saved(path.parent), "tensorflow": True}
@@ -92,7 +92,7 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_saved(folder: Path) -> dict[str, Any]:
-    """The options that the training wrote into its log.txt, `    - name : value` a line; none without that file."""
+    """The options that the training wrote into log.txt, one line ` - name : value` each; none without that file."""
     path = folder / "log.txt"
     if not path.exists():
         return {}
@@ -101,21 +101,21 @@ def read_saved(folder: Path) -> dict[str, Any]:
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The model of a state dict, see `Source`. Raises ValueError naming what cannot be represented."""
+    """The converted model, see `Source`. Raises ValueError that names what cannot be represented."""
     attn_type = options.get("attn_type", 0)
     if attn_type not in (0, 1, 2, 3):
-        raise ValueError(f"--attn_type {attn_type} is none of Transformer-XL's: those are 0, 1, 2 and 3")
+        raise ValueError(f"--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got {attn_type}")
     if options.get("tensorflow") and (attn_type or options.get("pre_lnorm")):
-        raise ValueError("--attn_type and --pre_lnorm are not options of the TensorFlow code: leave them out")
+        raise ValueError("--attn_type and --pre_lnorm must be left out: the TensorFlow code does not have them")
     return (convert_relative if attn_type in (0, 1) else convert_absolute)(tensors, words, options)
 
 
 def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """Attention types 0 and 1: relative positions and a memory."""
+    """Convert attention types 0 and 1: relative positions and a memory."""
     sizes = read_sizes(tensors)
     heads = _tensor(tensors, "r_w_bias").shape[-2]
     if options.get("n_head", heads) != heads:
-        raise ValueError(f"the checkpoint has {heads} heads, not {options.get('n_head')}: change --n_head")
+        raise ValueError(f"--n_head must be {heads}, as in the checkpoint, got {options.get('n_head')}")
     read_head_dim(tensors, sizes, heads, options)
     vocabulary = arrange(words)
     read_positions = learned_distances if options.get("attn_type", 0) == 1 else sinusoidal_distances
@@ -126,7 +126,7 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
         "attention_dropout": options.get("dropatt", 0.0),
         "mem_len": read_memory(options),
         "same_length": options.get("same_length", False),
-        # They have no layer normalisation after the last layer.
+        # The public code does not normalise after the last layer.
         "decoder_normalize_before": options.get("pre_lnorm", False),
         "no_decoder_final_norm": options.get("pre_lnorm", False),
     }
@@ -140,7 +140,7 @@ def convert_relative(tensors: Mapping[str, Tensor], words: list[str], options: O
 
 
 def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """Attention types 2 and 3: softmax attention with absolute positions, below or before every layer."""
+    """Convert attention types 2 and 3: softmax attention with absolute positions, added once or before every layer."""
     sizes = read_sizes(tensors)
     heads = options.need("n_head")
     read_head_dim(tensors, sizes, heads, options)
@@ -157,7 +157,7 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
         flags |= {"decoder_positions": "layerwise", "mem_len": 0}
         table += layerwise_positions(tensors, sizes["n_layer"], flags["tokens_per_sample"])
         notes = [
-            f"a segment of less than {flags['tokens_per_sample']} tokens has the last positions there, the first here"
+            f"a segment of fewer than {flags['tokens_per_sample']} tokens has the last positions there, the first here"
         ]
         weights = convert_tensors(table, tensors)
         return Conversion("fwp_xl_lm", flags, weights, vocabulary.words, vocabulary.notes + notes)
@@ -171,9 +171,11 @@ def convert_absolute(tensors: Mapping[str, Tensor], words: list[str], options: O
 
 
 def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The sizes that the state dict tells, by their names in the training script."""
+    """The sizes found in the state dict, by their names in the training script."""
     if not any(".pos_ff." in name for name in tensors):
-        raise ValueError("the state dict has no layers with a feed-forward block: --remove_ff cannot be converted")
+        raise ValueError(
+            "every layer of the state dict must have a feed-forward block, got none: --remove_ff cannot be converted"
+        )
     numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
     d_inner, d_model = _tensor(tensors, "layers.0.pos_ff.CoreNet.0.weight").shape
     return {"n_layer": max(numbers) + 1, "d_model": d_model, "d_inner": d_inner}
@@ -183,11 +185,11 @@ def read_head_dim(tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads
     """The size of a head. Raises ValueError unless the heads share the embedding dimension."""
     together = _tensor(tensors, "layers.0.dec_attn.o_net.weight").shape[1]
     if heads < 1 or together % heads or options.get("d_head", together // heads) != together // heads:
-        raise ValueError(f"the heads have {together} dimensions together, which --n_head {heads} does not go with")
+        raise ValueError(f"--n_head must divide {together}, the dimensions of all heads, got {heads}")
     if together != sizes["d_model"]:
         raise ValueError(
-            f"--n_head {heads} times --d_head {together // heads} is not --d_model {sizes['d_model']}: heads of "
-            "another size cannot be converted"
+            f"--n_head {heads} x --d_head {together // heads} must be --d_model {sizes['d_model']}: heads of another "
+            "size cannot be converted"
         )
     return together // heads
 
@@ -203,7 +205,8 @@ def common_flags(
     expected = len(vocabulary.rows) - vocabulary.added
     if words != expected:
         raise ValueError(
-            f"the vocabulary has {expected} words and the checkpoint {words}: give the one of its training"
+            f"the vocabulary must have the {words} words of the checkpoint, got {expected}: give the vocabulary of its "
+            "training"
         )
     return {
         "decoder_layers": sizes["n_layer"],
@@ -219,46 +222,46 @@ def common_flags(
 
 
 def read_sample_length(options: Options) -> int:
-    """The tokens of a sample. Raises ValueError where there are none."""
+    """The tokens of a sample. Raises ValueError for fewer than 1."""
     length: int = options.need("tgt_len")
     if length < 1:
-        raise ValueError(f"a sample has at least 1 token, got {length}: give the --tgt_len of the training")
+        raise ValueError(f"--tgt_len must be at least 1, got {length}: give the value of the training")
     return length
 
 
 def read_memory(options: Options) -> int:
-    """Return the length of the memory in tokens, as counted here."""
+    """Return the length of the memory in tokens, as this package counts it."""
     length: int = options.need("mem_len")
-    # With --same_length a token sees mem_len tokens. Here and in the PyTorch code it counts as one of them; in the
-    # TensorFlow code it does not.
+    # With --same_length a token sees mem_len tokens: here and in the PyTorch code including itself, in the TensorFlow
+    # code without itself.
     return length + 1 if options.get("tensorflow") and options.get("same_length") else length
 
 
 def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options) -> tuple[list[int], int]:
-    """The cutoffs and div_val. Raises ValueError for embeddings of another size than the model."""
+    """The cutoffs and div_val. Raises ValueError if embeddings and model have different sizes."""
     tables = [tensor for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)]
     if not tables or tables[0].shape[1] != d_model:
         raise ValueError(
             f"--d_embed other than --d_model {d_model} cannot be converted: its embeddings have two projections"
             if tables
-            else "the state dict must have word_emb.emb_layers, as this source does: choose another --source"
+            else "the state dict must have word_emb.emb_layers, got none: choose another --source"
         )
     clusters = len(tensors.get("crit.cluster_bias", ()))
     if "word_emb.emb_projs.0" in tensors:
         cutoffs = torch.tensor([0] + [len(table) for table in tables[:-1]]).cumsum(0)[1:].tolist()
-        # With one cluster no embedding shrinks, but it has its projections.
+        # With one cluster embeddings do not shrink, but they have projections.
         return cutoffs, d_model // tables[1].shape[1] if len(tables) > 1 else 2
     if not clusters:
         return [], 1
-    if "crit.out_layers.1.bias" in tensors:  # TensorFlow's, which has the biases by cluster where words are one table
+    if "crit.out_layers.1.bias" in tensors:  # TensorFlow's: biases are split by cluster, and words are one table
         sizes = [len(tensors[f"crit.out_layers.{index}.bias"]) for index in range(count_biases(tensors))]
         return list(accumulate(sizes[:-1])), 1
     text = options.get("cutoffs")
     if text is None and options.need("dataset") not in CUTOFFS:
-        raise ValueError(f"--dataset {options.need('dataset')} has no cutoffs that are known: give --cutoffs")
+        raise ValueError(f"--cutoffs must be given for --dataset {options.need('dataset')}, whose cutoffs are unknown")
     cutoffs = CUTOFFS[options.need("dataset")] if text is None else whole_numbers("--cutoffs", text)
     if len(cutoffs) != clusters:
-        raise ValueError(f"the adaptive softmax has {clusters} cutoffs, not {len(cutoffs)}: change --cutoffs")
+        raise ValueError(f"--cutoffs must be {clusters} numbers, as in the checkpoint, got {len(cutoffs)}")
     return cutoffs, 1
 
 
@@ -267,7 +270,7 @@ def absolute_positions(options: Options) -> dict[str, Any]:
     check_no_memory(options)
     clamp_len, tgt_len = options.get("clamp_len", -1), options.need("tgt_len")
     if 0 < clamp_len < tgt_len - 1:
-        raise ValueError(f"--clamp_len {clamp_len} with absolute positions cannot be converted: give {tgt_len} or more")
+        raise ValueError(f"--clamp_len must be at least {tgt_len} with absolute positions, got {clamp_len}")
     return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
 
 
@@ -275,13 +278,13 @@ def check_no_memory(options: Options) -> None:
     """Check that no option of a memory is given; raise ValueError otherwise."""
     for name in ("mem_len", "same_length"):
         if options.get(name):
-            raise ValueError(f"--{name} with absolute positions cannot be converted: there is no memory")
+            raise ValueError(f"--{name} must be left out with absolute positions, which have no memory")
 
 
 def sinusoidal_distances(
     tensors: Mapping[str, Tensor], sizes: Mapping[str, int], options: Options
 ) -> tuple[dict[str, Any], list[Entry]]:
-    """The flags and entries of attention type 0: R_n in sinusoids, W_kR of each layer, one u and v or those of each."""
+    """The flags and entries of attention type 0: sinusoids R_n, W_kR of each layer, u and v (shared or per layer)."""
     clamp_len, count = options.get("clamp_len", -1), sizes["n_layer"]
     untied = _tensor(tensors, "r_w_bias").dim() == 3
     entries = [
@@ -322,10 +325,10 @@ def learned_distances(
 
 
 def layerwise_positions(tensors: Mapping[str, Tensor], count: int, length: int) -> list[Entry]:
-    """The vectors that attention type 3 adds before each of `count` layers, of the positions in a sample."""
+    """The vectors of positions that attention type 3 adds before each of `count` layers."""
     known = _tensor(tensors, "r_emb").shape[1]
     if known < length:
-        raise ValueError(f"the checkpoint has {known} positions, not {length}: give the --tgt_len of the training")
+        raise ValueError(f"--tgt_len must be {known}, the number of positions in the checkpoint, got {length}")
 
     def table(index: int, vectors: Tensor) -> Tensor:
         return vectors[index, -length:].flatten(1)
@@ -348,13 +351,15 @@ def layers(count: int, attention: Iterable[Entry]) -> list[Entry]:
 
 
 def positions(d_model: int) -> list[Entry]:
-    """The frequencies of the sinusoids, which are not weights: ours are the same."""
+    """Check the frequencies of the sinusoids, which are not weights: ours must be the same."""
 
     def check(frequencies: Tensor) -> None:
         ours = 10000 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
-        # 1e-3: the half precision that they may have been saved in
+        # 1e-3: they may have been saved in half precision
         if frequencies.shape != ours.shape or ((frequencies.double() - ours).abs() > 1e-3 * ours + 1e-6).any():
-            raise ValueError("pos_emb.inv_freq holds other frequencies than 10000^(-2i/D): they cannot be converted")
+            raise ValueError(
+                "pos_emb.inv_freq must hold the frequencies 10000^(-2i/D), got others: they cannot be converted"
+            )
 
     return [Entry(None, ("pos_emb.inv_freq",), check)]
 
@@ -363,7 +368,7 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
     """Word embeddings and the softmax tied to them."""
     words, biases = partial(vocabulary.place, fill=0.0), partial(vocabulary.place, fill=-torch.inf)
     clusters = [
-        # Their last column is that of the first cluster.
+        # Their last column belongs to the first cluster.
         Entry("decoder.adaptive_softmax.clusters.weight", ("crit.cluster_weight",), lambda tensor: tensor.flip(0)),
         Entry("decoder.adaptive_softmax.clusters.bias", ("crit.cluster_bias",), lambda tensor: tensor.flip(0)),
     ]
@@ -395,15 +400,13 @@ def embeddings(tensors: Mapping[str, Tensor], vocabulary: Vocabulary) -> list[En
 
 
 def count_biases(tensors: Mapping[str, Tensor]) -> int:
-    """The tensors that the biases of words are in."""
+    """The number of tensors that hold the biases of words."""
     return sum(re.fullmatch(r"crit.out_layers.\d+.bias", name) is not None for name in tensors)
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        raise ValueError(
-            f"the state dict is not that of a model with these options: it lacks {name}; check the options"
-        )
+        raise ValueError(f"the state dict does not fit a model with these options: it lacks {name}; check the options")
     return tensors[name]
 
 

@@ -1,10 +1,10 @@
 """A vocabulary from elsewhere in fairseq's order, with the same probabilities.
 
 fairseq's dictionary begins with <s>, <pad>, </s> and <unk>. A word that stands for the end of a line or for unknown
-words takes the place of </s> or <unk>, and the others follow in their order. Those of the four without a
-counterpart have an embedding of zero and the bias minus infinity, which the output layer reads as a mask. Their
-probability is 0, and all others stay the same. An adaptive softmax keeps its clusters; the first, which holds these
-symbols, grows by their number.
+words takes the place of </s> or <unk>, and the others follow in their order. Symbols without a counterpart have an
+embedding of zero and a bias of minus infinity, which the output layer reads as a mask. Their probability is 0, and all
+other probabilities stay the same. An adaptive softmax keeps its clusters; the first one holds these symbols, and grows
+by their number.
 """
 
 from pathlib import Path
@@ -14,13 +14,13 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-# Names of the end of a line and of unknown words, the first that a vocabulary holds; <S> and <UNK> are those of LM1B.
+# Names for the end of a line and for unknown words; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
 END_OF_LINE = ("</s>", "<eos>", "<S>")
 UNKNOWN = ("<unk>", "<UNK>")
 
 
 class Vocabulary(NamedTuple):
-    """words: of the dictionary, after the specials; rows: the source's number of each of our words, -1 = none."""
+    """A vocabulary in fairseq's order. words: without its special symbols; rows: of each word in the source, or -1."""
 
     words: list[str]
     rows: Tensor
@@ -36,24 +36,24 @@ class Vocabulary(NamedTuple):
         if self.rows[Dictionary().eos()] >= 0:
             return []
         return [
-            f"the vocabulary has no end of a line ({', '.join(END_OF_LINE)}): the model gives the one that "
-            "fairseq-preprocess adds to every line the probability 0, and a loss that counts it is infinite"
+            f"the vocabulary has no symbol for the end of a line ({', '.join(END_OF_LINE)}), which fairseq-preprocess "
+            "adds to every line: the model gives it probability 0, and a loss that counts it is infinite"
         ]
 
     def place(self, tensor: Tensor, fill: float) -> Tensor:
-        """A tensor with a row for each word of the source, or of its first cluster, in our order; new rows: fill."""
+        """Return a tensor whose rows are words of the source, or of its first cluster, in our order; new rows: fill."""
         rows = self.rows[: len(tensor) + self.added]
         placed = tensor.new_full((len(rows), *tensor.shape[1:]), fill)
         placed[rows >= 0] = tensor[rows[rows >= 0]]
         return placed
 
     def cutoffs(self, cutoffs: list[int]) -> list[int]:
-        """The cutoffs of the same clusters. Raises ValueError if a special is not in the first."""
+        """The cutoffs of the same clusters. Raises ValueError if a special symbol is not in the first cluster."""
         specials = self.rows[: self._specials]
         if cutoffs and int(specials.max()) >= cutoffs[0]:
             raise ValueError(
-                f"word {int(specials.max())} of the vocabulary is one of fairseq's specials, which are in the first "
-                f"cluster of an adaptive softmax, and the checkpoint has it beyond its first {cutoffs[0]} words"
+                f"fairseq's special symbols must be in the first cluster of an adaptive softmax, the first {cutoffs[0]}"
+                f" words, got one as word {int(specials.max())} of the vocabulary"
             )
         return [cutoff + self.added for cutoff in cutoffs]
 
@@ -63,21 +63,19 @@ class Vocabulary(NamedTuple):
 
 
 def arrange(words: list[str]) -> Vocabulary:
-    """The vocabulary of the source's words, which stand in its order. Raises ValueError for a word that cannot be."""
+    """Return the vocabulary of words in the source's order. Raises ValueError for repeated or reserved words."""
     specials = Dictionary()
     numbers = {word: number for number, word in enumerate(words)}
     if len(numbers) < len(words):
         twice = next(word for number, word in enumerate(words) if numbers[word] != number)
-        raise ValueError(
-            f"the vocabulary holds the word {twice!r} twice: its words must stand in their order, each once"
-        )
+        raise ValueError(f"the vocabulary must hold each word once, got {twice!r} twice")
     rows = [-1] * len(specials)
     for index, names in ((specials.eos(), END_OF_LINE), (specials.unk(), UNKNOWN)):
         rows[index] = next((numbers[name] for name in names if name in numbers), -1)
     rest = [word for number, word in enumerate(words) if number not in rows]
     for word in rest:
         if word in specials:
-            raise ValueError(f"the vocabulary holds the word {word!r}, which fairseq keeps for itself: rename it there")
+            raise ValueError(f"the vocabulary must not hold {word!r}, which fairseq reserves: rename it")
     return Vocabulary(rest, torch.tensor(rows + [numbers[word] for word in rest]))
 
 
@@ -85,29 +83,29 @@ def read_dictionary(path: Path) -> list[str]:
     """The words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
     try:
         dictionary = Dictionary.load(str(path))
-    except Exception as error:  # what fairseq raises for another encoding is nothing else
+    except Exception as error:  # fairseq raises a plain Exception for another encoding
         raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
     words: list[str] = dictionary.symbols[dictionary.nspecial :]
     return words
 
 
 def given_words(checkpoint: Path, given: Path | None) -> list[str]:
-    """The words of a checkpoint that comes without them. Raises ValueError where they are not given."""
+    """The words of a checkpoint that does not hold them. Raises ValueError if they are not given."""
     if given is None:
-        raise ValueError(f"{checkpoint} comes without its words: give them with --vocabulary")
+        raise ValueError(f"--vocabulary must be given: {checkpoint} does not hold its words")
     return read_words(given)
 
 
 def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
-    """The words of a checkpoint of fairseq: of the dict.txt given, or else of the one next to it."""
+    """The words of a checkpoint of fairseq: from the given dict.txt, or else from the one next to it."""
     path = given or checkpoint.parent / "dict.txt"
     if given is None and not path.exists():
-        raise ValueError(f"there is no {path}: give the dict.txt of the training with --vocabulary")
+        raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
     return read_dictionary(path)
 
 
 def read_words(path: Path) -> list[str]:
-    """One word a line, the first if there are more. Raises ValueError for a file that cannot be read."""
+    """The first word of each line. Raises ValueError for a file that cannot be read."""
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -116,5 +114,5 @@ def read_words(path: Path) -> list[str]:
         lines.pop()
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            raise ValueError(f"line {number} of the vocabulary {path} is empty: it should hold one word")
+            raise ValueError(f"line {number} of the vocabulary {path} must hold a word, got an empty line")
     return [line.split()[0] for line in lines]

@@ -1,12 +1,12 @@
-"""The criterion `fwp_distillation`: a model learns from another one, its teacher.
+"""The criterion `fwp_distillation`: a model learns from a teacher.
 
-A model whose attention was replaced (`fwp-convert`) gets back what it lost in three stages, each a training of its own:
+A converted model (`fwp-convert`) recovers its quality in three stages, each a separate training:
 
-1. `--distillation attention`: every attention learns to give what the teacher's gives for the same input (attention
-   transfer: Zhang et al. 2024, "LoLCATs", arXiv 2410.10254; Goldstein et al. 2025, "RADLADS", arXiv 2505.03005).
-   Nothing else of the model is computed, or learns.
-2. `--distillation distribution`: the model learns the teacher's distribution of the next word (Hinton et al. 2015,
-   arXiv 1503.02531, without a temperature), and the words of the data with what is left of the weight.
+1. `--distillation attention`: every attention learns the output of the teacher's attention for the same input.
+   Nothing else in the model is computed or trained. (Attention transfer: Zhang et al. 2024, "LoLCATs",
+   arXiv 2410.10254; Goldstein et al. 2025, "RADLADS", arXiv 2505.03005.)
+2. `--distillation distribution`: the model learns the teacher's distribution of the next word.
+   The words of the data have the rest of the weight. (Hinton et al. 2015, arXiv 1503.02531, without a temperature.)
 3. Any other criterion: plain training.
 
 Shapes: B sequences, L tokens, V words.
@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from fairseq_fwp.options import option
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
-CARRIED = "a teacher has no state of its own to carry: leave out --carry-state"
-# fairseq-validate has no --teacher, and looks where it was.
+CARRIED = "--carry-state must be left out with fwp_distillation: the teacher does not carry a state"
+# fairseq-validate has no --teacher, and looks at its old path.
 MOVED = "; if it has moved, fairseq-validate takes --model-overrides \"{'teacher': 'FILE'}\""
-# How the attentions of fairseq's and of this package's Transformers are called.
+# Names of the attention modules in fairseq's and this package's Transformers.
 ATTENTIONS = ("self_attn", "encoder_attn")
-# Rows of log-probabilities of the tokens, of the student and of the teacher, and the target of each.
+# Log-probabilities of student and teacher, a row for each token, and the targets.
 Part = tuple[Tensor, Tensor, Tensor]
 
 
@@ -58,7 +58,7 @@ class DistillationConfig(FairseqDataclass):
 class DistillationCriterion(FairseqCriterion):
     """The loss of a token: the squared error of the attentions' outputs, or the divergence from the teacher.
 
-    Raises ValueError for a teacher that cannot be read or does not fit the model, and for settings without sense.
+    Raises ValueError for a teacher that cannot be read or does not fit the model, and for contradictory settings.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DistillationCriterion(FairseqCriterion):
         if self.of_attention and teacher_weight != 1:
             raise ValueError(f"--teacher-weight must be 1 with --distillation attention, got {teacher_weight}")
         self.weight = teacher_weight
-        # In a tuple: it is no part of what is learned, saved or counted.
+        # In a tuple, so that the teacher is not trained, saved or counted.
         self._teacher = (read_teacher(teacher, task),)
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
@@ -98,7 +98,7 @@ class DistillationCriterion(FairseqCriterion):
             parts = list(self.log_probs(model, teacher, sample))
             divergence = torch.stack([kl_divergence(student, of_teacher) for student, of_teacher, _ in parts]).sum()
             nll = torch.stack([F.nll_loss(student, target, reduction="sum") for student, _, target in parts]).sum()
-            # A word that the model cannot give has an infinite loss, which times 0 is no number.
+            # A word of probability 0 has an infinite loss, and 0 times infinity is NaN.
             loss = divergence if self.weight == 1 else self.weight * divergence + (1 - self.weight) * nll
             tokens = len(parts[0][0])  # --half-loss leaves some out
             log = {"divergence": divergence.data, "nll_loss": nll.data}
@@ -106,10 +106,11 @@ class DistillationCriterion(FairseqCriterion):
         return loss, tokens, {**counts, **log, "loss": loss.data}
 
     def log_probs(self, model: Any, teacher: Any, sample: dict[str, Any]) -> Iterator[Part]:
-        """Yield what is compared: all words of every token, or the head of the adaptive softmax and then its tails.
+        """Yield what is compared: all words for every token, or the head of the adaptive softmax and then its tails.
 
-        A tail is compared for the tokens whose word lies in it, as the data loss has it: all of them for all tokens are
-        267,744 words a token on WikiText-103, more work than the model itself. With `get_normalized_probs` it is exact.
+        A tail is compared only for tokens whose word lies in it, as in the data loss. All tails for all tokens would be
+        267,744 words a token on WikiText-103, more work than the model itself. With `get_normalized_probs` the
+        comparison is exact.
         """
         out = model(**sample["net_input"])
         with torch.no_grad():
@@ -119,7 +120,7 @@ class DistillationCriterion(FairseqCriterion):
         target = target[kept]
         of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
         if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
-            raise ValueError("the teacher has no adaptive softmax: leave out --adaptive-softmax-cutoff")
+            raise ValueError("--adaptive-softmax-cutoff must be left out with a teacher without an adaptive softmax")
         if of_model is None or of_its_teacher is None:
             student = widen(model.get_normalized_probs(out, log_probs=True)[kept])
             with torch.no_grad():
@@ -131,7 +132,7 @@ class DistillationCriterion(FairseqCriterion):
             theirs, _ = of_its_teacher(of_teacher[0][kept].unsqueeze(0), target)
         if len(ours) != len(theirs):
             raise ValueError(
-                f"the model parts its vocabulary in {len(ours)} clusters and its teacher in {len(theirs)}: give the "
+                f"the model must have the teacher's {len(theirs)} clusters of words, got {len(ours)}: give the "
                 "teacher's --adaptive-softmax-cutoff"
             )
         for student, from_teacher, in_part in zip(ours, theirs, targets, strict=True):
@@ -142,7 +143,7 @@ class DistillationCriterion(FairseqCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log the loss: a squared error, or bits a token with those of its parts and the perplexity of the data."""
+        """Log the loss: a squared error; or bits a token, also of its parts, and the perplexity of the data."""
         tokens = sum(int(log.get("ntokens", 0)) for log in logging_outputs)
         found = [name for name in ("loss", "divergence", "nll_loss") if any(name in log for log in logging_outputs)]
         for name in found:
@@ -154,19 +155,19 @@ class DistillationCriterion(FairseqCriterion):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """Return True: all that is logged are sums over tokens."""
+        """Return True: all logged numbers are sums over tokens."""
         return True
 
 
 def read_teacher(path: str, task: Any) -> Any:
-    """Return the model of a checkpoint, in evaluation and without gradients."""
+    """Return the model of a checkpoint, in evaluation mode and without gradients."""
     if not path:
         raise ValueError("--teacher must be a checkpoint to learn from, got none")
     try:
-        # A copy: building a model, a task of translation makes that model the one that it translates with.
+        # A copy: when a translation task builds a model, it stores that model as its own for translation.
         (teacher,), _ = checkpoint_utils.load_model_ensemble([path], task=copy(task))
     except ValueError as error:
-        raise ValueError(f"--teacher {path} does not go with this data: {error}") from error
+        raise ValueError(f"--teacher {path} does not fit this data: {error}") from error
     except (OSError, RuntimeError) as error:
         first = str(error).split("\n")[1 if "\n" in str(error) else 0].strip()
         if "size mismatch" in first:
@@ -176,15 +177,15 @@ def read_teacher(path: str, task: Any) -> Any:
 
 
 def attentions(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attentions of a model by name, without what wraps it for several processes."""
+    """Return the attentions of a model by name, without the wrapper for several processes."""
     found = ((name.replace("module.", ""), module) for name, module in model.named_modules())
     return {name: module for name, module in found if name.rpartition(".")[2] in ATTENTIONS}
 
 
 def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, Any], padding_idx: int) -> Tensor:
-    """Return the mean squared error of the attentions' outputs for what the teacher's are given, the mean over them.
+    """Return the mean squared error of the attentions' outputs for the teacher's inputs, averaged over attentions.
 
-    Of the tokens that are no padding. In training random feature maps are drawn again first, as a model draws them.
+    Padding does not count. In training, random feature maps are drawn again first, as in the forward pass of a model.
     """
     for module in model.modules() if model.training else ():
         draw: Any = getattr(module, "resample", None)
@@ -193,8 +194,8 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
         raise ValueError(
-            f"the model has {len(ours)} attentions and its teacher {len(theirs)}, or in other places: "
-            "give a teacher with as many layers"
+            f"the model must have attention where its teacher has it, got {len(ours)} attentions and {len(theirs)} of "
+            "the teacher: give a teacher with as many layers"
         )
     calls: list[tuple[str, Any, Any, Tensor]] = []
     hooks = [
@@ -215,14 +216,14 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
             out = ours[name](*words, **named)[0]
         except TypeError as error:
             raise ValueError(
-                f"the teacher's {name} is called in another way: convert the teacher too ({error})"
+                f"the teacher's {name} takes other arguments than the model's: convert the teacher too ({error})"
             ) from error
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
-                f"the teacher's {name} takes vectors of {words[0].shape[-1] if words else 'another size'}, which the "
-                f"model's does not: give a teacher with as many dimensions ({error})"
+                f"the model's {name} must take the teacher's vectors, of size "
+                f"{words[0].shape[-1] if words else 'unknown'}: give a teacher with as many dimensions ({error})"
             ) from error
         kept = real_tokens(name, net_input, padding_idx)
         errors.append(F.mse_loss(widen(out)[kept], widen(expected)[kept]))
@@ -230,21 +231,21 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
 
 
 def real_tokens(name: str, net_input: dict[str, Any], padding_idx: int) -> Tensor:
-    """Return which outputs of an attention are of tokens: True where one is no padding."""
+    """Return a mask of an attention's outputs: True at tokens, False at padding."""
     before = net_input.get("prev_output_tokens")
     if before is None:  # a language model: (B, L)
         return net_input["src_tokens"].ne(padding_idx)
     tokens: Tensor = net_input["src_tokens"] if name.startswith("encoder.") else before
-    return tokens.ne(padding_idx).T  # fairseq's layers have the time first
+    return tokens.ne(padding_idx).T  # fairseq's layers are time-first
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return it in float32 at least: of half precision sums over tokens overflow, and differences vanish."""
+    """Return x in float32 or wider: in half precision, sums over tokens overflow and differences vanish."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def same_words(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the teacher's scores. Raises ValueError where they are of another number of words."""
+    """Return the teacher's scores. Raises ValueError for another number of words."""
     if student.shape != teacher.shape:
         raise ValueError(
             f"the model and its teacher must have the same words in each cluster, got {student.shape[-1]} and "
@@ -255,6 +256,6 @@ def same_words(student: Tensor, teacher: Tensor) -> Tensor:
 
 def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the sum over rows of KL(teacher | student), of log-probabilities (N, V)."""
-    # Entries that are no words have probability 0 in both, whose logarithm times 0 is no number.
+    # Entries without a word have probability 0 in both, and 0 log 0 would be NaN.
     least = torch.finfo(teacher.dtype).min
     return (teacher.exp() * (teacher.clamp(min=least) - student.clamp(min=least))).sum()

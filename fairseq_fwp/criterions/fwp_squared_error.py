@@ -6,20 +6,20 @@ from fairseq import metrics
 from fairseq.criterions import FairseqCriterion, register_criterion
 from torch import Tensor
 
-# Digits that are logged and compared: losses of 0.001 are called solved, and progress goes on below.
+# Digits that are logged and compared: a loss of 0.001 counts as solved, and smaller losses must still differ.
 DIGITS = 9
 
 
 @register_criterion("fwp_squared_error")
 class SquaredErrorCriterion(FairseqCriterion):
-    """sum_j 1/2 (v*_j - v_j)^2 with v* the one-hot vector of the target, the mean over queries.
+    """The mean over queries of 1/2 sum_j (v*_j - v_j)^2, with v* the one-hot vector of the target.
 
     Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1. A sample has net_input, the inputs of the model, and target (B, Q).
     A target is the index of the value that each query should retrieve, or -1 for a query that is not asked.
     """
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
-        """The sum over queries, their number, and what is logged."""
+        """Return the sum over queries, their number, and what is logged."""
         target = sample["target"]
         retrieved = model(**sample["net_input"])
         losses = squared_errors(retrieved, target.clamp(min=0)).masked_fill(target < 0, 0)
@@ -41,7 +41,7 @@ class SquaredErrorCriterion(FairseqCriterion):
 
 
 def squared_errors(retrieved: Tensor, target: Tensor) -> Tensor:
-    """1/2 |onehot(target) - retrieved|^2: retrieved (B, Q, S), target (B, Q) -> (B, Q)."""
+    """Return 1/2 |onehot(target) - retrieved|^2: retrieved (B, Q, S), target (B, Q) -> (B, Q)."""
     index = target.unsqueeze(-1)
     error = retrieved.scatter_add(-1, index, retrieved.new_full((1,), -1).expand_as(index))
     return error.square().sum(-1) / 2

@@ -7,8 +7,8 @@
     carried = evaluate(model, text, Protocol(window=8, carry_state=True))
     print(sliding.perplexity, carried.perplexity, carried.log_probs)
 
-`Protocol(window, context)` reads windows of `window` tokens and scores all but the first `context` of each;
-`carry_state` reads the text once; `dynamic=DynamicRule(lr)` is dynamic evaluation, whose RMS rules need the training
+`Protocol(window, context)` reads windows of `window` tokens and scores all but the first `context` of each.
+`carry_state` reads the text once. `dynamic=DynamicRule(lr)` is dynamic evaluation. Its RMS rules need the training
 text: `evaluate(model, text, protocol, train)`.
 
 A model is one of fairseq's: it has `decoder`, `max_positions()` and `get_normalized_probs`. To carry a state, its

@@ -1,20 +1,20 @@
 """Dynamic evaluation: after a window is scored, the weights take a step down the gradient of its loss.
 
 Krause, Kahembwe, Murray & Renals 2018, "Dynamic Evaluation of Neural Sequence Models" (arXiv 1709.07432), and 2019,
-"Dynamic Evaluation of Transformer Language Models" (arXiv 1904.08378). With theta the weights, theta_g the trained
-ones, and g the gradient of the mean loss of the tokens that a window scores:
+"Dynamic Evaluation of Transformer Language Models" (arXiv 1904.08378). theta are the weights, theta_g the trained
+weights, and g is the gradient of a window's mean loss:
 
     SGD:      theta <- theta - lr g + decay (theta_g - theta)
     RMS:      theta <- theta - lr g / (RMS + epsilon) + min(decay RMS / mean(RMS), 1) (theta_g - theta)
     RMS-sum:  theta <- theta - lr g / (sqrt(N) RMS + epsilon) + decay sqrt(N) RMS (theta_g - theta)
 
-where RMS is the root of the mean of g^2 over N windows of the training text, which are read as those of the evaluation.
+where RMS is the root of the mean of g^2 over N windows of the training text, read as in the evaluation.
 
 RMS is the rule of the papers and of their code for recurrent networks (benkrause/dynamic-evaluation). mean(RMS) is over
-all weights; their code averages each tensor's mean. RMS-sum is the rule of the code for Transformer-XL
-(benkrause/dynamiceval-transformer), which adds up g^2 and never divides. The published values are for this rule, with
-the first 5000th part of the windows: N = 161 of WikiText-103. RMS takes the same step with the rate lr / sqrt(N), the
-epsilon epsilon / sqrt(N) and, where the pull is not cut off at 1, the decay sqrt(N) mean(RMS) decay.
+all weights; their code averages the means of tensors. RMS-sum is the rule of their code for Transformer-XL
+(benkrause/dynamiceval-transformer), which sums g^2 and never divides. The published values are for RMS-sum, with the
+first 1/5000 of the windows: N = 161 of WikiText-103. RMS takes the same step with lr / sqrt(N) for lr, epsilon /
+sqrt(N) for epsilon, and sqrt(N) mean(RMS) decay for decay, unless the pull is cut off at 1.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ KINDS = {"sgd": "SGD", "rms": "RMS", "rms-sum": "RMS-sum"}
 
 
 class Statistics(NamedTuple):
-    """rms: RMS, or for RMS-sum sqrt(N) RMS, of each learned weight; windows: N."""
+    """Statistics of N windows. rms: RMS of each learned weight, or sqrt(N) RMS for RMS-sum; windows: N."""
 
     rms: list[Tensor]
     windows: int
@@ -39,10 +39,11 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicRule:
-    """The step above. kind: one of KINDS; windows: at most so many of the training text count, None = all there are.
+    """The step of dynamic evaluation: one of the equations above.
 
-    SGD uses neither these nor an epsilon. statistics: what the RMS rules divide by, see `gather_statistics`. Raises
-    ValueError for another kind, and for a number below 0.
+    kind: one of KINDS. windows: greatest number of windows of the training text for the statistics, None = all.
+    statistics: divisors of the RMS rules, see `gather_statistics`. SGD uses neither of these nor an epsilon.
+    Raises ValueError for another kind, and for a number below 0.
     """
 
     lr: float
@@ -57,7 +58,7 @@ class DynamicRule:
             raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {self.kind!r}")
         for name in ("lr", "decay", "epsilon"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}")
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}")
 
     @property
     def needs_statistics(self) -> bool:
@@ -66,7 +67,7 @@ class DynamicRule:
 
     def __str__(self) -> str:
         text = KINDS[self.kind]
-        if self.kind == "rms-sum":  # of the mean, the number hardly matters
+        if self.kind == "rms-sum":  # a mean hardly depends on the number
             text += f" of {self.statistics.windows if self.statistics else self.windows} windows"
         if self.needs_statistics:
             text += f", epsilon {self.epsilon:g}"
@@ -74,7 +75,7 @@ class DynamicRule:
 
 
 def learned_weights(model: Any) -> list[Tensor]:
-    """Return all that training changes, each once."""
+    """Return all weights that training changes, each once."""
     return [weight for weight in model.parameters() if weight.requires_grad]
 
 
@@ -87,7 +88,7 @@ def score_and_differentiate(scorer: Scorer, batch: list[Window], weights: list[T
 
 
 def measure(scorer: Scorer, plan: Iterable[list[Window]], kind: str) -> Statistics:
-    """Return the statistics of a kind of rule over a plan of N batches. Raises ValueError for a plan without any."""
+    """Return the statistics of a kind of rule over a plan of N batches. Raises ValueError for an empty plan."""
     weights = learned_weights(scorer.model)
     squares, count = [torch.zeros_like(weight) for weight in weights], 0
     for count, batch in enumerate(plan, start=1):  # noqa: B007
@@ -95,14 +96,14 @@ def measure(scorer: Scorer, plan: Iterable[list[Window]], kind: str) -> Statisti
         for square, gradient in zip(squares, gradients, strict=True):
             square.addcmul_(gradient, gradient)
     if not count:
-        raise ValueError("`train` must have at least one window to gather statistics on, got none")
+        raise ValueError("`train` must have at least one window for the statistics, got none")
     return Statistics([square.div_(count if kind == "rms" else 1).sqrt_() for square in squares], count)
 
 
 class DynamicScorer:
-    """Scores windows one after the other, each with the weights as the ones before it left them.
+    """A scorer of windows in order: each is scored with the weights that earlier windows have changed.
 
-    The model's own weights change; a document starts with the trained ones. Raises ValueError for a rule without the
+    The model's own weights change; a document starts with the trained ones. Raises ValueError if the rule lacks
     statistics that it needs.
     """
 
@@ -140,6 +141,6 @@ class DynamicScorer:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the model's weights the trained ones again."""
+        """Restore the trained weights of the model."""
         for weight, trained in zip(self.weights, self.trained, strict=True):
             weight.copy_(trained)

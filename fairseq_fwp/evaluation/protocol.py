@@ -16,19 +16,19 @@ from fairseq_fwp.modules.onednn import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a batch by default. A CPU computes from its caches: batches larger than these are no faster.
+# Default tokens of a batch. A CPU computes from its caches: larger batches are not faster.
 TOKENS_AT_ONCE = {"cpu": 1536, "cuda": 32768}
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The way in which a text is scored.
+    """An evaluation protocol: the way in which a text is scored.
 
     window: tokens that a window reads; context: the first of them, which it does not score;
     carry_state: a window continues from the state of the one before;
-    dynamic: how the weights learn from what was scored, None = they stay.
+    dynamic: the rule by which weights learn from scored windows, None = they are fixed.
 
-    Raises ValueError for a window of no tokens and for a context that leaves none to score.
+    Raises ValueError for an empty window, and for a context that leaves no token to score.
     """
 
     window: int
@@ -58,17 +58,15 @@ class Protocol:
         limit = model.max_positions()
         if self.window > limit:
             raise ValueError(
-                f"`window` must be at most {limit}, the tokens that the model was trained on, got {self.window}: pass "
-                f"at most {limit}, or allow more by `max_target_positions`"
+                f"`window` must be at most {limit}, the longest sample in training, got {self.window}: pass at most "
+                f"{limit}, or allow more by `max_target_positions`"
             )
         if self.carry_state and not getattr(model.decoder, "carries_state", False):
             name = type(model).__name__
-            raise ValueError(
-                f"`carry_state` needs a model with a state of constant size, and this {name} has none: leave it out"
-            )
+            raise ValueError(f"`carry_state` must be off for {name}, which has no state of constant size: leave it out")
 
     def plan(self, text: Text, batch_size: int | None = None) -> list[list[Window]]:
-        """Return the windows of a text in batches, of one each where one depends on those before it."""
+        """Return the windows of a text in batches; a batch has one window if windows depend on earlier ones."""
         if self.carry_state or self.dynamic is not None:
             batch_size = 1
         size = batch_size or max(1, TOKENS_AT_ONCE.get(text.tokens.device.type, 1) // self.window)
@@ -82,9 +80,10 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Scores:
-    """log_probs (N,): of each token of the text, base e, float64; protocol: by which, with its statistics.
+    """The result of an evaluation.
 
-    state_size: numbers that a sequence needs kept, None for a model that does not count them; seconds: of the scoring.
+    log_probs (N,): of each token of the text, base e, float64; protocol: the one used, with its statistics;
+    state_size: numbers kept of a sequence, None for a model that does not count them; seconds: of the scoring.
     """
 
     log_probs: Tensor
@@ -119,12 +118,12 @@ def evaluate(
     batch_size: int | None = None,
     progress: Callable[[list[list[Window]]], Iterable[list[Window]]] = iter,
 ) -> Scores:
-    """Score every token of a text once by a protocol. The weights are those of before afterwards.
+    """Score every token of a text once by a protocol; the model's weights are the same afterwards.
 
-    train: the training text, for a dynamic rule that still needs its statistics. batch_size: windows at once, where
-    they do not depend on each other; None = as many as are fast. progress: wraps the batches to show how far the
-    evaluation is; a method `log` of what it returns, as fairseq's bars have it, gets {"tokens", "ppl"}. Raises
-    ValueError for a model that cannot follow the protocol, or whose probabilities are not finite.
+    train: the training text, if a dynamic rule still needs its statistics.
+    batch_size: windows at once, if they do not depend on each other; None = a fast number.
+    progress: wraps the batches to show progress; its result may have a method `log`, which gets {"tokens", "ppl"}.
+    Raises ValueError for a model that cannot follow the protocol, or whose probabilities are not finite.
     """
     protocol.check(model)
     if train is not None:
@@ -145,7 +144,7 @@ def evaluate(
 
 
 def gather_statistics(model: Any, train: Text, protocol: Protocol) -> Protocol:
-    """Return the protocol with the statistics of the training text that its dynamic rule needs, if it has none yet.
+    """Return the protocol with the statistics of the training text, if its dynamic rule needs them and lacks them.
 
     The text is read as the protocol reads: the first `windows` windows of the rule, or all.
     """

@@ -1,4 +1,4 @@
-"""Scorers: each takes a batch of windows and returns the log-probabilities (base e) of the tokens that they score.
+"""Scorers: each returns the log-probabilities (base e) of the tokens that a batch of windows scores.
 
 The windows of a batch are consecutive and of one shape; the log-probabilities are in the text's order. A model is
 fairseq's: it has a `decoder` and `get_normalized_probs`. Shapes: B windows of a batch, n tokens that each scores.
@@ -32,7 +32,7 @@ class Scorer:
         raise NotImplementedError
 
     def starts_document(self, batch: list[Window]) -> bool:
-        """Return whether a document starts with the batch, so that what was read before is to be forgotten."""
+        """Return whether a document starts with the batch, so that the state must be empty."""
         return batch[0].first in self.starts
 
 
@@ -68,7 +68,7 @@ class StreamScorer(Scorer):
         if self.starts_document(batch):
             self.state, self.read = None, window.first
         if not self.read == window.start == window.first:
-            raise ValueError(f"the state has read {self.read} tokens, which {window} does not go on from")
+            raise ValueError(f"the next window must begin after the {self.read} tokens read, got {window}")
         read = slice(window.start, window.end)
         output, extra = self.model.decoder(self.text.inputs[read].unsqueeze(0), state=self.state)
         self.state, self.read = extra["state"].detach(), window.end
@@ -105,11 +105,11 @@ def score(
         total += float(log_probs[scored].sum())
         if not math.isfinite(total):
             raise ValueError(
-                f"the model gives tokens {scored.start:,} to {scored.stop:,} probabilities that are not above 0: "
-                "it has diverged or overflows, or its vocabulary lacks one of them (a converted one may lack line ends)"
+                f"probabilities must be above 0, got others among the tokens {scored.start:,} to {scored.stop:,}: "
+                "the model has diverged or overflows, or its vocabulary lacks one (a converted one may lack line ends)"
             )
         report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
     wrong = int(times.ne(1).sum())
     if wrong:
-        raise RuntimeError(f"{wrong:,} of {length:,} tokens were not scored exactly once")
+        raise RuntimeError(f"every token must be scored exactly once, got {wrong:,} of {length:,} that were not")
     return log_probs

@@ -12,9 +12,10 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """inputs (N,) and tokens (N,): tokens[i] is to be predicted after inputs[: i + 1].
+    """A text to score.
 
-    starts: the first token of each document, in order; a text is one document unless they say otherwise.
+    inputs (N,), tokens (N,): the model predicts tokens[i] after inputs[: i + 1];
+    starts: the first token of each document, in order; by default the text is one document.
     """
 
     inputs: Tensor
@@ -23,7 +24,7 @@ class Text(NamedTuple):
 
     @classmethod
     def after(cls, first: int, tokens: Tensor, starts: Iterable[int] = (0,)) -> "Text":
-        """Return the text of tokens (N,) before which the token `first` is read, such as the end of a line."""
+        """Return the text of tokens (N,), read after the token `first`, such as the end of a line."""
         return cls(torch.cat([tokens.new_tensor([first]), tokens[:-1]]), tokens, tuple(starts))
 
     def to(self, device: torch.device) -> "Text":
@@ -51,13 +52,14 @@ def document_starts(tokens: Tensor, separator: int, empty_lines: bool = False) -
 
 
 def windows(length: int, size: int, context: int) -> Iterator[Window]:
-    """Yield windows of `size` tokens that score all but their first `context`: each of `length` tokens once.
+    """Yield windows of `size` tokens that score all but their first `context` tokens: each of `length` tokens once.
 
-    As `fairseq-eval-lm --tokens-per-sample size --context-window context` does: blocks of size - context tokens,
-    after `context` tokens or all that there are. The blocks within the first `size` tokens are one window here, since
-    later tokens change nothing. (They do with positions that count from the end of a sample, where Schlag's public code
-    reads one window too.) context = size - 1 is the sliding window of Schlag et al. 2021, Sec. 6.3; context = 0 are
-    blocks without context. No window reuses another's vectors: from the second layer on they depend on where it begins.
+    Blocks of size - context tokens are scored after `context` tokens, or after all earlier tokens if there are fewer,
+    as by `fairseq-eval-lm --tokens-per-sample size --context-window context`. The blocks within the first `size` tokens
+    are one window here, since later tokens change nothing. (With positions counted from the end of a sample they do.
+    There Schlag's public code reads one window too.) context = size - 1 is the sliding window of Schlag et al. 2021,
+    Sec. 6.3. context = 0 gives blocks without context. Windows do not share vectors: from the second layer on, vectors
+    depend on where the window begins.
     """
     step = size - context
     window = Window(0, 0, min(size // step * step, length))

@@ -1,4 +1,4 @@
-"""The compiled kernels of ``cuda_ext/``: built by ``torch.utils.cpp_extension``, cached and loaded, at first use."""
+"""The compiled kernels of ``cuda_ext/``: built by ``torch.utils.cpp_extension`` at first use, cached and loaded."""
 
 from .library import DEVICES, KernelStatus, kernel_status, load_kernels
 

@@ -1,4 +1,4 @@
-"""Compiling the kernels with ``torch.utils.cpp_extension``, and the key of all that their machine code depends on."""
+"""Compile the kernels with ``torch.utils.cpp_extension``; a key identifies everything their machine code depends on."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ from .error import BuildError
 
 LIBRARY = "kernels.so"
 SOURCES, HEADERS = (".cpp", ".cu"), (".h", ".cuh")
-# What nvcc takes from the environment on its own.
+# Environment variables that nvcc reads by itself.
 NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
-# Run by a Python of its own, in the folder of the build: cpp_extension goes by the environment and by its constants,
-# and they are not changed here. It quotes none of the folders that it links from, so `cuda` is a link to one.
+# Run by a separate Python in the folder of the build: cpp_extension depends on the environment and on its constants,
+# which must not change here. It does not quote the folders that it links from, so `cuda` is a link to one.
 LOAD = """
 import json, shlex, sys
 from torch.utils import cpp_extension
@@ -39,7 +39,7 @@ def build_key(device_type: str) -> str:
     key = hashlib.sha256()
     for file in _files(device_type, SOURCES + HEADERS):
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    # The compiler counts by name, not version: a cached library must load where there is no compiler to ask.
+    # The compiler's name counts, not its version: a cached library must load on machines without a compiler.
     parts = [device_type, torch.__version__, platform.machine(), *_compiler(), *_flags(device_type)]
     if device_type == "cuda":
         environment = [os.environ.get(name, "") for name in NVCC_VARIABLES]
@@ -51,7 +51,7 @@ def build_key(device_type: str) -> str:
 
 
 def check_tools(device_type: str) -> None:
-    """Check that a build for this device can begin; raise BuildError otherwise."""
+    """Check that the tools for this device exist; raise BuildError otherwise."""
     if device_type == "cuda":
         find_nvcc()
     program = _compiler()[0]
@@ -62,7 +62,7 @@ def check_tools(device_type: str) -> None:
 
 
 def compile_library(device_type: str, folder: Path) -> Path:
-    """Compile the kernels of a device in a folder of their own. Returns the library's path. Raises BuildError."""
+    """Compile the kernels of a device in a separate folder and return the library's path. Raises BuildError."""
     check_tools(device_type)
     arguments: dict[str, Any] = {
         "name": LIBRARY,
@@ -71,14 +71,14 @@ def compile_library(device_type: str, folder: Path) -> Path:
         "extra_cflags": _flags(device_type),
         "extra_ldflags": ["-shared"],
         "is_python_module": False,
-        "is_standalone": True,  # linked only with PyTorch, and not loaded before it is in its final folder
+        "is_standalone": True,  # linked only with PyTorch, and loaded only from its final folder
     }
     environment = {**os.environ, "PATH": _search_path(), "LC_ALL": "C", "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
     if device_type == "cpu":
         arguments["extra_cflags"] += _openmp()
     else:
         _add_toolkit(arguments, environment, folder)
-    # One program in one word, whatever CXX says: some versions of cpp_extension quote it, and others do not.
+    # One program in one word for any CXX: some versions of cpp_extension quote it, and others do not.
     program, *words = _compiler()
     compiler = shlex.join([os.path.abspath(str(shutil.which(program))), *words])
     (folder / "compiler").write_text(f'#!/bin/sh\nexec {compiler} "$@"\n')
@@ -100,9 +100,9 @@ def _add_toolkit(arguments: dict[str, Any], environment: dict[str, str], folder:
     arguments["extra_include_paths"] = includes
     arguments["extra_ldflags"] += ["-L.", *(f"-L{shlex.quote(path)}" for path in libraries)]
     environment["PYTORCH_NVCC"] = shlex.quote(nvcc)
-    environment.pop("CC", None)  # it would take the place of NVCC_CCBIN
+    environment.pop("CC", None)  # it would override NVCC_CCBIN
     (folder / "cuda").symlink_to(Path(nvcc).parents[1])
-    # What pip installs lacks the name that linkers look for.
+    # The library that pip installs lacks the name that linkers look for.
     for runtime in sorted(folder.glob("cuda/lib/libcudart.so.*"))[:1]:
         (folder / "libcudart.so").symlink_to(runtime)
 
@@ -116,7 +116,7 @@ def _build_error(said: str) -> BuildError:
     if "-std=c++20" in reason:
         cure = "install g++ 10 or later, or set CXX"
     if "Unsupported gpu architecture" in reason:
-        # The driver translates PTX for a GPU that the toolkit does not know.
+        # The driver translates PTX for GPUs that the toolkit does not know.
         cure = "install another CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to what this one knows, as in '9.0+PTX'"
     return BuildError(f"the build failed: {reason}", cure)
 
@@ -129,7 +129,7 @@ def _source_folder() -> Path:
 
 
 def _files(device_type: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files below ``cuda_ext``, but for those with the other device in their path. Sources must differ in name."""
+    """The files below ``cuda_ext``, except those with the other device in their path. Sources must differ in name."""
     folder, other = _source_folder(), {"cpu": "cuda", "cuda": "cpu"}[device_type]
     files = (path for path in folder.rglob("*") if path.suffix in suffixes)
     return sorted(path for path in files if other not in str(path.relative_to(folder)))
@@ -140,13 +140,13 @@ def _compiler() -> list[str]:
 
 
 def _search_path() -> str:
-    """PATH, and the programs of this Python's environment, which need not be active."""
+    """Return PATH and the programs of this Python's environment, which may be inactive."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 
 def _flags(device_type: str) -> list[str]:
     native = "-march=native" if platform.machine() in ("x86_64", "i686") else "-mcpu=native"
-    # PyTorch's headers of CUDA ask for a file that only some builds have, and only Windows needs.
+    # PyTorch's CUDA headers include a file that only some builds have and only Windows needs.
     own = {"cpu": ["-O3", native], "cuda": ["-O2", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]}[device_type]
     return [*own, "-std=c++20", "-DAT_PER_OPERATOR_HEADERS", f"-DFWP_AUTOGRAD_KEY=Autograd{device_type.upper()}"]
 
@@ -156,17 +156,17 @@ def _cuda_flags() -> list[str]:
 
 
 def _openmp() -> list[str]:
-    """Return the flags that make ``at::parallel_for`` parallel: only for GCC, whose OpenMP runtime PyTorch brings.
+    """Return the flags that make ``at::parallel_for`` parallel: only for GCC, whose OpenMP runtime is PyTorch's.
 
     The runtime is not linked: its symbols resolve to the copy that PyTorch has loaded already. A second copy would
-    ignore ``torch.set_num_threads``. Code of Clang needs another runtime, so kernels built by it use one thread.
+    ignore ``torch.set_num_threads``. Clang needs another runtime, so kernels built by it use one thread.
     """
     version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     return [] if "clang" in version else ["-fopenmp"]
 
 
 def _cpu_features() -> str:
-    """Return what -march=native depends on."""
+    """Return the processor features that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

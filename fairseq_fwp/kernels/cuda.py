@@ -1,4 +1,4 @@
-"""The GPUs of this machine and the CUDA toolkit that compiles for them, or the reason why none does."""
+"""The GPUs of this machine, and the CUDA toolkit that compiles for them or the reason why none can."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import torch
 
 from .error import BuildError
 
-# The first one with bfloat16 in its tensor cores and asynchronous copies into shared memory.
+# The first compute capability with bfloat16 tensor cores and asynchronous copies into shared memory.
 OLDEST = (8, 0)
 
 
@@ -19,19 +19,19 @@ def architecture_flags() -> list[str]:
     gpus = _visible_gpus()
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(map(_dotted, gpus))
     found = re.findall(r"(\d+)\.(\d)[af]?(\+PTX)?", listed)
-    # Such lists are often made for many libraries: what is too old for the kernels is passed over.
+    # Such lists are often made for many libraries: capabilities too old for the kernels are skipped.
     chosen = {(*gpu, bool(ptx)) for *digits, ptx in found if (gpu := tuple(map(int, digits))) >= OLDEST}
     for gpu, name in gpus.items():
-        # PTX is translated for all later GPUs.
+        # The driver translates PTX for all later GPUs.
         if not any((major, minor) <= gpu and (ptx or major == gpu[0]) for major, minor, ptx in chosen):
             raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST={listed!r} leaves out {name}, whose compute capability is {_dotted(gpu)}",
-                "add that to the list, or unset it",
+                f"TORCH_CUDA_ARCH_LIST must have the compute capability {_dotted(gpu)} of {name}, got {listed!r}",
+                "add it to the list, or unset the variable",
             )
     flags = []
     for major, minor, ptx in sorted(chosen):
         number = f"{major}{minor}"
-        # Hopper's own instructions are in none but its own target, which has no successor to translate it for.
+        # Only the target of Hopper has Hopper's instructions, and later GPUs cannot run it.
         own = "90a" if number == "90" else number
         flags.append(f"-gencode=arch=compute_{own},code=sm_{own}")
         if ptx:
@@ -49,7 +49,7 @@ def _visible_gpus() -> dict[tuple[int, ...], str]:
     found = range(torch.cuda.device_count())
     try:
         gpus = {torch.cuda.get_device_capability(i): torch.cuda.get_device_name(i) for i in found}
-    except RuntimeError as error:  # the driver is there, and the GPU does not start
+    except RuntimeError as error:  # the driver works, but the GPU does not start
         reason = str(error).partition("\n")[0]
         raise BuildError(f"the GPU does not start: {reason}", "check nvidia-smi, or use the CPU") from error
     newest = max(gpus)
@@ -66,7 +66,7 @@ def _dotted(gpu: tuple[int, ...]) -> str:
 def find_nvcc() -> str:
     """Return the path of an nvcc of the CUDA version that PyTorch was built for. Raises BuildError.
 
-    It is that of CUDA_HOME, or else the first one on PATH, in the usual folder or among pip's packages.
+    It is the nvcc of CUDA_HOME, or else the first one on PATH, in the usual folder or among pip's packages.
     """
     wanted = str(torch.version.cuda)
     major = wanted.partition(".")[0]
@@ -78,14 +78,14 @@ def find_nvcc() -> str:
         release = _release(nvcc)
         if release.partition(".")[0] == major:
             return nvcc
-        reason = f"{nvcc} is of CUDA {release}, but PyTorch {torch.__version__} was built for CUDA {wanted}"
+        reason = f"nvcc must be of CUDA {wanted}, as PyTorch {torch.__version__}, got {nvcc} of CUDA {release}"
     raise BuildError(reason, f"install the CUDA toolkit {major}, or set CUDA_HOME to the folder where it is")
 
 
 def toolkit_release() -> str:
-    """Return the release of the toolkit, as in '13.0', or without a toolkit that of PyTorch.
+    """Return the release of the toolkit, as in '13.0', or PyTorch's release without a toolkit.
 
-    A cache that was filled with that release then serves machines without a toolkit too.
+    A cache that was filled with that release also works on machines without a toolkit.
     """
     try:
         return _release(find_nvcc())
@@ -94,7 +94,7 @@ def toolkit_release() -> str:
 
 
 def toolkit_folders(nvcc: str) -> tuple[list[str], list[str]]:
-    """Return the folders in which nvcc finds headers and libraries, which only it knows."""
+    """Return the folders in which nvcc finds headers and libraries; only nvcc itself can tell."""
     said = _ask(nvcc, "-dryrun", "-shared", "x.o")
     return re.findall(r'"-I([^"]+)"', said), re.findall(r'"-L([^"]+)"', said)
 

@@ -2,7 +2,7 @@
 
 
 class BuildError(Exception):
-    """The reason why a library cannot be built or loaded, in one clause, and in another what to do."""
+    """A library cannot be built or loaded: the reason in one clause, and a remedy in another."""
 
     def __init__(self, reason: str, cure: str) -> None:
         super().__init__(reason)

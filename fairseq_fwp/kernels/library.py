@@ -1,8 +1,8 @@
 """Cache and load the compiled kernels, built at first use, never at import.
 
 A library lies in ``<cache>/fwp_<device>_<key>/``, so a change of sources, flags, PyTorch, CUDA or machine builds
-another one. The lock ends with its process. (That of ``cpp_extension`` outlives a killed build, and all later builds
-wait for ever.) A library appears whole, under its final name, or not at all. Loading one needs no compiler.
+another one. The lock ends with its process. (The lock of ``cpp_extension`` outlives a killed build, and then later
+builds wait forever.) A library appears complete under its final name, or not at all. Loading it needs no compiler.
 """
 
 import contextlib
@@ -83,9 +83,9 @@ def _load_or_build(folder: Path, device_type: str) -> None:
         leftovers: list[Path] = []
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # What killed builds have left. Only who holds the lock knows that no other build is under way.
+            # Remove leftovers of killed builds: the holder of the lock knows that no other build is running.
             leftovers = list(folder.glob("build-*"))
-        except OSError as error:  # Some file systems have no locks. To build twice there costs no more than time.
+        except OSError as error:  # Some file systems have no locks. Building twice there only costs time.
             logger.info("%s cannot be locked: %s", folder, error)
         # Another process may have built it while this one waited for the lock.
         if not _load(folder / LIBRARY):
@@ -108,7 +108,7 @@ def _build(folder: Path, device_type: str) -> None:
 
 
 def _load(path: Path) -> bool:
-    """Load a library if it is there and whole; one that a crash or a full disk has cut short counts as not there."""
+    """Load a library if it exists and is complete; one truncated by a crash or a full disk counts as missing."""
     if not path.exists():
         return False
     content = path.read_bytes()
@@ -119,7 +119,7 @@ def _load(path: Path) -> bool:
         torch.ops.load_library(str(path))
     except OSError as error:
         reason = str(error.__cause__ or error)
-        # A newer release of the toolkit calls what the libraries that PyTorch brings do not have yet.
+        # A newer toolkit calls functions that PyTorch's libraries do not have yet.
         newer = "undefined symbol: cuda" in reason
         cure = f"install the toolkit of CUDA {torch.version.cuda}" if newer else "delete its folder"
         raise BuildError(f"{path} cannot be loaded: {reason}", cure) from error
@@ -127,9 +127,9 @@ def _load(path: Path) -> bool:
 
 
 def _folders(device_type: str) -> Iterator[Path]:
-    """Yield the folders of the library: the cache, then a temporary folder, where the cache cannot be written.
+    """Yield the folders of the library: the cache, then a temporary folder if the cache cannot be written.
 
-    Raises BuildError where no library can be for this device.
+    Raises BuildError for a device without kernels.
     """
     if device_type not in DEVICES:
         raise BuildError(f"this version has no kernels for {device_type}", "use the CPU")
@@ -139,6 +139,6 @@ def _folders(device_type: str) -> Iterator[Path]:
     temporary = Path(tempfile.gettempdir()).absolute() / f"fairseq_fwp_{os.getuid()}"
     with contextlib.suppress(OSError):
         temporary.mkdir(mode=0o700, exist_ok=True)
-        # Whoever can write there decides what code runs here.
+        # Other users must not be able to write there: code in that folder runs here.
         if temporary.stat().st_uid == os.getuid() and not temporary.stat().st_mode & 0o022:
             yield temporary / name

@@ -1,11 +1,11 @@
-"""Every option of attention, described once: flags, warnings, checks of checkpoints and docs/flags.md come from here.
+"""Every option of attention, described once, for flags, warnings, checks of checkpoints and docs/flags.md.
 
-An option is one field: its default, its help text, and in its metadata
+An option is one field: its default, its help text, and its metadata:
 
-    of: whose argument it is: "attention" (a causal one), "linear" (of a translation model), a normalisation, or a
-        feature map by its name; "all": it is never said to have no effect;
-    argument: the name of that argument, by default that of the option;
-    same_function: whether trained weights compute the same whatever its value.
+    of: the part that has the argument: "attention" (causal), "linear" (of translation), a normalisation, or the name
+        of a feature map. With "all" there is never a warning that it has no effect;
+    argument: the name of that argument, by default the name of the option;
+    same_function: whether trained weights compute the same function with every value.
 
 An attention uses the options that its constructor has arguments for, and those of the map and the normalisations
 chosen. A new option is a field here and an argument there.
@@ -106,7 +106,7 @@ class MemoryOptions(FairseqDataclass):
 class AttentionOptions(MemoryOptions):
     """Causal attention, and in translation the linear attentions around it."""
 
-    # Plain strings: `add_choices` offers what the tables hold by then, entries from outside this package included.
+    # Plain strings: `add_choices` reads the choices from the tables later, so that plug-ins can add some.
     decoder_update_rule: str = option(
         "delta",
         "how a token writes into the fast weights; softmax: attention to all past tokens",
@@ -166,13 +166,13 @@ class AttentionOptions(MemoryOptions):
     )
 
 
-# The arguments of every attention, by the options of a decoder.
+# The arguments of every attention, and the options of a decoder that set them.
 SIZES = {"embed_dim": "decoder_embed_dim", "num_heads": "decoder_attention_heads"}
 NORMALIZATIONS = {"sum_normalization": SumNormalization, "attention_normalization": AttentionNormalization}
 
 
 def attention_name(cfg: Any) -> str:
-    """Return which of ATTENTIONS the options ask for: softmax, for one, is spelled as an update rule."""
+    """Return the name in ATTENTIONS that the options select; some, such as softmax, are given as an update rule."""
     rule = cfg.decoder_update_rule
     if rule == SOFTMAX:
         return softmax_name(cfg)
@@ -180,26 +180,26 @@ def attention_name(cfg: Any) -> str:
 
 
 def softmax_name(cfg: Any) -> str:
-    """Return which of ATTENTIONS softmax is: over all past tokens, or within a window where the options have one."""
+    """Return the name in ATTENTIONS of softmax: over all past tokens, or within a window if the options have one."""
     return SOFTMAX if getattr(cfg, "attention_window", None) is None else "local"
 
 
 def rule_choices() -> list[str]:
-    """Return what --decoder-update-rule offers: the rules, and attentions without one."""
+    """Return the choices of --decoder-update-rule: the rules, and attentions without a rule."""
     return [*(name for name, attention in ATTENTIONS.items() if attention.named_as_rule), *UPDATE_RULES]
 
 
 def add_choices(parser: Any, options: type, choices: Mapping[str, Iterable[str]]) -> None:
-    """Add options whose choices are what tables hold now; fairseq's parser then leaves them alone."""
+    """Add options whose choices are the current entries of tables; fairseq's parser then does not add them again."""
     for field in fields(options):
         if field.name in choices:
             parser.add_argument(flag(field.name), choices=list(choices[field.name]), help=field.metadata["help"])
 
 
 def arguments(options: type, cfg: Any, part: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments of `part` as the configuration has them, and by which option each is given.
+    """Return the arguments of `part` in the configuration, and the option that sets each.
 
-    Of two options for one argument the later one counts, unless it is None.
+    If two options set one argument, the later one counts, unless it is None.
     """
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -214,13 +214,13 @@ def arguments(options: type, cfg: Any, part: str) -> tuple[dict[str, Any], dict[
 
 
 def parts(field: Field) -> tuple[str, ...]:
-    """Return whose arguments an option is; () for one that is none of attention."""
+    """Return the parts that have the argument of an option; () for options of other things."""
     of = field.metadata.get("of", ())
     return (of,) if isinstance(of, str) else of
 
 
 def construct(kind: Any, options: type, cfg: Any, part: str, **given: Any) -> Any:
-    """Return kind(...), with the arguments given and those that the options of `part` say; its errors name flags."""
+    """Return kind(...) with the given arguments and those from the options of `part`; errors name flags."""
     values, names = arguments(options, cfg, part)
     accepted = signature(kind).parameters
     others = {field.metadata.get("argument", field.name): field.name for field in fields(options) if parts(field)}
@@ -230,7 +230,7 @@ def construct(kind: Any, options: type, cfg: Any, part: str, **given: Any) -> An
 
 @contextmanager
 def naming_flags(names: Mapping[str, str]) -> Iterator[None]:
-    """Put the flags of options in the place of the `arguments` that an error names; names: options by argument."""
+    """Replace the `arguments` that an error names by flags. names: options by argument."""
     try:
         yield
     except ValueError as error:
@@ -239,14 +239,14 @@ def naming_flags(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def flag(name: str) -> str:
-    """Return an option as it is given."""
+    """Return the flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
 def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
-    """Return the causal attention of the configuration. Raises ValueError, with the flag, where there is none.
+    """Return the causal attention of the configuration. Raises ValueError that names the flag for an invalid one.
 
-    name: of ATTENTIONS, None = the one that the options ask for.
+    name: of ATTENTIONS, None = the one that the options select.
     """
     kind = ATTENTIONS[name or attention_name(cfg)]
     given = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
@@ -261,9 +261,9 @@ def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
 
 
 def build_map(options: type, cfg: Any, name: str, key_dim: int, besides: str = "") -> FeatureMap:
-    """Return the map of that name for keys of key_dim. Raises ValueError for another name.
+    """Return the map of that name for keys of key_dim. Raises ValueError for an unknown name.
 
-    besides: words for what can be chosen besides the maps.
+    besides: words for further choices in the error.
     """
     kind = look_up("feature map", name, FEATURE_MAPS, besides)
     values, names = arguments(options, cfg, name)
@@ -272,7 +272,7 @@ def build_map(options: type, cfg: Any, name: str, key_dim: int, besides: str = "
 
 
 def build_normalizations(options: type, cfg: Any) -> dict[str, Any]:
-    """Return the two normalisations by the names of their arguments, None for what is off."""
+    """Return the two normalisations by the names of their arguments; None means off."""
     built = {
         name: construct(kind, options, cfg, name) if getattr(cfg, name) else None
         for name, kind in NORMALIZATIONS.items()
@@ -283,7 +283,7 @@ def build_normalizations(options: type, cfg: Any) -> dict[str, Any]:
 
 
 class Use(NamedTuple):
-    """An attention that a model has: the part whose options it takes, its class, its map and its rule."""
+    """An attention of a model: the part whose options it takes, its class, map and rule."""
 
     part: str
     kind: Any
@@ -292,7 +292,7 @@ class Use(NamedTuple):
 
 
 def unused_options(options: type, cfg: Any, uses: Iterable[Use]) -> list[str]:
-    """Return the options that none of these attentions looks at, where they are not at their defaults."""
+    """Return the options that are not at their defaults and that none of these attentions uses."""
     used = {field.name for field in fields(options) if "all" in parts(field)}
     for use in uses:
         used.update(_used_options(options, cfg, use))
@@ -305,7 +305,7 @@ def unused_options(options: type, cfg: Any, uses: Iterable[Use]) -> list[str]:
 
 def _used_options(options: type, cfg: Any, use: Use) -> Iterator[str]:
     accepted = signature(use.kind).parameters
-    rule = UPDATE_RULES.get(use.update_rule)  # none for a checkpoint's, where its plug-in is not loaded
+    rule = UPDATE_RULES.get(use.update_rule)  # None for a checkpoint whose plug-in is not loaded
     for field in fields(options):
         argument = field.metadata.get("argument", field.name)
         for part in parts(field):
@@ -316,6 +316,6 @@ def _used_options(options: type, cfg: Any, use: Use) -> Iterator[str]:
             else:
                 looked_at = part == use.feature_map and "feature_map" in accepted
             if argument == "output_only" and rule and not (rule.retrieves or rule.normalizer):
-                looked_at = False  # its output is all that there is to normalise
+                looked_at = False  # it only normalises its output in any case
             if looked_at:
                 yield field.name

@@ -30,10 +30,10 @@ from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
 
-# Arguments of the embeddings and the output layer, and the options that they come from.
+# Arguments of the embeddings and the output layer, and the options that set them.
 OUTPUT_FLAGS = {"cutoffs": "adaptive_softmax_cutoff", "div_val": "div_val", "embed_dim": "decoder_embed_dim"}
 
-# The paper does not say how it initialises; these are the values of its public code.
+# The paper does not give initial values; these are from its public code.
 WEIGHT_STD = 0.02
 LAYER_NORM_STD = 0.02
 
@@ -91,13 +91,13 @@ class DecoderConfig(FairseqDataclass):
 
 
 class DecoderState(NamedTuple):
-    """The state of the decoder: one per layer, and the number of tokens (B,) seen without padding."""
+    """The state of the decoder: one state per layer, and the number of tokens (B,) read, without padding."""
 
     layers: tuple[Any, ...]
     positions: Tensor
 
     def detach(self) -> "DecoderState":
-        """The same values, cut from the graph."""
+        """The same values, detached from the graph."""
         return DecoderState(tuple(layer.detach() for layer in self.layers), self.positions)
 
     def reorder(self, new_order: Tensor) -> "DecoderState":
@@ -106,24 +106,26 @@ class DecoderState(NamedTuple):
         return DecoderState(layers, self.positions.index_select(0, new_order))
 
     def reset(self, rows: Tensor) -> "DecoderState":
-        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
+        """The state, empty (as before the first token) in the rows of the batch that are True. rows: (B,) bool."""
         layers = tuple(layer.reset(rows) for layer in self.layers)
         return DecoderState(layers, self.positions.masked_fill(rows, 0))
 
 
 STATES: set[Any] = {DecoderState, *(state for attention in ATTENTIONS.values() for state in attention.states)}
-# A checkpoint in mid-epoch holds the state of its streams, by the names that the classes had when it was written.
+# A checkpoint in mid-epoch holds the state of its streams, under the class names of its time.
 torch.serialization.add_safe_globals([*STATES, *FORMER_NAMES])
-# A model that torch.export.save writes takes and returns them.
+# Models saved by torch.export.save take and return these states.
 for _state in STATES:
     torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
 
 
 class StatefulDecoder(FairseqIncrementalDecoder):
-    """fairseq's interface of a decoder that goes on with a state, and keeps it while decoding.
+    """A decoder with fairseq's interface that continues from a state, and keeps it while decoding.
 
-    A subclass has an adaptive_softmax and max_target_positions, and says what features are. packs_documents: whether
-    `first` can be given, so that a segment holds several documents; carries_state: whether the state has a bound.
+    A subclass has an adaptive_softmax and max_target_positions, and defines the features.
+
+    packs_documents: whether `first` can be given, so that a segment holds several documents;
+    carries_state: whether the size of the state has a bound.
     """
 
     packs_documents = False
@@ -139,13 +141,15 @@ class StatefulDecoder(FairseqIncrementalDecoder):
         src_lengths: Tensor | None = None,
         first: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """prev_output_tokens (B, L) -> features (B, L, D) for the adaptive softmax, and the new "state".
+        """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
 
-        state: what was read before these tokens, None = nothing; first (B, L): True at tokens with which a document
-        begins, before which nothing was read, None = nowhere (and there is no incremental_state with it). With an
-        incremental_state, the state is kept there from the first call on, prev_output_tokens is the whole prefix as
-        fairseq passes it, its tokens not yet read are read, and the first value is their log-probabilities (B, L, V).
-        ("attn" in the second value is what fairseq looks for.)
+        state: the state after earlier tokens, None = no earlier tokens.
+        first (B, L): True at tokens that begin a document, so that nothing was read before; None = nowhere. It cannot
+        be used with an incremental_state.
+
+        With an incremental_state, the state is kept there from the first call on. prev_output_tokens is then the whole
+        prefix, as fairseq passes it. Only its new tokens are read; the first value is their log-probabilities (B, L,
+        V). (fairseq looks for "attn" in the second value.)
         """
         if self.training:
             for module in self.modules():
@@ -160,7 +164,7 @@ class StatefulDecoder(FairseqIncrementalDecoder):
             self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1]))
         scored = incremental_state is not None and not features_only
         if scored:
-            # fairseq's generator divides the first value by --temperature: of features that would miss the biases.
+            # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
             x = self.adaptive_softmax.get_log_prob(x, None)
         elif not features_only:
             x = self.output_layer(x)
@@ -169,7 +173,7 @@ class StatefulDecoder(FairseqIncrementalDecoder):
     def get_normalized_probs(
         self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
     ) -> Tensor:
-        """(Log-)probabilities (B, L, V) of what `forward` returned; with a sample, exact for its targets only."""
+        """Return (log-)probabilities (B, L, V) of `forward`'s output; with a sample, exact only for its targets."""
         first, extra = net_output
         if not (extra or {}).get("scored"):
             return super().get_normalized_probs(net_output, log_probs, sample)
@@ -177,22 +181,22 @@ class StatefulDecoder(FairseqIncrementalDecoder):
         return scores if log_probs else scores.exp()
 
     def extract_features(self, tokens: Tensor, state: Any = None, last: int | None = None) -> tuple[Tensor, Any]:
-        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
+        """Return features (B, L, D) of tokens (B, L), read after those of `state`, and the new state.
 
-        last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
+        last: only the features (B, last, D) of the last tokens; the last layer skips work for other tokens.
         """
         raise NotImplementedError
 
     def extract_unread_features(self, tokens: Tensor, state: Any, read: int) -> tuple[Tensor, Any]:
-        """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
+        """Do the same in incremental decoding, for the tokens (B, L) after the first `read`."""
         raise NotImplementedError
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried."""
+        """The numbers kept of a sequence of `length` tokens, or of such segments if the state is carried."""
         raise NotImplementedError
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """The features, in float32 at least: the criterion or `get_normalized_probs` applies the adaptive softmax.
+        """Return the features in float32 or wider; the criterion or `get_normalized_probs` applies the softmax.
 
         fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
         """
@@ -203,7 +207,7 @@ class StatefulDecoder(FairseqIncrementalDecoder):
         return self.max_target_positions
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Keeps the rows new_order of the decoding state, as beam search selects them."""
+        """Keep the rows new_order of the decoding state, as beam search selects them."""
         kept = self.get_incremental_state(incremental_state, "state")
         if kept is not None:
             state, read = kept
@@ -211,7 +215,7 @@ class StatefulDecoder(FairseqIncrementalDecoder):
 
 
 class LanguageModelDecoder(StatefulDecoder):
-    """Embeddings, layers and tied output; a subclass says which attention and positions.
+    """Embeddings, layers and tied output; a subclass defines attention and positions.
 
     No tensor here grows faster than linearly with the sequence.
     """
@@ -230,12 +234,12 @@ class LanguageModelDecoder(StatefulDecoder):
         self.layers = nn.ModuleList(
             build_layer(cfg, self.build_attention(cfg, index)) for index in range(cfg.decoder_layers)
         )
-        # A state that does not grow with the text can be carried on for ever.
+        # A state that does not grow with the text can be carried forever.
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         self.carries_state = all(attention.constant_state for attention in attentions)
         final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
         self.layer_norm = nn.LayerNorm(cfg.decoder_embed_dim) if final_norm else None
-        # Also without cutoffs, so that the criterion adaptive_loss always works.
+        # Without cutoffs too, so that the criterion adaptive_loss always works.
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
 
@@ -250,9 +254,9 @@ class LanguageModelDecoder(StatefulDecoder):
     def extract_features(
         self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
     ) -> tuple[Tensor, DecoderState]:
-        """tokens (B, L), after those that `state` has read -> features (B, L, D) and the new state.
+        """Return features (B, L, D) of tokens (B, L), read after those of `state`, and the new state.
 
-        last: features (B, last, D) of the last tokens alone, without what the last layer does for others alone.
+        last: only the features (B, last, D) of the last tokens; the last layer skips work for other tokens.
         """
         return self._extract_features(tokens, state, last, first=first)
 
@@ -273,7 +277,7 @@ class LanguageModelDecoder(StatefulDecoder):
         if self.embed_positions is not None:
             x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
         x = self.dropout(x)
-        # A compiler takes one path for all inputs.
+        # A compiled graph takes one path for all inputs.
         mask = padding if torch.compiler.is_compiling() or padding.any() else None
         layer_states = []
         for index, layer in enumerate(self.layers):
@@ -288,7 +292,7 @@ class LanguageModelDecoder(StatefulDecoder):
     def extract_unread_features(
         self, tokens: Tensor, state: DecoderState | None, read: int
     ) -> tuple[Tensor, DecoderState]:
-        """The same in incremental decoding, for the tokens (B, L) after the first `read`."""
+        """Do the same in incremental decoding, for the tokens (B, L) after the first `read`."""
         return self._extract_features(tokens[:, read:], state, decoding=True)
 
     def _before_layer(self, index: int, x: Tensor, counts: Tensor) -> Tensor:
@@ -296,20 +300,20 @@ class LanguageModelDecoder(StatefulDecoder):
         return x
 
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
-        """The positions (B, L) of tokens that are the counts-th of their row."""
+        """The positions (B, L) of tokens with these counts in their rows."""
         return (counts - 1).clamp(min=0)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried.
+        """The numbers kept of a sequence of `length` tokens, or of such segments if the state is carried.
 
-        As Schlag et al. 2021, Table 4, counts them.
+        Counted as in Schlag et al. 2021, Table 4.
         """
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return sum(attention.state_size(length, carried) for attention in attentions)
 
 
 def check_sizes(cfg: DecoderConfig) -> None:
-    """Raises ValueError for a size below 1, or a probability that is none."""
+    """Raise ValueError for a size below 1 or an invalid probability."""
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers"):
         if getattr(cfg, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
@@ -318,7 +322,7 @@ def check_sizes(cfg: DecoderConfig) -> None:
 
 
 def check_probability(name: str, value: float) -> None:
-    """Raises ValueError for the option of this name unless its value is a probability."""
+    """Raise ValueError that names the option unless its value is a probability."""
     if not 0 <= value <= 1:
         raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1], got {value}")
 
@@ -337,7 +341,7 @@ def build_layer(cfg: DecoderConfig, attention: nn.Module) -> DecoderLayer:
 
 
 def read_cutoffs(cfg: DecoderConfig, vocab_size: int) -> list[int]:
-    """The cutoffs given, without those that the vocabulary does not reach."""
+    """The given cutoffs, without those beyond the vocabulary."""
     text = cfg.adaptive_softmax_cutoff or ""
     try:
         cutoffs = [int(cutoff) for cutoff in text.split(",") if cutoff.strip()]
@@ -364,12 +368,12 @@ def build_embedding(cfg: DecoderConfig, dictionary: Any, cutoffs: list[int]) -> 
 def build_adaptive_softmax(
     cfg: DecoderConfig, embed_tokens: nn.Embedding | AdaptiveInput, cutoffs: list[int]
 ) -> AdaptiveSoftmax:
-    """The output layer over the embeddings. Raises ValueError for clusters with vectors of their own."""
+    """The output layer over the embeddings. Raises ValueError for untied output vectors with clusters."""
     if str(cfg.output_layer) == "untied":
         if cutoffs or isinstance(embed_tokens, AdaptiveInput):
             raise ValueError(
                 "--output-layer must be biased or tied with --adaptive-softmax-cutoff or --div-val, got untied, "
-                "which is a plain softmax"
+                "which has a plain softmax"
             )
         return UntiedSoftmax(embed_tokens)
     biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout
@@ -380,7 +384,7 @@ def build_adaptive_softmax(
 
 
 def initialize(module: nn.Module) -> None:
-    """N(0, 0.02) weights, zero biases, N(1, 0.02) layer normalisation gains; what has `initialize()`, as it says."""
+    """Draw N(0, 0.02) weights, zero biases and N(1, 0.02) gains of layer normalisation, or call `initialize()`."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=WEIGHT_STD)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -392,5 +396,5 @@ def initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, mean=1.0, std=LAYER_NORM_STD)
         nn.init.zeros_(module.bias)
     initialize_itself = getattr(module, "initialize", None)
-    if initialize_itself is not None:  # after its parts, to which `apply` comes first
+    if initialize_itself is not None:  # after its parts: `apply` visits them first
         initialize_itself()

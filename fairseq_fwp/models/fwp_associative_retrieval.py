@@ -5,7 +5,7 @@ values, E embed_dim, d key_dim. Values are one-hot vectors v of size S, keys lea
 
     k = W_K [e(k); v]        q = W_Q e(q)        gates = W_G [e(k); v]
 
-What the paper leaves open is as in its public code (ischlag/fast-weight-transformers): E, the initial values, and the
+Details missing in the paper are as in its public code (ischlag/fast-weight-transformers): E, the initial values, and
 biases of W_K and W_Q, which its equations do not have.
 """
 
@@ -32,7 +32,7 @@ from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 
-# E for each of the S keys and S values: the public code's; the paper does not say.
+# E for each of the S keys and S values, from the public code; the paper does not give it.
 EMBED_DIM_PER_SYMBOL = 1.1
 
 
@@ -40,7 +40,7 @@ EMBED_DIM_PER_SYMBOL = 1.1
 class FwpAssociativeRetrievalConfig(MemoryOptions):
     """Memory of the retrieval task. Defaults: the sum rule with ELU+1 and no normalisation."""
 
-    # Plain strings: `add_args` offers what the tables hold by then, entries from outside this package included.
+    # Plain strings: `add_args` reads the choices from the tables later, so that plug-ins can add some.
     update_rule: str = option(
         "sum", "how a key-value pair is written; softmax: attention to all pairs", of=("attention", "all")
     )
@@ -65,14 +65,14 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """The flags of the configuration, with the rules and maps that the tables hold now as choices."""
+        """Add the flags of the configuration; their choices are the current rules and maps of the tables."""
         choices = {"update_rule": [SOFTMAX, *UPDATE_RULES], "feature_map": FEATURE_MAPS}
         add_choices(parser, FwpAssociativeRetrievalConfig, choices)
-        super().add_args(parser)  # which leaves alone what is there already
+        super().add_args(parser)  # it skips flags that exist already
 
     @classmethod
     def build_model(cls, cfg: FwpAssociativeRetrievalConfig, task: Any) -> "FwpAssociativeRetrieval":
-        """Raises ValueError where the configuration cannot be built; task.num_keys is S."""
+        """Build the model; task.num_keys is S. Raises ValueError for a configuration that cannot be built."""
         for name in ("key_dim", "embed_dim"):
             value = getattr(cfg, name)
             if value is not None and value < 1:
@@ -86,7 +86,7 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         return cls(memory, num_keys, embed_dim, cfg.key_dim)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        """Return what is retrieved (B, Q, S) for keys and values (B, L) and queries (B, Q), all indices below S."""
+        """Return the retrieved values (B, Q, S) for keys and values (B, L) and queries (B, Q), all indices below S."""
         if self.training:
             self.memory.resample()
         q = functional.embedding(queries, self.query_proj(self.embedding.weight))
@@ -95,14 +95,14 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         return self.memory(q, k, values, gates)
 
     def _project(self, projection: Any, keys: Tensor, values: Tensor) -> Tensor:
-        """W [e(k); v] (B, L, out), from one table of all keys and one of all values."""
+        """Return W [e(k); v] (B, L, out), from one table of all keys and one of all values."""
         by_key, by_value = projection.weight.split([self.embedding.embedding_dim, self.embedding.num_embeddings], 1)
         by_key = functional.linear(self.embedding.weight, by_key, projection.bias)
         return functional.embedding(keys, by_key) + functional.embedding(values, by_value.T)
 
 
 def build_memory(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> FastWeightMemory | SoftmaxMemory:
-    """Attention over all pairs, or feature map x update rule x normalisations."""
+    """Return softmax attention over all pairs, or a memory of feature map x update rule x normalisations."""
     options = FwpAssociativeRetrievalConfig
     if cfg.update_rule == SOFTMAX:
         return SoftmaxMemory(num_values)

@@ -1,8 +1,8 @@
-"""The language model `fwp_fwl_lm`: any other one here with a fast weight layer on top (Clark et al. 2022).
+"""The language model `fwp_fwl_lm`: another language model with a fast weight layer on top (Clark et al. 2022).
 
-arXiv 2212.02475; the layer and its equations are in modules/fast_weight_layer. What it learns of a token it knows
-from reading the token after it, so that scoring, training and decoding are the models' own, and a "state" is the one of
-the model below together with what the layer has learned.
+arXiv 2212.02475; the layer and its equations are in modules/fast_weight_layer. The layer learns from a token when the
+token after it is read. So scoring, training and decoding are those of the models below. A "state" is the state of the
+model below together with the updates that the layer has learned.
 """
 
 import logging
@@ -97,7 +97,7 @@ class FwlState(NamedTuple):
     layer: FastWeightLayerState
 
     def detach(self) -> "FwlState":
-        """The same values, cut from the graph."""
+        """The same values, detached from the graph."""
         return FwlState(self.base.detach(), self.layer.detach())
 
     def reorder(self, new_order: Tensor) -> "FwlState":
@@ -105,7 +105,7 @@ class FwlState(NamedTuple):
         return FwlState(self.base.reorder(new_order), self.layer.reorder(new_order))
 
     def reset(self, rows: Tensor) -> "FwlState":
-        """As before the first token in the rows of the batch that are True, rows (B,) bool."""
+        """The state, empty (as before the first token) in the rows of the batch that are True. rows: (B,) bool."""
         return FwlState(self.base.reset(rows), self.layer.reset(rows))
 
 
@@ -114,16 +114,18 @@ torch.serialization.add_safe_globals([FwlState])
 
 
 class FwlDecoder(StatefulDecoder):
-    """A fast weight layer on the features of another decoder, whose state it goes on with.
+    """A fast weight layer on the features of another decoder; the state holds both of their states.
 
-    base: any `LanguageModelDecoder`; layer: of its dimension; last_norm: the name of the base's last normalisation, for
-    a layer that begins as the identity to take over. The weights of the base have its own names in a checkpoint.
-    Incremental decoding gives what a stream of segments of --tokens-per-sample tokens gives.
+    base: any `LanguageModelDecoder`; layer: of the same dimension;
+    last_norm: the name of the base's last normalisation, whose weights a layer that begins as the identity takes over.
+
+    In a checkpoint, weights of the base have the base's own names. Incremental decoding gives the same as a stream of
+    segments of --tokens-per-sample tokens.
     """
 
     def __init__(self, base: LanguageModelDecoder, layer: FastWeightLayer, last_norm: str | None) -> None:
         super().__init__(base.dictionary)
-        del self.adaptive_softmax  # fairseq's None; see __getattr__
+        del self.adaptive_softmax  # fairseq sets None; see __getattr__
         self.base = base
         self.fast_weight_layer = layer
         self.last_norm = last_norm
@@ -141,16 +143,16 @@ class FwlDecoder(StatefulDecoder):
     def extract_features(
         self, tokens: Tensor, state: FwlState | None = None, last: int | None = None
     ) -> tuple[Tensor, FwlState]:
-        """tokens (B, L), one segment, after those that `state` has read -> features (B, L, D) and the new state.
+        """Return features (B, L, D) of tokens (B, L), one segment read after those of `state`, and the new state.
 
-        last: features (B, last, D) of the last tokens alone.
+        last: only the features (B, last, D) of the last tokens.
         """
         x, base = self.base.extract_features(tokens, None if state is None else state.base)
         y, layer = self._adapt(x, tokens, None if state is None else state.layer)
         return y if last is None else y[:, y.shape[1] - last :], FwlState(base, layer)
 
     def extract_unread_features(self, tokens: Tensor, state: FwlState | None, read: int) -> tuple[Tensor, FwlState]:
-        """The same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
+        """Do the same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
         x, base = self.base.extract_unread_features(tokens, None if state is None else state.base, read)
         layer = None if state is None else state.layer
         length, pieces = self.sample_length, []
@@ -170,22 +172,22 @@ class FwlDecoder(StatefulDecoder):
         return self.fast_weight_layer(x, tokens, self.adaptive_softmax, state, mask, same_segment)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers kept of a sequence of `length` tokens, or of segments so long between which the state is carried."""
+        """The numbers kept of a sequence of `length` tokens, or of such segments if the state is carried."""
         return self.base.state_size(length, carried) + self.fast_weight_layer.state_size(length, carried)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Makes of a checkpoint one of this model, where they differ by the layer, or by what its weights' steps are.
+        """Convert a checkpoint to this model if they differ only in the layer or in its step sizes and decays.
 
-        A model without a layer gets one, which, unless it starts at random, takes over the gain and shift of its last
-        normalisation, so that it changes nothing at first. Step sizes and decays begin as they are here for a layer
-        that learned none, and are left out where these are fixed or there are no fast weights.
+        A model without a layer gets a new one. Unless it starts at random, the layer takes over the gain and shift of
+        the last normalisation, so that it changes nothing at first. Missing step sizes and decays start from this
+        layer's initial values. They are dropped if they are fixed here or there are no fast weights.
         """
         super().upgrade_state_dict_named(state_dict, name)
         prefix = f"{name}.fast_weight_layer."
         learned = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         new = self.fast_weight_layer.state_dict()
         if not learned:
-            logger.info("the checkpoint has no fast weight layer: a new one is put on its model")
+            logger.info("the checkpoint has no fast weight layer: a new layer is added")
             for key, neutral in (("weight", torch.ones_like), ("bias", torch.zeros_like)):
                 taken = f"{name}.{self.last_norm}.{key}"
                 if taken in state_dict:
@@ -194,11 +196,11 @@ class FwlDecoder(StatefulDecoder):
         else:
             steps = {"log_step_sizes", "decay_logits"}
             for key in sorted(steps & learned - new.keys()):
-                logger.info("the checkpoint's %s is left out: this layer has none to learn", key)
+                logger.info("the checkpoint's %s is dropped: this layer does not learn it", key)
                 del state_dict[f"{prefix}{key}"]
             new = {key: value for key, value in new.items() if key in steps - learned}
             if new:
-                logger.info("the checkpoint's layer has no %s yet: they start here", " and ".join(new))
+                logger.info("the checkpoint's layer has no %s: they start from initial values", " and ".join(new))
         state_dict.update({f"{prefix}{key}": value for key, value in new.items()})
         return state_dict
 
@@ -207,28 +209,28 @@ BASE = "base."
 
 
 def leave_out_base(decoder: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Give the base's weights the names that they have without the layer, in the same order."""
+    """Give the base's weights their names without the layer, in the same order."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + key.removeprefix(prefix).removeprefix(BASE)] = state_dict.pop(key)
 
 
 def put_in_base(decoder: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give weights that are not the layer's the names that they have in the base."""
+    """Give weights outside the layer their names in the base."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if not name.startswith((BASE, "fast_weight_layer.")):
             state_dict[prefix + BASE + name] = state_dict.pop(key)
 
 
-# The models that the layer can be put on, by the names that --fwl-base has for them.
+# The models that can be below the layer, by their names in --fwl-base.
 BASES: dict[str, Any] = {"fwp_lm": FwpLanguageModel, "fwp_xl_lm": FwpXlLanguageModel}
 
 
 def build_base(cfg: "FwpFwlLanguageModelConfig", dictionary: Any) -> LanguageModelDecoder:
-    """Return the decoder below the layer, with a softmax whose bias can change where that is fast."""
+    """Return the decoder below the layer; its softmax has a bias that can change if that bias is a fast weight."""
     base: LanguageModelDecoder = BASES[str(cfg.fwl_base)].build_decoder(cfg, dictionary)
     if isinstance(base, FwpXlDecoder):
-        # What it drops are the keys of what is learned while reading: with noise in them, training would distrust them.
+        # No dropout: these features are keys of what is learned while reading, and training would distrust noise.
         base.final_dropout = nn.Identity()
     if cfg.fwl_fast_weights == "softmax-bias":
         base.adaptive_softmax = build_shifted_softmax(base.embed_tokens, base.adaptive_softmax.bounds[1:-1])
@@ -237,7 +239,7 @@ def build_base(cfg: "FwpFwlLanguageModelConfig", dictionary: Any) -> LanguageMod
 
 
 def build_layer(cfg: "FwpFwlLanguageModelConfig", bias_entries: int) -> FastWeightLayer:
-    """Return the layer of the configuration. Raises ValueError, with the flag, where it cannot be."""
+    """Return the layer of the configuration. Raises ValueError that names the flag for an invalid one."""
     given = {"embed_dim": cfg.decoder_embed_dim, "bias_entries": bias_entries}
     if cfg.fwl_hidden_dim is None:
         given["hidden_dim"] = 4 * cfg.decoder_embed_dim
@@ -246,7 +248,7 @@ def build_layer(cfg: "FwpFwlLanguageModelConfig", bias_entries: int) -> FastWeig
 
 
 def last_norm(cfg: "FwpFwlLanguageModelConfig") -> str | None:
-    """Return the name of the normalisation that features come from and an identity takes over, None for none."""
+    """Return the name of the last normalisation, whose weights an identity layer takes over; None if there is none."""
     if cfg.fwl_random_start or (cfg.decoder_normalize_before and cfg.no_decoder_final_norm):
         return None
     return "layer_norm" if cfg.decoder_normalize_before else f"layers.{cfg.decoder_layers - 1}.final_layer_norm"
@@ -254,24 +256,24 @@ def last_norm(cfg: "FwpFwlLanguageModelConfig") -> str | None:
 
 @register_model("fwp_fwl_lm", dataclass=FwpFwlLanguageModelConfig)
 class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
-    """A language model that learns while it reads; works wherever the models that it is built on do."""
+    """A language model that learns while it reads; it works wherever the models below the layer work."""
 
     config = FwpFwlLanguageModelConfig
 
     @classmethod
     def build_model(cls, cfg: FwpFwlLanguageModelConfig, task: Any) -> "FwpFwlLanguageModel":
-        """Raises ValueError where the configuration cannot be built; warns where no weights are carried."""
+        """Build the model; warn if no weights are carried. Raises ValueError for an invalid configuration."""
         model: FwpFwlLanguageModel = super().build_model(cfg, task)
         if model.decoder.fast_weight_layer.gradients_at == "carried" and forgets_segments(task):
             logger.warning(
-                "gradients at carried weights are those at the trained ones here: --fwl-gradients-at carried needs "
-                "--task fwp_language_modeling --carry-state"
+                "--fwl-gradients-at carried has no effect without --task fwp_language_modeling --carry-state: "
+                "gradients are taken at the trained weights"
             )
         return model
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """Those of a model that the layer can be put on, with the layer."""
+        """Return the settings of a model that can be below the layer, with the layer added."""
         base = ARCH_MODEL_NAME_REGISTRY.get(saved.get("_name"))
         return {**saved, "fwl_base": base} if base in BASES else saved
 
@@ -284,7 +286,7 @@ class FwpFwlLanguageModel(FwpLanguageModel, FwpXlLanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpFwlLanguageModelConfig) -> list[str]:
-        """The options that neither the layer nor the model below looks at, where they are not at their defaults."""
+        """The options that are not at their defaults and that neither the layer nor the model below uses."""
         base = BASES[str(cfg.fwl_base)]
         shared = {option.name for option in fields(DecoderConfig)}
         others = [

@@ -1,6 +1,6 @@
 """The language model `fwp_lm`: a decoder-only Transformer whose attention is a fast weight programmer or softmax.
 
-Or a hybrid, in which some layers have softmax and the others fast weights.
+It can be a hybrid: some layers have softmax, the others fast weights.
 """
 
 from dataclasses import dataclass
@@ -60,10 +60,10 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
 
 @register_model("fwp_lm", dataclass=FwpLanguageModelConfig)
 class FwpLanguageModel(LanguageModel):
-    """A language model over fast weights; works with fairseq's own tasks, criteria and commands.
+    """A language model over fast weights; it works with fairseq's own tasks, criteria and commands.
 
-    Dropout: Schlag et al. 2021 (App. F) have "10%" of it, and refer to their public code for more. Here --dropout is
-    after the embeddings and after each block (Vaswani et al. 2017, Sec. 5.4). Their code has it also after the
+    Dropout: Schlag et al. 2021 (App. F) give "10%", and refer to their public code for details. Here --dropout is after
+    the embeddings and after each block (Vaswani et al. 2017, Sec. 5.4). Their code also has dropout after the
     activation of the feed-forward block, --activation-dropout 0.1, and after the last layer, --final-dropout 0.1.
     """
 
@@ -71,10 +71,10 @@ class FwpLanguageModel(LanguageModel):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """The flags of the configuration, with the rules and maps that the tables hold now as choices."""
+        """Add the flags of the configuration; their choices are the current rules and maps of the tables."""
         choices = {"decoder_update_rule": rule_choices(), "decoder_feature_map": FEATURE_MAPS}
         add_choices(parser, FwpLanguageModelConfig, choices)
-        super().add_args(parser)  # which leaves alone what is there already
+        super().add_args(parser)  # it skips flags that exist already
 
     @classmethod
     def build_decoder(cls, cfg: FwpLanguageModelConfig, dictionary: Any) -> "FwpDecoder":
@@ -83,7 +83,7 @@ class FwpLanguageModel(LanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
-        """The options that no layer's attention looks at, where they are not at their defaults."""
+        """The options that are not at their defaults and that no layer's attention uses."""
         uses = [
             Use("attention", ATTENTIONS[name], cfg.decoder_feature_map, cfg.decoder_update_rule)
             for name in set(layer_attentions(cfg))
@@ -91,7 +91,7 @@ class FwpLanguageModel(LanguageModel):
         return unused_options(FwpLanguageModelConfig, cfg, uses)
 
     def max_decoder_positions(self) -> int:
-        """Longest generation: learned positions end, where others do not."""
+        """Longest generation: learned positions have an end, other positions do not."""
         positions = self.decoder.embed_positions
         known: int = super().max_decoder_positions()
         return positions.table.num_embeddings if isinstance(positions, LearnedPositions) else known
@@ -139,16 +139,16 @@ class FwpDecoder(LanguageModelDecoder):
         return self.final_dropout(x), state
 
     def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
-        """The positions (B, L) of tokens that are the counts-th of their row."""
+        """The positions (B, L) of tokens with these counts in their rows."""
         if not isinstance(self.embed_positions, VaswaniPositions):
             return super()._positions(counts, decoding)
-        if decoding:  # where a sample ends is not known before it is generated: one sample follows the other
+        if decoding:  # the end of a sample is unknown before it is generated: samples follow each other
             return (self.sample_length - counts) % self.sample_length
         return counts[:, -1:] - counts
 
 
 def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
-    """Return which of ATTENTIONS each layer has. Raises ValueError for --softmax-layers that no model can have."""
+    """Return the name in ATTENTIONS of each layer's attention. Raises ValueError for impossible --softmax-layers."""
     name, layers = attention_name(cfg), [str(index) for index in range(cfg.decoder_layers)]
     if cfg.softmax_layers is None:
         return [name] * len(layers)
@@ -156,8 +156,8 @@ def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:
         raise ValueError(
             f"--softmax-layers must be left out with --decoder-update-rule softmax, got {cfg.softmax_layers!r}"
         )
-    chosen = str(cfg.softmax_layers).split(",")  # a number where --model-overrides has one
-    # One spelling for the same layers: the options of a checkpoint are compared by it.
+    chosen = str(cfg.softmax_layers).split(",")  # a number if --model-overrides gives one
+    # One spelling for the same layers: options of checkpoints are compared as text.
     if [index for index in layers if index in chosen] != chosen:
         raise ValueError(
             f"--softmax-layers must be ascending numbers from 0 to {layers[-1]}, separated by commas, got "

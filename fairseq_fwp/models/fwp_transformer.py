@@ -1,8 +1,8 @@
 """The translation model `fwp_transformer`: fairseq's Transformer with linear attention wherever it has attention.
 
 Schlag et al. 2021, arXiv 2102.11174, Sec. 6.2 and App. E. The encoder's self-attention and the decoder's attention to
-the source are sums over a whole sequence (`LinearAttention`); the decoder's self-attention is a fast weight programmer
-with any update rule. Each can be softmax attention as well, which is then fairseq's own.
+the source are sums over a whole sequence (`LinearAttention`). The decoder's self-attention is a fast weight programmer
+with any update rule. Each can be fairseq's softmax attention instead.
 """
 
 import re
@@ -55,22 +55,22 @@ class FastWeightOptions(AttentionOptions):
     )
 
 
-# fairseq's options that change how weights are trained, or how much memory that takes, and not what they compute.
+# fairseq's options that change training or memory, and not the function that weights compute.
 OF_TRAINING = re.compile("drop|quant_noise|embed_path|activations$|max_.*_positions|min_params_to_wrap|shuffle|export")
 
 
 @register_model("fwp_transformer")
 class FwpTransformerModel(TrainedModel, TransformerModel):
-    """A Transformer for translation over fast weights; works with fairseq's own tasks, criteria and commands."""
+    """A Transformer for translation over fast weights; it works with fairseq's own tasks, criteria and commands."""
 
     def __init__(self, args: Any, encoder: "FwpTransformerEncoder", decoder: "FwpTransformerDecoder") -> None:
         super().__init__(args, encoder, decoder)
-        # A tuple, which registers nothing: they are the decoder's.
+        # A tuple, so that they are not registered twice: they belong to the decoder.
         encoder.readers = tuple(module for module in decoder.modules() if isinstance(module, CrossAttention))
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """fairseq's flags of a Transformer and ours, with what the tables hold now as choices."""
+        """Add fairseq's flags of a Transformer and ours; choices are the current entries of the tables."""
         super().add_args(parser)
         maps = [SOFTMAX, *FEATURE_MAPS]
         choices = {
@@ -80,11 +80,11 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
             "cross_feature_map": maps,
         }
         add_choices(parser, FastWeightOptions, choices)
-        gen_parser_from_dataclass(parser, FastWeightOptions(), delete_default=True)  # leaves alone what is there
+        gen_parser_from_dataclass(parser, FastWeightOptions(), delete_default=True)  # skips flags that exist already
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "FwpTransformerModel":
-        """Raises ValueError where the configuration cannot be built, naming the flag to change."""
+        """Build the model. Raises ValueError that names the flag to change if it cannot be built."""
         base_architecture(args)
         model = super().build_model(args, task)
         warn_of_unused(cls.unused_flags(args))
@@ -92,14 +92,14 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     @classmethod
     def unused_flags(cls, args: Any) -> list[str]:
-        """The options that no attention of this configuration looks at, where they are not at their defaults."""
+        """The options that are not at their defaults and that no attention of this configuration uses."""
         found = unused_options(FastWeightOptions, args, linear_attentions(args))
         uses_softmax = len(linear_attentions(args)) < 3
         return [*found, "attention_dropout"] if args.attention_dropout and not uses_softmax else found
 
     @classmethod
     def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """fairseq's options of a Transformer and ours, by these settings and else by their defaults."""
+        """Return fairseq's options of a Transformer and ours: these settings, and defaults for the others."""
         args = Namespace(**settings)
         base_architecture(args)
         transformer_architecture(args)
@@ -108,13 +108,13 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     @classmethod
     def same_function(cls, name: str) -> bool:
-        """Whether its field says so, or the name of one of fairseq's."""
+        """Return whether the option's field says so, or for fairseq's options the name."""
         ours = FastWeightOptions.__dataclass_fields__.get(name)
         return bool(ours.metadata.get("same_function")) if ours else bool(OF_TRAINING.search(name))
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """Those of fairseq's own Transformer, as softmax attention."""
+        """Return the settings of fairseq's own Transformer with softmax attention."""
         if ARCH_MODEL_REGISTRY.get(saved.get("arch", saved.get("_name"))) is cls:
             return saved
         return {**saved, **dict.fromkeys(("encoder_feature_map", "decoder_update_rule", "cross_feature_map"), SOFTMAX)}
@@ -134,26 +134,26 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 
     @property
     def full_context_alignment(self) -> bool:
-        """fairseq's generator then takes the alignment of a hypothesis from a forward of it, not from decoding.
+        """Whether fairseq's generator takes alignments from a separate forward pass, not from decoding.
 
-        Raises ValueError, once an alignment is wanted, if the model was not made ready to give the weights.
+        Raises ValueError when an alignment is requested and the model was not prepared to return the weights.
         """
         if not all(reader.gives_weights for reader in self.encoder.readers):
             raise ValueError(
-                "linear attention to the source gives weights for alignments only to a model that was made ready for "
-                "them: generate with --print-alignment, or call make_generation_fast_(need_attn=True) first"
+                "the model must be prepared to return attention weights for alignments: generate with "
+                "--print-alignment, or call make_generation_fast_(need_attn=True) first"
             )
         return bool(self.encoder.readers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's; in training, random feature maps are drawn again first, once a mini-batch."""
+        """Run fairseq's forward pass; in training, first draw random feature maps again, once a mini-batch."""
         if not self.training:
             return super().forward(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, FeatureMap):
                 module.resample()
         on_cpu = next(self.parameters()).device.type == "cpu"
-        # Batches come again in every epoch, and with them their numbers of rows, which oneDNN has then prepared for.
+        # Batches repeat in every epoch, and so do their numbers of rows, for which oneDNN is prepared then.
         with OneDnnLinear() if on_cpu and mkl_is_slow() else nullcontext():
             return super().forward(*args, **kwargs)
 
@@ -161,9 +161,9 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
 class FwpTransformerEncoder(TransformerEncoderBase):
     """fairseq's encoder with `FwpEncoderLayer`s.
 
-    readers: the linear attentions to the source that the decoder has. In generation the encoder returns, in place of
-    a vector for every token of the source, what they keep of it: a hypothesis then costs as much whatever the length
-    of the source, and beam search copies that much.
+    readers: the decoder's linear attentions to the source. In generation the encoder returns their states instead of a
+    vector for every token of the source. The cost of a hypothesis, and of copies in beam search, is then independent of
+    the length of the source.
     """
 
     readers: tuple[CrossAttention, ...] = ()
@@ -179,7 +179,7 @@ class FwpTransformerEncoder(TransformerEncoderBase):
         return wrap(FwpEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
     def forward_torchscript(self, net_input: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """Return what fairseq's generator asks an encoder for."""
+        """Return the encoder's output for fairseq's generator."""
         out = super().forward_torchscript(net_input)
         if not self.readers:
             return out
@@ -196,7 +196,7 @@ class FwpTransformerEncoder(TransformerEncoderBase):
 
 
 class FwpTransformerDecoder(TransformerDecoderBase):
-    """fairseq's decoder with `FwpDecoderLayer`s. Fast weights see no mask: none of a row for every token is made."""
+    """fairseq's decoder with `FwpDecoderLayer`s. Fast weights need no mask, so no (L, L) mask is made."""
 
     def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Embedding, **options: Any) -> None:
         super().__init__(cfg, dictionary, embed_tokens, **options)
@@ -209,7 +209,7 @@ class FwpTransformerDecoder(TransformerDecoderBase):
         return wrap(FwpDecoderLayer(cfg, no_encoder_attn), cfg)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
-        """(L, L) for softmax attention; None for fast weights, which have no future."""
+        """Return a mask (L, L) for softmax attention; None for fast weights, which cannot see the future."""
         return super().buffered_future_mask(tensor) if has_softmax(self.cfg) else None
 
     def extract_features(
@@ -221,28 +221,30 @@ class FwpTransformerDecoder(TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """prev_output_tokens (B, L) -> features (B, L, D); with an incremental_state, of the last token alone."""
+        """Return features (B, L, D) of prev_output_tokens (B, L); with an incremental_state, only of the last token."""
         if full_context_alignment and not has_softmax(self.cfg):
-            raise ValueError("alignment with the full context needs softmax attention: --decoder-update-rule softmax")
+            raise ValueError(
+                "--decoder-update-rule must be softmax for alignments with the full context, got a fast weight rule"
+            )
         return super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
         )
 
 
 def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
-    """As fairseq wraps its layers: for --checkpoint-activations, and for --ddp-backend fully_sharded."""
+    """Wrap a layer as fairseq does, for --checkpoint-activations and for --ddp-backend fully_sharded."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
 def count_positions(positions: nn.Module | None, learned: bool, padding_idx: int, embed_dim: int) -> nn.Module | None:
-    """Sinusoidal positions by our count; learned ones are fairseq's."""
+    """Return sinusoidal positions that count tokens as we do; learned positions stay fairseq's."""
     return positions if positions is None or learned else CountedPositions(embed_dim, padding_idx)
 
 
 def check_options(cfg: TransformerConfig) -> None:
-    """Raises ValueError for options of fairseq's attention that a configured linear one does not have."""
+    """Raise ValueError for options of fairseq's attention that the configured linear attention does not have."""
     if cfg.cross_self_attention and not has_softmax(cfg):
         raise ValueError(
             f"--decoder-update-rule must be softmax with --cross-self-attention, got {cfg.decoder_update_rule}"
@@ -254,7 +256,7 @@ def check_options(cfg: TransformerConfig) -> None:
 
 
 def option_names() -> list[str]:
-    """The options of the model, those of fairseq's nested configuration under the names of their flags."""
+    """The options of the model; those of fairseq's nested configuration have the names of their flags."""
     names = []
     for field in fields(TransformerConfig):
         nested: Any = field.default
@@ -264,12 +266,12 @@ def option_names() -> list[str]:
 
 
 def has_softmax(cfg: Any) -> bool:
-    """Whether the decoder attends to its past by fairseq's own attention."""
+    """Return whether the decoder's self-attention is fairseq's own."""
     return attention_name(cfg) == SOFTMAX
 
 
 def linear_attentions(cfg: Any) -> list[Use]:
-    """The attentions, of the three, that are not fairseq's own."""
+    """Return those of the three attentions that are not fairseq's own."""
     causal = Use("attention", ATTENTIONS[attention_name(cfg)], cfg.decoder_feature_map, cfg.decoder_update_rule)
     maps = (name for name in (cfg.encoder_feature_map, cfg.cross_feature_map) if name != SOFTMAX)
     return [*(() if has_softmax(cfg) else (causal,)), *(Use("linear", LinearAttention, name) for name in maps)]
@@ -277,7 +279,7 @@ def linear_attentions(cfg: Any) -> list[Use]:
 
 @register_model_architecture("fwp_transformer", "fwp_transformer")
 def base_architecture(args: Any) -> None:
-    """The size of fairseq's `transformer`; delta rule, ELU+1 in all attentions, neither normalisation of the rule."""
+    """Set the size of fairseq's `transformer`, the delta rule without normalisation, and ELU+1 in all attentions."""
     for field in fields(FastWeightOptions):
         if not field.name.startswith("_"):
             setattr(args, field.name, getattr(args, field.name, field.default))

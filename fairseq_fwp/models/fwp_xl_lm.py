@@ -1,7 +1,7 @@
 """The language model `fwp_xl_lm`: Transformer-XL, with the ablations of its paper (Dai et al. 2019, arXiv 1901.02860).
 
-A call of the decoder reads one segment. Its "state" holds the `mem_len` newest inputs of every layer, for the segment
-that follows: whoever feeds segments one after the other passes it on, `detach()`ed, as the paper has it.
+A call of the decoder reads one segment. Its "state" holds the `mem_len` newest inputs of every layer. Pass it, after
+`detach()`, to the next segment, as in the paper.
 """
 
 import logging
@@ -27,7 +27,7 @@ from fairseq_fwp.options import option
 logger = logging.getLogger(__name__)
 
 POSITIONS = ["relative", "shaw", "shaw_biased", "absolute", "layerwise"]
-# Those that are added to what layers are given, and so cannot tell a segment from the one before it.
+# Positions that are added to the inputs of layers, and so cannot distinguish a segment from the one before.
 ABSOLUTE = ("absolute", "layerwise")
 
 
@@ -55,19 +55,19 @@ class FwpXlLanguageModelConfig(DecoderConfig):
 
 @register_model("fwp_xl_lm", dataclass=FwpXlLanguageModelConfig)
 class FwpXlLanguageModel(LanguageModel):
-    """Transformer-XL; works with fairseq's own tasks, which read each sample without a memory, and with ours."""
+    """Transformer-XL; it works with fairseq's own tasks, which read each sample without a memory, and with ours."""
 
     config = FwpXlLanguageModelConfig
 
     @classmethod
     def build_model(cls, cfg: FwpXlLanguageModelConfig, task: Any) -> "FwpXlLanguageModel":
-        """Raises ValueError where the configuration cannot be built; warns where nothing fills the memory."""
+        """Build the model; warn if nothing fills the memory. Raises ValueError for an invalid configuration."""
         model: FwpXlLanguageModel = super().build_model(cfg, task)
-        memory = getattr(model.decoder, "mem_len", 0)  # none below a fast weight layer on another model
+        memory = getattr(model.decoder, "mem_len", 0)  # other models below a fast weight layer have none
         if memory and forgets_segments(task):
             logger.warning(
-                "segments are read without a memory of those before: --mem-len %d needs --task fwp_language_modeling "
-                "--carry-state",
+                "--mem-len %d has no effect without --task fwp_language_modeling --carry-state: each segment starts "
+                "without a memory",
                 memory,
             )
         return model
@@ -79,18 +79,20 @@ class FwpXlLanguageModel(LanguageModel):
 
     @classmethod
     def unused_flags(cls, cfg: FwpXlLanguageModelConfig) -> list[str]:
-        """The options given that the positions of this configuration do not look at."""
+        """The given options that the positions of this configuration do not use."""
         unused = [] if cfg.decoder_positions == "relative" or not cfg.untie_biases else ["untie_biases"]
         return unused + (["clamp_len"] if cfg.decoder_positions in ABSOLUTE and cfg.clamp_len > 0 else [])
 
     def get_normalized_probs(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The decoder's; in training with --half-loss a criterion that asks for it counts all targets: ValueError."""
+        """Return the decoder's. Raises ValueError in training with --half-loss: criterions would count all targets."""
         if self.training and self.decoder.half_loss:
-            raise ValueError("--half-loss needs --criterion adaptive_loss, which divides by the targets that are left")
+            raise ValueError(
+                "--criterion must be adaptive_loss with --half-loss: it divides by the number of remaining targets"
+            )
         return super().get_normalized_probs(*args, **kwargs)
 
     def get_targets(self, sample: dict[str, Any], net_output: Any) -> Tensor:
-        """The targets (B, L); in training with --half-loss, padding in the first half (Dai et al. 2019, Table 6)."""
+        """Return targets (B, L); with --half-loss in training, padding in the first half (Dai et al. 2019, Table 6)."""
         target = sample["target"]
         if not (self.training and self.decoder.half_loss):
             return target
@@ -100,10 +102,10 @@ class FwpXlLanguageModel(LanguageModel):
 
 
 class FwpXlDecoder(LanguageModelDecoder):
-    """`LanguageModelDecoder` over segments: attention to the segment's past and to a memory of what was before it.
+    """`LanguageModelDecoder` over segments: attention to the segment's past and to a memory of earlier segments.
 
-    Incremental decoding gives what a stream of segments of --tokens-per-sample tokens gives: tokens see those of their
-    segment and the memory, and after the last token of a segment all but its newest `mem_len` inputs is forgotten.
+    Incremental decoding gives the same as a stream of segments of --tokens-per-sample tokens. Tokens see the tokens of
+    their segment and the memory. After the last token of a segment only its newest `mem_len` inputs are kept.
     """
 
     def __init__(self, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> None:
@@ -136,14 +138,14 @@ class FwpXlDecoder(LanguageModelDecoder):
     def extract_features(  # type: ignore[override]
         self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
     ) -> tuple[Tensor, DecoderState]:
-        """tokens (B, L), one segment -> features (B, L, D), or (B, last, D), and the memory for the next segment."""
+        """Return features (B, L, D), or (B, last, D), of a segment (B, L), and the memory for the next segment."""
         x, state = self._read(tokens, state, last)
         return x, self._remember(state)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers in the keys and values of a segment of `length` tokens, and of the memory where it is carried.
+        """Return the numbers in keys and values of a segment of `length` tokens, and in the memory if it is carried.
 
-        Schlag et al. 2021, App. F.
+        As in Schlag et al. 2021, App. F.
         """
         memory = self.mem_len if carried else 0
         return 2 * (memory + length) * self.embed_tokens.embedding_dim * len(self.layers)
@@ -151,7 +153,7 @@ class FwpXlDecoder(LanguageModelDecoder):
     def extract_unread_features(
         self, tokens: Tensor, state: DecoderState | None, read: int
     ) -> tuple[Tensor, DecoderState]:
-        """The same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
+        """Do the same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
         total, pieces = tokens.shape[1], []
         if read == 0:
             state = self._cache(state, tokens)
@@ -166,7 +168,7 @@ class FwpXlDecoder(LanguageModelDecoder):
         return torch.cat(pieces, dim=1), state
 
     def _before_layer(self, index: int, x: Tensor, counts: Tensor) -> Tensor:
-        """x (B, L, D), with the layer's own positions where there are (Al-Rfou et al. 2019)."""
+        """Return x (B, L, D) plus the layer's own positions, if it has any (Al-Rfou et al. 2019)."""
         if self.layer_positions is None:
             return x
         return x + self.layer_positions[index](self._positions(counts, decoding=False)).to(x.dtype)
@@ -181,8 +183,8 @@ class FwpXlDecoder(LanguageModelDecoder):
         return DecoderState(tuple(layer.last(self.mem_len) for layer in state.layers), positions)
 
     def _cache(self, state: DecoderState | None, tokens: Tensor) -> DecoderState | None:
-        """The state as decoding keeps it: with keys and values, which need not be projected again at every step."""
-        if isinstance(self._attentions()[0], SoftmaxAttention):  # which keeps nothing else
+        """Return the state for decoding: with keys and values, which are then not projected again at every step."""
+        if isinstance(self._attentions()[0], SoftmaxAttention):  # its state is keys and values already
             return state
         if state is None:
             empty = Memory(self.embed_tokens(tokens[:, :0]))
@@ -195,7 +197,7 @@ class FwpXlDecoder(LanguageModelDecoder):
 
 
 def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
-    """Raises ValueError for a memory that cannot be, or cannot go with the positions."""
+    """Raise ValueError for an impossible memory, or one that the positions do not allow."""
     if cfg.mem_len < 0:
         raise ValueError(f"--mem-len must be at least 0, got {cfg.mem_len}")
     if cfg.same_length and cfg.mem_len < 1:
@@ -203,7 +205,7 @@ def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
     if cfg.decoder_positions in ABSOLUTE and cfg.mem_len:
         raise ValueError(
             f"--mem-len must be 0 with --decoder-positions {cfg.decoder_positions}, got {cfg.mem_len}: such "
-            "positions do not tell a segment from the one before it (Dai et al. 2019, Sec. 3.3)"
+            "positions do not distinguish a segment from the one before it (Dai et al. 2019, Sec. 3.3)"
         )
     if cfg.decoder_positions in ("shaw", "shaw_biased") and cfg.clamp_len < 1:
         raise ValueError(
@@ -213,7 +215,7 @@ def check_memory(cfg: FwpXlLanguageModelConfig) -> None:
 
 
 def build_attention(cfg: FwpXlLanguageModelConfig) -> nn.Module:
-    """The attention of the configuration: over a memory with relative positions, or absolute."""
+    """Return the attention of the configuration: relative with a memory, or with absolute positions."""
     sizes = (cfg.decoder_embed_dim, cfg.decoder_attention_heads)
     with naming_flags(SIZES):
         check_heads(*sizes)

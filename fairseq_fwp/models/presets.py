@@ -1,21 +1,22 @@
-"""Architectures: one entry each, what differs from the model's defaults. A new size is one entry.
+"""Architectures: each entry lists the differences from the model's defaults. A new size is one entry.
 
 Sizes and settings: Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.3 and App. F. Its linear Transformers
-(rule sum) normalise the read-out, its Delta Networks the mapped keys and queries (Tables 2, 3 and 5). The rules gated
-and decay are those of Mao 2022, arXiv 2210.04243, which trains neither from scratch; both do so as they are, see the
-grid of recipes/peps/RESULTS.md.
+(rule sum) normalise the output, its Delta Networks the mapped keys and queries (Tables 2, 3 and 5). The rules gated and
+decay are from Mao 2022, arXiv 2210.04243, which trains neither from scratch. Here both train from scratch without
+changes, see the grid of recipes/peps/RESULTS.md.
 
-Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code that its authors published; *medium* is
-Schlag's (Sec. 6.3, Table 4), and the one without a size is ours: as large as the small models beside it. They drop the
-activations of the feed-forward blocks too. For `xl_lm_wt103_large` the paper prints 257 M parameters, but the published
-script and weights, which are these sizes, have 285 M; with 16 layers in place of 18 it would be 258 M. The models
-called large were trained with untied u and v. Of two models the paper prints parameters alone, and the widths are ours:
-`xl_lm_wt103_ablation` (Table 6, 128 M, segments of 128) is the base model made narrower, and `xl_lm_enwik8_medium`
-(Table 2, 18 layers, 88 M) has the settings of the large one, with which the paper names it together (Sec. 4.1).
+Transformer-XL: Dai et al. 2019, arXiv 1901.02860, and the scripts and code of its authors. *medium* is Schlag's (Sec.
+6.3, Table 4). The model without a size is ours, as large as the small models. They also have dropout after the
+activations of the feed-forward blocks. For `xl_lm_wt103_large` the paper prints 257 M parameters, but the published
+script and weights, which have these sizes, have 285 M. With 16 layers instead of 18 it would have 258 M. The models
+called large were trained with untied u and v. For two models the paper prints only the number of parameters, and the
+widths are ours. `xl_lm_wt103_ablation` (Table 6, 128 M, segments of 128) is the base model made narrower.
+`xl_lm_enwik8_medium` (Table 2, 18 layers, 88 M) has the settings of the large model, which the paper mentions together
+with it (Sec. 4.1).
 
-Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large`, and of a Transformer
-with local attention whose 12 layers, 768 dimensions and 121 M parameters are all that the paper says of it: heads,
-window (Roy et al. 2021) and an embedding divided by 4 are ours, with 114 M parameters below the layer, 119 M in all.
+Fast weight layers: Clark et al. 2022, arXiv 2212.02475, Sec. 3, on top of `xl_lm_wt103_large` or of a Transformer with
+local attention. Of the latter the paper only gives 12 layers, 768 dimensions and 121 M parameters. Its heads, window
+(Roy et al. 2021) and embedding divided by 4 are ours; it has 114 M parameters below the layer, 119 M in all.
 """
 
 from collections.abc import Callable
@@ -33,14 +34,14 @@ SUM = {"decoder_update_rule": "sum", "attention_normalization": True}
 DELTA = {"decoder_update_rule": "delta", "sum_normalization": True}
 GATED = {"decoder_update_rule": "gated", "attention_normalization": True}
 DECAY = {"decoder_update_rule": "decay", "decoder_feature_map": "identity"}
-# Of these papers the rule: maps, normalisation and sizes are those of the Delta Networks, so that rules compare.
+# Only the rules are from these papers: maps, normalisation and sizes are the Delta Networks', for comparison.
 GLA = {**DELTA, "decoder_update_rule": "gla"}
 GATED_DELTA = {**DELTA, "decoder_update_rule": "gated_delta"}
 KDA = {**DELTA, "decoder_update_rule": "kda"}
 SOFTMAX = {"decoder_update_rule": attention.SOFTMAX}
-# Irie et al. 2021, arXiv 2106.06295: the sizes of its language models are those of Schlag's.
+# Irie et al. 2021, arXiv 2106.06295: its language models have Schlag's sizes.
 DELTA_RNN = {"decoder_update_rule": "delta_rnn", "sum_normalization": True}
-# As many features as elu has would be m = d / 2: Table 2.
+# m = d / 2 would give as many features as elu: Table 2.
 FAVOR = {"decoder_feature_map": "favor"}
 DPFP = {"decoder_feature_map": "dpfp", "dpfp_nu": 1}
 
@@ -178,7 +179,7 @@ PRESETS_OF_MODELS = {
 
 
 def register(name: str, preset: dict[str, Any], model: str = "fwp_lm") -> None:
-    """Makes `--arch name` known to fairseq; a flag given on the command line wins over the preset."""
+    """Register `--arch name` with fairseq; flags of the command line override the preset."""
     register_model_architecture(model, name)(_architecture(preset))
 
 

@@ -1,9 +1,9 @@
-"""Architectures of the synthetic retrieval task: one entry each, what differs from the model's defaults.
+"""Architectures of the synthetic retrieval task: each entry lists the differences from the model's defaults.
 
 Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1 and App. D: the models of Figures 2 to 5, all with keys of
-size 64. Rules that retrieve nothing when they write normalise the read-out, delta normalises the mapped keys and
-queries, and fwm, the paper's "Schlag (2021)", has neither but the layer normalisation of its public code. Beside them
-the rules gated and decay of Mao 2022, arXiv 2210.04243, normalised as sum, and those that came after, as delta.
+size 64. Rules that do not retrieve a value before they write normalise the output. delta normalises the mapped keys and
+queries. fwm, the paper's "Schlag (2021)", only has the layer normalisation of its public code. The rules gated and
+decay of Mao 2022, arXiv 2210.04243, are normalised as sum, and later rules as delta.
 """
 
 from typing import Any

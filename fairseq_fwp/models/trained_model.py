@@ -12,38 +12,39 @@ logger = logging.getLogger(__name__)
 
 
 class TrainedModel(BaseFairseqModel):
-    """To be put before a model of fairseq among the bases of a class.
+    """A base class that checks the options of loaded weights; list it before a model of fairseq among the bases.
 
-    Settings are dictionaries by name, as a checkpoint or a command line has them: with more than the model's options,
-    and without those that they leave at their defaults.
+    Settings are dictionaries by name, as in a checkpoint or a command line. They may have more than the model's
+    options, and lack options at their defaults.
     """
 
     @classmethod
     def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the model, and no others, by these settings and else by their defaults."""
+        """Return only the options of the model: these settings, and defaults for the others."""
         raise NotImplementedError
 
     @classmethod
     def same_function(cls, name: str) -> bool:
-        """Whether trained weights compute the same whatever the value of this option."""
+        """Return whether trained weights compute the same function with every value of this option."""
         raise NotImplementedError
 
     @classmethod
     def unused_flags(cls, cfg: Any) -> list[str]:
-        """Return the options given that this configuration does not look at: its fields."""
+        """Return the given options that this configuration does not use, by field."""
         raise NotImplementedError
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings by which this model takes the weights of one with these, if that can be at all.
+        """Return the settings with which this model can load weights that were trained with the settings `saved`.
 
-        `saved` itself for a model of this class; what the weights know nothing of is not among those of another.
+        For a model of this class these are `saved` itself. For another one, options that its weights do not determine
+        are left out.
         """
         return saved
 
     @classmethod
     def differences(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return (value saved, value given) by option, without those that one of the two does not look at."""
+        """Return (saved value, given value) of differing options, without options that one of the two does not use."""
         adopted = cls.adopt(saved)
         before, after = cls.complete(adopted), cls.complete(given)
         known = before.keys() if adopted is saved else before.keys() & adopted.keys()
@@ -55,9 +56,9 @@ class TrainedModel(BaseFairseqModel):
         }
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, model_cfg: Any = None, args: Any = None) -> Any:
-        """Load weights. Where they were trained with other options, say so, or why they cannot be loaded: ValueError.
+        """Load weights; warn if they were trained with other options. Raises ValueError if those do not fit.
 
-        The options are an attribute of the weights, `saved`, as checkpoint_utils.load_checkpoint_to_cpu puts it there.
+        The options are in the attribute `saved` of the weights, which checkpoint_utils.load_checkpoint_to_cpu sets.
         """
         saved: Any = getattr(state_dict, "saved", None)
         found = self.differences(saved.options, plain(model_cfg)) if saved and model_cfg else {}
@@ -69,12 +70,11 @@ class TrainedModel(BaseFairseqModel):
                 raise
             asked = "--model-overrides asks for" if saved.overridden else "this model has"
             raise ValueError(
-                f"{saved.path} goes with {theirs}, and {asked} {ours}: give the flags of its model, or another "
-                "checkpoint"
+                f"{saved.path} needs {theirs}, and {asked} {ours}: give the flags of its model, or another checkpoint"
             ) from None
         if found and not saved.overridden:
             logger.warning(
-                "%s was trained with %s, and goes on here with %s: its weights compute something else so",
+                "%s was trained with %s, but is loaded with %s: its weights now compute another function",
                 *(saved.path, theirs, ours),
             )
         return loaded

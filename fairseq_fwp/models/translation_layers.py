@@ -1,4 +1,4 @@
-"""fairseq's encoder and decoder layers with other attentions, and the attentions in the form that those layers call.
+"""fairseq's encoder and decoder layers with other attentions, and these attentions with fairseq's interface.
 
 Shapes in fairseq's layers: x (L, B, D), source (S, B, D), time first; padding (B, S), True at padding.
 """
@@ -20,7 +20,7 @@ IncrementalState: TypeAlias = dict[str, Any] | None
 
 
 class SourceMemory(dict[nn.Module, FastWeightState]):
-    """The states of the source, one for each cross-attention of a decoder: all that generation needs of it."""
+    """The states of the source, one for each cross-attention of a decoder: generation needs nothing else of it."""
 
     def reorder(self, new_order: Tensor) -> "SourceMemory":
         """The rows new_order (B',) of the batch, as beam search selects them."""
@@ -39,9 +39,11 @@ class EncoderAttention(LinearAttention):
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """query (L, B, D), which key and value are too -> (L, B, D), and None for the weights that it does not have."""
+        """Return the output (L, B, D), and None for weights; query (L, B, D) is also key and value."""
         if attn_mask is not None:
-            raise ValueError("linear attention sees the whole sequence: it takes padding, but no attention mask")
+            raise ValueError(
+                "attn_mask must be None for linear attention, which sees the whole sequence except padding"
+            )
         x = query.transpose(0, 1)
         return super().forward(x, x, key_padding_mask).transpose(0, 1), None
 
@@ -49,14 +51,14 @@ class EncoderAttention(LinearAttention):
 class CrossAttention(LinearAttention):
     """Linear attention to the source as fairseq's decoder layer calls it.
 
-    gives_weights: whether the decoder's last layer gets the weights that it asks for whenever it does not train. Only
-    --print-alignment looks at them, and they are as many as there are pairs of tokens.
+    gives_weights: whether the decoder's last layer gets the weights that it requests outside training. Only
+    --print-alignment uses them, and there is one for every pair of tokens.
     """
 
     gives_weights = False
 
     def make_generation_fast_(self, need_attn: bool = False, **kwargs: Any) -> None:
-        """fairseq's word before it generates: need_attn for --print-alignment."""
+        """Prepare for generation; fairseq sets need_attn for --print-alignment."""
         self.gives_weights = need_attn
 
     def forward(  # type: ignore[override]
@@ -70,7 +72,7 @@ class CrossAttention(LinearAttention):
         need_weights: bool = False,
         need_head_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """query (L, B, D) to the source (S, B, D) or to what is kept of it -> (L, B, D), and (H, B, L, S) or None."""
+        """Return the output (L, B, D), and weights (H, B, L, S) or None; key: the source (S, B, D) or its states."""
         x = query.transpose(0, 1)
         if isinstance(key, SourceMemory):
             return self.read(x, key[self]).transpose(0, 1), None
@@ -85,7 +87,7 @@ class CausalAttention(FairseqIncrementalDecoder):
     """Causal self-attention over fast weights as fairseq's decoder layer calls it; keeps its state while decoding."""
 
     def __init__(self, attention: FastWeightAttention) -> None:
-        super().__init__(dictionary=None)  # that of fairseq's own attention, for the state of each
+        super().__init__(dictionary=None)  # the base class of fairseq's own attention, for the state of each module
         self.attention = attention
         self.num_heads = attention.num_heads
         self.head_dim = attention.head_dim
@@ -100,7 +102,7 @@ class CausalAttention(FairseqIncrementalDecoder):
         need_weights: bool = False,
         attn_mask: None = None,
     ) -> tuple[Tensor, None]:
-        """query (L, B, D), which key and value are too -> (L, B, D), and None for the weights that it does not have."""
+        """Return the output (L, B, D), and None for weights; query (L, B, D) is also key and value."""
         state = self.get_incremental_state(incremental_state, "state")
         keep = incremental_state is not None
         y, state = self.attention(query.transpose(0, 1), state, key_padding_mask, keep_state=keep)
@@ -108,13 +110,13 @@ class CausalAttention(FairseqIncrementalDecoder):
         return y.transpose(0, 1), None
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
-        """Keeps the rows new_order of the decoding state, as beam search selects them."""
+        """Keep the rows new_order of the decoding state, as beam search selects them."""
         state = self.get_incremental_state(incremental_state, "state")
         if state is not None:
             self.set_incremental_state(incremental_state, "state", state.reorder(new_order))
 
     def _get_input_buffer(self, incremental_state: IncrementalState) -> dict[str, Any]:
-        """Where fairseq's layer looks for past keys: there are none."""
+        """Return no past keys, which fairseq's layer asks for."""
         return {}
 
 
@@ -122,7 +124,7 @@ class FwpEncoderLayer(TransformerEncoderLayerBase):
     """fairseq's encoder layer with the attention that --encoder-feature-map names."""
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
-        """softmax: fairseq's own."""
+        """Return the attention of the configuration; softmax is fairseq's own."""
         heads = cfg.encoder_attention_heads
         check_side("encoder", embed_dim, heads)
         if cfg.encoder_feature_map == SOFTMAX:
@@ -134,7 +136,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
     """fairseq's decoder layer with the attentions that --decoder-update-rule and --cross-feature-map name."""
 
     def build_self_attention(self, embed_dim: int, cfg: Any, **options: Any) -> nn.Module:
-        """softmax: fairseq's own."""
+        """Return the attention of the configuration; softmax is fairseq's own."""
         if cfg.decoder_update_rule == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, **options)
         attention = build_attention(AttentionOptions, cfg)
@@ -147,7 +149,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
         return CausalAttention(attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
-        """softmax: fairseq's own."""
+        """Return the attention of the configuration; softmax is fairseq's own."""
         heads, source_dim = cfg.decoder_attention_heads, cfg.encoder_embed_dim
         check_side("decoder", embed_dim, heads)
         if cfg.cross_feature_map == SOFTMAX:
@@ -158,7 +160,7 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
 
 
 def check_side(side: str, embed_dim: int, num_heads: int) -> None:
-    """Raise ValueError, with that side's flags, unless the heads divide its dimension."""
+    """Raise ValueError that names the side's flags unless the heads divide its dimension."""
     with naming_flags({"embed_dim": f"{side}_embed_dim", "num_heads": f"{side}_attention_heads"}):
         check_heads(embed_dim, num_heads)
 
@@ -183,10 +185,10 @@ def build_linear_attention(
 
 
 def initialize(q_k: tuple[Tensor, ...], v: Tensor, out_proj: nn.Linear, head_dim: int, feature_map: FeatureMap) -> None:
-    """Projections as fairseq's softmax attention draws them, queries and keys each times d^(-1/4), here or in the map.
+    """Draw projections as fairseq's softmax attention, with queries and keys times d^(-1/4), here or in the map.
 
-    So q . k starts as large as in softmax attention, which divides it by sqrt(d): FAVOR+, which estimates exp(q . k),
-    starts as an estimate of that attention.
+    So q . k starts as large as in softmax attention, which divides it by sqrt(d). FAVOR+, which estimates exp(q . k),
+    then starts as an estimate of that attention.
     """
     gain = 2**-0.5
     with torch.no_grad():

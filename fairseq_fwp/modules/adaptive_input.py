@@ -7,19 +7,19 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.onednn import Linear
 
-# The paper does not say how it initialises; this is the value of its public code.
+# The paper does not give initial values; this is from its public code.
 PROJECTION_STD = 0.01
 
 
 class AdaptiveInput(nn.Module):
     """Embeddings in clusters of falling word frequency (Baevski & Auli 2019, arXiv 1809.10853, Sec. 3).
 
-    Words of cluster c, between two cutoffs, have D / div_val^c dimensions and a projection to D without bias, the
-    first cluster too. fairseq's own module of this name takes the padding index for a word of every cluster, which
-    then is not trained.
+    Words of cluster c, between two cutoffs, have D / div_val^c dimensions and a projection to D without bias, even in
+    the first cluster. fairseq's module of this name treats the padding index as a word of every cluster, and then does
+    not train that word.
 
-    vocab_size: V; embed_dim: D; cutoffs: ascending ranks below V, may be empty; div_val: at least 1; padding_idx: its
-    embedding is zero and stays so. Raises ValueError for cutoffs or a div_val that do not fit.
+    vocab_size: V; embed_dim: D; cutoffs: ascending ranks below V, or empty; div_val: at least 1;
+    padding_idx: its embedding is always zero. Raises ValueError for invalid cutoffs or div_val.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class AdaptiveInput(nn.Module):
         check_cutoffs(cutoffs, vocab_size, padding_idx)
         if div_val < 1 or embed_dim // div_val ** len(cutoffs) < 1:
             raise ValueError(
-                f"`embed_dim` {embed_dim} cannot be divided {len(cutoffs)} times by {div_val}: change `div_val`, "
-                "`embed_dim` or the number of `cutoffs`"
+                f"`embed_dim` must be divisible by `div_val` for each cutoff, got {embed_dim}, {div_val} and "
+                f"{len(cutoffs)} cutoffs"
             )
         self.embedding_dim = embed_dim
         self.num_embeddings = vocab_size
@@ -50,7 +50,7 @@ class AdaptiveInput(nn.Module):
             nn.init.normal_(projection.weight, std=PROJECTION_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (B, L) -> (B, L, D)."""
+        """Return embeddings (B, L, D) of tokens (B, L)."""
         flat = tokens.flatten()
         x = self.projections[0].weight.new_zeros(len(flat), self.embedding_dim)
         clusters = zip(pairwise(self.bounds), self.tables, self.projections, strict=True)
@@ -68,6 +68,6 @@ def check_cutoffs(cutoffs: list[int], vocab_size: int, padding_idx: int | None) 
     bounds, least = [0, *cutoffs, vocab_size], 0 if padding_idx is None else padding_idx + 1
     if any(low >= high for low, high in pairwise(bounds)) or bounds[1] < least:
         raise ValueError(
-            f"`cutoffs` must rise from {max(least, 1)} to less than the vocabulary's {vocab_size} words, got "
+            f"`cutoffs` must be ascending, from {max(least, 1)} to below the vocabulary's {vocab_size} words, got "
             f"{','.join(map(str, cutoffs))}"
         )

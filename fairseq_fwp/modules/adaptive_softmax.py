@@ -1,5 +1,7 @@
-"""Adaptive softmaxes: tied to the word embeddings and with biases, as Transformer-XL and Schlag et al. 2021 use them,
-and the others that fairseq and GPT-2 have.
+"""Adaptive softmaxes.
+
+They are tied to the word embeddings and have biases, as in Transformer-XL and Schlag et al. 2021, or are like fairseq's
+and GPT-2's.
 """
 
 from collections.abc import Callable
@@ -16,28 +18,27 @@ from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.precision import at_least_float32
 
-# Rows whose logits are computed at once where only their gradients are needed: 20 MB for 20,000 words.
+# Rows whose logits are computed at once if only gradients are needed: 20 MB for 20,000 words.
 BLOCK = 256
 
 
 class AdaptiveSoftmax(nn.Module):
     """A softmax in clusters of falling word frequency (Grave et al. 2017, arXiv 1609.04309).
 
-    The head holds the words up to the first cutoff and one entry for each further cluster; a word of cluster c has
-    probability head(c) * tail_c(word). Words share the input embedding's weights, each has a bias. The
-    interface is that of fairseq's AdaptiveSoftmax, which has no biases and so misses the published parameter counts.
+    The head has the words up to the first cutoff and one entry for each further cluster. A word of cluster c has
+    probability head(c) * tail_c(word). Words share the input embedding's weights, and each has a bias. The interface is
+    that of fairseq's AdaptiveSoftmax, which lacks biases and so does not reach the published parameter counts.
     fairseq's criterion `adaptive_loss` and its scorers work with both. Subclasses define how the weights are shared.
 
     embedding: of V words in D dimensions, tied;
     cutoffs: ascending ranks below V; empty for a plain softmax;
-    biased: words and clusters have a learned bias; without, each word still has a bias of 0 that is not learned;
+    biased: words and clusters have a learned bias; otherwise each word has a fixed bias of 0;
     dropout: of the features, and of a tail's projections.
 
-     Logits and log-probabilities are float32
-    (float64 for float64 weights): sums of losses overflow in fp16.
+    Logits and log-probabilities are float32 (float64 for float64 weights): sums of losses overflow in fp16.
 
-    A word whose bias in a state dict is minus infinity is absent: its probability is 0 whatever is learned. Converted
-    checkpoints have such words. In memory they are a mask, which no optimizer sees, and their biases are finite.
+    A word whose bias in a state dict is minus infinity is absent: its probability is always 0. Converted checkpoints
+    have such words. In memory a mask marks them, which optimizers do not see, and their biases are finite.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         check_cutoffs(cutoffs, embedding.num_embeddings, embedding.padding_idx)
         self.bounds = [0, *cutoffs, embedding.num_embeddings]
-        # fairseq's adaptive_loss ignores the index of padding in every cluster, where it would be a word (in the head,
-        # a cluster): tail targets start beyond it, after columns of probability zero.
+        # fairseq's adaptive_loss ignores the index of padding in every cluster, where it may be a word (in the head,
+        # a cluster). So tail targets start after it, behind columns of probability zero.
         self.tail_offset = 0 if embedding.padding_idx is None else embedding.padding_idx + 1
         self.bias: Tensor
-        self.absent: Tensor | None  # (V,) bool; None where all words are there, which then costs nothing
+        self.absent: Tensor | None  # (V,) bool; None if all words are present, to save time
         self.register_buffer("absent", None, persistent=False)
         if biased:
             self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
@@ -77,10 +78,10 @@ class AdaptiveSoftmax(nn.Module):
         destination[f"{prefix}bias"] = self._masked(destination[f"{prefix}bias"], slice(None))
 
     def forward(self, features: Tensor, target: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """features (B, L, D), target (B, L) or (B L) -> per cluster the logits of the tokens in it and their targets.
+        """Return logits and targets of the tokens in each cluster; features (B, L, D), target (B, L) or (B L).
 
-        The first entry is the head, for all B L tokens. A cluster without tokens is None in both lists; the others'
-        logits begin with `tail_offset` columns of minus infinity.
+        The first entry is the head, for all B L tokens. A cluster without tokens is None in both lists. Logits of other
+        clusters begin with `tail_offset` columns of minus infinity.
         """
         features, target = self.dropout(features.flatten(0, -2)), target.flatten()
         head_target = target.clone()
@@ -97,9 +98,9 @@ class AdaptiveSoftmax(nn.Module):
         return logits, targets
 
     def get_log_prob(self, features: Tensor, target: Tensor | None) -> Tensor:
-        """features (B, L, D) -> log-probabilities (B, L, V).
+        """Return log-probabilities (B, L, V) of features (B, L, D).
 
-        With a target (B, L), words of the clusters are filled in only for tokens whose target is in that cluster.
+        With a target (B, L), words of a cluster are computed only for tokens whose target is in that cluster.
         """
         flat = features.flatten(0, -2)
         head = F.log_softmax(self._head(flat), dim=-1)
@@ -114,9 +115,9 @@ class AdaptiveSoftmax(nn.Module):
         return log_probs.unflatten(0, features.shape[:-1])
 
     def target_log_prob(self, features: Tensor, target: Tensor) -> Tensor:
-        """features (B, L, D), target (B, L) -> the targets' log-probabilities (B, L).
+        """Return the log-probabilities (B, L) of targets (B, L); features (B, L, D).
 
-        Neither a tensor as wide as the vocabulary nor a cluster without targets is computed.
+        There is no tensor as wide as the vocabulary, and clusters without targets are skipped.
         """
         logits, targets = self(features, target)
         log_prob = -F.cross_entropy(logits[0], targets[0], reduction="none")
@@ -126,9 +127,9 @@ class AdaptiveSoftmax(nn.Module):
         return log_prob.view_as(target)
 
     def loss_gradient(self, features: Tensor, target: Tensor) -> Tensor:
-        """The gradient (B, L, D) of minus `target_log_prob` by the features (B, L, D), without a graph.
+        """Return the gradient (B, L, D) of minus `target_log_prob` by the features (B, L, D), without a graph.
 
-        In blocks of rows, whose logits stay in a processor's cache.
+        It is computed in blocks of rows, whose logits fit into a processor's cache.
         """
         flat, head_target = features.flatten(0, -2), target.flatten().clone()
         tails = []
@@ -167,7 +168,7 @@ class AdaptiveSoftmax(nn.Module):
         raise NotImplementedError
 
     def _rows_of_clusters(self, target: Tensor | None, count: int = 0) -> list[tuple[int, Tensor]]:
-        """For each tail cluster, the rows whose target lies in it; all `count` rows without a target."""
+        """Return for each tail cluster the rows whose target is in it, or all `count` rows without a target."""
         if target is None:
             rows = torch.arange(count, device=self.bias.device)
             return [(index, rows) for index in range(len(self.bounds) - 2)]
@@ -178,7 +179,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 def _loss_gradient(logits_of: Callable[[Tensor], Tensor], flat: Tensor, target: Tensor) -> Tensor:
-    """The gradient (N, D) of -log softmax(logits_of(flat))[target] by flat (N, D)."""
+    """Return the gradient (N, D) of -log softmax(logits_of(flat))[target] by flat (N, D)."""
     found = []
     for x, wanted in zip(flat.split(BLOCK), target.split(BLOCK), strict=True):
         with torch.enable_grad():
@@ -191,7 +192,7 @@ def _loss_gradient(logits_of: Callable[[Tensor], Tensor], flat: Tensor, target: 
 
 
 class TiedAdaptiveSoftmax(AdaptiveSoftmax):
-    """All words share the weight (V, D) of one embedding."""
+    """A softmax whose words share the weight (V, D) of one embedding."""
 
     def __init__(
         self, embedding: nn.Embedding, cutoffs: list[int], *, biased: bool = True, dropout: float = 0.0
@@ -209,8 +210,8 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
 class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
     """The softmax tied to an `AdaptiveInput`: rarer clusters have fewer dimensions; tables and projections are shared.
 
-    Every cluster but the head has the transpose of the input's projection. The head has one of its own, as in
-    Transformer-XL's public code, or, without biases, none, as in fairseq's (Baevski & Auli 2019).
+    Every cluster except the head has the transpose of the input's projection. The head has a separate projection, as in
+    Transformer-XL's public code. Without biases it has none, as in fairseq (Baevski & Auli 2019).
     """
 
     def __init__(self, embedding: AdaptiveInput, *, biased: bool = True, dropout: float = 0.0) -> None:
@@ -239,7 +240,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
 
 
 class UntiedSoftmax(AdaptiveSoftmax):
-    """A plain softmax with a weight (V, D) of its own and no biases: fairseq's output layer unless it is shared."""
+    """A plain softmax with a separate weight (V, D) and without biases: fairseq's output layer unless it is shared."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__(embedding, [], biased=False)

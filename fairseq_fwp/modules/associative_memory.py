@@ -1,17 +1,17 @@
-"""Memories of the synthetic retrieval task: they store associations one after the other and are read after the last.
+"""Memories of the synthetic retrieval task: they store associations in order and are read after the last one.
 
-Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1: values are one-hot vectors, an output has one number for
-each. Shapes: B batch, L writes, Q queries, S values, d key_dim, Dk feature_dim of the map. q is (B, Q, d) and k
-(B, L, d), both before the map; values (B, L) has the index of each one-hot vector; out is (B, Q, S).
+Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1: values are one-hot vectors, and an output has one number
+for each. Shapes: B batch, L writes, Q queries, S values, d key_dim, Dk feature_dim of the map. q is (B, Q, d) and k (B,
+L, d), both before the map. values (B, L) holds the index of each one-hot vector. out is (B, Q, S).
 
-A value here is an index, and S may be in the hundreds. Where the rule allows, the memory is therefore read from the
-query backwards. Unrolled, what a query retrieves is
+Values are indices here, and S may be in the hundreds. So, if the rule allows it, the memory is read backwards from the
+query. Unrolled, a query retrieves
 
     q W_L = sum_t c_t v_t        c_t = s_t (r_t . k_t)        r_L = q
 
 with s_t the strength of the write at t (`write_strength` of the rule). r_(t-1) is r_t after the rule has written a zero
-under k_t: r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the operator itself,
-run in reverse on values of zero from the state q, gives all c_t. That costs O(L Dk) for a query; the matrix W costs
+under k_t: r_(t-1) = r_t - beta_t k_t (k_t . r_t) for delta, g_t r_t for gated, r_t for sum. So the operator, run in
+reverse on values of zero from the state q, gives all c_t. That costs O(L Dk) for a query, and the matrix W would cost
 O(L Dk S).
 """
 
@@ -35,7 +35,7 @@ from fairseq_fwp.modules.update_rules import Gate, find_rule
 
 
 class SoftmaxMemory(nn.Module):
-    """softmax(q k^T / sqrt(d)) over all writes (Schlag et al. 2021, Eq. 7): stores every pair, the baseline.
+    """The baseline, which stores every pair: softmax(q k^T / sqrt(d)) over all writes (Schlag et al. 2021, Eq. 7).
 
     num_values: S.
     """
@@ -45,7 +45,7 @@ class SoftmaxMemory(nn.Module):
         self.num_values = num_values
 
     def gate_projections(self, in_features: int) -> nn.ModuleDict:
-        """None."""
+        """Return no projections: this memory has no gates."""
         return nn.ModuleDict()
 
     def resample(self) -> None:
@@ -53,7 +53,7 @@ class SoftmaxMemory(nn.Module):
 
     @staticmethod
     def initialize(weight: Tensor) -> None:
-        """A projection to keys or queries, as the paper's public code starts it."""
+        """Draw a projection to keys or queries as the paper's public code does."""
         nn.init.xavier_uniform_(weight)
 
     def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
@@ -71,8 +71,8 @@ class FastWeightMemory(nn.Module):
     norm_output: layer normalisation of the output without weights, which the public code has for the rule fwm;
     backend: of the operators.
 
-    Raises ValueError for an unknown rule, one of several keys a token, and a normalisation that the rule does not have
-    or with a map whose features may be negative.
+    Raises ValueError for an unknown rule, and a rule of several keys a token. Also for a normalisation that the rule
+    does not have, or with a map whose features may be negative.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class FastWeightMemory(nn.Module):
         )
         if self.rule.steps > 1:
             raise ValueError(
-                f"the update rule {update_rule} has {self.rule.steps} keys a token, and an association one"
+                f"the update rule must have one key a token for associations, got {update_rule} with {self.rule.steps}"
             )
         if attention_normalization and (self.rule.normalizer or not self.rule.normalizes):
             raise ValueError(
-                f"`attention_normalization` is not defined for the update rule {update_rule} here: leave it out "
-                "(`sum_normalization` is)"
+                f"`attention_normalization` must be left out for the update rule {update_rule}, where it is not "
+                "defined (`sum_normalization` is)"
             )
         self.feature_map = feature_map
         self.num_values = num_values
@@ -112,9 +112,9 @@ class FastWeightMemory(nn.Module):
         return gate.size(self.feature_map.feature_dim, self.num_values) if gate.size else 1
 
     def gate_projections(self, in_features: int) -> nn.ModuleDict:
-        """Linear maps from what is written to the logits of each gate, with a bias where the rule gives it one.
+        """Return linear maps from the written vectors to the logits of each gate, with a bias if the rule gives one.
 
-        They are of full rank here, where layers may have less.
+        They have full rank here; in layers the rank may be smaller.
         """
         projections = nn.ModuleDict()
         for gate in self.rule.gates:
@@ -125,12 +125,12 @@ class FastWeightMemory(nn.Module):
         return projections
 
     def resample(self) -> None:
-        """Draw the random features again, for each mini-batch in training."""
+        """Draw the random features again; to be called for each mini-batch in training."""
         self.feature_map.resample()
 
     @staticmethod
     def initialize(weight: Tensor) -> None:
-        """A projection (d, ...) to keys or queries, as the paper's public code starts it."""
+        """Draw a projection (d, ...) to keys or queries as the paper's public code does."""
         limit = weight.shape[0] ** -0.5
         nn.init.uniform_(weight, -limit, limit)
 
@@ -155,7 +155,7 @@ class FastWeightMemory(nn.Module):
         return functional.layer_norm(out, out.shape[-1:]) if self.norm_output else out
 
     def activation(self, gate: Gate) -> Callable[[Tensor], Tensor]:
-        """From logits (..., 1, size) to the gate."""
+        """Return the function from logits (..., 1, size) to the gate."""
         return self.gate_activations[gate.name] if gate.learned else gate.activation
 
     def _map(self, x: Tensor) -> Tensor:
@@ -163,27 +163,27 @@ class FastWeightMemory(nn.Module):
         return self.sum_normalization(features) if self.sum_normalization else features
 
     def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor], out: Tensor) -> Tensor:
-        """q . z_L (B, Q, 1): z is the sum of the keys, or for a rule that forgets its own memory for values of one."""
+        """Return q . z_L (B, Q, 1): z is the sum of the keys, or a forgetting rule's own memory for values of one."""
         if self.rule.retrieves:
             return q @ k.sum(1).unsqueeze(-1)
         if self.rule.write_strength is not None:
-            return out.sum(-1, keepdim=True)  # as the one-hot vectors sum to values of one
+            return out.sum(-1, keepdim=True)  # the one-hot vectors sum to values of one
         gates = [] if self.rule.forgets is None else [gate.contiguous() for gate in self.rule.forgets(*gates)]
         return q @ self._write(k, k.new_ones(*k.shape[:2], 1), gates)
 
     def _normalize_retrieval(self, k: Tensor, normalization: AttentionNormalization) -> tuple[Tensor, Tensor]:
-        """k, and what its values are multiplied by (B, L, 1), so that what the rule retrieves is normalised."""
+        """Return k, and a factor (B, L, 1) of its values, with which the rule retrieves normalised values."""
         k = k.unsqueeze(1)
         ones = k.new_ones(*k.shape[:3], 1)
         k, scale = normalization.normalize_retrieval(k, ones, running_sum(k))
         return k.squeeze(1), scale.squeeze(1)
 
     def _read_weights(self, q: Tensor, k: Tensor, gates: list[Tensor], strength: Any) -> Tensor:
-        """c (B, L, Q), for a rule with a write strength (B, 1, L).
+        """Return c (B, L, Q), for a rule with a write strength (B, 1, L).
 
-        The operator reads after each write, so the read behind write t is that with the key of write t - 1.
+        The operator reads after each write, so the read after write t uses the key of write t - 1.
         """
-        if not gates:  # r = q stays as it is
+        if not gates:  # r stays q
             return k @ q.mT
         k, gates = k.flip(1).unsqueeze(1), [gate.flip(2) for gate in gates]
         state = q.mT.unsqueeze(1)
@@ -195,11 +195,11 @@ class FastWeightMemory(nn.Module):
         return strength.mT * reads
 
     def _read_state(self, q: Tensor, k: Tensor, values: Tensor, scale: Tensor, gates: list[Tensor]) -> Tensor:
-        """Through the matrix, for rules that have no shorter way."""
+        """Read through the matrix, for rules that have no faster way."""
         return q @ self._write(k, functional.one_hot(values, self.num_values) * scale, gates)
 
     def _write(self, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:
-        """The memory (B, Dk, Dv) after all of v (B, L, Dv). What the operator reads on the way is not used."""
+        """Return the memory (B, Dk, Dv) after all of v (B, L, Dv). The operator's outputs are not used."""
         k = k.unsqueeze(1)
         return self.rule.operator(k, k, v.unsqueeze(1), *gates, backend=self.backend)[1].squeeze(1)
 
@@ -212,6 +212,6 @@ class FastWeightMemory(nn.Module):
 
 
 def distribute(weights: Tensor, values: Tensor, num_values: int) -> Tensor:
-    """sum_t weights_t v_t with one-hot v_t: weights (B, L, Q) -> (B, Q, S)."""
+    """Return sum_t weights_t v_t with one-hot v_t: weights (B, L, Q) -> (B, Q, S)."""
     out = weights.new_zeros(weights.shape[0], num_values, weights.shape[2])
     return out.scatter_add(1, values.unsqueeze(-1).expand_as(weights), weights).mT

@@ -8,25 +8,26 @@ from torch import Tensor
 
 Number = float | Tensor
 
-# Queries that share one product of scores: the sums before a chunk cost 2 Dk Dv a query, its scores chunk * (Dk + Dv).
+# Queries that share one product of scores. Sums before a chunk cost 2 Dk Dv a query, scores chunk * (Dk + Dv).
 CHUNK = 256
 
 
 def causal_sum(
     q: Tensor, k: Tensor, v: Tensor, chunk: int = CHUNK, scale: Number = 1.0, offset: Number = 0.0
 ) -> Tensor:
-    """out_t = sum over i < M - L + 1 + t of (scale q_t . k_i + offset) v_i: each query sees one key more, the last all.
+    """Return out_t = sum over i < M - L + 1 + t of (scale q_t . k_i + offset) v_i; the last query sees all keys.
 
-    Same as `ops.sum_rule` with one head, for M = L, scale 1 and offset 0. That operator visits a Dk x Dv memory L
-    times, which suits heads. Here the memory is a weight matrix, often larger than L x L scores, and the sums are
-    matrix products. They are those within a chunk through its scores, and those of all before it through their sum.
-    This is the mixed chunk attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2, with only the linear part. Exact,
-    and differentiable any number of times.
+    For M = L, scale 1 and offset 0 this is `ops.sum_rule` with one head. That operator visits a Dk x Dv memory L times,
+    which suits heads. Here the memory is a weight matrix, often larger than L x L scores, and sums are matrix products.
+    These are scores within a chunk, and the sum of all keys and values before it. This is the linear part of the mixed
+    chunk attention of Hua et al. 2022, arXiv 2202.10447, Sec. 3.2. It is exact, and differentiable any number of times.
 
     q (B, L, Dk), k (B, M, Dk), v (B, M, Dv), numbers scale and offset -> (B, L, Dv); M at least L - 1.
     """
     length, size = q.shape[1], k.shape[2] + v.shape[2]
-    summing = length * size > 2 * (chunk * size + 2 * k.shape[2] * v.shape[2])  # else the scores of all are cheaper
+    summing = length * size > 2 * (
+        chunk * size + 2 * k.shape[2] * v.shape[2]
+    )  # otherwise scores of all pairs are cheaper
     first = k.shape[1] - length + 1  # keys that query 0 sees
     outs, summed = [], 0
     memory: Number = 0.0
@@ -45,6 +46,6 @@ def causal_sum(
 
 
 def cumulative_sum(v: Tensor, length: int) -> Tensor:
-    """The same with scores of one: out_t = sum over i < M - L + 1 + t of v_i. v (B, M, Dv) -> (B, length, Dv)."""
+    """Return out_t = sum over i < M - L + 1 + t of v_i, for scores of one: v (B, M, Dv) -> (B, length, Dv)."""
     padded = torch.cat([v.new_zeros(v.shape[0], 1, v.shape[2]), v], 1)
     return padded.cumsum(1)[:, padded.shape[1] - length :]

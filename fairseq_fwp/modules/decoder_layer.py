@@ -12,10 +12,10 @@ from fairseq_fwp.modules.onednn import Linear
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks with residual connections (Vaswani et al. 2017, Sec. 3.1).
 
-    attention(x, state, key_padding_mask) -> (y, state), with x and y (B, L, embed_dim), and one more argument where
-    several documents are read;
-    activation: between the two feed-forward projections;
-    dropout: after each block; activation_dropout: after the activation;
+    attention: (x, state, key_padding_mask) -> (y, state), with x and y (B, L, embed_dim); it takes `first` too if it
+    supports several documents;
+    activation: between the two feed-forward projections; dropout: after each block; activation_dropout: after the
+    activation;
     normalize_before: layer normalisation before each block (pre-norm) instead of after its residual (post-norm).
     """
 
@@ -48,9 +48,9 @@ class DecoderLayer(nn.Module):
         last: int | None = None,
         first: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """x (B, L, embed_dim) -> the same shape, or (B, last, embed_dim), and the attention's new state.
+        """Return y (B, L, embed_dim), or (B, last, embed_dim), for x (B, L, embed_dim), and the attention's new state.
 
-        first (B, L): True at tokens with which a document begins, for an attention that takes it.
+        first (B, L): True at tokens that begin a document, for an attention that supports it.
         """
         y = self.self_attn_layer_norm(x) if self.normalize_before else x
         y, state = self.self_attn(y, state, key_padding_mask, *(() if first is None else (first,)))

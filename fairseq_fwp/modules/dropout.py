@@ -1,4 +1,4 @@
-"""Dropout that fairseq's --retain-dropout can leave on in generation."""
+"""Dropout that fairseq's --retain-dropout can keep on in generation."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """torch's layer; `retained` leaves it on in evaluation too, as fairseq's own layer can be.
+    """torch's layer; `retained` keeps it on in evaluation too, as in fairseq's own layer.
 
-    owner: the module that has it, by whose class --retain-dropout-modules names it.
+    owner: the module that has it; --retain-dropout-modules names the class of this module.
     """
 
     def __init__(self, p: float, owner: nn.Module) -> None:
@@ -23,5 +23,5 @@ class Dropout(nn.Dropout):
     def make_generation_fast_(
         self, retain_dropout: bool = False, retain_dropout_modules: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """fairseq's word before it generates: whether dropout stays on, in the modules named or in all."""
+        """Prepare for generation; fairseq says whether dropout stays on, in the named modules or in all."""
         self.retained = retain_dropout and (retain_dropout_modules is None or self.owner_name in retain_dropout_modules)

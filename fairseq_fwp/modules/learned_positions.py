@@ -1,13 +1,13 @@
-"""Absolute positions with a learned vector each, as GPT and fairseq's `--decoder-learned-pos` have them."""
+"""Absolute positions with a learned vector each, as in GPT and fairseq's `--decoder-learned-pos`."""
 
 import torch
 from torch import Tensor, nn
 
 
 class LearnedPositions(nn.Module):
-    """positions (B, L), 0 = the first token -> (B, L, embed_dim).
+    """Vectors (B, L, embed_dim) of positions (B, L), 0 = the first token.
 
-    count: of positions that there are. Raises ValueError for one beyond: it has no vector.
+    count: the number of positions. Raises ValueError for a position without a vector.
     """
 
     def __init__(self, count: int, embed_dim: int) -> None:
@@ -16,11 +16,11 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         count = self.table.num_embeddings
-        # A compiler takes one path for all inputs: its graph has the error of the lookup.
+        # A compiled graph takes one path for all inputs: it has only the error of the lookup.
         if not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= count:
             raise ValueError(
-                f"token {int(positions.max()) + 1} has no position: the model has learned {count}, and neither reads "
-                "nor generates more after one another"
+                f"the text must have at most {count} tokens, the positions that the model has learned, got "
+                f"{int(positions.max()) + 1}"
             )
         found: Tensor = self.table(positions)
         return found

@@ -7,10 +7,10 @@ Entry = TypeVar("Entry")
 
 
 def look_up(kind: str, name: str, table: Mapping[str, Entry], besides: str = "") -> Entry:
-    """The entry of that name. Raises ValueError for another name, with the kind of what is looked for and all names.
+    """Return the entry of that name. Raises ValueError for an unknown name, with the kind of entry and all names.
 
-    besides: words for what can be chosen besides the table's.
+    besides: words for further choices in the error.
     """
     if name not in table:
-        raise ValueError(f"unknown {kind} {name!r}: choose {besides}one of {', '.join(table)}")
+        raise ValueError(f"the {kind} must be {besides}one of {', '.join(table)}, got {name!r}")
     return table[name]

@@ -1,7 +1,7 @@
-"""Linear layers of float32 on a CPU through oneDNN, where torch's own library is slow.
+"""float32 linear layers on a CPU through oneDNN, if torch's own library is slow.
 
 torch multiplies float32 matrices with MKL, which on processors other than Intel's leaves AVX-512 unused: on one core
-of an AMD EPYC it reaches 95 GFLOP/s, oneDNN 215. The products of both are as exact.
+of an AMD EPYC it reaches 95 GFLOP/s, oneDNN 215. The products of both are equally exact.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ MIN_ROWS = 256
 
 
 class Projection(nn.Linear):
-    """torch's layer, but a missing bias is not registered: fairseq would take all missing biases for one shared one."""
+    """torch's layer without registering a missing bias: fairseq would treat all missing biases as one shared bias."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -38,7 +38,7 @@ class Linear(Projection):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, through oneDNN for float32 and MIN_ROWS rows or more on a CPU of AMD's.
 
-    For rows whose number stays the same or comes again: oneDNN prepares itself for each, which takes 0.5 to 1 ms.
+    Use it if numbers of rows repeat: oneDNN takes 0.5 to 1 ms to prepare for each new number.
     """
     if x.numel() < MIN_ROWS * x.shape[-1] or not _is_taken_over(x, weight) or not mkl_is_slow():
         return F.linear(x, weight, bias)
@@ -46,9 +46,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class OneDnnLinear(TorchFunctionMode):
-    """`with OneDnnLinear(): ...` sends every `F.linear` of float32 on a CPU to oneDNN, also those of fairseq's modules.
+    """`with OneDnnLinear(): ...` sends every float32 `F.linear` on a CPU, also in fairseq's modules, to oneDNN.
 
-    Gradients are such products too, second derivatives are torch's, and every other device or dtype takes torch's way.
+    Gradients use oneDNN too. Second derivatives, other devices and other dtypes use torch.
     """
 
     def __torch_function__(
@@ -85,13 +85,13 @@ def _is_taken_over(x: Tensor, weight: Tensor) -> bool:
 
 def _through_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled():
-        # Rows, so that no view is made inside, which nobody could then change in place.
+        # Rows, so that no view is made inside: it could not be changed in place.
         return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
     return _product(x, weight, bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # A weight with gaps between its rows, like the gradient of a part of the logits, takes a thousand times as long.
+    # A weight with gaps between its rows, like the gradient of part of the logits, takes a thousand times as long.
     if not (weight.is_contiguous() or weight.T.is_contiguous()):
         weight = weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -109,11 +109,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        # Where a graph of the gradients is wanted, their own derivatives are too; oneDNN has no sums over no rows.
+        # A graph of the gradients needs their own derivatives, and oneDNN cannot sum over zero rows.
         product = F.linear if torch.is_grad_enabled() or not len(grad) else _product
         return (
             product(grad, weight.T) if of_x else None,
-            # The first factor is copied: the narrower one.
+            # The first factor is copied, so it is the narrower one.
             (product(grad.T, x.T) if len(weight) <= x.shape[1] else product(x.T, grad.T).T) if of_weight else None,
             grad.sum(0) if of_bias else None,
         )

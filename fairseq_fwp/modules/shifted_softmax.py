@@ -1,4 +1,4 @@
-"""Adaptive softmaxes whose features end with what is added to the biases of this position."""
+"""Adaptive softmaxes whose features end with shifts of the biases at each position."""
 
 from torch import Tensor, nn
 
@@ -7,14 +7,14 @@ from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdapt
 
 
 class ShiftedSoftmax(AdaptiveSoftmax):
-    """Features (..., D + shift_entries): those of D dimensions, a shift for each word's bias and each cluster's.
+    """An adaptive softmax of features (..., D + shift_entries), which end with shifts of all biases.
 
     For "bias only" of Clark et al. 2022 (arXiv 2212.02475, Table 2), where tokens change the output softmax's bias.
     """
 
     @property
     def shift_entries(self) -> int:
-        """V + the number of clusters."""
+        """The number of shifts: V + the number of clusters."""
         return self.bounds[-1] + len(self.bounds) - 2
 
     def _head(self, flat: Tensor) -> Tensor:
@@ -31,15 +31,15 @@ class ShiftedSoftmax(AdaptiveSoftmax):
 
 
 class ShiftedTiedSoftmax(ShiftedSoftmax, TiedAdaptiveSoftmax):
-    """All words share the weight of one embedding."""
+    """A shifted softmax whose words share the weight of one embedding."""
 
 
 class ShiftedProjectedSoftmax(ShiftedSoftmax, ProjectedAdaptiveSoftmax):
-    """Over an `AdaptiveInput`."""
+    """A shifted softmax tied to an `AdaptiveInput`."""
 
 
 def build_shifted_softmax(embedding: nn.Embedding | AdaptiveInput, cutoffs: list[int]) -> ShiftedSoftmax:
-    """The one that fits the embedding; cutoffs as in `AdaptiveSoftmax`, those of an `AdaptiveInput` are its own."""
+    """Return the class that fits the embedding; cutoffs as in `AdaptiveSoftmax`, ignored for an `AdaptiveInput`."""
     if isinstance(embedding, AdaptiveInput):
         return ShiftedProjectedSoftmax(embedding)
     return ShiftedTiedSoftmax(embedding, cutoffs)

@@ -1,4 +1,4 @@
-"""Absolute sinusoidal positions for any integer positions, so that decoding and streams can go on from a count."""
+"""Absolute sinusoidal positions for any integers, so that decoding and streams can continue from a count."""
 
 import math
 from typing import Any
@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 
 class SinusoidalPositions(nn.Module):
-    """Vaswani et al. 2017, Sec. 3.5, in fairseq's layout (sines, then cosines) and with its offset.
+    """Sinusoids of Vaswani et al. 2017, Sec. 3.5, in fairseq's layout (sines, then cosines) and with its offset.
 
-    fairseq's own module takes the length of the prefix for the position when it decodes, and so must see the whole
-    prefix. This one takes positions (B, L), 0 = the first token, and returns (B, L, embed_dim), float32. It has no
-    table, so that a stream may have a hundred million tokens. offset: fairseq's number of the first position,
-    padding index + 1.
+    fairseq's own module uses the length of the prefix as the position in decoding, and so needs the whole prefix. This
+    one takes positions (B, L), 0 = the first token, and returns (B, L, embed_dim), float32. It has no table, so that a
+    stream may have a hundred million tokens.
+
+    offset: fairseq's number of the first position, padding index + 1.
     """
 
     def __init__(self, embed_dim: int, offset: int) -> None:
@@ -24,7 +25,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         half = self.embed_dim // 2
-        # float64: in float32 the angle of position ten million is wrong by half a radian.
+        # float64: in float32 the angle of position ten million is off by half a radian.
         exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / max(half - 1, 1)
         angles = (positions + self.offset).unsqueeze(-1) * torch.exp(-math.log(10000) * exponents)
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=-1).float()
@@ -32,13 +33,13 @@ class SinusoidalPositions(nn.Module):
 
 
 class CountedPositions(nn.Module):
-    """`SinusoidalPositions` of tokens (B, L) themselves, as fairseq's Transformer calls it; padding is not counted.
+    """`SinusoidalPositions` of tokens (B, L), with the interface of fairseq's Transformer; padding is not counted.
 
-    fairseq's own computes its whole table again for every token that it generates beyond the table's end, and takes
-    padding before a prefix for a part of it.
+    fairseq's own module computes its whole table again for every token generated beyond the table's end, and counts
+    padding before a prefix as part of it.
     """
 
-    # fairseq's encoder and decoder ask for it; sinusoids have no last position.
+    # fairseq's encoder and decoder read this; sinusoids have no last position.
     max_positions = 10**6
 
     def __init__(self, embed_dim: int, padding_idx: int) -> None:
@@ -48,7 +49,7 @@ class CountedPositions(nn.Module):
         self.register_buffer("dtype_of_model", torch.empty(0), persistent=False)
 
     def forward(self, tokens: Tensor, incremental_state: dict[str, Any] | None = None) -> Tensor:
-        """(B, L, embed_dim) in the model's dtype; in incremental decoding (B, 1, embed_dim), of the last token."""
+        """Return (B, L, embed_dim) in the model's dtype; in decoding (B, 1, embed_dim), of the last token."""
         token = tokens.ne(self.padding_idx)
         if incremental_state is not None:
             found = self.sinusoids(token.sum(1, keepdim=True) - 1)
@@ -59,7 +60,7 @@ class CountedPositions(nn.Module):
 
 
 class VaswaniPositions(nn.Module):
-    """Vaswani et al. 2017, Sec. 3.5, as printed: the first position is 0, and the wavelengths are 10000^(2i / D) 2 pi.
+    """Sinusoids of Vaswani et al. 2017, Sec. 3.5, as printed: from position 0, with wavelengths 10000^(2i / D) 2 pi.
 
     Sines come before cosines, as in the public code of Transformer-XL. fairseq's layout has other wavelengths:
     10000^(i / (D/2 - 1)) 2 pi. positions (B, L) -> (B, L, embed_dim) in float64.
@@ -74,7 +75,7 @@ class VaswaniPositions(nn.Module):
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
-    """positions (...) -> (..., dim): sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi."""
+    """Return (..., dim) for positions (...): sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi."""
     frequencies = 10000 ** (-torch.arange(0, dim, 2, device=positions.device, dtype=positions.dtype) / dim)
     angles = positions.unsqueeze(-1) * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=-1)[..., :dim]

@@ -1,4 +1,4 @@
-"""Update rules as a layer needs them: the operator, and the gates to be projected for it.
+"""Update rules for layers: the operator, and the gates that a layer projects for it.
 
 A new rule is one file in `ops/` and one line in `UPDATE_RULES`. Shapes: B batch, H heads, L tokens, Dk size of a mapped
 key, Dv size of a value.
@@ -18,15 +18,15 @@ from fairseq_fwp.modules.precision import at_least_float32
 
 
 class Gate(NamedTuple):
-    """Numbers that the layer projects for every token and head: activation(x W + bias), in (0, 1) by default.
+    """A gate, which the layer projects for every token and head: activation(x W + bias), in (0, 1) by default.
 
     size: of a head's gate, from Dk and Dv; None: one number, and the rule takes (B, H, L) in place of (B, H, L, size).
     bias: its initial values, from their number; None: no bias, so that the gate starts near 1/2.
-    at_padding: what a padded token gets, so that it does not change the memory; None: the gate does not matter there.
-    activation: another function of (B, L, H, size) in the place of the sigmoid.
-    learned: a module in its place, which has numbers of its own: from H and the size to it.
-    rank: of W, from Dk and Dv, for all heads together; None: full.
-    doubles: whether it goes up to 2 where negative eigenvalues are asked for.
+    at_padding: its value at padding, so that padding does not change the memory; None: the gate does not matter there.
+    activation: another function of (B, L, H, size) instead of the sigmoid.
+    learned: (H, size) -> a module with parameters instead of the sigmoid.
+    rank: of W for all heads together, from Dk and Dv; None: full.
+    doubles: whether it goes up to 2 with negative eigenvalues.
     """
 
     name: str
@@ -40,19 +40,19 @@ class Gate(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """operator(q, k, v, *gates, state, first=..., backend=...) -> (out, state), with one tensor per gate.
+    """An update rule: operator(q, k, v, *gates, state, first=..., backend=...) -> (out, state), one tensor per gate.
 
     retrieves: it writes the difference to the value that the key retrieves; attention normalisation divides that too.
-    forgets: attention normalisation forgets with it: gates -> gates for the rule on values (B, H, L, 1) of one, whose
-        memory is the normaliser. None: the normaliser is the plain sum of the keys.
-    normalizer: the rule of the normaliser, where it is another. Such a rule erases as well: of its attention
-        normalisation only the division of the output is defined, and it must be selected by name.
-    normalizes: whether attention normalisation is defined for it at all.
+    forgets: for attention normalisation that forgets as the rule: gates -> gates of the rule for values (B, H, L, 1) of
+        one. Its memory is the normaliser. None: the normaliser is the plain sum of the keys.
+    normalizer: another rule for the normaliser, if the rule also erases. Attention normalisation then only divides the
+        output, and must be set to do so.
+    normalizes: whether attention normalisation is defined for the rule.
     steps: keys and values a token, N: k (B, H, L, N, Dk), v (B, H, L, N, Dv).
     short: an implementation that is faster for a short sequence from an empty memory, such as `ops.SumScores`.
-    write_strength: gates -> (B, H, L), how strongly a token writes. It is for a rule whose memory is linear in the
-        values and whose transition is symmetric (it forgets alike forwards and backwards); None: for other rules. A
-        memory that is only read at its end is then read backwards from the query: see `associative_memory.py`.
+    write_strength: gates -> (B, H, L), how strongly a token writes; None: undefined. The rule's memory must be linear
+    in the values, and its transition symmetric (forgetting is the same forwards and backwards). A memory that is only
+    read at its end can then be read backwards from the query: see `associative_memory.py`.
     """
 
     operator: Callable[..., tuple[Tensor, Tensor]]
@@ -67,7 +67,7 @@ class UpdateRule(NamedTuple):
 
 
 def uniform_gate_bias(number: int) -> Tensor:
-    """Biases (number,) under which a sigmoid gate starts uniform in (1/n, 1 - 1/n), n = max(number, 3).
+    """Return biases (number,) with which a sigmoid gate starts uniform in (1/n, 1 - 1/n), n = max(number, 3).
 
     Uniform gate initialisation: Gu et al. 2020, arXiv 1910.09890, Sec. 3.1; Mao 2022, arXiv 2210.04243, Sec. 3.
     """
@@ -76,10 +76,10 @@ def uniform_gate_bias(number: int) -> Tensor:
 
 
 class MambaDecay(nn.Module):
-    """a = exp(-exp(A) softplus(x + b)) with a learned A for each head and a b for each number of it.
+    """The decay a = exp(-exp(A) softplus(x + b)); A is learned for each head, b for each number of it.
 
-    Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as Gated DeltaNet and Kimi Delta Attention use it. exp(A)
-    starts uniform in (1, 16), softplus(b) log-uniform in (0.001, 0.1): most of the memory is kept at first.
+    Gu & Dao 2023, "Mamba" (arXiv 2312.00752), Sec. 3.6, as used in Gated DeltaNet and Kimi Delta Attention. exp(A)
+    starts uniform in (1, 16), and softplus(b) log-uniform in (0.001, 0.1). So at first most of the memory is kept.
     """
 
     def __init__(self, num_heads: int, size: int) -> None:
@@ -89,22 +89,22 @@ class MambaDecay(nn.Module):
         self.bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, H, size) -> the same, in (0, 1)."""
+        """Return the decay (B, L, H, size), in (0, 1)."""
         return torch.exp(-at_least_float32(self.log_rate).exp() * F.softplus(x + self.bias))
 
 
 def gla_decay(x: Tensor) -> Tensor:
-    """sigmoid(x) to the power of 1/16: Yang et al. 2024 (arXiv 2312.06635), Sec. 4.4."""
+    """Return sigmoid(x)^(1/16): Yang et al. 2024 (arXiv 2312.06635), Sec. 4.4."""
     return torch.exp(F.logsigmoid(x) / 16)
 
 
 def rwkv7_decay(x: Tensor) -> Tensor:
-    """exp(-exp(-1/2) sigmoid(x)), which is above 0.545: Peng et al. 2025 (arXiv 2503.14456), Eq. 12."""
+    """Return exp(-exp(-1/2) sigmoid(x)), which is above 0.545: Peng et al. 2025 (arXiv 2503.14456), Eq. 12."""
     return torch.exp(-math.exp(-0.5) * torch.sigmoid(x))
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """x / ||x|| along the last dimension, in float32 at least: float16 has no number as small as its epsilon."""
+    """Return x / ||x|| along the last dimension, in float32 or wider: the epsilon is too small for float16."""
     return F.normalize(at_least_float32(x), dim=-1)
 
 
@@ -112,7 +112,7 @@ BETA = Gate("beta", doubles=True)
 UPDATE_RULES = {
     "sum": UpdateRule(ops.sum_rule, short=ops.SumScores, write_strength=lambda: 1),
     "gated": UpdateRule(
-        # Mao 2022, Eq. 5: the gate has no bias, and gates the normaliser too.
+        # Mao 2022, Eq. 5: the gate has no bias, and also gates the normaliser.
         ops.gated_rule,
         (Gate("gate", at_padding=1),),
         forgets=lambda gate: (gate,),
@@ -131,7 +131,7 @@ UPDATE_RULES = {
             Gate("key_decay", lambda dk, dv: dk, uniform_gate_bias, at_padding=1),
             Gate("value_decay", lambda dk, dv: dv, uniform_gate_bias, at_padding=1),
         ),
-        # The paper normalises no decaying memory; the rule itself on values of one is what is left of the keys.
+        # The paper does not normalise decaying memories; the rule on values of one gives the remaining keys.
         forgets=lambda key_decay, value_decay: (key_decay, torch.ones_like(value_decay[..., :1])),
     ),
     "gated_delta": UpdateRule(
@@ -147,13 +147,14 @@ UPDATE_RULES = {
         forgets=lambda decay, beta: (decay,),
         normalizer=ops.gla_rule,
     ),
-    # Siems et al. 2025 have up to four steps a token; two are what the symmetric group of three needs.
+    # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
     "delta_product": UpdateRule(
         ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), normalizes=False, steps=2
     ),
     "rwkv7": UpdateRule(
-        # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper that
-        # of the decay has a tanh within, and the removal key is the key times a learned vector; here it is projected.
+        # After Peng et al. 2025, with projections of the rank of a head for the decay and the rate. In the paper the
+        # decay's projection contains a tanh. The removal key is projected here; in the paper it is the key times a
+        # learned vector.
         ops.rwkv7_rule,
         (
             Gate("decay", lambda dk, dv: dk, torch.zeros, 1, rwkv7_decay, rank=lambda dk, dv: dv),
@@ -167,7 +168,7 @@ UPDATE_RULES = {
 
 
 def find_rule(name: str) -> UpdateRule:
-    """Return the rule of that name. Raises ValueError for one that is not in UPDATE_RULES, or not as it must be."""
+    """Return the rule of that name. Raises ValueError for an unknown name, and for an invalid rule."""
     rule = look_up("update rule", name, UPDATE_RULES)
     where = f"UPDATE_RULES[{name!r}]"
     if not isinstance(rule, UpdateRule):

@@ -1,21 +1,21 @@
 """Update rules of fast weight programmers as pure functions of tensors: state in, state out, no parameters.
 
 Each rule is one file: its equation, the step that defines it, and its form as a case of one operator, ``fast_weights``.
-That operator has kernels (cuda_ext/, built at first use). Every rule is called alike:
+That operator has kernels (cuda_ext/, built at first use). All rules have the same call:
 
     out, state = <name>_rule(q, k, v, <gates>, state=None, *, first=None, backend="auto")
 
-    q, k: (B, H, L, Dk), already mapped and normalised; v: (B, H, L, Dv). One dtype of float32, float64, bfloat16 or
-        float16 for them and the gates (under autocast too: nothing is cast here).
+    q, k: (B, H, L, Dk), already mapped and normalised; v: (B, H, L, Dv). They and the gates share one dtype: float32,
+        float64, bfloat16 or float16 (under autocast too: nothing is cast here).
     state: (B, H, Dk, Dv) before the first token, float32 (float64 for float64 inputs); None is zeros.
-    first: (B, L), bool: tokens with which a document begins, where the memory starts empty; None is nowhere.
+    first: (B, L), bool: tokens that begin a document, where the memory starts empty; None is nowhere.
     backend: "auto", "kernel" or "reference" (a loop over the step).
 
     out: (B, H, L, Dv) in v's dtype, the output of each token, after its own write.
-    state: the new one, after the last token. Both are differentiable once; those of the reference any number of times.
+    state: the new state, after the last token. Both are differentiable once, with the reference any number of times.
 
     ValueError, TypeError: a shape, device, backend or dtype does not fit.
-    RuntimeError: ``backend="kernel"`` and no kernel can be built or used.
+    RuntimeError: ``backend="kernel"``, but the kernel cannot be built or used.
 
 A rule of your own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which is called in the same way. Gradients,
 checks and the operator of PyTorch come with it. ``fairseq_fwp.testing.check_rule(my_rule)`` tests it against the laws

@@ -1,4 +1,4 @@
-"""Check the arguments of update rules, and name in one sentence what is wrong.
+"""Check the arguments of update rules; an error says in one sentence what is wrong.
 
 B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """
@@ -16,7 +16,7 @@ PER_VALUE: Shape = ("B", "H", "L", "Dv")
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a rule accumulates and returns its state: float64 for float64 inputs, else float32.
 
-    A bfloat16 state costs five times the error of bfloat16 inputs with a float32 state, so it stays float32.
+    A bfloat16 state would cause five times the error of bfloat16 inputs with a float32 state.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -29,12 +29,12 @@ def first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
 
 
 def outer(column: Tensor, row: Tensor) -> Tensor:
-    """Return (..., Dk, Dv), what a value (..., Dv) writes under a key (..., Dk)."""
+    """Return the write (..., Dk, Dv) of a value (..., Dv) under a key (..., Dk)."""
     return column.unsqueeze(-1) * row.unsqueeze(-2)
 
 
 def retrieve(key: Tensor, memory: Tensor) -> Tensor:
-    """Return (..., Dv), what a key (..., Dk) retrieves from a memory (..., Dk, Dv)."""
+    """Return the value (..., Dv) that a key (..., Dk) retrieves from a memory (..., Dk, Dv)."""
     return (key.unsqueeze(-2) @ memory).squeeze(-2)
 
 
@@ -46,8 +46,8 @@ def check_arguments(
 ) -> None:
     """Raise ValueError (shape, device) or TypeError (dtype, not a tensor) unless the arguments fit one another.
 
-    ``tensors`` are q, k, v and the gates of a rule, each with the shapes that it may have, in the names of sizes. They
-    are in q's dtype, a gate also in the state's: half precision rounds a decay just below 1 to 1.
+    ``tensors`` are q, k, v and the rule's gates, each with its allowed shapes, as names of sizes. They are in q's
+    dtype. A gate may also be in the state's dtype, because half precision rounds a decay just below 1 to 1.
     """
     for name, (x, _) in tensors.items():
         _expect_dense(rule, name, x, "a tensor")
@@ -68,7 +68,7 @@ def check_arguments(
 
 
 def _sizes(rule: str, tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]]) -> dict[str, int]:
-    """Return the sizes by name, as q and v have them (and k those that neither has)."""
+    """Return the sizes by name, from q and v, and from k if neither has them."""
     sizes: dict[str, int] = {}
     for name in ("q", "v", "k"):
         x, (shape,) = tensors[name]
@@ -81,7 +81,7 @@ def _sizes(rule: str, tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]]) -> d
 def _expect_dense(rule: str, name: str, x: Tensor, what: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{rule}: {name} must be {what}, got {type(x).__name__}")
-    # The dispatcher has no kernel for any other layout, and would call the operator's Python body again and again.
+    # The dispatcher has no kernel for other layouts, and would call the operator's Python body forever.
     if x.layout != torch.strided:
         raise TypeError(f"{rule}: {name} must be a dense tensor, got one of layout {x.layout}")
 

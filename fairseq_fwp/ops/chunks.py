@@ -1,7 +1,7 @@
 """Run a rule without a kernel: its reference, and gradients of one chunk of tokens at a time.
 
-The forward pass keeps a state before every CHUNK tokens. The backward pass differentiates the reference from there on,
-the last chunk first. It holds L / CHUNK states, and those of one chunk.
+The forward pass keeps a state before every CHUNK tokens. The backward pass differentiates the reference from these
+states, the last chunk first. It holds L / CHUNK states, and the states of one chunk.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .dispatch import refuse_double_backward
 if TYPE_CHECKING:
     from .rule import Results, Rule
 
-# Least memory is needed where this is the root of L: 64 suits lengths from a thousand to some ten thousand.
+# The square root of L needs the least memory: 64 suits lengths from a thousand to some ten thousand.
 CHUNK = 64
 
 
@@ -77,7 +77,7 @@ def _allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _free_name(name: str) -> str:
-    """Return the name, with a number where there is such an operator already: of a rule made again, or of our own."""
+    """Return the name, with a number if such an operator exists already, from this package or the same rule."""
     free, number = name, 1
     while any(hasattr(torch.ops.fwp, taken) for taken in (free, f"{free}_backward")):
         number += 1

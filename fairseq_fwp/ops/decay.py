@@ -2,8 +2,8 @@
 
     W_t = (f_t^T z_t) * W_{t-1} + k_t^T v_t        out_t = q_t W_t        (* element-wise, f key_decay, z value_decay)
 
-Mao 2022, "Fine-Tuning Pre-trained Transformers into Decaying Fast Weights" (arXiv 2210.04243), Eq. 7; their S is ours
-transposed, and our decays are what their sigmoids return.
+Mao 2022, "Fine-Tuning Pre-trained Transformers into Decaying Fast Weights" (arXiv 2210.04243), Eq. 7; their S is our W
+transposed, and our decays are the values of their sigmoids.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def decay_rule(
     ``out[t] = q[t] @ state``.
 
     Args:
-        key_decay: (B, H, L, Dk) and value_decay: (B, H, L, Dv), what is kept, usually in (0, 1). All else is that of
-            every rule: see :mod:`fairseq_fwp.ops`.
+        key_decay: (B, H, L, Dk) and value_decay: (B, H, L, Dv), the share that is kept, usually in (0, 1). Other
+            arguments are those of every rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, key_decay, value_decay, state=state, first=first, backend=backend)

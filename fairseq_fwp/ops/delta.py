@@ -1,9 +1,9 @@
-"""The delta update rule: write the difference between a value and what its key retrieves already.
+"""The delta update rule: write the difference between a value and the value that its key retrieves.
 
     W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1})        out_t = q_t W_t
 
 Schlag, Irie & Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers" (arXiv 2102.11174), Eqs.
-24-25; the rule is that of Widrow & Hoff (1960). Their W is ours transposed. With keys of length one, a beta up to 2
+24-25. The rule is by Widrow & Hoff (1960). Their W is ours transposed. With keys of length one, a beta up to 2
 gives the transition negative eigenvalues (Grazzi et al. 2025, arXiv 2411.12537).
 """
 
@@ -43,6 +43,7 @@ def delta_rule(
     ``out[t] = q[t] @ state``.
 
     Args:
-        beta: (B, H, L), usually in (0, 1) or (0, 2). All else is that of every rule: see :mod:`fairseq_fwp.ops`.
+        beta: (B, H, L), usually in (0, 1) or (0, 2). Other arguments are those of every rule: see
+            :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, beta, state=state, first=first, backend=backend)

@@ -1,4 +1,4 @@
-"""DeltaProduct: several delta steps a token, under keys of their own, before the token reads.
+"""DeltaProduct: several delta steps a token, each with its own key, before the token reads.
 
     W_0 = diag(a_t) W_{t-1}        W_n = W_{n-1} + k_tn^T beta_tn (v_tn - k_tn W_{n-1})    for n = 1 ... N
     W_t = W_N        out_t = q_t W_t
@@ -38,9 +38,9 @@ def in_family(
     state: Tensor | None,
     first: Tensor | None,
 ) -> Results:
-    """N tokens of the gated delta rule for each: the first one fades, and the last one reads."""
+    """Run the gated delta rule with N tokens for each token: memory fades at the first one, and the last one reads."""
     others = k.shape[3] - 1
-    # What follows sees L N tokens, and would take N times L for L times N.
+    # Check first: later code only sees L N tokens, and cannot distinguish L from N.
     if others < 0 or not q.shape[2:3] + k.shape[3:4] == k.shape[2:4] == v.shape[2:4] == beta.shape[2:]:
         raise ValueError("delta_product_rule: k, v and beta must have L tokens of at least one step each")
     if first is not None and first.dim() != 2:
@@ -84,13 +84,13 @@ def delta_product_rule(
 ) -> Results:
     """Read with q, after the memory has faded by decay and N corrective writes of v under k at rates beta.
 
-    Equivalent to: ``for t in range(L): state = decay[t][..., None] * state``, ``for n in range(N): state = state +
-    k[t, n].outer(beta[t, n] * (v[t, n] - k[t, n] @ state))``, ``out[t] = q[t] @ state``.
+    Equivalent to: ``for t in range(L): state = decay[t][..., None] * state``;
+    ``for n in range(N): state += k[t, n].outer(beta[t, n] * (v[t, n] - k[t, n] @ state))``; ``out[t] = q[t] @ state``.
 
     Args:
         k: (B, H, L, N, Dk), v: (B, H, L, N, Dv), beta: (B, H, L, N), usually in (0, 1) or (0, 2).
-        decay: (B, H, L) or (B, H, L, Dk), what is kept; None is all. All else is that of every rule: see
-            :mod:`fairseq_fwp.ops`.
+        decay: (B, H, L) or (B, H, L, Dk), the share that is kept; None keeps all. Other arguments are those of every
+            rule: see :mod:`fairseq_fwp.ops`.
     """
     if decay is None:
         return RULE.run(q, k, v, beta, state=state, first=first, backend=backend)

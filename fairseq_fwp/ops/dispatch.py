@@ -8,38 +8,41 @@ from torch import Tensor
 from ..kernels import load_kernels
 
 BACKENDS = ("auto", "kernel", "reference")
-# Of a key or a value, where the kernels of a device have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
+# Greatest size of a key or a value, if kernels have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
 GREATEST_SIZE = {"cuda": 512}
 _warned: set[str] = set()
 
 
 def too_large(q: Any, v: Any) -> bool:
-    """Return whether keys or values exceed what the kernels of their device take; warn once where they do."""
+    """Return whether keys or values are too large for the kernels of their device; warn once if so."""
     if not isinstance(q, Tensor) or q.device.type not in GREATEST_SIZE or not isinstance(v, Tensor):
         return False
     greatest, sizes = GREATEST_SIZE[q.device.type], (*q.shape[-1:], *v.shape[-1:])
     if max(sizes, default=0) <= greatest:
         return False
-    _warn_once(q.device.type, f"its kernels take keys and values of up to {greatest}, got {sizes}; use smaller heads")
+    _warn_once(
+        q.device.type,
+        f"keys and values must have at most {greatest} dimensions for its kernels, got {sizes}; use smaller heads",
+    )
     return True
 
 
 def require_kernel(device_type: str) -> None:
-    """Build or load the kernels of a device; raise RuntimeError where that fails."""
+    """Build or load the kernels of a device; raise RuntimeError if that fails."""
     status = load_kernels(device_type)
     if not status.built:
         raise RuntimeError(f"no compiled kernel for {device_type}: {status.reason}; {status.cure}")
 
 
-# The decorator torch.compiler.assume_constant_result does no more, but imports the compiler: a second at every start.
+# As the decorator torch.compiler.assume_constant_result, which would import the compiler: a second at every start.
 require_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel_ready(device_type: str) -> bool:
-    """Build or load the kernels of a device at first use; where that fails, warn once and return False.
+    """Build or load the kernels of a device at first use; if that fails, warn once and return False.
 
-    Only the Python bodies of the operators ask. Once a library is loaded the dispatcher prefers its kernels, and
-    those bodies are not reached any more.
+    Only the Python bodies of the operators call this. Once a library is loaded, the dispatcher calls its kernels, and
+    these bodies no longer run.
     """
     status = load_kernels(device_type)
     if not status.built:

@@ -1,10 +1,10 @@
-"""The operator of the whole family: one equation, of which a rule uses the terms that it needs.
+"""The operator of the whole family: one equation; each rule uses the terms that it needs.
 
     W'  = (a_t^T z_t) * W_{t-1}                                     a decay, z value_decay (* element-wise)
     W_t = W' + k_t^T b_t (v_t - k_t W') - (r_t * y_t)^T y_t W_{t-1}       out_t = q_t W_t
 
-b is the rate; ``erases`` says whether k_t W' is there; y and r are removal_key and removal_rate. An input that is
-absent is one everywhere; an absent removal is zero. Where ``first`` is set, W_{t-1} is zero.
+b is the rate; ``erases`` says whether the term k_t W' exists; y and r are removal_key and removal_rate. An absent input
+is one everywhere; an absent removal is zero. At tokens where ``first`` is set, W_{t-1} is zero.
 
 Schema, fake implementation, checks and autograd of all rules with kernels are here. B batch, H heads, L tokens, Dk size
 of a key, Dv size of a value.
@@ -20,7 +20,7 @@ from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve, state_dty
 from .dispatch import kernel_ready, refuse_double_backward
 from .rule import Results, Rule
 
-# Tokens between two states that the kernels keep for the backward pass of a rule that forgets: kChunk of cuda_ext.
+# Tokens between two states that kernels keep for the backward pass of a forgetting rule: kChunk of cuda_ext.
 KEPT_EVERY = 32
 OPTIONAL = {
     "decay": (PER_TOKEN, PER_KEY),
@@ -37,9 +37,9 @@ class Inputs(NamedTuple):
 
     q: Tensor
     k: Tensor
-    v: Any  # a tensor, or None in the backward pass of a rule that erases: `retrieved` has what it needs of it
-    decay: Tensor | None = None  # what is kept
-    value_decay: Tensor | None = None  # of a rule without rate, erasing and removal
+    v: Any  # a tensor; None in the backward pass of a rule that erases, which only needs `retrieved`
+    decay: Tensor | None = None  # the share that is kept
+    value_decay: Tensor | None = None  # only for rules without rate, erasing and removal
     rate: Tensor | None = None
     removal_key: Tensor | None = None
     removal_rate: Tensor | None = None
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
     @property
     def tokens(self) -> tuple[Tensor, ...]:
-        """The tensors of one entry a token that are there."""
+        """The given tensors that have an entry for each token."""
         return tuple(x for x in self[:8] if x is not None)
 
     @property
@@ -89,7 +89,7 @@ def step(
     removal_rate: Tensor | None = None,
     erases: bool = False,
 ) -> Tensor:
-    """Return the memory after one token, by the line above."""
+    """Return the memory after one token, by the equation above."""
     faded = memory if decay is None else decay.unsqueeze(-1) * memory
     faded = faded if value_decay is None else faded * value_decay.unsqueeze(-2)
     write = v - retrieve(k, faded) if erases else v
@@ -100,7 +100,7 @@ def step(
 
 
 def _rule(given: Inputs) -> Rule:
-    """Return the rule that these inputs make, which checks and runs them without a kernel."""
+    """Return the rule that these inputs define; it checks them, and runs without a kernel."""
     names = [name for name in OPTIONAL if getattr(given, name) is not None]
 
     def named_step(memory: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
@@ -114,9 +114,9 @@ def _check(given: Inputs) -> None:
         raise ValueError("fast_weights: removal_key and removal_rate must be given together")
     removes = given.removal_key is not None
     if given.erases and removes:
-        raise ValueError("fast_weights: a rule must erase or remove, not both")
+        raise ValueError("fast_weights: erases must be False with removal_key and removal_rate, got True")
     if given.value_decay is not None and (given.rate is not None or given.erases or removes):
-        raise ValueError("fast_weights: a rule whose values fade must have no rate, erasing or removal")
+        raise ValueError("fast_weights: value_decay must be None with a rate, erasing or removal")
     _rule(given).check(*given.tokens, state=given.state, first=given.first)
 
 
@@ -126,12 +126,12 @@ def _check(given: Inputs) -> None:
     schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, the new state and what the backward pass needs, which is (0,) where it needs nothing.
+    """Return out, the new state, and two tensors for the backward pass, (0,) if they are not needed.
 
-    retrieved: (B, H, L, Dv) in the state's dtype. Of kernels: the errors v_t - k_t W' of a rule that erases, or the
-    y_t W_{t-1} of one that removes; here v itself, or nothing in particular.
-    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states of kernels, unless the rule only adds or only corrects; here nothing
-    in particular.
+    retrieved: (B, H, L, Dv) in the state's dtype. From kernels: the errors v_t - k_t W' of a rule that erases, or the
+        y_t W_{t-1} of a rule that removes. Here: v of a rule that erases, otherwise uninitialised.
+    kept: (B, H, L // KEPT_EVERY, Dk, Dv), states from kernels, unless the rule only adds or only corrects. Here:
+        uninitialised.
     """
     given = Inputs(*inputs)
     _check(given)

@@ -1,10 +1,10 @@
-"""The gated update rule: one number per token sets how much of the memory is kept and how much is written.
+"""The gated update rule: one number per token sets how much of the memory is kept, and how much is written.
 
     W_t = g_t W_{t-1} + (1 - g_t) k_t^T v_t        out_t = q_t W_t
 
 Peng, Pappas, Yogatama, Schwartz, Smith & Kong 2021, "Random Feature Attention" (arXiv 2103.02143), in the form of Mao
-2022 (arXiv 2210.04243), Eq. 5, where g is what is kept. Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174), Eq. 52,
-write 1 - beta for it. Their W is ours transposed.
+2022 (arXiv 2210.04243), Eq. 5. g is the share that is kept. Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174),
+Eq. 52, write 1 - beta for g. Their W is ours transposed.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def step(memory: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
 
 
 def in_family(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **rest: Any) -> Results:
-    # In half precision 1 - gate would lose digits of a small gate.
+    # In half precision, 1 - gate would lose digits of a small gate.
     wide = gate.float() if gate.dtype in (torch.bfloat16, torch.float16) else gate
     return fast_weights(q, k, v, decay=gate, rate=torch.rsub(wide, 1), **rest)
 
@@ -46,6 +46,7 @@ def gated_rule(
     ``out[t] = q[t] @ state``.
 
     Args:
-        gate: (B, H, L), what is kept, usually in (0, 1). All else is that of every rule: see :mod:`fairseq_fwp.ops`.
+        gate: (B, H, L), the share that is kept, usually in (0, 1). Other arguments are those of every rule: see
+            :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, gate, state=state, first=first, backend=backend)

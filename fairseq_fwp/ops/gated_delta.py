@@ -3,8 +3,8 @@
     W'  = diag(a_t) W_{t-1}        W_t = W' + k_t^T beta_t (v_t - k_t W')        out_t = q_t W_t
 
 With one number a token, Yang, Kautz & Hatamizadeh 2025, "Gated Delta Networks" (arXiv 2412.06464), Eq. 10. With one for
-each dimension of the key, Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), Eq. 1 (Kimi Delta Attention). a is what is
-kept, not its logarithm.
+each dimension of the key, Kimi Team 2025, "Kimi Linear" (arXiv 2510.26692), Eq. 1 (Kimi Delta Attention). a is the
+share that is kept, not its logarithm.
 """
 
 from typing import Any
@@ -45,7 +45,8 @@ def gated_delta_rule(
     ``state = state + k[t].outer(beta[t] * (v[t] - k[t] @ state))``, ``out[t] = q[t] @ state``.
 
     Args:
-        decay: (B, H, L) or (B, H, L, Dk), what is kept, usually in (0, 1).
-        beta: (B, H, L), usually in (0, 1) or (0, 2). All else is that of every rule: see :mod:`fairseq_fwp.ops`.
+        decay: (B, H, L) or (B, H, L, Dk), the share that is kept, usually in (0, 1).
+        beta: (B, H, L), usually in (0, 1) or (0, 2). Other arguments are those of every rule: see
+            :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, decay, beta, state=state, first=first, backend=backend)

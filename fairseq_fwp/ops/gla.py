@@ -3,8 +3,9 @@
     W_t = diag(a_t) W_{t-1} + k_t^T v_t        out_t = q_t W_t
 
 Yang, Wang, Shen, Panda & Kim 2024, "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv
-2312.06635), Eq. 4. With one number a token it is the memory of RetNet (Sun et al. 2023, arXiv 2307.08621; a constant
-for each head) and of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060). a is what is kept, not its logarithm.
+2312.06635), Eq. 4. With one number a token it is the memory of RetNet (Sun et al. 2023, arXiv 2307.08621, constant for
+each head). It is also that of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060). a is the share that is kept, not its
+logarithm.
 """
 
 from typing import Any
@@ -43,7 +44,7 @@ def gla_rule(
     ``out[t] = q[t] @ state``.
 
     Args:
-        decay: (B, H, L) or (B, H, L, Dk), what is kept, usually in (0, 1). All else is that of every rule: see
-            :mod:`fairseq_fwp.ops`.
+        decay: (B, H, L) or (B, H, L, Dk), the share that is kept, usually in (0, 1). Other arguments are those of every
+            rule: see :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, decay, state=state, first=first, backend=backend)

@@ -1,4 +1,4 @@
-"""An update rule: the step that one token takes on the memory, from which all else follows.
+"""An update rule, defined by the step of one token on the memory.
 
 B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """
@@ -24,11 +24,11 @@ class Rule:
     """An update rule as a function of tensors: state in, state out, no parameters.
 
     name: of the function, for errors.
-    step: what defines the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype. The
-        memory is (B, H, Dk, Dv), a token's key (B, H, Dk), its value (B, H, Dv), and a gate of one number (B, H, 1).
+    step: the definition of the rule: (memory, k_t, v_t, *gates_t) -> memory after token t, all in the state's dtype.
+        Memory (B, H, Dk, Dv); a token's key (B, H, Dk), value (B, H, Dv), and gate of one number (B, H, 1).
     gates: names of the arguments between v and state, and the shapes that each may have.
     family: the rule as a case of ``fast_weights``, which has kernels: (q, k, v, *gates, state=, first=) -> results.
-        None: the step itself runs, and the backward pass goes through it again, some tokens at a time.
+        None: the step itself runs, and the backward pass runs it again, for one chunk of tokens at a time.
     key, value: shapes of k and v.
     """
 
@@ -46,13 +46,13 @@ class Rule:
         object.__setattr__(self, "__doc__", self.step.__doc__)
 
     def __call__(self, *arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
-        """Return out (B, H, L, Dv) and the new state for q, k, v, the gates and the state, in this order or by name."""
+        """Return out (B, H, L, Dv) and the new state. Arguments: q, k, v, gates and state, in this order or by name."""
         names = ("q", "k", "v", *self.gates, "state")
         given = dict(zip(names, arguments, strict=False)) | named
         if len(arguments) > len(names) or {*names[:-1]} - {*given} or {*given} - {*names}:
-            raise TypeError(f"{self.name} takes {', '.join(names)}, first and backend, got {', '.join(given)}")
+            raise TypeError(f"{self.name} must get {', '.join(names)}, first and backend, got {', '.join(given)}")
         if twice := {*names[: len(arguments)]} & {*named}:
-            raise TypeError(f"{self.name} got {', '.join(sorted(twice))} by position and by name")
+            raise TypeError(f"{self.name} must get arguments once, got {', '.join(sorted(twice))} by position and name")
         state = given.pop("state", None)
         return self.run(*(given[name] for name in names[:-1]), state=state, first=first, backend=backend)
 
@@ -74,8 +74,8 @@ class Rule:
             return self._compute(*tokens, state=state, first=first)
         if forward_ad._current_level >= 0:
             self._refuse_tangents(*tokens, state)
-        # The checks cost several times what a kernel does on small inputs, and it looks at its arguments itself. They
-        # put into words what it refuses.
+        # On small inputs the checks cost several times as much as the kernel, which checks its arguments itself. So
+        # they only run after it fails, to explain the error.
         try:
             return self._compute(*tokens, state=state, first=first)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
@@ -83,7 +83,7 @@ class Rule:
             raise
 
     def reference(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> Results:
-        """Return what the loop over the step gives, which is differentiable as often as wanted."""
+        """Return the result of a loop over the step, which is differentiable any number of times."""
         q, _, v = tokens[:3]
         reads: list[Tensor] = []
         memory = like = first_state(q, v, state)
@@ -101,7 +101,7 @@ class Rule:
     def unbind(self, *tokens: Tensor, first: Tensor | None = None) -> Any:
         """Iterate over the tokens: q_t, k_t, v_t, the gates (B, H, 1) or wider, and first (B, 1, 1, 1) or None."""
         dtype = state_dtype(tokens[0].dtype)
-        # unbind, because the backward of indexing one token at a time is quadratic in L.
+        # unbind, because the backward pass of indexing token by token is quadratic in L.
         parts = [(x.unsqueeze(-1) if x.dim() == 3 else x).to(dtype).unbind(2) for x in tokens]
         firsts = [None] * tokens[0].shape[2] if first is None else first[:, None, :, None, None].unbind(2)
         return zip(*parts, firsts, strict=True)
@@ -119,14 +119,14 @@ class Rule:
             raise ValueError(f"{self.name}: gates must be names with shapes, got {self.gates!r}")
         for gate, shapes in self.gates.items():
             if gate in ("q", "k", "v", "state", "first", "backend") or not gate.isidentifier():
-                raise ValueError(f"{self.name}: a gate must have a name of its own, got {gate!r}")
+                raise ValueError(f"{self.name}: a gate must have another name than other arguments, got {gate!r}")
             if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
                 raise ValueError(
                     f"{self.name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}"
                 )
 
     def _check_step(self, memory: Any, like: Tensor) -> None:
-        """Check the shape of a step's result: another one would be broadcast silently."""
+        """Check the shape of a step's result: a wrong one would be broadcast silently."""
         got = f"{tuple(memory.shape)} of {memory.dtype}" if isinstance(memory, Tensor) else type(memory).__name__
         expected = f"{tuple(like.shape)} of {like.dtype}"
         if got != expected:
@@ -140,12 +140,12 @@ class Rule:
             self._is_distrusted(q, required=True)
 
     def _is_distrusted(self, q: Any, required: bool = False) -> bool:
-        """Return whether the kernel has failed its check; raise RuntimeError where it has and is required."""
+        """Return whether the kernel has failed its check; raise RuntimeError if it failed and is required."""
         if self.family is None or not isinstance(q, Tensor) or q.device.type not in self_check.CHECKED:
             return False
         return self_check.distrusted(self.name, str(q.device), required)
 
     def _refuse_tangents(self, *arguments: Tensor | None) -> None:
-        """Refuse forward-mode derivatives, which would silently be zero; loaded kernels refuse them by themselves."""
+        """Refuse forward-mode derivatives, which would silently be zero; loaded kernels refuse them themselves."""
         if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
             raise NotImplementedError(f"{self.name} has no derivative in forward mode: use backend='reference'")

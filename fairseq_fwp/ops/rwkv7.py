@@ -1,11 +1,11 @@
-"""RWKV-7's update rule: the memory fades, what a key of its own retrieves is removed, and a value is added.
+"""RWKV-7's update rule: the memory fades, the value under a removal key is removed, and a value is added.
 
     W_t = diag(w_t) W_{t-1} - (r_t * y_t)^T (y_t W_{t-1}) + k_t^T v_t        out_t = q_t W_t
 
 Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), Eqs. 17-18. w is their w,
 y the normalised removal key, r their in-context learning rate a, q the receptance and k the replacement key. Their S is
-ours transposed. What is removed is what the memory held before it faded. With other rates it covers Comba (Hu et al.
-2025, arXiv 2506.02475) and other transitions that are a diagonal plus a matrix of rank one.
+our W transposed. The removed value is retrieved before the memory fades. With other rates it covers Comba (Hu et al.
+2025, arXiv 2506.02475) and other transitions of the form diagonal plus rank one.
 """
 
 from typing import Any
@@ -45,13 +45,14 @@ def rwkv7_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after the memory has faded, something was removed under removal_key, and v was added under k.
+    """Read with q, after the memory has faded, its value under removal_key was removed, and v was added under k.
 
     Equivalent to: ``for t in range(L): removed = (removal_rate[t] * removal_key[t]).outer(removal_key[t] @ state)``,
     ``state = decay[t][..., None] * state - removed + k[t].outer(v[t])``, ``out[t] = q[t] @ state``.
 
     Args:
-        decay: (B, H, L, Dk), what is kept, usually in (0, 1); removal_key: (B, H, L, Dk), of length one in the paper;
-            removal_rate: (B, H, L, Dk), any numbers. All else is that of every rule: see :mod:`fairseq_fwp.ops`.
+        decay: (B, H, L, Dk), the share that is kept, usually in (0, 1); removal_key: (B, H, L, Dk), of length one in
+            the paper; removal_rate: (B, H, L, Dk), any numbers. Other arguments are those of every rule: see
+            :mod:`fairseq_fwp.ops`.
     """
     return RULE.run(q, k, v, decay, removal_key, removal_rate, state=state, first=first, backend=backend)

@@ -1,8 +1,9 @@
 """Compare the kernels of a library with the reference before their first use, and remember the rules that fail.
 
-A compiler can be wrong, and kernels for a GPU are compiled where nobody has run the tests. So outputs, new states and
-all gradients of every rule are held to the reference in float64 on small inputs, in a second. The kernel of a rule that
-fails is not used. What was found lies next to the library, by the name of the GPU; another library is checked again.
+A compiler can be wrong, and kernels for a GPU are compiled on machines where the tests never ran. So outputs, new
+states and all gradients of every rule are compared with the reference in float64 on small inputs, in a second. If the
+kernel of a rule fails, it is not used. The result is stored next to the library, by the name of the GPU; a new library
+is checked again.
 """
 
 import contextlib
@@ -22,10 +23,10 @@ from torch import Tensor
 from ..kernels import load_kernels
 from .arguments import PER_KEY, PER_VALUE, state_dtype
 
-# Not the CPU: the tests run there, with the compilers that people have, and each new library would cost a second.
+# Not the CPU: tests cover it with common compilers, and a check costs a second for each new library.
 CHECKED = ("cuda",)
-# Long enough for chunks on the tensor cores and for states that are kept, with a ragged end. Keys that are copied one
-# by one and 16 bytes at a time, by kernels for narrow, ordinary and wide ones.
+# Lengths with several chunks on tensor cores, kept states and a partial chunk at the end. Sizes for copies of single
+# numbers and of 16 bytes, in kernels for narrow, ordinary and wide keys.
 SIZES = (
     {"B": 2, "H": 2, "L": 70, "N": 2, "Dk": 20, "Dv": 24},
     {"B": 1, "H": 2, "L": 66, "N": 2, "Dk": 64, "Dv": 64},
@@ -34,16 +35,16 @@ SIZES = (
 # Few and long enough for segments that run at once, in bfloat16.
 LONG = {"B": 1, "H": 1, "L": 4100, "N": 2, "Dk": 16, "Dv": 16}
 WITH_SEGMENTS = ("delta", "gated_delta")
-# Greatest distance from the reference, relative to its norm; the tests hold kernels to a sixth of it, or less.
+# Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
-Faults = dict[str, str]  # of a rule: what is wrong with its kernel
+Faults = dict[str, str]  # rule: the fault of its kernel
 _faults: dict[str, Faults] = {}
 _warned: set[str] = set()
 _checking = threading.Lock()
 
 
 def distrusted(rule: str, device: str, required: bool = False) -> bool:
-    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError where it is required."""
+    """Return whether a rule must not use its kernel: warn once if so, or raise RuntimeError if it is required."""
     reason = find_faults(device).get(rule)
     said = f"the kernel of {rule} is not used on {device}, because it differs from the reference: {reason}"
     if reason and required:
@@ -54,12 +55,12 @@ def distrusted(rule: str, device: str, required: bool = False) -> bool:
     return bool(reason)
 
 
-# As dispatch.require_kernel: a trace calls it, and takes what it returns for a constant.
+# As dispatch.require_kernel: a trace calls it, and treats the result as a constant.
 distrusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def read_faults(library: Path) -> dict[str, Faults]:
-    """Return what is remembered of a library, by the name of the device."""
+    """Return the stored faults of a library, by the name of the device."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(library.with_name("checked.json").read_text(encoding="utf-8"))
         if found["library"] == _digest(library):
@@ -68,7 +69,7 @@ def read_faults(library: Path) -> dict[str, Faults]:
 
 
 def find_faults(device: str) -> Faults:
-    """Return the faults on a device: load the library, and check it if nobody has."""
+    """Return the faults on a device: load the library, and check it if that was not done yet."""
     with _checking:
         return _faults[device] if device in _faults else _load_and_check(device)
 
@@ -80,14 +81,14 @@ def _load_and_check(device: str) -> Faults:
     library, on_gpu = Path(status.path), device.startswith("cuda")
     known, name = read_faults(library), torch.cuda.get_device_name(device) if on_gpu else device
     if name not in known:
-        if on_gpu and torch.cuda.is_current_stream_capturing():  # no results can be looked at
-            said = "the kernels are used unchecked, because their first call is captured; call a rule once before it"
+        if on_gpu and torch.cuda.is_current_stream_capturing():  # results cannot be read
+            said = "the kernels are not checked, because their first call is being captured: call a rule once before"
             warnings.warn(said, RuntimeWarning, stacklevel=7)
             return {}
-        # A thread of its own is in none of the caller's modes: no_grad, autocast, inference, fake tensors.
+        # A separate thread is not affected by the caller's modes: no_grad, autocast, inference, fake tensors.
         with ThreadPoolExecutor(1) as pool:
             known[name] = pool.submit(_check_all, torch.device(device)).result()
-        with contextlib.suppress(OSError):  # where it cannot be written, each process checks
+        with contextlib.suppress(OSError):  # if it cannot be written, each process checks
             part = library.with_name(f"checked.{os.getpid()}")
             part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
             os.replace(part, library.with_name("checked.json"))

@@ -1,4 +1,4 @@
-"""Short sequences on a CPU: scores of all pairs of tokens may cost less than updates of a large memory.
+"""Short sequences on a CPU, where scores of all pairs of tokens may cost less than updates of a large memory.
 
 Shapes: q, k (B, H, L, Dk); v (B, H, L, Dv).
 """
@@ -17,7 +17,7 @@ def scores_are_cheaper(pairs: int, visits: int, sizes: tuple[int, int]) -> bool:
 class SumScores:
     """The sum rule from an empty memory, as attention: out_t = sum over i <= t of (q_t . k_i) v_i.
 
-    Not equal to `sum_rule` to the last bit: products of matrices add in another order.
+    It differs from `sum_rule` in the last bits: products of matrices add in another order.
     """
 
     def __init__(self, q: Tensor, k: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Patches that fairseq 0.12 needs today, for any of its models: one table, and a file for each topic.
+"""Patches that fairseq 0.12 needs today, for any of its models: one table, and one file for each topic.
 
 A patch is here if fairseq does not work without it on today's Python, numpy and torch. It is also here if data or
 checkpoints would be lost or silently wrong, or code would run from a file. It replaces one attribute of one fairseq
@@ -30,8 +30,8 @@ from fairseq_fwp.patches import (
 class Patch(NamedTuple):
     """A patch of fairseq, unless another package is named.
 
-    symbol: what is replaced by patch(what it was), or, where the patch has no argument, what it is about; the reason
-    is the patch's docstring. since: what made it necessary; test: what fails without it.
+    symbol: the attribute that patch(old value) replaces, or the subject of a patch without arguments;
+    since: the version that made it necessary; test: the test that fails without it. The reason is its docstring.
     """
 
     symbol: str

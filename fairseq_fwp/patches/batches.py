@@ -9,12 +9,13 @@ Original = Callable[..., Any]
 
 
 def keep_last_batch(batch_by_size: Original) -> Any:
-    """fairseq drops a last batch whose size is no multiple of --required-batch-size-multiple (8 by default)."""
+    """fairseq drops a last batch whose size is not a multiple of --required-batch-size-multiple (8 by default)."""
 
     def batch_all(indices: Any, *args: Any, **kwargs: Any) -> Any:
         indices = np.fromiter(indices, dtype=np.int64) if not isinstance(indices, np.ndarray) else indices
         batches = batch_by_size(indices, *args, **kwargs) if len(indices) else []
-        # Fixed shapes part the data otherwise; elsewhere batches are consecutive and only the last can be missing.
+        # Fixed shapes divide the data in another way; otherwise batches are consecutive and only the last can be
+        # missing.
         kept = sum(len(batch) for batch in batches)
         if kept < len(indices) and kwargs.get("fixed_shapes") is None:
             batches = [*batches, indices[kept:]]
@@ -36,7 +37,7 @@ def keep_batches_of_first_epoch(get_batch_iterator: Original) -> Any:
         kept = self.can_reuse_epoch_itr(dataset) and not rebuild and not getattr(self.cfg, "rebuild_batches", False)
         if epoch == 1 or not kept or dataset in self.dataset_to_epoch_iter:
             return get_batch_iterator(self, dataset, *args, seed=seed, epoch=epoch, **kwargs)
-        # Batches are made by the sum of both, shuffled by the iterator's own seed and epoch.
+        # The sum of both seeds makes the batches; the iterator's own seed and epoch shuffle them.
         iterator = get_batch_iterator(self, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **kwargs)
         iterator.seed = seed
         return iterator
@@ -53,10 +54,10 @@ def refuse_unscored_tokens(eval_lm_dataloader: Original) -> Any:
         longest = int(max(dataset.sizes, default=0)) + context_window
         limit = min(max_positions) if isinstance(max_positions, Iterable) else max_positions
         if longest == 0:
-            raise ValueError("nothing to evaluate: the data set is empty")
+            raise ValueError("the data set must have at least one token to evaluate, got none")
         if limit is not None and longest > limit:
             raise ValueError(
-                f"text of {longest} tokens in one piece is longer than the {limit} that the model was trained on: "
+                f"blocks of text must have at most {limit} tokens, the length in training, got one of {longest}: "
                 f"pass --tokens-per-sample {limit} with --sample-break-mode none, or allow more with "
                 f"--model-overrides \"{{'max_target_positions': {longest}}}\""
             )

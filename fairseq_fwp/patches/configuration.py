@@ -1,4 +1,4 @@
-"""Configurations in checkpoints: they are data, and not run."""
+"""Configurations in checkpoints: they are read as data, and never run as code."""
 
 import ast
 import sys
@@ -17,11 +17,11 @@ def evaluate_data_alone() -> None:
 def evaluate(text: str) -> Any:
     """Return the value of numbers, strings, lists, tuples and dictionaries, their sums and multiples: "[(512, 3)] * 4".
 
-    Raises ValueError for anything else, and TypeError unless it gets a string, as `eval` does. fairseq uses the latter
-    to find out whether an option has been evaluated.
+    Raises ValueError for anything else, and, as `eval`, TypeError for an argument that is not a string. fairseq uses
+    the TypeError to find out whether an option has been evaluated.
     """
     if not isinstance(text, str):
-        raise TypeError(f"evaluate takes a string, got {type(text).__name__}")
+        raise TypeError(f"the argument of evaluate must be a string, got {type(text).__name__}")
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError) as error:
@@ -45,5 +45,5 @@ def _value(node: ast.AST) -> Any:
         case ast.BinOp(op=ast.Mult()):
             return _value(node.left) * _value(node.right)
     raise ValueError(
-        f"an option must be data, got code, which is not run, {ast.unparse(node)!r}: change the configuration"
+        f"an option must be data, got the code {ast.unparse(node)!r}, which is not run: change the configuration"
     )

@@ -1,4 +1,4 @@
-"""Preprocessed texts: a damaged one is named before anything learns from it."""
+"""Preprocessed texts: a damaged text is an error before training starts."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ def refuse_damaged_data(make: Original) -> Any:
     def make_or_explain(path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:
         text, index = indexed_dataset.data_file_path(path), indexed_dataset.index_file_path(path)
         if os.path.exists(index) and os.path.exists(text) and not os.path.getsize(text):
-            raise ValueError(f"the text {text} is empty: preprocess a file with at least one token")
+            raise ValueError(f"the text {text} must have at least one token, got none: preprocess another file")
         try:
             dataset = make(path, *args, dictionary=dictionary, **kwargs)
         except (AssertionError, KeyError, ValueError, struct.error) as error:
@@ -48,12 +48,12 @@ def _check_text(path: str, dataset: Any, dictionary: Any) -> None:
     found, expected = os.path.getsize(path), int(dataset.sizes.sum(dtype=np.int64)) * dtype.itemsize
     if found != expected:
         raise ValueError(
-            f"{path} has {found:,} bytes where its index counts {expected:,}: it was cut short, or is the text of "
-            f"another index; {PREPROCESS}"
+            f"{path} must have the {expected:,} bytes that its index counts, got {found:,}: it is truncated, or "
+            f"belongs to another index; {PREPROCESS}"
         )
     largest = int(np.frombuffer(dataset._bin_buffer, dtype).max(initial=0))
     if dictionary is not None and largest >= len(dictionary):
         raise ValueError(
-            f"{path} has a word of number {largest:,}, and the dictionary next to it {len(dictionary):,} words: it is "
-            f"not the one that the text was preprocessed with; {PREPROCESS}"
+            f"words in {path} must have numbers below {len(dictionary):,}, the size of the dictionary next to it, got "
+            f"{largest:,}: the text was preprocessed with another dictionary; {PREPROCESS}"
         )

@@ -1,6 +1,6 @@
-"""A model and its dictionary belong together: with another one of the same size each number is another word.
+"""Checkpoints store which dictionaries they were trained with.
 
-Checkpoints say which dictionaries they were trained with.
+With another dictionary of the same size, each number would be another word.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ Original = Callable[..., Any]
 
 
 def fingerprints(task: Any) -> dict[str, str]:
-    """The size of each dictionary that a task has, and a digest of its words in their order."""
+    """Return the size of each dictionary of a task, and a digest of its words in their order."""
     from fairseq.data import Dictionary
 
     found = {}
@@ -28,7 +28,7 @@ def fingerprints(task: Any) -> dict[str, str]:
 
 
 def _dictionaries(task: Any) -> dict[str, Any]:
-    """Return a task's dictionaries; of a multilingual task by language, since source and target depend on the pair."""
+    """Return a task's dictionaries; for a multilingual task by language, since source and target depend on the pair."""
     if by_language := getattr(task, "dicts", None):
         return {f"dictionary of {language}": dictionary for language, dictionary in by_language.items()}
     found = {}
@@ -45,16 +45,16 @@ def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
 
 
 def difference(task: Any, saved: dict[str, str]) -> str:
-    """Return the error message for a model trained with other dictionaries; "" with the same, or if none is known."""
+    """Return the error message for a model trained with other dictionaries; "" for the same or unknown ones."""
     now = fingerprints(task) if saved else {}
     different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
     if not different:
         return ""
-    name = max(different)  # of both the target's
+    name = max(different)  # the target's, if both differ
     data = getattr(task.args if task.cfg is None else task.cfg, "data", None)
     return (
-        f"{data} has another {name.replace('_', ' ')} ({now[name]}) than the model was trained with ({saved[name]}): "
-        "pass the data folder that it was trained on, or preprocess the text with that one's dictionary "
+        f"{data} must have the {name.replace('_', ' ')} of the model's training ({saved[name]}), got another "
+        f"({now[name]}): pass the data folder of the training, or preprocess the text with the dictionary from there "
         "(fairseq-preprocess --srcdict, --tgtdict)"
     )
 
@@ -62,7 +62,7 @@ def difference(task: Any, saved: dict[str, str]) -> str:
 def save_fingerprints(state_dict: Original) -> Any:
     """fairseq does not save which words a model was trained with.
 
-    They are saved in two places: evaluation reads the one, a training that goes on the other.
+    They are saved in two places: evaluation reads one, resumed training the other.
     """
 
     def state_with_fingerprints(self: Any) -> Any:
@@ -80,7 +80,7 @@ def refuse_in_evaluation(load: Original) -> Any:
     def load_or_refuse(self: Any, state_dict: dict[str, Any]) -> None:
         rest = dict(state_dict)
         saved = take_fingerprints(rest)
-        load(self, rest)  # which may hold the task's dictionaries
+        load(self, rest)  # it may hold the task's dictionaries
         if sentence := difference(self, saved):
             raise ValueError(sentence)
 
@@ -90,14 +90,14 @@ def refuse_in_evaluation(load: Original) -> Any:
 def refuse_at_resume(load: Original) -> Any:
     """fairseq resumes a training with another dictionary of the same size.
 
-    With a new optimizer another training begins, which may replace words: that is said, and not refused.
+    With a new optimizer another training begins, which may replace words: that is a warning, not an error.
     """
 
     def load_or_refuse(self: Any, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any) -> Any:
         extra_state = load(self, filename, reset_optimizer, *args, **kwargs)
         sentence = difference(self.task, take_fingerprints(extra_state or {}))
         if sentence and not reset_optimizer:
-            raise ValueError(f"{filename} cannot go on: {sentence}")
+            raise ValueError(f"{filename} cannot be resumed: {sentence}")
         if sentence:
             logger.warning("%s: %s", filename, sentence)
         return extra_state

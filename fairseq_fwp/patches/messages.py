@@ -1,4 +1,4 @@
-"""Messages that a user of fairseq can do nothing about."""
+"""Messages of fairseq that its users cannot act on."""
 
 import dataclasses
 import logging
@@ -13,7 +13,7 @@ from fairseq_fwp.options import plain
 
 COMMANDS = ("train", "validate", "eval_lm", "generate", "interactive")
 
-# Warnings of fairseq's own imports and calls that a user of this plugin can do nothing about.
+# Warnings of fairseq's own imports and calls, which users of this plugin cannot act on.
 KNOWN_WARNINGS = (
     (r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental", UserWarning),
     (r"In 'config': Usage of deprecated keyword in package header", UserWarning),
@@ -53,9 +53,9 @@ def _keep_settings_given(record: logging.LogRecord) -> bool:
 
 
 def settings_given(cfg: DictConfig) -> dict[str, Any]:
-    """The settings of fairseq's configuration that are not at their defaults, as "group.name"; "group": its `_name`.
+    """Return the settings that differ from fairseq's defaults, by "group.name"; "group" is the group's `_name`.
 
-    Of a part without known defaults, such as a model that fairseq has no dataclass for: all that no other group has.
+    For a part without known defaults, such as a model without a dataclass: all settings that no other group has.
     """
     from fairseq.dataclass.configs import FairseqConfig
 
@@ -72,7 +72,7 @@ def settings_given(cfg: DictConfig) -> dict[str, Any]:
             given[group] = settings["_name"]
         for name in settings.keys() - {"_name"}:
             value, default = settings[name], defaults.get(name)
-            if isinstance(default, str) and default.startswith("${"):  # that of another group
+            if isinstance(default, str) and default.startswith("${"):  # the default of another group
                 default = OmegaConf.select(cfg, default[2:-1])
             if name not in defaults or value != default:
                 given[f"{group}.{name}"] = value
@@ -80,7 +80,7 @@ def settings_given(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _dataclass(group: str, name: str | None) -> Any:
-    """That of a group of settings, or of the part that `name` stands for in it; None where there is none."""
+    """Return the dataclass of a group of settings, or of its part `name`; None if it has none."""
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
     from fairseq.registry import REGISTRIES

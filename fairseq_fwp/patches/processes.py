@@ -1,4 +1,4 @@
-"""Several processes of one training."""
+"""Patches for several processes of one training."""
 
 import os
 from collections.abc import Callable

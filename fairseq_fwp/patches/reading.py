@@ -1,4 +1,4 @@
-"""Checkpoints that fairseq reads: none runs code, a damaged one is named, and what it was trained with is known."""
+"""Checkpoints that fairseq reads: no code runs, errors name damaged files, and training options are kept."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ import torch
 
 from fairseq_fwp.options import plain
 
-# What torch.load asks the environment.
+# Environment variable that torch.load reads.
 TRUST, DISTRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 Original = Callable[..., Any]
 
@@ -27,19 +27,19 @@ def load_weights_only(load: Original) -> Any:
             with _weights_only():
                 return load(path, *args, **kwargs)
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            # A zip archive that was cut short sends its reader to places before its beginning.
+            # In a truncated zip archive, the reader seeks to places before the beginning.
             if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):
                 raise
-            # Whole, but with other objects than tensors.
+            # Complete, but with objects that are not tensors.
             if untrusted := re.search(r"GLOBAL (\S+)|unrecognized|only build", str(error)):
                 raise RuntimeError(
                     f"{path} holds pickled objects ({untrusted[1] or 'of unknown types'}), which could run any "
-                    f"code: if you trust where it comes from, set {TRUST}=1"
+                    f"code: if you trust its source, set {TRUST}=1"
                 ) from error
             size = os.path.getsize(path) if os.path.exists(path) else 0
             raise RuntimeError(
-                f"{path} ({size:,} bytes) is not a complete checkpoint: it was cut short or is another kind of "
-                "file; copy it again, or use another checkpoint of the same folder"
+                f"{path} must be a complete checkpoint, got a truncated or different file of {size:,} bytes: copy it "
+                "again, or use another checkpoint of the same folder"
             ) from error
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             if not _holds_model(path):
@@ -49,8 +49,8 @@ def load_weights_only(load: Original) -> Any:
                 ) from error
             if isinstance(error, KeyError):
                 raise RuntimeError(
-                    f"{path} has a model, but not all that fairseq saves with it (no {error}): it was damaged, "
-                    "or written by something else; copy it again, or use another checkpoint of the same folder"
+                    f"{path} must have everything that fairseq saves with a model, got a file without {error}: it is "
+                    "damaged, or from another program; copy it again, or use another checkpoint of the same folder"
                 ) from error
             raise
 
@@ -59,7 +59,7 @@ def load_weights_only(load: Original) -> Any:
 
 @contextlib.contextmanager
 def _weights_only() -> Iterator[None]:
-    """torch 2.4 and 2.5 run what is pickled in a file unless they are told not to, as later ones are unless trusted."""
+    """Load only tensors unless the user trusts the file, as torch 2.6 and later do by default."""
     if os.environ.get(TRUST, "").lower() in ("1", "y", "yes", "true"):  # torch's own words
         yield
         return
@@ -77,9 +77,9 @@ def _holds_model(path: str) -> bool:
     """Return whether a file seems to be a checkpoint of fairseq."""
     try:
         with _weights_only(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has just said that the file is trusted
+            warnings.simplefilter("ignore")  # torch warned just before that the file is trusted
             found = torch.load(path, map_location="cpu")
-    except Exception:  # whatever a damaged pickle leads to
+    except Exception:  # a damaged pickle may raise anything
         return False
     return isinstance(found, dict) and "model" in found
 
@@ -113,7 +113,7 @@ def show_what_a_model_refuses(load: Original) -> Any:
         try:
             return load(*args, **kwargs)
         except Exception as error:
-            # What already says what is wrong may have a cause of that kind, too.
+            # Errors that already explain themselves may also have such a cause.
             if isinstance(error.__context__, ValueError) and not isinstance(error, ValueError):
                 raise error.__context__ from None
             raise

@@ -27,13 +27,13 @@ def allow_checkpoint_types() -> None:
 
     torch.serialization.add_safe_globals(
         [argparse.Namespace, DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, defaultdict]
-        + [distributed_utils._TensorPlaceholder, Dictionary]  # of HuBERT, and of fine-tuning on speech
+        + [distributed_utils._TensorPlaceholder, Dictionary]  # for HuBERT, and for fine-tuning on speech
         + [nodes.AnyNode, nodes.BooleanNode, nodes.FloatNode, nodes.IntegerNode, nodes.StringNode]
         + [Any, dict, list, int]
-        # What --best-checkpoint-metric bleu leaves in them: its value, and the n-grams counted.
+        # Saved with --best-checkpoint-metric bleu: its value, and counts of n-grams.
         + [np.ndarray, np.dtype, np.ndarray(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
         + [type(np.dtype(number)) for number in (np.float64, np.float32, np.int64, np.int32)]
-        + [codecs.encode]  # their bytes; torch 2.4 does not allow it by itself
+        + [codecs.encode]  # for their bytes; torch 2.4 does not allow it by default
     )
 
 
@@ -66,7 +66,7 @@ def count_diverse_beams_by_batch(step: Original) -> Any:
     ) -> Any:
         if number == 0:
             self.sentences = original_batch_idxs
-        # Each sentence still in the batch, as its row in the whole batch.
+        # The row in the whole batch of each sentence that is still in the batch.
         rows = (original_batch_idxs.unsqueeze(1) == self.sentences).int().argmax(1)
         return step(self, number, lprobs, scores, prev_output_tokens, rows)
 

@@ -1,4 +1,4 @@
-"""Files that fairseq writes: none is left half-written."""
+"""Files that fairseq writes: they are complete or do not exist."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# As often as fairseq tries to save, and so long (seconds) in between: file systems of a network fail for moments.
+# Number of tries, as in fairseq, and seconds between them: network file systems fail for moments.
 ATTEMPTS, PAUSE = 3, 2.5
 Original = Callable[..., Any]
 
@@ -72,7 +72,7 @@ def make_folder_of_log(call_main: Original) -> Any:
 
 @contextlib.contextmanager
 def _in_place_of(path: str) -> Iterator[str]:
-    """Yield a path next to it: the file written there replaces it in one step, or is removed."""
+    """Yield a temporary path next to `path`: the file written there replaces it in one step, or is removed."""
     unfinished = f"{path}.tmp"
     try:
         yield unfinished
@@ -85,13 +85,13 @@ def _in_place_of(path: str) -> Iterator[str]:
 
 def _not_saved(path: str, error: BaseException) -> OSError:
     return OSError(
-        f"{path} could not be saved ({_reason(error)}): what was saved before it is whole; make room or give another "
-        "--save-dir, and the same command goes on from there"
+        f"{path} could not be saved ({_reason(error)}); earlier checkpoints are complete. Free some space or give "
+        "another --save-dir, and run the same command to resume"
     )
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the operating system: that of torch's writer only gives a position."""
+    """Return the message of the operating system: the message of torch's writer only gives a position."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

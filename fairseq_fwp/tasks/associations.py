@@ -10,7 +10,7 @@ NOT_ASKED = -1
 
 
 class Setting(NamedTuple):
-    """Settings of a sequence: length pairs of num_keys keys and as many values, drawn with replacement or without."""
+    """Settings of a sequence: `length` pairs of num_keys keys and as many values, drawn with or without replacement."""
 
     num_keys: int
     length: int
@@ -18,12 +18,13 @@ class Setting(NamedTuple):
 
 
 class Associations(FairseqDataset):
-    """Sequences that depend only on seed, epoch and index, so that none is repeated and a resumed run continues.
+    """Sequences that depend only on seed, epoch and index, so that they never repeat and a resumed run continues.
 
-    Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1. Without replacement no key and no value occurs twice; with
-    replacement both are drawn for each pair, and the value to retrieve is the one written last. seed: several numbers;
-    count: sequences of an epoch, None: endlessly many; all_queries: every key is asked, in place of one key of the
-    pairs.
+    Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1. Without replacement, keys and values occur only once. With
+    replacement both are drawn for each pair, and the value to retrieve is the last one written.
+
+    seed: several numbers; count: sequences of an epoch, None: infinitely many;
+    all_queries: ask for every key, instead of one key of the pairs.
     """
 
     def __init__(self, setting: Setting, seed: tuple[int, ...], count: int | None, all_queries: bool) -> None:
@@ -34,15 +35,15 @@ class Associations(FairseqDataset):
         self.epoch = 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch: each has other sequences."""
+        """Set the epoch; each epoch has different sequences."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """keys, values (L,); queries, targets (Q,), a target NOT_ASKED where its key does not occur."""
+        """Return keys, values (L,) and queries, targets (Q,); a target is NOT_ASKED if its key does not occur."""
         generator = np.random.default_rng((*self.seed, self.epoch, index))
         keys, values = self._draw(generator), self._draw(generator)
         latest = np.full(self.setting.num_keys, NOT_ASKED)
-        latest[keys] = values  # of equal indices the last counts
+        latest[keys] = values  # for equal indices the last one counts
         place = generator.integers(len(keys), size=1)
         queries = np.arange(self.setting.num_keys) if self.all_queries else keys[place]
         return {"keys": keys, "values": values, "queries": queries, "targets": latest[queries]}
@@ -54,7 +55,7 @@ class Associations(FairseqDataset):
         return generator.permutation(num_keys)[:length]
 
     def collater(self, samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """A batch as model and criterion take it; {} for no samples, as a process without any gets."""
+        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
         if not samples:
             return {}
         stacked = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}

@@ -1,10 +1,10 @@
 """The state that a model carries from one segment of its streams to the next.
 
 A model that carries a state has a decoder with `carries_state = True`, takes `state=` (None = nothing read) and
-returns the new one as "state" in the second value. The state is opaque here but for three methods, each of which
-returns a new one: `detach()`; `reorder(rows)`, the numbers (B',) int64 of the rows to keep; `reset(rows)`, (B,) bool,
-after which the rows that are True have read nothing. `torch.load` must know its types (`add_safe_globals`). A decoder
-with `packs_documents = True` also takes `first=` (B, L), True at tokens before which nothing has been read.
+returns the new one as "state" in the second value. The state is opaque here, except for three methods that return new
+states: `detach()`, `reorder(rows)` and `reset(rows)`. `reorder` takes the numbers (B',) int64 of the rows to keep.
+`reset` empties the rows where rows (B,) bool is True. `torch.load` must know the types of a state (`add_safe_globals`).
+A decoder with `packs_documents = True` also takes `first=` (B, L), True at tokens before which nothing has been read.
 """
 
 import io
@@ -33,11 +33,11 @@ class CarriedState:
         self._saved: Tensor | None = None
 
     def step(self, model: nn.Module, sample: dict[str, Any], compute: Callable[[dict[str, Any]], Any]) -> Any:
-        """compute(sample), with which the state of its streams goes into the model and the new one is kept.
+        """Return compute(sample); the model gets the state of the sample's streams, and its new state is kept.
 
-        What fails keeps the state of before: after running out of memory a stream goes on without that segment.
+        If it fails, the old state is kept: after running out of memory, a stream continues without that segment.
         """
-        if "segment" not in sample:  # no stream has anything to read
+        if "segment" not in sample:  # all streams have ended
             return compute(sample)
         net_input = {**sample["net_input"], "state": self._before(sample)}
         with _new_states(model) as states:
@@ -47,16 +47,16 @@ class CarriedState:
         return result
 
     def end_update(self) -> None:
-        """Record an update of the parameters; to be called after each."""
+        """Record an update of the parameters; call it after each update."""
         self._updated = True
 
     def _before(self, sample: dict[str, Any]) -> Any:
-        """The state before a batch, None where all its rows start afresh."""
+        """Return the state before a batch, None if all its rows start without a state."""
         device = sample["net_input"]["src_tokens"].device
         if self._saved is not None:
             self._now = self._before_update = self._unpack(device)
         if sample["segment"] < self._now.segment:
-            # --amp tries an update again with the same batches after an overflow.
+            # --amp repeats an update with the same batches after an overflow.
             self._now = self._before_update
         elif self._updated:
             self._before_update = self._now
@@ -69,7 +69,7 @@ class CarriedState:
         return state.reset(torch.tensor(sample["fresh"], device=device)) if any(sample["fresh"]) else state
 
     def save(self) -> Tensor:
-        """The state as bytes, (n,) uint8: a checkpoint that holds it loads without this package."""
+        """Return the state as bytes, (n,) uint8, so that a checkpoint with it loads without this package."""
         if self._saved is not None:
             return self._saved
         buffer = io.BytesIO()
@@ -77,7 +77,7 @@ class CarriedState:
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     def load(self, saved: Tensor) -> None:
-        """Take what `save` returned; it is unpacked with the first batch, on its device."""
+        """Load the result of `save`; it is unpacked with the first batch, on its device."""
         self._saved = saved
 
     def _unpack(self, device: torch.device) -> Memory:
@@ -89,7 +89,7 @@ class CarriedState:
 
 @contextmanager
 def _new_states(model: nn.Module) -> Iterator[list[Any]]:
-    """The states that the model returns: criteria read its first value only."""
+    """Collect the states that the model returns, because criteria only read its first value."""
     states: list[Any] = []
     hook = model.register_forward_hook(lambda _module, _inputs, output: states.append(output[1]["state"]))
     try:

@@ -1,4 +1,4 @@
-"""The task `fwp_associative_retrieval`: pairs of keys and values are written, then a key is asked for its value."""
+"""The task `fwp_associative_retrieval`: write pairs of keys and values, then retrieve the values of keys."""
 
 import logging
 import math
@@ -63,9 +63,9 @@ class Progress:
 class FwpAssociativeRetrievalTask(FairseqTask):
     """Synthetic retrieval (Schlag et al. 2021, arXiv 2102.11174, Sec. 6.1).
 
-    Nothing is read: every sequence is new and generated from --seed, in training as in evaluation. An epoch is the
-    training between two evaluations. The progress is saved with the checkpoint, so that an interrupted run ends where
-    an uninterrupted one does.
+    No data is read: every sequence is new and generated from --seed, in training and in evaluation. An epoch is the
+    training between two evaluations. The progress is saved with the checkpoint, so that an interrupted run ends at the
+    same update as an uninterrupted one.
     """
 
     cfg: FwpAssociativeRetrievalTaskConfig
@@ -80,7 +80,7 @@ class FwpAssociativeRetrievalTask(FairseqTask):
         """Set up the task. Raises ValueError for settings that define no sequence."""
         for name, smallest in SMALLEST.items():
             value = getattr(cfg, name)
-            if value is not None and not value >= smallest:  # as NaN is not
+            if value is not None and not value >= smallest:  # NaN is an error too
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, got {value}")
         task = cls(cfg)
         for flag, length in (("--length", task._length(False)), ("--valid-length", task._length(True))):
@@ -99,12 +99,12 @@ class FwpAssociativeRetrievalTask(FairseqTask):
 
     @property
     def ended(self) -> bool:
-        """Return whether the loss is small enough, or has not become smaller for too long."""
+        """Return whether the loss is small enough, or has not improved for too long."""
         waited = self.progress.evaluated_update - self.progress.best_update
         return self.progress.best_loss <= self.cfg.stop_loss or 0 < self.cfg.stop_updates <= waited
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
-        """The sequences of a split: "train" are endlessly many with one query each, all others for evaluation."""
+        """Load a split: "train" has infinitely many sequences with one query each; others are for evaluation."""
         training = split == "train"
         self.datasets[split] = Associations(
             Setting(self.num_keys, self._length(not training), self.cfg.with_replacement),
@@ -126,7 +126,7 @@ class FwpAssociativeRetrievalTask(FairseqTask):
         disable_iterator_cache: bool = False,
         **options: Any,
     ) -> EpochBatchIterator:
-        """Batches of max_sentences sequences. Raises ValueError without that number."""
+        """Return batches of max_sentences sequences. Raises ValueError without that number."""
         if max_sentences is None:
             raise ValueError("--batch-size must be the number of sequences that a process reads at once, got none")
         if not disable_iterator_cache and dataset in self.dataset_to_epoch_iter:
@@ -158,9 +158,9 @@ class FwpAssociativeRetrievalTask(FairseqTask):
                 dataset.set_epoch(epoch)
 
     def post_validate(self, model: Any, stats: dict[str, Any], agg: Any) -> None:
-        """Record the loss of an evaluation; of several subsets the first counts, as for the best checkpoint.
+        """Record the loss of an evaluation; the first of several subsets counts, as for the best checkpoint.
 
-        What an interruption evaluates in mid-epoch does not: the training would not end where it does without it.
+        Evaluations in mid-epoch, because of an interruption, do not count: they would change when training ends.
         """
         loss, update = stats["loss"], stats["num_updates"]
         progress = self.progress
@@ -174,11 +174,11 @@ class FwpAssociativeRetrievalTask(FairseqTask):
 
     @property
     def source_dictionary(self) -> None:
-        """None: keys are numbers."""
+        """None, because keys are numbers."""
 
     @property
     def target_dictionary(self) -> None:
-        """None: values are numbers."""
+        """None, because values are numbers."""
 
 
 class TrainingIterator(EpochBatchIterator):
@@ -188,23 +188,23 @@ class TrainingIterator(EpochBatchIterator):
 
     @property
     def next_epoch_idx(self) -> float:
-        """The next epoch's number; after the last not a number, which is <= no --max-epoch.
+        """The number of the next epoch; NaN after the last one, so that it is not <= --max-epoch.
 
-        fairseq trains `while next_epoch_idx <= max_epoch` and has no other way to end at a loss.
+        fairseq trains `while next_epoch_idx <= max_epoch`, and has no other way to stop at a loss.
         """
         if self.task.ended and (self._cur_epoch_itr is None or self.end_of_epoch()):
             return math.nan
         return super().next_epoch_idx
 
     def state_dict(self) -> dict[str, Any]:
-        """fairseq's, which goes into checkpoints, and how far the training got."""
+        """Return fairseq's state for checkpoints, and the progress of the training."""
         return {**super().state_dict(), "progress": asdict(self.task.progress)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the progress. Raises RuntimeError for a checkpoint of another task."""
         if "progress" not in state_dict:
             raise RuntimeError(
-                "the checkpoint must be of this task, got another: give --reset-dataloader to begin with its model"
+                "the checkpoint must be of this task, got another: give --reset-dataloader to start from its model"
             )
         self.task.progress = Progress(**state_dict["progress"])
         super().load_state_dict(state_dict)

@@ -46,10 +46,10 @@ class FwpLanguageModelingConfig(FairseqDataclass):
 class FwpLanguageModelingTask(LanguageModelingTask):
     """Language modelling by truncated back-propagation through time.
 
-    The text is cut into blocks of --tokens-per-sample tokens. All processes together read a number of streams of
-    consecutive blocks; step t of an epoch reads block t of every stream. Every token is a target once.
-    With --carry-state a block starts with the state that its stream has left, without its gradients (Schlag et al.
-    2021, Sec. 6.3, "Without truncating context"); the model's side of that is in `carried_state`.
+    The text is cut into blocks of --tokens-per-sample tokens. All processes together read several streams of
+    consecutive blocks; step t of an epoch reads block t of every stream. Every token is a target once. With
+    --carry-state a block starts from the last state of its stream, without its gradients (Schlag et al. 2021, Sec. 6.3,
+    "Without truncating context"). `carried_state` gives the state to the model.
     """
 
     def __init__(self, args: Namespace, dictionary: Any) -> None:
@@ -75,26 +75,28 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return cls(args, dictionary)
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model. Raises ValueError for one that has no state to carry."""
+        """Build the model. Raises ValueError if it has no state to carry."""
         model = super().build_model(args, from_checkpoint)
         if self.args.carry_state and not getattr(model.decoder, "carries_state", False):
             raise ValueError(
-                f"--carry-state: this {type(model).__name__} has no state of constant size to carry over segments: "
-                "choose an --arch with fast weights in every layer or with a memory, give layers of softmax an "
+                f"--carry-state needs a model with a state of constant size, got {type(model).__name__} without one: "
+                "choose an --arch with fast weights in every layer or with a memory, give softmax layers an "
                 "--attention-window, or leave --carry-state out"
             )
         self.packs_documents = getattr(model.decoder, "packs_documents", False)
         return model
 
     def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs: Any) -> None:
-        """The text of a split in blocks; raises FileNotFoundError, or ValueError for an empty text."""
+        """Load the text of a split in blocks. Raises FileNotFoundError, or ValueError for an empty text."""
         paths = utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
         if os.path.exists(f"{path}.bin") and not os.path.getsize(f"{path}.bin"):
-            raise ValueError(f"the text {split!r} ({path}.bin) is empty: preprocess a file with at least one token")
+            raise ValueError(f"the text {split!r} ({path}.bin) must have at least one token: preprocess another file")
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
         if lines is None:
-            raise FileNotFoundError(f"no text {split!r} ({path}.bin): fairseq-preprocess --only-source writes it")
+            raise FileNotFoundError(
+                f"{path}.bin, the text {split!r}, must exist: write it with fairseq-preprocess --only-source"
+            )
         text = Text(lines)
         separator = self.args.reset_state_after
         documents = document_starts(text, self.dictionary, separator) if separator else None
@@ -119,11 +121,11 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         shard_id: int = 0,
         **options: Any,
     ) -> Any:
-        """The streams of process shard_id, in their order: what fairseq shuffles and filters by does not apply.
+        """Return the streams of process shard_id in their order; fairseq's shuffling and filters have no effect.
 
-        Raises ValueError without a number of streams, and for segments longer than the model takes.
+        Raises ValueError without a number of streams, and for segments longer than the model allows.
         """
-        if not isinstance(dataset, TextBlocks):  # prompts to generate from
+        if not isinstance(dataset, TextBlocks):  # prompts for generation
             return super().get_batch_iterator(
                 dataset, max_tokens, max_sentences, max_positions, num_shards=num_shards, shard_id=shard_id, **options
             )
@@ -133,8 +135,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         length = self.args.tokens_per_sample
         if max_positions is not None and length > max_positions:
             raise ValueError(
-                f"--tokens-per-sample must be at most {max_positions}, as in training, got {length}: "
-                f"--max-target-positions {length} allows more"
+                f"--tokens-per-sample must be at most {max_positions}, as in training, got {length}: give "
+                f"--max-target-positions {length} to allow more"
             )
         batch_size = self._batch_size(max_tokens, max_sentences)
         iterator = StreamIterator(
@@ -159,29 +161,29 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         logger.info(f"{tokens:,} tokens: {streams} streams of {segments} segments, {batch_size} in this process")
         if self.args.carry_state and segments == 1:
             logger.warning(
-                f"no state is carried: each of {streams} streams is one segment of {length} tokens or none; give a "
-                "smaller --batch-size or --tokens-per-sample"
+                f"no state is carried, because {streams} streams have at most one segment of {length} tokens each: "
+                "give a smaller --batch-size or --tokens-per-sample"
             )
         if use_cache:
             self.dataset_to_epoch_iter[dataset] = iterator
         return iterator
 
     def _reset_after(self, blocks: TextBlocks) -> str | None:
-        """The tokens after which states are reset: they decide which tokens a segment has."""
+        """Return the separator after which states are reset: it decides where segments are cut."""
         separator = self.args.reset_state_after
         return separator if blocks.documents is None else f"{separator} within segments"
 
     def _batch_size(self, max_tokens: int | None, max_sentences: int | None) -> int:
-        """Streams in a process."""
+        """Return the number of streams in a process."""
         length = self.args.tokens_per_sample
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
         given = [limit for limit in limits if limit is not None]
         if not given:
-            raise ValueError("--batch-size must be the number of streams that a process reads side by side, got none")
+            raise ValueError("--batch-size must be the number of streams that a process reads in parallel, got none")
         if min(given) < 1:
             raise ValueError(
-                f"no stream fits into --batch-size {max_sentences} and --max-tokens {max_tokens}: each takes "
-                f"{length} tokens (--tokens-per-sample)"
+                f"--batch-size and --max-tokens must allow one stream of {length} tokens (--tokens-per-sample), got "
+                f"{max_sentences} and {max_tokens}"
             )
         return min(given)
 
@@ -189,8 +191,8 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         """Return fairseq's batches. Raises ValueError for a carried state and a context window."""
         if self.args.carry_state or context_window:
             raise ValueError(
-                "fairseq-eval-lm carries no state and slides no window over streams: for the former use "
-                "fairseq-validate, for the latter --task language_modeling"
+                "fairseq-eval-lm cannot carry a state or use a context window with this task: use fwp-eval-lm, or "
+                "fairseq-validate for a carried state and --task language_modeling for a window"
             )
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
@@ -203,7 +205,7 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         update_num: int,
         ignore_grad: bool = False,
     ) -> Any:
-        """fairseq's, with the carried state."""
+        """Run fairseq's training step with the carried state."""
         step = super().train_step
 
         def compute(sample: dict[str, Any]) -> Any:
@@ -212,12 +214,12 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         return self.training_state.step(model, sample, compute) if self.args.carry_state else compute(sample)
 
     def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
-        """fairseq's, which ends an update."""
+        """Run fairseq's optimizer step, which ends an update."""
         super().optimizer_step(optimizer, model, update_num)
         self.training_state.end_update()
 
     def valid_step(self, sample: dict[str, Any], model: Any, criterion: Any) -> Any:
-        """fairseq's, with a carried state of its own."""
+        """Run fairseq's validation step, with a separate carried state."""
         step = super().valid_step
 
         def compute(sample: dict[str, Any]) -> Any:

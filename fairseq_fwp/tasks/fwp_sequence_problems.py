@@ -41,7 +41,7 @@ class FwpSequenceProblemsConfig(FairseqDataclass):
 
 @register_task("fwp_sequence_problems", dataclass=FwpSequenceProblemsConfig)
 class FwpSequenceProblemsTask(FairseqTask):
-    """A label for some tokens of a sequence, none of which the model has seen; nothing is read from disk.
+    """Predict a label for some tokens of new, generated sequences; no data is read from disk.
 
     Train with `--criterion label_smoothed_cross_entropy --report-accuracy`, which prints the share of right answers.
     """
@@ -87,16 +87,16 @@ class FwpSequenceProblemsTask(FairseqTask):
 
     @property
     def source_dictionary(self) -> Dictionary:
-        """Symbols, which the answers are too."""
+        """The dictionary of symbols; answers are symbols too."""
         return self.dictionary
 
     @property
     def target_dictionary(self) -> Dictionary:
-        """Symbols, which the answers are too."""
+        """The dictionary of symbols; answers are symbols too."""
         return self.dictionary
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
-        """The sequences of a split, "train" or any other name for evaluation."""
+        """Load the sequences of a split: "train", or any other name for evaluation."""
         training = split == "train"
         length = self.cfg.length if training or self.cfg.valid_length is None else self.cfg.valid_length
         self.datasets[split] = ProblemSequences(
@@ -110,4 +110,4 @@ class FwpSequenceProblemsTask(FairseqTask):
         )
 
     def max_positions(self) -> None:
-        """None: sequences are as long as they are."""
+        """None, because all sequences are short enough."""

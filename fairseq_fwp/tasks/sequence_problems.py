@@ -1,8 +1,8 @@
-"""Small problems that distinguish update rules: a sequence of symbols, and for some of its tokens the right answer.
+"""Small problems that distinguish update rules: sequences of symbols, with the right answer for some of their tokens.
 
 `parity` and `s3` ask for a state at every token: the parity of the ones so far, or the product of the permutations so
-far (Grazzi et al. 2025, arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5). `mqar`, multi-query associative
-recall (Arora et al. 2024, arXiv 2312.04927), writes pairs of a key and a value and asks for all of them later.
+far. Sources: Grazzi et al. 2025, arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5. `mqar`, multi-query
+associative recall (Arora et al. 2024, arXiv 2312.04927), writes pairs of a key and a value and later asks for them.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class Setting(NamedTuple):
 
 
 def parity(generator: np.random.Generator, setting: Setting) -> Sequence:
-    """Draw bits; the answers say whether an odd number of them has been 1."""
+    """Draw bits; an answer says whether the number of ones so far is odd."""
     bits = generator.integers(2, size=setting.length)
     return bits, bits.cumsum() % 2
 
 
 def _permutation_table() -> np.ndarray:
-    """product[a, b] of the six permutations of three, a first."""
+    """Return the table product[a, b] of the six permutations of three elements; a is applied first."""
     group = list(permutations(range(3)))
     return np.array([[group.index(tuple(b[i] for i in a)) for b in group] for a in group])
 
@@ -41,16 +41,16 @@ S3 = _permutation_table()
 
 
 def s3(generator: np.random.Generator, setting: Setting) -> Sequence:
-    """Draw permutations of three; the answers are their product so far."""
+    """Draw permutations of three elements; an answer is their product so far."""
     symbols = generator.integers(6, size=setting.length)
-    answers, product = np.empty_like(symbols), 0  # the identity is the first
+    answers, product = np.empty_like(symbols), 0  # permutation 0 is the identity
     for t, symbol in enumerate(symbols):
         answers[t] = product = S3[product, symbol]
     return symbols, answers
 
 
 def mqar(generator: np.random.Generator, setting: Setting) -> Sequence:
-    """Draw pairs of a key and a value, no key twice, and then keys of them at random, each asking for its value.
+    """Draw pairs of a key and a value with different keys, then random keys of them, which ask for their values.
 
     Keys are symbols 0 ... n - 1, values n ... 2 n - 1.
     """
@@ -63,7 +63,7 @@ def mqar(generator: np.random.Generator, setting: Setting) -> Sequence:
 
 
 class Problem(NamedTuple):
-    """draw(generator, setting) -> a sequence; symbols: how many there are, the answers among them."""
+    """A problem. draw: (generator, setting) -> a sequence; symbols: their number, including answers."""
 
     draw: Callable[[np.random.Generator, Setting], Sequence]
     symbols: Callable[[Setting], int]
@@ -77,10 +77,10 @@ PROBLEMS = {
 
 
 class ProblemSequences(FairseqDataset):
-    """Sequences that depend only on seed, epoch and index, so that none is repeated and a resumed run continues.
+    """Sequences that depend only on seed, epoch and index, so that they never repeat and a resumed run continues.
 
     first, padding: index of the first symbol and of padding in the dictionary; count: sequences of an epoch;
-    doubling: epochs after which the pairs, two at first, are doubled, up to those of the setting; None: never.
+    doubling: epochs after which the number of pairs, 2 at first, doubles, up to that of the setting; None: never.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class ProblemSequences(FairseqDataset):
         self.epoch = 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch: each has other sequences."""
+        """Set the epoch; each epoch has different sequences."""
         self.epoch = epoch
 
     @property
     def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        """Batches are of indices, which stay."""
+        """Return True: batches are lists of indices, which are the same in every epoch."""
         return True
 
     def _setting(self) -> Setting:
-        """That of this epoch: with fewer pairs a sequence is shorter by as much."""
+        """Return the setting of this epoch; sequences with fewer pairs are shorter."""
         length, pairs, symbols = self.setting
         if self.doubling:
             pairs = min(pairs, 2 ** (1 + (self.epoch - 1) // self.doubling))
         return Setting(max(2 * pairs + 1, length * pairs // self.setting.pairs), pairs, symbols)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """id; symbols and answers (L,) of the dictionary."""
+        """Return an id, and symbols and answers (L,) of the dictionary."""
         generator = np.random.default_rng((*self.seed, self.epoch, int(index)))
         symbols, answers = self.problem.draw(generator, self._setting())
         target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
@@ -124,7 +124,7 @@ class ProblemSequences(FairseqDataset):
         return self.count
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """A batch as language models and their criteria take it; {} for no samples, as a process without any gets."""
+        """Return a batch for language models and their criteria; {} for no samples, as in a process without samples."""
         if not samples:
             return {}
         symbols, target = (

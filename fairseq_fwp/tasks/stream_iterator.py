@@ -1,4 +1,4 @@
-"""fairseq's epoch iterator over streams: in their order, and saved with the states of all processes."""
+"""fairseq's epoch iterator over streams, in their order; it is saved with the states of all processes."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from fairseq_fwp.tasks.streams import Streams
 class StreamIterator(EpochBatchIterator):
     """The batches of one process, never shuffled.
 
-    carried: the state of its streams in training, None = none is carried; settings: what must not change in
-    mid-epoch, by name.
+    carried: the state of its streams in training, None = no state; settings: values, by name, that must not change in
+    mid-epoch.
     """
 
     def __init__(
         self, streams: Streams, carried: CarriedState | None, settings: dict[str, Any], shard_id: int, **kwargs: Any
     ) -> None:
-        # fairseq deals out batches to processes one by one; streams stay where they are.
+        # fairseq distributes batches over processes one by one; streams stay in their process.
         super().__init__(streams.blocks, streams.collate, streams.batches(), disable_shuffling=True, **kwargs)
         self.carried = carried
         self.settings = settings
@@ -27,7 +27,7 @@ class StreamIterator(EpochBatchIterator):
         self.states: list[Any] | None = None
 
     def collect_states(self, group: Any) -> None:
-        """Send the states of all processes to the first, which saves; to be called by each of them."""
+        """Send the states of all processes to the first one, which saves them; every process must call it."""
         if self.carried is None or self.end_of_epoch():
             return
         self.states = [self.carried.save()]
@@ -37,7 +37,7 @@ class StreamIterator(EpochBatchIterator):
             self.states = gathered
 
     def state_dict(self) -> dict[str, Any]:
-        """fairseq's, the settings, and in mid-epoch the states that were collected."""
+        """Return fairseq's state, the settings, and in mid-epoch the collected states."""
         states, self.states = self.states, None
         return {**super().state_dict(), "settings": self.settings, "states": states}
 
@@ -57,6 +57,6 @@ class StreamIterator(EpochBatchIterator):
             difference = ", ".join(f"with {name} {before} (now {now})" for name, before, now in pairs if before != now)
         if difference:
             raise RuntimeError(
-                f"the checkpoint stopped in the middle of an epoch {difference}, where these streams cannot go on: "
-                "give the same settings, or --reset-dataloader to begin at the first epoch's first token"
+                f"the checkpoint was saved in mid-epoch {difference}, and these streams cannot continue from it: give "
+                "the same settings, or --reset-dataloader to begin at the start of the text"
             )

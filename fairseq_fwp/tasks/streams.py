@@ -1,4 +1,4 @@
-"""The order of a text's blocks: in parallel in several streams, and one after the other within a stream."""
+"""The order of a text's blocks: several streams in parallel, each with consecutive blocks."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from fairseq_fwp.tasks.text_blocks import TextBlocks
 class Streams:
     """A text in batch_size * num_shards streams of consecutive blocks, of which one process reads batch_size.
 
-    Streams differ by at most one block, so that the last segment of an epoch may miss some, and none is longer than in
-    any other division.
+    Streams differ by at most one block. So the last segment of an epoch may lack some streams, and the longest stream
+    is as short as possible.
     """
 
     def __init__(self, blocks: TextBlocks, batch_size: int, num_shards: int, shard_id: int, pad: int, eos: int) -> None:
@@ -26,7 +26,7 @@ class Streams:
         self.eos = eos
 
     def batches(self) -> list[list[int]]:
-        """For every segment, the blocks of this process: as many segments in every process, the last may be empty."""
+        """Return this process's blocks for every segment; the number of segments is the same in all processes."""
         first, end = self.bounds[:-1], self.bounds[1:]
         return [
             [int(first[s] + segment) for s in self.own if first[s] + segment < end[s]]
@@ -36,9 +36,9 @@ class Streams:
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a batch for fairseq's language models, with the facts about its rows that a carried state needs.
 
-        "segment": the number of blocks that the streams have read; "last": whether none come after these;
-        "streams": the numbers of the streams;
-        "fresh": whether the block starts a stream or document, and so starts without a state.
+        "segment": the number of blocks that the streams have read. "last": whether these are the last blocks.
+        "streams": the numbers of the streams. "fresh": whether the block starts a stream or document, and so starts
+        without a state.
         """
         if not items:
             return self._no_targets()
@@ -54,15 +54,15 @@ class Streams:
             **batch,
             "segment": segment,
             "last": segment == self.segments - 1,
-            # Lists, not tensors: they are looked at on the CPU, wherever fairseq moves the batch.
+            # Lists, not tensors: they are read on the CPU, wherever fairseq moves the batch.
             "streams": streams.tolist(),
             "fresh": fresh.tolist(),
         }
 
     def _no_targets(self) -> dict[str, Any]:
-        """A batch without targets, for a process whose streams have ended.
+        """Return a batch without targets, for a process whose streams have ended.
 
-        fairseq would repeat another batch there, and with --update-freq leave out what was read before it.
+        fairseq would repeat another batch there, and with --update-freq skip earlier batches.
         """
         return {
             "id": torch.tensor([-1]),

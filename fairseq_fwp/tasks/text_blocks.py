@@ -7,7 +7,7 @@ import torch
 from fairseq.data import Dictionary, FairseqDataset
 from torch import Tensor
 
-# Documents that an empty line ends, as in fairseq's `--sample-break-mode complete_doc`.
+# Documents end with an empty line, as in fairseq's `--sample-break-mode complete_doc`.
 BLANK_LINE = "blank-line"
 
 
@@ -22,7 +22,7 @@ class Text:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Tokens start to stop - 1, int64."""
+        """Return tokens start to stop - 1, int64."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         last = int(np.searchsorted(self.ends, stop, side="left"))
         before = int(self.ends[first - 1]) if first else 0
@@ -30,10 +30,10 @@ class Text:
 
 
 class TextBlocks(FairseqDataset):
-    """Item i is block i of a text: at most block_size tokens, where document_starts is given of one document.
+    """A data set of the blocks of a text, each of at most block_size tokens; with document_starts, of one document.
 
-    packed: of several documents all the same, of which "first" says where they start. The input of a token is the
-    token before it; that of the text's first token is start_token.
+    packed: blocks may still hold several documents; "first" marks their starts. The input of a token is the token
+    before it; the input of the text's first token is start_token.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TextBlocks(FairseqDataset):
         self.sizes = np.diff(self.bounds)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"id", "source" (L,), "target" (L,)}, and packed also "first" (L,) bool."""
+        """Return {"id", "source" (L,), "target" (L,)}, and if packed "first" (L,) bool."""
         start, stop = int(self.bounds[index]), int(self.bounds[index + 1])
         tokens = self.text.tokens(max(start - 1, 0), stop)
         if start == 0:

@@ -1,8 +1,8 @@
-"""A version before against this one: `python before.py FOLDER`, a checkout whose recipes/setup.sh has run.
+"""Compare an earlier version with this one: `python before.py FOLDER`, a checkout whose recipes/setup.sh has run.
 
-Its kernels at the shapes of operators.py or, with `--models`, whole models: a training step and decoding token by
-token. float32, one thread. Each installation measures its own calls in a process of its own, in turn, so that a slow
-moment hits both alike.
+Measured are the kernels at the shapes of operators.py or, with `--models`, whole models: a training step and decoding
+token by token. float32, one thread. Each installation runs in a separate process. They take turns, so that a slow
+moment affects both.
 """
 
 import argparse
@@ -39,7 +39,7 @@ WORDS, DECODED = 1000, 32
 
 
 def kernel_calls():
-    """{(rule and pass, where): a call of this installation}."""
+    """Return {(rule and pass, where): a call of this installation}."""
     found = {}
     for where, shape in SHAPES.items():
         gradient = torch.randn(*shape[:3], shape[4])
@@ -54,7 +54,7 @@ def kernel_calls():
 
 
 def model_calls():
-    """The same of whole models: a training step, and one sequence token by token."""
+    """Return the same for whole models: a training step, and decoding one sequence token by token."""
     found = {}
     for name, (flags, sequences, length) in MODELS.items():
         flags = ["--arch", *flags.split(), "--decoder-layers", 4]
@@ -72,7 +72,7 @@ def model_calls():
 
 
 def train_step(model, tokens):
-    """Loss and gradients of a batch; a translation model reads the same as its source."""
+    """Compute loss and gradients of a batch; in translation the source is the target."""
     model.train()
     if hasattr(model, "encoder"):
         out, _ = model(tokens, torch.full((len(tokens),), tokens.shape[1]), tokens)
@@ -87,7 +87,7 @@ def train_step(model, tokens):
 
 @torch.no_grad()
 def decode(model, tokens):
-    """Every token in a step of its own."""
+    """Decode token by token."""
     model.eval()
     state, source = {}, ()
     if hasattr(model, "encoder"):
@@ -98,7 +98,7 @@ def decode(model, tokens):
 
 
 def serve(calls):
-    """Say what there is, then answer how many seconds a call takes: a line of its number and how often in, one out."""
+    """Print the names of the calls, then answer each line "number repetitions" with the seconds of that call."""
     torch.set_num_threads(1)
     for call in calls.values():
         call()
@@ -115,7 +115,7 @@ def serve(calls):
 
 
 class Installation:
-    """A process that serves the calls of one folder."""
+    """A process that runs the calls of the installation in a folder."""
 
     def __init__(self, folder, flags):
         python = folder / ".venv/bin/python"
@@ -157,8 +157,8 @@ def goals(record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="of the version before")
-    parser.add_argument("--models", action="store_true", help="whole models in place of kernels")
+    parser.add_argument("folder", type=Path, nargs="?", help="checkout of the earlier version")
+    parser.add_argument("--models", action="store_true", help="compare whole models instead of kernels")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

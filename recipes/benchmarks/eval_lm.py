@@ -1,9 +1,9 @@
-"""Tokens per second of `fwp-eval-lm`'s sliding window against one window at a time.
+"""Tokens per second of `fwp-eval-lm`'s sliding window, compared with one window at a time.
 
-The medium models of Schlag et al. 2021 with their context of 384 tokens and the 267,744 words of fairseq's dictionary
-of WikiText-103, untrained, on words that follow Zipf's law. One window at a time is a forward pass and the
-log-probabilities of all words at all of its positions. fairseq-eval-lm, given for information, leaves out those of
-clusters without a target.
+The models are the medium ones of Schlag et al. 2021 with a context of 384 tokens, untrained. The words follow Zipf's
+law; there are 267,744, as in fairseq's dictionary of WikiText-103. One window at a time is a forward pass and the
+log-probabilities of all words at all positions. fairseq-eval-lm, given for information, skips clusters without a
+target.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def make_text(length):
 
 
 def sliding(model, text, stride):
-    """The log-probabilities of WINDOWS windows."""
+    """Return the log-probabilities of WINDOWS windows."""
     scorer = WindowScorer(model, text)
     full = list(windows(len(text.tokens), CONTEXT, CONTEXT - stride))[1 : WINDOWS + 1]
     with OneDnnLinear():
@@ -57,13 +57,13 @@ def one_window(text):
 
 @torch.no_grad()
 def all_log_probs(model, text):
-    """One window: the log-probabilities of all words at all of its positions; returns that of its last token."""
+    """Compute the log-probabilities of all words at all positions of a window; return that of its last token."""
     inputs, targets = one_window(text)
     return model.get_normalized_probs(model(inputs), log_probs=True)[0, -1, targets[0, -1]]
 
 
 def fairseq_eval_lm(model, text, scorer):
-    """One window as fairseq-eval-lm scores it with --context-window: targets that do not count are padding."""
+    """Score a window as fairseq-eval-lm --context-window: targets that do not count are padding."""
     inputs, targets = one_window(text)
     targets = torch.cat([torch.full_like(targets[:, :-1], scorer.pad), targets[:, -1:]], dim=1)
     sample = {"net_input": {"src_tokens": inputs}, "target": targets, "start_indices": [CONTEXT - 1]}
@@ -71,7 +71,7 @@ def fairseq_eval_lm(model, text, scorer):
 
 
 def make_contenders(model, text, dictionary):
-    """{name: (call, tokens that it scores)}, after a check that the calls agree."""
+    """Return {name: (call, number of tokens that it scores)}, after a check that the calls agree."""
     found = {
         OURS: (partial(sliding, model, text, 1), WINDOWS),
         STRIDES: (partial(sliding, model, text, STRIDE), WINDOWS * STRIDE),
@@ -85,7 +85,7 @@ def make_contenders(model, text, dictionary):
 
 
 def work(model):
-    """GFLOP of a window in the products of the layers, and in those of all its words' logits."""
+    """Return the GFLOP of a window in matrix products: of the layers, and of the logits of all words."""
     layers = sum(p.numel() for p in model.decoder.layers.parameters() if p.dim() == 2)
     softmax = model.decoder.adaptive_softmax
     logits = softmax.weight.numel() + softmax.clusters.weight.numel()

@@ -1,4 +1,4 @@
-"""The rules of one operator against one another, a matrix product and ONNX Runtime.
+"""The rules of one operator, compared with each other, a matrix product and ONNX Runtime.
 
 float32, one thread. The cost of a rule is counted in passes of one multiplication and one addition over a head's
 memory, D x D. Forward, sum writes and reads, and delta also retrieves. Backward, sum has five a token, and delta seven.
@@ -20,10 +20,10 @@ READ = {(1, 32, 512, 128): 8, (1, 32, 512, 64): 8, (4, 8, 256, 16): 8, (1, 8, 10
 STEPPED = (32, 8, 1, 64)
 ROUNDS, SECONDS = 7, 25
 HEAD, KEY = "decay per head", "decay per key dimension"
-# ONNX Runtime's rules for the same.
+# ONNX Runtime's names of the same rules.
 THEIRS = {"sum": "linear", f"gla, {KEY}": "gated", "delta": "delta", f"gated_delta, {HEAD}": "gated_delta"}
 STEPS = ("sum", "delta", f"gated_delta, {HEAD}")
-# A rule, what it is held against, as often, and the largest ratio.
+# A rule, the rule it is compared with, how often that one counts, and the largest ratio.
 COSTS = (
     (f"gla, {HEAD}", "sum", 1, 1.4),
     (f"gla, {KEY}", "sum", 1, 1.8),
@@ -33,17 +33,17 @@ COSTS = (
     ("delta_product, 2 steps", "delta", 2, 1.1),
     ("rwkv7", "delta", 1, 2),
 )
-# Passes over the memory a token, forward and backward; least share of a product's rate of each.
+# Passes over the memory a token, forward and backward; for each the least share of a product's rate.
 PASSES = {"sum": (2, 5), "delta": (3, 7)}
 SHARES = {FORWARD: 0.9, TRAINING: 0.8}
-PRODUCT = 512  # rows and columns of the matrices that are multiplied
+PRODUCT = 512  # rows and columns of the multiplied matrices
 
 WHERE = f"{TRAINED[2]:,} tokens, {TRAINED[1]} heads of {TRAINED[3]}"
 WHERE_STEPPED = "B = 32, H = 8, d = 64"
 
 
 def measure_training(record):
-    """Every rule, with a product of matrices among them."""
+    """Measure every rule and a matrix product."""
     shape = (*TRAINED, TRAINED[-1])
     gradient = torch.randn(*TRAINED, generator=torch.Generator().manual_seed(2))
     products = {name: Contender(call) for name, call in inputs.products(PRODUCT).items()}
@@ -62,7 +62,7 @@ def measure_training(record):
 
 
 def measure_peers(record, shape):
-    """Every form that ONNX Runtime has too, ours and its two, all checked."""
+    """Measure every form that ONNX Runtime has: ours and its two, after a check of all."""
     B, H, _, D = shape
     state, calls = torch.zeros(B, H, D, D), {}
     for name, theirs in THEIRS.items():
@@ -86,7 +86,7 @@ def measure_peers(record, shape):
 
 
 def measure_steps(record):
-    """One step of 32 sequences, which brings a new state, and a mere copy of the states."""
+    """Measure one step of 32 sequences, which returns a new state, and a copy of the states."""
     shape = (*STEPPED, STEPPED[-1])
     state = torch.randn(*STEPPED[:2], 64, 64, generator=torch.Generator().manual_seed(3))
     calls = {name: Contender(inputs.step(name, inputs.draw(name, shape), state)) for name in STEPS}
@@ -115,14 +115,14 @@ def goals(record):
     B, H, L, D = TRAINED
     for stage, bound in SHARES.items():
         for name, passes in PASSES.items():
-            # As many multiplications as so many products of matrices have.
+            # That many matrix products have as many multiplications.
             products = B * H * L * D * D * (passes[0] if stage == FORWARD else sum(passes)) / PRODUCT**3
             goal = Goal(f"{name}, share of a product's rate, {stage}", WHERE, bound)
             product = fastest(record, WHERE, stage, inputs.products(1))
             rows.append(compare(record, goal, (WHERE, stage, product), (WHERE, stage, name), times=products))
     for shape, bound in READ.items():
         for name in THEIRS:
-            # The goal is against what the opset defines.
+            # The goal is for the form that the opset defines.
             for whose, least in zip(DOMAINS, (bound, None), strict=True):
                 goal = Goal(f"{name} vs {whose}, {FORWARD}", str(shape), least)
                 rows.append(compare(record, goal, (shape, name, whose), (shape, name, "ours")))

@@ -1,8 +1,9 @@
 """The cost of scoring with a fast weight layer and with dynamic evaluation, compared with the model alone.
 
-The two models of Clark et al. 2022 (arXiv 2212.02475), untrained, on words that follow Zipf's law: Transformer-XL large
-reads segments of 128 tokens with a memory of 1,600 (Dai et al. 2019), local attention blocks of 1,024. Operations are
-those of matrix products, counted by PyTorch (torch.utils.flop_counter); times are those of the scorers of fwp-eval-lm.
+The two models are those of Clark et al. 2022 (arXiv 2212.02475), untrained, on words that follow Zipf's law.
+Transformer-XL large reads segments of 128 tokens with a memory of 1,600 (Dai et al. 2019), local attention reads blocks
+of 1,024. Operations are those of matrix products, counted by PyTorch (torch.utils.flop_counter). Times are those of the
+scorers of fwp-eval-lm.
 """
 
 import math
@@ -23,8 +24,8 @@ from fairseq_fwp.modules.onednn import OneDnnLinear
 
 MEMORY = {"mem_len": 1600, "clamp_len": 1000, "same_length": True}
 LOCAL = ("fwl_local_lm_wt103", "fwp_lm", FWL_PRESETS["fwl_local_lm_wt103"])
-# What is measured: the architecture with the layer, the one without it and its flags, the flags of both, tokens read
-# before, tokens at once. The paper does not say how many words the head of its adaptive softmax has.
+# The architecture with the layer, the one without it and its flags, the flags of both, tokens read before, tokens at
+# once. The paper does not say how many words the head of its adaptive softmax has.
 MODELS = {
     "fwl_xl_lm_wt103": ("fwl_xl_lm_wt103", "xl_lm_wt103_large", {}, MEMORY, 1664, 128),
     "fwl_local_lm_wt103": (*LOCAL, {}, 0, 1024),
@@ -36,7 +37,7 @@ ROUNDS = 5
 THREADS = 2
 
 
-# PyTorch's counter knows the attention of a GPU, and not that of a CPU.
+# PyTorch's counter knows only the attention of a GPU.
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
 def count_attention(queries, keys, values, *_, out_shape=None, **__):
     return sdpa_flop_count(queries, keys, values)
@@ -47,7 +48,7 @@ def count_attention_backward(gradient, queries, keys, values, *_, out_shape=None
     return sdpa_backward_flop_count(gradient, queries, keys, values)
 
 
-# Nor does it know oneDNN's layers.
+# It does not know oneDNN's layers either.
 @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
 def count_linear(inputs, weight, *_, **__):
     return 2 * math.prod(inputs) * weight[0]
@@ -59,9 +60,9 @@ def make_model(arch, settings, length):
 
 
 def scoring(scorer, before, length):
-    """A call that scores one window, always the same one; with tokens before it, after the state that these leave.
+    """Return a call that scores one window, always the same one, from the state after the tokens before it.
 
-    They are read in windows of that length too: a layer learns from the last of them while it scores the window.
+    These are read in windows of the same length: a layer learns from the last of them while it scores the window.
     """
     window = Window(before, before, before + length)
     reader = getattr(scorer, "scorer", scorer)
@@ -79,20 +80,20 @@ def scoring(scorer, before, length):
 
 
 def make_contenders(name):
-    """{name: call}: the three, on one text."""
+    """Return {name: call} of the three, on one text."""
     arch, base, own, flags, before, length = MODELS[name]
     text = make_text(before + length)
     kind = StreamScorer if before else WindowScorer
     alone = make_model(base, {**own, **flags}, length)
     layered = make_model(arch, flags, length).requires_grad_(False)
-    # A step so small that the weights stay what they are, however often the call is repeated.
+    # A step so small that the weights do not change, however often the call is repeated.
     learning = DynamicScorer(kind(alone, text), DynamicRule(1e-30))
     scorers = {BASE: kind(alone, text), LAYER: kind(layered, text), DYNAMIC: learning}
     return {name: scoring(scorer, before, length) for name, scorer in scorers.items()}
 
 
 def with_onednn(call):
-    """The call as fwp-eval-lm makes it."""
+    """Return the call as fwp-eval-lm makes it."""
 
     def wrapped():
         with OneDnnLinear():

@@ -1,10 +1,10 @@
 """Time and memory of generating the next token after contexts of 256 to 16,384: Mao 2022, arXiv 2210.04243, Figure 1.
 
-Whole models and only their attention layers, one sequence and eight at once, float32, one thread, and a GPU where
-there is one. The sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with
-8,000 words. The paper plots decay, delta and attention, and does not say of how many sequences. Attention keeps its
-keys and values in a cache. That of fairseq and of this package is copied for every token to make room. Another one is
-allocated beforehand for all tokens and written in place, which is the least that attention can do.
+Whole models and only their attention layers, one sequence and eight at once, float32, one thread, and a GPU if there
+is one. The sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with 8,000
+words. The paper plots decay, delta and attention, and does not give the number of sequences. Attention keeps keys and
+values in a cache. fairseq and this package copy it for every token to make room. A second cache is allocated beforehand
+for all tokens and written in place: attention cannot do less.
 """
 
 from functools import partial
@@ -27,16 +27,16 @@ SEQUENCES = (1, 8)
 ROUNDS = 5
 DECAY, DELTA, SOFTMAX, IN_PLACE = NAMES = ("decay", "delta", "softmax", "softmax, cache in place")
 MODEL, LAYERS = "whole model", "attention layers alone"
-# The paper's claim is a picture; these are what its readers may expect: at 8,192 tokens.
+# The paper only has a picture; its readers may expect these ratios at 8,192 tokens.
 GOAL_CONTEXT, GOALS = 8192, {MODEL: 5, LAYERS: 50}
-# Of which the peak memory is taken.
+# Calls whose peak memory is taken.
 CALLS = 3
-# Bytes below which a process's memory says nothing: pages that the allocator has not given back.
+# Fewer bytes of a process mean nothing: the allocator has not returned all pages.
 LEAST_MEMORY = 2**20
 
 
 class InPlaceAttention(SoftmaxAttention):
-    """Softmax attention on a cache with room for the next token: the last of a state's keys and values is written."""
+    """Softmax attention on a cache with room for the next token: the last keys and values of the state are written."""
 
     def forward(self, x, state, key_padding_mask=None):
         q, k, v = self.project(x)
@@ -52,7 +52,7 @@ def in_place(attention):
 
 
 def build(name, device):
-    """The model of one name, in evaluation."""
+    """Return the model of that name in evaluation mode."""
     flags = ("--tokens-per-sample", 1, "--adaptive-softmax-cutoff", "")
     model = models.build(VOCABULARY, "--arch", f"{name.split(',')[0]}_lm_wt103", *flags).model
     if name == IN_PLACE:
@@ -73,7 +73,7 @@ def layer_state(name, attention, sequences, context):
 
 
 def prepare(what, name, model, sequences, context):
-    """The call that is measured: the next token's log-probabilities, or what the attention layers make of vectors."""
+    """Return the measured call: the next token's log-probabilities, or the attention layers on vectors."""
     device = next(model.parameters()).device
     attentions = [layer.self_attn for layer in model.decoder.layers]
     states = tuple(layer_state(name, attention, sequences, context) for attention in attentions)
@@ -102,7 +102,7 @@ def without_gradients(call, device):
 
 
 def check(device):
-    """Both caches make the same of the same past. Raises ValueError otherwise."""
+    """Check that both caches give the same result; raise ValueError otherwise."""
     attention, x = build(SOFTMAX, device).decoder.layers[0].self_attn, torch.randn(1, 5, 128, device=device)
     with torch.no_grad():
         whole, cache = attention(x)
@@ -111,16 +111,16 @@ def check(device):
 
 
 def measure_alone(name, device, sequences):
-    """{context: peak bytes of generating a token beyond the model itself}: the state, and what is made on the way.
+    """Return {context: peak bytes of generating a token beyond the model}: the state and temporary tensors.
 
-    They rise, so that the highest mark of the process is that of the last.
+    Contexts grow, so the peak of the process is that of the last one.
     """
     model, sequences = build(name, torch.device(device)), int(sequences)
     call = prepare(MODEL, name, model, sequences, 1)
-    for _ in range(CALLS):  # loads the kernels, and fills the pools of memory
+    for _ in range(CALLS):  # load the kernels, and fill the memory pools
         call()
     del call
-    # What that took is there again for the first context.
+    # The first context uses that memory again.
     states = [layer_state(name, layer.self_attn, sequences, 1) for layer in model.decoder.layers]
     kept = sum(x.nbytes for state in states for x in state if x is not None)
     del states

@@ -1,11 +1,12 @@
-"""Speed and memory on one NVIDIA GPU in three calls, `python gpu.py ours`, `peers` and `models`, which gpu.sh prepares.
+"""Speed and memory on one NVIDIA GPU in three calls, `python gpu.py ours`, `peers` and `models`; gpu.sh prepares them.
 
-Each writes gpu_PART.csv to --out, every figure at once: a call that is killed leaves what it had. What matters most is
-measured first, and what --seconds leaves no time for is noted. `publish` puts all three into RESULTS.md, if ours passed
-its checks. Times are CUDA events around one call, after the second-level cache has been overwritten: the median of the
-calls of a round, in rounds in which all contenders take turns. A contender is timed as Python calls it and, where it
-can be captured, as a replayed graph. The graph leaves out the time of Python and of the launches. bfloat16 unless a
-name says float32.
+Each call writes gpu_PART.csv to --out, every number at once, so that nothing is lost if it is killed. The most
+important numbers come first. Numbers for which --seconds leaves no time are noted. `publish` puts all three calls into
+RESULTS.md, if ours passed its checks.
+
+Times are CUDA events around one call, after the second-level cache was overwritten: the median of the calls of a round.
+In a round all contenders take turns. A contender is timed as called from Python and, if it can be captured, as a
+replayed graph, without the time of Python and of launches. bfloat16 unless a name says float32.
 """
 
 import argparse
@@ -35,12 +36,12 @@ from record import BYTES, RESULTS, Record, commit, publish, say
 from fairseq_fwp.kernels import load_kernels
 
 DEVICE = "cuda"
-GRACE = 30  # seconds after which a call that is late is killed
-# Shares of a call's time: of each tool of compute-sanitizer, of the tests, of the peers' first calls.
+GRACE = 30  # seconds after the deadline at which the call is killed
+# Shares of a call's time: each tool of compute-sanitizer, the tests, the peers' first calls.
 SANITIZING, TESTING, WARMING = 0.1, 0.4, 0.5
 ROUNDS = 5
 SECONDS_A_ROUND = 0.02
-CALLS = (3, 100)  # of a contender in a round: at least, at most
+CALLS = (3, 100)  # calls of a contender in a round: least, greatest number
 # Greatest relative error against the float64 reference, of out and of each gradient.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 
@@ -58,17 +59,17 @@ class Contender(NamedTuple):
     tokens_first: bool = False
     ours: bool = False
 
-    def swap(self, x):
+    def layout(self, x):
         return x.transpose(1, 2) if self.tokens_first else x
 
     def inputs(self, shape):
-        """Its inputs in its own layout."""
+        """Return its inputs in its own layout."""
         drawn = inputs.draw(self.form, shape, self.dtype, DEVICE).values()
-        return [self.swap(x).contiguous().requires_grad_() for x in drawn]
+        return [self.layout(x).contiguous().requires_grad_() for x in drawn]
 
 
 def contenders(part, delta_peer=None, decay_peer=None):
-    """{name: Contender} of a call, ours first: all of ours, or the peers and the same forms of ours next to them."""
+    """Return {name: Contender} of a call, ours first: all of ours, or the peers and our forms of the same rules."""
     found = {rule: Contender(rule, partial(inputs.call, rule), ours=True) for rule in OURS}
     for rule in ("delta", "decay"):
         found[f"{rule} float32"] = found[rule]._replace(dtype=torch.float32)
@@ -85,16 +86,16 @@ def contenders(part, delta_peer=None, decay_peer=None):
 
 
 def ends(x):
-    """The first and last two of all heads, as those of one sequence: (B, H, ...) -> (1, 4 or fewer, ...)."""
+    """Return the first and last two of all heads as one sequence: (B, H, ...) -> (1, 4 or fewer, ...)."""
     heads = x.flatten(0, 1)
     return heads[[i for i in range(len(heads)) if i < 2 or i >= len(heads) - 2]].unsqueeze(0)
 
 
 def usable(contender, shape):
-    """The function, and what is wrong with its results or "". Raises gpu_peers.Missing for a peer that is wrong."""
+    """Return the function, and the error of its results or "". Raises gpu_peers.Missing for a wrong peer."""
     function, wrong = contender.build(), ""
     if contender.exact:
-        how = {"heads": ends, "swap": contender.swap}
+        how = {"heads": ends, "layout": contender.layout}
         for of, error in inputs.errors(function, contender.form, shape, contender.dtype, DEVICE, **how).items():
             if not error <= TOLERANCE[contender.dtype]:
                 wrong = wrong or f"its {of} differs from the float64 reference by {error:.1e}"
@@ -104,7 +105,7 @@ def usable(contender, shape):
 
 
 class Clock:
-    """Return the seconds of a call on the device, from a cold second-level cache."""
+    """Measure the seconds of a call on the device, from a cold second-level cache."""
 
     def __init__(self):
         # More than any GPU's cache holds.
@@ -121,14 +122,14 @@ class Clock:
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
     def round(self, call):
-        """The median of as many calls as take about SECONDS_A_ROUND."""
+        """Return the median of calls that take about SECONDS_A_ROUND together."""
         estimate = median(self.times(call, 2))
         count = min(max(int(SECONDS_A_ROUND / max(estimate, 1e-6)), CALLS[0]), CALLS[1])
         return median(self.times(call, count))
 
 
 def replay_of(call):
-    """A graph of the call to replay, or None where it cannot be captured."""
+    """Return the replay of a graph of the call, or None if it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -145,7 +146,7 @@ def replay_of(call):
 
 
 def peak_bytes(call):
-    """Peak memory of one call beyond what is there before it."""
+    """Return the peak memory of a call beyond the memory in use before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -167,7 +168,7 @@ def call_of(stage, function, chosen):
 
 
 class Session:
-    """One call: its record, its contenders, its clock and its deadline, in seconds of time.monotonic()."""
+    """One call of this script: record, contenders, clock, and deadline in seconds of time.monotonic()."""
 
     def __init__(self, record, deadline, found):
         self.record, self.deadline, self.found = record, deadline, found
@@ -178,7 +179,7 @@ class Session:
         return self.deadline - time.monotonic()
 
     def in_time(self, where, stage, names):
-        """Return whether the deadline is still ahead; the record says what is left out."""
+        """Return whether there is time left; otherwise record what is left out."""
         if self.left() > 0:
             say(f"{self.left():4.0f} s left: {stage}, {where}: {', '.join(names)}")
             return True
@@ -187,7 +188,7 @@ class Session:
         return False
 
     def take_turns(self, where, stage, calls):
-        """Time every call, directly and as a graph, in equally many rounds, at least one, since they are compared."""
+        """Time every call, directly and as a graph, in the same number of rounds, at least one."""
         kinds = {}
         for name, call in calls.items():
             if not (call and self.in_time(where, stage, [name])):
@@ -207,28 +208,28 @@ class Session:
                 self.record.add(where, stage, name, [self.clock.round(call)], what)
 
     def attempt(self, where, stage, name, build):
-        """The call that `build()` makes, after one run of it, or None; the record says why."""
+        """Return the call that `build()` makes after running it once; None with a record of the reason if it fails."""
         try:
             call = build()
             call()
             self.record.add(where, stage, name, [peak_bytes(call)], BYTES)
             return call
-        except Exception as error:  # whatever the reason: it stands next to those that run
+        except Exception as error:  # any reason: the report shows it next to those that run
             self.record.miss(where, stage, name, gpu_peers.reason(error))
             return None
 
     def checked(self, where, stage, name, shape):
-        """The call of a contender whose results are right."""
+        """Return the call of a contender whose results are right."""
         contender, place = self.found[name], (name, shape[3:])
         if place in self.cold:
             raise gpu_peers.Missing(self.cold[place])
         function, wrong = usable(contender, shape)
-        if wrong:  # the first numbers of a new kernel are of use all the same
+        if wrong:  # the first times of a new kernel are useful even so
             self.record.add(where, stage, name, [wrong], WRONG)
         return call_of(stage, function, contender.inputs(shape))
 
     def operators(self, shape, stage, names, where=None):
-        """The contenders that are usable at a shape."""
+        """Time the contenders that work at a shape."""
         where = where or shape
         calls = {
             name: self.attempt(where, stage, name, partial(self.checked, where, stage, name, shape))
@@ -240,7 +241,7 @@ class Session:
         torch.cuda.empty_cache()
 
     def rates(self):
-        """The speed of a copy and of a matrix product, which floors follow from."""
+        """Measure the speed of a copy and of a matrix product, for the floors."""
         source = torch.randn(1 << 30, device=DEVICE)
         target = torch.empty_like(source)
         matrix = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
@@ -257,7 +258,7 @@ class Session:
 
     @torch.no_grad()
     def steps(self, where, shape, context, rules):
-        """One token more, (B, H, 1, Dk, Dv), from a state: of each rule, and attention over a cache of the context."""
+        """Time one more token, (B, H, 1, Dk, Dv): of each rule from a state, and of attention over a cached context."""
         names = [*rules, "attention"]
         if not self.in_time(where, STEP, names):
             return
@@ -281,16 +282,16 @@ class Session:
             self.steps(context_of(context), STEP_SHAPE, context, ["delta"])
 
     def check(self, folder, seconds):
-        """compute-sanitizer and the tests, whose verdicts the record keeps: what fails is measured, not published."""
+        """Run compute-sanitizer and the tests, and record the verdicts: after a failure nothing is published."""
         for tool in gpu_checks.TOOLS:
             self.record.note(tool, gpu_checks.sanitize(tool, folder, min(SANITIZING * seconds, self.left())))
         self.record.note(gpu_checks.LAWS, gpu_checks.laws(folder, min(TESTING * seconds, self.left())))
 
     def warm(self, flags, seconds):
-        """Every peer's first call at every shape, each in a process of its own, at once.
+        """Run every peer's first call at every shape, all at once in separate processes.
 
-        Triton compiles some 100 versions of a peer's kernels, and keeps them on the disk. Which of them is the fastest
-        is not kept: they would be compared while others use the GPU.
+        Triton compiles about 100 versions of a peer's kernels and keeps them on disk. The choice of the fastest is not
+        kept, because other processes use the GPU here.
         """
         os.environ["FLA_CACHE_RESULTS"] = "0"
         end = time.monotonic() + min(WARMING * seconds, self.left())
@@ -311,7 +312,7 @@ class Session:
 
 
 def stages(session, part):
-    """The measurements of a call, in the order of importance. Foreign kernels come last: they may break the GPU."""
+    """Yield the measurements of a call, most important first. Foreign kernels come last: they may break the GPU."""
     if part == "models":
         yield partial(gpu_models.measure, session.record, session.in_time)
         return
@@ -334,7 +335,7 @@ def stages(session, part):
 
 
 def describe(record, kernels):
-    """Device, driver and versions, for the head of the report; kernels: the path of our library."""
+    """Record device, driver and versions; kernels: the path of our library."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
@@ -347,7 +348,7 @@ def describe(record, kernels):
 
 
 def require_kernels():
-    """Path of our kernels, which are built where no cache holds them, or the end of the program with the reason."""
+    """Return the path of our kernels, building them if no cache has them; exit with the reason otherwise."""
     if not torch.cuda.is_available():
         raise SystemExit(f"no CUDA device: PyTorch {torch.__version__} sees no NVIDIA GPU; run.sh measures on the CPU.")
     status = load_kernels("cuda")
@@ -357,7 +358,7 @@ def require_kernels():
 
 
 def build():
-    """Compile our kernels for a GPU that is not here, the first of TORCH_CUDA_ARCH_LIST."""
+    """Compile our kernels for another machine's GPU, the first of TORCH_CUDA_ARCH_LIST."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     digits = re.match(r"(\d+)\.(\d)", listed)
     if not digits:
@@ -369,7 +370,7 @@ def build():
 
 
 def warm(args):
-    """The first call of a peer, for Session.warm."""
+    """Run the first call of a peer, for Session.warm."""
     contender, shape = contenders("peers", args.delta_peer, args.decay_peer)[args.peer], SHAPES[args.shape]
     try:
         function, _ = usable(contender, shape)
@@ -407,9 +408,9 @@ def arguments(argv=None):
 
 
 def measure(args):
-    """One call, within its seconds."""
+    """Measure one part, within its seconds."""
     deadline = time.monotonic() + args.seconds
-    signal.alarm(int(args.seconds) + GRACE)  # whatever hangs then, all that is measured is on the disk
+    signal.alarm(int(args.seconds) + GRACE)  # even if something hangs, all measurements are on disk
     kernels, record = require_kernels(), Record(path=args.out / f"gpu_{args.part}.csv")
     try:
         describe(record, kernels)

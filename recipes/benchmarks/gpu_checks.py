@@ -1,7 +1,7 @@
-"""Checks before our measurements: compute-sanitizer over small cases, then the tests on the GPU.
+"""Checks before our measurements: compute-sanitizer on small cases, then the tests on the GPU.
 
-`python gpu_checks.py` runs only the cases, for compute-sanitizer to watch. A check ends in a verdict, a text for the
-record: "passed: ...", "failed: ...", or why it says neither.
+`python gpu_checks.py` only runs the cases, under compute-sanitizer. A check gives a verdict, a text for the record:
+"passed: ...", "failed: ...", or the reason why it is neither.
 """
 
 import os
@@ -19,7 +19,7 @@ from record import HERE, say
 
 PASSED, FAILED = "passed", "failed"
 LAWS, TOOLS = "laws", ("memcheck", "racecheck")
-ERRORS_FOUND = 86  # compute-sanitizer's status then; any other says that it or the cases could not run
+ERRORS_FOUND = 86  # compute-sanitizer's status then; with any other, it or the cases could not run
 # All kinds of kernels: on tensor cores at each size of a head, scans, ragged sizes, every input of the family.
 CASES = [
     ("sum", (1, 2, 70, 16, 16), torch.bfloat16),
@@ -37,7 +37,7 @@ CASES = [
 
 
 def limited(command, seconds, log):
-    """Exit status of a command, or None after so many seconds. It leaves no children. log: file of its output."""
+    """Return the exit status of a command, None after so many seconds; kill its children. log: file of its output."""
     with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen([*map(str, command)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -57,7 +57,7 @@ def last_line(log):
 
 
 def verdict(command, seconds, log, failed=1):
-    """Return the verdict of a command that exits with 0 if all is well, and with `failed` if it found a mistake."""
+    """Return the verdict of a command that exits with 0 for success, and with `failed` for a mistake it found."""
     say(f"at most {seconds:.0f} s, output in {log}: {' '.join(map(str, command))}")
     status = limited(command, seconds, log)
     if status is None:
@@ -67,7 +67,7 @@ def verdict(command, seconds, log, failed=1):
 
 
 def sanitize(tool, folder, seconds):
-    """The cases under one of compute-sanitizer's tools; other people's kernels are not watched."""
+    """Run the cases under a tool of compute-sanitizer, which only watches our kernels."""
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if not program:
         return "not run: there is no compute-sanitizer"
@@ -87,7 +87,7 @@ def sanitize(tool, folder, seconds):
 
 
 def laws(folder, seconds):
-    """The tests that need a GPU. They are thousands of small launches: several processes share it where pytest can."""
+    """Run the tests that need a GPU, in several processes if pytest can: they are thousands of small launches."""
     workers = ["-n", "auto", "--maxprocesses", "8"] if find_spec("xdist") else []
     tests = [HERE.parents[1] / "tests" / name for name in ("laws", "ops")]
     options = ["-v", "--tb=short", "-k", "cuda", f"--junitxml={folder / 'gpu_laws.xml'}", *workers]
@@ -96,7 +96,7 @@ def laws(folder, seconds):
 
 def run_cases(device="cuda"):
     for form, shape, dtype in CASES:
-        # Drawn on the CPU, so that few kernels but ours run.
+        # Drawn on the CPU, so that few other kernels run.
         inputs = [x.to(device).requires_grad_() for x in draw(form, shape, dtype).values()]
         out = torch.ones(*shape[:3], shape[-1], dtype=dtype).to(device)
         found = training_step(call(form), inputs, out)

@@ -1,4 +1,4 @@
-"""Whole models on a GPU: updates of fairseq's own trainer, and decoding after a long context (gpu.py does it).
+"""Whole models on a GPU, for gpu.py: updates of fairseq's own trainer, and decoding after a long context.
 
 The settings are those of Schlag et al. 2021 (256 tokens a sample and 96 samples an update for the small models, 384 and
 56 for the medium ones). They are in bfloat16, with a vocabulary of WikiText-103's size; the words are random.
@@ -16,7 +16,7 @@ from record import BYTES, SPEED
 
 VOCABULARY = 267_744  # with the dictionary's four symbols, rounded as fairseq does
 RULES = ("delta", "sum", "softmax", "xl")
-# Samples and tokens of an update, and what is trained with it.
+# Samples of an update, tokens of a sample, and the models.
 PLAN = {
     SMALL: (96, 256, [f"{rule}_lm_wt103" for rule in RULES]),
     MEDIUM: (56, 384, [f"{rule}_lm_wt103_medium" for rule in RULES]),
@@ -28,7 +28,7 @@ FLAGS = ("--bf16",)
 
 
 def measure(record, in_time):
-    """Words per second and memory of every update of the plan, and the step after each context."""
+    """Measure speed and memory of every update of the plan, and the step after each context."""
     for where, (samples, length, architectures) in PLAN.items():
         train(record, in_time, where, samples, length, architectures)
     for name in DECODED:
@@ -40,11 +40,11 @@ def build(architecture, length):
 
 
 def trainer_of(architecture, length):
-    """fairseq's trainer for an architecture, as fairseq-train makes it."""
+    """Return fairseq's trainer for an architecture, as fairseq-train makes it."""
     from fairseq.trainer import Trainer
 
     built = build(architecture, length)
-    built.cfg.common.tpu = False  # fairseq takes --bf16 for one
+    built.cfg.common.tpu = False  # fairseq sets it with --bf16
     trainer = Trainer(*built)
     trainer.begin_epoch(1)
     return trainer
@@ -60,22 +60,22 @@ def train(record, in_time, where, samples, length, architectures):
             trainer = trainer_of(name, length)
             for _ in range(WARM_UP):
                 trainer.train_step([sample])
-        except (Exception, SystemExit) as error:  # whatever the reason: the report lists it next to the models that run
+        except (Exception, SystemExit) as error:  # any reason: the report shows it next to the models that run
             record.miss(where, "training", name, first_line(error))
             continue
         trainers[name] = trainer
         record.add(where, "training", name, [allocated(peak=True) - before], BYTES)
     for i in range(ROUNDS):
         if i and not in_time(where, f"training, round {i + 1}", ()):
-            break  # as many rounds for each: they are compared
+            break  # the same number of rounds for each
         for name, trainer in trainers.items():
-            trainer.train_step([sample])  # what ran before has cleared the caches
+            trainer.train_step([sample])  # the previous model has cleared the caches
             seconds = sum(elapsed(lambda trainer=trainer: trainer.train_step([sample]), UPDATES_A_ROUND))
             record.add(where, "training", name, [UPDATES_A_ROUND * sample["ntokens"] / seconds], SPEED)
 
 
 def decode(record, in_time, name):
-    """A step of the model, one sequence, after contexts that it reads at once."""
+    """Time a step of the model, one sequence, after contexts that it reads at once."""
     steps, model = WARM_UP + ROUNDS * STEPS_A_ROUND, None
     for context in CONTEXTS:
         where = context_of(context)
@@ -85,7 +85,7 @@ def decode(record, in_time, name):
             model = model or on_device(build(name, CONTEXTS[-1] + steps).model)
             tokens = models.sample(VOCABULARY, 1, context + steps)["net_input"]["src_tokens"]
             found = step_seconds(model.decoder, tokens.to(next(model.parameters()).device), context)
-        except (RuntimeError, SystemExit) as error:  # above all: attention over a long context needs too much memory
+        except (RuntimeError, SystemExit) as error:  # such as too little memory for attention over a long context
             record.miss(where, STEP, name, first_line(error))
             continue
         record.add(where, STEP, name, found, CALLED)
@@ -98,7 +98,7 @@ def on_device(model):
 
 @torch.no_grad()
 def step_seconds(decoder, tokens, context):
-    """Median seconds of a step, by round, after a context that is read at once."""
+    """Return the median seconds of a step, by round, after a context that is read at once."""
     state = {}
     decoder(tokens[:, :context], incremental_state=state, features_only=True)
     lengths = iter(range(context + 1, tokens.shape[1] + 1))
@@ -111,7 +111,7 @@ def step_seconds(decoder, tokens, context):
 
 
 def elapsed(call, times):
-    """Return the seconds of each of several calls, until the device has done it."""
+    """Return the seconds of each of several calls, until the device has finished."""
     found = []
     for _ in range(times):
         synchronize()
@@ -128,7 +128,7 @@ def synchronize():
 
 
 def allocated(peak=False):
-    """Return the bytes of the device now, or at most since this was last asked without `peak`; 0 without a device."""
+    """Return the device memory in use; with `peak` the highest since the last call without it; 0 without a device."""
     if not torch.cuda.is_available():
         return 0
     if peak:

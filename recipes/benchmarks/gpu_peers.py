@@ -1,4 +1,4 @@
-"""The opponents of our operators on a GPU: imported where they are installed, or from a checkout of theirs.
+"""Implementations to compare with our operators on a GPU, imported from installed packages or from a checkout.
 
 Every form takes tensors in its own layout and returns out. `FWP_DELTA_PEER` (or --delta-peer) is the folder `src` of a
 checkout of IDSIA/lmtool-fwp (Schlag, Irie & Schmidhuber 2021). `FWP_DECAY_PEER` (or --decay-peer) is a checkout of
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Missing(Exception):
-    """Why a peer cannot be measured, in one clause."""
+    """The reason why a peer cannot be measured, in one clause."""
 
 
 def first_line(error):
@@ -27,7 +27,7 @@ def first_line(error):
 
 
 def reason(error):
-    """Why something was not measured, for a note in a table."""
+    """Return the reason why something was not measured, for a note in a table."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "it needs more memory than this GPU has"
     return str(error) if isinstance(error, Missing) else f"it fails: {first_line(error)}"
@@ -49,7 +49,7 @@ def fla_sum():
 
 
 def published_delta(folder):
-    """Its kernels write the state in place, and it compiles them by a path relative to its folder."""
+    """Return the published delta rule; it writes the state in place, and finds its sources relative to its folder."""
     with standing_in(folder, "FWP_DELTA_PEER"):
         rule = imported("utils.fast_fast_weight", "it cannot be imported").fast_weight_memory
 
@@ -61,7 +61,7 @@ def published_delta(folder):
 
 
 def published_decay(folder):
-    """It knows no heads, and its state is ours transposed."""
+    """Return the published decay rule; it has no heads, and its state is ours transposed."""
     with standing_in(folder, "FWP_DECAY_PEER"):
         rule = imported("t2fw.functional_lfw", "it cannot be imported").LFWFunction.apply
 
@@ -76,7 +76,7 @@ def published_decay(folder):
 def imported(module, otherwise):
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a peer may fail in any way, above all in its own compilation
+    except Exception as error:  # a peer may fail in any way, most often when it compiles
         raise Missing(otherwise if isinstance(error, ModuleNotFoundError) else first_line(error)) from error
 
 
@@ -97,7 +97,7 @@ def standing_in(folder, variable):
 
 
 def versions():
-    """{package: version} of what decides the peers' speed."""
+    """Return {package: version} of the packages that the peers' speed depends on."""
     found = {"torch": torch.__version__, "CUDA": torch.version.cuda or "none"}
     for package in ("triton", "fla-core"):
         try:

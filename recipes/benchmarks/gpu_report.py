@@ -1,9 +1,8 @@
-"""The report of gpu.py, made only from its record: goals, floors and tables. None of it needs a GPU.
+"""The report of gpu.py, made only from its record, without a GPU: goals, floors and tables.
 
-Shapes (B, H, L, Dk, Dv). A floor is the time in which the least work could be done at this machine's own rates, which
-the same run measures. In each pass, every input is read once and every result is written once, at the speed of a copy
-of the device's memory. For the delta rule's training step the floor also has the products of its chunkwise form, at
-the speed of a matrix product.
+Shapes (B, H, L, Dk, Dv). A floor is the time of the least work at this machine's rates, which the same run measures. In
+each pass, every input is read once and every result is written once, at the speed of a copy of the device's memory. For
+the delta rule's training step the floor also has the products of its chunkwise form, at the speed of a matrix product.
 """
 
 from statistics import median
@@ -13,8 +12,8 @@ from inputs import FORWARD, STEP, TRAINING
 from pictures import Bars, Curves
 from record import BYTES, MISSED, SPEED, Goal, Record, compare, table
 
-PARTS = ("ours", "peers", "models")  # the calls; what peers measures again of ours stands next to the peers
-WRONG = "wrong"  # kind of a row: what is wrong with the results of a contender of ours, which is measured all the same
+PARTS = ("ours", "peers", "models")  # the calls; `peers` measures some of ours again, next to the peers
+WRONG = "wrong"  # kind of a row: an error in the results of one of ours, which is measured even so
 
 SHAPES = ((96, 8, 256, 16, 16), (56, 8, 384, 32, 32), (8, 16, 4096, 64, 64), (1, 16, 32768, 128, 128))
 TOKENS, SWEPT_HEADS, SWEPT_SIZE = 65536, 16, 64
@@ -34,12 +33,12 @@ OURS = {
 
 
 def read_parts(folder):
-    """{part: record} of the calls whose results are there."""
+    """Return {part: record} of the calls that have results."""
     return {part: Record.read(f"gpu_{part}", folder) for part in PARTS if (folder / f"gpu_{part}.csv").exists()}
 
 
 def refusal(found):
-    """Why the results of the calls must not be published, or ""."""
+    """Return the reason why the results must not be published, or ""."""
     if "ours" not in found:
         return "gpu_ours.csv is not there: run gpu.sh ours first"
     notes = found["ours"].notes()
@@ -60,7 +59,7 @@ def refusal(found):
 
 
 def merge(records):
-    """One record of several. What two have measured is the later one's: a ratio is of one call."""
+    """Return one record of several. Of two measurements the later one counts, so that a ratio is of one call."""
     found = {}
     for record in records:
         rows = {}
@@ -81,7 +80,7 @@ def context_of(length):
 
 
 def comparisons():
-    """(what, where, stage, the slower, the faster, bound, kind) of all at one place; a memory's bound is a most."""
+    """Yield (what, where, stage, slower, faster, bound, kind) of each comparison; memory has an upper bound."""
     graph = (GRAPH, CALLED)
     for shape, bound in zip(SHAPES, (3, 3, 2.5, 2), strict=True):
         yield f"delta vs FLA, {TRAINING}", shape, TRAINING, "FLA delta", "delta", bound, graph
@@ -122,7 +121,7 @@ def goals(record):
 
 
 def bytes_moved(rule, shape, stage, size):
-    """Bytes that cannot be avoided, at `size` bytes a number: inputs and results, once a pass. A step: of one token."""
+    """Return the least bytes, at `size` bytes a number: inputs and results, once a pass. A step is of one token."""
     B, H, L, Dk, Dv = shape
     inputs = OURS[rule](Dk, Dv)
     forward = inputs + Dv
@@ -140,7 +139,7 @@ def chunk_flops(shape):
 
 
 def floor(name, shape, stage, rates):
-    """Seconds, from (bytes a second of a copy, flops a second of a product), of ours in float32 if its name says so."""
+    """Return the floor in seconds of one of ours; rates: (bytes a second of a copy, flops a second of a product)."""
     copy, product = rates
     rule = name.split()[0]
     seconds = bytes_moved(rule, shape, stage, 4 if "float32" in name else 2) / copy
@@ -148,7 +147,7 @@ def floor(name, shape, stage, rates):
 
 
 def machine_rates(record):
-    """(bytes a second of a copy, flops a second of a matrix product), or None where they were not measured."""
+    """Return (bytes a second of a copy, flops a second of a matrix product), None if they were not measured."""
     found = [record.values("machine", "", name, "per second") for name in ("copy", "product")]
     return None if any(isinstance(figure, str) for figure in found) else tuple(max(figure) for figure in found)
 
@@ -158,7 +157,7 @@ def cell(values, scale, digits=1):
 
 
 def best_time(record, where, stage, name):
-    """Return the times of its graph, or those of plain calls where it has none."""
+    """Return the times of its graph, or of plain calls if it has none."""
     device = record.values(where, stage, name, GRAPH)
     return record.values(where, stage, name, CALLED) if isinstance(device, str) else device
 
@@ -175,12 +174,12 @@ def operator_row(record, shape, stage, name):
 
 
 def places(record, stage, wanted):
-    """The names that were measured at the places."""
+    """Return the names that were measured at the places."""
     return list(dict.fromkeys(name for where in wanted for name in record.names(where, stage)))
 
 
 def paragraphs(record):
-    """The tables under the goals."""
+    """Return the tables under the goals."""
     header = ["shape", "pass", "contender", "us", "us as called", "floor us", "times the floor", "MB", "note"]
     operators = [
         operator_row(record, shape, stage, name)
@@ -217,7 +216,7 @@ def paragraphs(record):
 
 
 def provenance(record):
-    """One line to read the numbers by: device, driver, versions and the rates that the floors follow from."""
+    """Return a line with device, driver, versions and the rates of the floors."""
     rates = machine_rates(record)
     measured = f"copy {rates[0] / 1e12:.2f} TB/s, bf16 product {rates[1] / 1e12:.0f} TFLOP/s" if rates else "no rates"
     return ", ".join([*(f"{name} {text}" for name, text in record.notes().items()), measured]) + "."

@@ -11,7 +11,7 @@ from fairseq_fwp import ops
 from fairseq_fwp.modules.onednn import OneDnnLinear
 
 FORWARD, TRAINING, STEP = "forward", "forward + backward", "decoding step"
-# What is measured: the function in `ops`, the names of its inputs.
+# Measured forms: the function in `ops`, the names of its inputs.
 FORMS = {
     "sum": ("sum", "q k v"),
     "gated": ("gated", "q k v gate"),
@@ -39,7 +39,7 @@ def unit(x):
     return normalize(x, dim=-1)
 
 
-# Sizes of a token and head, and what is made of a normal distribution.
+# Sizes for each token and head, and the function that is applied to normal numbers.
 TENSORS = {
     "q": ("Dk", softmax),
     "k": ("Dk", softmax),
@@ -58,7 +58,7 @@ TENSORS = {
 
 
 def draw(form, shape, dtype=torch.float32, device="cpu"):
-    """{name: tensor} of a form's inputs, in its order; a name is always the same tensor."""
+    """Return {name: tensor} of a form's inputs, in its order; the same name always gives the same tensor."""
     B, H, L, Dk, Dv = shape
     sizes, found = {"Dk": Dk, "Dv": Dv, "N": 2}, {}
     for name in FORMS[form][1].split():
@@ -70,18 +70,18 @@ def draw(form, shape, dtype=torch.float32, device="cpu"):
 
 
 def leaves(form, shape, dtype=torch.float32, device="cpu"):
-    """The same as a list of leaves for autograd."""
+    """Return the same as a list of leaves for autograd."""
     return [x.requires_grad_() for x in draw(form, shape, dtype, device).values()]
 
 
 def call(form, backend="kernel"):
-    """(*inputs) -> out"""
+    """Return the function (*inputs) -> out."""
     rule = getattr(ops, f"{FORMS[form][0]}_rule")
     return lambda *inputs: rule(*inputs, backend=backend)[0]
 
 
 def step(form, tensors, state, backend="kernel"):
-    """A call without arguments: the form from a state, which returns out and the new state."""
+    """Return a call without arguments: the form from a state, which returns out and the new state."""
     rule = getattr(ops, f"{FORMS[form][0]}_rule")
     return lambda: rule(*tensors.values(), state, backend=backend)
 
@@ -91,7 +91,7 @@ def training_step(function, inputs, gradient):
 
 
 def products(size):
-    """{name: call} of torch's two products of square matrices; which is the faster depends on the processor."""
+    """Return {name: call} of torch's two products of square matrices; the faster one depends on the processor."""
     matrix = torch.randn(size, size)
 
     @torch.no_grad()
@@ -106,11 +106,12 @@ def relative_error(found, truth):
     return ((found.double() - truth).norm() / truth.norm()).item()
 
 
-def errors(function, form, shape, dtype=torch.float32, device="cpu", heads=None, swap=lambda x: x, whole=False):
-    """{out and the inputs, for their gradients: relative error} of a function against the float64 reference.
+def errors(function, form, shape, dtype=torch.float32, device="cpu", heads=None, layout=lambda x: x, whole=False):
+    """Return {out and the inputs, for their gradients: relative error} of a function, compared with float64.
 
-    Of the first 256 tokens, and of `out` of all where `whole`. heads: of x to those that are compared, for the function
-    is given all: how a kernel lays out its work depends on their number. swap: to the function's own layout and back.
+    The first 256 tokens are compared, and with `whole` also `out` of all tokens.
+    heads: x -> the heads of x that are compared. The function gets all, since a kernel's work depends on their number.
+    layout: to the function's own layout and back.
     """
     heads = heads or (lambda x: x)
     B, H, L, *sizes = shape
@@ -121,11 +122,11 @@ def errors(function, form, shape, dtype=torch.float32, device="cpu", heads=None,
     gradient = torch.randn(*short[:3], sizes[1], generator=generator, device=device).to(dtype)
     out = call(form, "reference")(*exact)
     truth = [out, *torch.autograd.grad(out, exact, heads(gradient).double())]
-    inputs = [swap(x).contiguous().requires_grad_() for x in tensors.values()]
+    inputs = [layout(x).contiguous().requires_grad_() for x in tensors.values()]
     out = function(*inputs)
-    found = [out, *torch.autograd.grad(out, inputs, swap(gradient).contiguous())]
+    found = [out, *torch.autograd.grad(out, inputs, layout(gradient).contiguous())]
     compared = zip(["out", *tensors], found, truth, strict=True)
-    result = {name: relative_error(heads(swap(x)), y) for name, x, y in compared}
+    result = {name: relative_error(heads(layout(x)), y) for name, x, y in compared}
     if whole:
         inputs = draw(form, shape, dtype, device).values()
         with torch.no_grad():

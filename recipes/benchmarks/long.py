@@ -34,7 +34,7 @@ def build(name, length):
 
 
 def limit_memory():
-    """A failed allocation here is an answer; a machine that runs out of memory is not."""
+    """Limit the memory of this process, so that an allocation fails before the machine runs out of memory."""
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
     allowed = int(int(available.split()[1]) * 1024 * SHARE_OF_MEMORY)
     ceiling = memory("VmSize") + allowed
@@ -75,7 +75,7 @@ def tensors_in(value):
 
 @torch.no_grad()
 def measure_decoding(name, longest):
-    """{context: seconds a token and bytes of the decoding state} with a context growing token by token."""
+    """Return {context: seconds a token and bytes of the decoding state}; the context grows token by token."""
     model = build(name, longest).model.eval()
     tokens = models.sample(VOCABULARY, 1, longest)["net_input"]["src_tokens"]
     state, seconds, found = {}, [], {}
@@ -94,7 +94,7 @@ def measure_alone(stage, name, length):
 
 
 def measure(record):
-    """The models in turn."""
+    """Measure the models in turn."""
     how = {"limit": SECONDS_ALLOWED, "OMP_NUM_THREADS": THREADS, **GIVE_BACK}
     for repetition in range(REPETITIONS):
         for name in MODELS:

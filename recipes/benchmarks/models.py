@@ -1,4 +1,4 @@
-"""Models as fairseq builds them for a command line, of made-up words that follow Zipf's law."""
+"""Models as fairseq builds them for a command line, and made-up words that follow Zipf's law."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from record import HERE
 
-# before.py names that of another version.
+# before.py sets it to that of another version.
 OURS = ("--user-dir", os.environ.get("FWP_PLUGIN", str(HERE.parents[1] / "fairseq_fwp")))
 SPECIAL = 4  # symbols of fairseq's dictionary
 
@@ -21,12 +21,12 @@ class Built(NamedTuple):
 
 
 def write_dictionary(folder, words, name="dict.txt"):
-    """A dictionary of so many words, with fairseq's symbols."""
+    """Write a dictionary of that many words, fairseq's symbols included."""
     Path(folder, name).write_text("".join(f"w{word} 1\n" for word in range(words - SPECIAL)))
 
 
 def flags_of(settings):
-    """{name: value} -> flags of fairseq."""
+    """Return flags of fairseq from {name: value}."""
     flags = []
     for name, value in settings.items():
         if value is not False:
@@ -35,7 +35,7 @@ def flags_of(settings):
 
 
 def build(words, *flags, task="language_modeling", criterion="adaptive_loss"):
-    """Build the model of fairseq-train's `--arch NAME ...`, in its first state."""
+    """Build the model of `fairseq-train --arch NAME ...` with its initial weights."""
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -55,14 +55,14 @@ def build(words, *flags, task="language_modeling", criterion="adaptive_loss"):
 
 
 def draw_words(words, count):
-    """Indices of `count` words of a dictionary of so many."""
+    """Return indices of `count` random words of a dictionary of that size."""
     frequencies = 1 / torch.arange(1, words - SPECIAL + 1)
     generator = torch.Generator().manual_seed(1)
     return torch.multinomial(frequencies, count, replacement=True, generator=generator) + SPECIAL
 
 
 def sample(words, sequences, length):
-    """A batch as fairseq's task of language models makes it."""
+    """Return a batch as fairseq's task for language models makes it."""
     tokens = torch.randint(SPECIAL, words, (sequences, length + 1), generator=torch.Generator().manual_seed(2))
     return {
         "id": torch.arange(sequences),

@@ -1,7 +1,7 @@
-"""ONNX Runtime's LinearAttention, the operator of this kind that others ship for a CPU: float32, forward only.
+"""ONNX Runtime's LinearAttention, another operator of this kind for a CPU: float32, forward only.
 
-It is there twice: opset 27's, which ONNX Runtime expands to a loop of simple operators (Scan), and a fused kernel with
-the same inputs, of the domain com.microsoft.
+There are two: that of opset 27, which ONNX Runtime expands to a loop of simple operators (Scan), and a fused kernel
+with the same inputs in the domain com.microsoft.
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def linear_attention(rule, shape, domain, decays, rates):
 
 
 def pack(q, k, v, state, decay=None, beta=None):
-    """Return its inputs for those of our operators: tokens stand before heads there, and decays are logarithms."""
+    """Return its inputs from those of our operators: tokens come before heads, and decays are logarithms."""
 
     def tokens_first(x):
         return np.ascontiguousarray(x.transpose(1, 2).flatten(2).numpy())

@@ -1,6 +1,6 @@
-"""Our operators against their peers in one interleaved run.
+"""Our operators, compared with other implementations in one interleaved run.
 
-float32, one thread but for the names that say two. Shapes (B, H, L, Dk, Dv): Schlag et al.'s small and medium language
+float32; one thread, unless the name says two. Shapes (B, H, L, Dk, Dv): Schlag et al.'s small and medium language
 models (per layer), the big translation model with DPFP's 256 features, and one long sequence.
 """
 
@@ -22,7 +22,7 @@ SHAPES = {
     "1k": (1, 8, 1024, 64, 64),
     "8k": (1, 8, 8192, 64, 64),
 }
-# Of a shape's pass: where neighbours on the host slow a core down for a second at a time, five short rounds say little.
+# Of a shape's pass: others on the host may slow a core down for a second, so five short rounds are not enough.
 ROUNDS, SECONDS = 5, 25
 PASSES = {FORWARD: torch.no_grad, TRAINING: torch.enable_grad}
 STEPS = {f"B = {batch}, H = 8, d = 64": (batch, 8, 1, 64, 64) for batch in (1, 32)}
@@ -39,7 +39,7 @@ SIZES = "sizes of q + k + v + out"
 
 
 def contenders(record):
-    """{name: (function, form whose inputs it takes, whether it must agree with it)}"""
+    """Return {name: (function, form whose inputs it takes, whether it must agree with that form)}."""
     found = {form: (inputs.call(form), form, True) for form in OURS}
     found |= {LOOP: (peers.delta_loop, "delta", True), SDPA: (peers.softmax_attention, "sum", False)}
     found |= {name: (form, "delta", True) for name, form in CHUNKWISE.items()}
@@ -53,7 +53,7 @@ def contenders(record):
 
 
 def pairs_of_products():
-    """Two products of matrices one after the other, and on a thread each: what a second core gives at the most."""
+    """Return two matrix products in turn, and on a thread each: the greatest gain of a second core."""
     matrix, helper = torch.randn(384, 384), ThreadPoolExecutor(1)
     multiply = partial(torch.mm, matrix, matrix)
 
@@ -93,7 +93,7 @@ def measure_shape(record, where, shape, found):
 
 
 def measure_steps(record, where, shape):
-    """One decoding step, 8 heads of d = 64: ours, PyTorch's, and SDPA over key-value caches."""
+    """Measure a decoding step, 8 heads of d = 64: ours, PyTorch's, and SDPA over key-value caches."""
     tensors = inputs.draw("delta", shape)
     state = torch.randn(*shape[:2], 64, 64, generator=torch.Generator().manual_seed(3))
     exact = {name: x.double() for name, x in tensors.items()}
@@ -114,7 +114,7 @@ def measure_steps(record, where, shape):
 
 
 def measure_rates(record):
-    """The speed of a copy, and of the faster of torch's two matrix products, both on one thread."""
+    """Measure the speed of a copy, and of torch's two matrix products, on one thread."""
     source, target = torch.ones(2**26), torch.ones(2**26)
     calls = {"copy": partial(target.copy_, source)} | inputs.products(1024)
     calls = {name: Contender(call) for name, call in calls.items()}
@@ -135,9 +135,9 @@ def measure(record):
 
 
 def measure_alone():
-    """Peak memory beyond the inputs of delta's forward + backward at 8k, in sizes of q + k + v + out.
+    """Return the peak memory of delta's forward + backward at 8k beyond the inputs, in sizes of q + k + v + out.
 
-    All of it counts: out, its gradient, the four gradients and whatever is kept in between.
+    It includes out, its gradient, the four gradients and all that is kept in between.
     """
     B, H, L, Dk, Dv = shape = SHAPES["8k"]
     rule = inputs.call("delta")
@@ -145,14 +145,14 @@ def measure_alone():
     chosen = inputs.leaves("delta", shape)
     before = memory("VmRSS")
     inputs.training_step(rule, chosen, torch.ones(B, H, L, Dv))
-    # The peak of the whole life of this process: never less than that of the step.
+    # The peak of the whole process, at least that of the step.
     return (memory("VmHWM") - before) / (4 * B * H * L * 2 * (Dk + Dv))
 
 
 def comparisons():
-    """(what, the slower contenders, of which the fastest counts, the faster one, {where: bound}) of the training step.
+    """Return (what, slower contenders, faster one, {where: bound}) of the training step.
 
-    A bound is a least ratio, or, where its text says cost, a largest one.
+    Of the slower contenders the fastest counts. A bound is a least ratio, or a largest one if its text says cost.
     """
     every = dict.fromkeys(SHAPES)
     two_threads = {where: None for where in SHAPES if where != "small"}
@@ -199,7 +199,7 @@ def goals(record):
 
 
 def floors(shape):
-    """{(rule, pass): (bytes, flops)} that cannot be avoided, token by token: inputs read once, results written once.
+    """Return the least {(rule, pass): (bytes, flops)}, token by token: inputs read once, results written once.
 
     Each product with the Dk x Dv state is 2 Dk Dv flops. sum: 2 forward (write, read), 5 more backward (rebuild the
     state, dq, the state's gradient, dk, dv). delta: 3 forward, 7 more backward.
@@ -227,7 +227,7 @@ def floor_rows(record, rates):
 
 
 def contender_rows(record):
-    """Every contender's time in times of our delta's, pass and shape."""
+    """Return every contender's time divided by that of our delta, by pass and shape."""
     places = [(where, stage) for where in SHAPES for stage in PASSES]
     names = dict.fromkeys(name for place in places for name in record.names(*place) if name not in PAIRS)
     rows = {name: [name] for name in names}

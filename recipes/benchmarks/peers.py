@@ -1,8 +1,8 @@
-"""The opponents of our operators: the best PyTorch forms we know, and other people's products.
+"""Implementations to compare with our operators: the best PyTorch forms we know, and other packages.
 
 Shapes: q, k (B, H, L, Dk), v (B, H, L, Dv), beta (B, H, L), all contiguous; every function returns out (B, H, L, Dv).
-A decoding step has L = 1 and takes and returns the state (B, H, Dk, Dv). None of them computes the state after the
-last token when it can avoid it. Each is checked against the float64 reference before it is timed.
+A decoding step has L = 1 and takes and returns the state (B, H, Dk, Dv). They compute the state after the
+last token only if they must. Each is checked against the float64 reference before it is timed.
 """
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def delta_loop(q, k, v, beta):
-    """Token by token; unbound, never indexed: the backward of `q[:, :, t]` costs O(L) for each token."""
+    """Compute token by token, with unbind: the backward pass of `q[:, :, t]` costs O(L) for each token."""
     B, H, L, Dk = q.shape
     rows = [x.reshape(B * H, L, 1, -1).unbind(1) for x in (q, k, v, beta)]
     state, out = q.new_zeros(B * H, Dk, v.shape[-1]), []
@@ -22,7 +22,7 @@ def delta_loop(q, k, v, beta):
 
 
 def diagonal_blocks(x, size):
-    """View of (..., C, C) as its diagonal blocks (..., C / size, size, size)."""
+    """Return a view of (..., C, C) as its diagonal blocks (..., C / size, size, size)."""
     blocks = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
@@ -51,10 +51,13 @@ class UnitLowerInverse(torch.autograd.Function):
 
 
 def delta_chunkwise(q, k, v, beta, chunk, inverse):
-    """The WY form (Yang et al. 2024, arXiv 2406.06484, section 3.2), chunks of `chunk` tokens.
+    """Compute the WY form (Yang et al. 2024, arXiv 2406.06484, section 3.2), in chunks of `chunk` tokens.
 
-    In a chunk that starts with the state S: U = (I + A)^-1 (beta v - beta k S) with A = tril(beta k k^T, -1),
-    out = q S + tril(q k^T) U, and the next state is S + k^T U. `inverse` is "solve" (solve_triangular) or "doubling".
+    With A = tril(beta k k^T, -1) and U = (I + A)^-1 (beta v - beta k S) in a chunk that starts with the state S:
+
+        out = q S + tril(q k^T) U        next state = S + k^T U
+
+    inverse: "solve" (solve_triangular) or "doubling".
     """
     B, H, L, Dk = q.shape
     Dv, chunk = v.shape[-1], min(chunk, L)
@@ -90,13 +93,13 @@ def softmax_attention(q, k, v):
 
 
 def fast_transformers_sum():
-    """The causal product of pytorch-fast-transformers, which is silently wrong on inputs that are not contiguous."""
+    """Return the causal product of pytorch-fast-transformers, which is silently wrong on non-contiguous inputs."""
     from fast_transformers.causal_product import causal_dot_product
 
     return lambda q, k, v: causal_dot_product(q.contiguous(), k.contiguous(), v.contiguous())
 
 
-# One decoding step of the delta rule in four ways; which is the fastest depends on the batch.
+# One decoding step of the delta rule in four ways; the fastest one depends on the batch.
 
 
 def step_einsum(q, k, v, beta, state):
@@ -118,7 +121,7 @@ def step_baddbmm(q, k, v, beta, state):
 
 
 def step_in_place(q, k, v, beta, state):
-    """Overwrite the state that was given, which ours never does."""
+    """Overwrite the given state, which our operators never do."""
     k_, state_ = k.flatten(0, 1), state.view(-1, *state.shape[2:])
     write = torch.baddbmm(v.flatten(0, 1), k_, state_, alpha=-1).mul_(beta.view(-1, 1, 1))
     state_.baddbmm_(k_.mT, write)

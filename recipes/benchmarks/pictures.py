@@ -1,4 +1,4 @@
-"""The pictures of a run: bars of the ratios it is held to, and curves over lengths."""
+"""The pictures of a run: bars of its ratios, and curves over lengths."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from record import MISSED, SECONDS
 
 from fairseq_fwp.cli.plot_style import PUBLISHED, colour_of, load_pyplot, save, use_log_scale
 
-# What is drawn in the colour of a rule without beginning with its name, and lines that are dashed.
+# First words of names that do not begin with a rule, with the rule whose colour they get; and dashed lines.
 RULES = {"transformer_lm": "softmax", "attention": "softmax", "flash": "softmax", "favor": "sum", "dpfp": "sum"}
 DASHES = {"softmax, cache in place": "--", "FLA delta": "--", "FLA sum": "--"}
 IN_A_ROW = 4
 
 
 class Bars(NamedTuple):
-    """The ratios of the goals' rows that are `chosen`, on a logarithmic axis."""
+    """The ratios of the `chosen` rows of the goals, on a logarithmic axis."""
 
     title: str
     unit: str
@@ -22,9 +22,9 @@ class Bars(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """The smallest value of every contender at the places called `where`, over the number in the place of {}.
+    """The smallest value of every contender at the places called `where`, over the number that replaces {}.
 
-    scale: (value, number) -> what is drawn; megabytes where it is missing.
+    scale: (value, number) -> the drawn number, by default megabytes.
     """
 
     where: str
@@ -79,7 +79,7 @@ def is_there(panel, record):
 
 
 def draw(path, record, goals, panels):
-    """Write the picture of a run, of the panels for which something was measured."""
+    """Write the picture of a run with the panels that have measurements."""
     pyplot = load_pyplot()
     panels = [panel for panel in panels if is_there(panel, record)]
     rows = -(-len(panels) // IN_A_ROW)

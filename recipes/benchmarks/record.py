@@ -17,7 +17,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 UNRELIABLE_LOAD = 0.5
-# Kinds of measurements. Of a speed more is better.
+# Kinds of measurements. A higher speed is better.
 SECONDS, BYTES, SPEED, MISSED = "seconds", "bytes", "words per second", "not measured"
 GOAL_HEADER = ["ratio", "where", "must reach", "median of rounds", "of minima", "met", "note"]
 
@@ -29,7 +29,7 @@ def say(text):
 class Record:
     """Measurements in the order in which they were made: the rows of results/PART.csv.
 
-    path: a file that has each row as soon as it is measured, for a run that may be killed.
+    path: a file that gets each row as soon as it is measured, for a run that may be killed.
     """
 
     HEADER = ("where", "stage", "name", "what", "round", "value")
@@ -52,7 +52,7 @@ class Record:
                 csv.writer(file).writerows(rows)
 
     def add(self, where, stage, name, values, what=SECONDS):
-        """One value a round, after the rounds that are there."""
+        """Add one value a round, after the earlier rounds."""
         key = [str(where), stage, name, what]
         done = sum(row[:4] == key for row in self.rows)
         new = [[*key, done + i, value] for i, value in enumerate(values)]
@@ -60,7 +60,7 @@ class Record:
         self.write(new)
 
     def take(self, where, stage, name, found):
-        """One more round of several kinds, or {"stopped": why there is none}."""
+        """Add one round of several kinds, or {"stopped": the reason why there is none}."""
         for what, value in found.items():
             self.add(where, stage, name, [value], MISSED if what == "stopped" else what)
 
@@ -68,14 +68,14 @@ class Record:
         self.add(where, stage, name, [reason], MISSED)
 
     def note(self, name, text):
-        """About the run as a whole."""
+        """Add a note about the whole run."""
         self.add("machine", "", name, [text], "text")
 
     def notes(self):
         return {row[2]: row[5] for row in self.rows if row[0] == "machine" and row[3] == "text"}
 
     def values(self, where, stage, name, what=SECONDS, inverse=False):
-        """Figures by round, or the reason why there are none: it failed in a round, or was not reached."""
+        """Return numbers by round, or the reason why there are none: a failed round, or not reached."""
         key = [str(where), stage, name]
         reasons = [row[5] for row in self.rows if row[:4] == [*key, MISSED]]
         found = [float(row[5]) for row in self.rows if row[:4] == [*key, what]]
@@ -87,7 +87,7 @@ class Record:
         return list(dict.fromkeys(row[2] for row in self.rows if row[:2] == [str(where), stage]))
 
     def curve(self, where, stage, name, what=SECONDS):
-        """{number: smallest value} over the places that are called `where` with a number for its {}."""
+        """Return {number: smallest value} of the places called `where` with a number for its {}."""
         before, after = map(re.escape, where.split("{}"))
         found = {}
         for row in self.rows:
@@ -108,19 +108,19 @@ class Goal(NamedTuple):
 
 
 def ratios(slower, faster):
-    """(median over the rounds, ratio of the minima) of two lists; of one round each, only their ratio."""
+    """Return (median over the rounds, ratio of the minima) of two lists; for one round only the ratio."""
     found = median(s / f for s, f in zip(slower, faster, strict=True)), min(slower) / min(faster)
     return found[: len(slower)]
 
 
 def compare(record, goal, over, under, what=SECONDS, times=1.0, note=""):
-    """A row of the ratio of two measurements, (where, stage, name) each, or the reason why one of them is missing.
+    """Return a row of the ratio of two measurements, (where, stage, name) each, or of why one is missing.
 
-    what: the kind; of several the first that both have. times: what the ratio is multiplied by.
+    what: the kind; of several the first that both have. times: a factor of the ratio.
     """
     kinds = [what] if isinstance(what, str) else what
     for kind in kinds:
-        # Speeds are turned into times, of which less is better as of all else.
+        # Speeds become times, so that less is better for all kinds.
         figures = [record.values(*key, kind, inverse=kind.endswith("per second")) for key in (over, under)]
         missing = [figure for figure in figures if isinstance(figure, str)]
         if not missing:
@@ -130,14 +130,14 @@ def compare(record, goal, over, under, what=SECONDS, times=1.0, note=""):
 
 
 def fastest(record, where, stage, names):
-    """The contender with the smallest minimum of seconds; the first of `names` when none of them ran."""
+    """Return the contender with the smallest minimum of seconds; the first of `names` if none ran."""
     ran = {name: record.values(where, stage, name) for name in names}
     ran = {name: min(seconds) for name, seconds in ran.items() if not isinstance(seconds, str)}
     return min(ran, key=ran.get) if ran else next(iter(names))
 
 
 def verdict(goal, reached):
-    """Both the median and the minima must keep a goal."""
+    """Say whether a goal is met, by the median and by the minima."""
     if goal.bound is None:
         return "-"
     kept = all(value <= goal.bound if goal.at_most else value >= goal.bound for value in reached)
@@ -145,7 +145,7 @@ def verdict(goal, reached):
 
 
 def goal_row(goal, reached, note=""):
-    """`reached` is (median, of minima), (one number,), or a reason why there is none."""
+    """Return the row of a goal; reached: (median, of minima), (one number,), or a reason why there is none."""
     bound = "-" if goal.bound is None else f"{'<= ' if goal.at_most else '>= '}{goal.bound:g}"
     if isinstance(reached, str):
         return [goal.what, goal.where, bound, "not available", "not available", MISSED, reached]
@@ -164,7 +164,7 @@ def summary(rows):
 
 
 def processor():
-    """Its name, and its family and model where they are told: virtual machines often hide all but the name's start."""
+    """Return the name of the processor, with family and model if known: virtual machines often hide the full name."""
     first, *_ = Path("/proc/cpuinfo").read_text().split("\n\n")
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
     if "model name" not in fields:
@@ -185,10 +185,10 @@ def commit():
 
 
 def provenance():
-    """One line to read the numbers by."""
+    """Return one line about the machine, versions and date."""
     import torch
 
-    # Of the last minute, before anything of ours ran: run.sh knows better than this process.
+    # Of the minute before our first process: run.sh knows it better than this process.
     load = float(os.environ.get("LOAD_BEFORE") or os.getloadavg()[0])
     warning = f" **(above {UNRELIABLE_LOAD}: the machine was busy, do not trust the numbers)**"
     return (
@@ -199,7 +199,7 @@ def provenance():
 
 
 def write_csv(name, header, rows):
-    """Path of results/NAME.csv, written."""
+    """Write results/NAME.csv and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -208,7 +208,7 @@ def write_csv(name, header, rows):
 
 
 def publish(part, record, goals, *paragraphs, head="", script="run.sh", panels=()):
-    """Write results/PART.csv, PART_goals.csv and PART.md with the latter's text in RESULTS.md, and the picture."""
+    """Write results/PART.csv, PART_goals.csv, PART.md, whose text is also put into RESULTS.md, and the picture."""
     write_csv(part, Record.HEADER, record.rows)
     write_csv(f"{part}_goals", GOAL_HEADER, goals)
     head = head or record.notes()["provenance"]

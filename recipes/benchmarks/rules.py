@@ -1,7 +1,7 @@
 """Every update rule at growing length: time per token and peak memory of forward + backward.
 
 float32, one thread, 8 heads of 64 dimensions. A rule whose cost per token grows is not linear. Times are of as many
-sequences as make 16,384 tokens in all: all lengths then move the same memory, and short ones do not fit into a cache.
+sequences as have 16,384 tokens in all: all lengths then move the same memory, and short ones do not fit into a cache.
 (fwm, a loop in PyTorch, takes one sequence: many would take minutes.) A rule that keeps a state for every token needs
 8 * 64 * 64 numbers a token, with which the memory of one sequence is compared.
 """
@@ -15,7 +15,7 @@ from pictures import Curves
 from record import BYTES, Goal, compare, say
 from timing import GIVE_BACK, Contender, alone, interleave, memory
 
-# The rules of layers, and what their layers give to the operator.
+# The rules of layers, and the form that their layers use.
 RULES = {
     **{rule: rule for rule in ("sum", "gated", "delta", "decay", "rwkv7", "fwm")},
     "gla": "gla, decay per key dimension",
@@ -30,7 +30,7 @@ EVERY = "a state per token"
 
 
 def prepare(rule, length, batch=1):
-    """The call that is measured: forward and backward of a rule."""
+    """Return the measured call: forward and backward of a rule."""
     form = RULES[rule]
     gradient = torch.randn(batch, HEADS, length, SIZE, generator=torch.Generator().manual_seed(2))
     chosen = inputs.leaves(form, (batch, HEADS, length, SIZE, SIZE))
@@ -38,7 +38,7 @@ def prepare(rule, length, batch=1):
 
 
 def measure_alone(rule, length):
-    """Peak resident bytes beyond the inputs: out, all gradients, and whatever is kept in between."""
+    """Return the peak resident bytes beyond the inputs: out, all gradients, and all that is kept in between."""
     prepare(rule, 64)()  # loads the kernel
     call = prepare(rule, int(length))
     before = memory("VmRSS")

@@ -1,4 +1,4 @@
-"""Measure the parts that are named, or all of them, each in a process of its own (run.sh calls this)."""
+"""Measure the named parts, or all, each in a separate process (run.sh calls this)."""
 
 import importlib
 import json
@@ -10,8 +10,8 @@ from record import HERE, Record, provenance, publish, say
 from timing import KEEP
 
 ROOT = HERE.parents[1]
-# Every part, and the environment that it is measured in. fast-transformers brings an OpenMP runtime of its own, which
-# torch.set_num_threads does not reach.
+# Every part and its environment. fast-transformers has its own OpenMP runtime, which torch.set_num_threads does not
+# change.
 PARTS = {
     "operators": KEEP | {"OMP_NUM_THREADS": "1"},
     "family": KEEP,
@@ -46,12 +46,12 @@ def measure_all(parts):
 
 
 def measure(part):
-    """The measurements of one part, and all that is published of them."""
+    """Measure one part and publish its results."""
     module, record = importlib.import_module(part), Record()
     record.note("provenance", provenance())
     try:
         module.measure(record)
-    except (RuntimeError, ValueError) as error:  # above all: no kernel could be built
+    except (RuntimeError, ValueError) as error:  # such as: no kernel could be built
         raise SystemExit(f"{part} cannot be measured: {error}") from error
     publish(part, record, module.goals(record), *module.paragraphs(record), panels=module.PANELS)
 

@@ -1,4 +1,4 @@
-"""Interleaved timing, memory, and measurements in a process of their own."""
+"""Interleaved timing, memory, and measurements in separate processes."""
 
 import json
 import os
@@ -11,15 +11,15 @@ from typing import NamedTuple
 import torch
 from record import say
 
-# Settings of the allocator. KEEP: freed memory stays with the process. Else every contender draws fresh pages from the
-# system in every call, which takes up to half of the time at small shapes, and which calls are spared is chance.
-# GIVE_BACK: it goes back at once, so that what is resident is what is in use.
+# Settings of the allocator. KEEP: freed memory stays with the process. Otherwise calls get new pages from the system,
+# which takes up to half of the time at small shapes, in some calls and not in others. GIVE_BACK: freed memory goes back
+# at once, so that resident memory is memory in use.
 KEEP = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_MAX_": "0"}
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
 
 
 class Contender(NamedTuple):
-    """`call()` does the work once."""
+    """A measured function: `call()` does the work once."""
 
     call: object
     threads: int = 1
@@ -34,10 +34,10 @@ def seconds_per_call(contender, calls):
 
 
 def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
-    """{name: seconds of each round}, all contenders once a round, so that a slow moment hits all of them alike.
+    """Return {name: seconds of each round}; a round has all contenders, so that a slow moment affects all of them.
 
-    A measurement repeats its call for `at_least` seconds, after half as many calls that warm up. Rounds go on for
-    `seconds`, and there are never fewer than `rounds`.
+    A measurement repeats its call for `at_least` seconds, after half as many warm-up calls. Rounds go on for
+    `seconds`, and there are at least `rounds`.
     """
     first = {name: min(seconds_per_call(c, 1) for _ in range(2)) for name, c in contenders.items()}
     calls = {name: max(1, round(at_least / first[name])) for name in contenders}
@@ -47,7 +47,7 @@ def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
         taken += 1
         say(f"{title}: round {taken} of {rounds}" + (f" or more, for {seconds} s" if seconds else ""))
         for name, contender in contenders.items():
-            # What ran before has cleared the caches, which takes some milliseconds, not one short call, to undo.
+            # The previous contender has cleared the caches: filling them takes milliseconds, more than one short call.
             seconds_per_call(contender, max(1, calls[name] // 2))
             times[name].append(seconds_per_call(contender, calls[name]))
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
 
 
 def memory(field):
-    """Bytes of this process: VmRSS now, VmHWM at most so far. (getrusage's maximum would include the parent's.)"""
+    """Return the bytes of this process: VmRSS now, VmHWM the peak. (getrusage's maximum includes the parent's.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -63,7 +63,7 @@ def memory(field):
 
 
 def alone(part, *arguments, limit=None, **environment):
-    """Return the result of a part's `measure_alone` in a process of its own; {"stopped": why} after `limit` seconds."""
+    """Return the result of a part's `measure_alone` in a separate process; {"stopped": why} after `limit` seconds."""
     command = [sys.executable, Path(__file__).with_name("run.py"), "--alone", part, *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     try:

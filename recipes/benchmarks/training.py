@@ -1,7 +1,7 @@
-"""Words per second and memory of fairseq-train: ours against softmax attention, here and in fairseq.
+"""Words per second and memory of fairseq-train: ours compared with softmax attention, here and in fairseq.
 
 The small model of Schlag et al. 2021 (16 layers, D = 128, 8 heads, ffn 2048; Sec. 6.3 has speed and memory of these
-rules and maps). Its 10,000 words are invented: so few that the softmax over the vocabulary does not hide the layers.
+rules and maps). Its 10,000 words are invented: with more, the softmax over the vocabulary would hide the layers.
 The optimizer and the 2,048 tokens an update are the same for all.
 """
 
@@ -27,10 +27,10 @@ REPETITIONS = 3
 UPDATES = 9
 WARM_UP = 3
 THREADS = "2"
-# Memory is what an update takes beyond one of so few tokens, which loads the model and all libraries.
+# Memory is counted beyond that of an update of this few tokens, which loads the model and all libraries.
 FEW_TOKENS = 16
 KERNEL = [*OURS, "--fwp-backend", "kernel"]
-# One band of adaptive inputs and softmax, tied: as ours, a plain softmax that the criterion adaptive_loss can take.
+# One band of adaptive inputs and softmax, tied: like ours, a plain softmax that adaptive_loss can use.
 BAND = str(VOCABULARY)
 DELTA, SUM, SOFTMAX, FAIRSEQ = "delta_lm_wt103", "sum_lm_wt103", "softmax_lm_wt103", "transformer_lm"
 MODELS = {
@@ -50,7 +50,7 @@ MODELS = {
 
 
 def prepare(folder):
-    """A corpus of which only the speed matters. Returns fairseq's data folder."""
+    """Write a random corpus and return fairseq's data folder."""
     drawn = models.draw_words(VOCABULARY, TOKENS_PER_UPDATE * (UPDATES + 2)) - models.SPECIAL
     lines = [" ".join(f"w{word}" for word in line.tolist()) for line in drawn.split(64)]
     (folder / "train.txt").write_text("\n".join(lines) + "\n")
@@ -84,7 +84,7 @@ def command(model, data, length, tokens=TOKENS_PER_UPDATE):
 
 
 def words_per_second(log):
-    """Median over the updates after the warm-up, each timed by itself, from fairseq's JSON log."""
+    """Return the median of the updates after the warm-up, each timed by itself, from fairseq's JSON log."""
     updates = [json.loads(found) for found in re.findall(r"\| train_inner \| (\{.*\})", log)]
     speeds = [float(update["wps"]) for update in updates][WARM_UP:]
     if len(speeds) != UPDATES - WARM_UP:
@@ -97,7 +97,7 @@ def place(length):
 
 
 def measure(record):
-    """The models in turn; memory beyond that of an update of FEW_TOKENS."""
+    """Measure the models in turn; memory beyond that of an update of FEW_TOKENS."""
     with tempfile.TemporaryDirectory() as folder:
         data = prepare(Path(folder))
         for repetition in range(REPETITIONS):

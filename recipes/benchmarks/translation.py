@@ -1,7 +1,7 @@
-"""Cost of translation with linear attention, against softmax attention of the same size.
+"""Cost of translation with linear attention, compared with softmax attention of the same size.
 
 fairseq's own beam search over targets of growing length, and over sources of growing length; and training steps. Every
-generation has a process of its own, so that its peak memory is its own.
+generation has a separate process, so that peak memory is not shared.
 """
 
 import time
@@ -32,8 +32,8 @@ BATCH = (100, 15)  # sentences and tokens of a training step: about what --max-t
 WHERE_TRAINED = "{} sentences of {} tokens".format(*BATCH)
 ROUNDS = 5
 SECONDS_ALLOWED = 300
-# Where memory is measured, freed memory goes back to the system at once, small pieces too: what the warm-up has freed
-# would else be used again without being counted, and how much that is is chance. It slows a step by up to a third.
+# For measurements of memory, freed memory goes back to the system at once, in small pieces too. Otherwise an unknown
+# part of the warm-up's memory would be used again and not counted. This slows a step by up to a third.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TOP_PAD_": "0", "MALLOC_TRIM_THRESHOLD_": "0"}
 # Growth of time and memory from the shortest target to the longest.
 FLAT = 1.2
@@ -53,7 +53,7 @@ def random_tokens(*shape):
 
 
 def measure_alone(name, source_length, target_length):
-    """Seconds and bytes beyond the model of one sentence, as long as asked for."""
+    """Return seconds, and bytes beyond the model, of one sentence of given lengths."""
     built, target_length = build(name), int(target_length)
 
     def translate(source_length, length):
@@ -72,7 +72,7 @@ def measure_alone(name, source_length, target_length):
 
 
 def time_and_memory(*arguments):
-    """Seconds of one process and bytes of another: each with the allocator that suits it."""
+    """Return the seconds of one process and the bytes of another, each with a suitable allocator."""
     timed = alone("translation", *arguments, limit=SECONDS_ALLOWED)
     if "stopped" in timed:
         return timed
@@ -80,7 +80,7 @@ def time_and_memory(*arguments):
 
 
 def training_step(name):
-    """A function that does one step forward and backward."""
+    """Return a function that does one step forward and backward."""
     model = build(name).model.train()
     source, target = random_tokens(*BATCH), random_tokens(*BATCH)
 
@@ -97,7 +97,7 @@ def place(side, length="{}"):
 
 
 def measure(record):
-    """The models in turn."""
+    """Measure the models in turn."""
     steps = {name: Contender(training_step(name)) for name in MODELS}
     for name, seconds in interleave(steps, ROUNDS, "training steps", at_least=0).items():
         record.add(WHERE_TRAINED, "training", name, [BATCH[0] * BATCH[1] / second for second in seconds], SPEED)

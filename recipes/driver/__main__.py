@@ -1,6 +1,6 @@
-"""The program behind every recipe: `python recipes/driver KIND --recipe FOLDER SETTINGS... ARGUMENTS...`.
+"""The program that runs every recipe: `python recipes/driver KIND --recipe FOLDER SETTINGS... -- ARGUMENTS...`.
 
-A recipe's run.sh gives the kind and its settings, and then what its user gave, which wins.
+A recipe's run.sh gives the kind and its settings, then its user's arguments, which override them.
 """
 
 import importlib
@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-# This checkout's package, also where another folder's is installed.
+# This checkout's package, even if that of another folder is installed.
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from commands import RecipeError
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     except (RecipeError, ValueError, OSError) as error:
         sys.exit(f"run.sh: {error}")
     except KeyboardInterrupt:
-        print("\nrun.sh: stopped; the same command goes on.", file=sys.stderr)
+        print("\nrun.sh: stopped; run the same command to resume.", file=sys.stderr)
         sys.exit(130)
 
 

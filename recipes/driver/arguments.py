@@ -1,4 +1,4 @@
-"""The command line of a recipe: a stage, flags of the recipe, and flags that go on to fairseq."""
+"""The command line of a recipe: a stage, flags of the recipe, and flags for fairseq."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a kind of recipe; flags it does not know go on to fairseq."""
+    """The parser of a kind of recipe; unknown flags are for fairseq."""
 
     def __init__(self, stages: tuple[str, ...], rest: str) -> None:
         super().__init__(
@@ -17,10 +17,10 @@ class Parser(argparse.ArgumentParser):
         self.usage = f"bash run.sh [{'|'.join(stages)}] [flags below]" + f" [{rest}]" * bool(rest)
         self.add_argument("-h", "--help", action="help", help="show this and exit")
         self.add_argument("--recipe", type=Path, required=True, help=argparse.SUPPRESS)
-        self.add_argument("--out", type=Path, metavar="FOLDER", help="where everything goes (runs/RECIPE)")
+        self.add_argument("--out", type=Path, metavar="FOLDER", help="folder for all results (runs/RECIPE)")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """Return the flags: the recipe's before `--`, its user's after it; `extra` has those that go on to fairseq."""
+        """Return the flags: the recipe's before `--`, its user's after it; `extra` has those for fairseq."""
         at = arguments.index("--") if "--" in arguments else 0
         settings, given = arguments[:at], arguments[at:][1 if at else 0 :]
         recipe = Path(arguments[arguments.index("--recipe") + 1]) if "--recipe" in arguments else ROOT
@@ -31,12 +31,12 @@ class Parser(argparse.ArgumentParser):
         stage = {"eval": "evaluate"}.get(stage, stage)
         args, extra = self.parse_known_args([*settings, *given])
         if stage not in self.stages:
-            self.error(f"there is no stage {stage}: it is {', '.join(self.stages)}.")
+            self.error(f"the stage must be one of {', '.join(self.stages)}, got {stage}.")
         for flag in ("--save-dir",):
             if any(word.partition("=")[0] == flag for word in extra):
                 self.error(f"{flag} is set by the recipe (--out): leave it out.")
         if extra and not extra[0].startswith("-"):
-            self.error(f"flags begin with --, got {extra[0]}.")
+            self.error(f"flags must begin with --, got {extra[0]}.")
         args.stage, args.extra = stage, extra
         args.out = args.out and args.out.absolute()
         return args
@@ -55,7 +55,7 @@ def describe(script: Path) -> str:
 
 
 def names(words: list[str] | None) -> list[str]:
-    """Return the names in a list of words, of which each may hold several."""
+    """Return the names in a list of words; a word may hold several, separated by spaces."""
     return [name for word in words or [] for name in word.split()]
 
 

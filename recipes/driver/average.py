@@ -1,4 +1,4 @@
-"""The mean of the last checkpoints of a training, those that --save-interval-updates left.
+"""The mean of the last checkpoints of a training, saved with --save-interval-updates.
 
 Parameters are averaged in float64; whole numbers, such as the counts of FAVOR+'s draws, are those of the last one.
 """
@@ -14,14 +14,16 @@ import fairseq_fwp.cli  # noqa: F401  (with fairseq before it, the package lets 
 
 
 def last_checkpoints(folder: Path, count: int) -> list[Path]:
-    """Return the newest ones, the last one last; RecipeError where there are fewer."""
+    """Return the newest checkpoints, the last one last. Raises RecipeError if there are fewer."""
     found = {
         int(name[1]): path
         for path in folder.glob("*.pt")
         if (name := re.fullmatch(r"checkpoint_\d+_(\d+)\.pt", path.name))
     }
     if not 1 <= count <= len(found):
-        raise RecipeError(f"{folder} has {len(found)} checkpoints of an update: give a number from 1 to that.")
+        raise RecipeError(
+            f"the number of averaged checkpoints must be from 1 to {len(found)}, those of {folder}, got {count}."
+        )
     return [found[update] for update in sorted(found)[-count:]]
 
 

@@ -1,8 +1,9 @@
-"""BLEU of what fairseq-generate printed, as people report it, after checking that every sentence is there.
+"""BLEU of the output of fairseq-generate, as papers report it, after a check that every sentence is there.
 
-Three numbers, none comparable with another: *sacreBLEU*, of detokenised text with sacrebleu's own tokens, under its
-signature (Post 2018). *tokenised*, of the recipe's tokens, as multi-bleu.perl counts. *compound-split*, the same after
-words with hyphens are split at them on both sides, as Vaswani et al. 2017 and Ott et al. 2018 report WMT14 En-De.
+There are three numbers, which cannot be compared with each other. *sacreBLEU* is of detokenised text with sacrebleu's
+own tokens, with its signature (Post 2018). *tokenised* is of the recipe's tokens, as multi-bleu.perl counts.
+*compound-split* is the same after both sides are split at hyphens, as Vaswani et al. 2017 and Ott et al. 2018 report
+WMT14 En-De.
 """
 
 import re
@@ -14,12 +15,12 @@ from sacremoses import MosesDetokenizer
 
 HYPOTHESIS = re.compile(r"^H-(\d+)\t[^\t]*\t(.*)$", re.MULTILINE)
 SUMMARY = re.compile(r"Translated ([\d,]+) sentences \(([\d,]+) tokens\) in ([\d.]+)s")
-# That of the literature's scripts, without look-around: of "a-b-c" they split only the first hyphen.
+# As in the scripts of the literature, without look-around: of "a-b-c" they split only the first hyphen.
 COMPOUND = re.compile(r"(\S)-(\S)")
 
 
 def read_hypotheses(log: Path) -> list[str]:
-    """Return the best hypothesis of each sentence, in order. Raises RecipeError where one is missing or twice."""
+    """Return the best hypothesis of each sentence, in order. Raises RecipeError if one is missing or repeated."""
     found: dict[int, str] = {}
     for number, text in HYPOTHESIS.findall(log.read_text(encoding="utf-8")):
         if int(number) in found:

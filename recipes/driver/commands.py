@@ -1,4 +1,4 @@
-"""Run commands: each is printed first, and what it makes counts only once it is whole."""
+"""Run commands: each is printed first, and its files are complete or do not exist."""
 
 import contextlib
 import math
@@ -10,21 +10,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# A log file would get thousands of progress bars.
+# Otherwise a log file gets thousands of progress bars.
 os.environ.setdefault("TQDM_MININTERVAL", "5")  # seconds
 
 
 class RecipeError(Exception):
-    """Why a recipe stops, in one sentence."""
+    """The reason why a recipe stops, in one sentence."""
 
 
 def show(words: list[str]) -> None:
-    """Print a command as it could be typed."""
+    """Print a command as for a shell."""
     print("+ " + shlex.join(words), file=sys.stderr, flush=True)
 
 
 def run(*words: object, log: Path | None = None) -> None:
-    """Print a command and run it. What it says goes to `log`, if that is given. Raises RecipeError where it fails."""
+    """Print a command and run it; its output goes to `log` if given. Raises RecipeError if it fails."""
     command = [str(word) for word in words]
     show(command)
     sys.stdout.flush()
@@ -42,7 +42,7 @@ def last_line(log: Path) -> str:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Give a place next to `path`, and rename it to `path` at the end: what is half-made never counts."""
+    """Yield a path next to `path` and rename it to `path` at the end, so that `path` is always complete."""
     work = path.with_name(path.name + ".unfinished")
     if work.is_dir():
         shutil.rmtree(work)
@@ -52,13 +52,13 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     with whole(path) as work:
         work.write_text(text, encoding="utf-8")
 
 
 def check_same(file: Path, settings: str) -> None:
-    """Check that what lies next to `file` was made with these settings, numbers by their value. Raises RecipeError."""
+    """Check that the files next to `file` were made with these settings; raise RecipeError otherwise."""
     made = file.read_text(encoding="utf-8")
     if made.strip() != settings.strip() and _values(made) != _values(settings):
         raise RecipeError(f"{file.parent} was made with other settings (see {file}): give another --out.")
@@ -73,7 +73,7 @@ def _values(settings: str) -> list[float | str]:
 
 
 def _value(word: str) -> float | str:
-    """2e-5 is 0.00002."""
+    """Return the number of a word, so that 2e-5 equals 0.00002; other words unchanged."""
     with contextlib.suppress(ValueError):
         if math.isfinite(number := float(word)):
             return number

@@ -1,4 +1,4 @@
-"""Recipes of conversion: a softmax model becomes each row of rows.yaml, is fine-tuned, and is measured."""
+"""Recipes of conversion: a softmax model is converted to each row of rows.yaml, fine-tuned and measured."""
 
 import argparse
 from pathlib import Path
@@ -16,35 +16,37 @@ from reports import conversion as tables
 from reports.files import save
 
 SOURCE, SOFTMAX = tables.SOURCE, tables.SOFTMAX
-# What a corpus starts from, as fwp-convert names it.
+# The source model's kind for each corpus, as fwp-convert names it.
 FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
 
 
 class Conversion(LanguageModels):
     stages = ("prepare", "train", "evaluate", "report", "all")
-    rest = "flags for fairseq-train, of the fine-tuning, or in evaluate for fwp-eval-lm"
+    rest = "flags for fairseq-train in fine-tuning, or with evaluate for fwp-eval-lm"
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__(arguments)
         args = self.args
         if args.source_updates and args.corpus != "peps":
-            raise RecipeError("--source-updates is of --corpus peps: others are not trained here.")
+            raise RecipeError(
+                "--source-updates must be left out without --corpus peps: other sources are not trained here."
+            )
         if args.corpus == "peps" and args.model:
-            raise RecipeError("the model of peps is trained here: leave out --model.")
+            raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
         self.source = self.out / SOFTMAX / "converted"
         self.plugin = ["--user-dir", str(self.recipe / "mao_ablations")]
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         self.add_text_flags(parser)
         parser.set_defaults(any_text=False, test=None, conf=None, models=None)
-        parser.add_argument("--corpus", choices=FORMATS, default="peps", help="what is converted (peps)")
+        parser.add_argument("--corpus", choices=FORMATS, default="peps", help="the source to convert (peps)")
         parser.add_argument(
             "--model", type=Path, help="wikitext103: fairseq's checkpoint with its dict.txt; gpt2: a folder, see above"
         )
-        parser.add_argument("--rows", nargs="+", metavar="NAME", help="which of rows.yaml (all)")
+        parser.add_argument("--rows", nargs="+", metavar="NAME", help="rows of rows.yaml (all)")
         parser.add_argument("--seeds", type=whole_number, metavar="N", help="train each row with the seeds 1 to N")
         parser.add_argument(
-            "--source-updates", type=whole_number, metavar="N", help="peps: how long the source is trained (4000)"
+            "--source-updates", type=whole_number, metavar="N", help="peps: updates of the source's training (4000)"
         )
 
     @property
@@ -60,8 +62,8 @@ class Conversion(LanguageModels):
         rows = names(self.args.rows) or list(self.rows)
         for name in rows:
             if name not in self.rows:
-                raise RecipeError(f"there is no row {name}: they are {', '.join(self.rows)}.")
-        if self.corpus["start"] == SOFTMAX:  # what they start from
+                raise RecipeError(f"--rows must be among {', '.join(self.rows)}, got {name}.")
+        if self.corpus["start"] == SOFTMAX:  # the others start from it
             rows = [SOFTMAX, *rows]
         seeds = range(1, self.args.seeds + 1) if self.args.seeds else [None]
         return [
@@ -71,7 +73,7 @@ class Conversion(LanguageModels):
         ]
 
     def named(self, name: str, seed: int | None) -> Model:
-        """Return the training of a row. Its own `conf` and `from` are for what learns in stages."""
+        """Return the training of a row. Its own `conf` and `from` are for rows that learn in stages."""
         row = self.rows.get(name, {})
         conf = self.recipe / "conf" / self.args.corpus / f"{row.get('conf', 'finetune')}.yaml"
         folder = self.out / name / ("" if seed is None else f"seed_{seed}")
@@ -83,7 +85,7 @@ class Conversion(LanguageModels):
         if reason := refusal([str(self.bin), *self.plugin, *flags]):
             raise RecipeError(f"fairseq-train refuses the flags: {reason}.")
 
-    # The source as softmax model of this plugin, and the text in its words.
+    # The source as a softmax model of this plugin, and the text in its words.
 
     def prepare_once(self) -> None:
         if self.args.corpus == "peps":
@@ -92,13 +94,13 @@ class Conversion(LanguageModels):
             self.convert_source(self.out / "source" / "checkpoint_best.pt", "--vocabulary", self.bin / "dict.txt")
         else:
             if not self.args.model or not self.args.model.exists():
-                raise RecipeError(f"give --model: what --corpus {self.args.corpus} starts from, see --help.")
+                raise RecipeError(f"--model must be the source of --corpus {self.args.corpus}, got none: see --help.")
             self.convert_source(self.args.model)
             super().prepare_once()
 
     def train_source(self) -> None:
         flags = read_flags(self.recipe / "conf" / "peps" / "source.yaml")
-        if updates := self.args.source_updates:  # a tenth of them warms up, as in source.yaml
+        if updates := self.args.source_updates:  # a tenth of them is warm-up, as in source.yaml
             flags += ["--max-update", str(updates), "--warmup-updates", str(updates // 10)]
         training.train(self.out / "source", self.bin, flags)
 
@@ -124,7 +126,7 @@ class Conversion(LanguageModels):
             cut(text, self.lines)
         for split in SPLITS:
             if self.args.corpus == "gpt2":
-                from gpt2_bpe import encode  # needs fairseq, which --help does not
+                from gpt2_bpe import encode  # imported here: --help must work without fairseq
 
                 print(f"{split}: {encode(self.args.model, text / f'{split}.txt', pieces / f'{split}.txt'):,} tokens")
             else:
@@ -156,7 +158,7 @@ class Conversion(LanguageModels):
         return [*self.plugin, *super().conversion_flags()]
 
     def converted(self, model: Model) -> Path:
-        """Return the folder of what a row begins with; for softmax it is the source."""
+        """Return the folder of the model that a row begins with; for softmax the source."""
         return self.source if model.name == SOFTMAX else super().converted(model)
 
     def checkpoint(self, name: str, seed: int | None) -> Path:
@@ -164,24 +166,24 @@ class Conversion(LanguageModels):
 
     def main(self) -> None:
         if self.stage == "evaluate" and not (self.data.is_dir() and self.source.is_dir()):
-            raise RecipeError(f"there is no source in {self.out}: run the stage prepare first.")
+            raise RecipeError(f"{self.out} must have a source, got none: run the stage prepare first.")
         super().main()
 
     def evaluate(self, model: Model) -> None:
-        """Measure the fine-tuned model of a row by every measure, the converted one only by the first."""
+        """Evaluate the fine-tuned model of a row by every measure, the converted one only by the first."""
         self.measure_converted(model)
         for measure in self.corpus["measures"]:
             self.measure(model.folder / f"checkpoint_{self.corpus['checkpoint']}.pt", model.folder, measure)
 
     def measure_converted(self, model: Model) -> None:
         folder = self.converted(model)
-        if folder.parent != model.folder:  # what an earlier stage began with
+        if folder.parent != model.folder:  # an earlier stage has measured it
             return
         for measure in self.corpus["measures"] if model.name == SOFTMAX else self.corpus["measures"][:1]:
             self.measure(folder / "checkpoint.pt", folder, measure)
 
     def measure(self, checkpoint: Path, folder: Path, measure: str) -> None:
-        """Evaluate by a measure, "SPLIT CONTEXT", every token of the split; what is there is not done again."""
+        """Evaluate every token of a split by a measure, "SPLIT CONTEXT", unless the result exists."""
         split, context = measure.split()
         path = folder / f"{measure}.json"
         if path.exists():
@@ -193,7 +195,7 @@ class Conversion(LanguageModels):
                     "--tokens-per-sample", self.tokens, "--context-window", context, "--no-progress-bar",
                     "--json", work, *self.evaluation_flags,
                 )  # fmt: skip
-            except RecipeError:  # what has just been converted may give probabilities of zero
+            except RecipeError:  # a converted model may give probabilities of zero
                 if folder.name != "converted":
                     raise
                 work.write_text('{"perplexity": Infinity}\n', encoding="utf-8")
@@ -202,7 +204,7 @@ class Conversion(LanguageModels):
 
     @property
     def tokens(self) -> int:
-        """The length of a sample: that of the corpus, or else of the source, whose positions may end there."""
+        """The length of a sample: that of the corpus, or else of the source, which may have no more positions."""
         if "tokens" in self.corpus:
             return int(self.corpus["tokens"])
         flags = (self.source / "flags.txt").read_text(encoding="utf-8").split()

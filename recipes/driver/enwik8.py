@@ -1,8 +1,8 @@
 """Split a file as enwik8 is split, into text with a word for every byte.
 
-The first 90% of the bytes are train.txt, the next 5% valid.txt, the last 5% test.txt (Dai et al. 2019). A
-printable byte of ASCII is itself, a line feed the end of a line, any other byte b the character U+0100 + b. So every
-word is one character, and the loss in bits is that of a byte.
+The first 90% of the bytes are train.txt, the next 5% valid.txt, the last 5% test.txt (Dai et al. 2019). A printable
+byte of ASCII is the word, a line feed ends a line, and any other byte b is the character U+0100 + b. So every word is
+one character, and the loss in bits is that of a byte.
 """
 
 import hashlib
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from commands import RecipeError
 
-# How line ends are written is up to fairseq: it appends one to the last line too.
+# fairseq writes line ends: it appends one to the last line too.
 WORDS = [chr(byte) if 0x21 <= byte <= 0x7E else chr(0x100 + byte) for byte in range(256)]
 SMALLEST = 1000  # bytes
 
 
 def words(data: bytes) -> list[str]:
-    """Return the lines of a piece of the file, as words separated by spaces."""
+    """Return the lines of a part of the file, as words separated by spaces."""
     lines = data.removesuffix(b"\n").split(b"\n")
     return [" ".join([WORDS[byte] for byte in line]) for line in lines]
 
@@ -27,12 +27,12 @@ def split(data: bytes) -> dict[str, bytes]:
 
 
 def write(file: Path, out: Path, checksum: str | None) -> dict[str, int]:
-    """Write the splits; return the tokens of each. Raises RecipeError for a file of another checksum."""
+    """Write the splits; return the number of tokens of each. Raises RecipeError for another checksum."""
     if not file.is_file():
-        raise RecipeError(f"there is no file {file}: give a folder that holds it.")
+        raise RecipeError(f"{file} must exist: give a folder that has it.")
     data = file.read_bytes()
     if len(data) < SMALLEST:
-        raise RecipeError(f"{file} has {len(data):,} bytes, but at least {SMALLEST:,} are needed.")
+        raise RecipeError(f"{file} must have at least {SMALLEST:,} bytes, got {len(data):,}.")
     if checksum and hashlib.sha256(data).hexdigest() != checksum:
         raise RecipeError(
             f"{file}, {len(data):,} bytes, is not enwik8: its checksum differs. If it is meant, add --any-text."

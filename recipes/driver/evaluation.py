@@ -1,4 +1,4 @@
-"""The evaluation of a language model: labels, flags of fwp-eval-lm, and values of which the best on valid counts."""
+"""The evaluation of a language model: labels, flags of fwp-eval-lm, and values, of which the best on valid counts."""
 
 import fnmatch
 from pathlib import Path
@@ -9,14 +9,15 @@ from flags import read_yaml
 from log import read_json
 from prepare import count
 
-# Flags of the command line that say how the text is read: they replace the recipe's ways.
+# Flags for how the text is read: on the command line they replace the recipe's ways.
 READING = ("--stride", "--tokens-per-sample", "--context-window", "--carry-state", "--model-overrides")
 
 
 class Way(NamedTuple):
-    """One way of evaluation. values: each takes the place of @ in the flags, and the best on valid is used on test.
+    """One way of evaluation.
 
-    test_all: use all values on test too. scores: write each token's log-probability next to the result.
+    values: each replaces @ in the flags; the best one on valid is used on test. test_all: use all values on test.
+    scores: write each token's log-probability next to the result.
     """
 
     label: str = ""
@@ -28,9 +29,9 @@ class Way(NamedTuple):
 
 
 def read_ways(path: Path, name: str) -> list[Way]:
-    """Return the ways of a model in a file of the recipe: those of the first pattern that its name fits.
+    """Return the ways of a model in a file of the recipe: those of the first pattern that matches its name.
 
-    A pattern has labels, and a label flags or a mapping with `flags` and other fields of Way. Without a file there is
+    A pattern has labels. A label has flags, or a mapping with `flags` and other fields of Way. Without a file there is
     one way, blocks.
     """
     if not path.exists():
@@ -58,7 +59,7 @@ def result(folder: Path, split: str, label: str) -> Path:
 def evaluate(
     folder: Path, data: Path, text: Path, way: Way, flags: list[str], checkpoint: str = "checkpoint_best.pt"
 ) -> None:
-    """Evaluate the model of a folder in one way, every token of each split."""
+    """Evaluate the model of a folder in one way, on every token of each split."""
     for split in way.splits:
         if way.values and split == "test" and not way.test_all:
             values = (best(folder, way.label),)
@@ -73,7 +74,7 @@ def evaluate(
 def score(
     checkpoint: Path, path: Path, data: Path, split: str, text: Path, flags: list[str], scores: bool = False
 ) -> None:
-    """Run fwp-eval-lm, and check that it scored every token of text/SPLIT.txt. What is there is not done again."""
+    """Run fwp-eval-lm, unless the result exists, and check that it scored every token of text/SPLIT.txt."""
     if path.exists():
         print(f"{path.parent.name} is evaluated already: {path}")
         return
@@ -100,7 +101,7 @@ def results(folder: Path, split: str, label: str) -> dict[str, dict[str, Any]]:
 
 
 def best(folder: Path, label: str) -> str:
-    """Return the value that serves the validation text best."""
+    """Return the value with the lowest loss on the validation text."""
     found = results(folder, "valid", label)
     if not found:
         raise RecipeError(f"{folder} has no result on the validation text for {label}: run the stage evaluate first.")

@@ -1,4 +1,4 @@
-"""Recipes of fast weight layers: each base is trained, a layer is put on top, and both are read while they learn."""
+"""Recipes of fast weight layers: train each base, add a layer on top, and evaluate both."""
 
 import shutil
 from pathlib import Path
@@ -14,8 +14,8 @@ from recipe import Model
 from reports.files import save, show
 from tables import markdown
 
-SPEED_LINES = 400  # of the test text, to measure speeds on
-# Row of Table 2 of Clark et al. 2022, the folder and label of ours, and the paper's valid perplexity by base.
+SPEED_LINES = 400  # of the test text, for measurements of speed
+# Row of Table 2 of Clark et al. 2022, our folder and label, and the paper's valid perplexity by base.
 ROWS: list[tuple[str, str, str, dict[str, float]]] = [
     ("No FWLs", "base", "plain", {"local": 25.1, "xl": 17.3}),
     ("the layer, without fast weights", "slow", "plain", {}),
@@ -29,9 +29,9 @@ ROWS: list[tuple[str, str, str, dict[str, float]]] = [
     ("Dynamic evaluation, RMS", "slow", "rms", {}),
     ("Dynamic evaluation, SGD", "base", "sgd", {}),
 ]
-# Blocks that are read each by itself carry nothing.
+# Blocks that are read separately carry no state.
 ROWS_OF = {"local": [row for row in ROWS if "carried" not in row[1:3]], "xl": ROWS}
-# Of a model with a layer: its picture's name, title and tokens of a block, where blocks are documents.
+# For a model with a layer: its picture's name and title, and the tokens of a block if blocks are documents.
 PICTURES: dict[str, tuple[str, str, int | None]] = {
     "local/fwl": ("local", "FWLs on local attention", 512),
     "xl/fwl": ("xl", "FWLs on Transformer-XL", None),
@@ -43,7 +43,7 @@ class FastWeightLayers(LanguageModels):
     stages = ("prepare", "train", "evaluate", "report", "all")
 
     def base(self, model: Model) -> Path:
-        """Return the folder of the model that the layer is put on."""
+        """Return the folder of the model below the layer."""
         return self.model(model.conf.with_name("base.yaml"), model.seed).folder
 
     def train(self, model: Model) -> None:
@@ -53,14 +53,12 @@ class FastWeightLayers(LanguageModels):
         training.train(model.folder, self.bin, flags)
 
     def add_layer(self, model: Model) -> Path:
-        """Return the base's model with a layer on top, which changes nothing yet."""
+        """Return the base's model with a new layer on top, which does not change the outputs yet."""
         base = self.base(model)
         start = base.parent / (base.name.replace("base", "start") + ".pt")
         if not start.exists():
             if not (base / "trained").exists():
-                raise RecipeError(
-                    f"{model.name}: the layer is put on {base}, which is not trained: name it before, in --models."
-                )
+                raise RecipeError(f"{model.name} needs {base}, which is not trained: name it earlier in --models.")
             run("fwp-add-layer", self.bin, "--path", base / "checkpoint_best.pt", "--out", start)
         return start
 
@@ -112,7 +110,7 @@ class FastWeightLayers(LanguageModels):
     def report(self) -> None:
         if self.args.test:
             return
-        from reports import gains  # needs the package, which --help does not
+        from reports import gains  # imported here: --help must work without the package
 
         rows = read_rows(self.out)
         save(self.out, "rows", rows, table(rows))
@@ -124,7 +122,7 @@ class FastWeightLayers(LanguageModels):
 
 
 def read_rows(out: Path) -> list[dict[str, object]]:
-    """Return the numbers of each row; tokens a second are of the text that all speeds are of. Empty: not run."""
+    """Return the numbers of each row; empty: not run. All speeds are measured on the same text."""
     found = []
     for base, rows in ROWS_OF.items():
         for row, name, label, paper in rows:

@@ -1,4 +1,4 @@
-"""Download archives whose checksums are known, from several sources, resumed where a connection broke."""
+"""Download archives with known checksums from several sources; a broken download is resumed."""
 
 import contextlib
 import hashlib
@@ -15,15 +15,15 @@ from commands import RecipeError, run
 
 BLOCK = 2**20
 TIMEOUT = 60  # seconds without a byte
-# Some servers refuse what urllib calls itself.
+# Some servers refuse urllib's default user agent.
 USER_AGENT = "Mozilla/5.0 (fairseq_fwp recipes)"
 
 
 class Archive(NamedTuple):
-    """A file to download: its name, SHA-256, sources in the order they are tried, and which of its members are needed.
+    """A file to download: its name, SHA-256, sources in order, and the needed members.
 
-    checksum: None where only the content is fixed, which the reader of the archive then checks. members: patterns of
-    tar; a .zip is unpacked whole, and a file that is not an archive is left as it is.
+    checksum: None if only the content is fixed, which the reader of the archive then checks. members: patterns of tar;
+    a .zip is unpacked completely, and a file that is not an archive stays as it is.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Archive(NamedTuple):
     members: tuple[str, ...] = ()
 
     def fetch(self, folder: Path) -> None:
-        """Download it into a folder and unpack it there. Raises RecipeError."""
+        """Download the file into a folder and unpack it there. Raises RecipeError."""
         path = folder / self.name
         fetch(path, self.checksum, self.urls)
         if path.suffix == ".zip":
@@ -52,13 +52,13 @@ def sha256(path: Path) -> str:
 
 
 def receive(url: str, part: Path) -> None:
-    """Append the missing part of the file at `url` to `part`, or write it again; OSError if the connection breaks."""
+    """Append the missing part of the file at `url` to `part`, or write all of it. Raises OSError if interrupted."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": USER_AGENT} | ({"Range": f"bytes={have}-"} if have else {})
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing is lacking: the checksum says whether it is right
+        if error.code == 416:  # complete: the checksum is compared later
             return
         raise
     with contextlib.closing(response):
@@ -71,7 +71,7 @@ def receive(url: str, part: Path) -> None:
 
 
 def copy(response: IO[bytes], file: IO[bytes]) -> int:
-    """Copy all there is; return the number of bytes."""
+    """Copy everything; return the number of bytes."""
     received = 0
     while block := response.read(BLOCK):
         file.write(block)
@@ -82,10 +82,10 @@ def copy(response: IO[bytes], file: IO[bytes]) -> int:
 
 
 def fetch(path: Path, checksum: str | None, urls: Sequence[str]) -> None:
-    """Download a file from the first URL that has it; it is as it was unless it has that checksum at the end.
+    """Download a file from the first URL that has it. The file only changes if the new one has that checksum.
 
-    What has arrived when a connection breaks stays in FILE.part, and the next source, or the next run, goes on from
-    there. Raises RecipeError with the reason of every source where none has the file.
+    If a connection breaks, the received part stays in FILE.part, and the next source or the next run continues it.
+    Raises RecipeError with the reason for every source if none has the file.
     """
     if path.exists() and checksum in (None, sha256(path)):
         return

@@ -1,11 +1,11 @@
-"""Flags of fairseq-train: read from a YAML, checked before any work, and made into labels.
+"""Flags of fairseq-train: read from a YAML file, checked before any work, and converted to labels.
 
     arch: delta_lm_wt103          ->  --arch delta_lm_wt103
     dropout: 0.1                  ->  --dropout 0.1
     share-decoder-input-output-embed: true  ->  --share-decoder-input-output-embed
     include: common.yaml          ->  the flags of that file first (its path is relative to this one)
 
-    from, convert: what the training begins with, see recipe.py
+    from, convert: the model that the training begins with, see recipe.py
 
 Values are passed on exactly as written, so 1e-3 stays 1e-3.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from commands import RecipeError
 
-# They change no score, and so name no result: with a value, without one.
+# Flags that do not change scores, and so are not in names of results: with a value, without one.
 SILENT = {"--batch-size", "--log-format", "--log-interval"}, {"--cpu", "--no-progress-bar"}
 
 
@@ -27,7 +27,7 @@ START = ("from", "convert")
 
 
 def read_yaml(path: Path, plain: bool = True) -> Any:
-    """Return what a YAML holds, with `plain` every value as the string it is. Raises RecipeError."""
+    """Return the content of a YAML file, with `plain` every value as a string. Raises RecipeError."""
     import yaml
 
     try:
@@ -44,7 +44,9 @@ def read_flags(path: Path) -> list[str]:
     flags = []
     for name, value in settings.items():
         if not isinstance(value, str) or value in ("", "false"):
-            raise RecipeError(f"{path}: {name} needs one plain value (`true` for a switch; leave out what is off).")
+            raise RecipeError(
+                f"{path}: {name} must have one plain value, `true` for a switch; leave out a switch that is off."
+            )
         if name == "include":
             flags += read_flags(path.parent / value)
         elif name not in START:
@@ -62,7 +64,7 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 
 def value_of(flags: list[str], name: str, default: str = "") -> str:
-    """Return the last value that a flag is given."""
+    """Return the last value of a flag."""
     for i in reversed(range(len(flags))):
         if flags[i] == name and i + 1 < len(flags):
             return flags[i + 1]
@@ -72,7 +74,7 @@ def value_of(flags: list[str], name: str, default: str = "") -> str:
 
 
 def label(flags: list[str]) -> str:
-    """Return a name for the result of an evaluation with these flags: those that change it, without slashes."""
+    """Return a name for an evaluation with these flags: those that change the result, without slashes."""
     names, with_value = [], False
     for flag in flags:
         if with_value:
@@ -85,8 +87,10 @@ def label(flags: list[str]) -> str:
 
 
 def refusal(flags: list[str]) -> str | None:
-    """Return what fairseq-train says of flags that it refuses, without its usage; None where it takes them."""
-    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
+    """Return the error of fairseq-train for flags that it refuses, without usage; None if it accepts them."""
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(
+        logging.WARNING
+    )  # recommends a package that is not needed
     from fairseq import options
 
     with contextlib.redirect_stderr(io.StringIO()) as said:

@@ -1,8 +1,8 @@
 """Raw text as GPT-2's tokens, a document a line.
 
-A vocabulary holds vocab.json and merges.txt, as Hugging Face names them, or encoder.json and vocab.bpe, as OpenAI and
-fairseq do; fairseq's own code splits the text. A line <|endoftext|> stands between two documents; everything else is
-text, line ends included. fairseq-preprocess ends each line of the result with </s>, which is that mark.
+A vocabulary is vocab.json and merges.txt, as Hugging Face names them, or encoder.json and vocab.bpe, as OpenAI and
+fairseq do. fairseq's own code splits the text. A line <|endoftext|> separates two documents; everything else is text,
+line ends included. fairseq-preprocess ends each line of the result with </s>, which stands for that mark.
 """
 
 import json
@@ -17,16 +17,16 @@ MARK = "<|endoftext|>"
 
 
 def find_vocabulary(folder: Path) -> tuple[Path, Path]:
-    """Return the two files of a vocabulary. Raises RecipeError where there are none."""
+    """Return the two files of a vocabulary. Raises RecipeError if they are missing."""
     for pair in NAMES:
         first, second = (folder / name for name in pair)
         if first.is_file() and second.is_file():
             return first, second
-    raise RecipeError(f"{folder} has neither {' with '.join(NAMES[0])} nor {' with '.join(NAMES[1])}: put them there")
+    raise RecipeError(f"{folder} must have {' and '.join(NAMES[0])}, or {' and '.join(NAMES[1])}")
 
 
 def read_encoder(folder: Path) -> Encoder:
-    """Return fairseq's encoder of a folder. Raises RecipeError unless the tokens are those of the model next to it."""
+    """Return fairseq's encoder of a folder. Raises RecipeError if the model next to it has fewer tokens."""
     vocabulary, merges = find_vocabulary(folder)
     try:
         encoder = get_encoder(str(vocabulary), str(merges))
@@ -55,7 +55,7 @@ def documents(text: Path) -> Iterator[str]:
 
 
 def encode(folder: Path, text: Path, out: Path) -> int:
-    """Write the numbers of the tokens; return how many there are. Raises RecipeError for a text that holds none."""
+    """Write the numbers of the tokens; return their count. Raises RecipeError for a text without tokens."""
     encoder, count = read_encoder(folder), 0
     try:
         with whole(out) as work:
@@ -65,7 +65,7 @@ def encode(folder: Path, text: Path, out: Path) -> int:
                     count += len(tokens)
                     file.write(" ".join(map(str, tokens)) + "\n")
             if not count:
-                raise RecipeError(f"{text} holds no text")
+                raise RecipeError(f"{text} must have text, got none")
     except KeyError as error:
         raise RecipeError(
             f"the merges in {folder} make {error}, which its vocabulary lacks: take both of one model"

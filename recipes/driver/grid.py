@@ -1,12 +1,12 @@
-"""Many small trainings, several at once, each by fairseq-train in a process of its own.
+"""Many small trainings, several at once, each by fairseq-train in a separate process.
 
-What is finished is not run again, and what was interrupted goes on from its last checkpoint. Each training has a folder
-with its train.log, and once it is finished `finished`, which says what the log does.
+Finished trainings are not run again, and interrupted ones continue from their last checkpoint. Each training has a
+folder with train.log and, at the end, the file `finished`, a summary of the log.
 """
 
 import os
 
-# A core each: threads of several processes would only wait for each other. Before torch reads it.
+# One core each: more threads would only wait for each other. Set before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
@@ -31,7 +31,7 @@ REMOVE = "remove the folder to train it again."
 
 
 class Training(NamedTuple):
-    """One training: its name, folder, flags of fairseq-train, and what it takes on one core, at most about, in s."""
+    """One training: its name, folder, flags of fairseq-train, and an upper estimate of its seconds on one core."""
 
     name: str
     folder: Path
@@ -53,9 +53,9 @@ def parser(add_flags: Callable[[argparse.ArgumentParser], object]) -> Parser:
 
 
 def stages(args: argparse.Namespace, trainings: list[Training], out: Path, check: Callable[[], None]) -> None:
-    """Plan or train. Raises RecipeError for flags of the command line, and where a training failed."""
+    """Plan or train. Raises RecipeError for unknown flags, and if a training failed."""
     if args.extra:
-        raise RecipeError(f"there is no {args.extra[0]}: see --help.")
+        raise RecipeError(f"flags must be those of --help, got {args.extra[0]}.")
     if args.stage == "report":
         return
     if args.stage != "plan":
@@ -74,17 +74,19 @@ def stages(args: argparse.Namespace, trainings: list[Training], out: Path, check
 
 
 def import_fairseq() -> None:
-    """Import it once, before the processes part: it takes as long as many a training."""
-    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
+    """Import fairseq once, before processes start: it takes as long as some trainings."""
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(
+        logging.WARNING
+    )  # recommends a package that is not needed
     import fairseq_cli.train  # noqa: F401  (before all of fairseq: the format of the logs is its own)
     from fairseq.utils import import_user_module
 
-    # By the path that every training names it by: fairseq refuses a second one, such as that in site-packages.
+    # Every training uses this path: fairseq refuses a second one, such as that in site-packages.
     import_user_module(argparse.Namespace(user_dir=PLUGIN[1]))
 
 
 def read_log(folder: Path) -> log.Training | None:
-    """Return what a log says; None for one that ends before its model. Raises RecipeError for a damaged one."""
+    """Return the content of a log; None if it ends before its model. Raises RecipeError for a damaged one."""
     path = folder / "train.log"
     if not path.exists() or not log.PARAMETERS.search(path.read_text(encoding="utf-8", errors="replace")):
         return None
@@ -92,7 +94,7 @@ def read_log(folder: Path) -> log.Training | None:
 
 
 def summary(found: log.Training) -> str:
-    """Return what is written into `finished`."""
+    """Return the text of the file `finished`."""
     curve = found.curve("loss")
     return f"best loss {found.best('loss')}, {curve[-1][0] if curve else 0} updates"
 
@@ -103,7 +105,7 @@ def counts(found: log.Training | None) -> bool:
 
 
 def is_finished(training: Training) -> bool:
-    """Raise RecipeError for a log that is not the one it ended with, and for other settings."""
+    """Return whether a training is finished. Raises RecipeError for a changed log, and for other settings."""
     path, settings = training.folder / "finished", training.folder / "settings.txt"
     if not path.exists():
         return False
@@ -122,10 +124,10 @@ def is_finished(training: Training) -> bool:
 
 
 def train(training: Training) -> None:
-    """Run in a process of its own, which fairseq leaves dirty: fairseq-train, what it says in train.log."""
+    """Run fairseq-train in a separate process, since fairseq changes global state; its output goes to train.log."""
     from fairseq_cli.train import cli_main
 
-    for interruption in (signal.SIGINT, signal.SIGTERM):  # which need no traceback
+    for interruption in (signal.SIGINT, signal.SIGTERM):  # without a traceback
         signal.signal(interruption, signal.SIG_DFL)
     training.folder.mkdir(parents=True, exist_ok=True)
     write(training.folder / "settings.txt", shlex.join(training.flags) + "\n")
@@ -170,16 +172,16 @@ def run(trainings: list[Training], workers: int) -> list[str]:
 
 
 def finish(folder: Path, found: log.Training) -> None:
-    """Say that it is finished; its log is all that is needed of it."""
+    """Mark a training as finished, and remove its checkpoints: only its log is needed."""
     for checkpoint in folder.glob("*.pt"):
         checkpoint.unlink()
     write(folder / "finished", summary(found) + "\n")
 
 
 def lock(out: Path) -> None:
-    """Keep other grids out of a folder for as long as this process or a training of its lives.
+    """Lock a folder against other grids while this process or one of its trainings runs.
 
-    Raises RecipeError where another grid runs.
+    Raises RecipeError if another grid runs.
     """
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT)
@@ -190,7 +192,7 @@ def lock(out: Path) -> None:
 
 
 def plan(left: list[Training], done: int, workers: int) -> str:
-    """Return what is left to do, and what it costs where that is known."""
+    """Return the number of trainings left, and their cost if known, in words."""
     said = f"{len(left)} to train ({done} finished)"
     if None in (training.seconds for training in left):
         return said + "."

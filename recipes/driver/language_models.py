@@ -1,4 +1,4 @@
-"""Recipes of language models: one text, several models, their perplexities in one table."""
+"""Recipes of language models: one text, several models, and a table of their perplexities."""
 
 import argparse
 from pathlib import Path
@@ -33,43 +33,46 @@ class LanguageModels(Recipe):
         args = self.args
         self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
         if args.any_text and not args.data:
-            raise RecipeError("--any-text says what --data FOLDER holds: give that too.")
+            raise RecipeError("--data must be given with --any-text, which says that FOLDER has another text.")
         if args.test and (self.stage != "evaluate" or not args.test.is_file()):
-            raise RecipeError(f"--test FILE goes with the stage evaluate, and is a text: got {args.test}.")
+            raise RecipeError(f"--test must be a text file, given with the stage evaluate, got {args.test}.")
         if args.data and not args.data.is_dir():
-            raise RecipeError(f"there is no folder {args.data}.")
+            raise RecipeError(f"--data must be a folder, got {args.data}.")
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         super().add_flags(parser)
         self.add_text_flags(parser)
-        parser.add_argument("--any-text", action="store_true", help="FOLDER holds another text than the recipe's")
+        parser.add_argument("--any-text", action="store_true", help="FOLDER has another text than the recipe's")
         parser.add_argument(
-            "--test", type=Path, metavar="FILE", help="with evaluate: raw text of one's own in place of valid and test"
+            "--test", type=Path, metavar="FILE", help="with evaluate: a raw text of yours instead of valid and test"
         )
 
     def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
         hidden = argparse.SUPPRESS
         parser.add_argument("--text", choices=TEXTS, required=True, help=hidden)
-        parser.add_argument("--merges", type=int, default=0, help=hidden)  # of byte-pair encoding; 0: words as they are
+        parser.add_argument("--merges", type=int, default=0, help=hidden)  # of byte-pair encoding; 0: whole words
         parser.add_argument("--prompt", help=hidden)
         parser.add_argument("--per-word", action="store_true", help=hidden)
         parser.add_argument(
-            "--data", type=Path, metavar="FOLDER", help="what it holds stands above; what is prepared needs it no more"
+            "--data",
+            type=Path,
+            metavar="FOLDER",
+            help="folder of the text, see above; not needed after the stage prepare",
         )
         parser.add_argument(
-            "--lines", type=whole_number, metavar="N", help="the first N lines of valid and test alone: a trial"
+            "--lines", type=whole_number, metavar="N", help="use only the first N lines of valid and test, for a trial"
         )
 
     # Data.
 
     @property
     def words(self) -> Path:
-        """The folder of what fairseq-preprocess read."""
+        """The folder of the files that fairseq-preprocess has read."""
         return self.data / ("bpe" if self.merges else "text")
 
     @property
     def folder(self) -> Path | None:
-        """The folder that the text is read from: the one given, or one of its name in data/."""
+        """The folder that the text is read from: the given one, or the one of its name in data/."""
         here = ROOT / "data" / self.args.text
         return self.args.data.absolute() if self.args.data else here if here.is_dir() else None
 
@@ -102,7 +105,7 @@ class LanguageModels(Recipe):
             remove(text / "train.txt")
 
     def write_text(self, out: Path) -> dict[str, int]:
-        """Write SPLIT.txt; return the counts that are expected."""
+        """Write SPLIT.txt; return the expected counts."""
         if self.folder:
             return self.text.write(self.folder, out, self.args.any_text)
         if self.text.make:
@@ -121,7 +124,7 @@ class LanguageModels(Recipe):
     # Evaluation.
 
     def ways(self, model: Model) -> list[Way]:
-        """Return the ways of evaluation: the recipe's, unless the command line says how the text is read."""
+        """Return the ways of evaluation: the recipe's, unless flags of the command line replace them."""
         own = label(self.evaluation_flags)
         ways = evaluation.read_ways(self.recipe / "evaluation.yaml", model.name)
         if replaced := [flag for flag in self.evaluation_flags if flag.partition("=")[0] in READING]:
@@ -137,7 +140,7 @@ class LanguageModels(Recipe):
                 evaluation.evaluate(model.folder, self.bin, self.words, way, self.evaluation_flags)
 
     def evaluate_own(self, model: Model, way: Way) -> None:
-        """Evaluate on a text of one's own; a way with several values has that which is best on valid."""
+        """Evaluate on a text of the user; of several values the best on valid is used."""
         name = f"own_{self.args.test.stem}"
         data = self.prepare_own(name)
         value = evaluation.best(model.folder, way.label) if way.values else ""
@@ -146,7 +149,7 @@ class LanguageModels(Recipe):
         evaluation.score(model.folder / "checkpoint_best.pt", path, data / "bin", "test", data, flags)
 
     def prepare_own(self, name: str) -> Path:
-        """Prepare a text of one's own with the vocabulary of the training."""
+        """Prepare a text of the user with the vocabulary of the training."""
         folder, settings = self.out / "tests" / name, known_as(self.args.test)
         if folder.is_dir():
             check_own(folder, settings)
@@ -167,7 +170,7 @@ class LanguageModels(Recipe):
     def report(self) -> None:
         if self.args.test:
             return
-        from reports import language_models as reports  # needs the package, which --help does not
+        from reports import language_models as reports  # imported here: --help must work without the package
 
         measure = "loss_base_2" if self.args.text == "enwik8" else "perplexity"
         words = self.data / "text" if self.args.per_word else None
@@ -181,7 +184,7 @@ class LanguageModels(Recipe):
     def sample(self, model: Model) -> None:
         self.check_trained(model)
         prompt = self.args.prompt
-        if self.folder or not prompt:  # a text of one's own is continued from the first words of its test set
+        if self.folder or not prompt:  # a text of the user is continued from the first words of its test set
             lines = read_words(self.data / "text" / "test.txt")
             prompt = " ".join(next(line for line in lines if line)[:4])
         pieces = ["--bpe", "subword_nmt", "--bpe-codes", self.data / "bpe" / "codes"] if self.merges else []

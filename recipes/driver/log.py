@@ -1,4 +1,4 @@
-"""The one reader of what `fairseq-train --log-format json` prints."""
+"""Read the output of `fairseq-train --log-format json`."""
 
 import contextlib
 import json
@@ -14,14 +14,14 @@ START = re.compile(r"^\+ (?:.*[ /])?fairseq-train ", re.MULTILINE)
 TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ", re.MULTILINE)
 ENTRY = re.compile(r"\| (\{\".*\})\s*$")
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
-# fairseq's words for a gradient that is NaN or infinite (with --fp16: that stays so at every scale of the loss).
+# fairseq's message for a gradient that is NaN or infinite (with --fp16: at every scale of the loss).
 NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale)", re.MULTILINE)
-# What fairseq says when the updates are all done, and when their checkpoint is written.
+# fairseq's messages when all updates are done, and when their checkpoint is written.
 AT_ITS_END = re.compile(r"Stopping training due to num_updates.*\| Saved checkpoint ", re.DOTALL)
 
 
 def read_entry(line: str) -> dict[str, float]:
-    """Return the numbers of a line by name; empty for a line of another kind. ValueError for a damaged one."""
+    """Return the numbers of a line by name; empty for another line. Raises ValueError for a damaged one."""
     if not (found := ENTRY.search(line)):
         return {}
     numbers: dict[str, float] = {}
@@ -32,9 +32,9 @@ def read_entry(line: str) -> dict[str, float]:
 
 
 class Training(NamedTuple):
-    """The contents of a log; of a resumed run, those that count.
+    """The contents of a log; of a resumed run, without updates that were repeated.
 
-    hours: from the first to the last line of each start together; seconds: fairseq's own clock of training steps;
+    hours: from the first to the last line, summed over starts; seconds: fairseq's own clock of training steps;
     validations: the numbers of each, without the prefix valid_; not_finite: the last start ended at such a gradient.
     """
 
@@ -46,7 +46,7 @@ class Training(NamedTuple):
     not_finite: bool
 
     def curve(self, name: str = "ppl") -> list[tuple[int, float]]:
-        """Return (update, value) of each validation that has it."""
+        """Return (update, value) of each validation that has the number."""
         return [(int(found["num_updates"]), found[name]) for found in self.validations if name in found]
 
     def best(self, name: str = "ppl") -> float:
@@ -55,7 +55,7 @@ class Training(NamedTuple):
 
     @property
     def divergence(self) -> str:
-        """The place where a gradient that is not finite ended it, in words; empty where none did."""
+        """The place where a non-finite gradient ended training, in words; empty if none did."""
         if not self.not_finite:
             return ""
         finite = [(update, ppl) for update, ppl in self.curve() if math.isfinite(ppl)]
@@ -94,7 +94,7 @@ def read_training(log: Path) -> Training:
 
 
 def is_complete(log: Path) -> bool:
-    """Return whether the last start reached and saved its last update; fairseq, resumed there, would train one more."""
+    """Return whether the last update is reached and saved; if resumed there, fairseq would train one more."""
     return log.exists() and bool(AT_ITS_END.search(START.split(log.read_text(encoding="utf-8", errors="replace"))[-1]))
 
 
@@ -105,6 +105,6 @@ def hours_of(start: str) -> float:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what an evaluation wrote; empty where there is none."""
+    """Return the result of an evaluation; empty without one."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found

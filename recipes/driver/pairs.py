@@ -1,4 +1,4 @@
-"""The parallel texts of translation: how each is fetched or read from a folder, tokenised and checked."""
+"""The parallel texts of translation: downloaded or read from a folder, tokenised and checked."""
 
 import re
 from collections.abc import Callable
@@ -13,10 +13,10 @@ LANGUAGES = ("en", "de")
 
 
 class Text(NamedTuple):
-    """A parallel text. write(folder, out, any_text) writes out/tok/SPLIT.LANGUAGE, or out/bpe/... where it has BPE
-    already, and out/text/{valid,test}.LANGUAGE, untokenised, where there is such text.
+    """A parallel text.
 
-    archives: what is downloaded where no folder is given.
+    write: (folder, out, any_text) writes out/tok/SPLIT.LANGUAGE, or out/bpe/... if it has BPE already, and untokenised
+    out/text/{valid,test}.LANGUAGE if there is such text. archives: files to download if no folder is given.
     """
 
     write: Callable[[Path, Path, bool], None]
@@ -30,7 +30,7 @@ def write_multi30k(folder: Path, out: Path, any_text: bool) -> None:
             copy(out / "text" / split, LANGUAGES, [folder / name])
 
 
-# WMT14. Of each split: its raw texts, the number of pairs, and its name in the public tokenised set.
+# WMT14. For each split: its raw texts, the number of pairs, and its name in the public tokenised set.
 WMT14 = {
     "train": (
         ("europarl-v7.de-en", "commoncrawl.de-en", "news-commentary-v9.de-en"),
@@ -53,7 +53,7 @@ def write_wmt14(folder: Path, out: Path, any_text: bool) -> None:
 
 
 def copy_public(split: str, folder: Path, raw: str, name: str, out: Path, pairs: int | None) -> None:
-    """Copy a split of the public set, which has BPE; its training text was cleaned: fewer pairs, and no empty ones."""
+    """Copy a split of the public set, which has BPE; its training text was cleaned, so it has fewer pairs."""
     copy(out / "bpe" / split, LANGUAGES, [folder / name], pairs=None if split == "train" else pairs)
     if split != "train" and (folder / f"{raw}.de").exists():
         copy(out / "text" / split, LANGUAGES, [folder / raw], pairs=pairs)
@@ -85,13 +85,13 @@ def locate(folder: Path, name: str) -> Path:
     file = below(folder, f"{name}.en", f"{name}.en.gz")
     if file is None:
         raise RecipeError(
-            f"there is no {name}.en below {folder}: give a folder that has it, or leave out --data to download it."
+            f"{folder} must have {name}.en: give a folder that has it, or leave out --data to download it."
         )
     return file.with_name(name)
 
 
 def from_sgm(folder: Path, name: str, out: Path) -> Path | None:
-    """Write the plain text of NAME-*src.en.sgm and NAME-*ref.de.sgm, if they are below a folder; return its prefix."""
+    """Write the plain text of NAME-*src.en.sgm and NAME-*ref.de.sgm below a folder, if any; return its prefix."""
     for side, language in (("src", "en"), ("ref", "de")):
         file = below(folder, f"{name}-deen-{side}.{language}.sgm", f"{name}-{side}.{language}.sgm")
         if file is None:

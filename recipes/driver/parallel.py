@@ -1,4 +1,4 @@
-"""Parallel text: read, tokenised as Moses does, and checked that its sides belong together."""
+"""Parallel text: read, tokenised as in Moses, and checked that both sides have the same lines."""
 
 import gzip
 import multiprocessing
@@ -23,10 +23,10 @@ def copy(
     max_words: int | None = None,
     pairs: int | None = None,
 ) -> None:
-    """Copy PREFIX.LANGUAGE[.gz], one prefix after the other, to OUT.LANGUAGE; tokenised, if asked for.
+    """Copy PREFIX.LANGUAGE[.gz], one prefix after the other, to OUT.LANGUAGE, and tokenise it if asked.
 
-    max_words: leave out pairs of which a side is empty or has more words; without it an empty line is refused.
-    pairs: refuse text that has another number of pairs. Raises RecipeError.
+    max_words: leave out pairs with an empty side or with more words; None: an empty side is an error.
+    pairs: the number of pairs that the text must have. Raises RecipeError.
     """
     batches = pieces(read_pairs(prefixes, languages))
     if not tokenized:
@@ -37,13 +37,13 @@ def copy(
 
 
 def read_lines(prefix: Path, language: str) -> Iterator[str]:
-    """Yield the lines of PREFIX.LANGUAGE or PREFIX.LANGUAGE.gz; RecipeError says what is wrong with it."""
+    """Yield the lines of PREFIX.LANGUAGE or PREFIX.LANGUAGE.gz. Raises RecipeError if they cannot be read."""
     names = [prefix.with_name(f"{prefix.name}.{language}{ending}") for ending in ("", ".gz")]
     path = next((name for name in names if name.is_file()), None)
     if path is None:
-        raise RecipeError(f"there is neither {names[0]} nor {names[1].name}: give a folder that has it.")
+        raise RecipeError(f"{names[0]} or {names[1].name} must exist: give a folder that has it.")
     try:
-        # Only \n ends a line: web text is full of what Python takes for other ends.
+        # Only \n ends a line: web text has many characters that Python takes for line ends.
         with (
             gzip.open(path, "rt", encoding="utf-8", newline="\n")
             if path.suffix == ".gz"
@@ -56,12 +56,12 @@ def read_lines(prefix: Path, language: str) -> Iterator[str]:
 
 
 def read_pairs(prefixes: Iterable[Path], languages: Languages) -> Iterator[Pair]:
-    """Yield the pairs of lines; RecipeError where the sides do not have as many."""
+    """Yield the pairs of lines. Raises RecipeError if the sides have different numbers of lines."""
     for prefix in prefixes:
         sides = [read_lines(prefix, language) for language in languages]
         try:
             yield from zip(*sides, strict=True)
-        except ValueError as error:  # of zip: a RecipeError says its own
+        except ValueError as error:  # of zip; a RecipeError has its own message
             raise RecipeError(
                 f"{prefix}.{languages[0]} and {prefix}.{languages[1]} have different numbers of lines."
             ) from error
@@ -91,7 +91,7 @@ def pieces(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
 def write(
     out: Path, languages: Languages, batches: Iterable[list[Pair]], max_words: int | None, pairs: int | None
 ) -> None:
-    """Write OUT.SOURCE and OUT.TARGET, line by line in step."""
+    """Write OUT.SOURCE and OUT.TARGET, line by line."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = left_out = 0
     with (

@@ -1,8 +1,8 @@
 """The Python Enhancement Proposals as running text, from the sources in their repository.
 
-A document starts with `= PEP n : title =`, a section with `= = heading = =`; a line is one paragraph. What is not
-running text is left out: the header but for its title, blocks of code, tables, directives, comments, targets of links.
-A document goes to train, valid or test as a whole, by a hash of its number.
+A document starts with `= PEP n : title =`, a section with `= = heading = =`; a line is one paragraph. Other parts are
+left out: the header except its title, blocks of code, tables, directives, comments, targets of links. A whole document
+goes to train, valid or test, by a hash of its number.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ MARKUP = (
 
 
 def write(folder: Path, out: Path) -> None:
-    """Write train.txt, valid.txt and test.txt from the folder of the sources. Raises RecipeError for other ones."""
+    """Write train.txt, valid.txt and test.txt from the folder of the sources. Raises RecipeError for other PEPs."""
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for path in sorted(folder.rglob("pep-[0-9][0-9][0-9][0-9].rst")):
         number = int(path.stem.removeprefix("pep-"))
@@ -71,7 +71,7 @@ def plain(text: str) -> str:
 
 def paragraphs(body: str) -> Iterator[str]:
     """Yield headings and paragraphs of running text; items of a list are paragraphs."""
-    skip_deeper: int | None = None  # what is indented deeper than this belongs to a block that is left out
+    skip_deeper: int | None = None  # lines indented deeper than this are left out
     for block in re.split(r"\n\s*\n", body.expandtabs(8)):
         lines = [line.rstrip() for line in block.split("\n") if line.strip()]
         if not lines:
@@ -93,7 +93,7 @@ def paragraphs(body: str) -> Iterator[str]:
 
 
 def items(lines: list[str]) -> Iterator[str]:
-    """Yield a block as one paragraph, or as many as it has items of a list."""
+    """Yield a block as one paragraph, or each item of its list as one."""
     item: list[str] = []
     for line in lines:
         if re.match(r"\s*(?:[-*+]|\d+\.|\(?[a-z]\))\s", line) and item:
@@ -105,6 +105,6 @@ def items(lines: list[str]) -> Iterator[str]:
 
 
 def ended(lines: list[str]) -> str:
-    """Return the words of a paragraph; of the two colons that announce a block of code one is text."""
+    """Return the words of a paragraph; of two colons before a block of code one stays."""
     text = " ".join(line.strip() for line in lines)
     return text[:-1].removesuffix(":").rstrip() + ":" * (text != "::") if text.endswith("::") else text

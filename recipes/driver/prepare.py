@@ -1,4 +1,4 @@
-"""Prepare text for fairseq: pieces of words, fairseq-preprocess, and counts of what came out."""
+"""Prepare text for fairseq: subwords, fairseq-preprocess, and counts of the result."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ SPLITS = ("train", "valid", "test")
 
 
 def cut(folder: Path, lines: int) -> None:
-    """Keep the first lines of valid and test: a trial."""
+    """Keep the first lines of valid and test, for a trial."""
     for split in ("valid", "test"):
         path = folder / f"{split}.txt"
         with path.open(encoding="utf-8") as file:
@@ -32,7 +32,7 @@ def apply_bpe(codes: Path, text: Path, out: Path) -> None:
 
 
 def preprocess(out: Path, *flags: object) -> None:
-    """Run fairseq-preprocess into the folder `out`; its words go to preprocess.log next to it."""
+    """Run fairseq-preprocess into the folder `out`; its output goes to preprocess.log next to it."""
     run("fairseq-preprocess", "--destdir", out, *flags, log=out.parent / "preprocess.log")
 
 
@@ -43,12 +43,12 @@ def preprocess_text(folder: Path, out: Path, *flags: object, splits: tuple[str, 
 
 
 def known_as(*files: Path) -> str:
-    """Return what a text of one's own is known by: where it is, and a checksum of each file."""
+    """Return an identity of a text of the user: the path and a checksum of each file."""
     return " ".join(f"{file.absolute()} {zlib.crc32(file.read_bytes())}" for file in files)
 
 
 def check_own(folder: Path, settings: str) -> None:
-    """Check that a text of one's own is the one evaluated before under its name. Raises RecipeError for another."""
+    """Check that a text of the user is the one evaluated before under its name; raise RecipeError otherwise."""
     if (folder / "source.txt").read_text(encoding="utf-8").strip() != settings:
         raise RecipeError(
             f"another text was evaluated under the name of this one (see {folder / 'source.txt'}), or it has changed: "
@@ -57,16 +57,16 @@ def check_own(folder: Path, settings: str) -> None:
 
 
 def count(text: Path) -> int:
-    """Return the words of a text with one end of line each, as fairseq counts them."""
+    """Return the number of words and line ends of a text, as fairseq counts them."""
     with text.open(encoding="utf-8") as file:
         return sum(len(line.split()) + 1 for line in file)
 
 
 def counts(folder: Path) -> dict[str, int]:
-    """Return the tokens of each split and the size of the vocabulary, of what fairseq-preprocess wrote.
+    """Return the tokens of each split and the size of the vocabulary, from the files of fairseq-preprocess.
 
     Tokens include the end of each line; so does the vocabulary. It has the other special symbols only if they are words
-    of the training text (<unk> in WikiText). Raises RecipeError where a split is missing or empty.
+    of the training text (<unk> in WikiText). Raises RecipeError if a split is missing or empty.
     """
     from fairseq.data import Dictionary, data_utils
 
@@ -75,7 +75,7 @@ def counts(folder: Path) -> dict[str, int]:
     for split in SPLITS:
         text = folder / f"{split}.bin"
         if text.exists() and not text.stat().st_size:
-            raise RecipeError(f"{split}.txt holds no text: give it at least one line.")
+            raise RecipeError(f"{split}.txt must have at least one line of text, got none.")
         lines = data_utils.load_indexed_dataset(str(folder / split), dictionary)
         if lines is None:
             raise RecipeError(f"{text} is missing: prepare the data again.")
@@ -87,7 +87,7 @@ def counts(folder: Path) -> dict[str, int]:
 
 
 def check_counts(folder: Path, expected: dict[str, int]) -> None:
-    """Print the counts. Raises RecipeError unless they are those expected."""
+    """Print the counts. Raises RecipeError unless they are the expected ones."""
     found = counts(folder)
     print(", ".join(f"{name} {number:,}" for name, number in found.items()))
     wrong = [
@@ -100,7 +100,7 @@ def check_counts(folder: Path, expected: dict[str, int]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

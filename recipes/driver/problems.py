@@ -1,4 +1,4 @@
-"""Small problems of state tracking and recall: trains models, and reports how many answers are right."""
+"""Small problems of state tracking and recall: train models, and report the share of right answers."""
 
 import math
 import re
@@ -26,7 +26,7 @@ ALWAYS = {
 
 
 class Run(NamedTuple):
-    """One training of a problem, by a model, from a seed. chance: right answers of a guess, in %."""
+    """One training: a model on a problem with a seed. chance: right answers of a guess, in %."""
 
     problem: str
     model: str
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 def read_runs(conf: Path, out: Path) -> list[Run]:
-    """Return the runs that a file asks for. Raises RecipeError where it is damaged or names an unknown model."""
+    """Return the runs of a file. Raises RecipeError if it is damaged or names an unknown model."""
     try:
         plan = read_yaml(conf, plain=False)
         runs = []
@@ -61,7 +61,7 @@ def report(runs: list[Run], out: Path) -> None:
     """Write the evaluations of all finished runs, draw the last ones, and print them as Markdown."""
     runs = [run for run in runs if grid.is_finished(run.training)]
     if not runs:
-        raise RecipeError(f"no run has finished in {out}: begin with the stage train.")
+        raise RecipeError(f"{out} must have a finished run, got none: run the stage train first.")
     heads = ("problem", "model", "seed", "updates", "accuracy")
     rows = [dict(zip(heads, (*run[:3], *found), strict=True)) for run in runs for found in run.evaluations]
     write_csv(out / "accuracy.csv", rows)
@@ -84,12 +84,12 @@ def rule_of(model: str) -> str:
 
 
 def draw(chances: dict[str, float], models: list[str], found: dict[tuple[Any, ...], float], picture: Path) -> None:
-    """Draw a panel for each problem: a bar for each model that it was given to, and a line at what a guess gets."""
+    """Draw a panel for each problem: a bar for each of its models, and a line for a guess."""
     from fairseq_fwp.cli.plot_style import PUBLISHED, colours, load_pyplot, save
 
     plt = load_pyplot()
     colour = colours(dict.fromkeys(map(rule_of, models)))
-    models = models[::-1]  # the first above
+    models = models[::-1]  # the first one at the top
     size = (2 + 2.6 * len(chances), 1 + 0.27 * len(models))
     figure, panels = plt.subplots(1, len(chances), figsize=size, squeeze=False, sharey=True)
     for panel, (problem, chance) in zip(panels[0], chances.items(), strict=True):

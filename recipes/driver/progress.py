@@ -1,4 +1,4 @@
-"""Show the log of a training as short lines: updates, perplexity, tokens a second, time left."""
+"""Show the log of a training as short lines: updates, perplexity, tokens a second, remaining time."""
 
 import collections
 import re
@@ -11,7 +11,7 @@ TOTAL = re.compile(r"\bmax_update(?:': |=)(\d+)")
 
 
 class Progress:
-    """The progress of one training; `label` names it. On a terminal a line moves on in place, else one every 10 s."""
+    """The progress of a training of that name. On a terminal one line changes, elsewhere a line comes every 10 s."""
 
     def __init__(self, label: str, terminal: bool | None = None) -> None:
         self.label = label
@@ -55,14 +55,14 @@ class Progress:
         print(line, end="" if self.terminal else "\n", flush=True)
 
     def end(self) -> None:
-        """Show the last lines of a training that did not come to its end."""
+        """Show the last lines of a training that stopped early."""
         if not self.done:
             words = "".join(self.last_words)
             print(f"{self.start}{words}{self.label}: the training stopped early; its last lines are above.", flush=True)
 
 
 def said(entry: dict[str, float], prefix: str = "") -> str:
-    """Return the perplexity, or the loss where a criterion has none."""
+    """Return the perplexity, or the loss if a criterion has none."""
     if (ppl := entry.get(f"{prefix}ppl")) is None and f"{prefix}loss" in entry:
         return f"loss {entry[f'{prefix}loss']:8.4f}"
     return f"ppl {float('nan') if ppl is None else ppl:8.1f}"

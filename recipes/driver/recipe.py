@@ -13,9 +13,9 @@ from flags import START, read_flags, read_yaml, refusal, value_of
 
 
 class Model(NamedTuple):
-    """One training: its name in tables, the YAML of its flags, its folder, and its seed if the YAML's is not meant.
+    """One training: its name in tables, the YAML of its flags, its folder, and a seed that overrides the YAML's.
 
-    origin: the model that it begins with; convert: arguments of fwp-convert for that.
+    origin: the model that it begins with; convert: arguments of fwp-convert for that model.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Model(NamedTuple):
 
 
 class Recipe:
-    """The stages of a recipe; a kind of recipe says how it prepares, evaluates and reports."""
+    """The stages of a recipe; a kind of recipe defines how to prepare, evaluate and report."""
 
     stages: tuple[str, ...] = ("prepare", "train", "evaluate", "report", "all")
     rest = "flags for fairseq-train"
@@ -55,19 +55,19 @@ class Recipe:
             "--models",
             nargs="+",
             metavar="NAME",
-            help="which of conf/*.yaml, or of its folders (those of the recipe's own list)",
+            help="models of conf/, or folders of them (the list of the recipe)",
         )
         parser.add_argument("--conf", metavar="YAML", help="one model: a file, or its path in the recipe's folder")
         parser.add_argument("--seeds", type=int, metavar="N", help="train each model with the seeds 1 to N")
 
-    # What a kind of recipe fills in.
+    # Defined by a kind of recipe.
 
     @property
     def default_out(self) -> Path:
         return ROOT / "runs" / self.recipe.name
 
     def settings(self) -> str:
-        """Return what the data is made from, in words; empty: whatever there is counts."""
+        """Return the source of the data in words; empty: existing data is always used."""
         raise NotImplementedError
 
     def prepare(self, work: Path) -> None:
@@ -84,10 +84,10 @@ class Recipe:
         task, start = self.start(model)
         training.train(model.folder, self.bin, [*task, *model.flags, *start, *self.extra, *self.teacher(model)])
 
-    # What a training begins with.
+    # The model that a training begins with.
 
     def start(self, model: Model) -> tuple[list[str], list[str]]:
-        """Return the flags of the model that a training begins with, and its checkpoint; none where there is none."""
+        """Return the flags of the model that a training begins with, and of its checkpoint; empty without one."""
         if not model.origin:
             return [], []
         converted = self.converted(model)
@@ -95,7 +95,7 @@ class Recipe:
         return (converted / "flags.txt").read_text(encoding="utf-8").split(), ["--finetune-from-model", str(start)]
 
     def converted(self, model: Model) -> Path:
-        """Return the folder of what fwp-convert made for a model, or for the one that it begins with."""
+        """Return the folder of the converted model, for a model or for the one that it begins with."""
         if not model.convert:
             return self.converted(self.find_model(model.origin, model.seed))
         folder, settings = model.folder / "converted", model.folder / "conversion.txt"
@@ -118,7 +118,7 @@ class Recipe:
         return self.model(self.find_conf(f"conf/{name}.yaml"), seed)
 
     def find_model(self, name: str, seed: int | None) -> Model:
-        """Return the model of a name; without a seed where it was trained without one."""
+        """Return the model of a name; without a seed if it was trained without one."""
         of_seed = self.named(name, seed)
         return of_seed if of_seed.folder.is_dir() else self.named(name, None)
 
@@ -131,12 +131,12 @@ class Recipe:
         return model.folder / "checkpoint_best.pt"
 
     def teacher(self, model: Model) -> list[str]:
-        """Return the checkpoint of the model that `teacher` in a YAML names."""
+        """Return the flags of the checkpoint of the model that `teacher` in a YAML names."""
         name = self.teacher_name(model)
         return ["--teacher", str(self.checkpoint(name, model.seed))] if name else []
 
     def teacher_name(self, model: Model) -> str:
-        """Return the model that teaches; empty where there is none, or a file."""
+        """Return the name of the teacher; empty if there is none, or if it is a file."""
         name = value_of([*model.flags, *self.extra], "--teacher")
         return "" if Path(name).is_file() else name
 
@@ -146,10 +146,12 @@ class Recipe:
         if self.args.conf:
             confs = [self.find_conf(self.args.conf)]
         else:
-            # The user's --models stand in place of the recipe's.
+            # The user's --models replace the recipe's.
             confs = [self.recipe / "conf" / f"{name}.yaml" for name in self.expand(names(self.args.models))]
         if not confs and self.stage != "prepare":
-            raise RecipeError(f"give --conf conf/NAME.yaml or --models NAME: there are {', '.join(self.known())}.")
+            raise RecipeError(
+                f"--conf conf/NAME.yaml or --models NAME must be given; names: {', '.join(self.known())}."
+            )
         if self.args.seeds is not None and self.args.seeds < 1:
             raise RecipeError(f"--seeds must be at least 1, got {self.args.seeds}.")
         seeds = [None] if self.args.seeds is None else range(1, self.args.seeds + 1)
@@ -166,7 +168,7 @@ class Recipe:
         for conf in (Path(path), self.recipe / path):
             if conf.is_file():
                 return conf.resolve()
-        raise RecipeError(f"there is no {path}: give --conf conf/NAME.yaml, there are {', '.join(self.known())}.")
+        raise RecipeError(f"--conf must be conf/NAME.yaml, got {path}; names: {', '.join(self.known())}.")
 
     def known(self) -> list[str]:
         """Return the names of all models of the recipe."""
@@ -175,7 +177,7 @@ class Recipe:
         return sorted(str(name) for name in found if name.name != "common")
 
     def expand(self, given: list[str]) -> list[str]:
-        """Return names of models; a folder stands for all in it, in the order of the tables in FOLDER.yaml, if any."""
+        """Return names of models; a folder means all in it, in the order of the tables in FOLDER.yaml, if any."""
         found, known = [], self.known()
         for name in given:
             rows = self.recipe / f"{name}.yaml"
@@ -187,15 +189,15 @@ class Recipe:
             elif inside:
                 found += inside
             else:
-                raise RecipeError(f"there is no model {name}: they are {', '.join(known)}.")
+                raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
         return list(dict.fromkeys(found))
 
     def check_flags(self) -> None:
-        """Check the flags of all models before any work. Raises RecipeError for those that fairseq-train refuses."""
+        """Check the flags of all models before any work. Raises RecipeError for flags that fairseq-train refuses."""
         for model in self.models:
             flags = [*model.flags, *self.extra]
             for name in filter(None, (model.origin, self.teacher_name(model))):
-                self.named(name, model.seed)  # it is there
+                self.named(name, model.seed)  # check that it exists
             plugin = [] if "--user-dir" in flags else training.PLUGIN
             if reason := refusal([str(self.bin), *plugin, *flags]):
                 raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
@@ -208,7 +210,7 @@ class Recipe:
         if self.stage in ("prepare", "train", "all"):
             self.prepare_once()
         if not self.data.is_dir():
-            raise RecipeError(f"there is no {self.data}: run the stage prepare first.")
+            raise RecipeError(f"{self.data} must exist: run the stage prepare first.")
         if self.stage == "prepare":
             print(f"The data is in {self.data}.")
             self.say_next("train")
@@ -241,11 +243,11 @@ class Recipe:
 
     @property
     def evaluation_flags(self) -> list[str]:
-        """Flags of the command line that go to the evaluation: all in its own stage, else that of the device."""
+        """Flags of the command line for the evaluation: all in its own stage, otherwise only that of the device."""
         return self.extra if self.stage == "evaluate" else [flag for flag in self.extra if flag == "--cpu"]
 
     def say_next(self, stage: str) -> None:
-        """Say which command comes after this one."""
+        """Print the next command."""
         words = ["bash", str(self.recipe / "run.sh"), stage, "--out", str(self.out)]
         if self.args.conf:
             words += ["--conf", self.args.conf]
@@ -257,7 +259,7 @@ class Recipe:
 
 
 def read_start(conf: Path) -> tuple[str, str]:
-    """Return the model that a YAML begins with, and what is made of it; empty where neither it nor its include says."""
+    """Return `from` and `convert` of a YAML or its include; empty if missing."""
     settings = read_yaml(conf)
     origin = convert = ""
     if isinstance(settings, dict):
@@ -265,11 +267,11 @@ def read_start(conf: Path) -> tuple[str, str]:
             origin, convert = read_start(conf.parent / settings["include"])
         origin, convert = (settings.get(name, value) for name, value in zip(START, (origin, convert), strict=True))
     if convert and not origin:
-        raise RecipeError(f"{conf}: convert needs a model to convert: add a line `from: NAME`.")
+        raise RecipeError(f"{conf} must have a model to convert: add a line `from: NAME`.")
     return origin, convert
 
 
 def runs(tables: list[dict]) -> list[str]:
-    """Return the runs that rows name, or rows of tables, each once."""
+    """Return the runs that rows, or rows of tables, name, each once."""
     rows = [row for table in tables for row in table.get("rows", [table])]
     return list(dict.fromkeys(row["run"] for row in rows))

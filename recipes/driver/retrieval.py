@@ -1,4 +1,4 @@
-"""Synthetic associative retrieval: grids of small trainings, and the paper's Figures 2 to 5 of what they came to."""
+"""Synthetic associative retrieval: grids of small trainings, and the paper's Figures 2 to 5 of their results."""
 
 import contextlib
 import itertools
@@ -13,13 +13,13 @@ from commands import RecipeError
 from flags import as_flags, read_yaml, refusal
 from grid import Training
 
-# No result is worth more than this many updates since the last checkpoint.
+# An interrupted training repeats at most 5 epochs.
 SAVING = ["--save-interval", "5", "--no-epoch-checkpoints"]
 LOGGING = ["--log-format", "json", "--log-interval", "1000000"]
 
 
 class Point(NamedTuple):
-    """One training: its flags, and the seconds that each of its keys takes on one core."""
+    """One training: its flags, and its seconds for each key on one core."""
 
     flags: dict[str, str]
     seconds_per_key: float
@@ -42,11 +42,11 @@ class Point(NamedTuple):
 
 
 def read_points(paths: list[Path]) -> list[Point]:
-    """Return the points of grids, in the order in which they are trained: of an entry's lists every combination.
+    """Return the points of grids, in the order of training: every combination of the lists of an entry.
 
-    Raises RecipeError for a file or an entry that has none.
+    Raises RecipeError for a file or an entry without points.
     """
-    points: dict[str, Point] = {}  # by name, so that what two grids have is trained once
+    points: dict[str, Point] = {}  # by name, so that a point of two grids is trained once
     for path in paths:
         for index, entry in enumerate(read_entries(path), 1):
             try:
@@ -65,7 +65,7 @@ def read_entries(path: Path) -> list[Any]:
 
 
 def combinations(entry: Any) -> list[Point]:
-    """Return the points of an entry. Raises ValueError where it is not flags with a value or a list of values each."""
+    """Return the points of an entry. Raises ValueError unless every flag has a value or a list of values."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected flags and their values, got {entry!r}")
     for flag in ("arch", "num-keys", "seconds-per-key"):
@@ -75,7 +75,9 @@ def combinations(entry: Any) -> list[Point]:
     for flag, values in flags.items():
         if not values or not all(isinstance(value, str) and value for value in values):
             raise ValueError(f"expected a value or a list of values of {flag}, got {entry[flag]!r}")
-    flags["num-keys"] = [str(number("num-keys", value, int)) for value in flags.pop("num-keys")]  # last: sizes follow
+    flags["num-keys"] = [
+        str(number("num-keys", value, int)) for value in flags.pop("num-keys")
+    ]  # last: sizes vary fastest
     (rate, *others) = flags.pop("seconds-per-key")
     if others:
         raise ValueError(f"expected one value of seconds-per-key, got {entry['seconds-per-key']!r}")
@@ -84,7 +86,7 @@ def combinations(entry: Any) -> list[Point]:
 
 
 def number(flag: str, value: str, kind: type[int] | type[float]) -> float:
-    """Raise ValueError for what is not a positive one."""
+    """Return the positive number in a text. Raises ValueError for anything else."""
     with contextlib.suppress(ValueError):
         if 0 < (found := kind(value)) < math.inf:
             return found
@@ -92,7 +94,7 @@ def number(flag: str, value: str, kind: type[int] | type[float]) -> float:
 
 
 def check(points: list[Point], common: dict[str, str], out: Path) -> None:
-    """Parse flags as fairseq-train will; of points that only repeat others' flags one. Raises RecipeError."""
+    """Parse flags as fairseq-train does, each set of flags once. Raises RecipeError for flags that it refuses."""
     seen: set[tuple[str, str]] = set()
     for point in points:
         flags = {(flag, value) for flag, value in point.flags.items() if flag != "num-keys"}
@@ -104,7 +106,7 @@ def check(points: list[Point], common: dict[str, str], out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    from reports import retrieval as report  # needs the package, which --help does not
+    from reports import retrieval as report  # imported here: --help must work without the package
 
     parser = grid.parser(lambda parser: parser.add_argument(
         "--conf", type=Path, action="append", metavar="YAML", help="a grid (conf/quick.yaml); may be given again"

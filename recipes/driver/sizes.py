@@ -1,4 +1,4 @@
-"""Say how large a model is before it is trained."""
+"""Compute the size of a model before it is trained."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ def describe(arguments: list[str]) -> str:
 
     try:
         parameters, state, length = measure(arguments)
-    except (AssertionError, ValueError, KeyError) as error:  # fairseq's own words for settings that cannot be
+    except (AssertionError, ValueError, KeyError) as error:  # fairseq's errors for impossible settings
         raise RecipeError(f"the model cannot be built: {error}.") from error
     words = f"{parameters:,} parameters"
     if state is not None:
@@ -27,7 +27,9 @@ def describe(arguments: list[str]) -> str:
 
 def measure(arguments: list[str]) -> tuple[int, int | None, int]:
     """Return the parameters, the numbers kept of a sequence (None: the model does not count them) and its length."""
-    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(
+        logging.WARNING
+    )  # recommends a package that is not needed
     import torch
     from commands import RecipeError
     from fairseq import options, tasks
@@ -48,7 +50,7 @@ def measure(arguments: list[str]) -> tuple[int, int | None, int]:
 
 @contextlib.contextmanager
 def quiet():
-    """Hold back what fairseq logs and prints while it builds a model; training says it again."""
+    """Suppress what fairseq logs and prints while it builds a model; training prints it again."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -2,11 +2,11 @@
 
 A real corpus that is already on every machine with Python: the sources, with their docstrings, and the reference
 topics that `help()` shows. One line of the output is one block (a top-level function or class, or a run of statements
-up to a blank line). Inside it, a line break that is followed by n levels of indentation (4 columns each) is the word
-`\u23cen`, so that a language model learns the layout and a sample can be printed as code again (`show`).
+up to a blank line). Inside it, a line break before n levels of indentation (4 columns each) is the word
+`\u23cen`. So a language model learns the layout, and `show` can print a sample as code.
 
-A file goes to train, valid or test as a whole, by a hash of its path: the same on every machine, and no file is in
-two of them. The files come in the order of that hash until `MAX_BYTES` are taken.
+A whole file goes to train, valid or test, by a hash of its path: the same on every machine, and no file is in two of
+them. The files come in the order of that hash until `MAX_BYTES` are taken.
 """
 
 import collections
@@ -15,10 +15,10 @@ import re
 import sysconfig
 from pathlib import Path
 
-MAX_BYTES = 6_000_000  # what the quick start's few minutes of training can read
+MAX_BYTES = 6_000_000  # as much as the quick start reads in its few minutes of training
 HELD_OUT = 5  # per cent of the files for valid, and as many for test
 BREAK = "\u23ce"
-# Test suites, code that is not part of the library, and tables that a program wrote.
+# Test suites, code that is not part of the library, and generated tables.
 SKIPPED_FOLDERS = {
     "test": "test suites", "tests": "test suites", "idle_test": "test suites", "testing": "test suites",
     "site-packages": "installed packages", "dist-packages": "installed packages", "ensurepip": "installed packages",
@@ -28,7 +28,7 @@ SKIPPED_FOLDERS = {
 
 
 def standard_library() -> tuple[dict[str, str], collections.Counter]:
-    """Return the text of each usable file or topic by its relative path, and how many were skipped for which reason."""
+    """Return the text of each usable file or topic by its path, and the number of skipped ones by reason."""
     root = Path(sysconfig.get_path("stdlib"))
     texts, skipped = {}, collections.Counter()
     for path in sorted(root.rglob("*.py")):
@@ -50,7 +50,7 @@ def standard_library() -> tuple[dict[str, str], collections.Counter]:
             texts[name] = text
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave the topics out
+    except ImportError:  # some distributions lack the topics
         topics = {}
     texts.update((f"topics/{name}", text) for name, text in topics.items() if len(text) >= 200)
     return texts, skipped
@@ -71,14 +71,14 @@ def blocks(text: str) -> list[str]:
 
 
 def split_of(name: str) -> tuple[str, str]:
-    """Return the split that a file belongs to, and its place in the order in which files are taken."""
+    """Return the split of a file, and its place in the order of files."""
     digest = hashlib.sha256(name.encode()).hexdigest()
     per_cent = int(digest[:8], 16) % 100
     return ("valid" if per_cent < HELD_OUT else "test" if per_cent < 2 * HELD_OUT else "train"), digest
 
 
 def write(out: Path) -> None:
-    """Write train.txt, valid.txt and test.txt into a folder, and print what they hold."""
+    """Write train.txt, valid.txt and test.txt into a folder, and print a summary."""
     texts, skipped = standard_library()
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     files, taken = collections.Counter(), 0

@@ -10,7 +10,7 @@ from commands import whole
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], heads: Sequence[str] | None = None) -> None:
-    """Write rows of the same columns; `heads` are the columns where there may be no row."""
+    """Write rows of the same columns; heads: the columns, needed if there may be no row."""
     with whole(path) as work, work.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, heads or list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -29,6 +29,6 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]], left: int =
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return the mean, with the standard deviation of one run where there are several."""
+    """Return the mean, with the standard deviation of one run if there are several."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):,.{digits}f}{deviation}"

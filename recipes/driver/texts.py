@@ -1,4 +1,4 @@
-"""The texts of language models: how each is made, fetched or read from a folder, checked, and cut into words."""
+"""The texts of language models: made, downloaded or read from a folder, checked, and split into words."""
 
 import gzip
 import subprocess
@@ -18,11 +18,11 @@ FEWEST_WORDS = {"train": 1000, "valid": 100, "test": 100}
 
 
 class Text(NamedTuple):
-    """A text: write(folder, out, any_text) writes SPLIT.txt and returns the counts that are expected, if any.
+    """A text: write(folder, out, any_text) writes SPLIT.txt and returns the expected counts, if any.
 
-    archives: what is downloaded where no folder is given; convert: writes SPLIT.txt from that, in place of `write`.
-    make: writes SPLIT.txt from nothing, where no folder is given. copy: one file of raw text as words.
-    show: a sample as it is read.
+    archives: files to download if no folder is given; convert: writes SPLIT.txt from these, instead of `write`.
+    make: writes SPLIT.txt without input, if no folder is given. copy: one file of raw text as words.
+    show: a sample in readable form.
     """
 
     write: Callable[[Path, Path, bool], dict[str, int]]
@@ -34,7 +34,7 @@ class Text(NamedTuple):
 
 
 def checksum(folder: Path) -> str:
-    """Return one checksum of the texts in a folder, whatever it is called."""
+    """Return one checksum of the texts in a folder, independent of its name."""
     files = sorted(folder.glob("*.txt*"))
     if not files:
         return ""
@@ -51,7 +51,7 @@ def find(folder: Path, name: str) -> Path:
     for ending in (".txt", ".txt.gz"):
         if (path := folder / (name + ending)).is_file():
             return path
-    raise RecipeError(f"{folder / name}.txt is missing: the folder needs train, valid and test as .txt or .txt.gz.")
+    raise RecipeError(f"{folder / name}.txt is missing: the folder must have train, valid and test as .txt or .txt.gz.")
 
 
 def read_words(path: Path) -> list[list[str]]:
@@ -64,27 +64,27 @@ def read_words(path: Path) -> list[list[str]]:
 
 
 def copy_words(lines: list[list[str]], out: Path) -> None:
-    """Write lines with single spaces: subword-nmt and fairseq differ in what white space is to them."""
+    """Write lines with single spaces, because subword-nmt and fairseq define white space differently."""
     out.write_text("".join(" ".join(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def write_lines(folder: Path, out: Path, any_text: bool = True) -> dict[str, int]:
-    """Copy the three texts of a folder. Raises RecipeError where one is missing or too short to learn from."""
+    """Copy the three texts of a folder. Raises RecipeError if one is missing or too short to learn from."""
     if not folder.is_dir():
-        raise RecipeError(f"there is no folder {folder}: give one that holds train.txt, valid.txt and test.txt.")
+        raise RecipeError(f"--data must be a folder with train.txt, valid.txt and test.txt, got {folder}.")
     splits = {}
     for name, fewest in FEWEST_WORDS.items():
         path = find(folder, name)
         splits[name] = read_words(path)
         if (count := sum(map(len, splits[name]))) < fewest:
-            raise RecipeError(f"{path} has {count} words, but at least {fewest} are needed: give it more text.")
+            raise RecipeError(f"{path} must have at least {fewest} words, got {count}.")
     for name, lines in splits.items():
         copy_words(lines, out / f"{name}.txt")
         print(f"{name}: {len(lines):,} lines, {sum(map(len, lines)):,} words")
     return {}
 
 
-# WikiText-103, whose words are given.
+# WikiText-103, which is already split into words.
 
 
 def write_wikitext(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
@@ -92,7 +92,7 @@ def write_wikitext(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
         names = (f"wiki.{split}.tokens", f"wikitext-103/wiki.{split}.tokens", f"{split}.txt")
         file = next((path for name in names if (path := folder / name).is_file()), None)
         if file is None:
-            raise RecipeError(f"{folder} has neither {names[0]} nor {names[-1]}: give a folder that has WikiText-103.")
+            raise RecipeError(f"{folder} must have {names[0]} or {names[-1]}: give a folder that has WikiText-103.")
         (out / f"{split}.txt").write_bytes(file.read_bytes())
     return {} if any_text else {"train": 103227021, "valid": 217646, "test": 245569, "vocabulary": 267735}
 
@@ -106,7 +106,7 @@ def write_bytes(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
 
 
 WIKITEXT = "s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip"
-# How a commit is packed may change, so the checksum is that of the text.
+# The archive of a commit may change, so the checksum is that of the text.
 PEPS_COMMIT = "ba4deeb7969588d937da609008d05bb83a47b1ab"
 PEPS, PEPS_PAGE = f"python/peps/tar.gz/{PEPS_COMMIT}", f"python/peps/archive/{PEPS_COMMIT}.tar.gz"
 TEXTS = {
@@ -121,7 +121,7 @@ TEXTS = {
     "wikitext103": Text(
         write_wikitext,
         archives=(
-            Archive(  # the checksum is that of the archive which Salesforce Research published
+            Archive(  # with the checksum of the archive that Salesforce Research published
                 "wikitext-103-v1.zip",
                 "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
                 (

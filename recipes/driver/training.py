@@ -1,4 +1,4 @@
-"""Train one model with fairseq-train: resumed where it was interrupted, and never trained twice."""
+"""Train one model with fairseq-train: an interrupted training is resumed, a finished one is not repeated."""
 
 import os
 import shlex
@@ -19,8 +19,8 @@ PLUGIN = ["--user-dir", str(ROOT / "fairseq_fwp")]
 def train(folder: Path, data: Path, flags: list[str]) -> None:
     """Train a model on the output of fairseq-preprocess into `folder`.
 
-    There lie settings.txt, the flags; train.log; checkpoints; and at the end `trained`, or `diverged`, which says where
-    a gradient that is not finite ended it. Raises RecipeError where training fails in another way.
+    The folder gets settings.txt (the flags), train.log and checkpoints. At the end it gets `trained`, or `diverged`
+    with the place of a non-finite gradient. Raises RecipeError if training fails in another way.
     """
     name = folder.name if not folder.name.startswith("seed_") else f"{folder.parent.name}, {folder.name}"
     trained, diverged, settings = folder / "trained", folder / "diverged", folder / "settings.txt"
@@ -41,12 +41,12 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
     saving = [
         "--save-dir", str(folder), "--no-epoch-checkpoints", "--keep-interval-updates", "1", "--log-format", "json"
     ]  # fmt: skip
-    # What the command line gives comes last, and so wins.
+    # Flags of the command line come last, and so override others.
     if fairseq_train([command[0], *saving, *command[1:]], log, name):
         trained.touch()
         print(f"{name} is trained: {folder / 'checkpoint_best.pt'}, train.log.")
     elif where := divergence(log):
-        write(diverged, where + "\n")  # a result: the other models go on
+        write(diverged, where + "\n")  # a result: the other models are trained
         print(f"{name} diverged: {where}.")
     else:
         raise RecipeError(f"the training of {name} failed: see {log}.")
@@ -55,12 +55,12 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
 def divergence(log: Path) -> str:
     try:
         return read_training(log).divergence
-    except RecipeError:  # it did not come as far as its model
+    except RecipeError:  # it ended before its model was built
         return ""
 
 
 def fairseq_train(flags: list[str], log: Path, label: str) -> bool:
-    """Run fairseq-train, or what $LAUNCH starts it with (torchrun, srun, ...); add to its log; return its success."""
+    """Run fairseq-train, with $LAUNCH (torchrun, srun, ...) before it if set; append to its log; return its success."""
     command = ["fairseq-train", *flags]
     if launch := os.environ.get("LAUNCH"):
         command = [*shlex.split(launch), shutil.which("fairseq-train") or "fairseq-train", *flags]

@@ -1,4 +1,4 @@
-"""Recipes of translation: parallel text, models, BLEU of valid, test and a test set of one's own."""
+"""Recipes of translation: parallel text, models, and BLEU of valid, test and a test set of the user."""
 
 import argparse
 import json
@@ -29,9 +29,9 @@ class Translation(Recipe):
         args = self.args
         self.text = PAIRS[args.pairs]
         if args.any_text and not args.data:
-            raise RecipeError("--any-text says what --data FOLDER holds: give that too.")
+            raise RecipeError("--data must be given with --any-text, which says that FOLDER has another text.")
         if args.data and not args.data.is_dir():
-            raise RecipeError(f"there is no folder {args.data}.")
+            raise RecipeError(f"--data must be a folder, got {args.data}.")
         if args.test:
             self.check_test()
 
@@ -42,22 +42,28 @@ class Translation(Recipe):
         parser.add_argument("--merges", type=int, required=True, help=hidden)
         parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
         parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
-        parser.add_argument("--data", type=Path, metavar="FOLDER", help="what it holds stands above; else a download")
-        parser.add_argument("--any-text", action="store_true", help="FOLDER holds another text than the recipe's")
+        parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder of the text, see above (downloaded)")
+        parser.add_argument("--any-text", action="store_true", help="FOLDER has another text than the recipe's")
         parser.add_argument(
-            "--average", type=whole_number, metavar="N", help="the mean of the last N checkpoints, not the best one"
+            "--average",
+            type=whole_number,
+            metavar="N",
+            help="evaluate the mean of the last N checkpoints, not the best one",
         )
         parser.add_argument(
-            "--test", type=Path, metavar="PREFIX", help="with evaluate: raw PREFIX.en and PREFIX.de, not valid and test"
+            "--test",
+            type=Path,
+            metavar="PREFIX",
+            help="with evaluate: raw PREFIX.en and PREFIX.de instead of valid and test",
         )
 
     def check_test(self) -> None:
         if self.stage != "evaluate":
-            raise RecipeError("--test PREFIX goes with the stage evaluate.")
+            raise RecipeError("--test PREFIX must be given with the stage evaluate.")
         for language in LANGUAGES:
             path = Path(f"{self.args.test}.{language}")
             if not path.is_file() and not Path(f"{path}.gz").is_file():
-                raise RecipeError(f"--test: there is neither {path} nor {path.name}.gz.")
+                raise RecipeError(f"--test: {path} or {path.name}.gz must exist.")
 
     # Data.
 
@@ -78,7 +84,7 @@ class Translation(Recipe):
         prefixes = [word for split in SPLITS for word in (f"--{split}pref", work / "bpe" / split)]
         words = ("--joined-dictionary", *prefixes, "--workers", os.cpu_count(), *self.args.words.split())
         preprocess(work / "bin", *OF_LANGUAGES, *words)
-        for split in ("valid", "test"):  # scores are of words: BPE out again
+        for split in ("valid", "test"):  # scores are of words: undo BPE
             text = (work / "bpe" / f"{split}.{TARGET}").read_text(encoding="utf-8")
             write(work / "tok" / f"{split}.{TARGET}", re.sub(r"@@( |$)", "", text, flags=re.MULTILINE))
         for folder in (work / "tok", work / "bpe"):
@@ -86,7 +92,7 @@ class Translation(Recipe):
                 remove(folder / f"train.{language}")
 
     def cut_into_pieces(self, work: Path) -> None:
-        """Cut all texts into subwords: one vocabulary for both languages, learned only on the training text."""
+        """Split all texts into subwords: one vocabulary for both languages, learned only on the training text."""
         both = work / "both"
         with both.open("wb") as file:
             for language in LANGUAGES:
@@ -99,7 +105,7 @@ class Translation(Recipe):
                 apply_bpe(codes, work / "tok" / f"{split}.{language}", work / "bpe" / f"{split}.{language}")
 
     def prepare_own(self, name: str) -> Path:
-        """Prepare a test set of one's own with the vocabulary of the training."""
+        """Prepare a test set of the user with the vocabulary of the training."""
         folder, codes = self.out / "tests" / name, self.data / "bpe" / "codes"
         paths = (Path(f"{self.args.test}.{language}") for language in LANGUAGES)
         settings = known_as(*(path if path.is_file() else Path(f"{path}.gz") for path in paths))
@@ -107,7 +113,9 @@ class Translation(Recipe):
             check_own(folder, settings)
             return folder
         if not codes.exists():
-            raise RecipeError(f"--test needs the BPE codes of the training, and {self.data} was made from BPE already.")
+            raise RecipeError(
+                f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE."
+            )
         with whole(folder) as work:
             copy(work / "tok" / "test", LANGUAGES, [self.args.test], tokenized=True)
             copy(work / "text" / "test", LANGUAGES, [self.args.test])
@@ -128,7 +136,7 @@ class Translation(Recipe):
         if count := self.args.average:
             checkpoint = model.folder / f"average_{count}.pt"
             if not checkpoint.exists():
-                import average  # needs torch, which --help does not
+                import average  # imported here: --help must work without torch
 
                 average.write(model.folder, count, checkpoint)
             name = f"average of {count} {name}".strip()
@@ -140,7 +148,7 @@ class Translation(Recipe):
             self.translate(model, split, self.data, split, checkpoint, name)
 
     def translate(self, model: Model, name: str, data: Path, split: str, checkpoint: Path, said: str) -> None:
-        """Translate and score a split into NAME[ SAID].json; scores of other flags, but the device's, give way."""
+        """Translate and score a split into NAME[ SAID].json; scores of other flags (not the device's) are replaced."""
         path = model.folder / f"{name} {said}".strip()
         result, log, used = (path.with_name(path.name + ending) for ending in (".json", ".log", ".flags"))
         search = [*self.args.search.split(), *self.evaluation_flags]

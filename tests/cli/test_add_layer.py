@@ -1,4 +1,4 @@
-"""fwp-add-layer: the model stays what it was, its layer stands in the basis of its text, and what is refused."""
+"""fwp-add-layer: the model keeps its scores, the layer is in the basis of the text, and refusals."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def train(folder, name, *flags):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """data (binarised), and a checkpoint NAME/checkpoint_last.pt of every base."""
+    """A folder with data (binarised), and a checkpoint NAME/checkpoint_last.pt of every base."""
     folder, chooser = tmp_path_factory.mktemp("add_layer"), random.Random(1)
     for split, lines in (("train", 60), ("test", 10)):
         text = (" ".join(f"w{chooser.randrange(30)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
@@ -75,7 +75,7 @@ def test_the_model_is_as_good_and_learns_by_reading(folder, name):
 
 @looped("carry", [False, True])
 def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
-    """Of the first two segments of each stream: features by a pass over both, gradients by autograd of the loss."""
+    """Compute them for the first two segments of each stream: features by one pass, gradients by autograd."""
     model = build_model("fwp_fwl_lm", fwl_base="fwp_xl_lm", mem_len=6, tokens_per_sample=5, fwl_fast_weights="none")
     decoder, tokens = model.decoder, torch.randint(4, 50, (STREAMS * 17 + 3,))
     mean, covariance, of_gradients = read_moments(model, tokens, STREAMS * 14, carry)
@@ -100,15 +100,15 @@ FINE_TUNING = [*XL, "--arch", "fwp_fwl_lm", "--decoder-normalize-before"]
 FORGOTTEN = {
     "base": (
         ["--fwl-map-inputs", *SIZES],
-        r"goes with .*--fwl-base fwp_xl_lm.*, and this model has .*--fwl-base fwp_lm.*: give the flags of its model",
+        r"needs .*--fwl-base fwp_xl_lm.*, and this model has .*--fwl-base fwp_lm.*: give the flags of its model",
     ),
     "map": (
         ["--fwl-base", "fwp_xl_lm", *SIZES],
-        r"goes with .*--fwl-map-inputs.*, and this model has .*no --fwl-map-inputs.*: give",
+        r"needs .*--fwl-map-inputs.*, and this model has .*no --fwl-map-inputs.*: give",
     ),
     "a size": (
         ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", *SIZES[2:], "--decoder-layers", 2],
-        r"goes with .*--decoder-layers 1.*, and this model has .*--decoder-layers 2.*: give",
+        r"needs .*--decoder-layers 1.*, and this model has .*--decoder-layers 2.*: give",
     ),
 }
 
@@ -116,7 +116,7 @@ FORGOTTEN = {
 @pytest.mark.parametrize("option", ["--finetune-from-model", "--restore-file"])
 @pytest.mark.parametrize("case", FORGOTTEN)
 def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
-    """With all others that differ, in one sentence, where fairseq has the names of all weights."""
+    """The error is one sentence with all other differing options, in place of fairseq's names of all weights."""
     _, out = run(folder, "Transformer-XL")
     flags, sentence = FORGOTTEN[case]
     with pytest.raises(ValueError, match=rf"^\S+/Transformer-XL\.pt {sentence}") as error:
@@ -126,7 +126,7 @@ def test_flags_that_were_forgotten_are_named(folder, tmp_path, option, case):
 
 
 def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplog):
-    """By the flags that make them; with the same ones, and a resumed training, nothing is said."""
+    """A warning names them by their flags; with the same flags, or a resumed training, there is none."""
     path = folder / "local" / "checkpoint_last.pt"
     same = [*BASES["local"], *SIZES, "--finetune-from-model", path]
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplo
     train(folder, tmp_path / "other", *same, "--attention-window", 5)
     (told,) = [record for record in caplog.records if "was trained with" in record.message]
     assert told.levelname == "WARNING" and told.message.startswith(
-        f"{path} was trained with --attention-window 3, and goes on here with --attention-window 5: "
+        f"{path} was trained with --attention-window 3, but is loaded with --attention-window 5: "
     )
 
 
@@ -153,7 +153,7 @@ def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
     ("name", "sentence"),
     [
         ("no last norm", "the model must end with a layer normalisation"),
-        ("layer", "goes on fwp_lm or fwp_xl_lm, and this is fwp_fwl_lm"),
+        ("layer", "must be fwp_lm or fwp_xl_lm, got fwp_fwl_lm"),
         ("nothing", "there is no checkpoint"),
     ],
 )

@@ -1,4 +1,4 @@
-"""fwp-eval-lm: against fairseq's own evaluation, what it prints and writes, and its refusals."""
+"""fwp-eval-lm: comparison with fairseq's own evaluation, its output and files, and its refusals."""
 
 import json
 import math
@@ -56,12 +56,12 @@ def test_a_window_is_as_long_as_in_training_and_no_longer_than_the_model_reads(o
     assert eval_lm.read_protocol(args, model, Namespace(tokens_per_sample=of_task)).window == window
 
 
-# From here on with a checkpoint and binarised text, as people have them.
+# From here on with a checkpoint and binarised text.
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """text/{train,test}.txt, data (binarised), data2 (with another dictionary), delta.pt, softmax.pt."""
+    """A folder with text/{train,test}.txt, data (binarised), data2 (other dictionary), delta.pt, softmax.pt."""
     folder = tmp_path_factory.mktemp("eval_lm")
     chooser = random.Random(1)
     (folder / "text").mkdir()
@@ -94,7 +94,7 @@ def train_model(*arguments):
 
 
 def evaluate(folder, *arguments, data="data", path="delta.pt"):
-    """The JSON that the command writes, in this process."""
+    """Run the command in this process and return its JSON."""
     out = folder / "result.json"
     out.unlink(missing_ok=True)
     eval_lm.main([*map(str, [folder / data, "--path", folder / path, "--cpu", "--json", out, *arguments])])
@@ -102,7 +102,7 @@ def evaluate(folder, *arguments, data="data", path="delta.pt"):
 
 
 def fairseqs_bits(folder, path, context):
-    """Loss (base 2) that fairseq-eval-lm finds, one block at a time as --context-window needs it."""
+    """Return the loss (base 2) of fairseq-eval-lm, one block at a time, as --context-window needs."""
     arguments = [folder / "data", "--path", folder / path, "--cpu", "--gen-subset", "test", "--batch-size", 1]
     arguments += ["--tokens-per-sample", SIZE, "--context-window", context, "--log-format", "none"]
     parser = options.get_eval_lm_parser()
@@ -154,11 +154,11 @@ def test_carried_state(folder, caplog):
     longer = "{'max_target_positions': 1000}"
     piece = evaluate(folder, "--model-overrides", longer, "--tokens-per-sample", 1000)
     assert whole["loss"] == pytest.approx(piece["loss"], rel=1e-6)
-    assert "absolute positions go on to" in caplog.text
+    assert "absolute positions grow to" in caplog.text
 
 
 def test_dynamic_evaluation(folder, caplog):
-    """Without a step nothing changes; with one the result says so."""
+    """Without a step nothing changes; with one the result names it."""
     plain, still = (
         evaluate(folder, "--context-window", 0),
         evaluate(folder, "--context-window", 0, "--dynamic", "sgd", "--dynamic-lr", 0),
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_an_earlier_fairseq(folder):
     settings = {name: value for group in groups.values() for name, value in group.items() if name != "_name"}
     args = Namespace(**{**settings, **names, "arch": names["model"]})
     torch.save({**state, "args": args, "cfg": None}, folder / "earlier.pt")
-    silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
+    silence_known_warnings()  # as importing the package does, before pytest sets its filters
     longer = ["--model-overrides", "{'max_target_positions': 50}", "--tokens-per-sample", 50]
     assert evaluate(folder, *longer, path="earlier.pt")["loss"] == evaluate(folder, *longer)["loss"]
 
@@ -211,25 +211,25 @@ def test_from_the_command_line(folder, tmp_path):
 REFUSALS = {
     "no checkpoint there": (["none.pt", "data"], r"there is no checkpoint .*none\.pt$"),
     "a folder for a checkpoint": ([".", "data"], r"there is no checkpoint .*: it is a folder"),
-    "another kind of file": (["text/test.txt", "data"], r"test\.txt \([\d,]+ bytes\) is not a complete checkpoint"),
+    "another kind of file": (["text/test.txt", "data"], r"test\.txt must be a complete checkpoint"),
     "somebody else's tensors": (["foreign.pt", "data"], r"foreign\.pt must be a checkpoint of fairseq, got"),
     "a list for weights": (["list.pt", "data"], r"list\.pt must be a checkpoint of fairseq, got .* a model"),
     "other settings": (["settings.pt", "data"], r"settings\.pt must be a checkpoint of fairseq, got .* its settings"),
-    "half a checkpoint": (["half.pt", "data"], r"half\.pt \([\d,]+ bytes\) is not a complete checkpoint"),
-    "diverged": (["diverged.pt", "data"], r"probabilities that are not above 0: it has diverged"),
+    "half a checkpoint": (["half.pt", "data"], r"half\.pt must be a complete checkpoint"),
+    "diverged": (["diverged.pt", "data"], r"probabilities must be above 0, .* the model has diverged"),
     "translation": (["translation.pt", "data"], r"must be a language model, got 'transformer'"),
-    "a plugin's": (["plugin.pt", "data"], r"the model 'my_lm' of the task .*: name its plugin with --user-dir"),
-    "another dictionary": (["delta.pt", "data2"], r"data2 has another .*dictionary \(16 words, .*pass the data"),
+    "a plugin's": (["plugin.pt", "data"], r"needs the model 'my_lm' and the task .*: give the plugin"),
+    "another dictionary": (["delta.pt", "data2"], r"data2 must have the .*, got another \(16 words, .*pass the data"),
     "a dictionary of bytes": (["delta.pt", "bytes"], r"the dictionary in .*bytes cannot be read: Incorrect encoding"),
-    "no plug-in": (["delta.pt", "data", "--user-dir", "/none"], r"there is no plug-in /none: give its folder"),
-    "no dictionary": (["delta.pt", "text"], r"no dict\.txt in the data folder"),
+    "no plug-in": (["delta.pt", "data", "--user-dir", "/none"], r"must be the folder of a plug-in, got /none"),
+    "no dictionary": (["delta.pt", "text"], r"the data folder \S+ must hold dict\.txt"),
     "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"no text 'valid' in .*, where .* test, train"),
     "no text": (["delta.pt", "empty"], r"the text 'test' in .*empty is empty: preprocess a file"),
     "too long": (["delta.pt", "data", "--tokens-per-sample", 33], r"--tokens-per-sample must be at most 32, .*--mod"),
     "wide stride": (["delta.pt", "data", "--stride", 33], r"less --stride\) must be from 0 to 31, got -1"),
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window .* from 0 to 31, got 32"),
     "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window .* from 0 to 31, got -1"),
-    "no state": (["softmax.pt", "data", "--carry-state"], r"--carry-state needs .*FwpLanguageModel has none: leave it"),
+    "no state": (["softmax.pt", "data", "--carry-state"], r"--carry-state must be off for FwpLanguageModel"),
     "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after must be a symbol of .*'none'"),
 }  # fmt: skip
 OVERRIDES = {
@@ -240,29 +240,44 @@ OVERRIDES = {
     "{'dropout': None}": r"dropout must be a number, got None$",
     "{'sum_normalization': 'x'}": r"sum_normalization must be True or False, got 'x'$",
     "{'fwp_backend': 'gpu'}": r"fwp_backend must be one of auto, kernel, reference, got 'gpu'$",
-    "{'decoder_update_rule': 'x'}": r"unknown update rule 'x'",
-    "{'decoder_layers': 3}": r"goes with --decoder-layers 2, and --model-overrides asks for --decoder-layers 3: ",
+    "{'decoder_update_rule': 'x'}": r"the update rule must be one of .*, got 'x'",
+    "{'decoder_layers': 3}": r"needs --decoder-layers 2, and --model-overrides asks for --decoder-layers 3: ",
 }
 MISUSES = {
-    "two streams": (["--carry-state", "--batch-size", 2], r"--carry-state reads one stream"),
+    "two streams": (["--carry-state", "--batch-size", 2], r"--batch-size must be left out with --carry-state"),
     "two protocols": (["--carry-state", "--stride", 2], r"not allowed with"),
     "no folder": (["--scores", "none/scores.tsv"], r"must be a file in a folder that exists, got none/scores\.tsv"),
     "no dictionary of settings": (["--model-overrides", "[1"], r"must be a dictionary of settings"),
-    "one file for two": (["--scores", "a", "--json", "a"], r"--json and --scores are two files, got a for both"),
+    "one file for two": (
+        ["--scores", "a", "--json", "a"],
+        r"--json and --scores must be different files, got a for both",
+    ),
     "no number": (["--stride", "0"], r"must be an integer above 0, got '0'"),
-    "no step size": (["--dynamic", "sgd"], "--dynamic needs its step size, --dynamic-lr"),
-    "a step without a rule": (["--dynamic-lr", "1"], "--dynamic-lr belongs to --dynamic"),
-    "statistics without a rule": (["--dynamic-statistics", "1"], "--dynamic-statistics belongs to --dynamic"),
+    "no step size": (["--dynamic", "sgd"], "--dynamic-lr, the step size, must be given with --dynamic"),
+    "a step without a rule": (
+        ["--dynamic-lr", "1"],
+        "--dynamic must be sgd, rms or rms-sum with --dynamic-lr, got none",
+    ),
+    "statistics without a rule": (
+        ["--dynamic-statistics", "1"],
+        "--dynamic must be sgd, rms or rms-sum with --dynamic-statistics, got none",
+    ),
     "an epsilon of SGD": (
         ["--dynamic", "sgd", "--dynamic-lr", "1", "--dynamic-epsilon", "1"],
-        "--dynamic-epsilon belongs to --dynamic rms and rms-sum",
+        "--dynamic must be rms or rms-sum with --dynamic-epsilon, got sgd",
     ),
-    "a decay without a rule": (["--dynamic-decay", "1"], "--dynamic-decay belongs to --dynamic"),
+    "a decay without a rule": (
+        ["--dynamic-decay", "1"],
+        "--dynamic must be sgd, rms or rms-sum with --dynamic-decay, got none",
+    ),
     "sums of all": (
         ["--dynamic", "rms-sum", "--dynamic-lr", "1"],
-        "depend on the number of its windows: give --dynamic-s",
+        "--dynamic-statistics must be given with --dynamic rms-sum",
     ),
-    "batches that learn": (["--dynamic", "sgd", "--dynamic-lr", "1", "--batch-size", "2"], "leave out --batch-size"),
+    "batches that learn": (
+        ["--dynamic", "sgd", "--dynamic-lr", "1", "--batch-size", "2"],
+        "--batch-size must be left out with --dynamic",
+    ),
     "negative": (["--dynamic", "sgd", "--dynamic-lr", "-1"], "must be a number of at least 0, got '-1'"),
     "no number of a step": (["--dynamic", "sgd", "--dynamic-lr", "big"], "must be a number of at least 0, got 'big'"),
 }
@@ -270,7 +285,7 @@ MISUSES = {
 
 @pytest.fixture(scope="module")
 def damaged(folder):
-    """The folder with what REFUSALS names."""
+    """The folder with the files that REFUSALS names."""
     whole = (folder / "delta.pt").read_bytes()
     (folder / "half.pt").write_bytes(whole[: len(whole) // 2])
     torch.save({"weight": torch.zeros(3)}, folder / "foreign.pt")

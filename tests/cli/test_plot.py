@@ -10,7 +10,7 @@ from fairseq_fwp.cli import plot
 
 
 def lines(*updates, seconds=36, best=50.0):
-    """A log line of training and one of validation for each number of updates."""
+    """Return a log line of training and one of validation for each number of updates."""
     for update in updates:
         train = {"ppl": f"{best + 900 / update:.2f}", "num_updates": str(update), "wall": str(update * seconds)}
         valid = {"epoch": 1, "valid_ppl": f"{best + 1000 / update:.2f}", "valid_num_updates": str(update)}
@@ -81,7 +81,7 @@ def test_a_bad_out_is_refused(logs):
         plot.main([f"{logs}/sum/train.log", "--out", str(logs / "none" / "curves.png")])
 
 
-# As fairseq-train printed it: an epoch of 9 updates, a line of training at 10, and another epoch.
+# As printed by fairseq-train: an epoch of 9 updates, a line of training at 10, and another epoch.
 CONFIG = (
     "2026-11-23 01:02:50 | INFO | fairseq_cli.train | {'checkpoint': {'best_checkpoint_metric': 'loss'}, "
     "'criterion': {'_name': 'adaptive_loss', 'sentence_avg': False}}\n"
@@ -104,7 +104,7 @@ PRINTED = {
 2026-11-23 01:03:15 | INFO | train_inner | epoch 002:      1 / 9 loss=9.591, ppl=771.25, num_updates=10, wall=5
 2026-11-23 01:03:16 | INFO | valid | epoch 002 | valid on 'valid' subset | loss 9.201 | ppl 588.59 | num_updates 18
 """,
-    # Bars of a terminal, one over the other.
+    # Progress bars of a terminal, which overwrite each other.
     "tqdm": """\
 epoch 001 | valid on 'valid' subset:  50%|#####     | 1/2 [00:00<00:00,  9.87it/s]\r\
 2026-11-23 01:03:36 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 9.198 | ppl 587.41 | num_updates 9
@@ -126,7 +126,7 @@ def test_settings_are_read_as_the_package_prints_them(tmp_path):
     log.write_text(settings.format("loss", "adaptive_loss") + PRINTED["none"])
     assert round(plot.read_log("", log).valid[9]) == 587
     log.write_text(settings.format("loss", "label_smoothed_cross_entropy") + PRINTED["none"])
-    with pytest.raises(ValueError, match="no validation ppl"):  # smoothing adds to the loss
+    with pytest.raises(ValueError, match="must hold a validation ppl"):  # smoothing adds to the loss
         plot.read_log("", log)
     log.write_text(settings.format("bleu", "label_smoothed_cross_entropy") + PRINTED["none"])
     assert plot.read_log("", log, "bleu").valid == {9: 9.198, 18: 9.201}
@@ -153,7 +153,7 @@ def test_training_without_lines_of_updates_is_that_of_epochs(tmp_path):
 
 @pytest.mark.parametrize("form", ["json", "simple"])
 def test_a_log_file_has_the_messages_alone(tmp_path, form):
-    """`--log-file` leaves out the time, the level and the part that a line is of."""
+    """With `--log-file` lines lack the time, the level and the name of the logger."""
     log = tmp_path / "train.log"
     log.write_text("".join(line.split(" | ", 3)[-1] for line in (CONFIG + PRINTED[form]).splitlines(True)))
     run = plot.read_log("", log)
@@ -166,7 +166,7 @@ def test_the_best_bleu_is_the_highest(tmp_path):
     log.write_text(text.format(30.5, 100) + text.format(31.25, 200) + text.format(29, 300))
     plot.main([str(log), "--y", "bleu", "--out", str(tmp_path / "bleu.png")])
     assert (tmp_path / "bleu.md").read_text().splitlines()[-1] == f"| {tmp_path.name} | 31.25 | 200 | 300 | 0.00 |"
-    with pytest.raises(SystemExit, match="holds no validation ppl"):
+    with pytest.raises(SystemExit, match="must hold a validation ppl"):
         plot.main([str(log), "--out", str(tmp_path / "ppl.png")])
 
 

@@ -1,4 +1,4 @@
-"""Vectors of the public code, see vectors/README.md, and what `fwp-convert` makes of them."""
+"""Vectors of the public code, see vectors/README.md, and the results of `fwp-convert` for them."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ from fairseq_fwp.convert.source import Options
 from fairseq_fwp.patches.messages import silence_known_warnings
 
 VECTORS = Path(__file__).parent / "vectors"
-# The end of a line first, as in the public vocabularies, and unknown words among the frequent.
+# The end of a line first, as in the public vocabularies, and unknown words among frequent words.
 WORDS = ["<eos>", *(f"w{number}" for number in range(1, 6)), "<unk>", *(f"w{number}" for number in range(7, 31))]
 
 
 class Vector(NamedTuple):
     """tensors: a state dict; options: of the training; tokens (T + 1, B); segments: their lengths; losses (T, B).
 
-    carried: the losses (T, B) with the state carried from segment to segment, where there are.
+    carried: the losses (T, B) with the state carried from segment to segment, if any.
     """
 
     source: str
@@ -60,7 +60,7 @@ def read_vector(name: str) -> Vector:
 
 
 def build(vector: Vector, words=WORDS, **options):
-    """The converted model in float64, in evaluation, its dictionary and the conversion, without files."""
+    """Return the converted model in float64, in evaluation, its dictionary and the conversion, without files."""
     options = Options({"cutoffs": "12,20", **vector.options, **options})
     conversion = SOURCES[vector.source].convert(vector.tensors, words, options)
     known = MODEL_DATACLASS_REGISTRY[conversion.arch]
@@ -72,9 +72,9 @@ def build(vector: Vector, words=WORDS, **options):
 
 
 class Converter:
-    """convert(vector, **options) -> the folder written by the command, with the vector's options and those given.
+    """A function convert(vector, **options) -> the folder written by the command; options override the vector's.
 
-    save: what is in the file in place of the state dict; bytes are written as they are, None is no file.
+    save: the content of the file instead of the state dict; bytes are written unchanged; None: no file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +97,7 @@ class Converter:
             for part in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
         ]
         files = [str(self.state_dict), "--vocabulary", str(self.words), "--out", str(self.out)]
-        silence_known_warnings()  # as importing the package does, before pytest sets filters of its own
+        silence_known_warnings()  # as importing the package does, before pytest sets its filters
         main(["--source", vector.source, *files, *flags])
         return self.out
 
@@ -108,7 +108,7 @@ def convert(tmp_path):
 
 
 def load(folder: Path):
-    """The model in float64, in evaluation, and its dictionary."""
+    """Return the model in float64, in evaluation, and its dictionary."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(folder / "checkpoint.pt")], arg_overrides={"data": str(folder)}
     )
@@ -117,7 +117,7 @@ def load(folder: Path):
 
 @torch.no_grad()
 def score(model, dictionary, tokens, segments, carry, words=WORDS):
-    """Losses (T, B) of tokens (T + 1, B), numbered as in `words`, segment by segment."""
+    """Return losses (T, B) of tokens (T + 1, B), numbered as in `words`, segment by segment."""
     ours = torch.tensor([dictionary.index("</s>" if word == "<eos>" else word) for word in words])[
         tokens
     ].T.contiguous()

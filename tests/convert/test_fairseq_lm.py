@@ -1,4 +1,4 @@
-"""fairseq's transformer_lm, converted, has the logits of fairseq's own model; what has no place is refused by name."""
+"""A converted transformer_lm has the logits of fairseq's model; other settings are refused by name."""
 
 import re
 from argparse import Namespace
@@ -21,7 +21,7 @@ ADAPTIVE = {"adaptive_input_cutoff": "10,30", "adaptive_softmax_cutoff": "10,30"
 PLAIN = {"decoder_input_dim": 16, "decoder_output_dim": 16}
 LENGTH = 20
 
-# The architectures that the issue of conversion is about, and the ways of fairseq's models to differ from them.
+# The main architectures, and other variants of fairseq's models.
 SOURCES = {
     "wiki103": ("transformer_lm_wiki103", ADAPTIVE),
     "wiki103 of 50 words": ("transformer_lm_wiki103", dict.fromkeys(ADAPTIVE, "10,50")),
@@ -41,11 +41,11 @@ def make_dictionary():
 
 
 def build_theirs(arch, flags):
-    """fairseq's model with large random weights, in evaluation, and its settings."""
+    """Return fairseq's model with large random weights, in evaluation, and its settings."""
     task = {"tokens_per_sample": LENGTH, "max_target_positions": LENGTH, "add_bos_token": False}
     args = Namespace(**SMALL, **{**task, **flags}, tpu=False)
     ARCH_CONFIG_REGISTRY[arch](args)
-    args.base_shuffle = 1  # fairseq's architectures say False, which its configuration refuses
+    args.base_shuffle = 1  # fairseq's architectures have False, which its configuration refuses
     cfg = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), vars(args))
     dictionary = make_dictionary()
     model = TransformerLanguageModel.build_model(
@@ -57,7 +57,7 @@ def build_theirs(arch, flags):
 
 
 class Checkpoint:
-    """A file as fairseq saves it, with its dict.txt, and what the command makes of it."""
+    """A file as fairseq saves it, with its dict.txt, and its conversion by the command."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.out = folder / "model.pt", folder / "out"
@@ -85,7 +85,7 @@ def log_probs(model, tokens):
 def assert_same(ours, theirs):
     tokens = torch.randint(4, 50, (3, LENGTH))
     expected = log_probs(theirs, tokens)
-    assert expected.std() > 0.2  # weights that make a difference
+    assert expected.std() > 0.2  # weights that change the outputs
     torch.testing.assert_close(log_probs(ours.float(), tokens), expected, rtol=0, atol=5e-6)
 
 
@@ -97,7 +97,7 @@ def test_logits(checkpoint, name):
     assert dictionary == make_dictionary()
     assert_same(ours, theirs)
     count = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
-    # fairseq's table of positions has rows that no token has.
+    # fairseq's table of positions has unused rows.
     assert count[1] - count[0] == (2 * SMALL["decoder_embed_dim"] if name == "gpt3" else 0)
     state = {}
     tokens = torch.randint(4, 50, (2, 6))
@@ -115,7 +115,7 @@ def test_dropouts_are_those_of_the_training(checkpoint):
 
 
 def test_checkpoints_of_earlier_versions(checkpoint):
-    """Settings in `args`; queries, keys and values in one tensor; norms by number; no final norm."""
+    """An old checkpoint has settings in `args`, q, k and v in one tensor, numbered norms, and no final norm."""
     theirs, settings = build_theirs("transformer_lm_gpt2_small", {"share_decoder_input_output_embed": True})
     theirs.decoder.layer_norm = None
     old = {
@@ -138,7 +138,7 @@ def test_checkpoints_of_earlier_versions(checkpoint):
 
 @pytest.fixture
 def refused(checkpoint):
-    """refused(sentence, tensors, settings): the command says so in one line, and writes nothing."""
+    """A function refused(sentence, tensors, settings): the command ends with that sentence and writes nothing."""
 
     def check(sentence, tensors, settings, *arguments):
         checkpoint.save(tensors, settings)
@@ -160,9 +160,9 @@ def test_weights_missing_or_too_many(refused):
         settings,
     )
     other = {**tensors, "decoder.adaptive_softmax.tail.0.0.weight": torch.ones(16, 4)}
-    refused("an adaptive softmax of its own cannot be converted: .* they differ there", other, settings)
+    refused("an adaptive softmax of its own cannot be converted: .* differ in the checkpoint", other, settings)
     wide = {**tensors, "decoder.layers.0.fc1.bias": torch.ones(25)}
-    refused(r"decoder\.layers\.0\.fc1\.bias is \(25,\) in place of \(24,\)", wide, settings)
+    refused(r"decoder\.layers\.0\.fc1\.bias must be \(24,\), got \(25,\)", wide, settings)
 
 
 @looped(
@@ -173,7 +173,7 @@ def test_weights_missing_or_too_many(refused):
         ({"decoder_input_dim": 8}, "--decoder-input-dim 8 other than --decoder-embed-dim 16"),
         ({"tie_adaptive_proj": False}, "an adaptive softmax without --tie-adaptive-proj cannot be converted"),
         ({"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
-        ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor 2.5 cannot be converted"),
+        ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor must be a whole number of at least 2, got 2.5"),
         ({"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff must be whole numbers such as .*, got '10,x'"),
         ({"_name": "transformer"}, "the architecture in .* must be transformer_lm, got 'transformer'"),
     ],
@@ -187,13 +187,13 @@ def test_the_dictionary_of_another_model(refused, tmp_path):
     theirs, settings = build_theirs("transformer_lm_wiki103", ADAPTIVE)
     other = tmp_path / "other.txt"
     other.write_text("a 1\nb 1\n")
-    sentence = "the dictionary has 6 words with fairseq's own and the checkpoint 50: give the dict.txt of its training"
+    sentence = "the dictionary must have the 50 words of the checkpoint, got 6 .*: give the dict.txt of its training"
     refused(sentence, theirs.state_dict(), settings, "--vocabulary", str(other))
     (tmp_path / "dict.txt").write_bytes(b"\xff\xfe 1\n")
     refused(r"the dictionary .*dict\.txt cannot be read: Incorrect encoding", theirs.state_dict(), settings)
     (tmp_path / "dict.txt").unlink()
     refused(
-        r"there is no .*dict\.txt: give the dict\.txt of the training with --vocabulary", theirs.state_dict(), settings
+        r"dict\.txt does not exist: give the dict\.txt of the training with --vocabulary", theirs.state_dict(), settings
     )
 
 
@@ -202,7 +202,7 @@ def test_files_that_are_no_checkpoints(checkpoint):
         ([1], "must be a checkpoint of fairseq, got a file without a model"),
         ({"model": {"a": torch.ones(1)}}, "got a file without the settings of its model"),
         ({"model": {"a": torch.ones(1)}, "cfg": [1]}, "got a file without the settings of its model"),
-        ({"model": {"a": 1}}, "got a model with other things than tensors"),
+        ({"model": {"a": 1}}, "got a model with objects that are not tensors"),
         ({"model": {}, "args": re.compile("x")}, "holds pickled objects, .*: export what is needed with: python"),
     ):
         torch.save(saved, checkpoint.file)

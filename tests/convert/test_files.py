@@ -37,7 +37,7 @@ def test_a_written_checkpoint_is_the_model(convert, name, capsys):
     model, dictionary = load(folder)
     losses = score(model, dictionary, vector.tokens, vector.segments, carry="mem_len" in vector.options)
     torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-6)
-    # The flags alone make the same model.
+    # Only the flags are needed for the same model.
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     cfg = checkpoint.configure(flags.split(), folder)
     assert {key: saved["cfg"]["model"][key] for key in cfg.model if key != "activation_fn"} == {
@@ -62,17 +62,17 @@ def test_options_are_read_from_the_log_of_the_training(convert):
     losses = score(model, dictionary, vector.tokens, vector.segments, carry=False)
     torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-6)
     assert model.decoder.dropout.p == 0.1
-    # What is given wins over what is written.
+    # Given options override written ones.
     shutil.rmtree(convert.out)
     assert load(convert(vector._replace(options={}), dropout=0.2))[0].decoder.dropout.p == 0.2
 
 
 def test_random_features_that_were_not_exported_are_drawn():
-    """As the public code does with such a state dict; in training both draw again all the time."""
+    """The public code also draws again for such a state dict; in training both draw all the time."""
     vector = read_vector("schlag-lm/type35")
     bare = vector._replace(tensors={key: x for key, x in vector.tensors.items() if "proj_matrix" not in key})
     (model, *_, conversion), (again, *_) = build(bare), build(bare)
-    assert [note for note in conversion.notes if "holds no dec_attn.proj_matrix" in note]
+    assert [note for note in conversion.notes if "lacks dec_attn.proj_matrix" in note]
     first, second = (layer.self_attn.feature_map.projection for layer in model.decoder.layers)
     assert not torch.equal(first, second)
     assert torch.equal(first, again.decoder.layers[0].self_attn.feature_map.projection)
@@ -88,7 +88,7 @@ def test_notes(convert, capsys):
 
 @looped("name", ["schlag-lm/type24", "schlag-lm/type2", "transformer-xl/wt103"])
 def test_dropout_is_where_the_public_code_has_it(name):
-    """After the embeddings, both blocks, the feed-forward activation and the last layer, in fwp_xl_lm also of R."""
+    """It is after embeddings, both blocks, the feed-forward activation and the last layer, and in fwp_xl_lm of R."""
     model, *_ = build(read_vector(name), dropout=0.25)
     calls = []
     for module in model.modules():
@@ -100,7 +100,7 @@ def test_dropout_is_where_the_public_code_has_it(name):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A converted model, a folder of binarised text in its words, and the loss (base 2) of the text's split valid."""
+    """Return a converted model, a folder of binarised text in its words, and the loss (base 2) of the split valid."""
     tmp_path = tmp_path_factory.mktemp("converted")
     folder = Converter(tmp_path)(read_vector("schlag-lm/type24"))
     chooser = random.Random(1)
@@ -130,7 +130,7 @@ def test_it_is_scored(converted, command):
 def test_fairseq_trains_it(converted, tmp_path, option):
     folder, data, expected = converted
     flags = (folder / "flags.txt").read_text().split()
-    # The loss stays as it is, also where a weight of minus infinity would be taken times 0.
+    # The loss stays the same, even if a weight of minus infinity would be multiplied by 0.
     training = ["--optimizer", "adam", "--lr", 0, "--weight-decay", 0.01]
     training += ["--batch-size", 4, "--max-update", 1, "--log-format", "simple"]
     files = ["--save-dir", tmp_path, "--no-epoch-checkpoints", option, folder / "checkpoint.pt"]

@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's format: the logits of a GPT-2 written out here, and refusals by name."""
+"""GPT-2 in Hugging Face's format: the logits of a GPT-2 defined here, and refusals by name."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from fairseq_fwp.patches.messages import silence_known_warnings
 from tests.convert.conftest import load
 
 WORDS, POSITIONS, DIM, HEADS, LAYERS = 30, 12, 16, 4, 2
-# As transformers saves it, with settings that conversion does not read left out.
+# As saved by transformers, without settings that conversion does not read.
 CONFIG = {
     "activation_function": "gelu_new", "attn_pdrop": 0.2, "embd_pdrop": 0.3, "eos_token_id": 29,
     "layer_norm_epsilon": 1e-05,
@@ -40,7 +40,7 @@ def make_tensors():
 
 
 def reference_logits(tensors, tokens):
-    """Radford et al. 2019 as OpenAI's code has it: tokens (B, L) -> logits (B, L, V)."""
+    """Compute GPT-2 (Radford et al. 2019) as in OpenAI's code: tokens (B, L) -> logits (B, L, V)."""
 
     def linear(x, name):
         return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
@@ -99,7 +99,7 @@ def assert_same(folder, tensors, dtype, tolerance):
     assert expected.std() > 1
     log_probs = model.get_normalized_probs(output, log_probs=True)
     torch.testing.assert_close(log_probs[..., ours], expected, rtol=0, atol=tolerance)
-    # Words of fairseq's dictionary that GPT-2 does not have are never written.
+    # Words of fairseq's dictionary that GPT-2 lacks are never generated.
     rest = [index for index in range(len(dictionary)) if index not in ours]
     assert [dictionary[index] for index in rest] == ["<s>", "<pad>", "<unk>"]
     assert log_probs[..., rest].eq(-torch.inf).all()
@@ -113,7 +113,7 @@ def test_logits(folder, dtype, tolerance):
 
 
 def test_what_transformers_saves_beside_the_weights(folder):
-    """A prefix, causal masks, the output tied to the embeddings, weights in several files."""
+    """Files may have a prefix, causal masks, the tied output, and weights in several files."""
     tensors = make_tensors()
     whole = {f"transformer.{name}": tensor for name, tensor in tensors.items()} | {
         "lm_head.weight": tensors["wte.weight"]
@@ -145,9 +145,9 @@ def test_settings_of_the_training(folder, capsys):
     folder.save(make_tensors())
     model, _ = folder.convert()
     assert model.decoder.dropout.p == 0.1 and model.decoder.layers[0].self_attn.dropout == 0.2
-    assert "note: dropout of embeddings is 0.1 here, as of blocks, and was 0.3 (embd_pdrop)" in capsys.readouterr().out
+    assert "note: dropout of embeddings is 0.1 here, as in blocks, and was 0.3 (embd_pdrop)" in capsys.readouterr().out
     assert model.max_positions() == model.max_decoder_positions() == POSITIONS
-    with pytest.raises(ValueError, match=r"token 13 has no position: the model has learned 12"):
+    with pytest.raises(ValueError, match=r"must have at most 12 tokens, .*, got 13"):
         model(torch.full((1, POSITIONS + 1), 5))
 
 
@@ -160,9 +160,13 @@ def changed(name, value):
     [
         (changed("h.1.mlp.c_fc.bias", None), {}, r"lacks h\.1\.mlp\.c_fc\.bias;"),
         (changed("score.weight", torch.ones(2, DIM)), {}, r"has also score\.weight;"),
-        (changed("lm_head.weight", torch.ones(WORDS, DIM)), {}, "lm_head cannot be converted: .* they differ there"),
-        (changed("h.0.ln_1.bias", torch.ones(3)), {}, r"self_attn_layer_norm\.bias is \(3,\) in place of \(16,\)"),
-        (dict, {"vocab_size": 31}, r"wte\.weight has 30 words, and config\.json says 31"),
+        (
+            changed("lm_head.weight", torch.ones(WORDS, DIM)),
+            {},
+            "lm_head cannot be converted: .* differ in the checkpoint",
+        ),
+        (changed("h.0.ln_1.bias", torch.ones(3)), {}, r"self_attn_layer_norm\.bias must be \(16,\), got \(3,\)"),
+        (dict, {"vocab_size": 31}, r"wte\.weight must have the 31 words of config\.json, got 30"),
         (dict, {"n_layer": 1}, r"has also h\.1\.attn"),
         (dict, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06, which cannot be converted: its layer norm"),
         (dict, {"scale_attn_by_inverse_layer_idx": True}, "its attention is scaled by the layer"),
@@ -172,14 +176,14 @@ def changed(name, value):
             "activation_function in config.json must be one of gelu, gelu_new, .*, got 'silu'",
         ),
         (dict, {"model_type": "gpt_neo"}, "model_type = 'gpt_neo', which cannot be converted: it is another model"),
-        (dict, {"n_head": None}, r"config\.json lacks n_head: is it that of a GPT-2\?"),
+        (dict, {"n_head": None}, r"config\.json must be the configuration of a GPT-2, got one without n_head"),
         (dict, {"n_inner": "wide"}, "refuses the settings .*--decoder-ffn-embed-dim: invalid int value: 'wide'"),
         (dict, {"vocab_size": 29}, r"eos_token_id in .* must be in \[0, 29\), the vocabulary, got 29"),
         (dict, {"eos_token_id": [29]}, r"eos_token_id in .* must be in \[0, 30\), the vocabulary, got \[29\]"),
         (
             changed("h.0.mlp.c_fc.weight", torch.ones(DIM, 4 * DIM, dtype=torch.int8)),
             {},
-            r"h\.0\.mlp\.c_fc\.weight is of torch\.int8",
+            r"h\.0\.mlp\.c_fc\.weight must be floating-point, got torch\.int8",
         ),
     ],
 )
@@ -192,16 +196,14 @@ def test_refusals(folder, change, config, sentence):
 
 def test_attention_of_other_shapes_is_named_before_another_takes_its_place(folder):
     folder.save(changed("h.1.attn.c_attn.weight", torch.ones(DIM, 3 * DIM - 1))(make_tensors()))
-    with pytest.raises(
-        SystemExit, match=r"layers\.1\.self_attn\.in_proj\.weight is \(47, 16\) in place of \(48, 16\)$"
-    ):
+    with pytest.raises(SystemExit, match=r"layers\.1\.self_attn\.in_proj\.weight must be \(48, 16\), got \(47, 16\)$"):
         folder.convert("--decoder-update-rule", "decay", "--state-size", "4")
     assert not folder.out.exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_stays_unless_some_weights_have_more(folder, dtype):
-    """The softmax model of rounded weights has the logits of just those weights, and fast weights take their place."""
+    """A softmax model of half-precision weights has their logits, and fast weights can replace its attention."""
     tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
     folder.save(tensors)
     assert_same(folder, tensors, torch.float32, 2e-5)
@@ -221,13 +223,13 @@ def test_files_that_are_not_there_or_not_whole(folder):
     with pytest.raises(SystemExit, match=r"config\.json cannot be read"):
         folder.convert()
     folder.save(make_tensors())
-    with pytest.raises(SystemExit, match="--vocabulary is not for gpt2"):
+    with pytest.raises(SystemExit, match="--vocabulary must be left out with gpt2"):
         folder.convert("--vocabulary", "x")
     index = folder.path / "model.safetensors.index.json"
     for content, sentence in (
-        ("{}", "has no weight_map"),
-        ('{"weight_map": {"a": 1}}', "has no weight_map"),
-        ("[]", "no JSON object"),
+        ("{}", "must have a weight_map"),
+        ('{"weight_map": {"a": 1}}', "must have a weight_map"),
+        ("[]", "must hold a JSON object"),
     ):
         index.write_text(content)
         with pytest.raises(SystemExit, match=sentence):
@@ -237,13 +239,13 @@ def test_files_that_are_not_there_or_not_whole(folder):
     whole = weights.read_bytes()
     for content in (b"", whole[:5], whole[:100], whole[:-4], b"x" * 100):
         weights.write_bytes(content)
-        with pytest.raises(SystemExit, match=r"model\.safetensors is not a whole file of safetensors"):
+        with pytest.raises(SystemExit, match=r"model\.safetensors must be a complete safetensors file"):
             folder.convert()
     weights.unlink()
-    with pytest.raises(SystemExit, match=r"has neither model\.safetensors nor .*\.index\.json: weights in another"):
+    with pytest.raises(SystemExit, match=r"must hold model\.safetensors or .*\.index\.json: save weights of another"):
         folder.convert()
     index.write_text('{"weight_map": {"a": "part.safetensors"}}')
     with pytest.raises(SystemExit, match=r"the weights .*part\.safetensors cannot be read: No such file"):
         folder.convert()
-    with pytest.raises(SystemExit, match=r"must be a folder with config\.json and model.safetensors"):
+    with pytest.raises(SystemExit, match=r"must be a folder of GPT-2 with config\.json and model.safetensors"):
         main(["--source", "gpt2", str(weights), "--out", str(folder.out)])

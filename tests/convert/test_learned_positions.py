@@ -1,4 +1,4 @@
-"""Attention types 1 and 3, of which there are no vectors: their equations in plain PyTorch, on their parameters."""
+"""Attention types 1 and 3, for which there are no vectors: their equations in plain PyTorch."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SEGMENTS = [LENGTH, LENGTH]
 
 
 def state_dict(attn_type):
-    """One of type 0 with the parameters of another type in place of its own."""
+    """Return a vector of type 0 with the parameters of another type."""
     vector = read_vector("transformer-xl/enwik8")
     tensors = {name: tensor for name, tensor in vector.tensors.items() if not name.startswith(("r_", "pos_emb."))}
     tensors = {name: tensor for name, tensor in tensors.items() if "r_net" not in name}
@@ -35,7 +35,7 @@ def heads(x):
 
 
 def plain_losses(vector, clamp_len):
-    """Losses (T, B) by segments: Dai et al. 2019, Sec. 3.3, with learned (b) and (d), or Al-Rfou et al. 2019."""
+    """Return losses (T, B) by segments: Dai et al. 2019, Sec. 3.3, with learned (b) and (d), or Al-Rfou et al. 2019."""
     attn_type, mem_len = vector.options["attn_type"], vector.options["mem_len"]
     given = {name: tensor.double() for name, tensor in vector.tensors.items()}
     words, memories, losses = given["word_emb.emb_layers.0.weight"], [None] * LAYERS, []
@@ -74,15 +74,17 @@ def plain_losses(vector, clamp_len):
 
 @looped(("attn_type", "clamp_len"), [(1, -1), (1, 6), (3, -1)])
 def test_losses_are_those_of_the_published_equations(attn_type, clamp_len):
-    """The public code's --clamp_len N is a largest distance of N - 1; without it, that of its table."""
+    """The public code's --clamp_len N means a largest distance of N - 1; without it, that of its table."""
     vector = state_dict(attn_type)
     model, dictionary, conversion = build(vector, clamp_len=clamp_len)
     found = score(model, dictionary, vector.tokens, SEGMENTS, carry=attn_type == 1)
     expected = plain_losses(vector, clamp_len - 1 if clamp_len > 0 else LENGTH + 2)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    assert any("of less than 11 tokens has the last positions" in note for note in conversion.notes) == (attn_type == 3)
+    assert any("of fewer than 11 tokens has the last positions" in note for note in conversion.notes) == (
+        attn_type == 3
+    )
 
 
 def test_samples_longer_than_the_learned_positions_are_refused():
-    with pytest.raises(ValueError, match="has 14 positions, not 15: give the --tgt_len of the training"):
+    with pytest.raises(ValueError, match="--tgt_len must be 14, the number of positions in the checkpoint, got 15"):
         build(state_dict(3), tgt_len=15)

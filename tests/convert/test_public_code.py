@@ -1,4 +1,4 @@
-"""Converted models have the losses, token by token, that the public code has of the same weights."""
+"""Converted models have the losses of the public code for the same weights, token by token."""
 
 import torch
 from pairwise import looped

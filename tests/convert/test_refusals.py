@@ -22,37 +22,42 @@ def shifted(name):
     return lambda tensors: {**tensors, name: tensors[name] + 1}
 
 
-# vector, options that are changed, what is done to the state dict, the sentence
+# vector, changed options, change of the state dict, the sentence
 REFUSALS = {
     "missing": ("type24", {}, without("layers.1.pos_ff.CoreNet.3.bias"), r"lacks layers\.1\.pos_ff\.CoreNet\.3\.bias"),
     "unknown": ("type24", {}, replaced(r_emb=torch.zeros(2)), r"has also r_emb"),
     "other type": ("type24", {"attn_type": 34}, None, r"lacks layers\.0\.dec_attn\.qkv_net\.weight, .* and has also "),
-    "no type": ("type24", {"attn_type": None}, None, r"does not tell --attn_type: give it as in training"),
-    "no heads": ("type2", {"n_head": None}, None, r"does not tell --n_head"),
-    "no length": ("type2", {"tgt_len": None}, None, r"does not tell --tgt_len"),
-    "empty samples": ("type2", {"tgt_len": 0}, None, r"a sample has at least 1 token, got 0: give the --tgt_len"),
-    "heads of another": ("type0", {"n_head": 4}, None, r"the checkpoint has 2 heads, not 4: change --n_head"),
-    "no memory": ("type0", {"mem_len": None}, None, r"does not tell --mem_len"),
-    "no features": ("type25", {"performer_proj_dim": None}, None, r"does not tell --performer_proj_dim"),
-    "no nu": ("type26", {"dpfp_n_roll": None}, None, r"does not tell --dpfp_n_roll"),
-    "no data set": ("type2", {"cutoffs": None}, None, r"does not tell --dataset"),
-    "cutoffs": ("type2", {"cutoffs": "12"}, None, r"has 2 cutoffs, not 1: change --cutoffs"),
+    "no type": (
+        "type24",
+        {"attn_type": None},
+        None,
+        r"--attn_type must be given, as in training: neither the state dict",
+    ),
+    "no heads": ("type2", {"n_head": None}, None, r"--n_head must be given"),
+    "no length": ("type2", {"tgt_len": None}, None, r"--tgt_len must be given"),
+    "empty samples": ("type2", {"tgt_len": 0}, None, r"--tgt_len must be at least 1, got 0"),
+    "heads of another": ("type0", {"n_head": 4}, None, r"--n_head must be 2, as in the checkpoint, got 4"),
+    "no memory": ("type0", {"mem_len": None}, None, r"--mem_len must be given"),
+    "no features": ("type25", {"performer_proj_dim": None}, None, r"--performer_proj_dim must be given"),
+    "no nu": ("type26", {"dpfp_n_roll": None}, None, r"--dpfp_n_roll must be given"),
+    "no data set": ("type2", {"cutoffs": None}, None, r"--dataset must be given"),
+    "cutoffs": ("type2", {"cutoffs": "12"}, None, r"--cutoffs must be 2 numbers, as in the checkpoint, got 1"),
     "cutoffs of words": ("type2", {"cutoffs": "a,b"}, None, r"--cutoffs must be whole numbers"),
-    "data set": ("type2", {"cutoffs": None, "dataset": "ptb"}, None, r"--dataset ptb has no cutoffs"),
+    "data set": ("type2", {"cutoffs": None, "dataset": "ptb"}, None, r"--cutoffs must be given for --dataset ptb"),
     "features": (
         "type25",
         {"performer_proj_dim": 4},
         None,
-        r"feature_map\.projection is \(3, 4\) in place of \(4, 4\)",
+        r"feature_map\.projection must be \(4, 4\), got \(3, 4\)",
     ),
-    "heads": ("type24", {"n_head": 4}, None, r"qkvb_net has 26 rows where 4 heads of 2 have 28: check --n_head"),
-    "no divisor": ("type2", {"n_head": 3}, None, r"8 dimensions together, which --n_head 3 does not go with"),
-    "d_head": ("type2", {"d_head": 5}, None, r"8 dimensions together, which --n_head 2 does not go with"),
+    "heads": ("type24", {"n_head": 4}, None, r"qkvb_net must have 28 rows for 4 heads of 2, got 26: check --n_head"),
+    "no divisor": ("type2", {"n_head": 3}, None, r"--n_head must divide 8, the dimensions of all heads, got 3"),
+    "d_head": ("type2", {"d_head": 5}, None, r"--n_head must divide 8, the dimensions of all heads, got 2"),
     "d_head 2": (
         "type2",
         {},
         replaced(layers__0__dec_attn__o_net__weight=torch.zeros(8, 12)),
-        r"--n_head 2 times --d_head 6 is not --d_model 8",
+        r"--n_head 2 x --d_head 6 must be --d_model 8",
     ),
     "other type 2": ("type2", {"attn_type": 1}, None, r"lacks r_w_bias"),
     "Delta LSTM": ("type24", {"attn_type": 244}, None, r"--attn_type 244 cannot be converted: it is a Delta LSTM"),
@@ -60,16 +65,16 @@ REFUSALS = {
         "type24",
         {"attn_type": 36},
         None,
-        r"--attn_type 36 makes no model .* are 0, 1, 2, 3, 4, 5, 6, 24, 25, 26",
+        r"--attn_type must be one of 0, 1, 2, 3, 4, 5, 6, 24, 25, 26.*, got 36",
     ),
     "pre-norm": ("type2", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
     "pre-norm 4": ("type4", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
     "pre-norm 24": ("type24", {"pre_lnorm": True}, None, r"--pre_lnorm .* adds the normalised input"),
     "dropatt": ("type4", {"dropatt": 0.1}, None, r"--dropatt .* give --dropatt 0"),
-    "memory": ("type2", {"mem_len": 4}, None, r"--mem_len with absolute positions"),
-    "same length": ("type24", {"same_length": True}, None, r"--same_length with absolute positions"),
-    "clamp": ("type2", {"clamp_len": 4}, None, r"--clamp_len 4 with absolute positions .* give 11 or more"),
-    "remove": ("type24", {"remove_lnorm": True}, None, r"--remove_lnorm cannot be converted"),
+    "memory": ("type2", {"mem_len": 4}, None, r"--mem_len must be left out with absolute positions"),
+    "same length": ("type24", {"same_length": True}, None, r"--same_length must be left out with absolute positions"),
+    "clamp": ("type2", {"clamp_len": 4}, None, r"--clamp_len must be at least 11 with absolute positions, got 4"),
+    "remove": ("type24", {"remove_lnorm": True}, None, r"--remove_lnorm must be off, got on"),
     "no feed-forward": (
         "type24",
         {},
@@ -85,7 +90,7 @@ REFUSALS = {
     ),
     "embeddings": ("type2", {}, replaced(word_emb__emb_layers__0__weight=torch.zeros(31, 4)), r"--d_embed other than"),
     "no embeddings": ("type2", {}, without("word_emb.emb_layers.0.weight"), r"must have word_emb\.emb_layers"),
-    "frequencies": ("type2", {}, shifted("pos_emb.inv_freq"), r"pos_emb\.inv_freq holds other frequencies"),
+    "frequencies": ("type2", {}, shifted("pos_emb.inv_freq"), r"pos_emb\.inv_freq must hold the frequencies"),
 }
 
 
@@ -100,18 +105,18 @@ def test_refusal(case):
 
 
 def test_types_that_transformer_xl_does_not_have():
-    with pytest.raises(ValueError, match="--attn_type 24 is none of Transformer-XL's: those are 0, 1, 2 and 3"):
+    with pytest.raises(ValueError, match="--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got 24"):
         build(read_vector("transformer-xl/wt103"), attn_type=24)
 
 
 def test_the_vocabulary_of_another_model(convert):
-    with pytest.raises(SystemExit, match="the vocabulary has 30 words and the checkpoint 31"):
+    with pytest.raises(SystemExit, match="the vocabulary must have the 31 words of the checkpoint, got 30"):
         convert(read_vector("schlag-lm/type2"), words=["<eos>", *map(str, range(29))])
     assert not convert.out.exists()
 
 
 class Pickled(nn.Module):
-    """Stands for a model of the public code."""
+    """A stand-in for a model of the public code."""
 
 
 def test_a_pickled_model_is_not_loaded(convert):
@@ -121,8 +126,8 @@ def test_a_pickled_model_is_not_loaded(convert):
             Pickled(),
             "holds pickled objects, which could run any code, next to its weights: export one in the folder of",
         ),
-        ({"epoch": 3}, "must be a state dict, got other things than named tensors: export one"),
-        ([torch.ones(2)], "got other things than named tensors"),
+        ({"epoch": 3}, "must be a state dict of named tensors, got other objects: export one"),
+        ([torch.ones(2)], "got other objects"),
     ):
         with pytest.raises(SystemExit, match=sentence) as refusal:
             convert(vector, save=saved)
@@ -135,7 +140,7 @@ def test_files_that_are_no_checkpoints(convert, tmp_path):
     torch.save(vector.tensors, whole)
     for content in (b"", b"no checkpoint", whole.read_bytes()[:1000]):
         with pytest.raises(
-            SystemExit, match=r"state_dict\.pt is not a whole checkpoint: it was cut short or is another"
+            SystemExit, match=r"state_dict\.pt must be a complete checkpoint, got a truncated or different file"
         ):
             convert(vector, save=content)
     with pytest.raises(SystemExit, match="cannot be read: No such file"):
@@ -146,7 +151,7 @@ def test_a_folder_that_is_there_is_left_alone(convert):
     vector = read_vector("schlag-lm/type2")
     convert.out.mkdir()
     (convert.out / "mine").write_text("")
-    with pytest.raises(SystemExit, match="exists already: --out must be a folder that does not exist or is empty"):
+    with pytest.raises(SystemExit, match=r"--out must be a new or empty folder, got .*, which holds files"):
         convert(vector)
     assert [file.name for file in convert.out.iterdir()] == ["mine"]
 

@@ -1,4 +1,4 @@
-"""Another attention in the place of softmax: what is kept of the pretrained one, and how the rest begins."""
+"""Another attention replaces softmax: the part of the pretrained one that is kept, and other initial values."""
 
 import math
 import re
@@ -37,7 +37,7 @@ FLAGS = {
 
 
 def build(conversion):
-    """The model of a conversion, in evaluation."""
+    """Return the model of a conversion, in evaluation."""
     flags = {"max_target_positions": None, "add_bos_token": False, "fwp_backend": "reference", **conversion.flags}
     cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), flags)
     return checkpoint.build(conversion, cfg, checkpoint.make_task(conversion)).eval()
@@ -45,7 +45,7 @@ def build(conversion):
 
 @pytest.fixture(params=[True, False], ids=["biases", "no biases"])
 def source(request):
-    """A softmax model with large random weights, as float64."""
+    """Return a softmax model with large random weights, in float64."""
     flags = {**FLAGS, "attention_bias": request.param}
     cfg = OmegaConf.merge(
         OmegaConf.structured(FwpLanguageModelConfig), {"max_target_positions": None, "add_bos_token": False, **flags}
@@ -64,7 +64,7 @@ def attention_of(conversion):
 
 
 def projected(source, x):
-    """q, k, v (B, H, L, d) of the source's second layer."""
+    """Return q, k, v (B, H, L, d) of the source's second layer."""
     prefix = "decoder.layers.1.self_attn.in_proj."
     y = F.linear(x, source.weights[f"{prefix}weight"], source.weights.get(f"{prefix}bias"))
     return y.unflatten(-1, (3, HEADS, HEAD)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -116,7 +116,7 @@ def test_a_map_sees_the_queries_of_softmax(source):
 
 
 def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
-    """The squared distance is that of the truncated singular values, over whitened inputs that end with a one."""
+    """The squared distance is the sum of squares of the truncated singular values."""
     prefix = "decoder.layers.1.self_attn.in_proj."
     weight = source.weights[f"{prefix}weight"].detach()
     bias = source.weights.get(f"{prefix}bias", torch.zeros(3 * DIM)).detach().double()
@@ -130,7 +130,7 @@ def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
             torch.testing.assert_close((whole - new_q.T @ new_k).square().sum(), left_out, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(
                 new_q.norm(), new_k.norm(), rtol=0.5, atol=0
-            )  # half of the values on either side
+            )  # the root of the values on either side
 
 
 def test_features_beyond_the_dimensions_change_no_score(source):
@@ -168,7 +168,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
 
 @looped("size", [4, HEAD + 1])
 def test_decay_that_begins_with_spans(source, size):
-    """Scores are the nearest to those of softmax but for the last feature, whose output is a mean of the values."""
+    """Scores are the nearest to softmax's, except the last feature, whose output is a mean of the values."""
     longest, x = 81, random_input()
     attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
     q, k, v, _ = rule_inputs(attention, x)
@@ -186,7 +186,7 @@ def test_decay_that_begins_with_spans(source, size):
     queries = torch.cat([attention.in_proj.weight[:rows], attention.bias[:rows, None]], dim=1)
     singular = queries.unflatten(0, (HEADS, size)).norm(dim=-1)[:, :-1]
     assert (singular.diff() <= 0).all() and (singular[:, 0] > singular[:, 2]).all()
-    # Decays of the last feature add up to one: 1 / 10 of each value, times 0.9 for every token since.
+    # Weights of the last feature sum to one: 1 / 10 of each value, times 0.9 for every later token.
     torch.testing.assert_close(q[..., -1] * k[..., -1], torch.full(q.shape[:-1], 0.1, dtype=torch.float64))
 
 
@@ -210,7 +210,7 @@ def test_delta_begins_with_small_writes(source, rule):
 
 @looped("rule", ["gated_delta", "kda"])
 def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
-    """A head remembers s tokens where its decay is s / (1 + s) without an input."""
+    """A head remembers s tokens if its decay is s / (1 + s) without an input."""
     attention = attention_of(swap(source, Target(rule, state_size=4)))
     decay = attention.gate_activations["decay"](torch.zeros(1, 1, HEADS, 1 if rule == "gated_delta" else 4))
     spans = torch.tensor([16 * 32**0.25, 16 * 32**0.75])
@@ -220,7 +220,7 @@ def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
 
 
 def test_a_rule_of_several_steps_begins_as_delta(source):
-    """Its last step has the pretrained key; the one before hardly writes."""
+    """The last step has the pretrained key; the step before writes very little."""
     several, one = (
         attention_of(swap(source, Target(rule, "elu", sum_normalization=True))) for rule in ("delta_product", "delta")
     )
@@ -255,17 +255,23 @@ def test_one_conversion_is_like_the_other(source):
 @looped(
     ("target", "sentence"),
     [
-        (Target("sum", "favor", 5, attention_normalization=True), "the map favor has 4 features, not 5"),
-        (Target("sum", "dpfp", 7), "the map dpfp has 6 features, not 7: change --state-size"),
+        (Target("sum", "favor", 5, attention_normalization=True), "--state-size must be 4 for the map favor, got 5"),
+        (Target("sum", "dpfp", 7), "--state-size must be 6 for the map dpfp, got 7"),
         (Target("decay", state_size=0), "must be at least 1, got 0"),
         (Target("decay", window=4), "fast weights have no window"),
-        (Target("decay", "identity", 4, attention_normalization=True), "features of either sign"),
+        (Target("decay", "identity", 4, attention_normalization=True), "features must not be negative"),
         (Target("decay", state_size=4, heads=3), "must be divisible by --decoder-attention-heads, got"),
-        (Target("gated", decay_spans=8), "--decay-spans needs --decoder-update-rule decay without a map"),
-        (Target("decay", "relu", decay_spans=8), "--decay-spans needs --decoder-update-rule decay without a map"),
+        (
+            Target("gated", decay_spans=8),
+            "--decay-spans must be left out unless --decoder-update-rule is decay without a map",
+        ),
+        (
+            Target("decay", "relu", decay_spans=8),
+            "--decay-spans must be left out unless --decoder-update-rule is decay without a map",
+        ),
         (Target("decay", decay_spans=0), "--decay-spans must be at least 1 token, got 0"),
-        (Target("leaky"), "unknown update rule 'leaky'"),
-        (Target("sum", "cosine"), "unknown feature map 'cosine'"),
+        (Target("leaky"), "the update rule must be softmax or one of sum, .*, got 'leaky'"),
+        (Target("sum", "cosine"), "the feature map must be one of elu, .*, got 'cosine'"),
     ],
 )
 def test_targets_that_cannot_be(source, target, sentence):
@@ -275,13 +281,13 @@ def test_targets_that_cannot_be(source, target, sentence):
 
 def test_sources_without_softmax(source):
     for other in (swap(source, Target("decay", state_size=4)), swap(source, Target("softmax", window=4))):
-        with pytest.raises(ValueError, match="this model has none"):
+        with pytest.raises(ValueError, match="attention over all past tokens, got none"):
             swap(other, Target("decay"))
 
 
 @pytest.fixture
 def saved(source, tmp_path):
-    """The folder of a softmax model as the command writes it."""
+    """Return the folder of a softmax model as the command writes it."""
     checkpoint.write(source, tmp_path / "softmax")
     return tmp_path / "softmax"
 
@@ -293,7 +299,7 @@ def convert(folder, out, *arguments):
 
 
 def test_as_many_heads_as_a_model_has_by_default():
-    """Of which a checkpoint's flags say nothing."""
+    """Flags of a checkpoint do not have them."""
     flags = {name: value for name, value in FLAGS.items() if name != "decoder_attention_heads"}
     weights = {f"decoder.layers.{layer}.self_attn.{name}": torch.randn(shape) for layer in (0, 1) for name, shape in (
         ("in_proj.weight", (3 * DIM, DIM)), ("out_proj.weight", (DIM, DIM)))}  # fmt: skip
@@ -317,14 +323,14 @@ def test_the_command(saved, source, tmp_path):
         recurrent(tokens[:, :end], incremental_state=state)
     ((kept, _),) = state.values()
     assert [layer.weights.shape for layer in kept.layers] == 2 * [(2, HEADS, 4, HEAD)]
-    with pytest.raises(SystemExit, match="this model has none"):
+    with pytest.raises(SystemExit, match="attention over all past tokens, got none"):
         convert(tmp_path / "decay", tmp_path / "again", *flags)
-    with pytest.raises(SystemExit, match=f"there is no plug-in {tmp_path}/none"):
+    with pytest.raises(SystemExit, match=f"--user-dir must be the folder of a plug-in, got {tmp_path}/none"):
         convert(saved, tmp_path / "again", "--user-dir", tmp_path / "none")
 
 
 def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
-    """Mao 2022, Sec. 2.2: y = S q / z q, where what delta retrieves is not divided."""
+    """Mao 2022, Sec. 2.2: y = S q / z q, and the value that delta retrieves is not divided."""
     flags = ["--decoder-update-rule", "delta", "--decoder-feature-map", "elu", "--attention-normalization"]
     attention = (
         convert(saved, tmp_path / "out", *flags, "--attention-normalization-read-out-only").decoder.layers[1].self_attn
@@ -339,12 +345,12 @@ def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
     ("name", "weight", "sentence"),
     [
         ("in_proj.weight", None, "is missing"),
-        ("out_proj.weight", torch.ones(DIM, 3), r"is \(16, 3\) in place of \(16, 16\)"),
+        ("out_proj.weight", torch.ones(DIM, 3), r"must be \(16, 16\), got \(16, 3\)"),
         ("gate.weight", torch.ones(DIM), "has no place"),
     ],
 )
 def test_attention_that_is_not_whole_is_named(saved, tmp_path, name, weight, sentence):
-    """Although another takes its place."""
+    """It is checked although another attention replaces it."""
     name = f"decoder.layers.1.self_attn.{name}"
     state = torch.load(saved / "checkpoint.pt", weights_only=True)
     state["model"] = {key: tensor for key, tensor in {**state["model"], name: weight}.items() if tensor is not None}
@@ -373,7 +379,7 @@ def layers_of(model):
 
 
 def test_layers_that_stay_softmax(source):
-    """The rest is converted; they are what they were, with biases of zero where the others need some."""
+    """The others are converted; kept layers are unchanged, with biases of zero if the others need biases."""
     target = Target("delta", "elu", sum_normalization=True, keep_softmax_layers="1")
     converted, whole = swap(source, target), build(source).double()
     hybrid = build(converted).double()
@@ -389,7 +395,7 @@ def test_layers_that_stay_softmax(source):
 
 @torch.no_grad()
 def test_layers_by_divergence(source, tmp_path):
-    """The layer is kept that, converted alone, changes the distribution most, by plain sums."""
+    """The kept layer is the one whose conversion changes the distribution most, by plain sums."""
     words = [WORDS[int(index)] for index in torch.randint(46, (3 * LENGTH,))]
     text = tmp_path / "text.txt"
     text.write_text(" ".join(words[:20]) + "\n\n" + " ".join(words[20:]) + "\n")
@@ -407,7 +413,7 @@ def test_layers_by_divergence(source, tmp_path):
         costs.append(total / len(numbers))
     assert converted.flags["softmax_layers"] == str(costs.index(max(costs)))
     (note,) = converted.notes
-    assert note.startswith("what converting only one layer costs, in nats a token: 0: ")
+    assert note.startswith("divergence when only this layer is converted, in nats per token: 0: ")
     assert [float(number) for number in re.findall(r"\d: ([\d.]+)", note)] == pytest.approx(costs, abs=1e-4)
 
 
@@ -415,17 +421,26 @@ def test_layers_by_divergence(source, tmp_path):
     ("given", "sentence"),
     [
         ({"keep_softmax_layers": "2"}, "--keep-softmax-layers must be ascending numbers from 0 to 1"),
-        ({"keep_softmax_layers": "0,1"}, "--keep-softmax-layers keeps all layers: leave one to convert"),
+        (
+            {"keep_softmax_layers": "0,1"},
+            "--keep-softmax-layers must leave at least one layer to convert, got all layers",
+        ),
         (
             {"keep_softmax_layers": "kl:2"},
             "--keep-softmax-layers must be kl:1 to kl:1, or numbers of layers, got 'kl:2'",
         ),
-        ({"keep_softmax_layers": "kl:1"}, "--keep-softmax-layers kl:1 needs a text: give --kl-text FILE"),
+        ({"keep_softmax_layers": "kl:1"}, "--kl-text FILE must be given with --keep-softmax-layers kl:1"),
         ({"keep_softmax_layers": "kl:1", "kl_text": "none"}, "--kl-text must be a text, got none"),
         ({"keep_softmax_layers": ""}, "--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing"),
         ({"keep_softmax_layers": "kl:1", "kl_text": __file__}, "--kl-text must hold words of the dictionary, got"),
-        ({"keep_softmax_layers": "0", "kl_text": "none"}, "--kl-text goes with --keep-softmax-layers kl:N"),
-        ({"keep_softmax_layers": "0", "heads": 1}, "--decoder-attention-heads is of all layers: leave it out"),
+        (
+            {"keep_softmax_layers": "0", "kl_text": "none"},
+            "--kl-text must be left out without --keep-softmax-layers kl:N",
+        ),
+        (
+            {"keep_softmax_layers": "0", "heads": 1},
+            "--decoder-attention-heads must be left out with --keep-softmax-layers",
+        ),
     ],
 )
 def test_layers_that_cannot_be_kept(source, given, sentence):

@@ -1,7 +1,7 @@
 """A Transformer-XL of the public TensorFlow code, as an .npz of its variables, keeps its probabilities.
 
-The files are made up here, and evaluated by the equations of the model in plain PyTorch: the weights that were
-published are not at hand.
+The files are made up here, and evaluated by the equations of the model in plain PyTorch: the published
+weights are not available.
 """
 
 import io
@@ -26,7 +26,7 @@ EMBED, SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
 
 
 class Case(NamedTuple):
-    """A model and its options; epsilon: of the layer normalisations, which is 1e-5 here and 1e-12 there."""
+    """A model and its options; epsilon: of the layer normalisations, 1e-5 in ours and 1e-12 in theirs."""
 
     cutoffs: tuple = (12, 20)
     div_val: int = 2
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 def make_variables(case, seed=1):
-    """Random variables by their names in the checkpoint."""
+    """Return random variables by their names in the checkpoint."""
     draw = np.random.default_rng(seed)
 
     def weights(*shape):
@@ -81,7 +81,7 @@ def make_variables(case, seed=1):
         return found
     for index, size in enumerate(sizes):
         found[f"{SOFTMAX}/cutoff_{index}/b"] = weights(size)
-    if case.div_val > 1:  # all but the first are the input's
+    if case.div_val > 1:  # all except the first are the input's
         found[f"{SOFTMAX}/cutoff_0/proj"] = weights(DIM, DIM)
     found[f"{SOFTMAX}/cutoff_0/cluster_W"] = weights(len(case.cutoffs), DIM)
     found[f"{SOFTMAX}/cutoff_0/cluster_b"] = weights(len(case.cutoffs))
@@ -89,14 +89,14 @@ def make_variables(case, seed=1):
 
 
 class Reference:
-    """The model's equations (Dai et al. 2019, Sec. 3), pair by pair, in float64."""
+    """The model by its equations (Dai et al. 2019, Sec. 3), pair by pair, in float64."""
 
     def __init__(self, variables, case):
         self.case = case
         self.variables = {name: torch.from_numpy(value).double() for name, value in variables.items()}
 
     def __call__(self, tokens):
-        """Log-probabilities (T, B, V) after each of tokens (T, B), segment by segment; the memory begins as zeros."""
+        """Return log-probabilities (T, B, V) after each of tokens (T, B), by segments; the memory starts as zeros."""
         memories = [torch.zeros(self.case.mem_len, BATCH, DIM, dtype=torch.float64)] * LAYERS
         found = []
         for segment in tokens.split(SEGMENTS):
@@ -131,7 +131,7 @@ class Reference:
         return self.normalize(layer, "ff", x + out)
 
     def attend(self, layer, x, known):
-        """x (L, B, D), and with the memory before it known (S, B, D)."""
+        """Compute the attention of a layer for x (L, B, D); known (S, B, D): the memory followed by x."""
         heads = (HEADS, DIM // HEADS)
         u, v = (self.variables[f"transformer/r_{kind}_bias"] for kind in "wr")
         if self.case.untied:
@@ -152,7 +152,7 @@ class Reference:
         return self.normalize(layer, "rel_attn", x + torch.stack(rows) @ self.get(layer, "rel_attn/o/kernel"))
 
     def output(self, x, index):
-        """The logits of a cluster's words, and what its table was multiplied with."""
+        """Return the logits of a cluster's words, and the vectors that its table was multiplied with."""
         start, stop = self.case.ends[index : index + 2]
         if self.case.div_val == 1:
             table = self.variables[f"{EMBED}/lookup_table"][start:stop]
@@ -187,7 +187,7 @@ def packed(variables):
 
 @pytest.fixture
 def convert_npz(convert):
-    """convert_npz(variables or bytes, case, **options) -> the folder that the command writes."""
+    """A function convert_npz(variables or bytes, case, **options) -> the folder that the command writes."""
     convert.state_dict = convert.folder / "model.npz"
 
     def run(variables, case, **options):
@@ -203,7 +203,7 @@ def convert_npz(convert):
 
 @torch.no_grad()
 def converted_log_probs(folder, case, tokens):
-    """Those of the converted model, which is given the zeros that the TensorFlow code begins with."""
+    """Return those of the converted model, with a memory of zeros as in the TensorFlow code."""
     model, dictionary = load(folder)
     ours = torch.tensor([dictionary.index("</s>" if word == "<eos>" else word) for word in WORDS])
     zeros = Memory(torch.zeros(BATCH, case.mem_len, DIM, dtype=torch.float64))
@@ -240,13 +240,13 @@ def test_probabilities(convert_npz):
         torch.testing.assert_close(expected.exp().sum(-1), torch.ones_like(expected[..., 0]))
         found = converted_log_probs(convert_npz(variables, case), case, tokens)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
-        # The normalisations of the TensorFlow code, whose epsilon is another.
+        # The normalisations of the TensorFlow code, which have another epsilon.
         there = Reference(variables, case._replace(epsilon=1e-12))(tokens)
         assert 0 < (found - there).abs().max() < 1e-3, name
 
 
 def test_the_order_of_clusters_and_of_u_and_v_matters(convert_npz):
-    """Else the test above could not tell."""
+    """Otherwise the test above would find nothing."""
     case, tokens = CASES["wt103"], make_tokens()
     variables = make_variables(case)
     found = converted_log_probs(convert_npz(variables, case), case, tokens)
@@ -268,7 +268,7 @@ def test_the_flags_that_are_written(convert_npz, capsys):
     for flag in ("--untie-biases", "--adaptive-softmax-cutoff 14,22", "--div-val 2", "--mem-len 7", "--same-length"):
         assert flag in flags
     notes = re.findall("^note: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert [note[:20] for note in notes] == ["the TensorFlow code ", "a layer normalisatio", "--mem-len is 7 for -"]
+    assert [note[:20] for note in notes] == ["the TensorFlow code ", "layer normalisation ", "--mem-len is 7 for -"]
     case = CASES["tied"]
     flags = (convert_npz(make_variables(case), case) / "flags.txt").read_text()
     assert "--untie-biases" not in flags and "--mem-len 4" in flags
@@ -290,7 +290,7 @@ def test_other_dtypes_and_what_the_optimizer_keeps(convert_npz):
 
 
 def test_the_command_that_exports(convert_npz, monkeypatch):
-    """Run with a stand-in for TensorFlow, as the texts have it."""
+    """The command of the guide runs, with a stand-in for TensorFlow."""
     case = CASES["wt103"]
     variables = make_variables(case)
     saved = {**variables, "transformer/r_w_bias/Adam": variables["transformer/r_w_bias"], "global_step": np.int64(7)}
@@ -321,7 +321,7 @@ def added(name, *shape):
 
 
 R_W, R_R, QKV = "transformer/r_w_bias", "transformer/r_r_bias", "transformer/layer_1/rel_attn/qkv/kernel"
-# case, options that are changed, what is done to the variables, the sentence
+# case, changed options, change of the variables, the sentence
 REFUSALS = {
     "missing": ("wt103", {}, without(QKV), rf"lacks {QKV}; check"),
     "no layers": (
@@ -345,7 +345,12 @@ REFUSALS = {
         without(R_W),
         rf"model\.npz must be a checkpoint .* without {R_W}: make one where TensorFlow",
     ),
-    "quantised": ("wt103", {}, replaced(QKV, lambda x: x.astype(np.int8)), rf"{QKV} is of torch\.int8: weights that"),
+    "quantised": (
+        "wt103",
+        {},
+        replaced(QKV, lambda x: x.astype(np.int8)),
+        rf"{QKV} must be floating-point, got torch\.int8",
+    ),
     "words": ("wt103", {}, replaced(QKV, lambda x: x.astype(str)), rf"{QKV} must be an array of numbers, got none"),
     "objects": (
         "wt103",
@@ -383,22 +388,32 @@ REFUSALS = {
         "wt103",
         {},
         replaced(f"{SOFTMAX}/cutoff_0/cluster_W", lambda x: x[1:]),
-        r"clusters\.weight is \(1, 8\) in place of \(2, 8\)",
+        r"clusters\.weight must be \(2, 8\), got \(1, 8\)",
     ),
     "lm1b": ("wt103", {}, without(f"{EMBED}/cutoff_0/proj_W"), r"--proj_same_dim=False cannot be converted"),
     "projections": ("wt103", {}, added(f"{SOFTMAX}/cutoff_2/proj", 2, 8), r"untied projections, as of --dataset lm1b"),
     "d_embed": ("div_val 1", {}, added(f"{EMBED}/proj_W", 8, 8), r"--d_embed other than --d_model cannot be converted"),
-    "no memory": ("wt103", {"mem_len": None}, None, r"does not tell --mem_len: give it as in training"),
-    "no length": ("wt103", {"tgt_len": None}, None, r"does not tell --tgt_len"),
-    "heads": ("wt103", {"n_head": 4}, None, r"the checkpoint has 2 heads, not 4"),
+    "no memory": ("wt103", {"mem_len": None}, None, r"--mem_len must be given, as in training"),
+    "no length": ("wt103", {"tgt_len": None}, None, r"--tgt_len must be given"),
+    "heads": ("wt103", {"n_head": 4}, None, r"--n_head must be 2, as in the checkpoint, got 4"),
     "attention type": (
         "wt103",
         {"attn_type": 1},
         None,
-        r"--attn_type and --pre_lnorm are not options of the TensorFlow",
+        r"--attn_type and --pre_lnorm must be left out: the TensorFlow code",
     ),
-    "pre-norm": ("wt103", {"pre_lnorm": True}, None, r"--attn_type and --pre_lnorm are not options of the TensorFlow"),
-    "vocabulary": ("wt103", {"words": WORDS[:-1]}, None, r"the vocabulary has 30 words and the checkpoint 31"),
+    "pre-norm": (
+        "wt103",
+        {"pre_lnorm": True},
+        None,
+        r"--attn_type and --pre_lnorm must be left out: the TensorFlow code",
+    ),
+    "vocabulary": (
+        "wt103",
+        {"words": WORDS[:-1]},
+        None,
+        r"the vocabulary must have the 31 words of the checkpoint, got 30",
+    ),
 }
 
 
@@ -419,11 +434,11 @@ def test_files_that_are_no_npz(convert_npz):
     damaged = bytearray(whole)
     damaged[len(whole) // 3] ^= 255
     for content, sentence in (
-        (b"", "is not a whole .npz: it was cut short or is another kind of file; make one where"),
-        (b"no archive", "is not a whole .npz: it was cut short"),
-        (whole[: len(whole) // 2], "is not a whole .npz: it was cut short"),
-        (array.getvalue(), "is not a whole .npz: it was cut short"),
-        (bytes(damaged), "is not a whole .npz: it is damaged"),
+        (b"", "must be a complete .npz, got a truncated or different file; make one where"),
+        (b"no archive", "must be a complete .npz, got a truncated"),
+        (whole[: len(whole) // 2], "must be a complete .npz, got a truncated"),
+        (array.getvalue(), "must be a complete .npz, got a truncated"),
+        (bytes(damaged), "must be a complete .npz, got a damaged file"),
         (None, "cannot be read: No such file"),
     ):
         with pytest.raises(SystemExit) as refusal:

@@ -1,4 +1,4 @@
-"""Translation models of fairseq's Transformer: the same logits, and linear attention where softmax was."""
+"""Translation models of fairseq's Transformer: the same logits, and linear attention in place of softmax."""
 
 import math
 from argparse import Namespace
@@ -30,7 +30,7 @@ def dictionary(language):
 
 
 class Saved:
-    """A checkpoint as fairseq saves it, the model in it, and what the command makes of it."""
+    """A checkpoint as fairseq saves it, its model, and its conversion by the command."""
 
     def __init__(self, folder, arch="transformer", shared=False, **settings):
         self.folder, self.file = folder, folder / "model.pt"
@@ -100,7 +100,7 @@ def test_without_another_attention_the_logits_are_the_same(tmp_path_factory, arc
 
 
 def kinds(model):
-    """Which of encoder, decoder and attention to the source are not fairseq's own."""
+    """Return which of encoder, decoder and attention to the source are not fairseq's own."""
     places = {
         "encoder": model.encoder.layers[1].self_attn,
         "decoder": model.decoder.layers[1].self_attn,
@@ -129,13 +129,13 @@ def test_each_place_is_converted_or_kept(tmp_path_factory, flags, converted):
 
 
 def softmax_parts(attention, x, source):
-    """q, k and v (B, H, L, d) of fairseq's attention."""
+    """Return q, k and v (B, H, L, d) of fairseq's attention."""
     pairs = ((attention.q_proj, x), (attention.k_proj, source), (attention.v_proj, source))
     return [projection(given).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for projection, given in pairs]
 
 
 def test_projections_are_those_of_softmax(saved):
-    """Each attention, by its formula, of the queries and keys that softmax has; the factor is in the queries."""
+    """Each attention follows its formula, with softmax's queries and keys; the factor is in the queries."""
     model = saved.convert(*LINEAR, *SUM)
     x, source = torch.randn(2, 5, DIM), torch.randn(2, 6, DIM)
     for side, name, given in (
@@ -154,7 +154,7 @@ def test_projections_are_those_of_softmax(saved):
 
 
 def test_favor_estimates_the_attention_of_softmax(saved):
-    """Of many features, for moderate scores, as exp(q . k / sqrt(d))."""
+    """With many features and moderate scores it is close to exp(q . k / sqrt(d))."""
     for layer in saved.model.encoder.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             torch.nn.init.normal_(projection.weight, std=0.1)
@@ -182,9 +182,15 @@ def test_every_rule(tmp_path_factory, rule):
     [
         (["--encoder-feature-map", "dpfp", "--state-size", "24"], "the map dpfp cannot have 24 features on heads of 8"),
         (["--encoder-feature-map", "elu", "--state-size", "4"], "the map elu cannot have 4 features on heads of 8"),
-        (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans is of language models"),
-        (["--cross-feature-map", "elu", "--attention-window", "4"], "--attention-window is of language models"),
-        (["--cross-feature-map", "elu", "--attention-normalization"], "--attention-normalization is of the decoder's"),
+        (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans must be left out for translation"),
+        (
+            ["--cross-feature-map", "elu", "--attention-window", "4"],
+            "--attention-window must be left out for translation",
+        ),
+        (
+            ["--cross-feature-map", "elu", "--attention-normalization"],
+            "--decoder-update-rule must be given with --attention-normalization",
+        ),
     ],
 )
 def test_targets_that_cannot_be(saved, arguments, sentence):
@@ -211,20 +217,20 @@ def test_files_that_are_not_whole(saved):
     saved.save()
     linear = saved.convert(*LINEAR)
     assert kinds(linear) == {"encoder", "cross"}
-    with pytest.raises(SystemExit, match="some of this model's attentions are linear"):
+    with pytest.raises(SystemExit, match="got linear attention in some places"):
         saved.file = saved.folder / "out" / "checkpoint.pt"
         saved.convert(*SUM, out="again")
     saved.file = saved.folder / "model.pt"
     (saved.folder / "dict.de.txt").unlink()
-    with pytest.raises(SystemExit, match=r"there is no dict.de.txt: give a folder that holds it with --vocabulary"):
+    with pytest.raises(SystemExit, match=r"dict.de.txt is missing: give the folder that holds it with --vocabulary"):
         saved.convert(out="again")
 
 
 def test_languages_that_a_checkpoint_does_not_say(saved):
-    """fairseq-train finds them in the names of the data."""
+    """fairseq-train finds the languages in the names of the data."""
     saved.languages = {"_name": "translation", "source_lang": None, "target_lang": None}
     saved.save()
-    with pytest.raises(SystemExit, match="does not say its languages: give --source_lang, one of de, en"):
+    with pytest.raises(SystemExit, match="does not name its languages: give --source_lang, one of de, en"):
         saved.convert()
     model, sample = saved.convert("--source_lang", "en", "--target_lang", "de"), batch()
     torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
@@ -235,7 +241,7 @@ def test_sizes_that_are_not_the_encoders(tmp_path):
     model, sample = saved.convert(), batch()
     torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
     with pytest.raises(
-        SystemExit, match="--state-size 32 needs heads of one size in encoder and decoder for the map dp"
+        SystemExit, match="heads of encoder and decoder must have the same size with --state-size 32 and"
     ):
         saved.convert("--encoder-feature-map", "dpfp", "--cross-feature-map", "dpfp", "--state-size", "32", out="other")
 
@@ -244,6 +250,6 @@ def test_another_vocabulary(saved):
     with (saved.folder / "dict.de.txt").open("a") as file:
         file.write("more 1\n")
     with pytest.raises(
-        SystemExit, match=r"dict.de.txt has 35 words with fairseq's own and the checkpoint 34: give the fo"
+        SystemExit, match=r"dict.de.txt must have the 34 words of the checkpoint, got 35 .*: give the fo"
     ):
         saved.convert()

@@ -31,9 +31,9 @@ def test_names_of_other_corpora():
 @looped(
     ("words", "sentence"),
     [
-        (["a", "b", "a"], "holds the word 'a' twice"),
-        (["a", "<pad>"], "holds the word .<pad>., which fairseq keeps"),
-        (["a", "<s>"], "holds the word '<s>', which fairseq keeps for itself"),
+        (["a", "b", "a"], "must hold each word once, got 'a' twice"),
+        (["a", "<pad>"], "must not hold '<pad>', which fairseq reserves"),
+        (["a", "<s>"], "must not hold '<s>', which fairseq reserves"),
     ],
 )
 def test_vocabularies_that_cannot_be(words, sentence):
@@ -42,7 +42,7 @@ def test_vocabularies_that_cannot_be(words, sentence):
 
 
 def test_a_special_in_a_later_cluster():
-    with pytest.raises(ValueError, match=r"word 2 of the vocabulary is .* beyond its first 2 words"):
+    with pytest.raises(ValueError, match=r"the first 2 words, got one as word 2 of the vocabulary"):
         arrange(["<eos>", "a", "<unk>"]).cutoffs([2])
 
 
@@ -51,7 +51,7 @@ def test_words_are_read_line_by_line(tmp_path):
     file.write_bytes("<eos>\ncafé 12\r\na\x0bb\n\n".encode())
     assert read_words(file) == ["<eos>", "café", "a"]
     file.write_bytes(b"a\n\nb\n")
-    with pytest.raises(ValueError, match=r"line 2 of the vocabulary .* is empty"):
+    with pytest.raises(ValueError, match=r"line 2 of the vocabulary .* must hold a word, got an empty line"):
         read_words(file)
     for broken in (tmp_path / "none", tmp_path):
         with pytest.raises(ValueError, match="cannot be read"):
@@ -77,12 +77,12 @@ def test_a_vocabulary_without_line_ends_is_told(name):
     vector, words = read_vector(name), [f"w{number}" for number in range(31)]
     assert build(vector)[2].notes == []
     (note,) = build(vector, words)[2].notes
-    assert note.startswith("the vocabulary has no end of a line (</s>, <eos>, <S>): the model gives the one that ")
+    assert note.startswith("the vocabulary has no symbol for the end of a line (</s>, <eos>, <S>), which fairseq-pre")
 
 
 @looped("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])
 def test_training_leaves_them_without(name):
-    """Also with weight decay, which would make minus infinity in a weight of it in all gradients."""
+    """This holds with weight decay too, for which a weight of minus infinity would spoil all gradients."""
     model, dictionary, conversion = build(read_vector(name))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.01)
     tokens = torch.randint(2, len(dictionary), (2, 9))

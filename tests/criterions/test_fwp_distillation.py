@@ -1,4 +1,4 @@
-"""The criterion fwp_distillation against plain PyTorch, and what does not fit together."""
+"""The criterion fwp_distillation against plain PyTorch, and refusals."""
 
 from argparse import Namespace
 
@@ -17,7 +17,7 @@ PAD = 1
 
 @pytest.fixture
 def criterion(monkeypatch):
-    """criterion(teacher, **settings), of a teacher that is a model already."""
+    """A function criterion(teacher, **settings), for a teacher that is a model."""
     task = Namespace(target_dictionary=make_dictionary(50))
 
     def make(teacher, **settings):
@@ -37,7 +37,7 @@ def language_sample():
 
 
 def build_translation(arch):
-    """A small float64 model of translation."""
+    """Return a small float64 translation model."""
     sizes = {"layers": 2, "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 4}
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
     args = Namespace(share_all_embeddings=True, max_source_positions=32, max_target_positions=32, **sizes)
@@ -88,7 +88,7 @@ def test_an_adaptive_softmax_is_compared_cluster_by_cluster(build_model, criteri
     probs = [
         of.get_normalized_probs(of(**sample["net_input"]), log_probs=True)[kept].exp() for of in (student, teacher)
     ]
-    # Of the head: its words and each cluster; of a cluster: its words, where the target is one of them.
+    # For the head its words and clusters; for a cluster its words, if the target is one of them.
     bounds = [(0, 10), (10, 30), (30, 50)]
     heads = [torch.cat([p[:, :10], *(p[:, a:b].sum(1, keepdim=True) for a, b in bounds[1:])], 1) for p in probs]
     expected = F.kl_div(*(head.log() for head in heads), log_target=True, reduction="sum")
@@ -150,7 +150,7 @@ def test_translation(criterion, arch, distillation):
 
 
 def test_words_that_both_give_no_probability(build_model, criterion):  # noqa: F811
-    """They are targets all the same: a line's end that a converted vocabulary lacks. The teacher's weight is 1."""
+    """Absent words can be targets, such as a line end that a converted vocabulary lacks. The teacher's weight is 1."""
     student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
     sample = language_sample()
     for model in (student, teacher):
@@ -180,7 +180,7 @@ def test_what_does_not_fit(build_model, criterion):  # noqa: F811
     for flags, distillation, sentence in (
         ({"vocabulary": 40}, "distribution", of_words),
         ({"adaptive_softmax_cutoff": "10"}, "distribution", of_clusters),
-        ({"decoder_layers": 3}, "attention", "the model has 2 attentions and its teacher 3, or in other places: give"),
+        ({"decoder_layers": 3}, "attention", "got 2 attentions and 3 of the teacher: give"),
     ):
         with pytest.raises(ValueError, match=sentence):
             criterion(build_model("softmax_lm_wt103", **flags), distillation=distillation)(student, sample)
@@ -191,9 +191,9 @@ def test_what_does_not_fit(build_model, criterion):  # noqa: F811
     with pytest.raises(ValueError, match="--teacher-weight must be 1 with --distillation attention"):
         criterion(student, teacher_weight=0.5, distillation="attention")
     wider = build_model("softmax_lm_wt103", decoder_embed_dim=96)
-    with pytest.raises(ValueError, match="takes vectors of 96, which the model's does not: give a teacher with as"):
+    with pytest.raises(ValueError, match="must take the teacher's vectors, of size 96: give a teacher with as"):
         criterion(wider, distillation="attention")(student, sample)
-    with pytest.raises(ValueError, match="leave out --carry-state"):
+    with pytest.raises(ValueError, match="--carry-state must be left out"):
         criterion(student)(student, sample | {"net_input": {**sample["net_input"], "state": None}})
 
 
@@ -206,7 +206,7 @@ def test_a_teacher_that_cannot_be_read(tmp_path):
 
 
 def test_a_task_goes_on_with_its_own_model(monkeypatch):
-    """fairseq's task of translation translates with the model that it built last, which would be the teacher."""
+    """fairseq's translation task uses the model that it built last, which would be the teacher."""
     task = Namespace(target_dictionary=make_dictionary(50), sequence_generator="of the student")
 
     def load(paths, task):
@@ -227,7 +227,7 @@ def test_attentions_are_those_of_the_model_that_is_wrapped(build_model):  # noqa
 
 
 def test_padding_is_not_learned():
-    """Sentences padded further, source and target, have the same error."""
+    """More padding of source and target does not change the error."""
     student, teacher = (build_translation(f"{name}_mt_wmt14_en_de") for name in ("sum", "softmax"))
     net_input = translation_sample()["net_input"]
     found = attention_error(student, teacher, net_input, PAD)

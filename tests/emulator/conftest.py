@@ -1,4 +1,4 @@
-"""The emulator's tests share the table of rules, and the inputs, with those of the operators."""
+"""Table of rules and inputs, shared with the tests of the operators."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def emulator():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As for the operators: the reference is thousands of tiny operations."""
+    """Use one thread, as for the operators: the reference has thousands of tiny operations."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Compiling the kernels with nvcc, once for all the tests that read the result, and what ptxas says of them."""
+"""Compile the kernels with nvcc once for all tests, and read the report of ptxas."""
 
 import fcntl
 import hashlib
@@ -27,7 +27,7 @@ class Usage(NamedTuple):
 
 
 def parse_report(report: str) -> list[Usage]:
-    """Read what ptxas -v says of each kernel."""
+    """Return the report of ptxas -v for each kernel."""
     entry = re.compile(
         r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers",
@@ -53,14 +53,14 @@ def compile_cubin(source: Path, architecture: str, folder: Path) -> Cubin:
 
 
 def kept_cubin(architecture: str) -> Cubin:
-    """Compile the kernels, or take those of the last time, if neither they nor nvcc have changed."""
+    """Compile the kernels, or use earlier ones if neither sources nor nvcc have changed."""
     version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout
     key = hashlib.sha256(version + architecture.encode())
     for source in sorted(KERNELS.iterdir()):
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     folder = CACHE / f"cubin_{key.hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    # Tests of other processes wait for this compilation, and take what it leaves; the report is written last.
+    # Tests in other processes wait for this compilation and use its files; the report is written last.
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "ptxas.txt").exists():

@@ -1,6 +1,6 @@
-"""Building the CUDA kernels for the CPU, with emulator.h in place of CUDA, and calling them on tensors.
+"""Build the CUDA kernels for the CPU, with emulator.h instead of CUDA, and call them on tensors.
 
-Its operator takes the arguments of ``fast_weights`` by name, those that are there, and whether the rule erases.
+The operator takes the given arguments of ``fast_weights`` by name, and whether the rule erases.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "cuda_ext" / "cuda"
-CHUNK = 32  # tokens between two states that the forward pass of rules that fade keeps
-# Where libraries and programs are kept for as long as no source changes.
+CHUNK = 32  # tokens between two states that the forward pass of a forgetting rule keeps
+# The folder of libraries and programs, which are used until a source changes.
 CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_emulator_{os.getuid()}")
-GUARD = 4096  # elements before and after each output, which nothing may write to
-# The operator's arguments, and its rules as the launchers name them.
+GUARD = 4096  # guard elements before and after each output
+# The operator's arguments, and the launchers' names of its rules.
 NAMES = ("q", "k", "v", "decay", "value_decay", "rate", "removal_key", "removal_rate", "state", "first")
 RULES = ("sum", "delta", "gated", "gated_by_key", "decay", "gated_delta", "gated_delta_by_key", "removal")
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -41,7 +41,7 @@ def build(
     flags: Sequence[str] = ("-O1", "-Wall", "-Werror"),
     folder: Path = CACHE,
 ) -> Path:
-    """A library of the kernels, or a program that runs them, in a folder; the one that lies there if none changed."""
+    """Build a library of the kernels, or a program that runs them, unless it exists and no source has changed."""
     assert shutil.which(compiler()[0]), "the emulator needs a C++ compiler: install g++ 10 or later, or set CXX"
     key = hashlib.sha256(repr((compiler(), tuple(flags), program)).encode())
     for source in sorted([*kernels.iterdir(), *HERE.glob("emulator.[hc]*")]):
@@ -50,7 +50,7 @@ def build(
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         kind = ["-DEMULATOR_PROGRAM"] if program else ["-fPIC", "-shared"]
-        # Without an FMA instruction each of a kernel's fma is a call of some hundred instructions.
+        # Without an FMA instruction, each fma of a kernel is a call of about a hundred instructions.
         native = ["-march=native"] if os.uname().machine == "x86_64" else []
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "emulator"
@@ -64,7 +64,7 @@ def build(
 
 
 class _Structure(ctypes.Structure):
-    """Zeros, but for what is named."""
+    """Return a structure of zeros, except the named fields."""
 
 
 class _Sizes(_Structure):
@@ -119,7 +119,7 @@ class _Pretended(_Structure):
 
 
 def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure:
-    """The structure with what it wants of these tensors: where each lies, and how."""
+    """Return the structure with the address and strides of each tensor."""
     filled = structure()
     for name, kind in structure._fields_:
         x = tensors.get(name)
@@ -135,7 +135,7 @@ def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure
 
 
 class EmulatorError(Exception):
-    """The emulator has found a mistake in the kernels."""
+    """A mistake in the kernels that the emulator has found."""
 
 
 Given = dict[str, Tensor]
@@ -145,7 +145,7 @@ class Emulator:
     """The operator and its backward pass.
 
     Args:
-        library: what :func:`build` returns.
+        library: the result of :func:`build`.
     """
 
     def __init__(self, library: Path) -> None:
@@ -154,7 +154,7 @@ class Emulator:
         self._library.emulator_workspace_bytes.restype = ctypes.c_size_t
 
     def forward(self, given: Given, erases: bool, **how: int) -> Given:
-        """out, state, and what the backward pass needs of retrieved and kept."""
+        """Return out, the state, and for the backward pass retrieved and kept."""
         rule, parts = prepare(given, erases)
         q, v = given["q"], given["v"]
         sizes, dtype = (*q.shape[:2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
@@ -169,7 +169,7 @@ class Emulator:
     def backward(
         self, given: Given, erases: bool, results: Given, gradients: Sequence[Tensor | None], **how: int
     ) -> Given:
-        """Gradients of the arguments, by name; that of the state where there is one."""
+        """Return gradients of the arguments by name, and of the state if there is one."""
         rule, parts = prepare(given, erases)
         dtype = state_dtype(given["q"].dtype)
         to = {name: self._empty(x.shape, dtype if "removal" in name else x.dtype) for name, x in parts.items()}
@@ -188,7 +188,7 @@ class Emulator:
         return {f"d_{name}": x.to(given[name].dtype) for name, x in to.items()}
 
     def results(self, given: Given, erases: bool, gradients: Sequence[Tensor | None], **how: int) -> Given:
-        """Outputs and all gradients, by name."""
+        """Return outputs and all gradients, by name."""
         found = self.forward(given, erases, **how)
         outputs = {name: found[name] for name in ("out", "state")}
         return outputs | self.backward(given, erases, found, gradients, **how)
@@ -198,7 +198,7 @@ class Emulator:
         return self._library.emulator_workspace_bytes(ctypes.byref(call), is_backward)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """NaN, with a guard on both sides."""
+        """Return a tensor of NaN, with a guard on both sides."""
         numel = torch.Size(shape).numel()
         return torch.full((numel + 2 * GUARD,), float("nan"), dtype=dtype)[GUARD : GUARD + numel].view(shape)
 
@@ -234,7 +234,7 @@ class Emulator:
 
 
 def prepare(given: Given, erases: bool) -> tuple[str, Given]:
-    """The rule, and what the launchers read of it, as the binding has them from the operator's arguments."""
+    """Return the rule and the launchers' settings of it, as in the binding, from the operator's arguments."""
     q, decay = given["q"], given.get("decay")
     parts = {name: x for name, x in given.items() if name in (*PARTS, "state")}
     fades = decay is not None or "value_decay" in given or "removal_key" in given or ("rate" in given and not erases)

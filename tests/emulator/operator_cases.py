@@ -1,4 +1,4 @@
-"""Every rule as a case of the operator: its arguments, and what the loop over the step makes of them."""
+"""Every rule as a case of the operator: its arguments, and the results of the reference."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ CASES = [name for name, rule in RULES.items() if rule.kernel and not name.starts
 
 
 def make_case(rule: str, shape: Sequence[int], dtype: torch.dtype, **options: object) -> tuple[Given, bool]:
-    """The arguments that are there, by name, and whether the rule erases."""
+    """Return the given arguments by name, and whether the rule erases."""
     *tensors, erases = operands(rule, sample_inputs(rule, shape, dtype, **options))
     return {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}, erases
 
 
 def make_combination(name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Given, bool]:
-    """The same of what no rule here needs."""
+    """Return the same for cases that no rule here needs."""
     given = sample_combination(name, shape, dtype)
     return {name: given[name] for name in NAMES if name in given}, COMBINATIONS[name][1]
 
@@ -29,12 +29,12 @@ def as_double(given: Given) -> Given:
 
 
 def cotangents_of(given: Given) -> tuple[Tensor, Tensor]:
-    """Random gradients of out and of the new state."""
+    """Return random gradients of out and of the new state."""
     return cotangents(given)
 
 
 def reference(given: Given, erases: bool, gradients: Sequence[Tensor]) -> Given:
-    """Outputs and all gradients, by name."""
+    """Return outputs and all gradients, by name."""
     leaves = {name: x if name == "first" else x.detach().requires_grad_() for name, x in given.items()}
     inputs = Inputs(**leaves, erases=erases)
     out, state = _rule(inputs).reference(*inputs.tokens, state=inputs.state, first=inputs.first)

@@ -1,6 +1,6 @@
-"""The kernels in SASS, a GPU's own instructions: their loops, and what one round of the main loop does.
+"""The kernels in SASS, the instructions of a GPU: their loops, and counts in one round of the main loop.
 
-What it can count is what a compiler has written down: an inner loop that is not unrolled counts once, and so does an
+Counts are of instructions as written: an inner loop that is not unrolled counts once, and so does an
 instruction that a branch may skip.
 """
 
@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether the next instruction is not reached from here."""
+        """Whether the next instruction is not reached from this one."""
         leaves = self.opcode.split(".")[0] in ENDS or self.opcode in ("BRA", "BRA.U")
         return leaves and not self.predicate and not re.match(r"!?U?P", self.operands)
 
@@ -42,18 +42,18 @@ class Instruction(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """The counts that the gate holds a kernel to. All but local memory are those of its loops."""
+    """The counts of a kernel that have limits. All except local memory are those of its loops."""
 
     name: str  # as people read it
     instructions: int  # in a round of the main loop
-    in_flight: int  # global loads that are under way at once, at most; asynchronous copies do not count
+    in_flight: int  # greatest number of simultaneous global loads; asynchronous copies do not count
     mean_in_flight: float  # the same, on average over the waits for them
     widths: dict[int, int]  # number of global loads and asynchronous copies by the bytes of each
-    found: frozenset[str]  # those of FEATURES that are there
+    found: frozenset[str]  # those of FEATURES that occur
 
 
 def find_disassembler() -> str | None:
-    """Path of nvdisasm: on PATH, or from the package nvidia-cuda-nvdisasm."""
+    """Return the path of nvdisasm: on PATH, or from the package nvidia-cuda-nvdisasm."""
     installed = (folder for path in sys.path for folder in Path(path).glob("nvidia/*/bin"))
     return next(filter(None, (shutil.which("nvdisasm", path=path) for path in [None, *map(str, installed)])), None)
 
@@ -94,7 +94,7 @@ def _shortened(name: str) -> str:
 
 
 def successors(body: list[Instruction]) -> list[list[int]]:
-    """Return for each instruction those that may follow. The way of a warp that has diverged is left out."""
+    """Return for each instruction those that may follow, without the paths of diverged warps."""
     at = {instruction.label: i for i, instruction in enumerate(body) if instruction.label}
     found: list[list[int]] = []
     for i, instruction in enumerate(body):
@@ -106,7 +106,7 @@ def successors(body: list[Instruction]) -> list[list[int]]:
 
 
 def loops(body: list[Instruction]) -> list[set[int]]:
-    """Return the natural loops, each as the places of its instructions, the largest first."""
+    """Return the natural loops, largest first, each as the places of its instructions."""
     after = successors(body)
     before: list[list[int]] = [[] for _ in body]
     for i, to in enumerate(after):
@@ -124,7 +124,7 @@ def loops(body: list[Instruction]) -> list[set[int]]:
 
 
 def _backward_edges(after: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Yield the edges to an instruction on the way from the entry: in compiled code, those that close a loop."""
+    """Yield the edges to an instruction on the path from the entry: in compiled code, those that close a loop."""
     way, seen = [(0, iter(after[0]))], {0}
     on_way = {0}
     while way:
@@ -149,9 +149,9 @@ def main_loop(body: list[Instruction], found: list[set[int]]) -> set[int]:
 
 
 def runs_of_loads(body: list[Instruction]) -> list[int]:
-    """Return the numbers of global loads that are under way at once: runs with no use of a result between.
+    """Return the numbers of simultaneous global loads: runs without a use of a result.
 
-    A barrier and the end of a way end a run too.
+    A barrier and the end of a path end a run too.
     """
     runs, pending = [0], set[int]()
     for instruction in body:
@@ -169,7 +169,7 @@ def runs_of_loads(body: list[Instruction]) -> list[int]:
 
 
 def _width(instruction: Instruction) -> int:
-    """Return how many registers one name may stand for: those of an address included, which is too many."""
+    """Return an upper bound of the registers of a name: those of an address are included."""
     if instruction.opcode.startswith("HMMA"):
         return 4
     return instruction.bytes // 4 if instruction.opcode.startswith(("STS.", "STG.")) and instruction.bytes > 4 else 1
@@ -181,7 +181,7 @@ def _target(load: Instruction) -> int:
 
 
 def measure(name: str, body: list[Instruction]) -> Kernel:
-    """Return what one kernel does in its loops."""
+    """Return the counts of one kernel."""
     found = loops(body)
     inside = set[int]().union(*found)
     looped = [body[i] for i in sorted(inside)]
@@ -198,6 +198,6 @@ def measure(name: str, body: list[Instruction]) -> Kernel:
 
 
 def measure_all(sass: str) -> dict[str, Kernel]:
-    """Return the same for all kernels, by their mangled names."""
+    """Return the counts of all kernels, by their mangled names."""
     bodies = parse(sass)
     return {key: measure(name, bodies[key]) for key, name in zip(bodies, readable(bodies), strict=True)}

@@ -1,4 +1,4 @@
-"""nvcc compiles the kernels for every generation of GPUs, and they keep all they hold in registers."""
+"""nvcc compiles the kernels for every generation of GPUs, without local memory."""
 
 import re
 
@@ -7,7 +7,7 @@ from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
 
 # Half a minute each.
 ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
-# By the type of what is computed. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
+# By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
 # three; float64 takes two for each number. The passes on the tensor cores, whose threads hold 64 numbers of the state
 # where it has 128 rows, have one block of 256.
 GREATEST = {"f": 128, "wide f": 168, "d": 255, "L": 255}
@@ -22,7 +22,7 @@ GREATEST_STACK = {"ChunkBackwardILi128ELb1ELb0E": 40, "ChunkBackwardILi128ELb1EL
 
 
 def type_of(usage):
-    """The first template argument that is no class, in the compiler's spelling."""
+    """Return the first template argument that is not a class, in the compiler's spelling."""
     return re.search(r"I([fdL])", usage.kernel)[1]
 
 
@@ -48,7 +48,7 @@ def test_registers_hold_everything(architecture):
 
 @needs_nvcc
 def test_local_memory_is_found(tmp_path):
-    """An array with an index that is known at run time only cannot lie in registers."""
+    """An array whose index is only known at run time cannot be in registers."""
     source = tmp_path / "local.cu"
     source.write_text(
         "template <typename T> __global__ void kernel(T* x, const int* at) {\n"

@@ -1,4 +1,4 @@
-"""The CUDA kernels' logic, run on the CPU by the emulator: everything but speed and the memory model of a GPU."""
+"""The CUDA kernels' logic on the CPU, with the emulator: everything except speed and a GPU's memory model."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ every_rule = pytest.mark.parametrize("rule", CASES)
 
 
 def some_fast(*fast):
-    """All rules, those that are not named at night."""
+    """Run a test for all rules; those that are not named only at night."""
     return [pytest.param(rule, marks=() if rule in fast else pytest.mark.slow) for rule in CASES]
 
 
@@ -31,13 +31,13 @@ SHAPES = [
     (1, 1, 3, 512, 128),
 ]
 HOPPER = 227  # KiB of shared memory that a block has on an H100
-# Tensor cores cut off what is beyond the last place of a sum, where the reference rounds it.
+# Tensor cores truncate a sum after its last place; the reference rounds it.
 LAST_PLACE = torch.finfo(torch.float32).eps
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
 
 
 def check_other_orders_and_gpus(emulator, given, erases, gradients, found):
-    """The results `found` come out bit by bit with threads in reverse, and on a GPU of one multiprocessor."""
+    """Check that results are equal to `found` with threads in reverse, and on a GPU of one multiprocessor."""
     for how in ({"reverse": 1}, {"multiprocessors": 1}, {"multiprocessors": 1, "reverse": 1}):
         other = emulator.results(given, erases, gradients, shared_kib=HOPPER, **how)
         for name, x in found.items():
@@ -45,7 +45,7 @@ def check_other_orders_and_gpus(emulator, given, erases, gradients, found):
 
 
 def check_absent_gradients(emulator, given, erases):
-    """A gradient of the outputs that is not there is one of zeros."""
+    """A missing gradient of the outputs counts as zeros."""
     gradients, results = cotangents_of(given), emulator.forward(given, erases)
     for index in (0, 1):
         absent = tuple(None if i == index else x for i, x in enumerate(gradients))
@@ -58,7 +58,7 @@ def check_absent_gradients(emulator, given, erases):
 @every_rule
 @pytest.mark.parametrize("dtype, state", [(torch.float64, True), (torch.float32, False)], ids=str)
 def test_equals_reference_in_both_orders_of_threads_and_on_any_gpu(emulator, rule, dtype, state):
-    """For a GPU of one multiprocessor the plans have wide tiles and slabs, and many heads a block; for 132, few."""
+    """Plans for one multiprocessor have wide tiles and slabs and many heads a block; for 132 they have few."""
     for shape in SHAPES:
         check_equal(emulator, rule, shape, dtype, state)
 
@@ -85,7 +85,7 @@ def test_what_no_rule_needs_equals_the_reference(emulator, name):
 
 @every_rule
 def test_documents_in_one_sequence(emulator, rule):
-    """A document knows of nothing before its first token, and gives it no gradient."""
+    """A document does not depend on earlier tokens, and gives them no gradient."""
     for state in [True, False]:
         given, erases = make_case(rule, (3, 2, 75, 9, 12), torch.float64, state=state)
         given["first"] = torch.rand(3, 75) < 0.05
@@ -98,7 +98,7 @@ def test_documents_in_one_sequence(emulator, rule):
 
 
 def check_accuracy(emulator, given, erases, of_sum=0.0, of_gate=0.0):
-    """Error against float64, on the same rounded inputs, at most twice that of the reference in the same precision.
+    """Check that errors against float64, on the same rounded inputs, are at most twice those of the reference.
 
     of_sum: the error of a sum that the hardware allows in float32. of_gate: an error allowed in the gradient of a gate.
     """
@@ -126,7 +126,7 @@ def test_as_accurate_as_the_reference(emulator, rule):
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no_state"])
 @pytest.mark.parametrize("rule", ["sum", "delta", "gated_delta"])
 def test_chunks_on_tensor_cores(emulator, rule, shape, state):
-    """In bfloat16, with rows of whole 16-byte pieces and without: state and its gradient stay exact."""
+    """In bfloat16, with rows of whole 16-byte pieces and without, the state and its gradient are exact."""
     given, erases = make_case(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
     gradients = cotangents_of(given)
@@ -182,7 +182,7 @@ def test_no_drift_of_chunks(emulator):
 @every_rule
 @pytest.mark.parametrize("layout, dtype", [("tokens_first", torch.float64), ("expanded", torch.bfloat16)], ids=str)
 def test_layout_changes_nothing(emulator, rule, layout, dtype):
-    """Strides of batch, head and token are free; the last dimension is contiguous."""
+    """Strides of batch, head and token are arbitrary; the last dimension is contiguous."""
     given, erases = make_case(rule, (2, 3, 21, 16, 12), dtype, layout=layout)
     of_out, of_state = cotangents_of(given)
     packed = {name: x.contiguous() for name, x in given.items()}
@@ -259,13 +259,13 @@ def test_all_or_nothing_kept(emulator, rule, rate):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_of_half_precision(emulator, dtype):
-    """One token from no state: out = (q . k) v, rounded once; with q . k = 1, out is v to the last bit."""
+    """One token without a state: out = (q . k) v, rounded once; with q . k = 1, out is v to the last bit."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     v = bits[bits.isfinite()].reshape(-1, 8)
     one = torch.ones(len(v), 1, 1, 1, dtype=dtype)
     given = {"q": one, "k": one, "v": v[:, None, None]}
     assert torch.equal(emulator.forward(given, False)["out"][:, 0, 0], v)
-    # A state of float32 under a query of one is rounded as PyTorch rounds it, ties and the infinite included.
+    # A float32 state with a query of one is rounded as in PyTorch, ties and infinities included.
     state = (torch.randint(-(2**31), 2**31, (len(v), 1, 1, 8), dtype=torch.int64).to(torch.int32)).view(torch.float32)
     state[:64, 0, 0] = (v[:64].float() + v[:64].float().nextafter(torch.tensor(torch.inf))) / 2
     state[64:128, 0, 0] = (v[64:128].float() + v[65:129].float()) / 2
@@ -285,9 +285,9 @@ def test_sizes_beyond_the_kernels_are_refused(emulator, rule):
 @pytest.mark.parametrize("rule", some_fast("delta", "decay", "rwkv7"))
 @looped("dtype", [torch.float32, torch.bfloat16])
 def test_the_greatest_sizes_fit_every_gpu(emulator, rule, dtype):
-    """In the 99 KiB that a block has on GPUs of compute capability 8.6, 8.9 and 12.0, with heads for all its teams.
+    """It fits into the 99 KiB of a block on GPUs of compute capability 8.6, 8.9 and 12.0, with heads for all its teams.
 
-    What removes has two vectors more a token, and fits an A100.
+    A rule with a removal has two more vectors a token, and fits an A100.
     """
     for sizes in [(512, 1), (1, 512), (512, 512)]:
         least = 163 if rule == "rwkv7" else 99
@@ -301,7 +301,7 @@ def test_the_greatest_sizes_fit_every_gpu(emulator, rule, dtype):
 @pytest.mark.parametrize("rule", ["gated", "decay"])
 @pytest.mark.parametrize("multiprocessors", [132, 1])
 def test_what_a_gpu_has_no_shared_memory_for_is_refused(emulator, rule, multiprocessors):
-    """float64 beyond 256 elements; as many heads as there can be teams."""
+    """It holds for float64 beyond 256 elements, with as many heads as teams."""
     how = {"multiprocessors": multiprocessors, "shared_kib": 99}
     given, erases = make_case(rule, (2, 8, 2, 20, 257), torch.float64)
     results = emulator.forward(given, erases, **how)
@@ -316,7 +316,7 @@ def test_what_a_gpu_has_no_shared_memory_for_is_refused(emulator, rule, multipro
 
 
 def test_workspace_is_of_the_order_of_the_tokens(emulator):
-    """At 8,192 tokens of 8 heads and Dk = Dv = 64, in sizes of q + k + v + out."""
+    """The memory is for 8,192 tokens of 8 heads and Dk = Dv = 64, in sizes of q + k + v + out."""
     for dtype, most in ((torch.float32, 0.5), (torch.bfloat16, 1.0)):
         of_tokens = 4 * 8 * 8192 * 64 * dtype.itemsize
         for rule in RULES:

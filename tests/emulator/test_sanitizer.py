@@ -1,7 +1,7 @@
 """AddressSanitizer and UndefinedBehaviorSanitizer watch every access of the kernels.
 
-The first sees what lies beyond shared memory and beyond arrays of their exact sizes; the second what is misaligned,
-which a GPU refuses and a CPU does not, and what C++ leaves open: shifts, overflows, conversions.
+The first sees what lies beyond shared memory and beyond arrays of their exact sizes. The second sees misaligned
+accesses, which a GPU refuses and a CPU does not, and what C++ leaves undefined: shifts, overflows, conversions.
 """
 
 import os
@@ -21,7 +21,7 @@ SIZES = [
     (1, 1, 66, 128, 16),
 ]
 WATCHED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-# A thread reads 16 bytes at once, some bytes from where shared memory begins.
+# A thread reads 16 bytes at once, some bytes after the start of shared memory.
 WIDE_READ = """
 #include <cstdlib>
 #include "device.cuh"
@@ -37,7 +37,7 @@ int main(int, char** arguments) {
 
 
 def run_watched(kernels=KERNELS, flags=("-Wall", "-Werror"), folder=CACHE):
-    """All rules at all sizes, in all types and both orders of threads, with documents and without."""
+    """Run all rules at all sizes, in all types and both orders of threads, with documents and without."""
     program = build(kernels, program=True, flags=(*WATCHED, *flags), folder=folder)
     return run(program, *(str(n) for size in SIZES for n in size))
 

@@ -1,6 +1,6 @@
 """The machine code of the kernels: loads in flight and their width, tensor cores, instructions a chunk or token.
 
-`python -m pytest -s tests/emulator/test_sass.py` prints the table, and what its counts come to in time.
+`python -m pytest -s tests/emulator/test_sass.py` prints the table, and times computed from its counts.
 """
 
 import math
@@ -17,12 +17,12 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 class Expected(NamedTuple):
     """The limits of a kind of kernel."""
 
-    # In a round of the main loop, at most: by scan or pass, and by the rows that a pass is made for.
+    # Greatest numbers in a round of the main loop: by scan or pass, and by the rows of a pass.
     instructions: dict[str, int]
     features: frozenset[str] = frozenset()
-    # Global loads and copies of less than 16 bytes, at most: numbers of which a token has one. None: any.
+    # Greatest number of global loads and copies below 16 bytes: single numbers of a token. None: any.
     narrow: int | None = None
-    in_flight: int = 0  # loads at once, at least, unless there are asynchronous copies
+    in_flight: int = 0  # least number of simultaneous loads, unless there are asynchronous copies
 
 
 # A scan goes a token at a time; its tokens are copied meanwhile, 16 bytes at once where rows allow it, and else by
@@ -60,7 +60,7 @@ EXPECTED = {
     "other": Expected({}),
 }
 
-# Of a GPU such as the H200; the clock is assumed.
+# For a GPU such as the H200; the clock is assumed.
 MULTIPROCESSORS, CLOCK, SLOTS, BYTES_PER_SECOND = 132, 1.755e9, 4, 4.3e12
 # Batch, heads, tokens and size of a key and value, and the target of a rule in bfloat16, forward and backward, in
 # microseconds.
@@ -78,13 +78,13 @@ def kind_of(name: str) -> str:
 
 
 def rows_of(name: str) -> int:
-    """The first number among the template's arguments: the rows that a kernel is made for."""
+    """Return the first number among the template's arguments: the rows of a kernel."""
     found = re.search(r"[<,] ?(\d+)", name)
     return int(found[1]) if found else 0
 
 
 def pass_of(name: str) -> str:
-    """A pass in chunks, by its rows, whether it has decays, and whether it finds the ends of segments only."""
+    """Return a pass in chunks with its rows, whether it has decays, and whether it only finds the ends of segments."""
     found = re.search(r"<(\w+)<(\d+), \w+(?:, (\w+))?(?:, (\w+))?>", name)
     if not found:
         return ""
@@ -94,7 +94,7 @@ def pass_of(name: str) -> str:
 
 
 def faults(kernels: list[Kernel]) -> list[str]:
-    """Return what is wrong, a sentence each."""
+    """Return one sentence for each violated limit."""
     found = []
     for kernel in kernels:
         expected = EXPECTED[kind_of(kernel.name)]
@@ -136,22 +136,22 @@ def table(kernels: list[Kernel], registers: list[int]) -> str:
 
 
 def microseconds(instructions: int, rounds: float, heads: int, warps: float) -> float:
-    """The time to issue all instructions: one a cycle from each slot, on which the warps are spread evenly.
+    """Return the time to issue all instructions: one a cycle from each slot, with warps spread evenly.
 
-    A lower bound: no kernel reaches this, because it waits for memory and for its own results too.
+    A lower bound: kernels also wait for memory and for their own results.
     """
     warps_a_slot = max(1, math.ceil(heads * warps / (MULTIPROCESSORS * SLOTS)))
     return instructions * rounds * warps_a_slot / CLOCK * 1e6
 
 
 def segments_of(heads: int, chunks: float) -> int:
-    """As choose_segments() of cuda_ext has them."""
+    """Return the number of segments, as choose_segments() of cuda_ext computes it."""
     most = min(128 // heads, chunks // 16)
     return 2 ** int(math.log2(most)) if most >= 8 else 1
 
 
 def estimates(kernels: list[Kernel]) -> str:
-    """Lower bounds of the time, by instructions and by bytes, compared with the targets."""
+    """Print lower bounds of the time, by instructions and by bytes, next to the targets."""
     instructions = {re.sub(r"chunk_kernel<(.*)>", r"\1", x.name): x.instructions for x in kernels}
     lines = ["bfloat16, forward + backward, in us               instructions   bytes  target"]
     for rule, targets in TARGETS.items():
@@ -241,7 +241,7 @@ def compiled(text, folder):
 
 @needs_nvcc
 def test_narrow_loads_are_found(tmp_path):
-    """Bfloat16 one by one and no tensor cores."""
+    """The bad kernel has single bfloat16 loads and no tensor cores."""
     (kernel,) = compiled(NARROW, tmp_path)
     assert kernel.name == "chunk_kernel<ChunkStates<16, false>>" and set(kernel.widths) == {2, 4}
     said = "\n".join(faults([kernel]))

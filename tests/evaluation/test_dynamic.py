@@ -36,7 +36,7 @@ def random_text(length=LENGTH, starts=(0,)):
 
 
 def loss_of(model, text, start, first, end, state):
-    """The mean loss of tokens first to end - 1 after inputs[start:], and the next state."""
+    """Return the mean loss of tokens first to end - 1 after inputs[start:], and the next state."""
     output, extra = model.decoder(text.inputs[None, start:end], state=state)
     log_probs = model.get_normalized_probs((output, extra), log_probs=True)[0, first - start :]
     found = log_probs.gather(1, text.tokens[first:end, None]).squeeze(1)
@@ -44,7 +44,7 @@ def loss_of(model, text, start, first, end, state):
 
 
 def segments(length, size, given):
-    """Where windows start, what they score, and where they end."""
+    """Return the start of each window, the first token that it scores, and its end."""
     step = size - given
     read = size // step * step
     return [(0, 0, min(read, length))] + [
@@ -53,7 +53,7 @@ def segments(length, size, given):
 
 
 def brute_force(model, text, rule, training, given, carry):
-    """One number after the other, on a copy of the model."""
+    """Compute one number after the other, on a copy of the model."""
     model = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters()]
     trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -119,7 +119,7 @@ def test_it_is_the_loop_over_windows(build_model, name, given, rule):  # noqa: F
 
 
 def test_words_that_a_model_lacks_have_no_weight_to_pull_back(build_model):  # noqa: F811
-    """A converted model gives them the bias minus infinity, of which decay would make what is no number."""
+    """A converted model gives them the bias minus infinity, from which decay would compute NaN."""
     arch, flags = MODELS["adaptive"]
     model, text, rule = build_model(arch, **flags), random_text(), RULES["sgd, decay"]
     weights = model.state_dict()
@@ -149,7 +149,7 @@ def test_where_documents_start():
 
 
 def test_a_rule_of_sums_is_one_of_means_by_other_numbers(build_model):  # noqa: F811
-    """So that values published for the one can be used with the other."""
+    """Values published for one rule can be used with the other."""
     arch, flags = MODELS["Transformer-XL"]
     model, text, training = build_model(arch, **flags), random_text(), random_text(29)
     rule = DynamicRule(0.002, 1e-3, 1e-3, "rms-sum", windows=3)
@@ -176,8 +176,8 @@ def test_rules_need_their_statistics(build_model):  # noqa: F811
     ("numbers", "sentence"),
     [
         ({"kind": "adam"}, "`kind` must be one of sgd, rms, rms-sum, got 'adam'"),
-        ({"decay": -0.5}, "`decay` must be 0 or more, got -0.5"),
-        ({"lr": float("nan")}, "`lr` must be 0 or more, got nan"),
+        ({"decay": -0.5}, "`decay` must be at least 0, got -0.5"),
+        ({"lr": float("nan")}, "`lr` must be at least 0, got nan"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(numbers, sentence):

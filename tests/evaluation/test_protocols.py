@@ -1,4 +1,4 @@
-"""Each protocol against brute force, and what cannot be evaluated."""
+"""Each protocol against brute force, and refusals."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def random_text(length=LENGTH, starts=(0,)):
 
 
 def brute_force(model, text, start_of):
-    """Token by token: a forward pass over inputs[start_of(i) : i + 1], and all words' probabilities at its end."""
+    """Score token by token: a forward pass over inputs[start_of(i) : i + 1], with probabilities of all words."""
     log_probs = []
     for i, token in enumerate(text.tokens):
         with torch.no_grad():
@@ -91,7 +91,7 @@ def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size): 
 def test_a_stream_has_no_gaps(build_model):  # noqa: F811
     scorer = StreamScorer(build_model("fwp_lm"), random_text())
     scorer([Window(0, 0, 4)])
-    with pytest.raises(ValueError, match="the state has read 4 tokens"):
+    with pytest.raises(ValueError, match="the next window must begin after the 4 tokens read"):
         scorer([Window(5, 5, 9)])
 
 
@@ -108,10 +108,10 @@ def test_fairseqs_own_models(cutoffs):
 
     model, text = TransformerLanguageModel.build_model(config, Task).double().eval(), random_text()
     actual = evaluate(model, text, Protocol(16, 12), batch_size=3).log_probs
-    # Without cutoffs fairseq's softmax is float32 whatever the model is.
+    # Without cutoffs fairseq's softmax is float32 for every model.
     expected = brute_force(model, text, lambda i: max(0, i // 4 * 4 - 12)).double()
     torch.testing.assert_close(actual, expected, atol=1e-9 if cutoffs else 1e-6, rtol=0)
-    with pytest.raises(ValueError, match=r"`carry_state` needs .* this TransformerLanguageModel has none"):
+    with pytest.raises(ValueError, match=r"`carry_state` must be off for TransformerLanguageModel, which has no state"):
         evaluate(model, text, Protocol(16, carry_state=True))
 
 
@@ -120,9 +120,9 @@ def test_every_token_counts_once():
         return torch.zeros(sum(window.end - window.first for window in batch))
 
     for gap in ([[Window(0, 0, 4)], [Window(5, 5, 8)]], [[Window(0, 0, 5)], [Window(4, 4, 8)]]):
-        with pytest.raises(RuntimeError, match="1 of 8 tokens were not scored exactly once"):
+        with pytest.raises(RuntimeError, match="every token must be scored exactly once, got 1 of 8"):
             score(scorer, gap, 8)
-    with pytest.raises(ValueError, match="tokens 0 to 8 probabilities that are not above 0"):
+    with pytest.raises(ValueError, match="probabilities must be above 0, got others among the tokens 0 to 8"):
         score(lambda batch: torch.tensor([-1.0] * 7 + [-torch.inf]), [[Window(0, 0, 8)]], 8)
     reports = []
     score(lambda batch: torch.tensor([-1.0] * 4), [[Window(0, 0, 4)], [Window(4, 4, 8)]], 8, reports.append)
@@ -132,7 +132,7 @@ def test_every_token_counts_once():
 @pytest.mark.parametrize(
     "arch, numbers",
     [
-        # Schlag et al. 2021, Table 4: 0.13 M. The Transformer's by the formula of its Appendix F, keys and values.
+        # Schlag et al. 2021, Table 4: 0.13 M. For the Transformer, keys and values by the formula of Appendix F.
         ("sum_lm_wt103_medium", 16 * 8 * 32 * 32),
         ("delta_lm_wt103_medium", 131_072),
         ("softmax_lm_wt103_medium", 384 * 512 * 16),
@@ -146,7 +146,7 @@ def test_state_size_is_that_of_the_paper(build_model, arch, numbers):  # noqa: F
 
 
 def test_the_example_of_the_docstring_runs(build_model, capsys):  # noqa: F811
-    """And prints the perplexities of brute force."""
+    """The example prints the perplexities of brute force."""
     example = re.search(r"\n\n((?: {4}.*\n|\n)+)", fairseq_fwp.evaluation.__doc__)[1]
     model, tokens, dictionary = build_model("fwp_lm"), random_text().tokens, make_dictionary(50)
     exec(textwrap.dedent(example), {"model": model, "tokens": tokens, "dictionary": dictionary})
@@ -165,5 +165,7 @@ def test_what_cannot_be_is_refused(build_model):  # noqa: F811
     with pytest.raises(ValueError, match="`context` must be from 0 to 0, got 4"):
         Protocol(8, 4, carry_state=True)
     model = build_model("fwp_lm", tokens_per_sample=9)
-    with pytest.raises(ValueError, match=r"`window` must be at most 9, the tokens .*, got 10: pass at most 9"):
+    with pytest.raises(
+        ValueError, match=r"`window` must be at most 9, the longest sample in training, got 10: pass at most 9"
+    ):
         evaluate(model, random_text(), Protocol(10))

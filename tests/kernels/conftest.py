@@ -1,4 +1,4 @@
-"""These tests use the helpers and the table of rules of those of the operators."""
+"""Helpers and the table of rules from the tests of the operators."""
 
 import sys
 from pathlib import Path

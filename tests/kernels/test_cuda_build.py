@@ -1,6 +1,6 @@
-"""Building the CUDA kernels where there is no GPU: what is refused and how, what nvcc is told, and that all compiles.
+"""Build the CUDA kernels on a machine without a GPU: errors, the arguments of nvcc, and compilation of all kernels.
 
-Stand-ins for nvcc and the C++ compiler answer as they would and write their output files; PyTorch is made to see GPUs.
+Stand-ins for nvcc and the C++ compiler give the same answers and write their output files; PyTorch reports GPUs.
 """
 
 import os
@@ -33,7 +33,7 @@ SOURCES = (
 
 
 class Machine:
-    """GPUs, a toolkit, a C++ compiler, sources and an empty cache in one folder. `calls` compile or link."""
+    """A folder with GPUs, a toolkit, a C++ compiler, sources and an empty cache. `calls` compile or link."""
 
     def __init__(self, monkeypatch, folder):
         self.patch, self.folder, self.loaded = monkeypatch, folder, []
@@ -95,7 +95,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def refusal(machine):
-    """The sentence of a build that is refused, of the status too, with nothing built or half-written."""
+    """Return the error of a refused build, which the status has too; nothing is built or half-written."""
     status = machine.build()
     assert not status.built and status == loading._status("cuda", build=False)
     assert not machine.calls and not machine.loaded and not list(machine.folder.glob("a cache/**/*.so"))
@@ -169,7 +169,7 @@ def test_refuses_without_nvcc(machine, monkeypatch):
 def test_refuses_the_toolkit_of_another_cuda(machine, release):
     nvcc = machine.install(release)
     assert refusal(machine) == (
-        f"{nvcc} is of CUDA {release}, but PyTorch {torch.__version__} was built for CUDA 13.0; "
+        f"nvcc must be of CUDA 13.0, as PyTorch {torch.__version__}, got {nvcc} of CUDA {release}; "
         "install the CUDA toolkit 13, or set CUDA_HOME to the folder where it is"
     )
 
@@ -180,7 +180,7 @@ def test_takes_another_minor_release(machine):
 
 
 def test_takes_the_nvcc_that_pip_installs(machine, monkeypatch):
-    """Where there is none of PyTorch's CUDA on PATH. It lies among the libraries that PyTorch's wheels bring."""
+    """If PATH has no nvcc of PyTorch's CUDA, the one among the libraries of PyTorch's wheels is used."""
     machine.install("14.0")
     (machine.folder / "nvidia").mkdir()
     wheel = (machine.folder / "cuda 14.0").rename(machine.folder / "nvidia" / "cu14")
@@ -189,7 +189,7 @@ def test_takes_the_nvcc_that_pip_installs(machine, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "14.0")
     monkeypatch.setenv("PATH", f"{machine.folder}/cuda 13.0/bin:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_HOME")
-    assert "/bin/nvcc is of CUDA 13.0, but" in refusal(machine)
+    assert "/bin/nvcc of CUDA 13.0; install" in refusal(machine)
     monkeypatch.syspath_prepend(machine.folder)
     assert cuda.find_nvcc() == str(wheel / "bin" / "nvcc") and machine.build().built
 
@@ -210,7 +210,7 @@ def test_refuses_an_nvcc_that_does_not_run(machine, text):
     nvcc = machine.install("13.0")
     nvcc.write_text(text)
     assert refusal(machine).startswith(
-        f"{nvcc} is of CUDA (unknown release), but PyTorch {torch.__version__} was built for CUDA 13.0; install"
+        f"nvcc must be of CUDA 13.0, as PyTorch {torch.__version__}, got {nvcc} of CUDA (unknown release); install"
     )
 
 
@@ -218,8 +218,8 @@ def test_refuses_an_nvcc_that_does_not_run(machine, text):
 def test_refuses_a_list_of_architectures_without_the_gpu(machine, monkeypatch, listed):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     assert refusal(machine) == (
-        f"TORCH_CUDA_ARCH_LIST={listed!r} leaves out NVIDIA H200, whose compute capability is 9.0; "
-        "add that to the list, or unset it"
+        f"TORCH_CUDA_ARCH_LIST must have the compute capability 9.0 of NVIDIA H200, got {listed!r}; "
+        "add it to the list, or unset the variable"
     )
 
 
@@ -249,7 +249,10 @@ def test_auto_leaves_sizes_beyond_the_kernels_to_the_reference(monkeypatch):
     monkeypatch.setattr(dispatch, "GREATEST_SIZE", {"cpu": 4})
     monkeypatch.setattr(dispatch, "_warned", set())
     inputs = sample_inputs("delta", (1, 1, 3, 5, 4))
-    with pytest.warns(RuntimeWarning, match=r"keys and values of up to 4, got \(5, 4\); use smaller heads"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"keys and values must have at most 4 dimensions for its kernels, got \(5, 4\); use smaller heads",
+    ):
         found = ops.delta_rule(**inputs)
     expected = ops.delta_rule_reference(**inputs)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
@@ -289,7 +292,7 @@ def test_key_follows_what_the_machine_code_depends_on(machine, monkeypatch):
 
 # ---- with a real nvcc
 
-# What a PyTorch for CUDA has and one for the CPU has not: all that the binding needs of it.
+# The part of a PyTorch for CUDA that the binding needs, and that one for the CPU lacks.
 STREAM = """
 namespace c10::cuda {
 struct CUDAStream { void* stream() const; };
@@ -309,7 +312,7 @@ for key in ("CUDA", "AutogradCUDA"):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler, nvcc")
 def test_everything_compiles_links_and_registers(monkeypatch, tmp_path):
-    """In folders with spaces, and with a stub of the little that only a PyTorch for CUDA has."""
+    """Compile in folders with spaces, with a stub of the part that only a PyTorch for CUDA has."""
     sources, stubs = build._source_folder(), tmp_path / "stubs"
     machine = Machine(monkeypatch, tmp_path)
     shutil.copytree(sources, machine.sources, dirs_exist_ok=True)

@@ -1,5 +1,8 @@
-"""Faults of building and caching. A stand-in for the compiler copies the library that is built already, so that a
-build costs nothing; one real build, in a folder whose name has spaces, is marked slow."""
+"""Faults of building and caching.
+
+A stand-in for the compiler copies the library that is built already, so a build costs nothing. One real build, in a
+folder whose name has spaces, is marked slow.
+"""
 
 import errno
 import os
@@ -37,7 +40,7 @@ CPU_KERNELS_ARE_GONE = "\nassert not ops.kernel_status()['cpu'].built, ops.kerne
 
 @pytest.fixture
 def compiler(tmp_path):
-    """CXX for a stand-in that notes each call in calls.txt and takes as long as $COMPILER_SECONDS says."""
+    """Set CXX to a stand-in that writes each call to calls.txt and takes $COMPILER_SECONDS."""
     status = kernels.load_kernels("cpu")
     assert status.built, status
     script = tmp_path / "compiler"
@@ -70,7 +73,7 @@ def library_folder(tmp_path):
 
 
 def calls(tmp_path):
-    """Builds begun: each calls the compiler once for this source, once for every other one, and once to link."""
+    """Return the number of builds: each calls the compiler once for this source."""
     path, source = tmp_path / "calls.txt", build._files("cpu", build.SOURCES)[0].name
     return path.read_text().count(f"/{source} ") if path.exists() else 0
 
@@ -117,7 +120,7 @@ def test_a_killed_build_leaves_nothing_to_wait_for(tmp_path, compiler):
 
 @pytest.mark.slow
 def test_builders_without_locks_leave_each_other_alone(monkeypatch, tmp_path, compiler, builder):
-    """On a file system without them: who comes later must not take the first one's folder for a leftover."""
+    """Without locks, a later process must not treat the first one's folder as a leftover."""
 
     def no_locks(file, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -135,7 +138,7 @@ def test_builders_without_locks_leave_each_other_alone(monkeypatch, tmp_path, co
 
 
 class Builder:
-    """Loads or builds in this process, which has the kernels already: libraries are noted instead of loaded again."""
+    """Load or build in this process, which has the kernels already: libraries are recorded, not loaded again."""
 
     def __init__(self, monkeypatch, tmp_path, compiler):
         self.loaded = []
@@ -168,13 +171,13 @@ def test_a_damaged_library_is_built_again(tmp_path, builder):
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, builder):
-    """A file stands where the folder should be (root may write anywhere else): the temporary folder takes over."""
+    """A file is in the place of the folder (root may write anywhere else): the temporary folder is used."""
     (tmp_path / "a cache").write_text("")
     status = builder()
     private = tmp_path / "temporary" / f"fairseq_fwp_{os.getuid()}"
     assert status.built and Path(status.path).is_relative_to(private) and builder.loaded == [status.path]
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    private.chmod(0o777)  # others could have put a library there
+    private.chmod(0o777)  # another user may have put a library there
     status = builder()
     assert not status.built and "set FWP_CACHE_DIR" in status.cure and not builder.loaded
 
@@ -197,7 +200,7 @@ def test_a_read_only_cache_that_holds_the_library(tmp_path, builder):
 
 
 def test_a_compiler_with_arguments(tmp_path, builder, monkeypatch, compiler):
-    """The stand-in takes the first for one of its own; that it is another library is a matter of the key, below."""
+    """The stand-in accepts the first as its own library; the tests of the key below cover other libraries."""
     monkeypatch.setenv("CXX", compiler + " -O1 '-DA=a b'")
     assert builder().built and calls(tmp_path) == 1
     assert all(line.startswith("-O1 -DA=a b ") for line in (tmp_path / "calls.txt").read_text().splitlines())
@@ -278,7 +281,7 @@ def test_no_compiler_on_path(tmp_path):
 
 @pytest.mark.slow
 def test_the_loop_in_python_is_the_operator_without_a_compiler(tmp_path):
-    """Gradients, checks of the operator and compilation work before a compiler is found."""
+    """Gradients, checks of the operator and compilation work even without a compiler."""
     script = (
         """
 import warnings

@@ -1,8 +1,11 @@
-"""Laws that every update rule keeps, whichever implementation runs it: on a CPU, and on a GPU where there is one.
+"""Laws of every update rule in every implementation: on a CPU, and on a GPU if there is one.
 
-A subject is a rule in one form of its kernel: `scan`, token by token; `square`, whose states as wide as a vector lie
-in registers (16 float32 or 8 float64 with AVX-512, half as many with AVX, a quarter without); `short`, the quadratic
-form that starts a sequence without a state.
+A subject is a rule in one form of its kernel:
+
+- `scan`, token by token;
+- `square`, whose states as wide as a vector lie in registers (16 float32 or 8 float64 with AVX-512, half as many with
+  AVX, a quarter without);
+- `short`, the quadratic form that starts a sequence without a state.
 """
 
 import functools
@@ -31,8 +34,8 @@ from subjects import (
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Sizes below, at and beyond one vector and one block of columns; lengths that leave every remainder modulo four, that
-# fill a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
+# Sizes below, at and beyond one vector and one block of columns. Lengths that leave every remainder modulo four.
+# Lengths that fill a start of the quadratic form (64 tokens for 256 by 64, 32 for 130 by 33), and beyond it.
 SHAPES = {
     "scan": [
         *((2, 3, 0, 5, 7), (2, 3, 1, 5, 7), (1, 2, 2, 16, 32), (2, 2, 63, 17, 33), (1, 1, 64, 64, 64)),
@@ -50,7 +53,7 @@ FEW = {
     "square": [(2, 3, 33, size, size) for size in (2, 4, 8, 16)],
     "short": [(2, 2, 40, 256, 64), (2, 1, 70, 136, 64)],
 }
-# Enough numbers for a ratio of errors, also of a single token.
+# Enough numbers for a ratio of errors, even for a single token.
 ACCURATE = {
     "scan": [(1, 4, 300, 24, 40), (2, 2, 33, 256, 64), (2, 2, 20, 512, 300), (2, 2, 60, 40, 512)],
     "square": [(8, 8, length, size, size) for length in (1, 3, 65) for size in (4, 8, 16)],
@@ -58,7 +61,7 @@ ACCURATE = {
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)
-# The loop, and what "auto" runs: the kernel, where the rule has one.
+# The reference, and the implementation of "auto": the kernel, if the rule has one.
 every_backend = looped("backend", ["reference", "fastest"])
 every_subject = pytest.mark.parametrize(
     ("rule", "form"), [(rule, form) for rule in RULES for form in (SHAPES if rule in WITH_KERNEL else ["scan"])]
@@ -67,7 +70,7 @@ every_subject = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True, params=["cpu", *["cuda"] * torch.cuda.is_available()])
 def device(request):
-    """Tensors are made there unless a test says otherwise."""
+    """The default device for the tensors of a test."""
     with torch.device(request.param):
         yield request.param
 
@@ -101,7 +104,7 @@ def test_the_kernel_equals_the_loop(rule, form, device):
 
 @every_subject
 def test_error_is_at_most_twice_that_of_the_loop(rule, form):
-    """Against float64, on the same rounded inputs; one running sum over hundreds of rows would be far less accurate."""
+    """Errors are measured against float64 on the same rounded inputs; a plain running sum would be less accurate."""
     for case in pairwise(shape=ACCURATE[form], dtype=DTYPES[1:], state=[False, True]):
         large = form == "scan" and case["shape"][3] > 100
         if not large or case["dtype"] == torch.float32:
@@ -123,7 +126,7 @@ def test_gradcheck(rule, backend, state):
 
 @every_subject
 def test_gradient_of_one_output_alone(rule, form):
-    """No gradient reaches the other output then, and autograd passes none."""
+    """The other output gets no gradient: autograd passes None."""
     for case in pairwise(shape=FEW[form], index=[0, 1], state=[False, True]):
         check_gradient_of_one_output(rule, sample_inputs(rule, case["shape"], state=case["state"]), case["index"])
 
@@ -148,7 +151,7 @@ def test_halves_with_the_carried_state_equal_the_whole(rule, backend):
 
 
 def check_causality(function, inputs, other, cuts):
-    """Tokens before a cut give the same results to the last bit, whatever follows it."""
+    """Tokens before a cut give the same results to the last bit, with any tokens after it."""
     state = inputs.pop("state")
     out = function(**inputs, state=state)[0]
     for cut in (cut for cut in cuts if cut < out.shape[2]):
@@ -196,9 +199,9 @@ def test_what_is_not_read_gets_no_gradient(rule, form):
 
 @every_subject
 def test_what_is_not_finite_spreads_no_further_than_in_the_loop(rule, form):
-    """Every result that is finite in the loop is finite here, and the same: nothing is multiplied by a masking zero.
+    """Every result that is finite in the reference is finite and equal here: masking does not multiply by zero.
 
-    The other sequences and heads stay, to the last bit.
+    Other sequences and heads are the same to the last bit.
     """
     shapes = {"scan": [(2, 3, 9, 6, 5)], "square": [(2, 3, 6, size, size) for size in (2, 4, 8, 16)]}
     shape = shapes.get(form, [(2, 2, 40, 256, 64)])
@@ -225,7 +228,7 @@ def test_what_is_not_finite_spreads_no_further_than_in_the_loop(rule, form):
 def test_layout_changes_nothing(rule, form):
     for case in pairwise(shape=FEW[form], layout=LAYOUTS, dtype=[torch.float32, torch.bfloat16], state=[False, True]):
         inputs = sample_inputs(rule, case["shape"], case["dtype"], layout=case["layout"], state=case["state"])
-        # The cotangents come in any layout as well: the gradient of sum() is expanded from one number.
+        # Gradients of outputs come in any layout too: the gradient of sum() is expanded from one number.
         gradients = tuple(x.mT.contiguous().mT for x in cotangents(inputs))
         packed = {name: None if x is None else x.contiguous() for name, x in inputs.items()}
         found = results(fastest(rule), inputs, gradients)
@@ -239,7 +242,7 @@ def test_layout_changes_nothing(rule, form):
 
 @every_subject
 def test_the_number_of_threads_changes_no_bit_of_heads_and_little_of_columns(rule, form, device):
-    """Several sequences are split by sequence and head, one of one head by columns of the value."""
+    """Several sequences are split by sequence and head, one sequence with one head by columns of the value."""
     if device != "cpu":
         return
     shapes = {"scan": (2, 3, 66, 17, 16), "square": (2, 3, 33, 16, 16), "short": (2, 3, 70, 256, 64)}
@@ -281,7 +284,7 @@ def test_the_returned_state_is_new(rule, backend):
 
 # Bits.
 
-# Tokens at multiples of which a split changes no bit: kSplit of cuda_ext/cpu/state_block.h.
+# A split at multiples of this many tokens changes no bit: kSplit of cuda_ext/cpu/state_block.h.
 SPLIT = 64
 
 
@@ -292,8 +295,8 @@ def equal(found, expected):
 @every_kernel
 @looped("state", [True, False])
 def test_batch_threads_and_splits_change_no_bit(rule, state, device):
-    """Outputs and states on a CPU: of a row by itself, by any number of threads, and split at multiples of SPLIT."""
-    if device != "cpu":  # a GPU has no such threads, and other blocks for other batches
+    """Outputs and states on a CPU are the same for a single row, any number of threads, and splits at SPLIT."""
+    if device != "cpu":  # a GPU has other threads, and its blocks depend on the batch
         return
     for shape in BIT_SHAPES:
         inputs = sample_inputs(rule, shape, torch.float32, state=state)
@@ -357,7 +360,7 @@ def test_documents_in_one_sequence_are_sequences(rule, backend, state):
         torch.testing.assert_close(found[name], x, rtol=1e-11, atol=1e-11, msg=name)
 
 
-# Long sequences, and what forgets.
+# Long sequences, and rules that forget.
 
 
 @pytest.mark.slow
@@ -367,7 +370,7 @@ def test_no_drift_over_4096_tokens(rule):
 
 
 def test_rebuilt_states_are_those_of_the_forward_pass():
-    """Of the delta rule. Later writes do not correct them: rounding of their own would add up over all tokens."""
+    """Errors of the delta rule: later writes do not correct them, so separate rounding would add up over tokens."""
     inputs = sample_inputs("delta", (1, 1, 4096, 16, 16), torch.float32)
     inputs["k"] /= inputs["k"].norm(dim=-1, keepdim=True)
     check_accuracy("delta", inputs)
@@ -387,7 +390,7 @@ FORGETFUL = [(name, gate) for name, rule in RULES.items() for gate in rule.gates
 @pytest.mark.parametrize(("rule", "gate"), FORGETFUL)
 @looped("kept", [0.0, 1.0])
 def test_all_or_nothing_kept(rule, gate, kept):
-    """Nothing divides by what is kept, and nothing takes its logarithm."""
+    """No kernel divides by a decay or takes its logarithm."""
     for shape, backend in itertools.product([(2, 2, 70, 5, 6), (1, 2, 40, 256, 64)], ["reference", "fastest"]):
         inputs = sample_inputs(rule, shape, state=shape[3] == 5)
         chosen = torch.rand(inputs[gate].shape, generator=generator_of(2)) < 0.3
@@ -396,7 +399,7 @@ def test_all_or_nothing_kept(rule, gate, kept):
         found = results(with_backend(rule, backend), inputs, gradients)
         for name, truth in results(RULES[rule].reference, inputs, gradients).items():
             assert relative_error(found[name], truth) < 1e-12, (name, shape, backend)
-        # The derivative with respect to a rate of exactly 0 or 1 is that of its neighbours.
+        # The derivative with respect to a rate of exactly 0 or 1 is that of rates close to it.
         step, changed = 1e-4, []
         for sign in (1, -1):
             moved = {**inputs, gate: inputs[gate] + sign * step * chosen}
@@ -446,7 +449,7 @@ def test_opcheck(rule):
 @every_rule
 @looped("backend", ["auto", "fastest"])
 def test_compiles_into_one_graph(rule, backend):
-    torch.compiler.reset()  # the functions of the other rules count against its limit of recompilations
+    torch.compiler.reset()  # the functions of other rules count towards its limit of recompilations
     inputs = sample_inputs(rule, (2, 2, 10, 16, 8), torch.float32)
     gradients = cotangents(inputs)
     function = with_backend(rule, backend)
@@ -458,7 +461,7 @@ def test_compiles_into_one_graph(rule, backend):
 
 @every_rule
 def test_second_derivatives(rule):
-    """The operator refuses them; the reference gives them."""
+    """The operator refuses second derivatives; the reference has them."""
     inputs = {name: x.requires_grad_() for name, x in sample_inputs(rule, (1, 1, 3, 2, 2)).items()}
     leaves = tuple(inputs.values())
 
@@ -474,7 +477,7 @@ def test_second_derivatives(rule):
 
 @every_rule
 def test_derivatives_in_forward_mode(rule):
-    """Silence would be a derivative of zero. The reference has them."""
+    """Without an error they would be zero. The reference has them."""
     inputs = sample_inputs(rule, (2, 2, 7, 5, 6))
     with forward_ad.dual_level():
         dual = inputs | {"v": forward_ad.make_dual(inputs["v"], torch.ones_like(inputs["v"]))}
@@ -512,7 +515,7 @@ def test_dtypes_and_autocast(rule, backend):
 
 @every_kernel
 def test_backends_without_gradients_agree(rule):
-    """Without gradients the kernel is called past autograd: the decoding step."""
+    """Without gradients, as in a decoding step, the kernel is called without autograd."""
     inputs = sample_inputs(rule, (3, 2, 1, 16, 32), torch.float32)
     with torch.no_grad():
         expected, found, direct = (RULES[rule].function(**inputs, backend=b) for b in ("reference", "kernel", "auto"))
@@ -526,7 +529,7 @@ def test_backends_without_gradients_agree(rule):
 
 @every_backend
 def test_read_after_write(backend):
-    """k_1 = (1, 0) writes (2, 4); k_2 = (1, 1) writes (1, 3), of which the delta rule corrects half.
+    """k_1 = (1, 0) writes (2, 4); k_2 = (1, 1) writes (1, 3), half of it as a correction with the delta rule.
 
     The rules that forget start from a memory of ones.
     """
@@ -552,7 +555,7 @@ def test_read_after_write(backend):
 
 @every_backend
 def test_unrelated_associations(backend):
-    """A new value under k_2 leaves that under an orthogonal k_1 to the delta rule, but a share of it to the gated one.
+    """The delta rule keeps the value under k_1 if it writes under an orthogonal k_2; the gated rule keeps a share.
 
     Schlag, Irie & Schmidhuber 2021 (arXiv 2102.11174), Appendix B.
     """

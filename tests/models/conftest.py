@@ -34,7 +34,7 @@ def log_probs(model, tokens, **kwargs):
 
 
 def configure(arch: str, **flags):
-    """The configuration that `--arch arch` and the given flags lead to."""
+    """Return the configuration of `--arch arch` and the given flags."""
     args = Namespace(**{"tokens_per_sample": 32, "max_target_positions": None, "add_bos_token": False, **flags})
     ARCH_CONFIG_REGISTRY[arch](args)
     config = MODEL_DATACLASS_REGISTRY[ARCH_MODEL_NAME_REGISTRY[arch]]
@@ -43,7 +43,7 @@ def configure(arch: str, **flags):
 
 @pytest.fixture
 def build_model():
-    """build_model(arch, vocabulary=50, **flags) -> a small float64 model in evaluation mode, with large weights."""
+    """A function (arch, vocabulary=50, **flags) -> a small float64 model in evaluation mode, with large weights."""
 
     def build(arch: str, vocabulary: int = 50, **flags):
         if ARCH_MODEL_NAME_REGISTRY[arch] == "fwp_lm":
@@ -54,7 +54,7 @@ def build_model():
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "layer_norm" not in name:
-                    parameter.normal_(std=0.3)  # the tiny weights of the initialisation would hide differences
+                    parameter.normal_(std=0.3)  # the small initial weights would hide differences
         return model.double().eval()
 
     return build

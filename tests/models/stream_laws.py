@@ -1,4 +1,4 @@
-"""Laws of every model that reads a stream in segments, each with the state that those before it left."""
+"""Laws of every model that reads a stream in segments, each from the state after earlier ones."""
 
 import torch
 from fairseq.sequence_generator import SequenceGenerator
@@ -7,7 +7,7 @@ from .conftest import log_probs, random_tokens
 
 
 def by_segments(model, tokens, lengths, state=None):
-    """Log-probabilities of segments read one after the other, and the last state."""
+    """Return log-probabilities of segments read one after the other, and the last state."""
     scores = []
     for segment in tokens.split(lengths, 1):
         out = model(segment, state=state)
@@ -17,7 +17,7 @@ def by_segments(model, tokens, lengths, state=None):
 
 
 def check_decoding(model, pieces, carried):
-    """In any pieces, from nothing or from a state, over the ends of segments of 4 tokens, it is reading by segments."""
+    """Decoding in any pieces, from a state or not, over ends of segments of 4 tokens, equals reading by segments."""
     tokens = random_tokens(2, sum(pieces))
     state = by_segments(model, random_tokens(2, 8), 4)[1] if carried else None
     expected, _ = by_segments(model, tokens, 4, state)
@@ -30,7 +30,7 @@ def check_decoding(model, pieces, carried):
 
 
 def check_beam_search(model, beam):
-    """Scores equal rescoring by segments of 4 tokens, with prompts of two lengths in the batch."""
+    """Scores equal those of reading by segments of 4 tokens, with prompts of two lengths in the batch."""
     dictionary, prompts = model.decoder.dictionary, random_tokens(2, 3)
     prompts[1, 2] = dictionary.pad()
     generator = SequenceGenerator(
@@ -47,7 +47,7 @@ def check_beam_search(model, beam):
 
 
 def check_padding(model):
-    """On the left, on the right and between tokens, it changes no score of this segment or of the next."""
+    """Padding on the left, on the right and between tokens changes no score of this segment or the next."""
     rows = [random_tokens(1, n) for n in (6, 4, 5, 2)]
     batch = torch.full((4, 9), model.decoder.padding_idx)
     places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([7, 8])]
@@ -63,7 +63,7 @@ def check_padding(model):
 
 
 def check_rows_of_states(model):
-    """Reordered, each row goes on from its own past; reset, from none."""
+    """After reordering, each row continues from its own past; after a reset, from an empty one."""
     tokens, order = random_tokens(3, 9), torch.tensor([1, 0, 1])
     _, state = by_segments(model, tokens[:, :5], 5)
     expected, _ = by_segments(model, tokens[order], [5, 4])

@@ -28,7 +28,7 @@ def inputs(length=5, queries=2):
 
 @pytest.mark.parametrize("arch", RETRIEVAL_PRESETS)
 def test_architectures(arch):
-    """Named after what they are, with the sizes that the paper or its public code has."""
+    """Names say the rule and map; sizes are those of the paper or its public code."""
     assert ARCH_MODEL_REGISTRY[arch] is FwpAssociativeRetrieval
     preset = RETRIEVAL_PRESETS[arch]
     rule, feature_map = preset["update_rule"], preset.get("feature_map", "")
@@ -42,7 +42,7 @@ def test_architectures(arch):
 
 @pytest.mark.parametrize("rule", ["sum", "delta", "decay"])
 def test_projections_are_of_concatenated_embeddings(rule):
-    """k = W_K [e(k); v] and the gates alike, though neither a one-hot vector nor a concatenation is ever made."""
+    """k = W_K [e(k); v], and gates too, without one-hot vectors and concatenations."""
     model = build(update_rule=rule).double()
     keys, values, queries = inputs()
     written = torch.cat([model.embedding(keys), F.one_hot(values, S).double()], -1)
@@ -101,9 +101,9 @@ def test_options_without_effect_are_named(flags, unused, caplog):
     [
         ({"key_dim": 0}, "--key-dim must be at least 1, got 0"),
         ({"embed_dim": 0}, "--embed-dim must be at least 1, got 0"),
-        ({"feature_map": "nonsense"}, "unknown feature map 'nonsense': choose one of elu"),
-        ({"update_rule": "nonsense"}, "unknown update rule 'nonsense'"),
-        ({"feature_map": "tanh", "sum_normalization": True}, "features of either sign"),
+        ({"feature_map": "nonsense"}, "the feature map must be one of elu, .*, got 'nonsense'"),
+        ({"update_rule": "nonsense"}, "the update rule must be one of sum, .*, got 'nonsense'"),
+        ({"feature_map": "tanh", "sum_normalization": True}, "features must not be negative"),
     ],
 )
 def test_refusals(flags, message):

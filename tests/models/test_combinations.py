@@ -32,11 +32,11 @@ def refusal_of(rule, feature_map, normalization):
     """Return the error of a combination, or None."""
     attention = normalization in ("attention", "both", "read-out")
     if attention and not UPDATE_RULES[rule].normalizes:
-        return f"--attention-normalization is not defined for the update rule {rule}"
+        return f"--attention-normalization must be left out for the update rule {rule}, where it is not defined"
     if attention and UPDATE_RULES[rule].normalizer and normalization != "read-out":
-        return "erases and forgets, and only its output can be normalised"
+        return "it erases and forgets, so only its output can be normalised"
     if normalization != "neither" and not FEATURE_MAPS[feature_map].positive:
-        return "has features of either sign, and sum and attention normalisation divide"
+        return "features must not be negative for sum and attention normalisation"
     return None
 
 

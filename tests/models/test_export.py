@@ -38,7 +38,7 @@ def padded(model, *shape):
 
 
 def assert_same(found, expected):
-    """The features, and every tensor of the state that is not padding (a graph has a mask where a call has none)."""
+    """Return the features and every tensor of the state except padding (a graph always has a mask)."""
     torch.testing.assert_close(found[0], expected[0])
     for layer, truth in zip(found[1]["state"].layers, expected[1]["state"].layers, strict=True):
         assert type(layer) is type(truth)

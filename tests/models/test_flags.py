@@ -1,4 +1,4 @@
-"""Every option is described once: the page of flags, and errors that name arguments below models and flags above."""
+"""Every option is described once: docs/flags.md, and errors, with arguments in modules and flags in models."""
 
 import ast
 import re
@@ -58,7 +58,7 @@ def test_attentions_that_use_a_flag_are_those_that_the_models_have():
 
 
 def raised(path):
-    """The words of every exception that a file raises."""
+    """Return the words of every exception that a file raises."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Raise):
             texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))

@@ -48,7 +48,7 @@ def kind(request):
 
 @pytest.fixture
 def build(build_model):
-    """build(kind, **flags) -> a model whose segments are of 4 tokens; small steps, for gradients here are large."""
+    """A function build(kind, **flags) -> a model with segments of 4 tokens; small steps, as gradients are large."""
 
     def build(kind, **flags):
         model = build_model("fwp_fwl_lm", **{"tokens_per_sample": 4, "dropout": 0.0, **KINDS[kind], **flags})
@@ -64,12 +64,12 @@ def build(build_model):
 @looped("pieces", [[1] * 11, [6, 1, 4], [11]], ids=str)
 @looped("carried", [False, True])
 def test_decoding_is_reading_the_stream_in_segments(build, kind, pieces, carried):
-    """Token by token or in one pass: it is the parallel form, carried on."""
+    """Token by token it gives the same as in one pass."""
     check_decoding(build(kind), pieces, carried)
 
 
 def test_reading_teaches(build, kind):
-    """The layer is not idle: with steps of zero the scores are others, but for the first token."""
+    """The layer learns: with steps of zero, scores differ after the first token."""
     model, tokens = build(kind), random_tokens(2, 8)
     scores, _ = by_segments(model, tokens, 4)
     layer = model.decoder.fast_weight_layer
@@ -83,7 +83,7 @@ def test_reading_teaches(build, kind):
 
 
 def test_gradients_at_carried_weights_are_others_after_a_segment(build):
-    """Not in the first segment, nor where the second begins, which has learned only from the first."""
+    """They agree in the first segment and at the start of the second, which has learned only from the first."""
     (model, other), tokens = (build(kind) for kind in ("carried", "Transformer-XL")), random_tokens(2, 8)
     other.load_state_dict(model.state_dict())
     ours, theirs = (by_segments(either, tokens, 4)[0] for either in (model, other))
@@ -102,7 +102,7 @@ def test_the_past_does_not_depend_on_the_future(build, kind):
 
 @looped("beam", [1, 3])
 def test_beam_search_scores_equal_rescoring(build, kind, beam):
-    """Over several segments: each beam continues from its own learned weights."""
+    """Each beam continues from its own learned weights, over several segments."""
     check_beam_search(build(kind), beam)
 
 
@@ -126,7 +126,7 @@ def test_features_of_the_last_tokens_alone(build, kind, last):
 
 
 def test_it_is_trained_saved_and_resumed_with_its_state(build, kind):
-    """With fairseq's adaptive loss: the next losses are the same, bit by bit; every parameter has a gradient."""
+    """With fairseq's adaptive loss, the next losses are the same to the last bit; every parameter has a gradient."""
 
     def train(model, optimizer, state, segments):
         criterion, losses = AdaptiveLoss(Namespace(target_dictionary=model.decoder.dictionary), False), []
@@ -164,7 +164,7 @@ def test_it_is_trained_saved_and_resumed_with_its_state(build, kind):
 @looped("norms", [{}, {"decoder_normalize_before": True}], ids=["post-norm", "pre-norm"])
 @looped("mapped", [False, True])
 def test_fine_tuning_starts_from_a_model_without_the_layer(build_model, base, norms, mapped):
-    """As fairseq does for --finetune-from-model: a new layer changes nothing, up to the epsilon of normalisations."""
+    """As with --finetune-from-model, a new layer changes nothing, up to the epsilon of normalisations."""
     flags = {"fwl_base": base, "fwl_fast_weights": "none", "fwl_map_inputs": mapped, **norms}
     below, above = build_model(base, **norms), build_model("fwp_fwl_lm", **flags)
     above.decoder.fast_weight_layer.apply(initialize)
@@ -199,7 +199,7 @@ def test_a_base_without_a_last_normalisation_keeps_all_its_weights(build_model):
 
 
 def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
-    """All of a layer without fast weights is taken; steps and decays are new, and nothing else may be missing."""
+    """All weights of a layer without fast weights are used; only steps and decays may be missing."""
     slow, fast = build("none"), build("local")
     start = {name: getattr(fast.decoder.fast_weight_layer, name).clone() for name in ("log_step_sizes", "decay_logits")}
     fast.load_state_dict(slow.state_dict(), strict=True)
@@ -214,14 +214,14 @@ def test_fine_tuning_makes_the_weights_of_a_layer_fast(build):
 
 
 def test_learned_steps_are_left_out_where_there_are_none_to_learn(build, caplog):
-    """The gain of a layer that no longer learns, or that learns by one step size for all weights."""
+    """A layer that no longer learns, or learns with one step size for all weights, drops its step sizes."""
     trained, tokens = build("local"), random_tokens(2, 4)
     trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(math.log(0.05 / STEP_SIZE) / PACE)
     slow, fixed = build("none"), build("local", fwl_step_size=0.05, fwl_decay=1.0)
     with caplog.at_level(logging.INFO):
         for model in (slow, fixed):
             model.load_state_dict(trained.state_dict(), strict=True)
-    assert caplog.text.count("log_step_sizes is left out") == caplog.text.count("decay_logits is left out") == 2
+    assert caplog.text.count("log_step_sizes is dropped") == caplog.text.count("decay_logits is dropped") == 2
     torch.testing.assert_close(log_probs(fixed, tokens), log_probs(trained, tokens))
     trained.decoder.fast_weight_layer.log_step_sizes.data.fill_(-1e9)
     torch.testing.assert_close(log_probs(slow, tokens), log_probs(trained, tokens))
@@ -247,7 +247,7 @@ def test_gradients_at_carried_weights_ask_for_a_state(carry, gradients_at, caplo
     task = Namespace(target_dictionary=make_dictionary(50), args=Namespace(carry_state=carry))
     flags = {**SMALL, **LOCAL, "fwl_gradients_at": gradients_at}
     FwpFwlLanguageModel.build_model(configure("fwp_fwl_lm", **flags), task)
-    assert ("--fwl-gradients-at carried needs" in caplog.text) == (gradients_at == "carried" and not carry)
+    assert ("--fwl-gradients-at carried has no effect" in caplog.text) == (gradients_at == "carried" and not carry)
 
 
 def test_a_layer_trained_without_fast_weights_takes_them_on_at_test_time(build):
@@ -288,7 +288,7 @@ def test_unused_options_are_named():
 
 
 def test_the_state_is_counted(build, kind):
-    """As many numbers as the state holds after a segment and a carried one."""
+    """It is the number of elements in the state after a segment and a carried one."""
 
     def numbers(value):
         if isinstance(value, torch.Tensor):
@@ -320,7 +320,7 @@ def test_presets_have_the_papers_sizes(arch):
 
 @pytest.mark.parametrize("kind", ["delta", "projected"])
 def test_it_is_a_layer_on_any_decoder(build, kind):
-    """The features are those of the base, and a checkpoint has the names of the base's."""
+    """The features are those of the base, and a checkpoint has the base's names."""
     model, tokens = build(kind), random_tokens(2, 4)
     decoder = model.decoder
     features, _ = decoder.base.extract_features(tokens)

@@ -77,7 +77,7 @@ def test_padding_changes_no_score(build_model, arch, side):
 
 @pytest.mark.parametrize("rule", ["softmax", *UPDATE_RULES])
 def test_rows_of_different_lengths(build_model, rule):
-    """Padding on the left, on the right and between tokens, other in each row, then decoding with exchanged rows."""
+    """Padding on the left, on the right and between tokens of each row, then decoding with exchanged rows."""
     model = build_model("fwp_lm", decoder_update_rule=rule, sum_normalization=rule != "softmax")
     pad, rows = model.decoder.padding_idx, [random_tokens(n) for n in (7, 3, 5, 1)]
     batch = torch.full((4, 9), pad)
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_an_earlier_version_is_built_with_the_defaults_of_new_op
 
 
 def test_local_attention_decodes_in_constant_memory(build_model):
-    """With --attention-window, what a layer keeps is one token less than the window, which is what it sees."""
+    """With --attention-window, a layer keeps one token less than the window."""
     model, tokens, state = build_model("softmax_lm_wt103", attention_window=3), random_tokens(2, 12), {}
     whole = log_probs(model, tokens)
     steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(12)]
@@ -189,7 +189,7 @@ def test_learned_maps_keep_their_own_initialisation(build_model):
 
 @looped("beam", [1, 4])
 def test_beam_search_scores_equal_rescoring(build_model, arch, beam):
-    """The generator's scores, step by step, are those of one full forward pass on the same tokens."""
+    """The generator's scores, step by step, are those of one forward pass on the same tokens."""
     model = build_model(arch)
     dictionary: Dictionary = model.decoder.dictionary
     prompts = random_tokens(2, 3)
@@ -268,7 +268,7 @@ def test_softmax_model_is_fairseqs_transformer_lm(build_model, normalize_before)
 
 
 def test_positions_go_on_beyond_the_table(build_model):
-    """The table starts with 1,024 rows; decoding passes it as one forward does."""
+    """fairseq's table starts with 1,024 rows; decoding goes beyond it as one forward pass does."""
     model = build_model("sum_lm_wt103", decoder_layers=1, max_target_positions=2000)
     tokens, state = random_tokens(1, 1030), {}
     log_probs(model, tokens[:, :1020], incremental_state=state)
@@ -282,7 +282,7 @@ def test_positions_go_on_beyond_the_table(build_model):
 @looped("normalize_before", [False, True])
 @looped("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_model(build_model, arch, normalize_before, dtype):
-    """Scores near those of float32, the state in float32, and a loss that a large batch does not overflow."""
+    """Scores are close to float32, the state is float32, and the loss of a large batch does not overflow."""
     model = build_model(arch, decoder_normalize_before=normalize_before).float()
     model.apply(initialize)
     tokens = random_tokens(2, 12)
@@ -300,7 +300,7 @@ def test_half_precision_model(build_model, arch, normalize_before, dtype):
 
 @looped("cutoffs", [None, "10,30"])
 def test_adaptive_loss_and_cross_entropy_agree(build_model, cutoffs):
-    """fairseq's criteria, on targets that include every word: neither leaves one out."""
+    """fairseq's criteria on targets with every word: both count all of them."""
     model = build_model("delta_lm_wt103", adaptive_softmax_cutoff=cutoffs)
     task = Namespace(target_dictionary=model.decoder.dictionary)
     target = torch.arange(4, 50).unsqueeze(0)
@@ -358,7 +358,7 @@ def test_each_dropout_acts_in_training_alone(build_model, flag):
 
 
 def test_dropout_is_where_the_paper_has_it(build_model):
-    """After the embedding, and after each of the two blocks of every layer; where it is asked for, in three places."""
+    """It is after the embedding and after both blocks of every layer, and in three more places on request."""
     model = build_model("delta_lm_wt103", dropout=0.25, activation_dropout=0.125, final_dropout=0.5)
     calls = []
     for module in model.modules():
@@ -389,7 +389,7 @@ def test_cutoffs_beyond_the_vocabulary_are_dropped_with_one_line(build_model, ca
 
 
 def test_it_learns_what_needs_its_memory(build_model):
-    """The last target is the first token, one of eight: without a memory the loss cannot fall below log 8."""
+    """The last target is the first token, one of eight: without a memory the loss is at least log 8."""
     model = build_model("delta_lm_wt103", decoder_embed_dim=32, dropout=0.0, fwp_backend="auto").float().train()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

@@ -31,7 +31,7 @@ SOFTMAX = {"encoder_feature_map": "softmax", "cross_feature_map": "softmax", "de
 MAPS = list(FEATURE_MAPS)
 # One map in all positions.
 ALL = {name: dict.fromkeys(("encoder_feature_map", "cross_feature_map", "decoder_feature_map"), name) for name in MAPS}
-# Every map in every position, each time another one in each; every rule with linear attention around it.
+# Every map in every position, with different maps at a time; every rule with linear attention around it.
 KINDS = {
     "softmax": SOFTMAX,
     **{
@@ -59,7 +59,7 @@ def task(vocabulary=VOCABULARY):
 
 
 def build(arch="fwp_transformer", vocabulary=VOCABULARY, **flags):
-    """A small float64 model in evaluation mode, as `--arch arch` and the flags build it."""
+    """Return a small float64 model in evaluation mode, for `--arch arch` and the flags."""
     if ARCH_MODEL_REGISTRY[arch] is FwpTransformerModel:
         flags = {"fwp_backend": "reference", **flags}
     args = Namespace(**{**SMALL, "share_all_embeddings": True, "dropout": 0.1, **flags})
@@ -78,12 +78,12 @@ def model(request):
 
 
 def scores_of(model, source, target):
-    """Log-probabilities (B, L, V) of one forward, in float64: fairseq's own are in float32."""
+    """Return log-probabilities (B, L, V) of one forward pass in float64: fairseq's own are float32."""
     return model(source, None, target)[0].log_softmax(-1)
 
 
 def pad(rows, side, extra=0):
-    """The rows in one batch, with padding on that side."""
+    """Return the rows in one batch, with padding on that side."""
     length = max(map(len, rows)) + extra
     batch = torch.ones(len(rows), length, dtype=torch.long)  # <pad> is 1
     for padded, row in zip(batch, rows, strict=True):
@@ -93,7 +93,7 @@ def pad(rows, side, extra=0):
 
 
 def steps_of(model, memory, target, state=None, start=0):
-    """Log-probabilities token by token, as the generator asks for them."""
+    """Return log-probabilities token by token, as the generator requests them."""
     state = {} if state is None else state
     steps = []
     for end in range(start + 1, target.shape[1] + 1):
@@ -109,7 +109,7 @@ def test_incremental_equals_teacher_forced(model):
     source, target = random_tokens(3, 6), random_tokens(3, 7)
     whole = scores_of(model, source, target)
     torch.testing.assert_close(steps_of(model, remember(model, source), target), whole)
-    # Also from what the encoder returns in training, which holds the whole source.
+    # Also from the encoder's output in training, which has the whole source.
     torch.testing.assert_close(steps_of(model, model.encoder(source), target), whole)
 
 
@@ -126,7 +126,7 @@ def test_reordered_beams_go_on_from_their_own_past_and_source(model):
 
 @looped("side", ["left", "right"])
 def test_padding_changes_no_score(model, side):
-    """Of source and target, in one forward and in decoding; rows of different lengths.
+    """Padding of source and target, in one forward pass and in decoding, with rows of different lengths.
 
     fairseq's own attention takes no target with padding on the left: the first row of its mask is empty, and NaN.
     """
@@ -145,7 +145,7 @@ def test_padding_changes_no_score(model, side):
 
 
 def generate(model, source, **settings):
-    """The hypotheses of fairseq's generator for each row."""
+    """Return the hypotheses of fairseq's generator for each row."""
     models = model if isinstance(model, list) else [model]
     dictionary = models[0].decoder.dictionary
     settings = {"beam_size": 4, "max_len_b": 8, "normalize_scores": False, **settings}
@@ -193,7 +193,7 @@ def test_length_penalty(penalty):
 
 
 def test_diverse_beams():
-    """Groups that begin differently, and the same ones for sentences that lie elsewhere in the data set."""
+    """Groups start differently, and do not depend on the place of a sentence in the data set."""
     model = build(**DELTA)
     dictionary, found = model.decoder.dictionary, []
     for numbers in (torch.arange(3), torch.tensor([40, 7, 2])):
@@ -215,7 +215,7 @@ def test_sampled_scores_equal_rescoring(limits):
         for hypothesis in hypotheses:
             expected = rescore(model, source, hypothesis)
             found = hypothesis["positional_scores"].double()
-            if limits:  # relative to what may be drawn, and so no smaller
+            if limits:  # relative to words that may be drawn, and so not smaller
                 assert (found >= expected - 1e-5).all()
             else:
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -278,7 +278,7 @@ def test_no_tensor_grows_faster_than_the_sentence(largest_tensor):
     ],
 )
 def test_softmax_everywhere_is_fairseqs_transformer(flags):
-    """The same parameters, the same initialisation from one seed, the same scores."""
+    """It has the same parameters, the same initialisation from one seed, and the same scores."""
     built = []
     for arch, kind in (("transformer", {}), ("fwp_transformer", SOFTMAX)):
         torch.manual_seed(3)
@@ -293,7 +293,7 @@ def test_softmax_everywhere_is_fairseqs_transformer(flags):
 
 @pytest.mark.parametrize("arch", MT_PRESETS)
 def test_presets(arch):
-    """Sizes of Vaswani's base and big model; maps and rules as the names say; 512 features where a map has a choice."""
+    """Sizes are those of Vaswani's base and big model, with 512 features if a map has a choice."""
     args = Namespace(share_all_embeddings=True, encoder_layers=1, decoder_layers=1)
     ARCH_CONFIG_REGISTRY[arch](args)
     stock = Namespace()
@@ -351,7 +351,7 @@ def test_every_parameter_is_trained_and_saved(checkpoint_activations, tmp_path):
 
 @pytest.mark.parametrize("kind", ["softmax", "maps-favor", "rule-delta"])
 def test_training_takes_onednn_where_torch_is_slow(kind, monkeypatch):
-    """The same loss and gradients, and generation as it was."""
+    """Loss, gradients and generation are the same."""
     model, source, target = build(**KINDS[kind]).float(), random_tokens(3, 5), random_tokens(3, 6)
     found, products = [], []
     product = onednn._product
@@ -384,7 +384,7 @@ def test_favor_draws_once_a_mini_batch_in_training_and_never_in_evaluation():
 
 
 def test_a_copy_reads_with_its_own_attentions():
-    """A deep copy, as exponential moving averages make: changed, it leaves the model alone and reads by itself."""
+    """A deep copy, as for exponential moving averages, can change without the model, and works by itself."""
     model = build(**DELTA)
     copied, source, target = copy.deepcopy(model), random_tokens(2, 4), random_tokens(2, 4)
     with torch.no_grad():
@@ -406,7 +406,7 @@ def test_half_precision(name, dtype):
 
 
 def test_positions_go_on_beyond_any_table():
-    """fairseq's table ends with --max-target-positions; ours has none."""
+    """fairseq's table ends at --max-target-positions; ours has no table."""
     model = build(**DELTA, decoder_layers=1, max_target_positions=8)
     source, target = random_tokens(1, 3), random_tokens(1, 40)
     torch.testing.assert_close(steps_of(model, remember(model, source), target), scores_of(model, source, target))
@@ -417,9 +417,9 @@ def test_positions_go_on_beyond_any_table():
     [
         ({"cross_self_attention": True, "no_cross_attention": True}, "must be softmax with --cross-self-attention"),
         ({"quant_noise_pq": 0.1}, "--quant-noise-pq must be 0 unless all three attentions are softmax"),
-        ({"encoder_feature_map": "cosine"}, "unknown feature map 'cosine': choose softmax or one of elu, "),
-        ({"decoder_feature_map": "softmax"}, "unknown feature map 'softmax'"),
-        ({"decoder_feature_map": "identity", "sum_normalization": True}, "features of either sign"),
+        ({"encoder_feature_map": "cosine"}, "the feature map must be softmax or one of elu, .*, got 'cosine'"),
+        ({"decoder_feature_map": "softmax"}, "the feature map must be one of elu, .*, got 'softmax'"),
+        ({"decoder_feature_map": "identity", "sum_normalization": True}, "features must not be negative"),
         (
             {"encoder_attention_heads": 3},
             "--encoder-embed-dim must be divisible by --encoder-attention-heads, got 16 and 3",
@@ -432,7 +432,7 @@ def test_positions_go_on_beyond_any_table():
             {"decoder_update_rule": "softmax", "normalization_epsilon": -1.0},
             "--normalization-epsilon must be a number above 0, got -1.0",
         ),
-        ({"decoder_update_rule": "hebb"}, "unknown update rule 'hebb'"),
+        ({"decoder_update_rule": "hebb"}, "the update rule must be .*, got 'hebb'"),
         (
             {"decoder_update_rule": "delta_rnn"},
             "--decoder-update-rule must be softmax or a rule in translation, got delta_rnn",
@@ -459,12 +459,12 @@ def test_what_the_attentions_to_a_whole_sequence_are_built_with():
     [
         ({"encoder_feature_map": "elu", "cross_feature_map": "elu"}, 4**-0.25),
         ({"encoder_feature_map": "favor", "cross_feature_map": "favor"}, 4**-0.25),
-        # The map has the factor already.
+        # The factor is in the map.
         ({"encoder_feature_map": "favor", "cross_feature_map": "favor", "favor_softmax_scale": True}, 1),
     ],
 )
 def test_scores_start_as_large_as_those_of_softmax_attention(flags, factor):
-    """Which divides q . k by sqrt(d), here 4: uniform as fairseq's projections, times d^(-1/4) each."""
+    """Softmax divides q . k by sqrt(d) = 4: projections are uniform as in fairseq, times d^(-1/4) each."""
     model = build(**flags)
     bound = factor * 2**-0.5 * (6 / 32) ** 0.5
     for attention in (model.encoder.layers[0].self_attn, model.decoder.layers[0].encoder_attn):
@@ -474,9 +474,9 @@ def test_scores_start_as_large_as_those_of_softmax_attention(flags, factor):
 
 @pytest.mark.parametrize("kind", ["maps-elu", "maps-favor", "cross", "encoder", "softmax"])
 def test_alignment(kind):
-    """That of a hypothesis is the attention to the source of a forward of it alone, as in fairseq's own model.
+    """The alignment of a hypothesis is the attention to the source in its own forward pass, as in fairseq's model.
 
-    None is computed before fairseq says that it will be needed.
+    Weights are only computed after fairseq has announced that they are needed.
     """
     model = build(**KINDS[kind])
     generator = SequenceGeneratorWithAlignment(
@@ -501,7 +501,7 @@ def test_alignment(kind):
 
 def test_alignment_with_the_full_context_is_refused():
     model = build(**DELTA)
-    with pytest.raises(ValueError, match="needs softmax attention"):
+    with pytest.raises(ValueError, match="--decoder-update-rule must be softmax for alignments"):
         model.decoder(random_tokens(1, 2), encoder_out=model.encoder(random_tokens(1, 3)), full_context_alignment=True)
 
 
@@ -556,7 +556,7 @@ def test_the_command_line_offers_what_the_tables_hold(flag, capsys):
 
 
 def options_of(arch="fwp_transformer", **flags):
-    """As a checkpoint or a command line has them."""
+    """Return the options as in a checkpoint or a command line."""
     return {**SMALL, "share_all_embeddings": True, "arch": arch, **flags}
 
 
@@ -585,7 +585,7 @@ CHANGES = {
 
 @looped("case", CHANGES)
 def test_options_are_named_where_weights_compute_something_else(case):
-    """All that differ and change scores; those that leave them as they are, never."""
+    """It names all differing options that change scores, and no others."""
     trained, others = CHANGES[case]
     model, other = build(**trained), build(**{**trained, **others})
     other.load_state_dict(model.state_dict())

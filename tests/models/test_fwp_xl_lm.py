@@ -1,4 +1,4 @@
-"""Laws of Transformer-XL: the memory, decoding with it, and what the ablations change."""
+"""Laws of Transformer-XL: the memory, decoding with it, and the ablations."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ def kind(request):
 
 @pytest.fixture
 def build(build_model):
-    """build(kind, **flags) -> a model with a memory of 6 tokens, where its kind has one."""
+    """A function build(kind, **flags) -> a model with a memory of 6 tokens, if its kind has one."""
     return lambda kind, **flags: build_model("fwp_xl_lm", **{"mem_len": 6, **KINDS[kind], **flags})
 
 
@@ -55,13 +55,13 @@ def test_distances_beyond_the_clamp_count_as_it(build):
 @pytest.mark.parametrize("kind", RECURRENT)
 @looped("lengths", [[5, 4], [2, 6, 1], [1] * 9], ids=str)
 def test_a_memory_of_the_whole_past_is_attention_over_the_concatenation(build, kind, lengths):
-    """Also through several layers: the memory holds what each of them was given."""
+    """This holds through several layers: the memory has the inputs of each."""
     model, tokens = build(kind, mem_len=8), random_tokens(2, 9)
     torch.testing.assert_close(by_segments(model, tokens, lengths)[0], log_probs(model, tokens))
 
 
 def test_segments_are_invisible_with_same_length(build):
-    """A token sees mem_len tokens wherever segments end, so the memory need not be longer."""
+    """A token sees mem_len tokens in any segmentation, so a longer memory is not needed."""
     model, tokens = build("same length"), random_tokens(2, 20)
     expected = log_probs(model, tokens)
     for length in (1, 3, 7):
@@ -126,20 +126,20 @@ def test_beam_search_scores_equal_rescoring(build, kind, beam):
 
 
 def test_padding_changes_no_score_here_or_later(build, kind):
-    """Also in a segment that is remembered."""
+    """Padding also changes nothing in the memory."""
     check_padding(build(kind))
 
 
 def test_the_past_does_not_depend_on_the_future(build, kind):
     model, tokens = build(kind), random_tokens(2, 9)
     changed = tokens.clone()
-    changed[:, 5:] ^= 1  # in the same cluster: other numbers of rows would be multiplied in another order
+    changed[:, 5:] ^= 1  # in the same cluster: for other numbers of rows, the order of multiplication differs
     ours, theirs = model(tokens)[0], model(changed)[0]
     assert torch.equal(ours[:, :5], theirs[:, :5]) and not torch.equal(ours[:, 5:], theirs[:, 5:])
 
 
 def test_gradients_stop_at_a_detached_memory(build):
-    """The paper's SG: no gradient into the memory's values, but into the projections of its keys and values."""
+    """The paper's SG: no gradient reaches the memory, but the projections of its keys and values get one."""
     model, tokens = build("relative"), random_tokens(2, 8)
     state = model(tokens[:, :4])[1]["state"]
     assert all(layer.hidden.requires_grad for layer in state.layers)
@@ -169,7 +169,7 @@ def test_biases_are_one_pair_or_one_for_each_layer(build):
 
 
 def test_it_is_trained_saved_and_resumed_with_its_memory(build, kind):
-    """The next losses are the same, bit by bit; every parameter has a gradient."""
+    """The next losses are the same to the last bit; every parameter has a gradient."""
 
     def train(model, optimizer, state, segments):
         losses = []
@@ -217,7 +217,7 @@ def test_half_of_the_loss(build):
 
 
 def test_dropouts(build):
-    """Of embeddings, of R in every layer, after each block, and of the features, as in the public code."""
+    """It is on embeddings, on R in every layer, after each block and on the features, as in the public code."""
     model = build("relative", dropout=0.25, activation_dropout=0.125)
     calls = []
     for module in model.modules():
@@ -275,7 +275,7 @@ def test_half_precision_model(build, kind, dtype):
 
 
 def test_a_memory_is_used(build_model):
-    """The target is the first token of the segment before, one of eight, which no token of this one tells."""
+    """The target is the first token of the previous segment, one of eight: this segment does not determine it."""
     model = build_model("fwp_xl_lm", mem_len=4, dropout=0.0).float().train()
     model.apply(initialize)
     for module in model.modules():
@@ -300,7 +300,7 @@ REFUSED = {
     "--mem-len must be 0 with --decoder-positions layerwise, got ": {"decoder_positions": "layerwise"},
     "--clamp-len must be at least 1 with --decoder-positions shaw_biased, got -1": {"decoder_positions": "shaw_biased"},
     "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3": {"decoder_attention_heads": 3},
-    "--decoder-embed-dim 16 cannot be divided 1 times by 0: change --div-val": {
+    "--decoder-embed-dim must be divisible by --div-val for each cutoff, got 16, 0 and 1 cutoffs": {
         "div_val": 0,
         "adaptive_softmax_cutoff": "10",
     },
@@ -333,7 +333,7 @@ def test_flags_without_effect_are_named(build, caplog, kind, flags, unused):
     [({}, 4, True), ({"carry_state": False}, 4, True), ({"carry_state": True}, 4, False), ({}, 0, False)],
 )
 def test_a_memory_that_nothing_fills_is_named(caplog, settings, mem_len, warned):
-    """Above all with the stock task, which would train a Transformer-XL without its recurrence."""
+    """It warns with the stock task, which would train a Transformer-XL without recurrence."""
     task = Namespace(target_dictionary=make_dictionary(50), args=Namespace(**settings))
     FwpXlLanguageModel.build_model(configure("xl_lm_wt103_medium", **SMALL, mem_len=mem_len), task)
     assert ("--carry-state" in caplog.text) == warned
@@ -343,5 +343,5 @@ def test_half_loss_refuses_a_criterion_that_counts_all_targets(build):
     model = build("relative", half_loss=True)
     output = model(random_tokens(2, 6))
     model.get_normalized_probs(output, log_probs=True)
-    with pytest.raises(ValueError, match="needs --criterion adaptive_loss"):
+    with pytest.raises(ValueError, match="--criterion must be adaptive_loss with --half-loss"):
         model.train().get_normalized_probs(output, log_probs=True)

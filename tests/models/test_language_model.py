@@ -23,7 +23,7 @@ def test_generation_is_not_bound_to_the_length_of_training_samples(build_model, 
 
 @pytest.mark.parametrize(("kind", "former"), FORMER_NAMES, ids=lambda x: getattr(x, "__name__", None))
 def test_states_of_files_written_before_their_modules_moved_are_loaded(kind, former, monkeypatch):
-    """A checkpoint in mid-epoch has the name of the class, and torch loads the names that it was told of alone."""
+    """A checkpoint in mid-epoch has the name of the class, and torch only loads names that it knows."""
     module, _, name = former.rpartition(".")
     state = kind(*(torch.randn(2, 3) for _ in kind._fields))
     monkeypatch.setitem(sys.modules, module, ModuleType(module))

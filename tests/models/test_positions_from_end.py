@@ -43,7 +43,7 @@ def test_padding_changes_no_score(model, side):
 
 
 def test_decoding_takes_one_sample_after_the_other(model):
-    """As many tokens as a sample has are scored as that sample is, and so are the next with the state carried on."""
+    """The tokens of one sample are scored as that sample, and so are the next ones with the carried state."""
     tokens, state, read = random_tokens(2, 2 * LENGTH), {}, None
     steps = [log_probs(model, tokens[:, : t + 1], incremental_state=state) for t in range(2 * LENGTH)]
     for start in (0, LENGTH):

@@ -1,4 +1,4 @@
-"""Every architecture builds, has the published number of parameters, and yields to the command line."""
+"""Every architecture builds, has the published number of parameters, and can be overridden by flags."""
 
 import re
 from argparse import Namespace
@@ -22,7 +22,7 @@ ENWIK8_CHARACTERS = 204
 
 @pytest.fixture(scope="module")
 def wikitext103():
-    """The papers' vocabulary; fairseq's dictionary adds a few symbols of its own, and as many rows and biases."""
+    """Build with the papers' vocabulary; fairseq's dictionary has a few more symbols, and so more rows and biases."""
     return Namespace(target_dictionary=make_dictionary(WIKITEXT103_WORDS))
 
 
@@ -41,7 +41,7 @@ def count_parameters(arch, task, **flags):
 def test_published_number_of_parameters(arch, wikitext103):
     """Schlag et al. 2021, Table 2: 40 M and 90 M; Table 4: 89.8 M with the sum rule, 89.9 M with the delta rule.
 
-    Gates are on top: one a head (delta, gated), or one with a bias for every key and value dimension (decay).
+    Gates are extra: one a head (delta, gated), or one with a bias for every key and value dimension (decay).
     """
     medium = arch.endswith("_medium")
     dim, ffn = (256 if medium else 128), 2048
@@ -74,12 +74,12 @@ def test_delta_has_exactly_the_published_gates_more_than_sum(wikitext103):
 
 
 def count_xl(layers, dim, ffn, embeddings, pairs=1):
-    """Five projections a layer (q, k, v, W_kR, output), feed-forward, two layer norms; pairs of u and v."""
+    """Count five projections a layer (q, k, v, W_kR, output), feed-forward, two layer norms; pairs of u and v."""
     return layers * (5 * dim * dim + 2 * dim * ffn + ffn + dim + 4 * dim) + 2 * dim * pairs + embeddings
 
 
 def count_adaptive(dim, clusters=3):
-    """Embeddings shared with the softmax, its biases, and clusters of the head."""
+    """Count embeddings shared with the softmax, its biases, and clusters of the head."""
     return WIKITEXT103_WORDS * (dim + 1) + clusters * (dim + 1)
 
 
@@ -151,7 +151,7 @@ PUBLISHED_XL = {
 
 @looped("arch", PUBLISHED_XL)
 def test_transformer_xl_has_the_published_settings(arch):
-    """Of the scripts: heads, dropouts of blocks, activations and attention weights, memory; none clamps in training."""
+    """The scripts have heads, dropout of blocks, activations and attention weights, and memory, but no clamping."""
     config, published = configure(arch), PUBLISHED_XL[arch]
     assert ARCH_MODEL_REGISTRY[arch] is FwpXlLanguageModel
     assert config.decoder_attention_heads == published["heads"] and config.mem_len == published["mem_len"]

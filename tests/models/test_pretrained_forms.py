@@ -27,7 +27,7 @@ def test_biases_of_the_attention(build_model, rule):
     learned = {f"gate_activations.{gate.name}.bias" for gate in gates if gate.learned}
     given = {f"gate_biases.{gate.name}" for gate in gates}
     assert biases == {"in_proj.bias" if rule == "softmax" else "bias", "out_proj.bias"} | learned | given
-    for name in biases:  # each of them matters; softmax does not see a bias of keys
+    for name in biases:  # each of them has an effect; a bias of keys has none in softmax
         parameter = attention.get_parameter(name)
         change = torch.randn_like(parameter)
         with torch.no_grad():
@@ -42,7 +42,7 @@ def test_biases_of_the_attention(build_model, rule):
 
 
 def test_new_biases_start_at_zero(build_model):
-    """Gates without a bias of their own start where they would without one."""
+    """Gates to which the rule gives no bias start as without biases."""
     attention = build_model("fwp_lm", decoder_update_rule="gated", attention_bias=True).decoder.layers[0].self_attn
     attention.__init__(16, 4, attention.feature_map, "gated", bias=True)
     assert attention.bias.eq(0).all() and attention.gate_biases["gate"].eq(0).all()
@@ -59,7 +59,7 @@ def test_learned_positions(build_model):
         table[4] += 1
     differs = (log_probs(model, tokens) != whole).any(-1)
     assert not differs[:, :4].any() and differs[:, 4:].all()
-    with pytest.raises(ValueError, match="token 8 has no position: the model has learned 7"):
+    with pytest.raises(ValueError, match=r"must have at most 7 tokens, .*, got 8"):
         model(random_tokens(2, 8))
     with pytest.raises(ValueError, match="must be off with --decoder-learned-pos"):
         build_model("softmax_lm_wt103", decoder_learned_pos=True, positions_from_end=True)

@@ -31,7 +31,7 @@ def model(request, build_model):
 
 
 def read_layers(model, tokens):
-    """Input and output of each layer."""
+    """Return input and output of each layer."""
     calls = []
     hooks = [
         layer.register_forward_hook(lambda _, given, out: calls.append((given[0], out[0])))
@@ -46,7 +46,7 @@ def read_layers(model, tokens):
 @looped("shared", [{}, {"attention_window": 3, "attention_bias": True, "decoder_normalize_before": True}])
 @looped("rule", ["delta", "delta_rnn"])
 def test_it_is_put_together_of_layers_of_two_models(build_model, shared, rule):
-    """Layers 0 and 2 are those of a model with softmax, 1 and 3 of one with fast weights."""
+    """Layers 0 and 2 are as in a softmax model, 1 and 3 as in one with fast weights."""
     shared = {**shared, "decoder_layers": 4}
     softmax = build_model("fwp_lm", **shared, decoder_update_rule="softmax")
     fast = build_model("fwp_lm", **shared, decoder_update_rule=rule, sum_normalization=True)
@@ -84,7 +84,7 @@ def test_rows_of_the_state_are_reordered_and_reset(model):
 
 
 def test_the_state_is_the_sum_of_those_of_its_layers(build_model):
-    """Numbers of 9 tokens: 2 D a token of softmax, within a window at most; of fast weights H Dk Dv."""
+    """For 9 tokens softmax has 2 D numbers a token, at most those of a window, and fast weights H Dk Dv."""
     model = build_model("fwp_lm", softmax_layers="1")
     _, extra = model(random_tokens(1, 9))
     fast, softmax = extra["state"].layers
@@ -144,13 +144,13 @@ def test_a_checkpoint_of_other_layers_is_named(build_model):
     weights = build_model("fwp_lm").state_dict()
     weights.saved = Saved("some.pt", plain(configure("fwp_lm", **SMALL)), overridden=False)
     given = {**SMALL, "softmax_layers": "1"}
-    sentence = "some.pt goes with no --softmax-layers, and this model has --softmax-layers 1: give the flags of its"
+    sentence = "some.pt needs no --softmax-layers, and this model has --softmax-layers 1: give the flags of its"
     with pytest.raises(ValueError, match=f"^{sentence}"):
         build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
 
 
 def test_a_number_in_model_overrides_is_a_layer():
-    """The options of a checkpoint have no types."""
+    """Options of a checkpoint may have another type."""
     config = OmegaConf.create(plain(configure("fwp_lm", **SMALL)) | {"softmax_layers": 1})
     model = FwpLanguageModel.build_model(config, Namespace(target_dictionary=make_dictionary(50)))
     assert isinstance(model.decoder.layers[1].self_attn, SoftmaxAttention)

@@ -1,4 +1,4 @@
-"""Laws of what models know of the settings of their weights; those of translation are in its own tests."""
+"""Laws of models that check the options of their weights; for translation see its tests."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from fairseq_fwp.patches.reading import Saved
 from .conftest import SMALL, configure, log_probs, random_tokens
 
 FAVOR = {"decoder_feature_map": "favor", "decoder_update_rule": "sum", "attention_normalization": True}
-# Of a model: the options it was trained with, and others for the same weights.
+# For a model: the options of its training, and others for the same weights.
 LANGUAGE_MODELS = {
     "map": ({}, {"decoder_feature_map": "tanh"}),
     "size of a map": ({"decoder_feature_map": "dpfp"}, {"dpfp_nu": 2}),
@@ -50,7 +50,7 @@ LANGUAGE_MODELS = {
 
 @looped("case", LANGUAGE_MODELS)
 def test_options_are_named_where_weights_compute_something_else(build_model, case):
-    """All that differ and change scores; those that leave them as they are, never."""
+    """It names all differing options that change scores, and no others."""
     trained, others = LANGUAGE_MODELS[case]
     model = build_model("fwp_lm", **trained)
     other, tokens = build_model("fwp_lm", **{**trained, **others}), random_tokens(2, 9)
@@ -75,7 +75,7 @@ def test_an_earlier_version_had_the_defaults(arch):
 
 
 def test_what_a_new_layer_is_was_not_trained_otherwise():
-    """Of a base model's options alone something can have changed."""
+    """Only options of a base model can differ."""
     saved = {**plain(configure("fwp_lm", **SMALL)), "_name": "fwp_lm"}
     layer = {"fwl_hidden_dim": 40, "fwl_gradients_at": "carried"}
     given = plain(configure("fwp_fwl_lm", **SMALL, **layer, decoder_feature_map="tanh"))
@@ -86,7 +86,7 @@ def test_what_a_new_layer_is_was_not_trained_otherwise():
 
 
 def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
-    """Where they cannot be loaded, and where they compute something else; options that were asked for are not said."""
+    """It names them if weights cannot be loaded, or compute another function; requested options are not named."""
     model = build_model("fwp_lm")
     options = plain(configure("fwp_lm", **SMALL))
     weights = model.state_dict()
@@ -95,8 +95,8 @@ def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
     other = build_model("fwp_lm", **given)
     other.load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
     assert [record.getMessage() for record in caplog.records if record.name.endswith("trained_model")] == [
-        "some.pt was trained with --decoder-feature-map elu, and goes on here with --decoder-feature-map tanh: its "
-        "weights compute something else so"
+        "some.pt was trained with --decoder-feature-map elu, but is loaded with --decoder-feature-map tanh: its "
+        "weights now compute another function"
     ]
     caplog.clear()
     weights.saved = weights.saved._replace(overridden=True)
@@ -105,7 +105,7 @@ def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
     given["decoder_layers"] = 3
     for overridden, whose in ((False, "this model has"), (True, "--model-overrides asks for")):
         weights.saved = weights.saved._replace(overridden=overridden)
-        with pytest.raises(ValueError, match="^some.pt goes with .*--decoder-layers 2.*, and " + whose + " .*layers 3"):
+        with pytest.raises(ValueError, match="^some.pt needs .*--decoder-layers 2.*, and " + whose + " .*layers 3"):
             build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
     del weights.saved
     with pytest.raises(RuntimeError, match="Missing key"):

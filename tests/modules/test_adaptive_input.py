@@ -23,7 +23,7 @@ def test_a_word_is_its_row_times_its_clusters_projection(cutoffs):
 
 
 def test_every_word_but_padding_is_trained():
-    """Also the one of each cluster that stands where padding stands in the first."""
+    """All words are trained, even those with the index of padding within their cluster."""
     embedding = AdaptiveInput(VOCABULARY, DIM, [10, 20], 2, padding_idx=1)
     embedding(torch.arange(VOCABULARY).unsqueeze(0)).square().sum().backward()
     moved = torch.cat([table.weight.grad.abs().sum(1) > 0 for table in embedding.tables])
@@ -59,5 +59,7 @@ def test_autocast():
 
 @looped("div_val", [0, -2, 8])
 def test_sizes_that_cannot_be_divided_are_refused(div_val):
-    with pytest.raises(ValueError, match=f"`embed_dim` 32 cannot be divided 2 times by {div_val}: change `div_val`"):
+    with pytest.raises(
+        ValueError, match=f"must be divisible by `div_val` for each cutoff, got 32, {div_val} and 2 cutoffs"
+    ):
         AdaptiveInput(VOCABULARY, DIM, [10, 20], div_val)

@@ -73,7 +73,7 @@ def test_a_cluster_without_tokens_is_left_out(build):
 
 @looped("cutoffs", [[0], [10, 10], [20, 10], [30]])
 def test_cutoffs_that_do_not_part_the_vocabulary_are_refused(cutoffs):
-    with pytest.raises(ValueError, match="must rise from 1 to less than the vocabulary's 30 words"):
+    with pytest.raises(ValueError, match="must be ascending, from 1 to below the vocabulary's 30 words"):
         TiedAdaptiveSoftmax(nn.Embedding(VOCABULARY, DIM), cutoffs)
 
 
@@ -82,12 +82,12 @@ def test_the_index_of_padding_is_no_word_of_a_tail_nor_a_cluster(build):
     logits, targets = softmax(random_features(softmax, 1, 3), torch.tensor([[3, 20, 21]]))
     assert targets[2].tolist() == [2, 3] and logits[2].shape == (2, 12)
     assert (logits[2][:, :2] == -torch.inf).all() and logits[2][:, 2:].isfinite().all()
-    with pytest.raises(ValueError, match="must rise from 2 to"):
+    with pytest.raises(ValueError, match="must be ascending, from 2 to"):
         build([1], padding_idx=1)
 
 
 def test_a_projected_softmax_is_the_public_codes():
-    """Features times the cluster's projection times its embeddings; head and clusters in the head's own projection."""
+    """Features times the cluster's projection times its embeddings; the head has a separate projection."""
     embedding = AdaptiveInput(VOCABULARY, 32, [10, 20], 4).double()
     softmax = ProjectedAdaptiveSoftmax(embedding).double()
     for parameter in softmax.parameters():
@@ -116,7 +116,7 @@ def test_tables_and_projections_are_shared_but_for_the_heads():
 
 
 def test_gradients_of_losses_without_a_graph(softmax, monkeypatch):
-    """Blocks of rows, of which the last is smaller, and clusters without a token among the targets."""
+    """Blocks of rows with a smaller last one, and clusters without a target."""
     monkeypatch.setattr(adaptive_softmax, "BLOCK", 5)
     features = random_features(softmax, 3, 4).requires_grad_()
     for target in (torch.randint(VOCABULARY, (3, 4)), torch.randint(4, (3, 4))):
@@ -140,7 +140,7 @@ OUTPUT_LAYERS = {
 
 @pytest.mark.parametrize("kind", OUTPUT_LAYERS)
 def test_a_loaded_bias_of_minus_infinity_is_a_mask(kind):
-    """It scores as that bias does, to the last bit, and is not among what is learned; a saved one is as it was read."""
+    """The mask scores as that bias, to the last bit, and is not learned; saving gives the bias that was read."""
     absent, targets = [0, 1, 15, 29], torch.randint(2, 10, (3, 4))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         written, softmax = (OUTPUT_LAYERS[kind]().to(dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Memories read from the query backwards, or through the matrix, hold what the papers' equations say."""
+"""Memories that are read backwards from the query, or through the matrix, agree with the papers' equations."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ NORMALIZATIONS = [
 
 
 def inputs(memory, length=L):
-    """q, k, values and the logits of the gates, in float64 with gradients."""
+    """Return q, k, values and the logits of the gates, in float64 with gradients."""
     sizes = [projection.out_features for projection in memory.gate_projections(1).values()]
     made = [
         torch.randn(B, n, size).double().requires_grad_() for n, size in [(Q, D), *((length, n) for n in [D, *sizes])]
@@ -36,7 +36,7 @@ def make(rule, map_name="elu", **settings):
 def by_equation(rule, q, k, values, gates, norm):
     """Schlag et al. 2021, Eqs. 17-29, Mao 2022, Eqs. 5 and 7, and the later rules, one write after the other.
 
-    q, k mapped; gates activated, (B, L, size) each. The normaliser of a rule that forgets forgets too.
+    q, k are mapped; gates are activated, (B, L, size) each. The normaliser forgets as the rule does.
     """
     if norm.get("sum_normalization"):
         q, k = (x / x.sum(-1, keepdim=True) for x in (q, k))
@@ -80,11 +80,11 @@ def by_equation(rule, q, k, values, gates, norm):
 def refusal_of(rule, map_name, norm):
     """Return the error of a combination, or None."""
     if norm and not FEATURE_MAPS[map_name].positive:
-        return "features of either sign"
+        return "features must not be negative"
     if UPDATE_RULES[rule].steps > 1:
-        return "has 2 keys a token, and an association one"
+        return "must have one key a token for associations"
     if "attention_normalization" in norm and (not UPDATE_RULES[rule].normalizes or UPDATE_RULES[rule].normalizer):
-        return f"`attention_normalization` is not defined for the update rule {rule}"
+        return f"`attention_normalization` must be left out for the update rule {rule}, where it is not"
     return None
 
 
@@ -114,7 +114,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
 @looped("norm", NORMALIZATIONS)
 @pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.write_strength])
 def test_reading_backwards_is_reading_the_matrix(rule, norm, length):
-    """The same numbers and gradients, by kernels too."""
+    """The kernels give the same numbers and gradients."""
     memory = make(rule, **norm)
     q, k, values, gates = inputs(memory, length)
     cotangent = torch.randn(B, Q, S).double()
@@ -152,5 +152,5 @@ def test_gates_have_the_biases_of_their_rule():
 
 
 def test_unknown_rule():
-    with pytest.raises(ValueError, match="unknown update rule 'nonsense': choose one of sum"):
+    with pytest.raises(ValueError, match=r"the update rule must be one of sum, .*, got 'nonsense'"):
         make("nonsense")

@@ -1,4 +1,4 @@
-"""Linear attention by chunks is the sum rule, and its derivatives are those of the loop."""
+"""Linear attention by chunks is the sum rule, and its derivatives are those of the reference."""
 
 import torch
 from pairwise import looped
@@ -35,7 +35,7 @@ def test_each_query_sees_one_key_more_and_the_last_sees_all(length, keys):
 @looped("chunk", [2, 64])
 @looped("sizes", [(3, 5), (1, 1)])  # the second is summed by chunks
 def test_scores_are_scaled_and_shifted(sizes, chunk):
-    """An offset is one entry more of queries and keys: the root of it, in both."""
+    """An offset is one more entry of queries and keys: its root, in both."""
     size, out = sizes
     q, k, v = random(2, 30, size), random(2, 30, size), random(2, 30, out)
     scale, offset = random(1), torch.rand(1, dtype=torch.float64, requires_grad=True)
@@ -48,7 +48,7 @@ def test_scores_are_scaled_and_shifted(sizes, chunk):
 
 
 def test_long_texts_are_summed_by_chunks(largest_tensor):
-    """Else the scores would be the largest tensor, and grow with the square of the length."""
+    """Otherwise the scores would be the largest tensor, and grow with the square of the length."""
     q, k, v = (torch.randn(1, 4096, size) for size in (8, 8, 8))
     with largest_tensor() as seen:
         causal_sum(q, k, v)
@@ -56,7 +56,7 @@ def test_long_texts_are_summed_by_chunks(largest_tensor):
 
 
 def test_memories_larger_than_scores_are_not_summed(largest_tensor):
-    """The sums would be of 64 x 512 numbers, the scores of a chunk are of 16 x 64 at most."""
+    """The sums would have 64 x 512 numbers; the scores of a chunk have at most 16 x 64."""
     q, k, v = (torch.randn(1, 64, size) for size in (64, 64, 512))
     with largest_tensor() as seen:
         causal_sum(q, k, v, 16)

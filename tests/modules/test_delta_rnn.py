@@ -1,4 +1,4 @@
-"""The Delta RNN against its equations, and over documents; the laws of attentions hold it in test_attention.py."""
+"""The Delta RNN against its equations, and over documents; its other laws are in test_attention.py."""
 
 import torch
 
@@ -18,7 +18,7 @@ def build(feature_map="elu"):
 
 
 def by_the_equations(layer, x):
-    """One head and one token at a time, from the weights: y_t = W_t phi(q_t) + R_t softmax(y_{t-1})."""
+    """Compute one head and one token at a time, from the weights: y_t = W_t phi(q_t) + R_t softmax(y_{t-1})."""
     q, k, v, beta = layer.feedforward.in_proj(x).split([DIM, DIM, DIM, HEADS], -1)
     recurrent_k, recurrent_v, recurrent_beta = layer.recurrent_proj(x).split([DIM, DIM, HEADS], -1)
     outs = torch.zeros_like(x)

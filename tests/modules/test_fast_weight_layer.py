@@ -1,4 +1,4 @@
-"""The fast weight layer is what it says: one position after the other, by autograd, in float64.
+"""The fast weight layer against its equations: one position after the other, by autograd, in float64.
 
 Shapes: B batch, L tokens, D features, V words.
 """
@@ -22,7 +22,7 @@ from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
 DIM, HIDDEN, WORDS = 6, 14, 23
 SOFTMAXES = {"plain": [], "adaptive": [7, 15], "projected": [7, 15]}
 FAST = list(FAST_WEIGHTS)
-# Every softmax with all fast weights, every choice of these with one softmax.
+# Every softmax with all fast weights, and every choice of fast weights with one softmax.
 PAIRS = [*(("both", kind) for kind in SOFTMAXES), *((fast, "adaptive") for fast in FAST if fast != "both")]
 
 
@@ -35,7 +35,7 @@ def build_softmax(kind, fast):
 
 
 def build(fast="both", kind="plain", **options):
-    """A layer and an output softmax with large weights, step sizes that differ, in float64."""
+    """Return a layer and an output softmax with large weights and different step sizes, in float64."""
     softmax = build_softmax(kind, fast)
     layer = FastWeightLayer(DIM, HIDDEN, fast, getattr(softmax, "shift_entries", 0), **options)
     for module in (layer, softmax):
@@ -61,7 +61,7 @@ def random_tokens(batch, length):
 
 
 def weights_of(layer, softmax):
-    """The weights of f, as the paper names them, and the softmax's biases: those of words, then of clusters."""
+    """Return the weights of f by the paper's names, and the softmax's biases: those of words, then of clusters."""
     clusters = () if softmax.clusters is None else (softmax.clusters.bias,)
     return {
         "first.weight": layer.first.weight.mT, "first.bias": layer.first.bias,
@@ -72,14 +72,14 @@ def weights_of(layer, softmax):
 
 
 def apply(weights, h):
-    """f of one h (D,)."""
+    """Return f(h) of one h (D,)."""
     squares = (h @ weights["first.weight"] + weights["first.bias"]).relu().square()
     outputs = squares @ weights["second.weight"] + weights["second.bias"]
     return F.layer_norm(outputs, (DIM,)) * weights["norm.weight"] + weights["norm.bias"]
 
 
 def loss_of(softmax, weights, y, token):
-    """With the weights' bias of the softmax, where that is fast."""
+    """Return the loss, with the bias of the softmax from the weights if it is fast."""
     if "softmax.bias" in weights and hasattr(softmax, "shift_entries"):
         clusters = () if softmax.clusters is None else (softmax.clusters.bias,)
         y = torch.cat([y, weights["softmax.bias"] - torch.cat([softmax.bias, *clusters]).detach()])
@@ -87,7 +87,7 @@ def loss_of(softmax, weights, y, token):
 
 
 class Brute:
-    """One row, position by position; `segments` as the paper's formula has them."""
+    """Compute one row position by position; `segments` as in the paper's formula."""
 
     def __init__(self, layer, softmax):
         self.layer, self.softmax = layer, softmax
@@ -96,9 +96,9 @@ class Brute:
         self.steps, self.decays = layer.step_sizes(), layer.decays()
 
     def gradient(self, h, token, carried):
-        """dL / d theta at one position, with a graph: at the trained weights, or at those a segment begins with."""
+        """Return dL / d theta at one position, with a graph: at the trained weights, or at the segment's start."""
         slow = dict(self.weights)
-        if "softmax.bias" in self.fast:  # a leaf in its place: the softmax's own bias is not what autograd asks for
+        if "softmax.bias" in self.fast:  # a leaf that replaces the softmax's bias, for autograd
             slow["softmax.bias"] = slow["softmax.bias"].detach().requires_grad_()
         if self.layer.gradients_at == "carried":
             slow = {name: value - carried.get(name, 0) for name, value in slow.items()}
@@ -107,7 +107,7 @@ class Brute:
         return dict(zip(self.fast, found, strict=True))
 
     def segment(self, features, tokens, following, delta):
-        """y (L, D + shifts), and the gradients of all positions with `following`, what the last one is to predict."""
+        """Return y (L, D + shifts), and the gradients of all positions; following: the last one's target."""
         total = {name: torch.zeros_like(self.weights[name]) for name in self.fast}
         carried, ys = {name: self.steps[name] * delta.get(name, 0) for name in self.fast}, []
         for t, h in enumerate(features):
@@ -122,13 +122,13 @@ class Brute:
         return torch.stack(ys), total
 
     def stream(self, segments):
-        """segments of (features (L, D), tokens (L,)) -> y of each, as Clark et al. 2022, Sec. 3, carry Delta."""
+        """Return y of each segment of (features (L, D), tokens (L,)), with Delta as in Clark et al. 2022, Sec. 3."""
         delta, ys = {}, []
         for index, (features, tokens) in enumerate(segments):
             following = segments[index + 1][1][0] if index + 1 < len(segments) else None
             y, total = self.segment(features, tokens, following, delta)
             ys.append(y)
-            # gamma has a gradient of one step, as the layer's: Delta of before comes without a graph.
+            # gamma has a gradient of one step, as in the layer: the earlier Delta has no graph.
             delta = {
                 name: self.decays[name] * delta[name].detach() + total[name].detach() if delta else total[name].detach()
                 for name in self.fast
@@ -142,7 +142,7 @@ def fast(request):
 
 
 def check_gradients(ours, expected, inputs):
-    """Of a random projection of all values, by every input."""
+    """Check the gradients of a random projection of all values by every input."""
     direction = torch.randn_like(ours)
     found, wanted = (
         torch.autograd.grad((values * direction).sum(), inputs, retain_graph=True, materialize_grads=True)
@@ -155,7 +155,7 @@ def check_gradients(ours, expected, inputs):
 
 @pytest.mark.parametrize(("fast", "kind"), PAIRS)
 def test_one_pass_is_the_loop_over_positions(fast, kind):
-    """Values, and derivatives through the updates: by features, weights, step sizes and the softmax's weights."""
+    """Values and derivatives through the updates agree: by features, weights, step sizes and softmax weights."""
     (layer, softmax), x, tokens = build(fast, kind), random_features(2, 5), random_tokens(2, 5)
     brute = Brute(layer, softmax)
     expected = torch.stack([brute.segment(x[row], tokens[row], None, {})[0] for row in range(2)])
@@ -172,7 +172,7 @@ def test_one_pass_is_the_loop_over_positions(fast, kind):
 
 
 class FirstOrder:
-    """The layer with gradients that are constants: what a wrong second order would be."""
+    """The test finds a wrong second order: a layer whose gradients are constants."""
 
     def __init__(self, layer):
         self.layer = layer
@@ -187,7 +187,7 @@ class FirstOrder:
 
 
 def test_the_sum_is_strict(fast):
-    """The token to be predicted at t changes nothing at t, and something after it."""
+    """The target at t does not change outputs at t, but later ones."""
     (layer, softmax), x, tokens = build(fast), random_features(1, 6), random_tokens(1, 6)
     changed = tokens.clone()
     changed[0, 3] = tokens[0, 3] % 20 + 2  # the target of position 2
@@ -200,7 +200,7 @@ def test_the_sum_is_strict(fast):
 @looped("gradients_at", GRADIENTS_AT)
 @pytest.mark.parametrize(("fast", "kind"), PAIRS)
 def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
-    """Delta, gamma and the loss of a segment's last position, with all derivatives of the last segment."""
+    """Delta, gamma and the loss of a segment's last position agree, with all derivatives of the last segment."""
     layer, softmax = build(fast, kind, gradients_at=gradients_at)
     features = [random_features(2, length) for length in lengths]
     tokens = [random_tokens(2, length) for length in lengths]
@@ -218,7 +218,7 @@ def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
     inputs = (features[-1], *layer.parameters(), *softmax.parameters())
     check_gradients(ours[-1], torch.stack([row[-1] for row in rows]), inputs)
     if fast != "none":
-        # Not its sum: what a gradient adds to the biases of a softmax sums to zero.
+        # Not the sum: gradients of the biases of a softmax sum to zero.
         output = (ours[-1] * torch.randn_like(ours[-1])).sum()
         assert torch.autograd.grad(output, features[0], allow_unused=True, retain_graph=True)[0] is None
         (of_decay,) = torch.autograd.grad(output, layer.decay_logits)
@@ -226,7 +226,7 @@ def test_segments_carry_what_was_learnt(fast, kind, gradients_at, lengths):
 
 
 def test_segments_of_one_token_are_gradient_descent():
-    """With gradients at carried weights and no decay, theta is what plain steps of theta itself make of it."""
+    """With gradients at carried weights and no decay, theta takes plain gradient steps."""
     layer, softmax = build(gradients_at="carried", step_size=0.05, decay=1.0)
     plain = FastWeightLayer(DIM, HIDDEN, "none").double()
     plain.load_state_dict(layer.state_dict())
@@ -262,7 +262,7 @@ def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
 
 
 def test_padding_changes_nothing(fast):
-    """On the left, on the right, between tokens, and of a whole segment; here and in the segments after it."""
+    """Padding on the left, on the right, between tokens and of a whole segment changes nothing, now or later."""
     layer, softmax = build(fast)
     places = [[2, 3, 4, 5], [0, 1, 2], [0, 2, 5], []]
     mask = torch.ones(4, 6, dtype=torch.bool)
@@ -302,7 +302,7 @@ def test_states_are_reordered_and_reset(fast):
 
 
 def test_one_fixed_step_size_and_decay():
-    """They are what the learned ones would be, were they all so; nothing is learned then."""
+    """Fixed numbers act as equal learned ones, and are not learned."""
     layer, softmax = build()
     fixed = FastWeightLayer(DIM, HIDDEN, step_size=0.25, decay=0.5).double()
     fixed.load_state_dict({k: v for k, v in layer.state_dict().items() if k not in ("log_step_sizes", "decay_logits")})
@@ -361,19 +361,19 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ValueError, match=f"`divisor` must be above 0, got {divisor}"):
             FastWeightLayer(DIM, HIDDEN, divisor=divisor)
     for step_size in (-0.1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"`step_size` must be 0 or more, got {step_size}"):
+        with pytest.raises(ValueError, match=f"`step_size` must be at least 0, got {step_size}"):
             FastWeightLayer(DIM, HIDDEN, step_size=step_size)
     for decay in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=f"`decay` must be from 0 to 1, got {decay}"):
+        with pytest.raises(ValueError, match=rf"`decay` must be in \[0, 1\], got {decay}"):
             FastWeightLayer(DIM, HIDDEN, decay=decay)
-    with pytest.raises(ValueError, match="unknown choice of fast weights 'all': choose one of both, first"):
+    with pytest.raises(ValueError, match=r"the choice of fast weights must be one of both, first, .*, got 'all'"):
         FastWeightLayer(DIM, HIDDEN, "all")
     with pytest.raises(ValueError, match="trained, carried, got 'carry'"):
         FastWeightLayer(DIM, HIDDEN, gradients_at="carry")
 
 
 def test_a_map_of_inputs_comes_before_all_else(fast):
-    """Also of the features that wait for their target: over segments, with all derivatives."""
+    """Gradients reach the features that wait for their target, over segments, with all derivatives."""
     layer, softmax = build(fast, map_inputs=True)
     plain, _ = build(fast)
     plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "inputs" not in name})
@@ -387,14 +387,14 @@ def test_a_map_of_inputs_comes_before_all_else(fast):
 
 
 def normalised_features(count):
-    """Correlated ones with a mean, as long as layer normalisation makes them; each in float64."""
+    """Return correlated features with a mean, as long as after layer normalisation, in float64."""
     values = torch.randn(count, DIM, dtype=torch.float64) @ torch.randn(DIM, DIM, dtype=torch.float64)
     return F.layer_norm(values + 0.3 * torch.arange(DIM), (DIM,))
 
 
 @looped("map_inputs", [False, True])
 def test_it_begins_as_the_identity(map_inputs):
-    """Up to the epsilon of its normalisation, however large one of the features is."""
+    """It is the identity up to the epsilon of its normalisation, for features of any size."""
     layer = FastWeightLayer(DIM, HIDDEN, "none", map_inputs=map_inputs).double()
     layer.initialize()
     x = torch.cat([normalised_features(50), DIM**0.5 * torch.eye(DIM)])[None]
@@ -409,7 +409,7 @@ def test_it_begins_as_the_identity(map_inputs):
 
 
 def test_a_random_start_is_that_of_the_public_code():
-    """Weights of 0.05 N(0, 1), no biases and neutral normalisation (google-research, fwl/tf/fwl.py)."""
+    """The weights are 0.05 N(0, 1), without biases and with neutral normalisation (google-research, fwl/tf/fwl.py)."""
     layer = FastWeightLayer(64, 96, "none", random_start=True)
     layer.apply(initialize)
     for weight in (layer.first.weight, layer.second.weight):
@@ -419,7 +419,7 @@ def test_a_random_start_is_that_of_the_public_code():
 
 
 def test_a_step_from_white_inputs_is_that_of_kfac():
-    """A step of U moves outputs by Cg^-1 g (x - mean) C^-1 (x' - mean), up to a factor and the damping of both."""
+    """A step of U changes outputs by Cg^-1 g (x - mean) C^-1 (x' - mean), up to a factor and both dampings."""
     layer = FastWeightLayer(DIM, 2 * DIM, map_inputs=True).double()
     root = torch.randn(40, DIM, dtype=torch.float64)
     x, mean = torch.randn(40, DIM, dtype=torch.float64) @ torch.randn(DIM, DIM, dtype=torch.float64), torch.ones(DIM)

@@ -37,9 +37,9 @@ HAND_COMPUTED = {
     ),
 }
 FEATURE_DIM = {"elu": 6, "favor": 6, "dpfp": 12, "relu": 6, "identity": 6, "tanh": 6}
-# The rounding of float32 in the steps between x and phi(x): the exponent of FAVOR+ is a sum of terms up to |x|^2 / 2 =
-# 432, and a feature below the smallest normal number has no full relative accuracy; the terms of the learned map's sum
-# add up to 6 x 12 / sqrt(6) + 1 at most.
+# The rounding of float32 in the steps between x and phi(x). The exponent of FAVOR+ is a sum of terms up to |x|^2 / 2 =
+# 432. A feature below the smallest normal number has less relative accuracy. The terms of the learned map's sum add up
+# to 6 x 12 / sqrt(6) + 1 at most.
 ROUNDING = {"favor": {"rtol": 432 * 2**-22, "atol": 2.0**-126}, "relu": {"rtol": 2e-7, "atol": 31 * 2**-22}}
 
 
@@ -81,14 +81,11 @@ def test_dpfp_pairs_every_neighbour_within_reach():
 @looped(
     "name, arguments, message",
     [
-        *[
-            ("dpfp", {"nu": nu}, f"`nu` must be between 1 and twice the size of a key less one, here 11, got {nu}")
-            for nu in (0, -1, 12)
-        ],
+        *[("dpfp", {"nu": nu}, f"`nu` must be from 1 to 2 \\* key dimension - 1 = 11, got {nu}") for nu in (0, -1, 12)],
         ("favor", {"num_features": 0}, "`num_features` must be at least 1, got 0"),
         ("favor", {"draw": "sobol"}, "`draw` must be one of orthogonal, gaussian, authors, got 'sobol'"),
-        ("favor", {"offset": -0.1}, "`offset` must be a number of 0 or more, got -0.1"),
-        ("favor", {"offset": math.nan}, "`offset` must be a number of 0 or more, got nan"),
+        ("favor", {"offset": -0.1}, "`offset` must be a number of at least 0, got -0.1"),
+        ("favor", {"offset": math.nan}, "`offset` must be a number of at least 0, got nan"),
         ("favor", {"redraw": -1}, "`redraw` must be a number of mini-batches, or 0 for never, got -1"),
         ("relu", {"num_features": -1}, "`num_features` must be at least 1, got -1"),
     ],
@@ -108,7 +105,7 @@ def test_shape_sign_and_independence_of_positions(name):
     changed = x.clone()
     changed[:, 1:] = 20 * torch.randn(2, 2, 4, HEAD_DIM)
     assert torch.equal(feature_map(changed)[:, 0], features[:, 0])
-    # One vector alone may take another matrix product than many together.
+    # One vector may take another matrix product than many together.
     torch.testing.assert_close(feature_map(x[1, 2, 3]), features[1, 2, 3], rtol=1e-6, atol=1e-7)
 
 
@@ -175,7 +172,7 @@ def test_the_learned_map_takes_half_weights_as_they_are():
 
 
 def favor_estimates(favor, count, norm=0.6, product=1.147, pairs=256):
-    """(count, pairs): at each of count draws, estimates of product = exp(x . y) for pairs of vectors of that norm."""
+    """Return (count, pairs): for each draw, estimates of exp(x . y) = product for pairs of vectors of that norm."""
     x, across = torch.randn(2, pairs, favor.projection.shape[1], dtype=torch.float64)
     x = torch.nn.functional.normalize(x, dim=-1)
     across = torch.nn.functional.normalize(across - (across * x).sum(-1, keepdim=True) * x, dim=-1)
@@ -190,14 +187,14 @@ def favor_estimates(favor, count, norm=0.6, product=1.147, pairs=256):
 
 
 def mean_and_deviation(estimates):
-    """Of the mean over all draws; the pairs at one draw are not independent of each other."""
+    """Return the mean and its standard error over draws; the pairs of one draw are not independent."""
     means = estimates.mean(-1)
     return means.mean().item(), means.std().item() / len(means) ** 0.5
 
 
 @looped("draw, num_features", [("orthogonal", 8), ("orthogonal", 41), ("gaussian", 8)])
 def test_favor_is_unbiased(draw, num_features):
-    """Within 4 standard deviations of the mean; 41 rows are two blocks of 16 and an incomplete one."""
+    """The mean is within 4 standard errors; 41 rows are two blocks of 16 and an incomplete one."""
     mean, deviation = mean_and_deviation(favor_estimates(Favor(16, num_features, draw), 2000))
     assert deviation < 0.002 and abs(mean - 1.147) < 4 * deviation
 
@@ -210,13 +207,13 @@ def test_orthogonal_rows_have_a_smaller_variance():
 
 
 def test_the_authors_draw_is_too_small():
-    """On average over directions; along some it is unbiased, along others too small by up to 3 per cent."""
+    """The bias is an average over directions; along some it is 0, along others up to 3 per cent."""
     mean, deviation = mean_and_deviation(favor_estimates(Favor(16, 8, "authors"), 4000))
     assert mean + 4 * deviation < 1.147 and mean > 1.1
 
 
 def test_the_draws_rows():
-    """Orthogonal within blocks; rows as long as Gaussian vectors; the authors' draw has orthogonal columns instead."""
+    """Rows are orthogonal within blocks and as long as Gaussian vectors; the authors' draw has orthogonal columns."""
     rows = Favor(8, 20, "orthogonal").double().projection
     for block in rows.split(8):
         products = block @ block.T
@@ -231,7 +228,7 @@ def test_the_draws_rows():
 
 @looped("draw", ["orthogonal", "gaussian"])
 def test_elements_of_the_matrix_are_standard_gaussian(draw):
-    """Signs too: without the correction of the QR decomposition, the first elements of the rows are negative."""
+    """Signs are random too: without the correction of the QR decomposition, first elements are negative."""
     favor = Favor(4, 6, draw)
     drawn = []
     for _ in range(3000):
@@ -266,7 +263,7 @@ def test_a_loaded_state_continues_the_sequence(draw):
     assert favor.draws == 2
     for _ in range(3):
         previous = favor.projection
-        torch.rand(1)  # other draws from the global generator change nothing
+        torch.rand(1)  # draws from the global generator change nothing
         favor.resample()
         resumed.resample()
         assert not torch.equal(favor.projection, previous)
@@ -276,7 +273,7 @@ def test_a_loaded_state_continues_the_sequence(draw):
 
 @looped("redraw, expected", [(1, [1] * 7), (3, [0, 0, 1, 0, 0, 1, 0]), (0, [0] * 7)])
 def test_favor_draws_anew_as_often_as_it_is_told(redraw, expected):
-    """Also when it goes on from a state, of any number of draws, and with a matrix that was given."""
+    """It also continues from a saved state, after any number of draws, and with a given matrix."""
     favor, found = Favor(HEAD_DIM, 4, redraw=redraw), []
     favor.load_state_dict({**favor.state_dict(), "projection": torch.randn(4, HEAD_DIM)})
     for _ in expected:

@@ -30,7 +30,7 @@ def random(*shape):
 
 
 def by_definition(layer, x, source, padding=None):
-    """Eq. 13 of Schlag et al. 2021 over the whole sequence, one query, key and head after the other."""
+    """Compute Eq. 13 of Schlag et al. 2021 over the whole sequence, one query, key and head at a time."""
     rows = []
     for b in range(len(x)):
         q, kv = layer.q_proj(x[b]), layer.kv_proj(source[b])
@@ -58,7 +58,7 @@ def test_equation_13(layer):
 
 @pytest.mark.parametrize("length, by_scores", [(3, True), (20, False)])
 def test_short_sequences_are_read_by_their_scores(layer, length, by_scores, monkeypatch):
-    """Both ways are the same attention, for every map; a long one never has a number for every pair of tokens."""
+    """Both forms give the same attention, for every map; that for long sequences never has a number per pair."""
     x, source = random(2, length, DIM), random(2, length, SOURCE_DIM)
     padding = torch.zeros(2, length, dtype=torch.bool)
     padding[1, :2] = True
@@ -130,7 +130,7 @@ def test_the_summary_is_as_large_for_any_source_and_can_be_reordered(layer):
 
 @looped("name", POSITIVE)
 def test_constant_values_are_read_back(name):
-    """An output that is an average of the values, whatever the map."""
+    """The output is an average of the values, for every map."""
     layer = build(name)
     with torch.no_grad():
         layer.kv_proj.weight[DIM:] = 0
@@ -158,7 +158,7 @@ def test_epsilons_reach_the_divisor():
 
 
 def test_favor_estimates_softmax_attention():
-    """With many random features, the attention that it is an estimate of."""
+    """With many random features it is close to softmax attention."""
     layer = LinearAttention(8, 1, Favor(8, num_features=20_000)).double()
     with torch.no_grad():
         for projection in (layer.q_proj, layer.kv_proj):
@@ -171,7 +171,7 @@ def test_favor_estimates_softmax_attention():
 
 @looped("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast(layer, dtype):
-    """A half layer, and a float32 layer under autocast: near float32, with a summary in float32."""
+    """A half-precision layer, and a float32 layer under autocast, are close to float32, with a float32 summary."""
     layer = layer.float()
     x, source = torch.randn(2, 6, DIM), torch.randn(2, 50, SOURCE_DIM)
     expected = layer(x, source)
@@ -184,7 +184,7 @@ def test_half_precision_and_autocast(layer, dtype):
     out, state = half(x.to(dtype), source.to(dtype)), half.summarize(source.to(dtype))
     assert out.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in state)
     torch.testing.assert_close(out.float() / scale, expected / scale, rtol=0, atol=0.1)
-    # What is summed is rounded, its sum is not.
+    # The terms are rounded, their sum is not.
     k, v = (part.double() for part in half._keys_and_values(source.to(dtype), None))
     torch.testing.assert_close(state.weights.double(), k.mT @ v, rtol=0, atol=float(1e-6 * k.norm() * v.norm()))
 

@@ -1,4 +1,4 @@
-"""Local attention against the definition, and what it costs."""
+"""Local attention against its definition, and its cost."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DIM, HEADS = 12, 3
 
 
 def by_mask(layer, x):
-    """Softmax over a full matrix of scores with everything outside the window masked."""
+    """Compute a softmax over a full matrix of scores, masked outside the window."""
     q, k, v = layer.project(x)
     scores = q @ k.transpose(-1, -2) / (DIM // HEADS) ** 0.5
     distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])

@@ -10,7 +10,7 @@ NORMALIZATION = AttentionNormalization()
 
 
 def attention_normalize(out, q, k, normalizer, **epsilon):
-    """Eqs. 26 and 28, as the layer composes them."""
+    """Compute Eqs. 26 and 28 as the layer does."""
     z = running_sum(k, normalizer)
     return (out / AttentionNormalization(**epsilon).output_divisor(q, z).unsqueeze(-1)).to(out.dtype), z[
         :, :, -1
@@ -33,7 +33,7 @@ def test_zero_features_stay_zero_with_a_finite_gradient():
 
 
 def test_the_bounds_are_the_documented_ones():
-    """A sum above 1e-6 divides exactly, a smaller one counts as 1e-6; the same for z . q."""
+    """A sum above 1e-6 divides exactly, a smaller one counts as 1e-6, and so does z . q."""
     features = torch.tensor([[1e-4, 3e-4], [1e-7, 1e-7]], dtype=torch.float64)
     expected = torch.tensor([[0.25, 0.75], [0.1, 0.1]], dtype=torch.float64)
     torch.testing.assert_close(SumNormalization()(features), expected)
@@ -52,7 +52,7 @@ def test_half_precision_sums_in_float32():
 
 
 def test_attention_normalization_is_the_weighted_average_of_values():
-    """With the sum rule, Eq. 13: weights k_j . q_i over their sum."""
+    """With the sum rule it is Eq. 13: weights k_j . q_i divided by their sum."""
     q, k = torch.rand(2, 2, 3, 5, 4, dtype=torch.float64).unbind(0)
     v = torch.randn(2, 3, 5, 6, dtype=torch.float64)
     scores = (q @ k.transpose(-1, -2)).tril()
@@ -74,7 +74,7 @@ def test_the_normalizer_is_carried():
 
 
 def equations_24_and_26_to_28(q, k, v, beta, weights, z):
-    """The delta rule with attention normalisation, one head and one token at a time; an empty memory retrieves 0."""
+    """Compute the delta rule with attention normalisation by head and token; an empty memory retrieves 0."""
     outs = []
     for q_t, k_t, v_t, beta_t in zip(q, k, v, beta, strict=True):
         retrieved = torch.zeros_like(v_t) if not z.any() else k_t @ weights / (z @ k_t).clamp(min=1e-6)
@@ -85,7 +85,7 @@ def equations_24_and_26_to_28(q, k, v, beta, weights, z):
 
 
 def delta_with_attention_normalization(q, k, v, beta, weights=None, z_0=None, half=False):
-    """The same through the operator, as a layer calls it; half: in the form made for half precision."""
+    """Compute the same with the operator, as a layer does; half: in the form for half precision."""
     z = running_sum(k, z_0)
     divisor, c = NORMALIZATION.output_divisor(q, z), NORMALIZATION.retrieval_divisor(k, z)
     k, v, beta = (k / c.sqrt()[..., None], c.sqrt()[..., None] * v, beta) if half else (k, c[..., None] * v, beta / c)
@@ -110,7 +110,7 @@ def by_the_equations(inputs, weights=None, z=None):
 @looped("sum_norm", [False, True])
 @looped("case", ["first position", "carried", "padding", "orthogonal keys"])
 def test_the_delta_rule_retrieves_a_normalized_value(case, sum_norm, half):
-    """Eq. 27 through the plain operator: from an empty memory, a carried one, behind padding, with unrelated keys."""
+    """Eq. 27 with the plain operator: from an empty or carried memory, after padding, with unrelated keys."""
     q, k, v, beta = delta_inputs()
     weights = z = None
     if case == "carried":
@@ -136,7 +136,7 @@ def test_retrieval_differs_from_the_plain_delta_rule():
 
 
 def test_the_retrieval_divisor_by_hand():
-    """One where nothing is stored under the key, the bound where next to nothing is, z . k elsewhere."""
+    """It is 1 if nothing is stored under the key, the bound if almost nothing is, and otherwise z . k."""
     k = torch.tensor([[0.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0], [1e-9, 0.0]]).reshape(1, 1, 5, 2)
     divisor = NORMALIZATION.retrieval_divisor(k, running_sum(k))
     torch.testing.assert_close(divisor.flatten(), torch.tensor([1.0, 1.0, 6.0, 1.0, 1e-6]))
@@ -211,7 +211,7 @@ def test_half_precision_divisors_are_float32(dtype):
 
 
 def test_the_form_for_half_precision_survives_small_divisors():
-    """Small features, as of long vectors: beta / c is beyond float16, the other form is within its rounding."""
+    """With small features, as of long vectors, beta / c overflows float16, and the other form does not."""
     q, k, v, beta = delta_inputs()
     k = k * 1e-3
     inputs = [x.half() for x in (q, k, v, beta)]
@@ -230,7 +230,7 @@ def test_gradients_through_the_whole_normalization():
 
 
 def test_gradients_are_finite_where_divisors_vanish():
-    """Behind padding, which a layer masks, and where a query meets no key."""
+    """The divisor is zero after padding, which a layer masks, and for a query without a matching key."""
     inputs = [x.requires_grad_() for x in delta_inputs()]
     padding = torch.tensor([True] * 3 + [False] * 4).unsqueeze(-1)
     unrelated = torch.tensor([False] * 6 + [True]).unsqueeze(-1)
@@ -243,7 +243,7 @@ def test_gradients_are_finite_where_divisors_vanish():
 
 @looped("case", ["first position", "carried", "padding", "orthogonal keys"])
 def test_an_added_epsilon_shrinks_the_write_as_the_public_code_does(case):
-    """It multiplies beta by c = z . k, 1 before an empty memory, and divides the key by c + epsilon."""
+    """It multiplies beta by c = z . k (1 for an empty memory), and divides the key by c + epsilon."""
     q, k, v, beta = (x.requires_grad_() for x in delta_inputs())
     z_0 = torch.rand(2, 3, 4, dtype=torch.float64) if case == "carried" else None
     k = k.clone()

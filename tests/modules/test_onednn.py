@@ -1,4 +1,4 @@
-"""oneDNN's linear layers: what they take over, and that they compute the same."""
+"""oneDNN's linear layers: which ones are replaced, and equal results."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fairseq_fwp.modules.onednn import MIN_ROWS, Linear, OneDnnLinear
 
 
 class Calls(TorchDispatchMode):
-    """The names of all operators that run, and the weights of oneDNN's."""
+    """Record the names of all operators that run, and the weights of oneDNN's."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Calls(TorchDispatchMode):
 
 
 def linear(x, weight, bias):
-    """The product, and whether oneDNN computed it."""
+    """Return the product, and whether oneDNN computed it."""
     with OneDnnLinear(), Calls() as calls:
         return F.linear(x, weight, bias), any("mkldnn" in name for name in calls.names)
 
@@ -52,7 +52,7 @@ def test_layouts():
 
 
 def test_weights_have_no_gaps():
-    """Like a part of a matrix, or the gradient of a part of the logits: else they take a thousand times as long."""
+    """Weights with gaps, such as a part of a matrix or of the logits' gradient, are copied: oneDNN is slow on them."""
     x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(12, 6)[:, :4].detach().requires_grad_()
     with OneDnnLinear(), Calls() as calls:
         logits = torch.cat([F.linear(x, weight), torch.zeros(9, 3)], 1)
@@ -75,7 +75,7 @@ def test_the_rest_goes_torchs_way(dtype, gradients):
 @looped("bias", [True, False])
 @looped("columns", [8, 40])
 def test_gradients_of_both_orders(columns, bias):
-    """Of inputs, weights and biases, against float64; and no gradient of a weight is computed that nobody asks for."""
+    """Gradients of inputs, weights and biases agree with float64; unneeded gradients of weights are not computed."""
     layer, x = nn.Linear(24, columns, bias=bias), torch.randn(3, 7, 24)
 
     def derivatives(layer, x):
@@ -92,7 +92,7 @@ def test_gradients_of_both_orders(columns, bias):
 
 
 def test_what_it_returns_can_be_changed_in_place():
-    """As torch's attention does."""
+    """torch's attention does so."""
     layer, x = nn.Linear(24, 40), torch.randn(3, 7, 24)
     with OneDnnLinear():
         layer(x).mul_(2).sum().backward()

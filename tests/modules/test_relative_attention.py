@@ -1,4 +1,4 @@
-"""Transformer-XL's attention against its formula, and what a memory and a cache have to be."""
+"""Transformer-XL's attention against its formula; its memory and cache."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ SIZE = DIM // HEADS
 
 
 def build(positions="relative", clamp_len=None, window=None, dropout=0.0, dim=DIM, heads=HEADS):
-    """A float64 layer with weights large enough to tell positions apart."""
+    """Return a float64 layer with weights large enough to distinguish positions."""
     if positions == "relative":
         distances = SinusoidalDistances(dim, heads, clamp_len)
     else:
@@ -37,7 +37,7 @@ def random(*shape):
 
 
 def by_loops(layer, x, memory):
-    """The paper's equations, one query, key and head at a time, in the paper's notation."""
+    """Compute the paper's equations, one query, key and head at a time, in the paper's notation."""
     whole = torch.cat([memory, x], 1)
     w_q, w_ke, w_v = layer.in_proj.weight.split(DIM)
     out = torch.zeros_like(x)
@@ -95,7 +95,7 @@ def test_gradients(positions):
 
 
 def test_without_its_positions_it_is_softmax_attention_over_the_concatenation():
-    """Where W_kR, u and v are zero, (a) alone is left."""
+    """If W_kR, u and v are zero, only (a) is left."""
     layer = build()
     softmax = SoftmaxAttention(DIM, HEADS).double()
     softmax.load_state_dict(layer.state_dict(), strict=False)
@@ -108,7 +108,7 @@ def test_without_its_positions_it_is_softmax_attention_over_the_concatenation():
 
 @looped("seen", [1, 4])
 def test_every_token_sees_as_many_with_same_length(seen):
-    """Bit by bit: a token of the memory changes the outputs of those it is less than `seen` tokens away from."""
+    """A token of the memory changes exactly the outputs of tokens less than `seen` tokens away."""
     layer, memory, x = build(window=seen), random(1, 6, DIM), random(1, 5, DIM)
     expected = layer(x, Memory(memory))[0]
     for place in range(6):
@@ -119,7 +119,7 @@ def test_every_token_sees_as_many_with_same_length(seen):
 
 
 def test_only_distance_counts():
-    """The same tokens later in the stream: with a window the outputs are the same."""
+    """With a window, the same tokens later in the stream have the same outputs."""
     layer, x = build(window=3), random(1, 9, DIM)
     torch.testing.assert_close(layer(x)[0][:, 4:], layer(x[:, 2:])[0][:, 2:])
 
@@ -165,7 +165,7 @@ def test_padding_between_tokens_puts_no_distance_between_them():
 
 
 def test_no_tensor_holds_a_vector_for_every_pair(largest_tensor):
-    """Scores are O(B H L S); vectors of distances for every pair would be d times that, here 32 times."""
+    """Scores are O(B H L S); vectors of distances for every pair would take d = 32 times that."""
     layer = RelativeAttention(64, 2, SinusoidalDistances(64, 2))
     with largest_tensor() as mode:
         layer(torch.randn(1, 128, 64, requires_grad=True), Memory(torch.randn(1, 128, 64)))[0].sum().backward()
@@ -195,7 +195,7 @@ def test_half_precision_and_autocast(positions, dtype):
 
 
 def test_sinusoids_of_long_distances_survive_half_precision():
-    """They are computed in float32: bfloat16 does not tell 1000 from 1001."""
+    """Sinusoids are computed in float32: bfloat16 does not distinguish 1000 from 1001."""
     positions = SinusoidalDistances(DIM, HEADS).to(torch.bfloat16)
     torch.nn.init.eye_(positions.proj.weight)
     rows = positions(1000, 1002).float()

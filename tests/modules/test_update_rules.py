@@ -1,4 +1,4 @@
-"""Gates as the papers have them, keys of length one, and rates up to 2."""
+"""Gates as in the papers, keys of length one, and rates up to 2."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_l2_normalization_divides_keys_and_queries_by_their_lengths(feature_map)
 
 
 def test_l2_normalization_of_a_zero_in_half_precision_is_zero():
-    """A padded token may be zero, and what it reads must be a number."""
+    """A padded token may be zero, and its output must be a number."""
     layer = build("delta", l2_normalization=True).half()
     x = torch.randn(1, 3, 16).half()
     x[:, 0] = 0
@@ -98,7 +98,7 @@ DOUBLING = [name for name, rule in UPDATE_RULES.items() if any(gate.doubles for 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
     if rule not in DOUBLING:
-        with pytest.raises(ValueError, match=f"beta up to 1, and {rule} has none"):
+        with pytest.raises(ValueError, match=f"must be off for the update rule {rule}, which has no rate beta"):
             build(rule, negative_eigenvalues=True)
         return
     layer, plain = build(rule, negative_eigenvalues=True), build(rule)
@@ -115,7 +115,7 @@ def test_the_family_of_delta_has_rates_to_double():
 
 
 def test_a_rule_from_outside_need_not_know_documents(monkeypatch):
-    """Written before there were any, it trains as it did."""
+    """A rule written before these fields existed trains as before."""
 
     def keep_all(q, k, v, state=None, *, backend="auto"):
         return UPDATE_RULES["sum"].operator(q, k, v, state, backend=backend)

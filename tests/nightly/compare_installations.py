@@ -1,10 +1,10 @@
-"""Compare two installations of the plugin, to the last bit: the one that runs this script, and one of before.
+"""Compare two installations of the plugin to the last bit: the one that runs this script, and an earlier one.
 
     python tests/nightly/compare_installations.py /path/to/before/.venv/bin/python
 
 Every architecture, every rule, map and option of attention is built small by its flags, from one seed. Compared are
-the initial weights, the loss and its gradients, the state carried to a second segment, and decoding token by token;
-then a training that one installation begins and the other goes on with, and converted checkpoints. Prints what
+the initial weights, the loss and its gradients, the state carried to a second segment, and decoding token by token.
+Then come a training that one installation begins and the other resumes, and converted checkpoints. Prints what
 differs and ends with status 1 if anything does.
 """
 
@@ -87,7 +87,7 @@ POSITIONS = (
 
 
 def cases():
-    """Flags by name: every architecture as it is, and the options of each model."""
+    """Return flags by name: every architecture, and the options of each model."""
     from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
     tables = {"fwp_lm": LM, "fwp_xl_lm": LM, "fwp_fwl_lm": LM, "fwp_transformer": MT, "fwp_associative_retrieval": []}
@@ -109,7 +109,7 @@ def cases():
 
 
 def digest(*tensors):
-    """A short name of their values, whose bits are all looked at."""
+    """Return a short name of the values, which depends on all their bits."""
     content = hashlib.sha256()
     for tensor in tensors:
         content.update(tensor.detach().contiguous().numpy().tobytes())
@@ -121,7 +121,7 @@ def dictionary(folder, name):
 
 
 def build(flags, folder):
-    """The model and its task, as fairseq-train builds them."""
+    """Return the model and its task, as fairseq-train builds them."""
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -185,7 +185,7 @@ def digest_text(names):
 
 
 def scores(folder):
-    """All of `measure`, by case; a case that cannot be built has the sentence that says so."""
+    """Return the results of `measure` by case; a case that cannot be built has the error."""
     import fairseq_fwp  # noqa: F401
 
     torch.set_num_threads(1)
@@ -201,7 +201,7 @@ def scores(folder):
     return found
 
 
-# Trainings that one installation begins and the other goes on with, and what is made of a checkpoint of softmax.
+# Trainings that one installation begins and the other resumes, and conversions of a softmax checkpoint.
 TRAININGS = (
     "--arch delta_lm_wt103 --carry-state",
     "--arch kda_lm_wt103 --carry-state",
@@ -216,7 +216,7 @@ CONVERSIONS = (
     "--decoder-update-rule gated --attention-normalization --decoder-feature-map elu",
     "--decoder-update-rule softmax --attention-window 4",
 )
-# Python does not look into the folder that it runs in: there may be a package of ours.
+# Python does not search the current folder, which may have a package of ours.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 UPDATES = (
     "--optimizer adam --lr 0.01 --criterion adaptive_loss --ddp-backend legacy_ddp --batch-size 4 --cpu "
@@ -225,7 +225,7 @@ UPDATES = (
 
 
 def command(python, name, *arguments):
-    """Run a command of an installation. Return what it printed."""
+    """Run a command of an installation. Return its output."""
     line = [str(Path(python).parent / name), *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT)
     if done.returncode:
@@ -234,7 +234,7 @@ def command(python, name, *arguments):
 
 
 def train(python, data, folder, flags, updates):
-    """Train on to so many updates. Return what the checkpoint holds, by part."""
+    """Train up to that many updates. Return the parts of the checkpoint."""
     settings = [*LM, *UPDATES.split(), "--tokens-per-sample", 8, "--task", "fwp_language_modeling"]
     saving = ["--save-dir", folder, "--max-update", updates, "--no-epoch-checkpoints", "--disable-validation"]
     command(python, "fairseq-train", data, *flags.split(), *settings, *saving, "--user-dir", package(python))
@@ -255,7 +255,7 @@ def package(python):
 
 
 def write_data(folder):
-    """A text of random words, preprocessed by fairseq."""
+    """Write a text of random words, preprocessed by fairseq."""
     generator = torch.Generator().manual_seed(5)
     text = folder / "text"
     lines = torch.randint(36, (120, 9), generator=generator).tolist()
@@ -266,7 +266,7 @@ def write_data(folder):
 
 
 def trainings(before, data, folder):
-    """(name, by the one of before, by this one): four updates, the last two of them by another installation."""
+    """Yield (name, earlier, this): four updates, the last two by another installation."""
     for index, flags in enumerate(TRAININGS):
         one, other = (folder / f"{index}-{name}" for name in ("one", "other"))
         train(before, data, one, flags, 2)
@@ -287,7 +287,7 @@ def trainings(before, data, folder):
 
 
 def differences(before, now):
-    """The parts by which two results differ; a case of one of them alone is new, or gone."""
+    """Return the parts in which two results differ; a case of only one of them is new, or gone."""
     for name in before:
         if name not in now:
             yield f"{name}: gone"

@@ -1,11 +1,11 @@
-"""Run fairseq's own tests on the installed fairseq, as it is shipped and with the patches, and name what fails.
+"""Run fairseq's own tests on the installed fairseq, without and with the patches, and name failures.
 
     git clone --branch v0.12.2 https://github.com/facebookresearch/fairseq
     python tests/nightly/fairseq_suite.py fairseq
 
-Only the tests and the examples and scripts that they import are taken from the checkout. Prints the figures of both
+Only the tests, and examples and scripts that they import, are taken from the checkout. Prints the numbers of both
 runs and every failure with the beginning of its error; ends with status 1 if a test passes without the patches only.
-fairseq_suite.md has the figures of the last run, and the reason of each failure.
+fairseq_suite.md has the numbers of the last run, and the reason of each failure.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def run(folder: Path, plugins: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def outcome(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
-    """Return the name of a test in pytest's report with what became of it."""
+    """Return the name and the outcome of a test in pytest's report."""
     name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
     for kind, called in OUTCOMES.items():
         if (found := case.find(kind)) is not None:
@@ -67,7 +67,7 @@ def outcome(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
 
 
 def reason(found: ElementTree.Element) -> str:
-    """Return the beginning of an error; of one at collection, whose message says no more than that, its last line."""
+    """Return the beginning of an error; for one at collection, whose message is not specific, its last line."""
     if found.get("message") == "collection failure":
         return (found.text or "").strip().splitlines()[-1].removeprefix("E").strip()
     return " ".join((found.get("message") or "").split())[:LENGTH]

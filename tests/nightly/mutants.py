@@ -1,14 +1,14 @@
 # ruff: noqa: E501
-"""Small mistakes, each of which the suite must find: `python tests/nightly/mutate.py` puts them in, one at a time.
+"""Small mistakes that the suite must find: `python tests/nightly/mutate.py` inserts them, one at a time.
 
-Kernels for the GPU have theirs in test_emulator_mutations.py, which the emulator finds.
+Those of GPU kernels are in test_emulator_mutations.py, for the emulator.
 """
 
 from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One line of a file, and what stands in its place. Both are without the spaces before and after."""
+    """One line of a file, and its replacement, without leading and trailing spaces."""
 
     path: str
     line: str

@@ -1,10 +1,10 @@
-"""Put mutants into a copy of the checkout, one at a time, and see whether its tests find them.
+"""Put mutants into a copy of the checkout, one at a time, and check whether the tests find them.
 
     python tests/nightly/mutate.py --out mutants.csv [--suite OTHER/tests] [--only TEXT]
 
-Which tests: those of the folder's own subject first, see TESTS. --suite takes the tests of another checkout for the
-same code, so that two suites can be compared. A mutant that stands in the CSV is not tried again. The exit status is 1
-where one survives.
+Tests of the mutant's subject run first, see TESTS. --suite takes the tests of another checkout for the
+same code, so that two suites can be compared. A mutant that is in the CSV is not tried again. The exit status is 1
+if one survives.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-# The folders of tests for what lies below a path, in the order in which they are run until one finds the mutant.
+# The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
 TESTS = {
     "cuda_ext": ["laws", "ops", "modules"],
     "fairseq_fwp/ops": ["laws", "ops", "modules"],
@@ -36,7 +36,7 @@ SECONDS = 900  # for one mutant
 
 
 def copy(folder: Path, suite: Path) -> None:
-    """Copy what git knows of the checkout, with the tests of a suite."""
+    """Copy the files of the checkout that git knows, with the tests of a suite."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file() and not name.startswith("tests/"):
@@ -46,7 +46,7 @@ def copy(folder: Path, suite: Path) -> None:
 
 
 def put(mutant: Mutant, folder: Path) -> str:
-    """Put a mutant into the copy; return the file as it was. Raises ValueError unless its line is there once."""
+    """Put a mutant into the copy; return the original text. Raises ValueError unless the line occurs once."""
     path = folder / mutant.path
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.line) != 1:
@@ -56,7 +56,7 @@ def put(mutant: Mutant, folder: Path) -> str:
 
 
 def run(arguments: list[str], folder: Path) -> tuple[bool, str]:
-    """Run tests in the copy; return whether they found something, and the first that failed."""
+    """Run tests in the copy; return whether one failed, and the first failure."""
     environment = os.environ | {
         "PYTHONPATH": str(folder),
         "FWP_CACHE_DIR": str(folder / ".cache"),

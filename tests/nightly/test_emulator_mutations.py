@@ -1,4 +1,4 @@
-"""The emulator's own test: each of these mistakes, put into a copy of the kernels, must be found."""
+"""The test of the emulator: it must find each of these mistakes in a copy of the kernels."""
 
 import shutil
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from operator_cases import CASES, as_double, cotangents_of, make_case, reference
 from subjects import relative_error
 from test_sanitizer import run_watched
 
-# Ragged in every size; with several heads in a block, several slabs, stages, chunks.
+# Ragged in every size, with several heads in a block, slabs, stages and chunks.
 SHAPES = [(1, 3, 35, 5, 7), (2, 1, 38, 17, 20)]
-# Numbers of 2 bytes, 16 bytes of them at a time.
+# Numbers of 2 bytes, read 16 bytes at a time.
 HALF_SHAPE = (1, 2, 38, 16, 24)
-# On the tensor cores: bfloat16, but for the states. Keys are copied 16 bytes at a time, values one by one.
+# On the tensor cores: bfloat16, except the states. Keys are copied 16 bytes at a time, values one by one.
 CHUNK_SHAPE = (1, 2, 77, 24, 90)
 
 
@@ -24,7 +24,7 @@ class Mutation:
     old: str
     new: str
     rules: tuple[str, ...] = ("sum",)  # that it is looked for in
-    complaint: str = ""  # what the emulator says where it finds more than wrong numbers
+    complaint: str = ""  # the emulator's message if it finds more than wrong numbers
 
 
 MUTATIONS = {
@@ -187,7 +187,7 @@ IN_SEGMENTS = {
 
 
 def mutated(mutation, folder):
-    """A copy of the kernels with the mistake in it."""
+    """Return a copy of the kernels with the mistake."""
     kernels = folder / "cuda"
     shutil.copytree(KERNELS, kernels)
     source = kernels / mutation.file
@@ -199,7 +199,7 @@ def mutated(mutation, folder):
 
 @pytest.fixture(scope="module")
 def cases():
-    """Arguments, gradients and what the reference makes of them."""
+    """Return arguments, gradients and the results of the reference."""
     found = []
     for rule in CASES:
         for shape in SHAPES:
@@ -224,7 +224,7 @@ def cases():
 
 
 def faults(emulator, cases, rules=CASES):
-    """Return the fault, if any, found by the checks that the kernels themselves must pass."""
+    """Return the fault, if any, that the checks of the kernels find."""
     for rule, given, erases, gradients, truth in cases:
         if rule not in rules:
             continue
@@ -280,14 +280,14 @@ def test_address_sanitizer_watches_shared_memory(tmp_path):
 
 
 def test_address_sanitizer_finds_a_read_beyond_an_input(tmp_path):
-    """The numbers are right: what lies there is multiplied by zero. Only this check sees it."""
+    """The numbers are right: the values there are multiplied by zero. Only this check finds it."""
     mutation = Mutation("scan.cuh", "vector.first + i < limit);", "vector.first + i <= limit);")
     found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_SUM",), tmp_path)
     assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr
 
 
 def test_undefined_behavior_sanitizer_finds_an_odd_padding(tmp_path):
-    """Lanes read 16 bytes at once, then at odd addresses: right on a CPU, and an error on every GPU."""
+    """Lanes read 16 bytes at unaligned addresses: correct on a CPU, and an error on every GPU."""
     mutation = Mutation("chunks.cuh", "kLine = kBlock + 4;", "kLine = kBlock + 3;")
     found = run_watched(mutated(mutation, tmp_path), ("-DEMULATOR_DELTA",), tmp_path)
     assert found.returncode != 0 and "misaligned address" in found.stderr

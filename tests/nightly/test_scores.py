@@ -1,6 +1,6 @@
 """Losses of every architecture and option, built small from one seed, are those stored in scores.json.
 
-    python tests/nightly/test_scores.py        writes them again, where a change is intended
+    python tests/nightly/test_scores.py        writes them again, if a change is intended
 
 Bits differ between processors; `compare_installations.py` compares those of two installations on one.
 """
@@ -17,7 +17,7 @@ STORED = Path(__file__).with_name("scores.json")
 
 
 def losses(folder):
-    """By case: the loss, or None where it is refused."""
+    """Return the loss by case, None if it is refused."""
     for part in ("dict.txt", "dict.en.txt", "dict.de.txt"):
         dictionary(folder, part)
     return {name: float.fromhex(case["loss"]) if "loss" in case else None for name, case in scores(folder).items()}

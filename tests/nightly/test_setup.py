@@ -23,7 +23,7 @@ SCRIPTS = [ROOT / ".ci/run", *sorted(ROOT.glob("tests/*.sh")), *sorted(ROOT.glob
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Folder with the wheel and the sdist, built where importing torch is an error."""
+    """A folder with the wheel and the sdist, built while importing torch is an error."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -118,7 +118,7 @@ def test_script_is_valid_bash(script):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout to set up, in a path with a space, and a folder `stubs` that comes first on PATH."""
+    """A checkout to set up, in a path with a space, and a folder `stubs` at the start of PATH."""
     root = tmp_path / "a checkout"
     (root / "recipes").mkdir(parents=True)
     (tmp_path / "stubs").mkdir()
@@ -193,10 +193,10 @@ def test_refuses_an_unknown_extra(checkout):
 
 @pytest.fixture
 def active(checkout):
-    """An active environment whose pip only writes down how it was called, and fails if the file `broken` is there.
+    """An active environment whose pip only records its calls, and fails if the file `broken` exists.
 
-    It has torch if the file `torch` is there; pip makes that file when it installs torch, and refuses `+cpu`. For peers
-    it adds whether nvcc is in sight, and fails if the file `no peers` is there.
+    It has torch if the file `torch` exists; pip makes that file when it installs torch, and refuses `+cpu`. For peers
+    it records whether nvcc is found, and fails if the file `no peers` exists.
     """
     env = checkout.parent / "env"
     stub(

@@ -1,4 +1,4 @@
-"""The operators' tests; those of a GPU are collected where there is one."""
+"""Fixtures of the operators' tests; those of a GPU are only collected with a GPU."""
 
 import torch
 from operator_fixtures import one_thread, poisoned_memory  # noqa: F401

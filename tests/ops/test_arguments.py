@@ -1,4 +1,4 @@
-"""Wrong arguments are refused with one sentence that names what was expected and what came."""
+"""Wrong arguments are refused with one sentence: the expected argument, and the given one."""
 
 from itertools import product
 
@@ -35,7 +35,7 @@ WRONG = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_message(rule):
-    """Of every argument that a rule has, from every backend, with gradients and without."""
+    """Every argument of every rule is checked, with every backend, with gradients and without."""
     of_rule, name = RULES[rule], RULES[rule].function.__name__
     backends = ("auto", "kernel", "reference") if of_rule.kernel else ("auto", "reference")
     for case, (value, error, message) in WRONG.items():
@@ -51,7 +51,7 @@ def test_message(rule):
 
 @looped("backend", ["auto", "reference"])
 def test_message_for_several_steps_and_either_decay(backend):
-    """Names of sizes, and both shapes that a decay may have."""
+    """The error names sizes, and both allowed shapes of a decay."""
     inputs = sample_inputs("delta_product_with_decay", SHAPE, torch.float32)
     with pytest.raises(ValueError, match=r"k must have shape \(B, H, L, N, Dk\) = \(2, 3, 4, 2, 5\), got"):
         RULES["delta_product"].function(**inputs | {"k": torch.zeros(2, 3, 4, 3, 5)}, backend=backend)
@@ -71,7 +71,7 @@ def test_first_tokens_are_a_mask(rule):
 @pytest.mark.parametrize("rule", RULES)
 @looped("gradients", [True, False], ids=["grad", "no_grad"])
 def test_other_numbers_and_backends_are_refused(rule, gradients):
-    """Also once the kernels are there, which would read them as float32."""
+    """They are refused even with loaded kernels, which would read them as float32."""
     inputs = sample_inputs(rule, SHAPE, torch.float32)
     RULES[rule].function(**inputs)
     with torch.set_grad_enabled(gradients):
@@ -99,27 +99,32 @@ def test_kernel_for_a_device_without_one(rule):
 
 @pytest.mark.parametrize("rule", WITH_KERNEL)
 def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
-    """Called as a bare operator, past the checks in Python."""
+    """The operator is called directly, without the checks in Python."""
     operator = torch.ops.fwp.fast_weights.default
     given = operands(rule, sample_inputs(rule, SHAPE, torch.float32))
     operator(*given)
     for i, x in enumerate(given):
         if not isinstance(x, torch.Tensor):
             continue
-        shorter = x[:, :, :-1] if i in (0, 2) else x[..., :-1]  # the others are measured against q and v
+        shorter = x[:, :, :-1] if i in (0, 2) else x[..., :-1]  # the others are compared with q and v
         for wrong in (shorter, x.double()):
             with pytest.raises((RuntimeError, TypeError, ValueError)):
                 operator(*given[:i], wrong, *given[i + 1 :])
 
 
+# Of the operator in Python, and of the kernels (cuda_ext/bindings/arguments.h).
+BOTH = "erases must be False with removal_key|must erase or remove, not both"
+FADES = "value_decay must be None with a rate|whose values fade must have no rate"
+
+
 @looped(
     ("given", "message"),
     [
-        ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, "erase or remove, not both"),
+        ({"erases": True, "removal_key": KEY, "removal_rate": KEY}, BOTH),
         ({"removal_key": KEY}, "given together"),
-        ({"value_decay": VALUE, "rate": torch.ones(2, 3, 4)}, "values fade"),
-        ({"value_decay": VALUE, "erases": True}, "values fade"),
-        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, "values fade"),
+        ({"value_decay": VALUE, "rate": torch.ones(2, 3, 4)}, FADES),
+        ({"value_decay": VALUE, "erases": True}, FADES),
+        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, FADES),
     ],
 )
 def test_the_operator_refuses_what_no_kernel_computes(given, message):

@@ -1,6 +1,6 @@
-"""Autograd of the compiled operators, which comes with their kernels (cuda_ext/autograd.cpp).
+"""Autograd of the compiled operators, which is compiled with their kernels (cuda_ext/bindings/autograd.cpp).
 
-Its gradients are those of tests/laws: here is what else autograd promises.
+Gradients are tested in tests/laws; here are the other promises of autograd.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def test_no_python_between_forward_and_backward(rule, state):
 
 @every_rule
 def test_any_input_alone(rule):
-    """Each input in turn is the only one that requires a gradient, the state among them."""
+    """Each input in turn, including the state, is the only one that requires a gradient."""
     inputs = sample_inputs(rule, SHAPE)
     gradients = cotangents(inputs)
     expected = results(RULES[rule].reference, inputs, gradients)
@@ -83,7 +83,7 @@ def test_operators_refuse_derivatives_in_forward_mode(rule):
 
 @every_rule
 def test_under_vmap(rule):
-    """It calls the operator with other things below its arguments on the dispatcher's stack."""
+    """It calls the operator with other values below its arguments on the dispatcher's stack."""
     each = [sample_inputs(rule, SHAPE, seed=seed) for seed in range(3)]
     together = {name: torch.stack([inputs[name] for inputs in each]) for name in each[0]}
     out, state = torch.vmap(lambda inputs: kernel_or_auto(rule)(**inputs))(together)

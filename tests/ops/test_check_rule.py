@@ -1,4 +1,4 @@
-"""The laws as a check that is handed out: it passes what keeps them, and says of others which one they break."""
+"""The public check of the laws: correct rules pass, and for others it names the broken law."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def writes_nothing(memory, k, v, keep):
     return keep.unsqueeze(-1) * memory
 
 
-def remembers_elsewhere(memory, k, v, keep, seen=[]):  # noqa: B006 - that is the mistake
+def remembers_elsewhere(memory, k, v, keep, seen=[]):  # noqa: B006 - the mistake under test
     seen.append(v.detach().sum())
     return leaky(memory, k, v, keep) + sum(seen)
 
@@ -52,8 +52,8 @@ def family(**given):
 @pytest.mark.parametrize(
     ("rule", "law"),
     [
-        (ops.Rule("f1", leaky, KEEP, family()), "must do what the step does"),
-        (ops.Rule("f2", leaky, KEEP, family(decay=lambda keep: keep**2)), "must do what the step does"),
+        (ops.Rule("f1", leaky, KEEP, family()), "must give the same results as the step"),
+        (ops.Rule("f2", leaky, KEEP, family(decay=lambda keep: keep**2)), "must give the same results as the step"),
         (
             ops.Rule("mixes", lambda m, k, v, keep: leaky(m, k, v, keep).mean(0, keepdim=True).expand_as(m), KEEP),
             "sequences",
@@ -79,7 +79,7 @@ def test_every_shape_of_a_gate_is_looked_at():
         kept = leaky(memory, k, v, keep)
         return kept if keep.shape[-1] == 1 else kept.mean(0, keepdim=True).expand_as(memory)
 
-    with pytest.raises(AssertionError, match="sequences must know nothing of each other"):
+    with pytest.raises(AssertionError, match="sequences must be independent of each other"):
         check_rule(ops.Rule("mixes_by_key", mixes_by_key, {"keep": (ops.PER_TOKEN, ops.PER_KEY)}))
 
 
@@ -106,8 +106,8 @@ def test_a_step_returns_a_memory(step, got):
         ("leaky", {"keep": (("B", "H", "L", "X"),)}, "shapes of keep must be a tuple such as"),
         ("leaky", {"keep": (ops.PER_TOKEN, ("B", "H", "L", "X"))}, "shapes of keep must be a tuple such as"),
         ("leaky", ["keep"], "gates must be names with shapes"),
-        ("leaky", {"q": (ops.PER_KEY,)}, "a gate must have a name of its own, got 'q'"),
-        ("leaky", {"state": (ops.PER_KEY,)}, "a gate must have a name of its own, got 'state'"),
+        ("leaky", {"q": (ops.PER_KEY,)}, "a gate must have another name than other arguments, got 'q'"),
+        ("leaky", {"state": (ops.PER_KEY,)}, "a gate must have another name than other arguments, got 'state'"),
     ],
 )
 def test_a_rule_says_what_is_wrong_with_its_form(name, gates, message):
@@ -129,7 +129,7 @@ def test_rules_of_one_name_stay_what_they_are():
 def test_an_argument_is_given_once():
     rule = ops.Rule("leaky", leaky, KEEP)
     inputs = sample_inputs(rule, 0)
-    with pytest.raises(TypeError, match="got keep by position and by name"):
+    with pytest.raises(TypeError, match="got keep by position and name"):
         rule(*inputs.values(), keep=inputs["keep"])
-    with pytest.raises(TypeError, match=r"takes an ops.Rule, got function"):
+    with pytest.raises(TypeError, match=r"must be an ops.Rule, got function"):
         check_rule(leaky)

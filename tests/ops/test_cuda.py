@@ -1,4 +1,4 @@
-"""Features that only a GPU has: streams, graphs, other devices, its own memory; the laws are in tests/laws."""
+"""Features of GPUs only: streams, graphs, several devices, device memory; the laws are in tests/laws."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHAPE = (2, 3, 150, 24, 40)
 
 @pytest.fixture(autouse=True)
 def on_the_gpu():
-    """Tensors are made there unless a test says otherwise."""
+    """The default device for the tensors of a test."""
     with torch.device("cuda"):
         yield
 
@@ -42,7 +42,7 @@ def test_the_kernels_pass_the_check_before_their_first_use():
     assert self_check._check_all(device) == {} == self_check.find_faults(str(device))
 
 
-# Those of the emulator's tests, ragged and with the last chunk cut off, and what is measured, with fewer tokens.
+# Shapes of the emulator's tests, ragged and with a partial last chunk, and of the benchmarks, with fewer tokens.
 CHUNK_SHAPES = [
     *((1, 2, 70, 16, 16), (2, 1, 95, 64, 40), (1, 1, 77, 128, 33), (1, 2, 300, 100, 17)),
     *((8, 40, 70, 64, 64), (40, 40, 96, 16, 16), (4, 40, 80, 128, 128)),
@@ -53,7 +53,7 @@ CHUNK_SHAPES = [
 @looped("shape", CHUNK_SHAPES, ids=str)
 @looped("state", [True, False], ids=["state", "no_state"])
 def test_chunks_on_tensor_cores(rule, shape, state):
-    """Error against float64 at most twice that of the reference in bfloat16, with as many heads as fill a GPU."""
+    """Errors against float64 are at most twice those of the bfloat16 reference, with enough heads to fill a GPU."""
     inputs = sample_inputs(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
     gradients = cotangents(inputs)
     exact = {name: None if x is None else x.double() for name, x in inputs.items()}
@@ -77,7 +77,7 @@ def test_runs_are_bit_equal(rule, dtype, shape):
 
 @every_kernel
 def test_on_the_current_stream(rule):
-    """A kernel comes after what its stream does before, and those of two streams do not disturb each other."""
+    """A kernel runs after earlier work of its stream, and kernels of two streams do not affect each other."""
     given = [sample_inputs(rule, SHAPE, torch.float32, seed=seed) for seed in range(2)]
     gradients = cotangents(given[0])
     expected = [results(kernel(rule), inputs, gradients) for inputs in given]
@@ -87,7 +87,9 @@ def test_on_the_current_stream(rule):
     found = []
     for stream, inputs, empty in zip(streams, given, late, strict=True):
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)  # cycles: some 10 ms, in which a kernel on another stream would run on zeros
+            torch.cuda._sleep(
+                20_000_000
+            )  # cycles: about 10 ms, during which a kernel on another stream would read zeros
             for name, x in inputs.items():
                 empty[name].copy_(x)
             found.append(results(kernel(rule), empty, gradients))
@@ -97,7 +99,7 @@ def test_on_the_current_stream(rule):
 
 
 def captured(function):
-    """A graph of the function, and what it returns at each replay, after the runs that PyTorch asks for before."""
+    """Return a graph of the function and the outputs of its replays, after the warm-up runs that PyTorch requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -130,7 +132,7 @@ def test_forward_and_backward_in_a_graph(rule, state, shape, dtype):
 
 @every_kernel
 def test_decoding_in_a_graph(rule):
-    """One step, captured once, that feeds its state back, gives what the whole sequence gives."""
+    """One captured step that reuses its state gives the same outputs as the whole sequence."""
     tokens = sample_inputs(rule, (2, 3, 20, 16, 32), torch.float32)
     state = tokens.pop("state")
     expected, last = kernel(rule)(**tokens, state=state)
@@ -197,7 +199,7 @@ def test_tensors_of_two_devices_are_refused(rule, grad):
 
 @every_kernel
 def test_extra_memory_at_8192_tokens(rule):
-    """As test_memory.py says for the CPU, but for what PyTorch has allocated."""
+    """As test_memory.py on the CPU, for the memory that PyTorch has allocated."""
     inputs = sample_inputs(rule, (1, 8, 8192, 64, 64), torch.float32, state=False)
     leaves = {name: x if x is None else x.requires_grad_() for name, x in inputs.items()}
     given = [x for x in leaves.values() if x is not None]
@@ -215,7 +217,7 @@ def test_extra_memory_at_8192_tokens(rule):
 @pytest.mark.slow
 @every_kernel
 def test_more_elements_than_32_bits_count(rule):
-    """The last heads of tensors of more than 2^31 elements get what they get alone."""
+    """The last heads of tensors of more than 2^31 elements get the same results as without the others."""
     if torch.cuda.mem_get_info()[0] < 75e9:
         pytest.skip("needs 75 GB of GPU memory")
     last = sample_inputs(rule, (1, 8, 1024, 16, 16), torch.bfloat16, state=False)

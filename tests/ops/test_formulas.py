@@ -1,4 +1,4 @@
-"""Every rule against the equation of its paper, in the paper's own convention, evaluated here by plain matrices.
+"""Every rule against the equation of its paper, in the paper's convention, computed here with plain matrices.
 
 W of the operators is (Dk, Dv) and read by q W. What differs in a paper is said at its formula: transposed states,
 logarithms of decays, where the memory fades, and a scale of the query.

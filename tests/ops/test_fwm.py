@@ -1,4 +1,4 @@
-"""Laws of the fwm rule, beyond those of every rule: when a memory is rescaled, and a backward pass in chunks."""
+"""Laws of only the fwm rule: when a memory is rescaled, and a backward pass in chunks."""
 
 import functools
 import warnings
@@ -19,7 +19,7 @@ def with_backend(backend):
 
 
 def tokens(length, *, batch=2, heads=3, key_size=5, value_size=4, dtype=torch.float64):
-    """q, k, v, beta: keys of length one, values of length two or so, hence a memory that is rescaled at every turn."""
+    """Return q, k, v, beta: keys of length one, values of length about two, so that every step rescales the memory."""
     q, k = torch.randn(2, batch, heads, length, key_size, dtype=torch.float64)
     v = torch.randn(batch, heads, length, value_size, dtype=torch.float64)
     beta = 0.1 + 0.8 * torch.rand(batch, heads, length, dtype=torch.float64)
@@ -27,7 +27,7 @@ def tokens(length, *, batch=2, heads=3, key_size=5, value_size=4, dtype=torch.fl
 
 
 def gradients(function, tensors, state=None):
-    """Of a random projection of out and state, after every tensor (and the state, where there is one)."""
+    """Return the gradients of a random projection of out and state by every tensor, and by the state if given."""
     given = [x.detach().requires_grad_() for x in (*tensors, *(() if state is None else (state,)))]
     results = function(*given)
     generator = torch.Generator().manual_seed(3)
@@ -36,7 +36,7 @@ def gradients(function, tensors, state=None):
 
 
 def padded(tensors, where, padding):
-    """Tokens of key (or rate) zero between the others: the token i of a sequence comes to stand at where[i]."""
+    """Insert tokens with a key (or rate) of zero: token i of a sequence moves to where[i]."""
     result = []
     for x in tensors:
         longer = torch.randn(*x.shape[:2], where[-1] + 3, *x.shape[3:], dtype=x.dtype)
@@ -50,7 +50,7 @@ def padded(tensors, where, padding):
 
 @every_backend
 def test_by_hand(backend):
-    """3-4-5 and 5-12-13 triangles."""
+    """Hand-computed with 3-4-5 and 5-12-13 triangles."""
     q = torch.tensor([[1.0, 0.0], [13.0, 13.0], [13.0, 13.0], [2.0, 1.0]])
     k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 2.0]])
     v = torch.tensor([[6.0, 8.0], [0.0, 12.0], [0.0, 0.0], [12 / 13, 0.0]])
@@ -59,7 +59,7 @@ def test_by_hand(backend):
     expected = [
         [3, 4],  # W = [[3, 4], [0, 0]]: of norm 5, but the first write is not rescaled
         [3, 16],  # [[3, 4], [0, 12]] / 13
-        [3, 4],  # [[3, 4], [0, 0]] / 13: shorter than one, so left as it is
+        [3, 4],  # [[3, 4], [0, 0]] / 13: norm below one, so not rescaled
         [18 / 13, 8 / 13],  # [[3, 4], [12, 0]] / 13: of norm one
     ]
     torch.testing.assert_close(out, torch.tensor([[expected]]))
@@ -103,7 +103,7 @@ def test_only_zeros_are_empty(backend, entry, norm):
 
 @every_backend
 def test_an_erased_memory_is_empty_again(backend):
-    """Else the result would depend on more than the carried state."""
+    """Otherwise the result would depend on more than the carried state."""
     k = torch.tensor([[[[1.0, 0.0]]]]).expand(1, 1, 3, 2)
     v = torch.tensor([[[[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]]]])
     out, _ = ops.fwm_rule(k, k, v, torch.ones(1, 1, 3), backend=backend)
@@ -114,7 +114,7 @@ def test_an_erased_memory_is_empty_again(backend):
 @looped("padding", ["key", "beta"])
 @looped("with_state", [False, True], ids=["no_state", "state"])
 def test_padding_changes_nothing(backend, padding, with_state):
-    """Neither before the first write, nor after it, where the memory is longer than one, nor at the end."""
+    """Padding changes nothing before the first write, after it (with a norm above one), or at the end."""
     where = torch.tensor([2, 5, 6, 9, 70])
     tensors = tokens(5)
     tensors[2] *= 3
@@ -136,7 +136,7 @@ def test_padding_changes_nothing(backend, padding, with_state):
 
 @every_backend
 def test_each_sequence_and_head_decides_alone(backend):
-    """One batch of an empty memory, a padded token, a memory that is rescaled and one that is not."""
+    """A batch with an empty memory, a padded token, a memory that is rescaled and one that is not."""
     tensors = tokens(6, batch=2, heads=2)
     state = torch.randn(2, 2, 5, 4, dtype=torch.float64)
     state[0, 0] = 0
@@ -175,7 +175,7 @@ def test_gradcheck_from_the_empty_memory_over_padding_and_rescaling(backend, fir
 
 @every_backend
 def test_gradcheck_of_an_empty_state(backend):
-    """As long as the first write is short, and W hence continuous there."""
+    """Gradients equal finite differences if the first write is short, so that W is continuous there."""
     given = tokens(4, batch=1, heads=2)
     given[2][:, :, 0] *= 0.1
     given.append(torch.zeros(1, 2, 5, 4, dtype=torch.float64))
@@ -184,7 +184,7 @@ def test_gradcheck_of_an_empty_state(backend):
 
 @every_backend
 def test_gradients_of_nothing_written_are_finite(backend):
-    """The norm has no derivative at zero, and the scale is chosen by comparing: neither may reach a gradient as NaN."""
+    """The norm has no derivative at zero, and a comparison chooses the scale: neither may make a gradient NaN."""
     for zeroed in (0, 1, 2, 3):
         tensors = tokens(5)
         tensors[zeroed].zero_()
@@ -205,7 +205,7 @@ def test_chunks_equal_the_derivative_of_the_loop(length, with_state):
 
 
 def test_opcheck_over_several_chunks():
-    """With a state of other strides as well: the fake operator has to foresee those of the results."""
+    """States with other strides compile too: the fake operator must predict the strides of the results."""
     for state in (None, torch.randn(2, 1, 4, 5).transpose(2, 3)):
         given = [*tokens(CHUNK + 2, heads=1, dtype=torch.float32), state]
         arguments = [None if x is None else x.requires_grad_() for x in given]
@@ -213,7 +213,7 @@ def test_opcheck_over_several_chunks():
 
 
 def test_without_a_kernel(monkeypatch):
-    """There is none to build, so nothing is built, and nobody is told to install a compiler."""
+    """There is no kernel to build, so nothing is built, and no warning mentions a compiler."""
 
     def refuse(device_type):
         raise AssertionError("asked for a kernel")

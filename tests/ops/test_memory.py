@@ -1,4 +1,4 @@
-"""Memory of the backward pass: of the order of the tokens, never a state a token."""
+"""Memory of the backward pass: proportional to the tokens, never a state for each token."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ print(json.dumps(extra / (out.element_size() * (out.numel() + sum(x.numel() for 
 # In sizes of all inputs and the output. The results of a training step are one of them, less the gates' for which a
 # rule has none. Rules that forget keep a state of 64 x 64 after every 32 tokens: half of q + k + v + out.
 BOUND = 2
-# Else temporaries of the inputs stay resident when they are freed, and are taken again or not by chance.
+# Otherwise freed temporaries stay resident, and may or may not be used again.
 FREED_MEMORY_GOES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536"}
 
 
@@ -45,12 +45,12 @@ FREED_MEMORY_GOES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_":
     "rule", [pytest.param(rule, marks=() if rule in ("delta", "rwkv7") else pytest.mark.slow) for rule in RULES]
 )
 def test_extra_memory_at_8192_tokens(rule):
-    """In sizes of inputs + output; a state a token would be 16 of them (11 for decay), and two are what is needed."""
+    """Return the memory in sizes of inputs + output; two are needed; a state per token would be 16 (decay: 11)."""
     of_rule = RULES[rule]
     shapes = {"q": PER_KEY, "k": of_rule.key, "v": of_rule.value, **of_rule.gates}
     script = MEASURE.replace("FUNCTION", repr(of_rule.function.__name__)).replace("SHAPES", repr(shapes))
     script = script.replace("BACKEND", repr(fastest_backend(rule)))
     extra = json.loads(run_isolated(script, **FREED_MEMORY_GOES_BACK).stdout)
     print(f"{rule}: {extra:.2f}", file=sys.stderr)
-    # delta_product is N tokens of the family for each of its own, with queries and states of their own.
-    assert 0.9 < extra < (3.5 if "N" in of_rule.key else BOUND)  # at least the output and a gradient of each input
+    # delta_product runs N tokens of the family for each token, each with a query and a state.
+    assert 0.9 < extra < (3.5 if "N" in of_rule.key else BOUND)  # at least the output and the gradients of the inputs

@@ -1,4 +1,4 @@
-"""Four rules against ONNX Runtime's LinearAttention, which others have written: float32, forward."""
+"""Four rules against ONNX Runtime's LinearAttention, an independent implementation: float32, forward."""
 
 import runpy
 from pathlib import Path

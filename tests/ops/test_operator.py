@@ -1,4 +1,4 @@
-"""The operator of the family itself: what no rule here hands to it, layouts, and documents to the last bit."""
+"""The operator of the family itself: inputs that no rule here uses, layouts, and documents to the last bit."""
 
 import itertools
 from functools import partial
@@ -51,7 +51,7 @@ def test_layouts_may_differ():
 
 @looped("backend", ["kernel", "reference"])
 def test_a_gate_is_in_the_dtype_of_q_or_of_the_state(backend):
-    """Rounding a gate is all that its dtype changes."""
+    """The dtype of a gate only rounds the gate."""
     for rule in ("delta", "gated_delta", "gla", "decay", "rwkv7"):
         inputs = sample_inputs(rule, (1, 2, 8, 4, 4), torch.bfloat16)
         wide = {name: x.float() if name in RULES[rule].gates else x for name, x in inputs.items()}
@@ -67,7 +67,7 @@ def test_a_gate_is_in_the_dtype_of_q_or_of_the_state(backend):
 
 @pytest.mark.parametrize("rule", WITH_KERNEL)
 def test_documents_change_no_bit(rule):
-    """Each is what it would be as a sequence: every form of the kernels, in float32."""
+    """Each document gives the same as a separate sequence: every form of the kernels, in float32."""
     for shape in BIT_SHAPES:
         check_documents(rule, shape)
 

@@ -1,4 +1,4 @@
-"""The check of kernels before their first use; a kernel of the CPU pretends to be wrong."""
+"""The check of kernels before their first use, with a CPU kernel made wrong on purpose."""
 
 import warnings
 
@@ -17,7 +17,7 @@ FAULT = "the gradient of q in float64 is off by 1"
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A library in a folder of its own, whose kernels nobody has looked at."""
+    """A library in a new folder, whose kernels are not checked yet."""
     assert kernels.load_kernels("cpu").built
     path = tmp_path / "kernels.so"
     path.write_bytes(b"code")
@@ -29,14 +29,14 @@ def library(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """As in another process."""
+    """Forget results, as in a new process."""
     monkeypatch.setattr(self_check, "_faults", {})
     monkeypatch.setattr(self_check, "_warned", set())
 
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """The delta rule's kernel with a wrong gradient, and nothing else."""
+    """Make only the gradient of the delta rule's kernel wrong."""
     right = delta.in_family
 
     def family(q, *rest, **named):
@@ -93,7 +93,7 @@ def test_what_was_found_is_remembered_for_one_library(library, wrong, monkeypatc
         library.write_bytes(content)
         assert self_check.find_faults("cpu") == {}
     monkeypatch.setattr(self_check, "load_kernels", lambda device: 1 / 0)
-    assert self_check.find_faults("cpu") == {}  # of this process, without a look at the library
+    assert self_check.find_faults("cpu") == {}  # remembered in this process, without reading the file
     assert checks == [CPU] * 2 and {path.name for path in library.parent.iterdir()} == {"kernels.so", "checked.json"}
 
 
@@ -132,7 +132,7 @@ def test_nothing_is_checked_in_a_capture(library, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(self_check, "_check_all", lambda device: {"sum_rule": "wrong"})
-    with pytest.warns(RuntimeWarning, match="used unchecked, because their first call is captured"):
+    with pytest.warns(RuntimeWarning, match="not checked, because their first call is being captured"):
         assert not self_check.distrusted("sum_rule", "cuda:0")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.warns(RuntimeWarning, match="of sum_rule is not used on cuda:0"):

@@ -1,4 +1,4 @@
-"""Messages that bury others."""
+"""Messages that hide more important ones."""
 
 import logging
 import subprocess
@@ -30,7 +30,7 @@ def test_debugging_messages_of_libraries_are_hidden():
 
 
 def test_an_error_that_says_what_is_wrong_is_not_replaced_by_its_cause():
-    """fairseq's own is, where a model says why it cannot be loaded."""
+    """Only fairseq's own error is replaced by the reason that a model gives."""
 
     def load(kind):
         try:

@@ -34,7 +34,7 @@ def test_checkpoint_types_load(value):
 
 @looped("value", [np.float64(27.7), np.float32(0.5), np.int64(3), np.array([12, 7, 4, 2]), np.array([1.5])], ids=repr)
 def test_numbers_of_numpy_load(value):
-    """Those that `--eval-bleu --best-checkpoint-metric bleu` leaves in a checkpoint."""
+    """They are in checkpoints of `--eval-bleu --best-checkpoint-metric bleu`."""
     file = io.BytesIO()
     torch.save({"best": value}, file, pickle_protocol=2)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""fairseq's own models: `--user-dir fairseq_fwp` trains them and goes on from their checkpoints on today's stack."""
+"""fairseq's own models: `--user-dir fairseq_fwp` trains and resumes them on today's stack."""
 
 import re
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def write_translation(folder: Path) -> None:
-    """The same lines on both sides."""
+    """Write a translation corpus with the same lines on both sides."""
     write_text(folder)
     for side in "ab":
         (folder / f"dict.{side}.txt").symlink_to("dict.txt")
@@ -44,7 +44,7 @@ def write_translation(folder: Path) -> None:
 
 
 def write_audio(folder: Path) -> None:
-    """Half a second of noise in a file, and a label for each fiftieth of a second."""
+    """Write files with half a second of noise, and a label for each fiftieth of a second."""
     noise, rate, length = np.random.default_rng(1), 16000, 8000
     (folder / "audio").mkdir()
     (folder / "dict.km.txt").write_text("".join(f"{label} 1\n" for label in range(5)))
@@ -69,7 +69,7 @@ def commands() -> Iterator[Commands]:
 
 @pytest.fixture
 def train(commands, tmp_path):
-    """train(folder, updates, *flags) -> its last checkpoint; the data and the log lie in tmp_path."""
+    """A function train(folder, updates, *flags) -> the last checkpoint; data and log are in tmp_path."""
 
     def train(folder, updates, *flags):
         log = tmp_path / "log"
@@ -86,7 +86,7 @@ def train(commands, tmp_path):
     "task", [pytest.param(x, marks=pytest.mark.slow if "pretraining" in x else ()) for x in MODELS]
 )
 def test_a_model_of_fairseq_trains_and_resumes(task, train, tmp_path):
-    """Resumed, it becomes what it would have become, to the last bit; masks of audio have no seed."""
+    """A resumed run equals an uninterrupted one to the last bit; masks of audio have no seed."""
     WRITERS.get(task, write_audio)(tmp_path)
     flags = ["--task", task, *MODELS[task]]
     begun, resumed = train("stopped", 3, *flags), train("stopped", 6, *flags)

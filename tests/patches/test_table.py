@@ -1,4 +1,4 @@
-"""The table of patches is what is patched, and each has a test and a reason."""
+"""The table of patches is complete, and each patch has a test and a reason."""
 
 import inspect
 import subprocess
@@ -21,7 +21,7 @@ def test_an_entry_has_a_reason_and_a_test_that_is_there(entry):
 
 
 def attributes():
-    """Everything in fairseq's modules, and in the classes that they define, by its full name; no modules."""
+    """Return all attributes of fairseq's modules and their classes by full name, without modules."""
     found = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] in ("fairseq", "fairseq_cli") and module.__name__ == module_name:
@@ -43,7 +43,7 @@ def full_name(symbol):
 
 
 def test_the_table_is_what_is_patched():
-    """Of what fairseq has imported, the package replaces what the table names, and nothing else."""
+    """In fairseq's modules, the package replaces only the symbols of the table."""
     code = f"""
 import inspect, sys
 import fairseq_cli.train, fairseq

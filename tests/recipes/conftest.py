@@ -1,4 +1,4 @@
-"""The recipes' driver is a program, not a package: its folder is put on the path, as Python does for a program."""
+"""The recipes' driver is a program, not a package: its folder is added to the path, as Python does for programs."""
 
 import sys
 from pathlib import Path

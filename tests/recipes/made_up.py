@@ -1,4 +1,4 @@
-"""Folders of runs that never were, as the commands of fairseq leave them."""
+"""Folders of invented runs, in the form that fairseq's commands write."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ WORDS = [("the", "die"), ("well-known", "bekannte"), ("memory", "Erinnerung"), (
 
 
 def log(*validations, name="ppl", seconds=36, more=""):
-    """The log of fairseq-train: (update, value) of each validation; a model of 1,234 parameters."""
+    """Return a log of fairseq-train: (update, value) of each validation; a model of 1,234 parameters."""
     lines = [f"+ fairseq-train DATA\n{TIME} fairseq_cli.train | num. shared model params: 1,234"]
     for update, value in validations:
         values = {f"valid_{name}": str(value), "valid_num_updates": str(update)}
@@ -31,7 +31,7 @@ def log(*validations, name="ppl", seconds=36, more=""):
 
 
 def trained(folder, *validations, diverged="", **more):
-    """A folder of a finished training."""
+    """Make the folder of a finished training."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.log").write_text(log(*(validations or [(60, 8.0)]), **more))
     (folder / ("diverged" if diverged else "trained")).write_text(diverged)
@@ -39,20 +39,20 @@ def trained(folder, *validations, diverged="", **more):
 
 
 def result(folder, name, perplexity, **more):
-    """The output of fwp-eval-lm: by default two bits a token of six tokens."""
+    """Return the output of fwp-eval-lm: by default two bits a token of six tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"perplexity": perplexity, "loss": perplexity, "loss_base_2": 2.0, "tokens": 6, "seconds": 4.0}
     (folder / f"{name}.json").write_text(json.dumps(found | more))
 
 
 def cells(lines):
-    """The rows of a table of Markdown."""
+    """Return the rows of a Markdown table."""
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
     return [row for row in rows if not set("".join(row)) <= set("-: |")]
 
 
 def write_pairs(prefix, count, packed=False):
-    """Invented sentences and their translations word by word."""
+    """Return invented sentences and their translations word by word."""
     chooser = random.Random(str(prefix))
     pairs = [[chooser.choice(WORDS) for _ in range(chooser.randint(1, 9))] for _ in range(count)]
     for side, language in enumerate(("en", "de")):

@@ -1,4 +1,4 @@
-"""The benchmarks: peers that compute the right thing, honest rows, and no numbers after a failed test."""
+"""The benchmarks: peers give correct results, rows are complete, and a failed test stops them."""
 
 import importlib
 import subprocess
@@ -19,9 +19,9 @@ PARTS = ("operators", "family", "rules", "training", "long", "generation", "eval
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a file of recipes/benchmarks, and forgets it again."""
+    """Import a file of recipes/benchmarks, and forget it afterwards."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    for path in BENCHMARKS.glob("*.py"):  # the driver has modules of these names too
+    for path in BENCHMARKS.glob("*.py"):  # the driver has modules of the same names
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
     threads = torch.get_num_threads()
     yield importlib.import_module
@@ -88,7 +88,7 @@ def test_a_goal_needs_both_the_median_and_the_minima(load):
 
 
 def test_what_is_compared(load):
-    """Times and speeds, the first kind that both have, and the reason where one is missing."""
+    """It compares times or speeds, of the first kind that both have, or gives the reason why one is missing."""
     record = load("record")
     found, goal = record.Record(), record.Goal("a", "b")
     found.add("here", "training", "slow", [4.0, 6.0])
@@ -128,14 +128,14 @@ def test_rounds_go_on_for_the_given_time(load):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_committed_goals_are_those_of_the_committed_numbers(load, part):
-    """And the tables of the ledger; what a ledger says beyond them may be of the day on which it was written."""
+    """So are the tables of RESULTS.md; its other text may be of an earlier day."""
     record, module = load("record"), load(part)
     found = record.Record.read(part)
     text = (BENCHMARKS / "results" / f"{part}.md").read_text(encoding="utf-8")
     assert text in (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     rows = [line for line in record.table(record.GOAL_HEADER, module.goals(found)).splitlines() if "not m" not in line]
     missing = [row for row in rows if row not in text]
-    # The committed speeds of this part have fewer digits than its goals were made of.
+    # The committed speeds of this part have fewer digits than its goals were computed from.
     assert not missing or (part == "eval_lm" and len(missing) == 2), missing
     assert all(isinstance(paragraph, str) for paragraph in module.paragraphs(found))
 
@@ -219,7 +219,7 @@ def test_an_unknown_part_is_refused():
 
 
 def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch):
-    """And every model generates from a state of any length; what is measured is one token's log-probabilities."""
+    """Every model generates from a state of any length; one token's log-probabilities are measured."""
     generation = load("generation")
     monkeypatch.setattr(generation, "VOCABULARY", 20)
     cpu = torch.device("cpu")

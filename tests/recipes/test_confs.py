@@ -1,4 +1,4 @@
-"""Every YAML of every recipe: what fairseq's and this package's own parsers accept, and what papers say."""
+"""Every YAML of every recipe: fairseq's and this package's parsers accept it, and it agrees with the papers."""
 
 import re
 from dataclasses import fields
@@ -35,7 +35,7 @@ HEADERS = [path for path in CONFS if path.relative_to(RECIPES).parts[0] in ("wik
 
 def parse(flags):
     parser = options.get_training_parser()
-    task = [] if "--task" in flags else ["--task", "language_modeling"]  # what conversion says of its target
+    task = [] if "--task" in flags else ["--task", "language_modeling"]  # the settings of the conversion
     plugin = ["--user-dir", str(made_up.ROOT / "fairseq_fwp")]
     return options.parse_args_and_arch(parser, input_args=["DATA", *plugin, *task, *flags])
 
@@ -122,7 +122,7 @@ EVALUATED = [conf for conf in CONFS if (recipe_of(conf) / "evaluation.yaml").exi
 
 
 def asked(conf, value="1"):
-    """The commands of fwp-eval-lm, one for each way of evaluation."""
+    """Return the commands of fwp-eval-lm, one for each way of evaluation."""
     ways = evaluation.read_ways(recipe_of(conf) / "evaluation.yaml", name_of(conf))
     words = [way.flags.replace("@", given).split() for way in ways for given in way.values or (value,)]
     return [eval_lm.parser().parse_args(["DATA", "--path", "x.pt", *flags]) for flags in words]
@@ -152,7 +152,7 @@ def test_state_sizes_of_table_4_are_the_papers():
 
 
 def test_attention_lengths_of_table_6():
-    """A row is read as it was trained, then at lengths that include the paper's, and at none without a position."""
+    """A row is read as in training, then at lengths that include the paper's and have positions."""
     for name, carried, paper in (
         ("recurrent_shaw", True, {256, 460, 500, 640}),
         ("relative", False, {120, 260}),
@@ -171,7 +171,7 @@ def test_attention_lengths_of_table_6():
 
 @pytest.fixture
 def ablations():
-    """The rules of the plug-in in the tables, for as long as a test runs."""
+    """Add the rules of the plug-in to the tables during a test."""
     import runpy
 
     saved = [(table, dict(table)) for table in (UPDATE_RULES, INITIALISATIONS)]
@@ -183,7 +183,7 @@ def ablations():
 
 @pytest.mark.parametrize("corpus", ["peps", "wikitext103", "gpt2"])
 def test_rows_of_a_conversion_are_what_the_commands_take(corpus, ablations):
-    """Each has a target of its own; samples are as long in evaluation as in fine-tuning, batches as large as said."""
+    """Targets differ; samples are as long in evaluation as in fine-tuning, and batches as large as stated."""
     folder = RECIPES / "decay_finetune"
     found = read_yaml(folder / "rows.yaml", plain=False)[corpus]
     targets = {}
@@ -203,12 +203,12 @@ def test_rows_of_a_conversion_are_what_the_commands_take(corpus, ablations):
         assert split in ("valid", "test") and 0 <= int(context) < found.get("tokens", 1024)
     flags = read_flags(folder / "conf" / corpus / "finetune.yaml")
     assert value_of(flags, "--tokens-per-sample", str(found.get("tokens"))) == str(found.get("tokens"))
-    given = dict(pairwise(flags))  # fairseq makes batches multiples of 8, unless it is told otherwise: 24 of 26
+    given = dict(pairwise(flags))  # fairseq makes batches multiples of 8 by default: 24 of 26
     assert int(given["--batch-size"]) % int(given.get("--required-batch-size-multiple", 8)) == 0
 
 
 def test_ablations_are_the_equations(ablations):
-    """Each against the loop over its equation, from a state on; gates beyond (0, 1) where there is no sigmoid."""
+    """Each rule agrees with its equation, from a state; without a sigmoid, gates may be outside (0, 1)."""
     q, k = torch.randn(2, 1, 2, 7, 3, dtype=torch.float64).unbind()
     v = torch.randn(1, 2, 7, 5, dtype=torch.float64)
     f, z = 2 * torch.randn_like(k), 2 * torch.randn_like(v)
@@ -255,7 +255,7 @@ def test_fine_tuning_takes_a_tenth_of_the_updates():
 
 
 def test_points_of_retrieval_are_valid_commands(tmp_path):
-    """By fairseq's own parser, one of those that only differ in seed and size; what all share is the paper's."""
+    """fairseq's parser accepts them, one for all seeds and sizes; common settings are the paper's."""
     folder = RECIPES / "associative_retrieval" / "conf"
     common = read_yaml(folder / "common.yaml")
     assert (common["optimizer"], common["lr"], common["batch-size"]) == ("adam", "1e-3", "32")

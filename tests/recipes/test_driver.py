@@ -41,10 +41,10 @@ def test_what_a_user_gives_wins_and_the_rest_goes_on(parser):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tain"], "there is no stage tain: it is prepare, evaluate, all."),
+        (["tain"], "the stage must be one of prepare, evaluate, all, got tain."),
         (["--save-dir=x"], "--save-dir is set by the recipe (--out): leave it out."),
         (["--models"], "--models: expected at least one argument"),
-        (["--out", "x", "surplus"], "flags begin with --, got surplus."),
+        (["--out", "x", "surplus"], "flags must begin with --, got surplus."),
     ],
 )
 def test_wrong_arguments_are_one_sentence(parser, words, said, capsys):
@@ -72,7 +72,7 @@ def test_what_is_half_made_does_not_count(tmp_path):
         raise KeyError
     assert not (tmp_path / "a" / "data").exists()
     with commands.whole(tmp_path / "a" / "data") as work:
-        assert not work.exists()  # what the first left is gone
+        assert not work.exists()  # the files of the first one are removed
         work.mkdir()
     assert (tmp_path / "a" / "data").is_dir()
 
@@ -203,7 +203,7 @@ def test_tokens_that_were_not_scored_are_an_error(tmp_path):
 
 
 def stand_in(folder, monkeypatch, text, status=0):
-    """A fairseq-train that says a text."""
+    """A fairseq-train that prints a text."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "said").write_text(text)
     program = folder / "bin" / "fairseq-train"
@@ -238,7 +238,7 @@ def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch):
 
 
 def test_a_training_killed_after_its_last_checkpoint_is_not_resumed(tmp_path, monkeypatch):
-    """fairseq would train one update more."""
+    """fairseq would train one more update."""
     end = made_up.log((60, 8.0)) + "x | Stopping training due to num_updates: 60 >= max_update: 60\n"
     for name, text, runs in (("saved", end + "x | INFO | fairseq | Saved checkpoint there\n", 1), ("not yet", end, 2)):
         stand_in(tmp_path, monkeypatch, text)

@@ -25,7 +25,7 @@ def out(tmp_path):
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """/whole knows ranges, /plain does not, /breaks ends after half, /wrong is another file; what was asked is kept."""
+    """/whole supports ranges, /plain does not, /breaks ends after half, /wrong is another file; requests are kept."""
 
     def do_GET(self):
         self.server.asked.append((self.path, self.headers.get("Range")))

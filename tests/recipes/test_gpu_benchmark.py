@@ -20,9 +20,9 @@ RATES = (4.3e12, 790e12)
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch, tmp_path):
-    """The benchmarks' files can be imported, and are forgotten again, as are the peers of a test."""
+    """Make the benchmarks' files importable, and forget them and the peers after a test."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    for path in BENCHMARKS.glob("*.py"):  # the driver has modules of these names too
+    for path in BENCHMARKS.glob("*.py"):  # the driver has modules of the same names
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
     yield
     for name, module in list(sys.modules.items()):
@@ -32,7 +32,7 @@ def scripts(monkeypatch, tmp_path):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu.py, made to check its contenders on the CPU, with calls that take a millisecond."""
+    """gpu.py with its contenders on the CPU, and calls that take a millisecond."""
     import gpu
 
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
@@ -51,7 +51,7 @@ def report():
 
 
 class CallOnce:
-    """In place of the clock: a call is made, and takes a millisecond."""
+    """A stand-in for the clock: a call runs, and takes a millisecond."""
 
     def round(self, call):
         call()
@@ -70,7 +70,7 @@ def new_session(gpu, seconds=60, part="ours", found=None):
 
 @pytest.fixture
 def full(report):
-    """A record in which every goal is met by a little."""
+    """Return a record in which every goal is just met."""
     found = new_record()
     for name, text in (("GPU", "NVIDIA H200"), ("driver", "580.1"), ("fla-core", "0.6.0")):
         found.note(name, text)
@@ -89,7 +89,7 @@ def full(report):
 
 
 def verdicts(rows):
-    """{(ratio, where): (met, note)} of the rows that have a goal."""
+    """Return {(ratio, where): (met, note)} of the rows with a goal."""
     return {(row[0], row[1]): (row[5], row[6]) for row in rows if row[2] != "-"}
 
 
@@ -116,7 +116,7 @@ def test_what_was_not_measured_says_why(report):
 
 
 def test_times_are_compared_like_with_like(report, full):
-    """A peer that no graph can hold is compared as Python calls both."""
+    """A peer that cannot be captured is compared as called from Python."""
     place = str(report.SHAPES[0]), report.TRAINING
     full.rows = [row for row in full.rows if row[:4] != [*place, "FLA delta", report.GRAPH]]
     for name, seconds in (("FLA delta", 4.0), ("delta", 1.0)):
@@ -147,7 +147,7 @@ def test_tables_and_pictures_come_from_the_csv_alone(report, full, monkeypatch, 
     ("index", "bytes_us", "flops_us"), [(0, 16.5, 3.2), (1, 29, 11), (2, 173, 136), (3, 345, 381)], ids=str
 )
 def test_floors_are_those_of_the_arithmetic(report, index, bytes_us, flops_us):
-    """Of the delta rule's training step in bfloat16 at 4.3 TB/s and 790 TFLOP/s, worked out by hand."""
+    """The floor of the delta rule's training step in bfloat16 at 4.3 TB/s and 790 TFLOP/s, computed by hand."""
     shape = report.SHAPES[index]
     moved = report.bytes_moved("delta", shape, report.TRAINING, 2) / RATES[0]
     assert moved * 1e6 == pytest.approx(bytes_us, rel=0.04)
@@ -159,7 +159,7 @@ def test_floors_are_those_of_the_arithmetic(report, index, bytes_us, flops_us):
     assert report.bytes_moved("delta", (2, 3, 1000, 16, 8), report.STEP, 2) == 2 * 3 * (2 * 4 * 16 * 8 + 2 * 49)
 
 
-# ---- the peers, stood in for by the reference in their layout
+# ---- stand-ins for the peers: the reference in their layout
 
 
 def module(monkeypatch, name, **content):
@@ -237,7 +237,7 @@ def test_a_peer_that_cannot_be_measured_says_why(gpu, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("head", [0, 5])
 def test_a_wrong_peer_is_not_measured_and_a_wrong_kernel_is_marked(gpu, report, head):
-    """Wrong at the first or the last head of the whole shape, which is given to the peer."""
+    """A peer may be wrong at the first or last head: it gets the whole shape."""
     from gpu_peers import Missing
 
     def wrong(*x):
@@ -260,7 +260,7 @@ def test_our_own_contenders_pass_their_check(gpu, name):
 
 
 def passed(record):
-    """The record of ours whose checks have passed, as publishing reads it."""
+    """Return our record, with passed checks, as publishing reads it."""
     for name, text in (("laws", "passed: 649 passed"), ("memcheck", "passed: 0 errors"), ("GPU", "a GPU")):
         record.note(name, text)
     return {"ours": record}
@@ -318,7 +318,7 @@ RUN_SHAPES = ((2, 2, 16, 8, 8), (1, 2, 32, 8, 8), (1, 1, 40, 8, 8), (1, 1, 8, 8,
 
 @pytest.fixture
 def small_run(gpu, report, monkeypatch, tmp_path):
-    """gpu.py on a pretended GPU, at small sizes, with checks that pass and no models; results lie in tmp_path."""
+    """gpu.py on a simulated GPU, at small sizes, with passing checks and no models; results are in tmp_path."""
     import gpu_checks
     import gpu_models
     import record
@@ -357,7 +357,7 @@ def published(gpu, folder):
 
 
 def test_three_calls_at_small_sizes(gpu, report, small_run, monkeypatch, capsys):
-    """From the first check to the ledger. Ours is measured again next to the peers, which is what counts there."""
+    """From the first check to RESULTS.md. Next to peers, our second measurement counts."""
     alarms = []
     monkeypatch.setattr(gpu.signal, "alarm", alarms.append)
     monkeypatch.setitem(sys.modules, "fla", None)
@@ -385,7 +385,7 @@ def test_a_call_that_fails_has_written_what_it_had(gpu, small_run, monkeypatch):
     found = []
 
     def fail(session):
-        found.extend(rows_of(small_run, "ours"))  # also what a call that is killed leaves
+        found.extend(rows_of(small_run, "ours"))  # also after a killed call
         raise RuntimeError("the GPU is gone")
 
     monkeypatch.setattr(gpu.Session, "decoding", fail)
@@ -484,7 +484,7 @@ def test_a_first_call_that_fails_says_why_in_its_last_line(tmp_path):
 
 
 def test_time_is_up_between_contenders_and_rounds(gpu, report, monkeypatch):
-    """Each round takes 10 s of a clock that the test turns: two of each contender are begun in 35 s."""
+    """Each round takes 10 s of a simulated clock: two of each contender start in 35 s."""
     now = [0.0]
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
 
@@ -631,7 +631,7 @@ def test_kernels_for_a_gpu_that_is_elsewhere(gpu, monkeypatch, capsys):
 
 @pytest.fixture
 def script(tmp_path):
-    """(arguments) -> (what gpu.sh said, calls) with a stand-in for Python that notes its calls and lacks modules."""
+    """A function (arguments) -> (output of gpu.sh, calls); a stand-in for Python records calls and lacks modules."""
     stub = tmp_path / "python"
     stub.write_text(
         f"""#!/bin/sh

@@ -1,4 +1,4 @@
-"""Grids of small trainings: their points, what is finished, and retrieval and sequence problems in particular."""
+"""Grids of small trainings: their points, finished ones, and retrieval and sequence problems."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ def test_lists_multiply(conf):
     names = [point.name for point in points]
     assert len(set(names)) == len(names) == 9
     assert names[:3] == [f"sum_retrieval,seed={seed},num-keys={size}" for seed, size in [(1, 8), (1, 20), (2, 8)]]
-    assert retrieval.read_points([conf, conf]) == points  # what two grids have is trained once
+    assert retrieval.read_points([conf, conf]) == points  # a point of two grids is trained once
 
 
 def test_a_point_goes_before_what_all_share(tmp_path):
@@ -138,7 +138,7 @@ def driver(kind, recipe, *words):
 
 
 def test_trainings_run_once_and_failures_are_named(tmp_path):
-    """Through the program: one that is finished at once, one that fails, and the same again."""
+    """Run the program: one training finishes at once, one fails, and then the same again."""
     (tmp_path / "grid.yaml").write_text(
         "- {arch: sum_retrieval, num-keys: 4, stop-updates: 1, max-update: 2, seconds-per-key: 1}\n"
         "- {arch: sum_retrieval, num-keys: 4, restore-file: /nonexistent/x.pt, max-update: 2, reset-optimizer: true,\n"
@@ -164,7 +164,7 @@ def test_an_interrupted_grid_leaves_no_training_and_goes_on(tmp_path):
     while not list((tmp_path / "out").rglob("checkpoint_last.pt")) and time.monotonic() < deadline:
         time.sleep(0.2)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(60) == 130 and "the same command goes on" in process.stderr.read()
+    assert process.wait(60) == 130 and "run the same command to resume" in process.stderr.read()
     running = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True)
     assert not running.stdout
 
@@ -197,7 +197,7 @@ def test_runs_of_problems(tmp_path):
 def test_the_report_has_every_evaluation_and_the_mean_of_the_last_ones(tmp_path, capsys):
     (tmp_path / "conf.yaml").write_text(yaml.dump(CONF))
     runs = problems.read_runs(tmp_path / "conf.yaml", tmp_path)
-    with pytest.raises(RecipeError, match="no run has finished"):
+    with pytest.raises(RecipeError, match="must have a finished run, got none"):
         problems.report(runs, tmp_path)
     for run, accuracy in zip(runs[:3], (60.0, 70.0, 100.0), strict=True):
         run.training.folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Recipes that train models: which, their stages and seeds, without training one; and language models in particular."""
+"""Recipes that train models: their models, stages and seeds, without a training; and language models."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ CONF = "arch: fwp_lm\ntask: language_modeling\n"
 
 
 class Kind(Recipe):
-    """Writes down what it is asked to do."""
+    """A recipe that records its calls."""
 
     done: list
 
@@ -90,7 +90,7 @@ def test_seeds_are_models_of_their_own(start, tmp_path):
 
 
 class Converting(Kind):
-    """Trains what begins with another model, and writes the flags down."""
+    """Train models that begin with another one, and record the flags."""
 
     def train(self, model):
         self.done.append([*self.start(model), self.teacher(model)])
@@ -101,7 +101,7 @@ class Converting(Kind):
 
 
 def test_a_model_begins_with_another_one(start, recipe, tmp_path, monkeypatch):
-    """Converted, or as it is; the teacher is a model too; of a seed where they have been trained with seeds."""
+    """A start is converted or not; the teacher is a model too; both have the seed if trained with seeds."""
     for name, lines in {
         "first": "from: sum\nconvert: --decoder-update-rule decay\nteacher: sum\n",
         "second": "from: first\nteacher: sum\n",
@@ -140,10 +140,10 @@ def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "run", lambda *words: Path(words[words.index("--out") + 1]).mkdir(parents=True))
     conf = recipe / "conf" / "first.yaml"
     conf.write_text(CONF + "convert: --decoder-update-rule decay\n")
-    with pytest.raises(RecipeError, match=r"first\.yaml: convert needs a model to convert: add a line `from: NAME`"):
+    with pytest.raises(RecipeError, match=r"first\.yaml must have a model to convert: add a line `from: NAME`"):
         start("--models", "first")
     conf.write_text(CONF + "from: summ\n")
-    with pytest.raises(RecipeError, match=r"there is no conf/summ.yaml: give --conf"):
+    with pytest.raises(RecipeError, match=r"--conf must be conf/NAME.yaml, got conf/summ.yaml"):
         Recipe.check_flags(start("train", "--models", "first"))
     (recipe / "conf" / "shared.yaml").write_text("from: sum\nconvert: --decoder-update-rule decay\n")
     conf.write_text(CONF + "include: shared.yaml\n")
@@ -185,10 +185,10 @@ def test_models_are_names_folders_or_files(start, recipe, tmp_path):
     (tmp_path / "own.yaml").write_text(CONF)
     assert names("--conf", tmp_path / "own.yaml") == ["own"]
     for words in (["--models", "nosuch"], ["--models", "common"], ["--conf", "conf/nosuch.yaml"]):
-        with pytest.raises(RecipeError, match=r"there is no .*delta, grid/a, grid/b, small/x, sum"):
+        with pytest.raises(RecipeError, match=r"must be .*delta, grid/a, grid/b, small/x, sum"):
             start(*words)
     assert not start("prepare", settings=()).models
-    with pytest.raises(RecipeError, match=r"give --conf conf/NAME.yaml or --models NAME"):
+    with pytest.raises(RecipeError, match=r"--conf conf/NAME.yaml or --models NAME must be given"):
         start("train", settings=())
 
 
@@ -256,10 +256,10 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["all", "--test", "none.txt"], "--test FILE goes with the stage evaluate, and is a text"),
-        (["evaluate", "--test", "none.txt"], "goes with the stage evaluate, and is a text: got none.txt"),
-        (["prepare", "--data", "/nonexistent"], "there is no folder /nonexistent"),
-        (["prepare", "--any-text"], "--any-text says what --data FOLDER holds"),
+        (["all", "--test", "none.txt"], "--test must be a text file, given with the stage evaluate"),
+        (["evaluate", "--test", "none.txt"], "given with the stage evaluate, got none.txt"),
+        (["prepare", "--data", "/nonexistent"], "--data must be a folder, got /nonexistent"),
+        (["prepare", "--any-text"], "--data must be given with --any-text"),
     ],
 )
 def test_wrong_arguments_of_a_text(language, words, said):
@@ -307,7 +307,7 @@ def test_a_layer_is_put_on_its_base(layers, monkeypatch, tmp_path):
     monkeypatch.setattr(fast_weight_layers, "run", lambda *words: done.append(words))
     monkeypatch.setattr(training, "train", lambda folder, data, flags: done.append((folder.name, flags)))
     assert [model.name for model in made.models] == ["local/base", "xl/base", "local/fwl", "xl/fwl"]
-    with pytest.raises(RecipeError, match=r"local/fwl: the layer is put on .*base, which is not trained"):
+    with pytest.raises(RecipeError, match=r"local/fwl needs .*base, which is not trained"):
         made.train(made.models[2])
     made_up.trained(tmp_path / "out" / "local" / "base")
     made.train(made.models[0])
@@ -353,9 +353,9 @@ def convert(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rows", "nosuch"], "there is no row nosuch: they are softmax, local_w32"),
-        (["--corpus", "gpt2", "--source-updates", "3"], "--source-updates is of --corpus peps"),
-        (["--model", "x"], "the model of peps is trained here"),
+        (["--rows", "nosuch"], "--rows must be among softmax, local_w32.*, got nosuch"),
+        (["--corpus", "gpt2", "--source-updates", "3"], "--source-updates must be left out without --corpus peps"),
+        (["--model", "x"], "--model must be left out with --corpus peps"),
     ],
 )
 def test_wrong_arguments_of_a_conversion(convert, words, said):
@@ -378,7 +378,7 @@ def test_a_conversion_begins_where_the_paper_does(convert, tmp_path, monkeypatch
     assert str(tmp_path / "softmax" / "converted" / "checkpoint.pt") in ran[1]
     assert ran[1][-4:] == ["--decoder-update-rule", "decay", "--state-size", "4"]
     assert convert("--corpus", "wikitext103").corpus["checkpoint"] == "last"
-    with pytest.raises(RecipeError, match="give --model: what --corpus gpt2 starts from"):
+    with pytest.raises(RecipeError, match="--model must be the source of --corpus gpt2, got none"):
         convert("--corpus", "gpt2").prepare_once()
 
 

@@ -1,4 +1,4 @@
-"""The reports: tables, CSV and pictures of runs that never were."""
+"""The reports: tables, CSV and pictures of invented runs."""
 
 import csv
 import re
@@ -58,7 +58,7 @@ def test_models_of_a_group_have_its_report(tmp_path, monkeypatch):
 
 
 def test_the_attention_length_is_the_shortest_of_the_best_validation_perplexity(tmp_path):
-    """To the two digits that the paper prints; the test set is read at that length."""
+    """The shortest length is chosen to the two digits of the paper; the test set is read at it."""
     perplexities = {
         "valid": {"init": 27.02, "attention 120": 28.1, "attention 500": 26.7712, "attention 1000": 26.7698},
         "test": {"init": 28.02, "attention 120": 28.3, "attention 500": 27.9, "attention 1000": 27.1},
@@ -92,7 +92,7 @@ GRID = [
 
 @pytest.fixture
 def grid(tmp_path):
-    """Runs of every kind: finished with perplexity 8, with 4, with 4, diverged, ended far above its best, none."""
+    """Make runs of every kind: finished with perplexity 8, 4 and 4, diverged, ended far above its best, none."""
     for name, last in (("best", 8), ("worse", 8), ("alike", 11.9), ("nan", 8), ("far", 12.1)):
         diverged = "at update 7\n" if name == "nan" else ""
         folder = made_up.trained(tmp_path / "grid" / name, (60, 8), (90, last), diverged=diverged)
@@ -102,7 +102,7 @@ def grid(tmp_path):
 
 
 def report(module, out, rows, name):
-    """The lines of a report of rows."""
+    """Return the lines of a report of rows."""
     import yaml
 
     path = out / f"{name}.yaml"
@@ -157,7 +157,7 @@ ROWS = [
 
 
 def test_carried_state_hides_nothing(tmp_path):
-    """Delta has diverged, sum has not been run, Transformer-XL has been evaluated by one of two protocols."""
+    """Delta has diverged, sum is not run, and Transformer-XL is evaluated by one of two protocols."""
     made_up.trained(tmp_path / "carried" / "delta", diverged="gradient not finite after update 7\n")
     folder = made_up.trained(tmp_path / "carried" / "xl", (50, 8.0))
     for split, ppl in (("valid", 80.0), ("test", 81.25)):
@@ -176,7 +176,7 @@ def test_carried_state_hides_nothing(tmp_path):
     assert is_picture(tmp_path / "carried" / "carried.png")
 
 
-# Where a fast weight layer gains.
+# Gains of a fast weight layer.
 
 WORDS = ["=", "PEP", "</s>", "a", "b", "</s>", "=", "=", "a", "</s>", "=", "c", "</s>", "a", "a", "</s>"]
 
@@ -266,7 +266,7 @@ def test_table(tmp_path):
         ["sum", "-", "not run", "not run", "not run", "-", "-", "20.00", "72.5%", "-"],
         ["ours", "-", "not run", "not run", "not run", "-", "-", "-", "-", "-"],
     ]
-    # Where rows are converted from softmax after its fine-tuning, they are held against that, as the paper's are.
+    # Rows that are converted from fine-tuned softmax are compared with it, as in the paper.
     corpus["start"] = "softmax"
     lines = [line.strip("| ").split(" | ") for line in conversion.table(corpus, results)]
     assert lines[0][5:7] == ["of the source", "paper valid 0"] and lines[2][0] == "before fine-tuning"
@@ -287,7 +287,7 @@ def test_seeds_of_a_conversion_are_one_line(tmp_path):
     assert [row["seed"] for row in results] == [None, 1, 2]
     line = conversion.table(corpus, results)[-1]
     assert line.startswith("| decay, 2 seeds | 8 | not run | 12.50 ± 0.71 | 80.0% |")
-    for seed in (1, 2):  # what has just been converted may give probabilities of zero
+    for seed in (1, 2):  # a converted model may give probabilities of zero
         measured(tmp_path / "decay" / f"seed_{seed}" / "converted", "valid 0", float("inf"))
     line = conversion.table(corpus, conversion.read_results(corpus, tmp_path))[-1]
     assert line.startswith("| decay, 2 seeds | 8 | inf | 12.50 ± 0.71 | 80.0% |")
@@ -297,7 +297,7 @@ def test_seeds_of_a_conversion_are_one_line(tmp_path):
 
 
 def made(arch, size, loss, dim=16, curve=None, **flags):
-    """A result as it is read."""
+    """Return a result as it is read."""
     point = Point({"arch": arch, **{flag.replace("_", "-"): value for flag, value in flags.items()}}, 1)
     point.flags["num-keys"] = str(size)
     return retrieval.Result(point, retrieval.Outcome(curve or [(100, 0.5), (200, loss)], 3.0, dim, False))
@@ -318,7 +318,7 @@ def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
 
 
 def lines_of(axes):
-    """Return the points: (x, y) of each line of numbers, without those that only stand for an entry of the legend."""
+    """Return the points (x, y) of each line, without lines that only make an entry of the legend."""
     return [tuple(map(tuple, line.get_xydata().tolist())) for line in axes.get_lines() if len(line.get_xydata())]
 
 
@@ -370,7 +370,7 @@ def test_a_rule_has_its_colour_and_its_models_differ():
 
 
 def test_the_papers_released_runs():
-    """Every size of its grids, but where FAVOR+ with delta was never a number; the longer log at 100 keys."""
+    """All sizes of the grids are there, except FAVOR+ with delta without finite losses; at 100 keys the longer log."""
     first, second = PUBLISHED["setting 1"], PUBLISHED["setting 2"]
     assert all(list(losses) == list(range(20, 601, 20)) for losses in first.values()) and len(first) == 8
     ends = {model: max(losses) for model, losses in second.items()}

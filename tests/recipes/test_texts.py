@@ -117,7 +117,7 @@ def test_text_is_copied_with_single_spaces(text, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"\xff\xfe" * 500, "UTF-8"), (b"", "has 0 words, but at least 100"), (None, r"valid\.txt is missing")],
+    [(b"\xff\xfe" * 500, "UTF-8"), (b"", "must have at least 100 words, got 0"), (None, r"valid\.txt is missing")],
 )
 def test_bad_text_is_refused_before_anything_is_written(text, tmp_path, content, said):
     path = text / "valid.txt"
@@ -141,7 +141,7 @@ def test_wikitext_is_read_by_either_of_its_names(text, tmp_path):
     assert expected["vocabulary"] == 267735 and texts.write_wikitext(text, tmp_path, True) == {}
     assert (tmp_path / "valid.txt").read_text() == "other\n" and (tmp_path / "test.txt").read_text() == LINE * 20
     (text / "test.txt").unlink()
-    with pytest.raises(RecipeError, match=r"neither wiki.test.tokens nor test.txt"):
+    with pytest.raises(RecipeError, match=r"must have wiki.test.tokens or test.txt"):
         texts.write_wikitext(text, tmp_path, False)
 
 
@@ -157,7 +157,7 @@ def test_enwik8_is_split_by_bytes_and_loses_none(tmp_path):
     with pytest.raises(RecipeError, match=r"is not enwik8: its checksum differs. If it is meant, add --any-text"):
         texts.write_bytes(tmp_path, tmp_path, False)
     (tmp_path / "enwik8").write_bytes(b"few")
-    with pytest.raises(RecipeError, match="has 3 bytes, but at least 1,000"):
+    with pytest.raises(RecipeError, match="must have at least 1,000 bytes, got 3"):
         texts.write_bytes(tmp_path, tmp_path, True)
 
 
@@ -218,7 +218,7 @@ def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
     ("more", "text", "said"),
     [
         ({"words": 3}, "ab\n", "has tokens up to number 11, and the model of .* 3 words"),
-        ({}, "", "holds no text"),
+        ({}, "", "must have text, got none"),
         ({"vocabulary": LETTERS}, "ab\n", "the merges in .* make 'ab', which its vocabulary lacks"),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_vocabulary_of_another_model_is_refused(tmp_path, more, text, said):
     with pytest.raises(RecipeError, match=said):
         gpt2_bpe.encode(folder, tmp_path / "raw.txt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(RecipeError, match=r"has neither vocab.json with merges.txt nor encoder.json with vocab.bpe"):
+    with pytest.raises(RecipeError, match=r"must have vocab.json and merges.txt, or encoder.json and vocab.bpe"):
         gpt2_bpe.encode(tmp_path, tmp_path / "raw.txt", tmp_path / "out")
 
 

@@ -25,7 +25,7 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     made_up.write_pairs(tmp_path / "a", 5, packed)
     ending = ".gz" if packed else ""
     write = gzip.compress if packed else bytes
-    # What Python takes for ends of lines besides \n; an empty side; a long one.
+    # Characters besides \n that Python takes for line ends; an empty side; a long one.
     (tmp_path / f"b.en{ending}").write_bytes(write(("It's\u2028one \x0b line.\n\n" + "many " * 50 + "\n").encode()))
     (tmp_path / f"b.de{ending}").write_bytes(write("Eine Zeile\x85.\nleer\nzu lang\n".encode()))
     out = tmp_path / "new" / "both"
@@ -42,7 +42,7 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing", "there is neither"),
+        ("missing", "must exist"),
         ("longer", "have different numbers of lines"),
         ("empty", "pair 2 of out has an empty side"),
         ("nothing", "out has no pairs"),
@@ -88,7 +88,7 @@ def generated(tmp_path, lines, sentences=2):
 
 
 def test_scores(tmp_path):
-    """Three kinds of BLEU of the same sentences, which fairseq prints in any order."""
+    """Three kinds of BLEU of the same sentences, printed in any order."""
     log = generated(tmp_path, [(1, HYPOTHESES[1]), (0, HYPOTHESES[0])])
     (tmp_path / "tok.de").write_text("\n".join(REFERENCES) + "\n")
     raw = ["Ein well-known Haus steht hier.", "die Erinnerung liest einmal & mehr."]
@@ -100,11 +100,11 @@ def test_scores(tmp_path):
     # One word of the first sentence is wrong: n-grams of 6 and 7 tokens.
     precisions = [(5 + 7) / (6 + 7), (3 + 6) / (5 + 6), (2 + 5) / (4 + 5), (1 + 4) / (3 + 4)]
     assert result["tokenised"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
-    # The hyphen makes two more of them.
+    # The hyphen makes two more tokens.
     precisions = [(7 + 7) / (8 + 7), (5 + 6) / (7 + 6), (4 + 5) / (6 + 5), (3 + 4) / (5 + 4)]
     assert result["compound_split"] == pytest.approx(100 * torch.tensor(precisions).log().mean().exp().item())
     assert "sacrebleu" not in bleu.score(log, tmp_path / "tok.de", None, "de")
-    # Standard output alone: fairseq-generate logs its last line to standard error.
+    # Only standard output: fairseq-generate logs its last line to standard error.
     log.write_text("".join(line for line in log.read_text().splitlines(True) if "Translated" not in line))
     alone = bleu.score(log, tmp_path / "tok.de", tmp_path / "raw.de", "de")
     assert alone == {name: value for name, value in result.items() if name not in ("tokens", "seconds")}
@@ -128,7 +128,7 @@ def test_the_table_has_mean_and_deviation_of_the_seeds(tmp_path):
 
 
 def test_words_are_split_at_hyphens_as_the_literature_does():
-    """Matches do not overlap: hyphens with a single letter or nothing in between are not both split."""
+    """Matches do not overlap: of two hyphens with one letter or nothing in between, only one is split."""
     split = bleu.split_compounds
     assert split("state-of-the-art") == " ##AT##-##AT## ".join(["state", "of", "the", "art"])
     assert split("a-b-c x--y - -d e-") == "a ##AT##-##AT## b-c x ##AT##-##AT## -y - -d e-"
@@ -159,7 +159,7 @@ def test_the_mean_of_the_last_checkpoints(tmp_path):
     average.write(tmp_path, 2, tmp_path / "mean.pt")
     model = torch.load(tmp_path / "mean.pt", weights_only=False)["model"]
     assert model["weight"].tolist() == [95.0, 95.0] and model["half"].dtype == torch.float16 and model["draws"] == 100
-    with pytest.raises(RecipeError, match="has 3 checkpoints of an update"):
+    with pytest.raises(RecipeError, match="must be from 1 to 3"):
         average.last_checkpoints(tmp_path, 4)
 
 
@@ -168,7 +168,7 @@ def test_the_mean_of_the_last_checkpoints(tmp_path):
 
 @pytest.fixture
 def wmt14(tmp_path):
-    """A folder like that of the unpacked archives: corpora a folder deeper, and a test set in SGML."""
+    """A folder like the unpacked archives: corpora one folder deeper, and a test set in SGML."""
     folder = tmp_path / "wmt14"
     (folder / "training").mkdir(parents=True)
     for name, count in (("europarl-v7", 12), ("commoncrawl", 9), ("news-commentary-v9", 3)):
@@ -190,7 +190,7 @@ def test_wmt14_from_raw_text(wmt14, tmp_path):
     assert (tmp_path / "out" / "text" / "test.de").read_text() == (tmp_path / "test.de").read_text()
     assert (tmp_path / "out" / "tok" / "train.en").read_text().count("\n") == 24
     (wmt14 / "newstest2013.en").unlink()
-    with pytest.raises(RecipeError, match=r"there is no newstest2013.en below .*, or leave out --data to download it"):
+    with pytest.raises(RecipeError, match=r"must have newstest2013.en: .*, or leave out --data to download it"):
         pairs.write_wmt14(wmt14, tmp_path / "out", True)
 
 
@@ -259,10 +259,10 @@ def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, mo
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["all", "--test", "x"], "--test PREFIX goes with the stage evaluate"),
-        (["evaluate", "--test", "/x/none"], "--test: there is neither /x/none.en nor none.en.gz"),
-        (["train", "--any-text"], "--any-text says what --data FOLDER holds"),
-        (["train", "--data", "/nonexistent"], "there is no folder /nonexistent"),
+        (["all", "--test", "x"], "--test PREFIX must be given with the stage evaluate"),
+        (["evaluate", "--test", "/x/none"], "--test: /x/none.en or none.en.gz must exist"),
+        (["train", "--any-text"], "--data must be given with --any-text"),
+        (["train", "--data", "/nonexistent"], "--data must be a folder, got /nonexistent"),
     ],
 )
 def test_wrong_arguments(tmp_path, words, said):

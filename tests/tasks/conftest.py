@@ -1,4 +1,4 @@
-"""Small binarised texts, and tasks over them as fairseq sets them up."""
+"""Small binarised texts, and fairseq's tasks over them."""
 
 from argparse import Namespace
 from dataclasses import fields
@@ -22,14 +22,14 @@ def write_text(folder, split, lines):
 
 
 def random_lines(count, longest=11):
-    """Lines of random words, some of them empty, each ended by </s> (2)."""
+    """Return lines of random words, some empty, each ended by </s> (2)."""
     lengths = torch.randint(0, longest, (count,)).tolist()
     return [[*torch.randint(4, WORDS, (length,)).tolist(), 2] for length in lengths]
 
 
 @pytest.fixture
 def make_task(tmp_path):
-    """make_task({"train": lines, ...}, **flags) -> a task that has loaded these texts."""
+    """A function make_task({"train": lines, ...}, **flags) -> a task that has loaded these texts."""
 
     def make(texts, **flags):
         dictionary = Dictionary()

@@ -59,7 +59,7 @@ def test_a_training_query_is_the_key_of_a_pair_drawn_evenly():
         places = np.flatnonzero(item["keys"] == query)
         assert target == item["values"][places[-1]]
         counts.append(len(places))
-    # A key that is there n times of 4 is asked with probability n / 4, so that the mean of n is E[n^2] / E[n] = 2.
+    # A key that occurs n times of 4 is asked with probability n / 4, so that the mean of n is E[n^2] / E[n] = 2.
     assert np.mean(counts) == pytest.approx(2, abs=0.2)
 
 
@@ -196,7 +196,7 @@ def training_losses(log):
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_for_bit_and_ends_where_the_whole_one_does(tmp_path):
-    """In mid-epoch, with FAVOR+ drawing at random, and an end for want of progress."""
+    """Interrupted in mid-epoch, with random draws of FAVOR+, and an end without progress."""
     flags = ["--arch", "sum_favor64_retrieval", "--num-keys", 6, "--key-dim", 8, "--updates-per-epoch", 4]
     flags += ["--stop-updates", 8, "--lr", "1e-9"]
     whole = train(tmp_path / "whole", *flags)

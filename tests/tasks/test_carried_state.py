@@ -1,4 +1,4 @@
-"""The carried state: segments in a row are one long text, and nothing else leaks in."""
+"""The carried state: successive segments are one long text, without other influences."""
 
 import copy
 from itertools import pairwise
@@ -23,7 +23,7 @@ SMALL = {
 
 
 class Optimizer:
-    """The settings that a task needs from fairseq."""
+    """Return the settings that a task needs from fairseq."""
 
     def backward(self, loss):
         loss.backward()
@@ -34,7 +34,7 @@ class Optimizer:
 
 @pytest.fixture
 def setup(make_task):
-    """setup(task_flags, **model_flags) -> a task that carries states over 2 texts, and a small float64 model."""
+    """A function setup(task_flags, **model_flags) -> a task with carried states over 2 texts, and a float64 model."""
 
     def build(flags=None, texts=None, **model_flags):
         texts = texts or {"train": random_lines(30), "valid": random_lines(20)}
@@ -44,12 +44,12 @@ def setup(make_task):
             {**SMALL, "_name": "fwp_lm", "tokens_per_sample": task.args.tokens_per_sample, **model_flags},
         )
         model = task.build_model(config).double()
-        for split in texts:  # fairseq loads texts after it has built the model
+        for split in texts:  # fairseq loads texts after building the model
             task.load_dataset(split)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "layer_norm" not in name:
-                    parameter.normal_(std=0.3)  # the tiny weights of the initialisation would hide differences
+                    parameter.normal_(std=0.3)  # the small initial weights would hide differences
         return task, model
 
     return build
@@ -78,7 +78,7 @@ class Scores:
 
 
 def train(task, model, samples, criterion):
-    """The results of fairseq's training step on each sample, gradients included."""
+    """Return the results of fairseq's training step on each sample, with gradients."""
     results = []
     for sample in samples:
         results.append(task.train_step(sample, model, criterion, Optimizer(), update_num=0))
@@ -87,14 +87,14 @@ def train(task, model, samples, criterion):
 
 
 def long_forward(model, blocks):
-    """Log-probabilities of the targets of consecutive blocks, read in one piece."""
+    """Return log-probabilities of the targets of consecutive blocks, read in one piece."""
     source, target = (torch.cat([block[key] for block in blocks]) for key in ("source", "target"))
     scores = model.get_normalized_probs(model(source.unsqueeze(0)), log_probs=True)[0]
     return scores.gather(1, target.unsqueeze(1)).squeeze(1)
 
 
 def pieces(task, split, streams, at_documents=False):
-    """The blocks of each stream, parted where documents start if they reset the state: in blocks and between them."""
+    """Return the blocks of each stream, split where documents reset the state: in blocks and between them."""
     blocks, found = task.dataset(split), []
     for stream in range(streams):
         first, end = (len(blocks) * index // streams for index in (stream, stream + 1))
@@ -119,7 +119,7 @@ def pieces(task, split, streams, at_documents=False):
     [(name, normalized) for name, rule in UPDATE_RULES.items() for normalized in {False, rule.normalizes}],
 )
 def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
-    """In training and in validation, with positions; documents start again wherever they lie in a stream."""
+    """It holds in training and validation, with positions; documents anywhere in a stream start again."""
     flags = {"reset_state_after": separator}
     task, model = setup(
         flags,
@@ -146,7 +146,7 @@ def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separa
 
 @pytest.mark.parametrize("separator", [None, "w3"])
 def test_hybrids_carry_the_window_and_the_fast_weights(setup, separator):
-    """A layer of softmax reads one document at a time: each begins a segment."""
+    """A softmax layer reads one document at a time: each begins a segment."""
     task, model = setup({"reset_state_after": separator}, softmax_layers="1", attention_window=3)
     scores = Scores()
     train(task, model, batches(task), scores)
@@ -164,7 +164,7 @@ def test_fairseqs_criteria_see_the_carried_state(setup, criterion):
 
 
 def test_gradients_end_with_the_segment(setup):
-    """The gradient of a segment is that of its loss with the state before it as a constant."""
+    """The gradient of a segment treats the state before it as a constant."""
     task, model = setup()
     samples = batches(task)
     train(task, model, samples[:2], CrossEntropyCriterion(task, False))
@@ -180,7 +180,7 @@ def test_gradients_end_with_the_segment(setup):
 
 
 def test_validation_leaves_no_trace(setup):
-    """Training between two validations, and validations between two segments, change no bit of each other."""
+    """Training and validation do not change each other by a bit."""
     task, model = setup()
     criterion, samples = CrossEntropyCriterion(task, False), batches(task)
     alone = [result[0] for result in train(task, model, samples, criterion)]
@@ -200,7 +200,7 @@ def test_every_epoch_starts_without_a_state(setup):
 
 
 def test_without_carry_state_each_segment_is_fairseqs(setup):
-    """The loss of the stock task, whatever the number of streams."""
+    """It is the loss of the stock task, for any number of streams."""
     task, model = setup({"carry_state": False})
     criterion = CrossEntropyCriterion(task, False)
     arguments = {"sample_break_mode": "none", "output_dictionary_size": -1, "shorten_method": "none", "seed": 1}
@@ -216,7 +216,7 @@ def test_without_carry_state_each_segment_is_fairseqs(setup):
 
 
 def test_an_update_that_is_tried_again_starts_where_it_started(setup):
-    """--amp feeds the batches of an update again after an overflow."""
+    """--amp repeats the batches of an update after an overflow."""
     task, model = setup()
     criterion, samples = CrossEntropyCriterion(task, False), batches(task)
     expected = [result[0].detach() for result in train(task, model, samples, criterion)]
@@ -278,7 +278,7 @@ def test_a_saved_state_goes_on_bit_for_bit(setup):
     itr = task.get_batch_iterator(task.dataset("train"), **options).next_epoch_itr()
     expected = losses(itr, copy.deepcopy(untrained))
     for stop in (1, 5, len(expected) - 1):
-        model = copy.deepcopy(untrained)  # its random features are in its own checkpoint
+        model = copy.deepcopy(untrained)  # its random features are in the checkpoint
         first = task.get_batch_iterator(task.dataset("train"), **options)
         itr = first.next_epoch_itr()
         found = losses((next(itr) for _ in range(stop)), model)
@@ -299,7 +299,7 @@ def test_nothing_is_carried_over_the_end_of_an_epoch(setup):
     iterator.collect_states(None)
     saved = iterator.state_dict()
     assert saved["states"] is None and saved["iterations_in_epoch"] == 0
-    # Nor does the memory of a validation lie idle while training goes on.
+    # The memory of a validation is freed for training.
     for sample in batches(task, "valid"):
         task.valid_step(sample, model, CrossEntropyCriterion(task, False))
     train(task, model, batches(task)[:1], CrossEntropyCriterion(task, False))
@@ -326,25 +326,27 @@ def test_other_streams_are_refused_in_mid_epoch(setup, case):
     saved = iterator.state_dict()
     changed, _ = setup(flags, texts=texts)
     other = changed.get_batch_iterator(changed.dataset("train"), **{"max_sentences": 3, **options})
-    with pytest.raises(RuntimeError, match=f"{sentence}, where these streams cannot go on: .* --reset-dataloader"):
+    with pytest.raises(
+        RuntimeError, match=f"{sentence}, and these streams cannot continue from it: .* --reset-dataloader"
+    ):
         other.load_state_dict(saved)
     del saved["settings"]
-    with pytest.raises(RuntimeError, match="in the middle of an epoch of another task, "):
+    with pytest.raises(RuntimeError, match="in mid-epoch of another task, "):
         iterator.load_state_dict(saved)
     other.load_state_dict({**saved, "epoch": 2, "iterations_in_epoch": 0})  # between epochs anything may change
     assert other.next_epoch_idx == 2
 
 
 def test_models_without_a_state_of_constant_size_are_refused(setup):
-    with pytest.raises(ValueError, match="FwpLanguageModel has no state of constant size"):
+    with pytest.raises(ValueError, match="a state of constant size, got FwpLanguageModel without one"):
         setup(decoder_update_rule="softmax")
-    with pytest.raises(ValueError, match="with fast weights in every layer or with a memory, give layers of softmax"):
+    with pytest.raises(ValueError, match="with fast weights in every layer or with a memory, give softmax layers"):
         setup(softmax_layers="1")
     task, _ = setup({"carry_state": False}, decoder_update_rule="softmax")
     task.args.carry_state = True
     flags = {"_name": "transformer_lm", "tokens_per_sample": 4, "max_target_positions": 4, "add_bos_token": False}
     config = OmegaConf.merge(OmegaConf.structured(TransformerLanguageModelConfig), {**flags, "tpu": False})
-    with pytest.raises(ValueError, match="TransformerLanguageModel has no state of constant size"):
+    with pytest.raises(ValueError, match="a state of constant size, got TransformerLanguageModel without one"):
         task.build_model(config)
 
 
@@ -355,7 +357,7 @@ REFUSALS = {
         {"carry_state": True, "reset_state_after": "<doc>"},
         "--reset-state-after must be a symbol of .*, got '<doc>'",
     ),
-    "empty": ({}, r"the text 'train' \(.*train.bin\) is empty"),
+    "empty": ({}, r"the text 'train' \(.*train.bin\) must have at least one token"),
 }
 
 
@@ -370,8 +372,8 @@ def test_bad_settings(make_task, case):
     "options, sentence",
     [
         ({}, "--batch-size must be the number of streams"),
-        ({"max_sentences": 0}, "no stream fits into --batch-size 0"),
-        ({"max_tokens": 1023}, "no stream fits into --batch-size None and --max-tokens 1023: each takes 1024 tokens"),
+        ({"max_sentences": 0}, "must allow one stream of 1024 tokens .*, got 0 and None"),
+        ({"max_tokens": 1023}, "must allow one stream of 1024 tokens .*, got None and 1023"),
         (
             {"max_sentences": 1, "max_positions": 512},
             "--tokens-per-sample must be at most 512, as in training, got 1024",
@@ -386,12 +388,14 @@ def test_bad_batches(make_task, options, sentence):
 
 def test_a_missing_text_is_named(make_task):
     task = make_task({"train": [[4, 2]]})
-    with pytest.raises(FileNotFoundError, match=r"no text 'valid' \(.*valid.bin\): fairseq-preprocess"):
+    with pytest.raises(
+        FileNotFoundError, match=r"valid.bin, the text 'valid', must exist: write it with fairseq-preprocess"
+    ):
         task.load_dataset("valid")
 
 
 @pytest.mark.parametrize("flags, options", [({"carry_state": True}, {}), ({}, {"context_window": 8})])
 def test_what_eval_lm_cannot_do_is_refused(make_task, flags, options):
     task = make_task({"train": [[4, 2]]}, **flags)
-    with pytest.raises(ValueError, match="fairseq-eval-lm carries no state and slides no window"):
+    with pytest.raises(ValueError, match="fairseq-eval-lm cannot carry a state or use a context window"):
         task.eval_lm_dataloader(task.dataset("train"), batch_size=1, **options)

@@ -1,4 +1,4 @@
-"""Generated sequences of state tracking and recall against definitions of their own."""
+"""Generated sequences of state tracking and recall against separate definitions."""
 
 from argparse import Namespace
 from dataclasses import fields
@@ -19,7 +19,7 @@ def make_task(**flags):
 
 
 def draw(problem, **setting):
-    """Twenty sequences as lists of symbols and of answers."""
+    """Return twenty sequences as lists of symbols and of answers."""
     generator = np.random.default_rng(1)
     setting = Setting(**{"length": 30, "pairs": 5, "symbols": 7, **setting})
     return [[part.tolist() for part in PROBLEMS[problem].draw(generator, setting)] for _ in range(20)]
@@ -114,7 +114,7 @@ def test_settings_without_a_sequence_are_refused(flags, message):
 
 
 def accuracies(*flags):
-    """Right answers of parity at twice the length of training, in %, at every evaluation."""
+    """Return the right answers of parity at twice the training length, in %, for every evaluation."""
     output = run(
         "fairseq-train", "--task", "fwp_sequence_problems", "--length", "12", "--valid-length", "24",
         "--train-sequences", "6400", "--batch-size", "64", "--criterion", "label_smoothed_cross_entropy",

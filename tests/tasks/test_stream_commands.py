@@ -37,7 +37,7 @@ def arguments(data, save_dir, updates, *flags):
 
 
 def train_together(data, save_dir, updates, *flags):
-    """The log of the first of two processes."""
+    """Return the log of the first of two processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -66,14 +66,14 @@ def last(folder):
 
 
 def assert_same_bits(one, other):
-    """Parameters after the same updates: a loss that differed in one bit would show in them."""
+    """Parameters after the same updates are equal: one different bit of a loss would change them."""
     for name, parameter in last(one)["model"].items():
         assert torch.equal(parameter, last(other)["model"][name]), name
 
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """The folder and log of an uninterrupted run that ends in its second epoch."""
+    """Return the folder and log of an uninterrupted run that ends in its second epoch."""
     folder = tmp_path_factory.mktemp("trained")
     flags = ["--batch-size", 3, "--update-freq", 2, "--save-interval-updates", 3]
     return folder, flags, run("fairseq-train", *arguments(data, folder, 14, *flags))
@@ -93,7 +93,7 @@ def test_a_run_interrupted_in_mid_epoch_goes_on_bit_for_bit(data, trained, tmp_p
 
 @pytest.mark.slow
 def test_two_processes_own_their_streams(data, tmp_path):
-    """Interrupted or not they end in the same bits, and learn what one process with all streams learns."""
+    """Interrupted or not, results are equal to the last bit, and close to one process with all streams."""
     flags = ["--batch-size", 2, "--dropout", 0, "--update-freq", 2]
     whole = train_together(data, tmp_path / "whole", 10, *flags)
     parts = [train_together(data, tmp_path / "parts", updates, *flags) for updates in (4, 10)]
@@ -122,6 +122,6 @@ def test_eval_lm_scores_every_token(data, trained):
         "fairseq-eval-lm", data, "--task", "fwp_language_modeling", "--path", trained[0] / "checkpoint_last.pt",
         "--gen-subset", "valid", "--cpu", "--tokens-per-sample", 8, "--batch-size", 3,
     )  # fmt: skip
-    tokens = (data / "valid.bin").stat().st_size // 2  # of a vocabulary below 65,500 a token takes two bytes
+    tokens = (data / "valid.bin").stat().st_size // 2  # a token takes two bytes for a vocabulary below 65,500
     assert f"Evaluated {tokens} tokens" in log
     assert 2 < float(re.search(r"Perplexity: ([\d.]+)", log)[1]) < 60

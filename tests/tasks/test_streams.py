@@ -1,4 +1,4 @@
-"""Every token is a target once, in the order of its stream, for any number of streams, processes and workers."""
+"""Every token is a target once, in the order of its stream, with any streams, processes and workers."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from .conftest import random_lines
 
 
 def batches(task, split="train", update_freq=1, epochs=1, **options):
-    """The batches of one process as fairseq-train groups them, epoch after epoch."""
+    """Yield the batches of one process as fairseq-train groups them, epoch after epoch."""
     iterator = task.get_batch_iterator(task.dataset(split), **{"data_buffer_size": 3, **options})
     for _ in range(epochs):
         for group in iterators.GroupedIterator(iterator.next_epoch_itr(shuffle=True), update_freq):
@@ -17,7 +17,7 @@ def batches(task, split="train", update_freq=1, epochs=1, **options):
 
 
 def targets(batch, pad):
-    """Rows of a batch without their padding."""
+    """Return the rows of a batch without padding."""
     return [row[row.ne(pad)].tolist() for row in batch["target"]]
 
 
@@ -39,7 +39,7 @@ def test_every_token_is_a_target_once(make_task, separator, shards, length, batc
                 assert index not in seen
                 seen[index] = row
     assert [token for index in sorted(seen) for token in seen[index]] == [token for line in lines for token in line]
-    # A process with fewer batches than another would be given some of them again by fairseq.
+    # fairseq repeats batches for a process that has fewer than another.
     assert len(set(counts)) == 1
 
 
@@ -87,7 +87,7 @@ def test_blocks_are_those_of_fairseqs_language_modeling(make_task, length):
 
 
 def test_a_text_without_line_ends_goes_on_over_its_lines(make_task):
-    """fairseq reads </s> at the start of every line, where the text may have none."""
+    """fairseq reads </s> at the start of every line, even if the text has none there."""
     task = make_task({"train": [[4, 5, 6], [7, 8]]}, tokens_per_sample=3)
     assert [block["source"].tolist() for block in task.dataset("train")] == [[2, 4, 5], [6, 7]]
 
@@ -124,7 +124,7 @@ def test_streams_differ_by_at_most_one_segment(make_task):
 
 
 def test_a_process_whose_streams_have_ended_has_nothing_to_learn(make_task):
-    """Two tokens for four processes: the others take part with a batch of no targets."""
+    """Two tokens for four processes: two of them get a batch without targets."""
     task = make_task({"train": [[4, 5]]}, tokens_per_sample=1)
     options = {"max_sentences": 1, "num_shards": 4, "disable_iterator_cache": True}
     found = [list(batches(task, shard_id=shard, **options)) for shard in range(4)]

@@ -1,6 +1,6 @@
-"""Attentions: each an nn.Module, built from plain arguments. A new one is one file here and one line below.
+"""Attentions: each is an nn.Module, built from plain arguments. A new one is one file here and one line below.
 
-Causal ones are attention(x, state, key_padding_mask) -> (y, state): see `heads.Attention`.
+A causal one is attention(x, state, key_padding_mask) -> (y, state): see `heads.Attention`.
 """
 
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
@@ -12,7 +12,7 @@ from fairseq_fwp.modules.attention.relative import Memory, RelativeAttention
 from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
 from fairseq_fwp.modules.attention.state import FastWeightState
 
-# Also the spelling of softmax among update rules and feature maps.
+# The name of softmax among update rules and feature maps too.
 SOFTMAX = "softmax"
 
 ATTENTIONS: dict[str, type[Attention]] = {
@@ -24,7 +24,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
     "delta_rnn": DeltaRnn,
 }
 
-# States by the names that files written before these modules moved have for them.
+# Types of states under their names in files that were written before these modules moved.
 FORMER_NAMES = (
     (FastWeightState, "fairseq_fwp.modules.fast_weight_attention.FastWeightState"),
     (KeyValueCache, "fairseq_fwp.modules.softmax_attention.KeyValueCache"),

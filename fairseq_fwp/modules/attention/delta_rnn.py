@@ -27,7 +27,7 @@ class DeltaRnnState(NamedTuple):
     output: Tensor
 
     def detach(self) -> "DeltaRnnState":
-        """The same values, cut from the graph."""
+        """The same values, detached from the graph."""
         return DeltaRnnState(*(part.detach() for part in self))
 
     def reorder(self, new_order: Tensor) -> "DeltaRnnState":
@@ -35,15 +35,15 @@ class DeltaRnnState(NamedTuple):
         return DeltaRnnState(*(part.index_select(0, new_order) for part in self))
 
     def reset(self, rows: Tensor) -> "DeltaRnnState":
-        """Return the state, empty in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state, empty in the rows of the batch that are True. rows: (B,) bool."""
         return DeltaRnnState(*(empty_rows(part, rows) for part in self))
 
 
 class DeltaRnn(Attention):
-    """y_t = phi(q_t) W_t + softmax(y_(t-1)) R_t, with both memories written by the delta rule, and y_0 = 0.
+    """Attention y_t = phi(q_t) W_t + softmax(y_(t-1)) R_t, with the delta rule for both memories, and y_0 = 0.
 
-    R has keys, values and rates of its own, projected from the token as those of W are; its keys are a softmax, as
-    what it is read with. As the public code's version 2. The recurrence goes token by token, in Python.
+    R has its own keys, values and rates, projected from the token as for W. Its keys are a softmax, like the vector
+    that reads it. This is version 2 of the public code. The recurrence runs token by token, in Python.
 
     Arguments are those of `FastWeightAttention`, which is the memory W. Raises ValueError as it does.
     """
@@ -86,7 +86,7 @@ class DeltaRnn(Attention):
         key_padding_mask: Tensor | None = None,
         first: Tensor | None = None,
     ) -> tuple[Tensor, DeltaRnnState]:
-        """x (B, L, D) -> y (B, L, D) and the state after the last token; arguments as in `FastWeightAttention`."""
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token; see `FastWeightAttention`."""
         before = None if state is None else FastWeightState(state.weights)
         read, after = self.feedforward(x, before, key_padding_mask, first)
         z = at_least_float32(self.split_heads(read))
@@ -112,7 +112,7 @@ class DeltaRnn(Attention):
         return self.out_proj(self.merge_heads(out).to(x.dtype)), DeltaRnnState(after.weights, memory, y)
 
     def _project(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """k (B, H, L, d), a softmax, v (B, H, L, d) and beta (B, H, L) of the memory R."""
+        """Return k (B, H, L, d), a softmax, v (B, H, L, d) and beta (B, H, L) of the memory R."""
         embed_dim = x.shape[-1]
         projected = self.recurrent_proj(x).to(dtype)
         k, v = (self.split_heads(part) for part in projected[..., : 2 * embed_dim].chunk(2, -1))
@@ -125,5 +125,5 @@ class DeltaRnn(Attention):
 
 
 def empty_rows(part: Tensor, rows: Tensor) -> Tensor:
-    """Zeros in the rows of the batch (B, ...) that are True, rows (B,) bool."""
+    """Return `part` (B, ...) with zeros in the rows of the batch that are True. rows: (B,) bool."""
     return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0)

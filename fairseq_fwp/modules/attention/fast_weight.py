@@ -28,13 +28,14 @@ class FastWeightAttention(RuleProjection):
     Schlag et al. 2021, arXiv 2102.11174, Secs. 3 and 4.
 
     embed_dim: D; num_heads: H; feature_map: a map built for key_dim; update_rule: a key of `UPDATE_RULES`;
-    key_dim: size of a head's key before the map, None = D / H (Mao 2022 projects to few: its m);
-    sum_normalization: of mapped q and k; l2_normalization: divide them by their lengths (Yang et al. 2024, arXiv
-    2406.06484, Sec. 3.3); attention_normalization: of the output, and of what the rule retrieves;
-    scale_output: times 1 / sqrt(D / H), which the paper's equations do not have and its public CUDA layers do;
-    norm_output: layer normalisation of each head's output (what the public code of the rule fwm does);
-    bias: of q, k, v, the output, and the gates that the rule gives none, which start at zero;
-    negative_eigenvalues: rates of delta's family up to 2 in place of 1 (Grazzi et al. 2025, arXiv 2411.12537);
+    key_dim: size of a head's key before the map, None = D / H (the m of Mao 2022 is smaller);
+    sum_normalization: of mapped q and k;
+    l2_normalization: divide mapped q and k by their lengths (Yang et al. 2024, arXiv 2406.06484, Sec. 3.3);
+    attention_normalization: of the output, and of values that the rule retrieves;
+    scale_output: times 1 / sqrt(D / H), as in the paper's public CUDA layers, not in its equations;
+    norm_output: layer normalisation of each head's output, as in the public code of the rule fwm;
+    bias: of q, k, v and the output, and of gates to which the rule gives none, from zero;
+    negative_eigenvalues: rates of delta's family up to 2 instead of 1 (Grazzi et al. 2025, arXiv 2411.12537);
     backend: of the operators.
 
     Raises ValueError as `RuleProjection` does, and for a normalisation that the map or the rule does not have.
@@ -71,7 +72,7 @@ class FastWeightAttention(RuleProjection):
             self.key_normalizations.append(unit_length)
         self.scale = self.head_dim**-0.5 if scale_output else 1.0
         self.backend = backend
-        # A rule from outside the package may not know documents.
+        # A rule of a plug-in may not support documents.
         self.packs_documents = "first" in signature(self.rule.operator).parameters
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
@@ -88,10 +89,10 @@ class FastWeightAttention(RuleProjection):
         *,
         keep_state: bool = True,
     ) -> tuple[Tensor, FastWeightState | None]:
-        """x (B, L, D) -> y (B, L, D) and the state after the last token, which without keep_state may be left out.
+        """Return y (B, L, D) for x (B, L, D), and the state after the last token, which may be None without keep_state.
 
-        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that write nothing;
-        first (B, L): True at tokens with which a document begins, before which the memory is empty, None = nowhere.
+        state: before the first token, None = empty; key_padding_mask (B, L): True at tokens that do not write;
+        first (B, L): True at tokens that begin a document, where the memory is empty; None = nowhere.
         """
         queries_keys, v, gates = self.project(x)  # project
         if self.overflows and v.dtype == torch.float16:
@@ -117,7 +118,7 @@ class FastWeightAttention(RuleProjection):
         first: Tensor | None,
         keep_state: bool,
     ) -> tuple[Tensor, FastWeightState | None]:
-        """Return what the rule reads (B, H, L, Dv), normalised, and the state after the last token."""
+        """Return the normalised output of the rule (B, H, L, Dv), and the state after the last token."""
         short = self.rule.short
         if short and state is None and first is None and self.backend == "auto" and short.suit(q, v):
             return self._read_scores(short(q, k), v, keep_state)
@@ -132,7 +133,7 @@ class FastWeightAttention(RuleProjection):
         return out, FastWeightState(weights, z)
 
     def _read_scores(self, scores: Any, v: Tensor, keep_state: bool) -> tuple[Tensor, FastWeightState | None]:
-        """The same for few tokens after an empty memory."""
+        """Do the same for few tokens after an empty memory."""
         normalization = self.attention_normalization
         out = scores.read(v)
         if normalization:
@@ -142,7 +143,7 @@ class FastWeightAttention(RuleProjection):
         return out, FastWeightState(scores.state(v), scores.state_of_ones() if normalization else None)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers in the fast weights of a sequence, whatever its length; Schlag et al. 2021, App. F, leaves out z."""
+        """Return the numbers in the fast weights for any length, without z as in Schlag et al. 2021, App. F."""
         return self.num_heads * self.feature_map.feature_dim * self.head_dim
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
 """Linear attention to a whole sequence, not only to its past: an encoder's to itself, a decoder's to the source.
 
-What softmax attention keeps of the sequence, all its keys and values, is here one matrix and one vector per head,
-whatever the length of the sequence. The order in which it was read does not matter: its update rule is the sum.
+Softmax attention keeps all keys and values of the sequence. Here one matrix and one vector per head replace them, for
+any length of the sequence. The order of tokens does not matter: the update rule is the sum.
 
 Shapes: B batch, L queries, S keys and values, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d.
 """
@@ -21,17 +21,17 @@ DIVISION = Division()
 
 
 class LinearAttention(Attention):
-    """y_i = phi(q_i) W / (z . phi(q_i)) with W = sum_j phi(k_j)^T v_j and z = sum_j phi(k_j).
+    """Attention y_i = phi(q_i) W / (z . phi(q_i)) with W = sum_j phi(k_j)^T v_j and z = sum_j phi(k_j).
 
     Katharopoulos et al. 2020, arXiv 2006.16236, Eqs. 4 and 5; Schlag et al. 2021, arXiv 2102.11174, Eqs. 13 to 19,
-    with the sums over the whole sequence. A map with features of either sign has no such divisor: the output is
-    phi(q_i) W, as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4, unless `bias` gives all
-    of them one, as fairseq's attention has it, which starts at zero.
+    with the sums over the whole sequence. With features of either sign there is no division: the output is phi(q_i) W,
+    as in Schlag 2021, Sec. 3.1. Projections have no bias, as in the paper's Eq. 4. With `bias` all have one, as in
+    fairseq's attention, which starts at zero.
 
-    embed_dim: D; num_heads: H; feature_map: a map built for d; source_dim: size of what is attended to, None = D;
+    embed_dim: D; num_heads: H; feature_map: a map built for d; source_dim: size of the source's vectors, None = D;
     division: by z . phi(q_i).
 
-    Features, W and z are in float32 at least, also under autocast. Raises ValueError for a head count that does not
+    Features, W and z are in float32 or wider, even under autocast. Raises ValueError for a head count that does not
     divide embed_dim.
     """
 
@@ -58,7 +58,7 @@ class LinearAttention(Attention):
             nn.init.zeros_(projection.bias)
 
     def forward(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """x (B, L, D) attends to source (B, S, source_dim) -> (B, L, D)."""
+        """Return the output (B, L, D) of x (B, L, D) that attends to source (B, S, source_dim)."""
         queries, keys = x.shape[1], source.shape[1]
         if not scores_are_cheaper(queries * keys, queries + keys, (self.feature_map.feature_dim, self.head_dim)):
             return self.read(x, self.summarize(source, key_padding_mask))
@@ -88,14 +88,14 @@ class LinearAttention(Attention):
         return self.out_proj(self.merge_heads(out).to(x.dtype))
 
     def weights(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """The factors a of the values in what x (B, L, D) reads, y_i = sum_j a_ij v_j: (B, H, L, S).
+        """Return the attention weights a (B, H, L, S) of x (B, L, D): y_i = sum_j a_ij v_j.
 
-        For looking at: reading needs no number for every pair of tokens.
+        They are for inspection: the output does not need a number for every pair of tokens.
         """
         return self._weights_and_values(x, source, key_padding_mask)[0]
 
     def _weights_and_values(self, x: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """a (B, H, L, S), and values (B, H, S, Dv)."""
+        """Return a (B, H, L, S), and values (B, H, S, Dv)."""
         q = at_least_float32(self.feature_map(self.split_heads(self.q_proj(x))))
         k, v = self._keys_and_values(source, key_padding_mask)
         with torch.autocast(q.device.type, enabled=False):
@@ -105,7 +105,7 @@ class LinearAttention(Attention):
             return products / self.division.bound(products.sum(-1, keepdim=True)), v
 
     def _keys_and_values(self, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mapped keys (B, H, S, Dk), zero at padding, and values (B, H, S, Dv)."""
+        """Return mapped keys (B, H, S, Dk), zero at padding, and values (B, H, S, Dv)."""
         k, v = (self.split_heads(x) for x in self.kv_proj(source).chunk(2, dim=-1))
         k, v = at_least_float32(self.feature_map(k)), at_least_float32(v)
         return k if key_padding_mask is None else k.masked_fill(key_padding_mask[:, None, :, None], 0), v

@@ -1,6 +1,6 @@
 """Causal softmax attention within a window: the local baseline of Mao 2022, arXiv 2210.04243, Table 2.
 
-Shapes: B batch, L tokens, M tokens kept from before, H heads, D embed_dim, d = D / H, w window, n blocks of b tokens.
+Shapes: B batch, L tokens, M kept earlier tokens, H heads, D embed_dim, d = D / H, w window, n blocks of b tokens.
 """
 
 import torch
@@ -31,9 +31,9 @@ class LocalAttention(SoftmaxAttention):
     def forward(
         self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, KeyValueCache]:
-        """x (B, L, D) -> y (B, L, D) and the last window - 1 keys and values.
+        """Return y (B, L, D) for x (B, L, D), and the last window - 1 keys and values.
 
-        key_padding_mask (B, L): True at tokens that nobody attends to, and that take no place in a window.
+        key_padding_mask (B, L): True at tokens that other tokens do not attend to and windows do not count.
         """
         q, k, v = self.project(x)
         cache = extend(state, k, v, key_padding_mask)
@@ -46,7 +46,7 @@ class LocalAttention(SoftmaxAttention):
         return self.out_proj(self.merge_heads(y)), cache.last(self.window - 1)
 
     def _attend(self, q: Tensor, cache: KeyValueCache) -> Tensor:
-        """Blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
+        """Attend in blocks of b <= w queries, each over the w - 1 + b keys that its tokens see."""
         batch, _, length, _ = q.shape
         block = max(min(self.window, length), 1)
         fill = -length % block
@@ -61,7 +61,7 @@ class LocalAttention(SoftmaxAttention):
         columns = torch.arange(self.window - 1 + block, device=q.device)
         distance = columns[self.window - 1 :, None] - columns
         band = (distance >= 0) & (distance < self.window)
-        # A padded query sees itself: a row with nothing to see is not a number.
+        # A padded query sees itself: a row without visible keys would be NaN.
         visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
         queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
         y = F.scaled_dot_product_attention(  # (B n, H, b, d)
@@ -74,7 +74,7 @@ class LocalAttention(SoftmaxAttention):
         return y.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers in the keys and values that one token of a sequence of `length` sees."""
+        """Return the numbers in the keys and values that one token of a sequence of `length` sees."""
         return super().state_size(self.window if carried else min(length, self.window))
 
     def extra_repr(self) -> str:

@@ -1,8 +1,8 @@
 """The two normalisations of Schlag et al. 2021, Sec. 4.2, independent of feature map and update rule.
 
 Shapes: q, k (B, H, L, Dk), mapped and non-negative; v (B, H, L, Dv). z is the normaliser, the sum of the keys in
-memory: (B, H, Dk) before the first token, and (B, H, L + 1, Dk) with all after it. first (B, L) is True at tokens with
-which a document begins and z starts at zero; None = nowhere.
+memory: (B, H, Dk) before the first token, or (B, H, L + 1, Dk) with all later ones. first (B, L) is True at tokens that
+begin a document, where z starts at zero; None = nowhere.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.update_rules import UpdateRule
 
-# DPFP can map a vector to all zeros: it stays zero (it writes and reads nothing). fast-transformers adds 1e-6 to z . q,
+# DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,
 # the paper's public code 1e-5.
 NORMALIZATION_EPSILON = FeatureMap.epsilon
 
-# A product z . k of zero has no square root with a gradient; this one is zero to every float32 it is added to.
+# The square root of z . k = 0 has no finite gradient. This number changes no float32 that it is added to.
 LEAST_PRODUCT = 1e-24
 
 Kind = TypeVar("Kind", bound="Division")
@@ -29,10 +29,10 @@ Kind = TypeVar("Kind", bound="Division")
 
 @dataclass(frozen=True)
 class Division:
-    """By sums of features, which may be zero. The papers divide without an epsilon; here every divisor has one.
+    """Division by sums of features, which may be zero. Unlike in the papers, every divisor has an epsilon.
 
-    epsilon: above 0, None = that of the layer's map; add_epsilon: add it to the divisor, as public code does. By
-    default it is a lower bound: every larger divisor divides exactly as in the paper.
+    epsilon: above 0, None = the epsilon of the layer's map; add_epsilon: add it to the divisor, as public code does. By
+    default it is a lower bound: larger divisors divide exactly as in the paper.
     """
 
     epsilon: float | None = None
@@ -43,28 +43,28 @@ class Division:
             raise ValueError(f"`epsilon` must be a number above 0, got {self.epsilon}")
 
     def with_epsilon(self: Kind, default: float) -> Kind:
-        """Return the same, with the default where no epsilon is given."""
+        """Return a copy with the default epsilon if none was given."""
         return replace(self, epsilon=default) if self.epsilon is None else self
 
     def bound(self, divisor: Tensor) -> Tensor:
-        """Return the divisor, at least epsilon, or with epsilon added to it."""
+        """Return the divisor with the lower bound epsilon, or with epsilon added."""
         epsilon = NORMALIZATION_EPSILON if self.epsilon is None else self.epsilon
         return divisor + epsilon if self.add_epsilon else divisor.clamp(min=epsilon)
 
 
 @dataclass(frozen=True)
 class SumNormalization(Division):
-    """phi(x) / sum_j phi(x)_j (Eq. 29)."""
+    """Sum normalisation: phi(x) / sum_j phi(x)_j (Eq. 29)."""
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Non-negative features (..., Dk) -> features of sum one, in their dtype."""
+        """Return non-negative features (..., Dk) scaled to sum one, in their dtype."""
         # Not times the reciprocal, whose derivative overflows for the small sums of FAVOR+.
         return features / self.bound(features.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
 class AttentionNormalization(Division):
-    """Divide the output by z . q, and what a rule retrieves before it writes by z . k (Eqs. 26-28).
+    """Attention normalisation: divide outputs by z . q, and values retrieved for writes by z . k (Eqs. 26-28).
 
     output_only: divide only the output (Eq. 28), as the paper's public code does by default.
     """
@@ -72,16 +72,16 @@ class AttentionNormalization(Division):
     output_only: bool = False
 
     def check(self, name: str, rule: UpdateRule) -> None:
-        """Raise ValueError where this normalisation is not defined for the rule of that name."""
+        """Raise ValueError if this normalisation is not defined for the rule of that name."""
         if not rule.normalizes:
             raise ValueError(
-                f"`attention_normalization` is not defined for the update rule {name}: leave it out "
+                f"`attention_normalization` must be left out for the update rule {name}, where it is not defined "
                 "(`sum_normalization` is)"
             )
         if rule.normalizer and not self.output_only:
             raise ValueError(
-                f"the update rule {name} erases and forgets, and only its output can be normalised: give "
-                "`output_only` as well"
+                f"`output_only` must be given with `attention_normalization` for the update rule {name}: it erases and "
+                "forgets, so only its output can be normalised"
             )
 
     def apply(
@@ -96,10 +96,11 @@ class AttentionNormalization(Division):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the divisor of the output (B, H, L), k and v with which the rule retrieves normalised values, and z.
 
-        z: before the first token, None = zeros, and after the last; options: of the operator, `first` among them.
+        z: the argument is before the first token, None = zeros; the result is after the last one.
+        options: of the operator, including `first`.
         """
         if rule.forgets is not None:
-            # The memory of the rule for values of one, which forgets as the rule does.
+            # The rule's own memory for values of one: it forgets as the rule does.
             ones = torch.ones_like(v[..., :1])
             wide = (at_least_float32(x) for x in (q, k, ones, *rule.forgets(*gates)))
             operator = rule.normalizer or rule.operator
@@ -110,22 +111,22 @@ class AttentionNormalization(Division):
         divisor = self.output_divisor(q, sums)
         if rule.retrieves and not self.output_only:
             k, v = self.normalize_retrieval(k, v, sums, first)
-        return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all of them
+        return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 
     def output_divisor(self, q: Tensor, z: Tensor) -> Tensor:
-        """z_t . q_t (B, H, L), by which Eq. 28 divides the output after the write at t; in z's dtype."""
+        """Return z_t . q_t (B, H, L), the divisor of the output after the write at t (Eq. 28), in z's dtype."""
         return self.bound((z[:, :, 1:] * q).sum(-1))
 
     def retrieval_divisor(self, k: Tensor, z: Tensor, first: Tensor | None = None) -> Tensor:
-        """c_t = z_{t-1} . k_t (B, H, L), by which Eq. 27 divides the value k_t W_{t-1} retrieved for removal.
+        """Return c_t = z_{t-1} . k_t (B, H, L), the divisor of the value k_t W_{t-1} retrieved for removal (Eq. 27).
 
-        Where z_{t-1} . k_t = 0 nothing is stored under the key: k_t W_{t-1} = 0 as well, and c_t = 1. That is the
-        paper's rule for the first position, v_bar_1 = 0, which padding may precede. It also holds for a key that
-        shares no feature with any before it.
+        If z_{t-1} . k_t = 0, nothing is stored under the key: k_t W_{t-1} = 0 too, and c_t = 1. This is the paper's
+        rule for the first position, v_bar_1 = 0, which padding may precede. It also holds for a key that shares no
+        feature with earlier ones.
 
         W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1} / c_t) is the delta rule with c_t v_t for v_t and beta_t / c_t
-        for beta_t. It is also the delta rule with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t, which half
-        precision can represent for smaller c_t.
+        for beta_t. It is also the delta rule with k_t / sqrt(c_t) for k_t and sqrt(c_t) v_t for v_t. Half precision can
+        represent this form for smaller c_t.
         """
         c = (before_each(z, first) * k).sum(-1)
         return torch.where(c > 0, Division(self.epsilon).bound(c), 1)
@@ -133,9 +134,9 @@ class AttentionNormalization(Division):
     def normalize_retrieval(self, k: Tensor, v: Tensor, z: Tensor, first: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return k and v with which the plain delta rule removes a normalised value, see `retrieval_divisor`.
 
-        With add_epsilon as the paper's public code does: it multiplies beta by c_t and divides k_t by c_t + epsilon,
-        with c_t = 1 only before an empty memory. The write is then c_t / (c_t + epsilon) as large as in the paper,
-        and 0 for a key without any feature of those stored.
+        add_epsilon is as in the paper's public code. It multiplies beta by c_t and divides k_t by c_t + epsilon, with
+        c_t = 1 only before an empty memory. The write is then c_t / (c_t + epsilon) times that of the paper, and 0 for
+        a key that shares no feature with stored ones.
         """
         if not self.add_epsilon:
             root = self.retrieval_divisor(k, z, first).sqrt().unsqueeze(-1)
@@ -148,16 +149,16 @@ class AttentionNormalization(Division):
 
 
 def running_sum(k: Tensor, z: Tensor | None = None, first: Tensor | None = None) -> Tensor:
-    """z_0 ... z_L with z_t = z_{t-1} + k_t (Eq. 26): (B, H, L + 1, Dk) in float32 (float64 for float64 keys).
+    """Return z_0 ... z_L with z_t = z_{t-1} + k_t (Eq. 26): (B, H, L + 1, Dk) in float32 (float64 for float64 keys).
 
-    z: z_0 (B, H, Dk), None = zeros. Clone the last one to carry it: a slice keeps all of them in memory.
+    z: z_0 (B, H, Dk), None = zeros. Clone the last sum to carry it: a slice keeps all of them in memory.
     """
     wide = torch.promote_types(k.dtype, torch.float32)
     if z is None:
         z = k.new_zeros(k.shape[0], k.shape[1], k.shape[3], dtype=wide)
     if first is None:
         return torch.cat([z.unsqueeze(2), k.to(wide)], dim=2).cumsum(2)
-    # Each stretch between tokens that begin one in some row by itself: a difference of sums would lose their last bits.
+    # Each stretch between beginnings of documents is summed separately: differences of sums would lose bits.
     sums = [z.unsqueeze(2)]
     bounds = [0, *first[:, 1:].any(0).nonzero().add(1).flatten().tolist(), k.shape[2]]
     for start, stop in itertools.pairwise(bounds):
@@ -168,7 +169,7 @@ def running_sum(k: Tensor, z: Tensor | None = None, first: Tensor | None = None)
 
 
 def before_each(z: Tensor, first: Tensor | None) -> Tensor:
-    """z_{t-1} (B, H, L, Dk) of every token."""
+    """Return z_{t-1} (B, H, L, Dk) for every token."""
     past = z[:, :, :-1]
     return past if first is None else past.masked_fill(first[:, None, :, None], 0)
 
@@ -178,13 +179,13 @@ def fit_normalizations(
     sum_normalization: SumNormalization | None,
     attention_normalization: AttentionNormalization | None,
 ) -> tuple[SumNormalization | None, AttentionNormalization | None]:
-    """Return both with the epsilons of the map. Raises ValueError for a map whose features may be negative."""
+    """Return both normalisations with the map's epsilon. Raises ValueError for features that may be negative."""
     if (sum_normalization or attention_normalization) and not feature_map.positive:
         raise ValueError(
-            f"{type(feature_map).__name__} has features of either sign, and sum and attention normalisation divide by "
-            "sums of features: choose another map, or neither normalisation"
+            f"features must not be negative for sum and attention normalisation, which divide by their sums, got "
+            f"{type(feature_map).__name__}: choose another map, or neither normalisation"
         )
-    # Features that sum to one have the same size with every map.
+    # Features of sum one have the same size with every map.
     epsilon = NORMALIZATION_EPSILON if sum_normalization else feature_map.epsilon
     return (
         sum_normalization and sum_normalization.with_epsilon(feature_map.epsilon),

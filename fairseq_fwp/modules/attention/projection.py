@@ -1,6 +1,7 @@
-"""From the tokens of a layer to the queries, keys, values and gates of its update rule.
+"""The projection of a layer's tokens to the queries, keys, values and gates of its update rule.
 
-Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, N keys and values a token (one, but for rules of steps).
+Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, N keys and values a token (1, except for rules with several
+steps).
 """
 
 import torch
@@ -14,14 +15,14 @@ from fairseq_fwp.modules.update_rules import Gate, find_rule
 
 
 class RuleProjection(Attention):
-    """q, k, v and the rule's gates from one projection, without bias as in Schlag et al. 2021, Eqs. 4 and 21.
+    """One projection to q, k, v and the rule's gates, without bias as in Schlag et al. 2021, Eqs. 4 and 21.
 
-    Gates that the rule gives a bias have one all the same. With `bias`, as pretrained Transformers have it, all do.
+    Gates to which the rule gives a bias always have it. With `bias`, as in pretrained Transformers, all parts have one.
 
-    feature_map: a map of keys of key_dim; negative_eigenvalues: rates of delta's family up to 2 in place of 1.
+    feature_map: a map of keys of key_dim; negative_eigenvalues: rates of delta's family up to 2 instead of 1.
 
-    Raises ValueError for an unknown rule, a head count that does not divide embed_dim, a key_dim below 1, and negative
-    eigenvalues of a rule that has none.
+    Raises ValueError for an unknown rule, a head count that does not divide embed_dim, a key_dim below 1, and
+    negative_eigenvalues with a rule that cannot have them.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class RuleProjection(Attention):
         check_key_dim(key_dim)
         self.rule = rule = find_rule(update_rule)
         if negative_eigenvalues and not any(gate.doubles for gate in rule.gates):
-            raise ValueError(f"`negative_eigenvalues` need a rule with a beta up to 1, and {update_rule} has none")
+            raise ValueError(
+                f"`negative_eigenvalues` must be off for the update rule {update_rule}, which has no rate beta up to 1"
+            )
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.key_dim = key_dim
@@ -66,7 +69,7 @@ class RuleProjection(Attention):
         )
 
     def initialize(self) -> None:
-        """Draw the initial biases of the gates, as the rule has them."""
+        """Draw the rule's initial biases of the gates."""
         for gate in self.rule.gates:
             if gate.bias:
                 bias = self.gate_biases[gate.name]
@@ -74,7 +77,7 @@ class RuleProjection(Attention):
                     bias.copy_(gate.bias(bias.numel()))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """x (B, L, D) -> q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, d) and gates (B, L, H, size)."""
+        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, d) and gates (B, L, H, size) of x (B, L, D)."""
         queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
         if self.bias is not None:
             of_queries_keys, of_values = self.bias.split(self.sizes[:2])
@@ -86,7 +89,7 @@ class RuleProjection(Attention):
         )
 
     def _open(self, gate: Gate, projected: Tensor) -> Tensor:
-        """The gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
+        """Return the gate (B, L, H, size) from its projection (B, L, H size, or its rank)."""
         if gate.rank:
             projected = self.gate_expansions[gate.name](projected)
         if gate.name in self.gate_biases:

@@ -19,21 +19,22 @@ from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
-# The paper does not say how it initialises; this is the value of its public code, of u, v and learned vectors.
+# The paper does not give initial values; this is from its public code, for u, v and learned vectors.
 POSITION_STD = 0.02
 
 
 class Memory(NamedTuple):
-    """The layer's inputs before the segment, hidden (B, M, D); padding (B, M), True on the left, None = none.
+    """The memory: the layer's inputs before the segment, hidden (B, M, D), and their padding (B, M), None = no padding.
 
-    The paper's SG, no gradient into the memory, is `detach()`, which belongs between two segments of training.
+    Padding is on the left. The paper's SG, no gradient into the memory, is `detach()`: call it between two segments of
+    training.
     """
 
     hidden: Tensor
     padding: Tensor | None = None
 
     def detach(self) -> "Memory":
-        """The same values, cut from the graph."""
+        """The same values, detached from the graph."""
         return Memory(self.hidden.detach(), self.padding)
 
     def reorder(self, new_order: Tensor) -> "Memory":
@@ -42,17 +43,17 @@ class Memory(NamedTuple):
         return Memory(self.hidden.index_select(0, new_order), padding)
 
     def reset(self, rows: Tensor) -> "Memory":
-        """Return the state with nothing remembered in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state with an empty memory in the rows of the batch that are True. rows: (B,) bool."""
         return Memory(self.hidden, reset_padding(self.padding, rows, self.hidden.shape[1]))
 
     def last(self, count: int) -> "Memory":
-        """The newest `count` tokens, or all where there are fewer."""
+        """The newest `count` tokens, or all if there are fewer."""
         start = max(self.hidden.shape[1] - count, 0)
         return Memory(self.hidden[:, start:], None if self.padding is None else self.padding[:, start:])
 
 
 class RelativeCache(NamedTuple):
-    """The memory as decoding needs it: keys and values (B, H, M, d) are projected once, and so is each distance.
+    """The memory for decoding: keys and values (B, H, M, d) and distances are projected only once.
 
     distances (H, M, vector_size): W_kR R_n for n = 0 ... M - 1; padding as in `Memory`.
     """
@@ -63,7 +64,7 @@ class RelativeCache(NamedTuple):
     padding: Tensor | None = None
 
     def detach(self) -> "RelativeCache":
-        """The same values, cut from the graph."""
+        """The same values, detached from the graph."""
         return RelativeCache(self.keys.detach(), self.values.detach(), self.distances.detach(), self.padding)
 
     def reorder(self, new_order: Tensor) -> "RelativeCache":
@@ -76,7 +77,7 @@ class RelativeCache(NamedTuple):
         )
 
     def last(self, count: int) -> "RelativeCache":
-        """The newest `count` tokens, or all where there are fewer."""
+        """The newest `count` tokens, or all if there are fewer."""
         start = max(self.keys.shape[2] - count, 0)
         return RelativeCache(
             self.keys[:, :, start:],
@@ -87,9 +88,9 @@ class RelativeCache(NamedTuple):
 
 
 class SinusoidalDistances(nn.Module):
-    """Terms (b), (c) and (d) of the paper: R_n in its sinusoids, W_kR, u and v.
+    """Terms (b), (c) and (d) of the paper: sinusoids R_n, W_kR, u and v.
 
-    embed_dim: D; num_heads: H; clamp_len: distances beyond it count as it, None = none do; dropout: of R.
+    embed_dim: D; num_heads: H; clamp_len: larger distances count as this one, None = no limit; dropout: of R.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, clamp_len: int | None = None, dropout: float = 0.0) -> None:
@@ -116,11 +117,11 @@ class SinusoidalDistances(nn.Module):
         self.content_bias, self.position_bias = other.content_bias, other.position_bias
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, H, L, d) -> what is multiplied with the keys, and what with the distances."""
+        """Return the factors of the keys and of the distances for q (B, H, L, d)."""
         return q + self.content_bias.unsqueeze(1).to(q.dtype), q + self.position_bias.unsqueeze(1).to(q.dtype)
 
     def forward(self, start: int, stop: int) -> Tensor:
-        """W_kR R_n (H, stop - start, d) for the distances n from start on."""
+        """Return W_kR R_n (H, stop - start, d) for the distances n from start on."""
         weight = self.proj.weight
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         distances = torch.arange(start, stop, device=weight.device, dtype=wide)
@@ -131,12 +132,13 @@ class SinusoidalDistances(nn.Module):
 
 
 class LearnedDistances(nn.Module):
-    """The positions of Shaw et al. 2018, arXiv 1803.02155, as Dai et al. 2019 compare with them: only (a) and (b).
+    """The positions of Shaw et al. 2018, arXiv 1803.02155, as in the comparison of Dai et al. 2019: only (a) and (b).
 
-    W_kR R_n is one learned vector for each distance and head. num_heads: H; head_dim: d; clamp_len: the largest
-    distance with a vector of its own, Shaw's clipping distance k; biased: (c) and (d) too, as in the public code of
-    Dai et al. (--attn_type 1), with u for each head, and for (d) one learned number for each distance and head, which
-    is the last of its vector.
+    W_kR R_n is one learned vector for each distance and head.
+
+    num_heads: H; head_dim: d; clamp_len: the largest distance with its own vector, Shaw's clipping distance k;
+    biased: (c) and (d) too, as in the public code of Dai et al. (--attn_type 1). u is for each head, and (d) is a
+    learned number for each distance and head, the last number of its vector.
     """
 
     def __init__(self, num_heads: int, head_dim: int, clamp_len: int, biased: bool = False) -> None:
@@ -148,33 +150,34 @@ class LearnedDistances(nn.Module):
 
     @property
     def vector_size(self) -> int:
-        """Numbers in the vector of a distance: d, with biases d + 1."""
+        """Numbers in the vector of a distance: d, or d + 1 with biases."""
         return self.table.shape[2]
 
     def initialize(self) -> None:
-        """Draw the vectors and u; the numbers of (d) begin at 0."""
+        """Draw the vectors and u; the numbers of (d) start at 0."""
         nn.init.normal_(self.table, std=POSITION_STD)
         if self.content_bias is not None:
             nn.init.normal_(self.content_bias, std=POSITION_STD)
             nn.init.zeros_(self.table[..., -1])
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, H, L, d) -> what is multiplied with the keys, and what with the distances."""
+        """Return the factors of the keys and of the distances for q (B, H, L, d)."""
         if self.content_bias is None:
             return q, q
         return q + self.content_bias.unsqueeze(1).to(q.dtype), F.pad(q, (0, 1), value=1.0)
 
     def forward(self, start: int, stop: int) -> Tensor:
-        """The vectors (H, stop - start, vector_size) of the distances from start on."""
+        """Return the vectors (H, stop - start, vector_size) of the distances from start on."""
         return self.table[:, torch.arange(start, stop, device=self.table.device).clamp(max=self.clamp_len)]
 
 
 class RelativeAttention(Attention):
-    """softmax((a) + (b) + (c) + (d)) over the memory and the segment's past, projections without bias.
+    """Attention softmax((a) + (b) + (c) + (d)) over the memory and the segment's past, with projections without bias.
 
-    embed_dim: D; num_heads: H; positions: a `SinusoidalDistances` or `LearnedDistances`; window: a token sees itself
-    and window - 1 tokens before it, None = all; dropout: of the attention weights. Memory for the scores of both
-    kinds is O(B H L S): the vectors of distances are never laid out for pairs of tokens.
+    embed_dim: D; num_heads: H; positions: a `SinusoidalDistances` or `LearnedDistances`;
+    window: a token sees itself and window - 1 tokens before it, None = all; dropout: of the attention weights.
+
+    The scores take O(B H L S) memory: vectors of distances are not expanded to pairs of tokens.
     """
 
     states = (Memory,)
@@ -199,9 +202,9 @@ class RelativeAttention(Attention):
     def forward(
         self, x: Tensor, state: Memory | RelativeCache | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Memory | RelativeCache]:
-        """x (B, L, D) -> y (B, L, D), and the memory with x behind it, of the kind that came in.
+        """Return y (B, L, D) for x (B, L, D), and the memory followed by x, of the same type as `state`.
 
-        key_padding_mask (B, L): True at tokens nobody attends to, and which put no distance between others.
+        key_padding_mask (B, L): True at tokens that other tokens do not attend to and distances do not count.
         """
         memory = Memory(x[:, :0]) if state is None else state
         past = self.cache(memory) if isinstance(memory, Memory) else memory
@@ -222,14 +225,14 @@ class RelativeAttention(Attention):
         return self.out_proj(self.merge_heads(y)), after
 
     def cache(self, memory: Memory) -> RelativeCache:
-        """The memory with its keys and values, for decoding; valid as long as the weights do not change."""
+        """Return the memory with its keys and values, for decoding; valid as long as the weights do not change."""
         embed_dim = self.in_proj.in_features
         keys, values = self._heads(linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
         distances = keys.new_zeros(self.num_heads, 0, self.positions.vector_size)
         return RelativeCache(keys, values, distances, memory.padding)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """(B, L, n D) -> (n, B, H, L, d)"""
+        """Return (n, B, H, L, d) from (B, L, n D)."""
         head_dim = self.in_proj.in_features // self.num_heads
         return projected.unflatten(-1, (-1, self.num_heads, head_dim)).permute(2, 0, 3, 1, 4)
 
@@ -252,20 +255,20 @@ class RelativeAttention(Attention):
 def _by_key(scores: Tensor) -> Tensor:
     """Return scores (..., L, S) by distance, the largest first, as a view (..., L, S) by key (Dai et al. 2019, App. B).
 
-    The last query is S - 1 from the first key, so its row is in place; a row above reads one step to the right for
-    every step up. Past its own distance 0 a row reads on in the next: keys of its future, which are masked.
+    The last query is S - 1 from the first key, so its row is in place. Each row above is shifted one more step to the
+    right. After its distance 0 a row continues in the next row: these are keys of its future, which are masked.
     """
     length, total = scores.shape[-2:]
     return scores.flatten(-2)[..., length - 1 :].unfold(-1, total, max(total - 1, 1))
 
 
 def _visible(length: int, total: int, window: int | None, padding: Tensor | None, device: torch.device) -> Tensor:
-    """True where one of the last `length` of `total` tokens sees a key: (L, S), or (B, 1, L, S) with padding."""
+    """Return a mask, True where one of the last `length` of `total` tokens sees a key: (L, S), or (B, 1, L, S)."""
     distance = torch.arange(total - length, total, device=device)[:, None] - torch.arange(total, device=device)
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
     if padding is None:
         return visible
-    # A padded query sees itself: a row with nothing to see is not a number.
+    # A padded query sees itself: a row without visible keys would be NaN.
     return ((visible & ~padding[:, None, :]) | (distance == 0)).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Causal softmax attention with the interface of the fast weight layer: the baseline.
+"""Causal softmax attention with the interface of fast weight attention: the baseline.
 
 Shapes: B batch, L tokens, S tokens seen so far, H heads, D embed_dim, d = D / H.
 """
@@ -15,14 +15,14 @@ from fairseq_fwp.modules.onednn import Linear
 
 
 class KeyValueCache(NamedTuple):
-    """All keys and values so far, (B, H, S, d), and which of them are padding, (B, S), None = none."""
+    """All keys and values so far, (B, H, S, d), and a mask of padding (B, S), None = no padding."""
 
     keys: Tensor
     values: Tensor
     padding: Tensor | None = None
 
     def detach(self) -> "KeyValueCache":
-        """The same values, cut from the graph."""
+        """The same values, detached from the graph."""
         return KeyValueCache(self.keys.detach(), self.values.detach(), self.padding)
 
     def reorder(self, new_order: Tensor) -> "KeyValueCache":
@@ -34,11 +34,11 @@ class KeyValueCache(NamedTuple):
         )
 
     def reset(self, rows: Tensor) -> "KeyValueCache":
-        """Return the state with nothing read in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state, empty in the rows of the batch that are True. rows: (B,) bool."""
         return KeyValueCache(self.keys, self.values, reset_padding(self.padding, rows, self.keys.shape[2]))
 
     def last(self, count: int) -> "KeyValueCache":
-        """The newest `count` tokens, or all where there are fewer."""
+        """The newest `count` tokens, or all if there are fewer."""
         start = max(self.keys.shape[2] - count, 0)
         return KeyValueCache(
             self.keys[:, :, start:],
@@ -48,9 +48,9 @@ class KeyValueCache(NamedTuple):
 
 
 class SoftmaxAttention(Attention):
-    """softmax(q k^T / sqrt(d)) v over the past (Vaswani et al. 2017).
+    """Softmax attention over the past: softmax(q k^T / sqrt(d)) v (Vaswani et al. 2017).
 
-    embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as fairseq's and GPT-2's.
+    embed_dim: D; num_heads: H; dropout: of the attention weights; bias: of all projections, as in fairseq and GPT-2.
     """
 
     constant_state = False
@@ -68,7 +68,7 @@ class SoftmaxAttention(Attention):
     def forward(
         self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, KeyValueCache]:
-        """x (B, L, D) -> y (B, L, D) and the cache; key_padding_mask (B, L): True at tokens nobody attends to."""
+        """Return y (B, L, D) for x (B, L, D), and the cache. key_padding_mask (B, L): True at padding."""
         q, k, v = self.project(x)
         past = 0 if state is None else state.keys.shape[2]
         cache = extend(state, k, v, key_padding_mask)
@@ -84,16 +84,16 @@ class SoftmaxAttention(Attention):
         return self.out_proj(self.merge_heads(y)), cache
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x (B, L, D) -> q, k and v, (B, H, L, d) each."""
+        """Return q, k and v, each (B, H, L, d), of x (B, L, D)."""
         return self.in_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Numbers in the keys and values of a sequence of `length` tokens."""
+        """Return the numbers in the keys and values of a sequence of `length` tokens."""
         return 2 * length * self.out_proj.in_features
 
 
 def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:
-    """The cache with k and v (B, H, L, d) behind it, and their padding (B, L)."""
+    """Return the cache followed by k and v (B, H, L, d) and their padding (B, L)."""
     if state is None:
         return KeyValueCache(k, v, padding)
     padding = join_padding(state.padding, state.keys.shape[2], padding, k.shape[2])
@@ -101,7 +101,7 @@ def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | 
 
 
 def _attention_mask(length: int, past: int, padding: Tensor | None, device: torch.device) -> Tensor | None:
-    """True where a query (one of `length`) may see a key (one of past + length); None where no mask is needed."""
+    """Return a mask, True where a query (of `length`) may see a key (of past + length), or None if not needed."""
     if padding is None and (past == 0 or length == 1):
         return None
     query = torch.arange(past, past + length, device=device)[:, None]
@@ -109,5 +109,5 @@ def _attention_mask(length: int, past: int, padding: Tensor | None, device: torc
     mask = key <= query
     if padding is None:
         return mask
-    # A padded query sees itself: a row with nothing to see is not a number.
+    # A padded query sees itself: a row without visible keys would be NaN.
     return (mask & (~padding[:, None, :] | (key == query))).unsqueeze(1)

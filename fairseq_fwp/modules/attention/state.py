@@ -13,7 +13,7 @@ class FastWeightState(NamedTuple):
     normalizer: Tensor | None = None
 
     def detach(self) -> "FastWeightState":
-        """The same values, cut from the graph (truncated back-propagation through time)."""
+        """The same values, detached from the graph (truncated back-propagation through time)."""
         return self._map(Tensor.detach)
 
     def reorder(self, new_order: Tensor) -> "FastWeightState":
@@ -21,7 +21,7 @@ class FastWeightState(NamedTuple):
         return self._map(lambda part: part.index_select(0, new_order))
 
     def reset(self, rows: Tensor) -> "FastWeightState":
-        """Return the state, empty in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state, empty in the rows of the batch that are True. rows: (B,) bool."""
         return self._map(lambda part: part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "FastWeightState":

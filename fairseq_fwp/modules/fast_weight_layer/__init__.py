@@ -1,4 +1,4 @@
-"""A layer that learns while it reads, after the last attention: the fast weight layer (FWL).
+"""The fast weight layer (FWL): a layer after the last attention that learns while it reads.
 
 Clark, Guu, Chang, Pasupat, Hinton & Norouzi 2022, "Meta-Learning Fast Weight Language Models" (arXiv 2212.02475).
 With theta = (U, a, W, b and the layer normalisation's gain and shift),
@@ -8,18 +8,18 @@ With theta = (U, a, W, b and the layer normalisation's gain and shift),
     y_t = f_theta'(h_t),  theta' = theta - alpha (Delta + sum over S <= i < t of dL_i / dtheta)
     Delta <- gamma Delta + stopgrad(sum over S <= i <= T of dL_i / dtheta)    after a segment S..T
 
-with a step size alpha and a decay gamma for each weight, and the running update Delta of past segments. The sum is
-strict, as in the paper's Eq. 1: its last formula prints i <= t, with which y_t would know the token that it predicts.
-No position waits for another: one backward pass gives the gradients of all L_i. A sum of gradients of U or W is linear
-attention whose keys are the weight's inputs and whose values are the gradients of its outputs (Eq. 2).
+with a step size alpha and a decay gamma for each weight, and the running update Delta of past segments. The sum is over
+i < t, as in the paper's Eq. 1. The paper's last formula prints i <= t, where y_t would know the token that it predicts.
+Positions do not wait for each other: one backward pass gives the gradients of all L_i. A sum of gradients of U or W is
+linear attention: its keys are the weight's inputs, its values the gradients of the weight's outputs (Eq. 2).
 
-The paper's L_t is that of the trained weights, so its gradient asks for the same step again after it has been taken.
-With gradients at "carried" weights, L_t is the loss with theta - alpha Delta, the weights that a segment begins with,
-as in dynamic evaluation. The gradient of what is learned then vanishes, and Delta can be kept for longer. It costs one
-more product with Delta.
+The paper's L_t is the loss with the trained weights, so its gradient asks for the same step again after that step was
+taken. With gradients at "carried" weights, L_t is the loss with theta - alpha Delta, the weights at the start of the
+segment, as in dynamic evaluation. The gradient then vanishes once something is learned, and Delta can be kept longer.
+It costs one more product with Delta.
 
-layer.py has f and its gradients, update.py what gradients add to f, state.py what is kept, start.py where it begins.
-Shapes: B batch, L tokens, M positions that teach, D embed_dim, F hidden_dim.
+layer.py has f and its gradients, update.py the update of f by gradients, state.py the state, start.py initial values.
+Shapes: B batch, L tokens, M positions with a loss, D embed_dim, F hidden_dim.
 """
 
 import torch
@@ -30,6 +30,6 @@ from fairseq_fwp.modules.fast_weight_layer.update import FAST_WEIGHTS
 
 __all__ = ["FAST_WEIGHTS", "GRADIENTS_AT", "FastWeightLayer", "FastWeightLayerState", "Gradients"]
 
-# A checkpoint in mid-epoch holds the state of its streams, one of before by the names that its parts have here.
+# A checkpoint in mid-epoch holds the state of its streams; earlier ones have these names for its parts.
 STATES = (FastWeightLayerState, Gradients)
 torch.serialization.add_safe_globals([*STATES, *((state, f"{__name__}.{state.__name__}") for state in STATES)])

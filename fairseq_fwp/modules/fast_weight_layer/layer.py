@@ -1,4 +1,4 @@
-"""The layer itself: f, the gradients of its losses in one backward pass, and f with the weights that these make."""
+"""The layer itself: f, the gradients of its losses in one backward pass, and f with the updated weights."""
 
 import math
 from typing import NamedTuple, Protocol
@@ -13,24 +13,24 @@ from fairseq_fwp.modules.fast_weight_layer.state import FastWeightLayerState, Gr
 from fairseq_fwp.modules.fast_weight_layer.update import FAST_WEIGHTS, Update, end_segment
 from fairseq_fwp.modules.look_up import look_up
 
-# Step sizes start where those of the public code do (google-research, fwl); the paper does not say. It does not say
-# where gamma starts either, which that code has not: here, a segment counts 9 tenths of the next.
+# Initial step sizes are from the public code (google-research, fwl); the paper does not give them. Neither gives an
+# initial gamma: here, a segment counts 9 tenths of the next one.
 STEP_SIZE = 0.01
 DECAY = 0.9
 
-# Of U and W in the public code, which draws them.
+# Standard deviation of U and W in the public code.
 RANDOM_STD = 0.05
 
-# Adam moves every number by about the learning rate an update, which suits weights. Step sizes and decays, whose best
-# values may be orders of magnitude away, are learned as 0.01 exp(30 s) and sigmoid(30 d): 3% an update at 0.001.
+# Adam moves every number by about the learning rate in an update, which suits weights. Best step sizes and decays may
+# be orders of magnitude away: they are learned as 0.01 exp(30 s) and sigmoid(30 d), 3% an update at rate 0.001.
 PACE = 30.0
 
-# At which weights a segment's losses are differentiated.
+# The weights at which a segment's losses are differentiated.
 GRADIENTS_AT = ("trained", "carried")
 
 
 class Softmax(Protocol):
-    """The output layer: what it does with features (B, M, D) and tokens (B, M)."""
+    """The interface of the output layer, for features (B, M, D) and tokens (B, M)."""
 
     def target_log_prob(self, features: Tensor, target: Tensor) -> Tensor:
         """Return the tokens' log-probabilities (B, M)."""
@@ -40,9 +40,9 @@ class Softmax(Protocol):
 
 
 class Losses(NamedTuple):
-    """M positions that have a loss: the inputs x (B, M, D) of U, hidden = x U + a (B, M, F) with the trained U and a.
+    """M positions with a loss: the inputs x (B, M, D) of U, and hidden = x U + a (B, M, F) with trained U, a.
 
-    targets, known: the tokens (B, M) that they are to predict, and whether there are both, (B, M) bool.
+    targets, known: the tokens (B, M) that they predict, and whether position and token exist, (B, M) bool.
     """
 
     x: Tensor
@@ -51,25 +51,25 @@ class Losses(NamedTuple):
     known: Tensor
 
     def at(self, positions: slice) -> "Losses":
-        """Return some of them."""
+        """Return the losses of some positions."""
         return Losses(*(values[:, positions] for values in self))
 
 
 class FastWeightLayer(nn.Module):
-    """f_theta' (see the package), from the features of a language model to those of its output softmax.
+    """The function f_theta' (see the package), from the features of a language model to those of its output softmax.
 
     embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`;
-    random_start: U and W are drawn as in the public code, in place of the identity;
+    random_start: U and W are drawn as in the public code, instead of the identity;
     fast: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", the number of entries of that bias;
     gradients_at: one of GRADIENTS_AT, "trained" in the paper;
-    step_size, decay: one for all weights, fixed, in place of learned ones for each;
+    step_size, decay: one fixed number for all weights, instead of a learned one for each;
     divisor: gradients are divided by it; 1 in the paper.
 
-    The public code of the paper divides by the number of losses in the batch. A divisor equal to the number of tokens
-    in a training batch does the same in training, and the steps of evaluation do not depend on its batches.
+    The public code of the paper divides by the number of losses in the batch. A divisor equal to the tokens in a
+    training batch does the same in training, and then steps in evaluation do not depend on its batches.
 
-    Raises ValueError for an identity of fewer than 2 D hidden units, and for a random start with a map, which is for
-    the identity. Also for a divisor not above 0, a step size below 0 or a decay outside [0, 1].
+    Raises ValueError for an identity with fewer than 2 D hidden units, and for a random start with a map, which only
+    the identity uses. Also for a divisor not above 0, a step size below 0 or a decay outside [0, 1].
     """
 
     def __init__(
@@ -87,18 +87,20 @@ class FastWeightLayer(nn.Module):
     ) -> None:
         super().__init__()
         if random_start and map_inputs:
-            raise ValueError("`map_inputs` must be off with `random_start`: the map is for a layer that is an identity")
+            raise ValueError(
+                "`map_inputs` must be off with `random_start`, got on: the map is for a start as the identity"
+            )
         if hidden_dim < 2 * embed_dim and not random_start:
             raise ValueError(
-                f"`hidden_dim` must be at least {2 * embed_dim}, got {hidden_dim}: a layer that begins as the identity "
+                f"`hidden_dim` must be at least {2 * embed_dim}, got {hidden_dim}: a layer that starts as the identity "
                 "needs two units for each feature"
             )
         if not 0 < divisor < math.inf:
             raise ValueError(f"`divisor` must be above 0, got {divisor}")
         if step_size is not None and not 0 <= step_size < math.inf:
-            raise ValueError(f"`step_size` must be 0 or more, got {step_size}")
+            raise ValueError(f"`step_size` must be at least 0, got {step_size}")
         if decay is not None and not 0 <= decay <= 1:
-            raise ValueError(f"`decay` must be from 0 to 1, got {decay}")
+            raise ValueError(f"`decay` must be in [0, 1], got {decay}")
         if gradients_at not in GRADIENTS_AT:
             raise ValueError(f"`gradients_at` must be one of {', '.join(GRADIENTS_AT)}, got {gradients_at!r}")
         self.inputs = nn.Linear(embed_dim, embed_dim) if map_inputs else None
@@ -117,9 +119,9 @@ class FastWeightLayer(nn.Module):
         self.decay_logits = nn.Parameter(start) if count > 0 and decay is None else None
 
     def initialize(self) -> None:
-        """Begin as the identity on features x that are normalised (|x| <= sqrt D), gain and shift aside, or at random.
+        """Start as the identity on normalised features (|x| <= sqrt D, before gain and shift), or at random.
 
-        The units beyond 2 D are random, and add nothing until W learns to read them.
+        Units beyond 2 D are random. They have no effect until W learns to read them.
         """
         dim = self.first.in_features
         nn.init.normal_(self.first.weight, std=HEIGHT * dim**-0.5)
@@ -134,13 +136,13 @@ class FastWeightLayer(nn.Module):
         be_identity(self, eye, eye, torch.zeros(dim))
 
     def whiten(self, mean: Tensor, covariance: Tensor, of_gradients: Tensor) -> None:
-        """Begin as the identity where a step down the gradient of U is one of K-FAC, see `start.white_bases`.
+        """Start as the identity in a basis where gradient steps of U are steps of K-FAC, see `start.white_bases`.
 
         mean (D,), covariance (D, D): of the features; of_gradients (D, D): second moments of the loss's gradients by
-        them. Raises ValueError for a layer without the map.
+        the features. Raises ValueError for a layer without the map.
         """
         if self.inputs is None:
-            raise ValueError("`map_inputs` must be on for white inputs, got a layer without the map")
+            raise ValueError("`map_inputs` must be on to whiten inputs, got a layer without the map")
         keys, basis = white_bases(covariance, of_gradients)
         be_identity(self, keys.to(mean), basis.to(mean), mean)
 
@@ -153,11 +155,12 @@ class FastWeightLayer(nn.Module):
         padding: Tensor | None = None,
         same_segment: bool = False,
     ) -> tuple[Tensor, FastWeightLayerState]:
-        """x (B, L, D), features after each of the tokens (B, L) -> y (B, L, D + bias_entries) and the new state.
+        """Return y (B, L, D + bias_entries) for features x (B, L, D) after the tokens (B, L), and the new state.
 
-        The bias_entries are what is added to each entry of the softmax's bias: its features end with them.
-        state: after what was read before, None = nothing. padding (B, L): True at tokens that are none. same_segment:
-        the tokens go on with the segment of the state; otherwise they are the next one, whole or its beginning.
+        The last bias_entries of the features are added to the entries of the softmax's bias.
+
+        state: after earlier tokens, None = no earlier tokens. padding (B, L): True at padding.
+        same_segment: the tokens continue the segment of the state; otherwise they start the next one.
         """
         slots = x if state is None else torch.cat([state.pending.unsqueeze(1).to(x.dtype), x], 1)
         inputs = slots if self.inputs is None else self.inputs(slots)
@@ -170,7 +173,7 @@ class FastWeightLayer(nn.Module):
             found = self._differentiate(losses, softmax, update)
             history = {part: state.history[part].then(new) for part, new in found.items()}
         else:
-            # The last loss of the segment before was not known before its token.
+            # The last loss of the previous segment needs the first token of this one.
             last = self._differentiate(losses.at(slice(1)), softmax, update)
             whole = {part: state.history[part].then(new.detach()) for part, new in last.items()}
             with torch.autocast(x.device.type, enabled=False):
@@ -182,7 +185,7 @@ class FastWeightLayer(nn.Module):
         return y, FastWeightLayerState(update, history, *_last(x, padding, state)).detach()
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """Return the numbers in a state after a segment of `length` tokens, with Delta where it is carried."""
+        """Return the numbers in a state after a segment of `length` tokens, with Delta if it is carried."""
         embed_dim, hidden_dim = self.first.in_features, self.first.out_features
         sizes = {
             "first.weight": (embed_dim, hidden_dim),
@@ -237,7 +240,7 @@ class FastWeightLayer(nn.Module):
         return found | {name: Gradients(None, error) for name, error in of_vectors.items() if name in self.fast}
 
     def _apply_above(self, hidden: Tensor, fast: Update) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return, of hidden units (B, L, F), their squares, the outputs of W, these normalised, and y."""
+        """Return the squares of hidden units (B, L, F), the outputs of W, the normalised outputs, and y."""
         squares = hidden.relu().square()
         outputs = self.second(squares) + fast.of_layer("second", squares)
         normal = F.layer_norm(outputs, outputs.shape[-1:], eps=self.norm.eps)
@@ -251,7 +254,7 @@ class FastWeightLayer(nn.Module):
 
 
 def _targets(tokens: Tensor, padding: Tensor | None, state: FastWeightLayerState | None) -> tuple[Tensor, Tensor]:
-    """Return the token (B, M) that each position but the last is to predict, and whether there are both, (B, M)."""
+    """Return the token (B, M) that each position except the last predicts, and whether both exist, (B, M)."""
     first = 0 if state is not None else 1
     valid = torch.ones_like(tokens, dtype=torch.bool) if padding is None else ~padding
     before = valid[:, :-1]
@@ -266,7 +269,7 @@ def _targets(tokens: Tensor, padding: Tensor | None, state: FastWeightLayerState
 
 
 def _last(x: Tensor, padding: Tensor | None, state: FastWeightLayerState | None) -> tuple[Tensor, Tensor]:
-    """Return the features (B, D) after the last token of each row, and whether there is one, (B,)."""
+    """Return the features (B, D) after the last token of each row, and whether the row has a token, (B,)."""
     if padding is None:
         return x[:, -1], torch.ones(len(x), dtype=torch.bool, device=x.device)
     places = torch.arange(1, x.shape[1] + 1, device=x.device).masked_fill(padding, 0)

@@ -1,6 +1,6 @@
-"""Initial values of a fast weight layer: the identity, in a basis that can be chosen.
+"""Initial values of a fast weight layer: the identity, in a basis of choice.
 
-The paper does not give them. From random weights the layer must first learn again what the model below knows.
+The paper does not give them. With random weights the layer would first have to relearn what the model below knows.
 """
 
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The identity is a difference of squares, in which small changes of U or W tell. Adam moves all weights alike, so that
-# these begin large: hidden units at HEIGHT, squared, and outputs, which are normalised, SPREAD times the features.
+# The identity is a difference of squares, which is sensitive to small changes of U or W. Adam moves all weights by
+# equal steps, so these start large: squared hidden units at HEIGHT, and normalised outputs SPREAD times the features.
 HEIGHT = 8.0
 SPREAD = 1024.0
 
-# Of the median eigenvalue, what is added to all of a covariance before it is inverted.
+# Share of the median eigenvalue that is added to all eigenvalues of a covariance before inversion.
 DAMPING = 0.1
 
 
@@ -21,9 +21,8 @@ DAMPING = 0.1
 def be_identity(layer: Any, keys: Tensor, basis: Tensor, mean: Tensor) -> None:
     """Make a layer the identity on x with |x| <= sqrt D, up to its normalisation.
 
-    U's inputs are (x - mean) keys, with keys (D, D) and mean (D,); pairs of hidden units stand along z = x basis, with
-    basis (D, D). With r a bound of |z|: ReLU(1 + z / r)^2 - ReLU(1 - z / r)^2 = 4 z / r, of which W makes x, SPREAD
-    times.
+    U's inputs are (x - mean) keys, with keys (D, D) and mean (D,). Pairs of hidden units lie along z = x basis, with
+    basis (D, D). With r a bound of |z|: ReLU(1 + z / r)^2 - ReLU(1 - z / r)^2 = 4 z / r, which W maps to SPREAD x.
     """
     dim = len(basis)
     scaled = basis / (dim**0.5 * basis.norm(dim=0).max())
@@ -37,13 +36,13 @@ def be_identity(layer: Any, keys: Tensor, basis: Tensor, mean: Tensor) -> None:
 
 
 def white_bases(covariance: Tensor, of_gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and the basis (D, D) in which a step down the gradient of U is one of K-FAC.
+    """Return the keys and the basis (D, D) in which a gradient step of U is a step of K-FAC.
 
-    Martens & Grosse 2015 (arXiv 1503.05671): inverse covariances of a weight's inputs and of its outputs' gradients
-    from either side of its gradient. Here U's inputs are white, and the pairs of units stand along axes on which
-    gradients are: what one word teaches moves others less.
+    Martens & Grosse 2015 (arXiv 1503.05671) multiply the gradient of a weight from both sides: by the inverse
+    covariance of its inputs, and by that of its outputs' gradients. Here U's inputs are white, and pairs of units lie
+    along axes on which gradients are white. A step for one word then changes others less.
 
-    covariance (D, D): of the features; of_gradients (D, D): second moments of the loss's gradients by them.
+    covariance (D, D): of the features; of_gradients (D, D): second moments of the loss's gradients by the features.
     """
     keys = damped_power(covariance, -0.5)
     # As long as the features themselves, on average.

@@ -1,4 +1,4 @@
-"""The state of a fast weight layer: an immutable value, of which every method returns a new one."""
+"""The state of a fast weight layer: an immutable value, whose methods return new states."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,26 +10,26 @@ from fairseq_fwp.modules.precision import at_least_float32
 
 
 class Gradients(NamedTuple):
-    """Gradients of M positions: of a linear layer its inputs (B, M, in) and those of its outputs, errors (B, M, out).
+    """Gradients of a linear layer at M positions: its inputs (B, M, in) and errors, gradients of outputs (B, M, out).
 
-    The gradient of the layer's weight is inputs^T errors, that of its bias the sum of errors. A vector has no inputs,
-    and its gradients for errors.
+    The gradient of the layer's weight is inputs^T errors, and the gradient of its bias is the sum of errors. For a
+    vector, inputs are None and errors are its gradients.
     """
 
     inputs: Tensor | None
     errors: Tensor
 
     def then(self, more: "Gradients") -> "Gradients":
-        """Return these and more, in this order."""
+        """Return these gradients followed by `more`."""
         inputs = None if self.inputs is None or more.inputs is None else torch.cat([self.inputs, more.inputs], 1)
         return Gradients(inputs, torch.cat([self.errors, more.errors], 1))
 
     def detach(self) -> "Gradients":
-        """Return the same values, cut from the graph."""
+        """Return the same values, detached from the graph."""
         return self.map(Tensor.detach)
 
     def sum(self, of_weight: bool) -> Tensor:
-        """Return the gradient of all positions, float32 at least: of a weight (B, in, out), or a vector (B, out)."""
+        """Return the sum over positions in float32 or wider: of a weight (B, in, out), or of a vector (B, out)."""
         errors = at_least_float32(self.errors)
         return at_least_float32(self.inputs).mT @ errors if of_weight and self.inputs is not None else errors.sum(1)
 
@@ -41,11 +41,10 @@ class Gradients(NamedTuple):
 class FastWeightLayerState(NamedTuple):
     """The state of a layer after part of a stream, detached from the graph.
 
-    update: Delta, the running update of past segments by weight, (B, in, out) or (B, out), empty before the second
-    segment;
-    history: the gradients of the open segment's positions, by part;
+    update: Delta, the running update of past segments by weight, (B, in, out) or (B, out); empty in the first segment;
+    history: the gradients at the positions of the current segment, by part;
     pending (B, D): features after the last token, whose loss needs the next token;
-    started (B,) bool: rows that have any.
+    started (B,) bool: rows that have read a token.
     """
 
     update: dict[str, Tensor]
@@ -54,7 +53,7 @@ class FastWeightLayerState(NamedTuple):
     started: Tensor
 
     def detach(self) -> "FastWeightLayerState":
-        """Return the same values, cut from the graph."""
+        """Return the same values, detached from the graph."""
         return self._map(Tensor.detach)
 
     def reorder(self, new_order: Tensor) -> "FastWeightLayerState":
@@ -62,7 +61,7 @@ class FastWeightLayerState(NamedTuple):
         return self._map(lambda values: values.index_select(0, new_order))
 
     def reset(self, rows: Tensor) -> "FastWeightLayerState":
-        """Return the state with nothing learned in the rows of the batch that are True, rows (B,) bool."""
+        """Return the state, empty in the rows of the batch that are True. rows: (B,) bool."""
         return self._map(lambda values: values.masked_fill(rows.view(-1, *(1,) * (values.dim() - 1)), 0))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "FastWeightLayerState":

@@ -1,4 +1,4 @@
-"""The update of fast weights: the terms that gradients of earlier tokens add to the outputs of later ones."""
+"""The update of fast weights: terms that gradients of earlier tokens add to outputs of later tokens."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,12 +17,12 @@ SOFTMAX = ("softmax.bias",)
 # Which weights are fast: both layers, one of them, only the output softmax's bias (Table 2, "bias only"), or none.
 FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}
 
-# Linear layers, whose bias has the gradients of their outputs, as their weight has.
+# Linear layers: weight and bias share the gradients of the outputs.
 LAYERS = ("first", "second")
 
 
 def part_of(weight: str) -> str:
-    """Return what the gradients of a fast weight are kept under: its layer, or its own name."""
+    """Return the key under which the gradients of a fast weight are kept: its layer, or its own name."""
     layer, _, _ = weight.partition(".")
     return layer if layer in LAYERS else weight
 
@@ -30,7 +30,7 @@ def part_of(weight: str) -> str:
 def end_segment(
     update: Mapping[str, Tensor], history: Mapping[str, Gradients], decays: Mapping[str, Number]
 ) -> dict[str, Tensor]:
-    """Return Delta after a segment whose positions have the gradients of the history."""
+    """Return Delta after a segment whose gradients are in `history`."""
     return {
         name: history[part_of(name)].sum(name.endswith("weight")) + (decay * update[name] if update else 0)
         for name, decay in decays.items()
@@ -38,10 +38,10 @@ def end_segment(
 
 
 class Update(NamedTuple):
-    """theta' - theta = -alpha (Delta + sum of gradients): step sizes alpha, update Delta, history of gradients.
+    """The update theta' - theta = -alpha (Delta + sum of gradients): step sizes alpha, Delta, and gradients.
 
-    Delta counts for every position of a segment, the gradients of the history for those after their own. One that is
-    empty counts for none. Step sizes and Delta are by weight, the history is by part.
+    Delta applies to all positions of a segment, a gradient of the history to positions after its own. Empty parts have
+    no effect. Step sizes and Delta are by weight, the history is by part.
     """
 
     step_sizes: Mapping[str, Number]
@@ -49,7 +49,7 @@ class Update(NamedTuple):
     history: Mapping[str, Gradients]
 
     def of_layer(self, layer: str, inputs: Tensor) -> Number:
-        """Return what it adds to the outputs of a linear layer for inputs (B, L, in): (B, L, out)."""
+        """Return the term (B, L, out) that is added to the outputs of a linear layer for inputs (B, L, in)."""
         weight, bias = f"{layer}.weight", f"{layer}.bias"
         if layer not in self.history and weight not in self.update:
             return 0.0
@@ -67,9 +67,9 @@ class Update(NamedTuple):
             return total.to(inputs.dtype)
 
     def of_vector(self, name: str, like: Tensor, length: int) -> Number:
-        """Return what it adds to a vector at `length` positions: (B, length, out), or (B, 1, out) for them all.
+        """Return the term added to a vector at `length` positions: (B, length, out), or (B, 1, out) for all of them.
 
-        like: a tensor of the dtype and on the device of the sum.
+        like: a tensor with the dtype and device of the result.
         """
         if name not in self.history and name not in self.update:
             return 0.0

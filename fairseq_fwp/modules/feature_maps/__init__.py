@@ -1,4 +1,4 @@
-"""Feature maps: each an nn.Module from (..., head_dim) to (..., feature_dim), element by element of the sequence.
+"""Feature maps: each is an nn.Module from (..., head_dim) to (..., feature_dim), applied to each token separately.
 
 `FEATURE_MAPS[name](head_dim, **arguments)` builds one, a `FeatureMap`. A new map is one file here and one line below.
 """

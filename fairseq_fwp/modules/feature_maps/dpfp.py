@@ -8,7 +8,7 @@ from fairseq_fwp.modules.precision import at_least_float32
 
 
 class Dpfp(FeatureMap):
-    """phi_(i nu)(x) = r([x; -x])_i r([x; -x])_(i - nu) with r(a) = max(a, 0), for shifts 1 to nu.
+    """The map phi_(i nu)(x) = r([x; -x])_i r([x; -x])_(i - nu) with r(a) = max(a, 0), for shifts 1 to nu.
 
     Schlag et al. 2021, arXiv 2102.11174, Eq. 37, in the order of its Listing 1 (App. C).
     Maps (..., head_dim) of any floating dtype to (..., feature_dim = 2 head_dim nu) in float32 (float64 stays),
@@ -22,9 +22,7 @@ class Dpfp(FeatureMap):
     def __init__(self, head_dim: int, nu: int = 1) -> None:
         super().__init__()
         if not 1 <= nu <= 2 * head_dim - 1:
-            raise ValueError(
-                f"`nu` must be between 1 and twice the size of a key less one, here {2 * head_dim - 1}, got {nu}"
-            )
+            raise ValueError(f"`nu` must be from 1 to 2 * key dimension - 1 = {2 * head_dim - 1}, got {nu}")
         self.nu = nu
         self.feature_dim = 2 * head_dim * nu
 

@@ -10,7 +10,7 @@ from fairseq_fwp.modules.precision import at_least_float32
 
 
 class EluPlusOne(FeatureMap):
-    """phi(x) = ELU(x) + 1, that is x + 1 for x > 0 and exp(x) otherwise.
+    """The map phi(x) = ELU(x) + 1, that is x + 1 for x > 0 and exp(x) otherwise.
 
     Katharopoulos et al. 2020, arXiv 2006.16236, Eq. 7; Schlag et al. 2021, arXiv 2102.11174, Eq. 30.
     Maps (..., head_dim) of any floating dtype to (..., feature_dim = head_dim) in float32 (float64 stays), > 0.
@@ -27,11 +27,11 @@ class EluPlusOne(FeatureMap):
 
 
 class _EluPlusOne(torch.autograd.Function):
-    """The map with its own backward: autograd's takes several times as long, on a path whose other parts are fast."""
+    """The map with its own backward pass: autograd's takes several times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        # ELU(x) + 1 computed as written loses all digits where exp(x) is below the rounding of 1.
+        # ELU(x) + 1 computed literally loses all digits if exp(x) is below the rounding error of 1.
         features = x.clamp(max=0).exp_().add_(x.clamp(min=0))
         ctx.save_for_backward(features)
         return features

@@ -14,45 +14,43 @@ from torch.nn import functional
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
 
-# torch's CPU generator takes no more bits of its seed than these.
+# torch's CPU generator only uses these bits of its seed.
 SEED_RANGE = 2**32
 
 
 class Favor(FeatureMap):
-    """phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)], so that the mean of phi(q) . phi(k) is exp(q . k).
+    """The map phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) [exp(R x); exp(-R x)]; the mean of phi(q) . phi(k) is exp(q . k).
 
     Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32. By default
-    without Choromanski's factor d^(-1/4) on q and k, which their projections can learn.
+    there is no factor d^(-1/4) on q and k as in Choromanski's paper: projections can learn it.
 
-    num_features: m, by default half of head_dim (rounded up): feature_dim = 2 m is then that of ELU+1, as in the
-    paper's Table 2;
+    num_features: m, by default half of head_dim (rounded up): feature_dim = 2 m is that of ELU+1 (Schlag, Table 2);
     draw: a key of `DRAWS`, the distribution of R;
-    offset: added to the exponentials, none in either paper and 1e-4 in the latter's public code;
+    offset: added to the exponentials; 0 in both papers and 1e-4 in Schlag's public code;
     redraw: every redraw-th call of `resample` draws R again, 0 = never;
-    softmax_scale: x times d^(-1/4) replaces x, as in Choromanski's paper, for exp(q . k / sqrt(d)).
+    softmax_scale: multiply x by d^(-1/4), as in Choromanski's paper, to estimate exp(q . k / sqrt(d)).
 
     Maps (..., d) of any floating dtype to (..., 2 m) in float32 (float64 stays), >= 0. No maximum over a sequence is
-    subtracted: that would look into the future and differ from decoding token by token. The exponent
-    r . x - |x|^2 / 2 = |r|^2 / 2 - |x - r|^2 / 2 never exceeds |r|^2 / 2, about d / 2. float32 can represent it for
-    every x up to d of about 100, and beyond for every x but those close to a row of R. Attention normalisation is exact
-    while the product of two features is above 1e-24, for vectors up to a length of about 7; longer ones fade. Where the
-    exponent is below -103, as it is for most x longer than about 15, a feature and its gradient are zero. A vector
-    with only such features writes and reads nothing (the normalisations' lower bounds keep it zero).
+    subtracted: that would look into the future and differ from decoding token by token. The exponent r . x - |x|^2 / 2
+    = |r|^2 / 2 - |x - r|^2 / 2 never exceeds |r|^2 / 2, about d / 2. float32 can represent its exponential for every x
+    if d is at most about 100, and otherwise for every x that is not close to a row of R. Attention normalisation is
+    exact while the product of two features is above 1e-24: for vectors up to a length of about 7. Longer vectors have
+    smaller outputs. A feature and its gradient are zero if the exponent is below -103, as for most x longer than about
+    15. A vector with only such features neither writes nor reads (the normalisations' lower bounds keep it zero).
 
-    Buffers: the projection R is in float32 also in a model of half precision (in float64 in one of float64), and not
-    saved. seed and draws (the draws so far that redraw = 1 would have made) determine R together with redraw. They stay
-    on the CPU, where R is drawn, when a state is loaded too: an average of checkpoints has a draw like any other. The
-    seed comes from torch's default generator at construction; a draw neither reads nor changes that generator. So
-    workers that build the same model from one seed draw the same matrices, and a resumed run continues the sequence.
-    A state that holds a projection nevertheless, as a converted model's does, is loaded and saved with it until the
-    next draw.
+    Buffers: the projection R is float32 even in half-precision models (float64 in float64 models), and is not saved. It
+    is determined by redraw, seed and draws (the number of draws so far for redraw = 1). seed and draws stay on the CPU,
+    where R is drawn, even when a state is loaded: so an average of checkpoints has a valid draw. The seed comes from
+    torch's default generator at construction; a draw neither reads nor changes that generator. So workers that build
+    the same model from one seed draw the same matrices, and a resumed run continues the sequence. A state dict that
+    contains a projection, as in a converted model, is loaded and saved with it until the next draw.
 
-    Raises ValueError if num_features is not positive, the draw is unknown, the offset not in [0, infinity), or redraw
+    Raises ValueError if num_features is not positive, draw is unknown, offset is not in [0, infinity), or redraw is
     negative.
     """
 
     positive = True
-    # The features have the factor exp(-|x|^2 / 2): sums of them are often below any larger bound.
+    # Features have the factor exp(-|x|^2 / 2), so their sums are often below a larger bound.
     epsilon = 1e-24
     projection: Tensor
     seed: Tensor
@@ -74,7 +72,7 @@ class Favor(FeatureMap):
         if draw not in DRAWS:
             raise ValueError(f"`draw` must be one of {', '.join(DRAWS)}, got {draw!r}")
         if not 0 <= offset < math.inf:
-            raise ValueError(f"`offset` must be a number of 0 or more, got {offset}")
+            raise ValueError(f"`offset` must be a number of at least 0, got {offset}")
         if redraw < 0:
             raise ValueError(f"`redraw` must be a number of mini-batches, or 0 for never, got {redraw}")
         self.feature_dim = 2 * num_features
@@ -83,7 +81,7 @@ class Favor(FeatureMap):
         self.redraw = redraw
         self.scale = head_dim**-0.25 if softmax_scale else 1.0
         self.given = False
-        # Not saved: it follows from the others, and an average of several checkpoints would shrink it.
+        # Not saved: the other buffers determine it, and an average of several checkpoints would shrink it.
         self.register_buffer("projection", torch.empty(num_features, head_dim, dtype=torch.float32), persistent=False)
         self.register_buffer("seed", torch.randint(SEED_RANGE, (), device="cpu"))
         self.register_buffer("draws", torch.ones((), dtype=torch.int64, device="cpu"))
@@ -99,15 +97,15 @@ class Favor(FeatureMap):
         return features + self.offset * self.feature_dim**-0.5 if self.offset else features
 
     def resample(self) -> None:
-        """Draw R again where `redraw` says so, on the CPU: the same matrix whatever device the model is on."""
-        # New tensors: a backward pass still to come needs the old matrix, and a held state its count.
+        """Draw R again if `redraw` says so, on the CPU: the matrix does not depend on the model's device."""
+        # New tensors: a later backward pass needs the old matrix, and a saved state its count.
         self.draws = self.draws + 1
         if self.redraw and int(self.draws - 1) % self.redraw == 0:
             self.given = False
             self._draw()
 
     def _draw(self) -> None:
-        """R of the current number of draws."""
+        """Set R for the current number of draws."""
         number = -(-int(self.draws) // self.redraw) if self.redraw else 1
         generator = torch.Generator().manual_seed((int(self.seed) + number) % SEED_RANGE)
         num_features, head_dim = self.projection.shape
@@ -145,36 +143,36 @@ class Favor(FeatureMap):
 
 
 def gaussian_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """Draw independent rows of N(0, I): unbiased, Eq. 32 as printed."""
+    """Draw independent rows from N(0, I): unbiased, Eq. 32 as printed."""
     return torch.randn(num_features, head_dim, generator=generator, device="cpu", dtype=torch.float64)
 
 
 def orthogonal_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """Draw rows of N(0, I) each, mutually orthogonal in blocks of head_dim: unbiased, with a smaller variance."""
+    """Draw rows from N(0, I), orthogonal in blocks of head_dim: unbiased, with a smaller variance."""
     return _orthogonal_blocks(num_features, head_dim, generator, haar=True)
 
 
 def authors_draw(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
     """Draw as the public code of Schlag et al. 2021 does: biased, for reproductions.
 
-    The axes are exchanged: columns and not rows are orthogonal, in blocks of num_features. The signs of the QR
-    decomposition stay as they are. Neither leaves the rows Gaussian: with head_dim 16, num_features 8 and
-    |q| = |k| = 0.6 the estimate is 1 per cent too small on average over directions, 3 per cent along some.
+    The axes are exchanged: columns, not rows, are orthogonal, in blocks of num_features. The signs of the QR
+    decomposition are not corrected. So rows are not Gaussian. With head_dim 16, num_features 8 and |q| = |k| = 0.6 the
+    estimate is 1% too small on average over directions, and 3% along some.
     """
     return _orthogonal_blocks(head_dim, num_features, generator, haar=False).T
 
 
 def _orthogonal_blocks(rows: int, columns: int, generator: torch.Generator, haar: bool) -> Tensor:
-    """(rows, columns), rows orthogonal in blocks of `columns` and as long as independent Gaussian vectors.
+    """Return (rows, columns) with rows orthogonal in blocks of `columns`, as long as independent Gaussian vectors.
 
-    In float64, of which the float32 buffer keeps what all linear algebra libraries agree on.
+    In float64: after rounding to float32, results of all linear algebra libraries agree.
     """
     options: dict[str, Any] = {"generator": generator, "device": "cpu", "dtype": torch.float64}
     blocks = []
     for start in range(0, rows, columns):
         gaussian = torch.randn(columns, min(columns, rows - start), **options)
         q, r = torch.linalg.qr(gaussian)
-        # The decomposition is unique, and q uniform over the orthogonal matrices, only with a positive diagonal of r.
+        # Only with a positive diagonal of r is the decomposition unique, and q uniform over orthogonal matrices.
         blocks.append((q * torch.ones_like(r.diagonal()).copysign(r.diagonal()) if haar else q).T)
     lengths = torch.randn(rows, columns, **options).norm(dim=-1, keepdim=True)
     return torch.cat(blocks) * lengths

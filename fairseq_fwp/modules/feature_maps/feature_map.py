@@ -7,8 +7,8 @@ class FeatureMap(nn.Module):
     """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
 
     feature_dim: the size of its output;
-    positive: whether its features are never negative, as every division by a sum of features needs;
-    epsilon: the lower bound of such a sum; scale: a factor of its vectors, applied before all else.
+    positive: whether features are never negative, which division by a sum of features needs;
+    epsilon: the lower bound of such a sum; scale: a factor of its input vectors, applied first.
 
     A map that learns has `initialize()`, which draws its initial values.
     """
@@ -19,4 +19,4 @@ class FeatureMap(nn.Module):
     scale: float = 1.0
 
     def resample(self) -> None:
-        """Draw random features again: for each mini-batch in training, never in evaluation. Here: none to draw."""
+        """Draw random features again, for each mini-batch in training, never in evaluation. By default do nothing."""

@@ -1,4 +1,4 @@
-"""No feature map: keys and queries as projected."""
+"""No feature map: keys and queries stay as projected."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 
 
 class Identity(FeatureMap):
-    """phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022.
+    """The map phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022.
 
     Maps (..., head_dim) to itself. Its features have either sign, so no normalisation by a sum applies to it.
     """

@@ -9,7 +9,7 @@ from fairseq_fwp.modules.precision import at_least_float32
 
 
 class LearnedRelu(FeatureMap):
-    """phi(x) = ReLU(W x + b) with W (num_features, head_dim) and b learned.
+    """The map phi(x) = ReLU(W x + b) with W (num_features, head_dim) and b learned.
 
     Kasai et al. 2021, arXiv 2103.13076, Sec. 2.2 (T2R); the baseline of Mao 2022, arXiv 2210.04243. One W and b serve
     the queries and keys of all heads of a layer: a map sees one vector at a time, not which head it belongs to. They

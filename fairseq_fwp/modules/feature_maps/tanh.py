@@ -7,7 +7,7 @@ from fairseq_fwp.modules.precision import at_least_float32
 
 
 class Tanh(FeatureMap):
-    """phi(x) = tanh(x), element by element.
+    """The map phi(x) = tanh(x), element by element.
 
     Schlag, Munkhdalai & Schmidhuber 2021, arXiv 2011.07831; the baseline of Schlag et al. 2021, arXiv 2102.11174,
     Sec. 6.1.2. Maps (..., head_dim) of any floating dtype to (..., feature_dim = head_dim) in float32 (float64 stays).

@@ -1,7 +1,7 @@
-"""Update rules that Mao 2022 (arXiv 2210.04243) tried and left out, for rows of rows.yaml: a plug-in for --user-dir.
+"""Update rules that Mao 2022 (arXiv 2210.04243) tried and rejected, for rows of rows.yaml: a plug-in for --user-dir.
 
-They are here and not in the package because two of them diverge in the paper. The first one's divisor may be zero or
-negative, which is why fwp_lm refuses attention normalisation with a map of either sign.
+They are not in the package because two of them diverge in the paper. The divisor of the first one may be zero or
+negative: for this reason fwp_lm refuses attention normalisation with a map of either sign.
 """
 
 import torch
@@ -15,7 +15,7 @@ from fairseq_fwp.ops import decay_rule, sum_rule
 def divided_sum(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """S_t q_t / z_t q_t (Eq. 4) for features of either sign (Sec. 4.1.2); z is one more column of S, for values of one.
+    """Compute S_t q_t / z_t q_t (Eq. 4) for features of either sign (Sec. 4.1.2); z is one more column of S, for ones.
 
     q, k (B, H, L, Dk), v (B, H, L, Dv), state (B, H, Dk, Dv + 1) -> out (B, H, L, Dv) and the new state.
     """
@@ -33,9 +33,9 @@ def decay_with_gated_write(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S_t = G_t * S_{t-1} + (1 - G_t) * v_t k_t: the write gated as well (Sec. 3; Schlag & Schmidhuber 2017).
+    """Gate the write too: S_t = G_t * S_{t-1} + (1 - G_t) * v_t k_t (Sec. 3; Schlag & Schmidhuber 2017).
 
-    G_t * v_t k_t is the outer product of (z v) and (f k), so this is the decay rule less the same rule with these.
+    G_t * v_t k_t is the outer product of (z v) and (f k), so this is the decay rule minus the same rule with these.
     Arguments and results as those of `decay_rule`.
     """
     written, memory = decay_rule(q, k, v, key_decay, value_decay, state, backend=backend)
@@ -44,12 +44,12 @@ def decay_with_gated_write(
 
 
 def uniform(number: int) -> Tensor:
-    """Biases under which a gate without a sigmoid starts where the decay rule's does."""
+    """Return biases with which a gate without a sigmoid starts as the decay rule's."""
     return uniform_gate_bias(number).sigmoid()
 
 
 def scale_by_plain_decay(attention: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Projections:
-    """W_v by 1 - b_z, as the decay rule's by 1 - sigmoid(b_z)."""
+    """Scale W_v by 1 - b_z, as the decay rule scales it by 1 - sigmoid(b_z)."""
     return q, k, v * (1 - attention.gate_biases["value_decay"]).to(v).unsqueeze(1)
 
 

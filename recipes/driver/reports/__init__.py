@@ -1,1 +1,1 @@
-"""Tables and pictures of finished runs: CSV of the raw numbers first, then Markdown and pictures of that."""
+"""Tables and pictures of finished runs: first a CSV of the raw numbers, then Markdown and pictures from it."""

@@ -1,4 +1,4 @@
-"""One table of several language models on one text, and their curves of validation.
+"""A table of several language models on one text, and their validation curves.
 
 Perplexity per word spreads the loss of all tokens over words and line ends, and so can be compared between
 vocabularies; perplexity per token cannot.
@@ -41,7 +41,7 @@ def write(out: Path, models: list[Model], measure: str, text: Path | None) -> No
 
 
 def read_row(model: Model, found: Run, measure: str, text: Path | None) -> dict[str, Any]:
-    """Return the numbers of a run: those of each evaluation of valid and test that is there."""
+    """Return the numbers of a run, from all its evaluations of valid and test."""
     files = sorted(
         (path.stem for path in model.folder.glob("*.json")), key=lambda name: (name.startswith("test"), name)
     )

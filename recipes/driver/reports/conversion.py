@@ -1,6 +1,6 @@
 """The results of conversion: source, converted, fine-tuned, and the paper's numbers.
 
-A row recovers the source's perplexity divided by its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
+A row recovers the share source's perplexity / its own: Mao 2022, Sec. 4.1.4, has 99 % for 14.5 and 14.6.
 """
 
 import statistics
@@ -10,17 +10,17 @@ from typing import Any
 from log import read_json, read_training
 from tables import markdown, spread
 
-# The model before any conversion; and the same after as much fine-tuning as the other rows.
+# The model before conversion, and the same model after as much fine-tuning as the other rows.
 SOURCE, SOFTMAX = "source", "softmax"
 
 
 def read_measure(folder: Path, measure: str, what: str = "perplexity") -> Any:
-    """Return a number that fwp-eval-lm wrote there; None: it was not run."""
+    """Return a number that fwp-eval-lm wrote into a folder; None: it was not run."""
     return read_json(folder / f"{measure}.json").get(what)
 
 
 def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
-    """Return the source, then each row of which there is anything, as they were measured; None where nothing was."""
+    """Return the results of the source, then of each row that has any; None: not measured."""
     measures, first = corpus["measures"], corpus["measures"][0]
     source = out / SOFTMAX / "converted"
     found = [
@@ -43,7 +43,7 @@ def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
 
 
 def read_row(folder: Path, measures: list[str]) -> dict[str, Any]:
-    """Return what a training came to, by the columns of the CSV; None where nothing was measured."""
+    """Return the results of a training, by the columns of the CSV; None if nothing was measured."""
     diverged = (folder / "diverged").exists()
     training = read_training(folder / "train.log") if diverged or (folder / "trained").exists() else None
     row = {
@@ -58,14 +58,14 @@ def read_row(folder: Path, measures: list[str]) -> dict[str, Any]:
 
 
 def shown(value: float | str | None) -> str:
-    """Return a perplexity in a table; a word as it is."""
+    """Return a perplexity as text for a table; words stay as they are."""
     if value is None:
         return "not run"
     return value if isinstance(value, str) else f"{value:,.2f}" if value < 1e5 else f"{value:.1e}"
 
 
 def counted(value: float | None) -> str:
-    """Return a whole number in a table."""
+    """Return a whole number as text for a table."""
     return "-" if value is None else f"{value:,.0f}"
 
 
@@ -88,7 +88,7 @@ def numbers(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
-    """Return the source, then a line for each row; shares of what rows are converted from and of softmax."""
+    """Return the source, then a line for each row, with the shares of its source and of softmax."""
     by_run: dict[str, list[dict[str, Any]]] = {}
     for row in found:
         by_run.setdefault(row["run"], []).append(row)
@@ -97,7 +97,7 @@ def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
     compared = {"of the source": results.get(corpus["start"], {}).get(first)}
     if corpus["start"] == SOURCE and any(row["run"] == SOFTMAX for row in rows):
         compared["of softmax, fine-tuned"] = results.get(SOFTMAX, {}).get(first)
-    # The paper's source, as a line of its own or as the row that it fine-tuned.
+    # The paper's source, as a separate line or as the row that it fine-tuned.
     paper_source = corpus["source"] or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
     papers = list(dict.fromkeys(measure for row in rows for measure in row["paper"]))
     converted = f"converted, {first}"
@@ -113,7 +113,7 @@ def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
         if len(seeds := by_run.get(run, [])) > 1:
             name += f", {len(seeds)} seeds"
             found = [numbers(seeds, measure) for measure in measures]
-            # A deviation from a perplexity that is infinite is none.
+            # An infinite perplexity has no deviation.
             perplexities = [
                 spread(values) if values and max(values) < 1e5 else said
                 for values, said in zip(found, perplexities, strict=True)

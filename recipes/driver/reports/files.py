@@ -17,7 +17,7 @@ from tables import write_csv
 
 
 class Run(NamedTuple):
-    """The result of a training; updates None: neither trained nor diverged. diverged: where, in words."""
+    """The result of a training. updates: None if neither trained nor diverged; diverged: the place, in words."""
 
     folder: Path
     parameters: int | None = None
@@ -27,11 +27,11 @@ class Run(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The words in place of a missing result."""
+        """The words for a missing result."""
         return "diverged" if self.diverged else "not run"
 
     def result(self, name: str) -> dict[str, Any]:
-        """Return what an evaluation wrote; empty where there is none."""
+        """Return the result of an evaluation; empty without one."""
         return {} if self.updates is None or self.diverged else read_json(self.folder / f"{name}.json")
 
 
@@ -45,14 +45,14 @@ def read_run(folder: Path) -> Run:
 
 
 def show(value: float | str | None, digits: int = 2, none: str = "-") -> str:
-    """Return a number in a table; a word as it is."""
+    """Return a number as text for a table; words stay as they are."""
     if value is None or value == "":
         return none
     return value if isinstance(value, str) else f"{value:,.{digits}f}"
 
 
 def provenance() -> str:
-    """Return what a ledger says of a run: the command, the commit, the day, the machine, PyTorch."""
+    """Return a line about a run: command, commit, day, machine and PyTorch."""
     import torch
 
     root = Path(__file__).resolve().parents[3]
@@ -78,7 +78,7 @@ def processor() -> str:
 
 
 def save(folder: Path, name: str, rows: Sequence[dict[str, Any]], lines: Sequence[str], *pictures: str) -> None:
-    """Write the numbers into NAME.csv, the table into table.md with where it is from, and print the table."""
+    """Write the numbers into NAME.csv and the table with its provenance into table.md, and print the table."""
     write_csv(folder / f"{name}.csv", rows)
     lines = [*lines, "", provenance()]
     write(folder / "table.md", "\n".join(lines) + "\n")

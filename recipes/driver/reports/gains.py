@@ -1,9 +1,9 @@
 """The gain of a model over another, by tokens: Clark et al. 2022 (arXiv 2212.02475), Figure 2; from fwp-eval-lm.
 
-The mean improvement of a token's log-probability (base e) is shown by three properties: its place in its document, the
-count of its type in the training text (from the dictionary), and its earlier occurrences in the document. A document
-begins with a heading like those of WikiText, a line that starts with = and not with = =. For models that read blocks of
-N tokens, each by itself, a block is one. Bars have 95% intervals of the mean, as if tokens were independent. The
+The mean improvement of a token's log-probability (base e) is grouped by three properties. These are its place in its
+document, the count of its word in the training text (from the dictionary), and its earlier occurrences in the document.
+A document begins with a heading as in WikiText, a line that starts with = and not with = =. For models that read blocks
+of N tokens separately, a block is a document. Bars have 95% intervals of the mean, as if tokens were independent. The
 numbers go to a CSV next to the picture.
 """
 
@@ -24,7 +24,7 @@ END = "</s>"  # of a line
 
 
 class Token(NamedTuple):
-    """gain: of its log-probability; place: tokens of the document before it; seen: how many of these are like it."""
+    """A token. gain: of its log-probability; place: tokens of the document before it; seen: the same word there."""
 
     word: str
     gain: float
@@ -48,7 +48,7 @@ def document_starts(words: list[str], block: int | None) -> set[int]:
 
 
 def compare(base: Path, other: Path, block: int | None = None) -> Iterator[Token]:
-    """Yield the tokens that both files score. Raises RecipeError where they score different texts."""
+    """Yield the tokens that both files score. Raises RecipeError if they score different texts."""
     ours, theirs = read_scores(base), read_scores(other)
     words = [word for word, _ in ours]
     if words != [word for word, _ in theirs]:
@@ -62,7 +62,7 @@ def compare(base: Path, other: Path, block: int | None = None) -> Iterator[Token
 
 
 def read_counts(path: Path) -> dict[str, int]:
-    """Return how often each word stands in the training text."""
+    """Return the count of each word in the training text."""
     lines = (line.rsplit(" ", 1) for line in path.read_text(encoding="utf-8").splitlines())
     return {word: int(count) for word, count in lines}
 
@@ -79,7 +79,7 @@ def group(tokens: list[Token], value: Callable[[Token], float], edges: list[floa
 
 
 def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]]:
-    """Return the three groupings of the figure; line ends, which the dictionary lacks, are not in the second."""
+    """Return the three groupings of the figure; the second has no line ends, which the dictionary lacks."""
     counted = [token for token in tokens if token.word in counts]
     return {
         "position in the document (tokens)": group(
@@ -109,7 +109,7 @@ def draw(found: dict[str, list[tuple]], path: Path, title: str) -> None:
 
 
 def write(base: Path, other: Path, dictionary: Path, picture: Path, title: str, block: int | None) -> None:
-    """Draw the picture and write its numbers into a CSV of its name."""
+    """Draw the picture, and write its numbers into a CSV of the same name."""
     found = panels(list(compare(base, other, block)), read_counts(dictionary))
     draw(found, picture, title)
     rows = [

@@ -1,7 +1,7 @@
 """A grid of language models compared with the tables of its papers: rows of a YAML like peps/grid.yaml.
 
-A run counts as diverged when fairseq-train stopped at a gradient that is not finite. It also does when its last
-validation is not finite or worse than `FAR` times its best one.
+A run counts as diverged if fairseq-train stopped at a non-finite gradient, or if its last validation is not finite or
+worse than `FAR` times its best one.
 """
 
 import math
@@ -22,7 +22,7 @@ OURS, PAPER = COLOURS["delta"], COLOURS["sum"]
 
 
 class Outcome(NamedTuple):
-    """The result of a run: perplexities per token; None = there is none."""
+    """The result of a run: perplexities per token, None = missing."""
 
     valid: float | None = None
     test: float | None = None
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The words in place of a missing perplexity."""
+        """The words for a missing perplexity."""
         return "diverged" if self.diverged else "not run"
 
 
@@ -51,18 +51,18 @@ class Place(NamedTuple):
     """The place of a perplexity among those of its table."""
 
     relative: float | None  # to the lowest
-    said: str  # the rank, or the words in its place
+    said: str  # the rank, or words instead
 
 
 class Table(NamedTuple):
-    """A table of a paper; `split` is the one that it is ordered by: test where the paper has it."""
+    """A table of a paper, ordered by `split`: test if the paper has it."""
 
     title: str
     split: str
     rows: list[Row]
 
     def columns(self) -> tuple[list[Place], list[Place]]:
-        """Our places and the paper's; a row without a number or a word of the paper has none."""
+        """Return our places and the paper's; None for a row without an entry in the paper."""
         papers = [getattr(row, self.split) for row in self.rows]
         ours = [getattr(row.ours, self.split) or row.ours.said for row in self.rows]
         ours = [None if paper is None else our for our, paper in zip(ours, papers, strict=True)]
@@ -70,7 +70,7 @@ class Table(NamedTuple):
 
 
 def places(values: list[float | str | None]) -> list[Place]:
-    """Equal perplexities share a rank; what is none stays the word it is, None a dash."""
+    """Return the places of perplexities; equal ones share a rank, words stay words, and None is a dash."""
     known = [x for x in values if isinstance(x, float)]
     return [
         Place(x / min(known), str(1 + sum(y < x for y in known))) if isinstance(x, float) else Place(None, x or "-")
@@ -79,7 +79,7 @@ def places(values: list[float | str | None]) -> list[Place]:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Return what the files of a run say; a run that is neither finished nor diverged has not been run."""
+    """Return the outcome in the files of a run; one that is neither finished nor diverged counts as not run."""
     found = read_run(folder)
     outcome = Outcome(None, None, *found[1:])
     if found.updates is None or found.diverged:
@@ -104,7 +104,7 @@ def read_outcomes(path: Path) -> dict[str, Outcome]:
 
 
 def write(tables: Path, out: Path, folder: Path) -> None:
-    """Write grid.csv, table.md and grid.png of the runs out/grid/RUN that there are."""
+    """Write grid.csv, table.md and grid.png of the runs in out/grid/RUN."""
     grid = read_yaml(tables, plain=False)
     outcomes = {run: read_outcome(out / "grid" / run) for run in runs(grid)}
     rows = [{"run": run, **outcome._asdict()} for run, outcome in outcomes.items() if outcome != Outcome()]
@@ -147,7 +147,7 @@ def lines(tables: list[Table]) -> list[str]:
 
 
 def draw(tables: list[Table], path: Path) -> None:
-    """Draw two circles a row, ours full, the paper's empty: multiples of its table's best row, in the paper's order."""
+    """Draw two circles a row, ours full, the paper's empty: multiples of the best row of the table."""
     pyplot = load_pyplot()
     from matplotlib import ticker
 

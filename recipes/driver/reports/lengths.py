@@ -1,7 +1,7 @@
 """The columns of Dai et al. 2019, Table 6, from the evaluations of a row of conf/ablation.
 
-PPL init is that of the lengths of training, PPL best the lowest of the attention lengths tried, Attn Len the shortest
-that has it to two digits. It is chosen on the validation set.
+PPL init is that of the training lengths, PPL best the lowest one over attention lengths. Attn Len is the shortest
+length with PPL best to two digits, chosen on the validation set.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from tables import markdown
 
 
 def table(folder: Path) -> list[str]:
-    """Return the table of a run; none where it has not been evaluated by attention length."""
+    """Return the table of a run; empty if it was not evaluated by attention length."""
     lengths = [int(path.stem.split()[-1]) for path in folder.glob("valid attention *.json") if path.stem[-1].isdigit()]
     if not lengths:
         return []

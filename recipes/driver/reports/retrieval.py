@@ -1,8 +1,7 @@
 """Tables and pictures of the trained points: the paper's Figures 2 to 5, and the capacity of every rule with every map.
 
 Writes points.csv (a row for each finished point), curves.csv (each of its evaluations) and table.md (a row for all
-seeds of a model at one size). It also draws the pictures for which there are points. Points that are in no picture are
-named.
+seeds of a model at one size). Draws the pictures that have points, and names points without a picture.
 """
 
 import itertools
@@ -25,7 +24,7 @@ from tables import markdown, write_csv
 
 from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, PUBLISHED, load_pyplot, save
 
-# The paper's models as legends name them; other models are named by their flags.
+# Names of the paper's models in legends; other models are named by their flags.
 LABELS = {
     "softmax_retrieval": "softmax",
     "sum_retrieval": "sum, ELU+1",
@@ -43,13 +42,13 @@ LABELS = {
     "delta_dpfp1_retrieval": "delta, DPFP-1: the paper's",
     "delta_dpfp2_retrieval": "delta, DPFP-2",
 }
-# Flags that say on what and for how long a model is trained; all others make another model of it.
+# Flags of the data and the length of training; a model is defined by all others.
 TRAINING_FLAGS = ["num-keys", "seed", "with-replacement", "valid-length", "max-update", "stop-updates", "stop-loss"]
-# The model without a preset, of which the capacity is drawn.
+# The model without a preset, whose capacity is drawn.
 BARE_ARCH = "fwp_associative_retrieval"
-# The colour of a rule for its first model, its second, ...: mixed with so much black (below 0) or white.
+# The share of black (below 0) or white in the colour of a rule, for its first model, its second, ...
 SHADES = (0, -0.45, 0.5, -0.65, 0.25)
-# The model's own; to ask it, fairseq would have to be imported.
+# Those of the model, repeated here so that fairseq is not imported.
 DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
 FIGURE_3_SIZE = 20
@@ -100,7 +99,7 @@ class Result(NamedTuple):
 
     @property
     def replaced(self) -> bool:
-        """Return whether it is of setting 2."""
+        """Whether the point is of setting 2."""
         return self.point.flags.get("with-replacement") == "true"
 
     @property
@@ -111,19 +110,19 @@ class Result(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The model as the table has it."""
+        """The name of the model in the table."""
         return re.sub(r",\s*", ", ", self.model.replace("_retrieval", "", 1))
 
     @property
     def rule(self) -> str:
-        """The update rule: a flag's, or that of the preset, whose name begins with it."""
+        """The update rule: of the flag, or of the preset, whose name begins with it."""
         named = [rule for rule in COLOURS if self.arch.startswith(rule)]
         preset = max(named, key=len) if named else DEFAULTS["update-rule"]
         return self.point.flags.get("update-rule", preset)
 
 
 def read_outcome(training: Training) -> Outcome | None:
-    """Return what came of a point; None where it is not finished."""
+    """Return the outcome of a point; None if it is not finished."""
     if not grid.is_finished(training):
         return None
     folder = training.folder
@@ -195,7 +194,7 @@ class Style(NamedTuple):
 
 
 def model_styles(results: list[Result]) -> dict[str, Style]:
-    """Return the style of every model: a shade of the colour of its rule, and a marker of its own."""
+    """Return the style of every model: a shade of the colour of its rule, and a marker."""
     models: dict[str, dict[str, str]] = defaultdict(dict)
     for result in results:
         models[result.rule][result.model] = LABELS.get(result.model, result.name)
@@ -208,7 +207,7 @@ def model_styles(results: list[Result]) -> dict[str, Style]:
 
 
 def shade(colour: str, amount: float) -> str:
-    """Return the colour, mixed with so much white, or black where the amount is below 0."""
+    """Return the colour mixed with that amount of white, or of black if it is below 0."""
     from matplotlib.colors import to_hex, to_rgb
 
     return to_hex([(1 - abs(amount)) * part + max(0, amount) for part in to_rgb(colour)])
@@ -223,9 +222,9 @@ def by_model(results: list[Result]) -> dict[str, list[Result]]:
 
 
 def draw_losses(axes: Any, results: list[Result], styles: dict[str, Style], published: dict[str, Any]) -> None:
-    """Full symbols and a line through their medians: ours; empty symbols: the paper's released runs; dotted: features.
+    """Draw ours as full symbols with a line through medians, the paper's released runs empty, and features dotted.
 
-    Those of FAVOR+ are left out, as its losses leave zero long before.
+    The number of features of FAVOR+ is left out: its losses leave zero long before.
     """
     largest = max(result.size for result in results)
     empty = {"ms": 6, "mfc": "none", "lw": 0.8}
@@ -252,7 +251,7 @@ def draw_losses(axes: Any, results: list[Result], styles: dict[str, Style], publ
 
 
 def draw_curves(axes: Any, results: list[Result], styles: dict[str, Style]) -> None:
-    """Evaluations over updates, a line for each seed."""
+    """Draw evaluations over updates, a line for each seed."""
     for model, found in by_model(results).items():
         label, colour, marker = styles[model]
         for index, result in enumerate(found):
@@ -275,7 +274,7 @@ class Cell(NamedTuple):
 
     @property
     def held(self) -> int:
-        """The number of S keys that are answered: one that is not costs 1 / 2."""
+        """The number of the S keys that are answered: each other one costs 1 / 2."""
         return round(max(0, self.size * (1 - 2 * self.loss)))
 
 
@@ -284,7 +283,7 @@ Block = tuple[str, str, int]
 
 
 def by_rule_and_map(results: list[Result]) -> dict[Block, dict[float, Cell]]:
-    """Return what S / feature dimension came to, of rules and maps without a preset; of several models the first's."""
+    """Return cells by S / feature dimension, of rules and maps without a preset; of several models the first."""
     cells: dict[Block, dict[float, Cell]] = defaultdict(dict)
     models: dict[Block, str] = {}
     for result in results:
@@ -298,7 +297,7 @@ def by_rule_and_map(results: list[Result]) -> dict[Block, dict[float, Cell]]:
 
 
 def draw_capacity(axes: Any, results: list[Result]) -> Any:
-    """A row for each rule, a block for each map, in it S / feature dimension: the loss, and the keys that are held."""
+    """Draw a row for each rule and a block for each map, by S / feature dimension: loss and answered keys."""
     cells = by_rule_and_map(results)
     rules = list(dict.fromkeys(rule for rule, *_ in cells))
     maps = list(dict.fromkeys((feature_map, dim) for _, feature_map, dim in cells))
@@ -327,7 +326,7 @@ def draw_capacity(axes: Any, results: list[Result]) -> Any:
 
 
 def draw_ratio(axes: Any, results: list[Result], styles: dict[str, Style]) -> None:
-    """Loss over S / D, the feature dimension, and its lower bound.
+    """Draw the loss over S / D, with D the feature dimension, and its lower bound.
 
     All outputs for the S queries of a sequence are a matrix of rank D; the right answers are one of rank S with
     singular values of 1. Half the squared distance is at least (S - D) / 2, and the mean over queries (1 - D / S) / 2.
@@ -347,7 +346,7 @@ def draw_ratio(axes: Any, results: list[Result], styles: dict[str, Style]) -> No
 
 
 class Picture(NamedTuple):
-    """A file, and the points in it: draw_on(axes, results, *given) returns an image where it needs a colour bar."""
+    """A picture and its points: draw_on(axes, results, *given) returns an image if it needs a colour bar."""
 
     name: str
     draw_on: Callable[..., Any]
@@ -358,7 +357,7 @@ class Picture(NamedTuple):
 
 
 def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Picture]:
-    """Return the pictures for which there are points."""
+    """Return the pictures that have points."""
     shown = [result for result in results if isfinite(result.outcome.best) and "valid-length" not in result.point.flags]
     first = [result for result in shown if not result.replaced]
     cells = [cell for row in by_rule_and_map(first).values() for cell in row.values()]
@@ -396,7 +395,7 @@ def draw(picture: Picture, out: Path) -> None:
 
 
 def why_not_drawn(result: Result) -> str:
-    """Return why a point is in no picture."""
+    """Return the reason why a point is not in a picture."""
     if not isfinite(result.outcome.best):
         return "none of its evaluations is a number"
     if "valid-length" in result.point.flags:
@@ -405,10 +404,10 @@ def why_not_drawn(result: Result) -> str:
 
 
 def write(recipe: Path, points: list[Point], common: dict[str, str], out: Path) -> None:
-    """Write everything, and name the points that are in no picture. Raises RecipeError where none is finished."""
+    """Write everything, and name points without a picture. Raises RecipeError if no point is finished."""
     results = read_results(points, common, out)
     if not results:
-        raise RecipeError(f"no point of these grids is finished in {out}: begin with the stage train.")
+        raise RecipeError(f"{out} must have a finished point of these grids, got none: run the stage train first.")
     # The losses of the paper's released runs, by S, of each model in each setting.
     published = read_yaml(recipe / "published.yaml", plain=False)
     write_tables(results, out)

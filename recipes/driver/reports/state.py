@@ -1,4 +1,4 @@
-"""Perplexity against the size of the state, next to the paper's: rows of a YAML like peps/carried.yaml."""
+"""Perplexity by the size of the state, ours and the paper's: rows of a YAML like peps/carried.yaml."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from fairseq_fwp.cli.plot_style import COLOURS, PUBLISHED, load_pyplot, use_log_
 from fairseq_fwp.cli.plot_style import save as save_picture
 from reports.files import read_run, save, show
 
-# Evaluated otherwise than trained: in the table, not in the picture.
+# (trained, evaluated) that differ: in the table, but not in the picture.
 MIXED = {("carried", "window"), ("segments", "carried")}
 # Model, colour, marker.
 STYLES = {
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 def read_outcome(out: Path, row: dict[str, Any]) -> Outcome:
-    """Return what the files of a run say; a run that is neither trained nor diverged has not been run."""
+    """Return the outcome in the files of a run; one that is neither trained nor diverged counts as not run."""
     found = read_run(out / "carried" / row["run"])
     results = {split: found.result(f"{split} {row['evaluated']}") for split in ("valid", "test")}
     state = row.get("numbers", results["test"]["state_size"]) if results["test"] else None
@@ -74,7 +74,7 @@ def read_results(path: Path, rows: list[dict[str, Any]]) -> list[Row]:
 
 
 def write(table: Path, out: Path, folder: Path) -> None:
-    """Write carried.csv, table.md and carried.png of the runs out/carried/RUN that there are."""
+    """Write carried.csv, table.md and carried.png of the runs in out/carried/RUN."""
     rows = read_yaml(table, plain=False)
     outcomes = [
         {"run": row["run"], "evaluated": row["evaluated"], **outcome._asdict()}
@@ -90,7 +90,7 @@ def write(table: Path, out: Path, folder: Path) -> None:
 
 
 def lines(rows: list[Row]) -> list[str]:
-    """Return one table; numbers of the trainings under it."""
+    """Return one table, and below it the numbers of the trainings."""
     heads = ["model", "trained", "evaluated", "state", "valid", "test", "paper state (M)", "paper valid", "paper test"]
     cells = []
     for row in rows:
@@ -112,7 +112,7 @@ def bound(value: float | str) -> tuple[float, bool]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw two panels, ours and the paper's: models evaluated as they were trained. Further down and left is better."""
+    """Draw two panels, ours and the paper's: models evaluated as trained. Lower and further left is better."""
     pyplot = load_pyplot()
     ours = [(row, row.ours.state, row.ours.test) for row in rows if (row.trained, row.evaluated) not in MIXED]
     papers = [(row, row.paper["state"] and row.paper["state"] * 1e6, row.paper["test"]) for row in rows]
@@ -130,7 +130,7 @@ def draw(rows: list[Row], path: Path) -> None:
             if is_bound:
                 words = f"> {ppl:g}{row.row.removeprefix('Linear Transformer')}"
                 axes.annotate(words, (state, ppl), xytext=(7, -3), textcoords="offset points", fontsize=8)
-            if axes is panels[0] and row.row == "Transformer-XL":  # the paper's memories are others
+            if axes is panels[0] and row.row == "Transformer-XL":  # other memories than the paper's
                 words = row.evaluated.removeprefix("memory ")
                 where = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
                 axes.annotate(words, (state, ppl), **where)

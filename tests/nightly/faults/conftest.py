@@ -1,4 +1,4 @@
-"""Shared by the tests of faults: the table of rules, the helpers of the commands' tests, and how hard to search."""
+"""Shared by the tests of faults: the table of rules, helpers of the commands' tests, and the search effort."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "ops"), str(TESTS / "kernels")]
 
-# CI looks at few inputs, and always at the same ones; FWP_FUZZ_EXAMPLES=5000 looks for new ones.
+# CI uses a few inputs, always the same ones; FWP_FUZZ_EXAMPLES=5000 searches for new ones.
 EXAMPLES = os.environ.get("FWP_FUZZ_EXAMPLES")
 settings.register_profile(
     "faults",
@@ -30,7 +30,7 @@ settings.load_profile("faults")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As for the operators: the reference is thousands of tiny operations."""
+    """Use one thread, as for the operators: the reference has thousands of tiny operations."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

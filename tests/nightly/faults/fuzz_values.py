@@ -1,4 +1,4 @@
-"""Numbers and strides that nobody would choose, and strategies that choose them."""
+"""Unusual numbers and strides, and strategies that choose them."""
 
 import math
 
@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**31)
 
 
 def special(value, dtype):
-    """A number of that kind, as far as the dtype has it."""
+    """Return a number of that kind, if the dtype has one."""
     finfo = torch.finfo(dtype)
     return {
         "zero": 0.0,
@@ -27,10 +27,10 @@ def special(value, dtype):
 
 
 def arrange(x, layout):
-    """The same numbers with other strides, among NaNs."""
+    """Return the same numbers with other strides, surrounded by NaN."""
     if layout == "contiguous" or x.dim() == 0:
         return x
-    if layout == "second last":  # as attention has it: heads and tokens change places
+    if layout == "second last":  # as in attention: heads and tokens transposed
         return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() > 2 else x
     if layout == "last first":
         return x.movedim(-1, 0).contiguous().movedim(0, -1)
@@ -42,5 +42,5 @@ def arrange(x, layout):
 
 
 def equal(one, other):
-    """Bit for bit, but for the bits of a NaN."""
+    """Compare all bits, except those of a NaN."""
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -26,7 +26,7 @@ DAMAGES = ["cut short", "longer", "empty", "index cut short", "index of zeros", 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The bytes of a small checkpoint of fairseq."""
+    """Return the bytes of a small checkpoint of fairseq."""
     path = tmp_path_factory.mktemp("checkpoint") / "whole.pt"
     state = {"args": None, "cfg": {"model": {"_name": "fwp_lm"}}, "model": {"weight": torch.randn(50, 20)}}
     history = {"criterion_name": "c", "optimizer_name": "o", "lr_scheduler_state": {}, "num_updates": 3}
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
 
 
 def refused(path):
-    """The sentence with which loading a file is refused, "" where it is loaded."""
+    """Return the error of loading a file, "" if it is loaded."""
     try:
         checkpoint_utils.load_checkpoint_to_cpu(str(path))
     except RuntimeError as error:
@@ -51,7 +51,7 @@ def refused(path):
 def test_a_checkpoint_cut_anywhere(checkpoint, tmp_path_factory, length):
     path = tmp_path_factory.getbasetemp() / "cut.pt"
     path.write_bytes(checkpoint[: int(length * len(checkpoint))])
-    assert "is not a complete checkpoint" in refused(path)
+    assert "must be a complete checkpoint" in refused(path)
 
 
 @given(damage=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
@@ -84,17 +84,17 @@ def test_other_kinds_of_files(tmp_path, kind):
 
 
 def damage_text(folder, damage):
-    """Damages the text `train`; the words of the sentence that must refuse it."""
+    """Damage the text `train`; return words of the expected error."""
     text, index = folder / "train.bin", folder / "train.idx"
     if damage == "cut short":
         os.truncate(text, text.stat().st_size - 2)
-        return r"train.bin has [\d,]+ bytes where its index counts [\d,]+: it was cut short"
+        return r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: it is truncated"
     if damage == "longer":
         text.write_bytes(text.read_bytes() + b"\0\0")
-        return r"train.bin has [\d,]+ bytes where its index counts [\d,]+: .* the text of another index"
+        return r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: .* belongs to another index"
     if damage == "empty":
         text.write_bytes(b"")
-        return r"train.bin\)? is empty: preprocess"
+        return r"train.bin\)? must have at least one token"
     if damage == "index cut short":
         os.truncate(index, index.stat().st_size // 2)
         return r"train.idx must be a complete index"
@@ -103,7 +103,7 @@ def damage_text(folder, damage):
         return r"train.idx must be a complete index"
     lines = (folder / "dict.txt").read_text().splitlines(keepends=True)
     (folder / "dict.txt").write_text("".join(lines[: len(lines) // 2]))
-    return r"train.bin has a word of number \d+, and the dictionary next to it \d+ words"
+    return r"words in \S+train.bin must have numbers below \d+, the size of the dictionary next to it, got \d+"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -117,7 +117,7 @@ def test_texts(tmp_path, damage):
 
 
 def test_an_index_of_nothing_and_the_widest_dictionary(tmp_path):
-    """The last word of a dictionary is no reason to refuse a text, nor are lines of nothing but their ends."""
+    """A text is accepted if it has the last word of a dictionary, or empty lines."""
     write_text(tmp_path, words=6)
     dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
     dataset = data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
@@ -161,7 +161,7 @@ def test_training_on_a_damaged_text_ends_at_once_and_leaves_what_was_saved(comma
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_disk_that_is_full(commands, tmp_path, task):
-    """The limit on the size of a file stands for it: the system refuses to write on in the midst of a checkpoint."""
+    """A limit on file sizes simulates a full disk: the system refuses a write in the middle of a checkpoint."""
     save_dir, data = tmp_path / "save", tmp_path / "data"
     data.mkdir()
     write_text(data)
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full(commands, tmp_path, task):
     go_on = ["fairseq-train", *training(data, save_dir, task, *flags, "--max-update", 6)]
     for limit in (size // 2, size - 1):
         assert commands.run(*go_on, log=tmp_path / "2", file_size=limit) == 1
-        assert "could not be saved (File too large): what was saved before it is whole" in last_line(tmp_path / "2")
+        assert "could not be saved (File too large); earlier checkpoints are complete" in last_line(tmp_path / "2")
         assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
     assert commands.run(*go_on, log=tmp_path / "3") == 0
     whole = [tmp_path / "whole", task, *flags, "--max-update", 6]
@@ -219,7 +219,7 @@ def test_a_save_is_tried_again_from_its_beginning(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="root writes into read-only folders")
 def test_a_folder_that_cannot_be_written(tmp_path):
-    """Refused before the first update; a text that can only be read is enough to train on."""
+    """It is refused before the first update; a read-only text can be trained on."""
     data, save_dir = tmp_path / "data", tmp_path / "save"
     data.mkdir()
     write_text(data)

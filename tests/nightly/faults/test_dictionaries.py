@@ -1,4 +1,4 @@
-"""A dictionary of as many, but other words in the place of the one of the training is refused before it does harm."""
+"""A dictionary with other words, but the same size as in training, is refused before it does harm."""
 
 import logging
 from argparse import Namespace
@@ -24,7 +24,7 @@ def train(data, save_dir, *flags):
 
 
 def rewrite(data, change):
-    """Changes the lines of a dictionary."""
+    """Change the lines of a dictionary."""
     lines = (data / "dict.txt").read_text().splitlines()
     (data / "dict.txt").write_text("\n".join(change(lines)) + "\n")
 
@@ -42,7 +42,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def save_dir(data, tmp_path):
-    """With the checkpoint of two updates."""
+    """A folder with a checkpoint after two updates."""
     train(data, tmp_path / "save", "--max-update", 2)
     return tmp_path / "save"
 
@@ -53,13 +53,13 @@ def load_to_evaluate(save_dir, data):
 
 
 SIZE = r"\(40 words, \w{12}\)"
-SENTENCE = rf"data has another target dictionary {SIZE} than the model was trained with {SIZE}"
+SENTENCE = rf"data must have the target dictionary of the model's training {SIZE}, got another {SIZE}"
 
 
 def test_a_training_does_not_go_on_with_other_words(data, save_dir):
     saved = {path: path.read_bytes() for path in save_dir.iterdir()}
     rewrite(data, reverse)
-    expected = rf"^\S+checkpoint_last.pt cannot go on: \S+{SENTENCE}: pass .*--srcdict"
+    expected = rf"^\S+checkpoint_last.pt cannot be resumed: \S+{SENTENCE}: pass .*--srcdict"
     with pytest.raises(ValueError, match=expected) as error:
         train(data, save_dir, "--max-update", 4)
     assert "\n" not in str(error.value)
@@ -83,12 +83,12 @@ def test_the_same_words_counted_anew_are_the_same(data, save_dir):
 
 
 def test_a_new_training_may_have_other_words_and_says_so(data, save_dir, tmp_path, caplog):
-    """From then on they are its own."""
+    """From then on, the new words are those of the model."""
     rewrite(data, reverse)
     flags = ["--finetune-from-model", save_dir / "checkpoint_last.pt", "--max-update", 2]
     with caplog.at_level(logging.WARNING):
         train(data, tmp_path / "tuned", *flags)
-    assert "than the model was trained with" in caplog.text
+    assert "of the model's training" in caplog.text
     load_to_evaluate(tmp_path / "tuned", data)
 
 
@@ -113,7 +113,7 @@ def test_fingerprints_where_earlier_versions_saved_them(data, save_dir):
     rewrite(data, reverse)
     with pytest.raises(ValueError, match=SENTENCE):
         load_to_evaluate(save_dir, data)
-    with pytest.raises(ValueError, match=f"cannot go on: .*{SENTENCE}"):
+    with pytest.raises(ValueError, match=f"cannot be resumed: .*{SENTENCE}"):
         train(data, save_dir, "--max-update", 4)
 
 
@@ -138,14 +138,16 @@ def test_what_a_fingerprint_tells_apart():
 
 
 def test_each_language_is_compared_with_itself():
-    """A multilingual task has the first one's dictionary on both sides in training, and its pair's in evaluation."""
+    """A multilingual task has the first dictionary on both sides in training, and its pair's in evaluation."""
     words = {"de": dictionary("a"), "en": dictionary("b")}
     trained = Namespace(dicts=words, source_dictionary=words["de"], target_dictionary=words["de"])
     evaluated = Namespace(dicts=words, target_dictionary=words["en"], cfg=Namespace(data="folder"))
     saved = dictionaries.fingerprints(trained)
     assert dictionaries.difference(evaluated, saved) == ""
     evaluated.dicts = words | {"en": dictionary("c")}
-    assert dictionaries.difference(evaluated, saved).startswith("folder has another dictionary of en (5 words, ")
+    assert dictionaries.difference(evaluated, saved).startswith(
+        "folder must have the dictionary of en of the model's training (5 words, "
+    )
 
 
 def test_a_task_without_a_dictionary_has_no_fingerprint():

@@ -1,4 +1,4 @@
-"""Every feature map, and every attention that it goes into, under inputs that nobody would choose."""
+"""Every feature map, and every attention with it, on unusual inputs."""
 
 import math
 
@@ -16,7 +16,7 @@ from fairseq_fwp.modules.feature_maps.favor import DRAWS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 every_map = pytest.mark.parametrize("name", FEATURE_MAPS)
-# Sensible and others; a map that is not named here has none.
+# Usual and unusual arguments; other maps have none.
 ARGUMENTS = {
     "dpfp": {"nu": st.integers(-1, 12)},
     "favor": {
@@ -35,7 +35,7 @@ def arguments_of(name):
 
 
 def build(name, head_dim, arguments, seed=0):
-    """The map, or None where it is refused, as it must be in one sentence that names the argument."""
+    """Return the map, or None if it is refused, after checking that the error names the argument."""
     torch.manual_seed(seed)
     try:
         return FEATURE_MAPS[name](head_dim, **arguments)
@@ -54,7 +54,7 @@ def test_every_vector_is_mapped_by_itself(name, head_dim, leading, dtype, layout
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert features.shape == (*leading, feature_map.feature_dim) and features.dtype in (dtype, wide)
     assert features.isfinite().all()
-    # Products of matrices round otherwise where strides differ, and an exponential multiplies that by its exponent.
+    # Matrix products with other strides round differently, and an exponential multiplies that by its exponent.
     rounding = {"rtol": 256 * torch.finfo(wide).eps, "atol": 1e-5} if name == "favor" else {}
     torch.testing.assert_close(features, feature_map(x), **rounding)
     assert not feature_map.positive or (features >= 0).all()
@@ -89,13 +89,13 @@ NORMALIZATIONS = st.sampled_from(["none", "sum", "attention", "both", "read-out"
 
 
 def is_defined(rule, normalization):
-    """Whether the rule has this normalisation."""
+    """Return whether the rule has this normalisation."""
     of_all, rule = normalization in ("attention", "both"), UPDATE_RULES[rule]
     return (rule.normalizes or normalization in ("none", "sum")) and not (of_all and rule.normalizer)
 
 
 def normalizations(name, *epsilon):
-    """The arguments of a layer for them; epsilon: and whether it is added."""
+    """Return the arguments of a layer; epsilon: the number, and whether it is added."""
     output_only = name == "read-out"
     attention = AttentionNormalization(*epsilon, output_only=output_only)
     return {
@@ -118,7 +118,7 @@ def build_attention(rule, feature_map, normalization, add_epsilon=False):
     data=st.data(),
 )
 def test_a_value_in_one_token_of_a_layer(rule, name, normalization, add_epsilon, value, seed, data):
-    """Other sequences do not change by a bit, nor do the tokens before it; and it says nothing where it is masked."""
+    """Other sequences and earlier tokens do not change by a bit; a masked token has no effect."""
     assume((normalization == "none" or FEATURE_MAPS[name].positive) and is_defined(rule, normalization))
     torch.manual_seed(seed)
     layer = build_attention(rule, FEATURE_MAPS[name](8), normalization, add_epsilon)
@@ -143,7 +143,7 @@ def test_a_value_in_one_token_of_a_layer(rule, name, normalization, add_epsilon,
     data=st.data(),
 )
 def test_no_normaliser_divides_by_zero(name, rule, normalization, scale, seed, data):
-    """Outputs, states and gradients are finite where keys and queries have no feature in common, or none at all."""
+    """Outputs, states and gradients are finite if keys and queries share no features, or have none."""
     # Nothing bounds what the delta rule writes for keys of any length: it diverges, as the paper says.
     assume(is_defined(rule, normalization) and (rule not in CORRECTING or normalization != "read-out"))
     torch.manual_seed(seed)

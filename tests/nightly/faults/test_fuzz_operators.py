@@ -1,4 +1,4 @@
-"""Every operator under inputs that nobody would choose: any sizes, strides, dtypes and values.
+"""Every operator on unusual inputs: any sizes, strides, dtypes and values.
 
 Shapes: B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from subjects import PER_KEY, RULES, cotangents, fastest_backend, relative_error, results, sample_inputs
 
 every_rule = pytest.mark.parametrize("rule", RULES)
-# Below, at and beyond vectors, blocks of columns, groups of tokens, chunks and the sizes where quadratic forms begin.
+# Below, at and beyond vectors, blocks of columns, groups of tokens, chunks and the sizes of quadratic forms.
 SIZES = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 130)
 LENGTHS = (0, 1, 2, 3, 4, 5, 31, 32, 33, 63, 65, 70)
 shapes = st.tuples(st.integers(0, 3), st.integers(0, 3), *(st.sampled_from(sizes) for sizes in (LENGTHS, SIZES, SIZES)))
@@ -40,11 +40,11 @@ def fastest(rule):
     threads=st.integers(1, 3),
 )
 def test_what_the_loop_gives(rule, shape, dtype, state, seed, strides, sprinkled, threads):
-    """With and without gradients, nothing given is changed, and the error is that of the loop in the same precision."""
+    """With and without gradients, inputs are unchanged, and errors are those of the reference in that precision."""
     inputs, gradients = draw_inputs(rule, shape, dtype, state or shape[2] == 0, seed)
     torch.manual_seed(seed)
     if rule == "fwm" and sprinkled == "denormal":
-        sprinkled = "zero"  # a write of nearly nothing leaves a norm of one, where fwm's gradient jumps
+        sprinkled = "zero"  # a very small write gives a norm of one, where fwm's gradient jumps
     if sprinkled != "nothing":
         for x in filter(lambda x: x is not None, inputs.values()):
             x.masked_fill_(torch.rand(x.shape) < 0.3, special(sprinkled, x.dtype))
@@ -62,7 +62,7 @@ def test_what_the_loop_gives(rule, shape, dtype, state, seed, strides, sprinkled
     loop = results(RULES[rule].reference, inputs, gradients)
     for name, x in truth.items():
         assert found[name].shape == x.shape and found[name].dtype == loop[name].dtype, name
-        # Twice that of the loop, and some rounding errors of sums of up to 130: the loop may be right by luck.
+        # Twice that of the reference, plus rounding errors of sums of up to 130: the reference may be exact by chance.
         allowed = 2 * relative_error(loop[name], x) + 64 * torch.finfo(loop["state"].dtype).eps
         assert relative_error(found[name], x) <= allowed, name
 
@@ -70,8 +70,10 @@ def test_what_the_loop_gives(rule, shape, dtype, state, seed, strides, sprinkled
 @every_rule
 @given(shape=full_shapes, dtype=dtypes, state=st.booleans(), seed=seeds, value=values, data=st.data())
 def test_a_value_stays_where_the_rule_lets_it_go(rule, shape, dtype, state, seed, value, data):
-    """Any values in one vector of one token: other sequences and heads do not change by a bit; nor does what is
-    read before that token, nor the gradients of tokens after it from what is read there."""
+    """Any values in one vector of one token: other sequences and heads do not change by a bit.
+
+    Nor do the outputs before that token, nor the gradients of tokens after it from these outputs.
+    """
     inputs, (d_out, d_state) = draw_inputs(rule, shape, dtype, state, seed)
     given = {name: x for name, x in inputs.items() if x is not None} | {"d_out": d_out, "d_state": d_state}
     where = data.draw(st.sampled_from(sorted(given)))
@@ -103,7 +105,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(rule, shape, dtype, gradie
     x = inputs[name]  # which may be the other of two forms
     assume(name != "decay" or not isinstance(x, torch.Tensor) or x.shape not in (shape[:3], shape[:4]))
     function = functools.partial(RULES[rule].function, backend="reference") if reference else fastest(rule)
-    # What q is on decides where the others must be, and there are no kernels for that.
+    # Other inputs must be on q's device, for which there are no kernels.
     sentence = (
         rf"^({RULES[rule].function.__name__}: [^\n]* must [^\n]*, got [^\n]*|no compiled kernel for meta: [^\n]*)$"
     )
@@ -115,7 +117,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(rule, shape, dtype, gradie
 
 
 def unfit(x):
-    """Tensors, and other things, in the place of a tensor that fits."""
+    """Wrong tensors, and other objects, replace a correct tensor."""
     yield x.unsqueeze(0)
     yield x[0]
     yield x.flatten()
@@ -134,7 +136,7 @@ def unfit(x):
 @every_rule
 @pytest.mark.parametrize("size", [2**40, 2**62])
 def test_states_beyond_any_memory_are_refused(rule, size):
-    """The keys are views of one number, and need no memory themselves."""
+    """The keys are views of one number, which need no memory."""
     inputs = sample_inputs(rule, (1, 1, 1, 1, 4), torch.float32, state=False)
     sizes = {"q": PER_KEY, "k": RULES[rule].key, **RULES[rule].gates}
     by_key = [name for name, of in sizes.items() if of[-1] == "Dk"]

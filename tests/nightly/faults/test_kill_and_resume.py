@@ -1,4 +1,4 @@
-"""Training that is killed goes on to the very bits of an uninterrupted run, and nothing that was saved is ever lost."""
+"""A killed training resumes to the same bits as an uninterrupted run, and saved files are never lost."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ TASKS = {
     "samples": ["--task", "language_modeling", *BATCH],
     "streams": ["--task", "fwp_language_modeling", "--carry-state", "--tokens-per-sample", 8, "--batch-size", 6],
 }
-# Three epochs, with checkpoints in their midst and at their ends.
+# Three epochs, with checkpoints in the middle and at the end of each.
 SAVING = ["--save-interval-updates", 2, "--keep-interval-updates", 1, "--keep-last-epochs", 1]
 
 
@@ -35,14 +35,14 @@ def arguments(data, save_dir, task, *flags):
 
 @pytest.fixture(scope="module", params=TASKS)
 def whole(request, data, commands, tmp_path_factory):
-    """The task, the folder of an uninterrupted run, and the seconds that it took."""
+    """Return the task, the folder of an uninterrupted run, and its seconds."""
     folder, start = tmp_path_factory.mktemp("whole"), time.monotonic()
     assert commands.run("fairseq-train", *arguments(data, folder, request.param), log=folder / "log") == 0
     return request.param, folder, time.monotonic() - start
 
 
 def losses(folder):
-    """Every loss that the log has, by update."""
+    """Return every loss in the log, by update."""
     found = re.findall(r"train_inner .* loss=([\d.]+).* num_updates=(\d+)", (folder / "log").read_text())
     return {(int(update), loss) for loss, update in found}
 
@@ -69,7 +69,7 @@ def assert_same_run(folder, expected):
 
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments(whole, data, commands, tmp_path):
-    """Most of them strike the start, an update, a save or a validation; a run that has ended starts again."""
+    """Most kills happen at the start, in an update, a save or a validation; a finished run starts again."""
     task, expected, seconds = whole
     chooser = random.Random(int(os.environ.get("FWP_TEST_SEED", "0")))
     folders = (tmp_path / f"run{number}" for number in range(KILLS + 1))

@@ -1,4 +1,4 @@
-"""Kernels being built and texts being prepared are killed at random moments: the next start goes well."""
+"""Builds of kernels and preparations of texts are killed at random moments: the next start succeeds."""
 
 import os
 import random
@@ -22,7 +22,7 @@ def chooser():
 
 
 def test_builds(tmp_path, compiler):  # noqa: F811
-    """The stand-in for the compiler takes longer to compile and to link than the process to get there."""
+    """The stand-in for the compiler takes longer than the start of the process."""
     environment = {"CXX": compiler, "COMPILER_SECONDS": "2", **cache(tmp_path)}
     start = time.monotonic()
     run_isolated(USE, **environment)
@@ -38,17 +38,17 @@ def test_builds(tmp_path, compiler):  # noqa: F811
         assert not library.exists() or library.read_bytes() == whole
     assert run_isolated(USE, **environment).stdout == "True\n"
     assert library.read_bytes() == whole and {path.name for path in library.parent.iterdir()} == {"kernels.so", "lock"}
-    assert calls(tmp_path) > 2  # some were killed in the midst of it
+    assert calls(tmp_path) > 2  # some were killed during the build
 
 
 def contents(folder):
-    """Return the prepared files by path, without logs, which have times in them."""
+    """Return the prepared files by path, without logs, which have times."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log")
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def prepare(folder, out):
-    """A recipe's preparation of a text, in a process group of its own."""
+    """Start a recipe's preparation of a text in a separate process group."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [sys.executable, RECIPES / "driver", LANGUAGE_MODEL[0], "--recipe", RECIPES / "peps", *LANGUAGE_MODEL[1:]]
     command += ["--", "prepare", "--data", folder, "--out", out]

@@ -1,4 +1,4 @@
-"""Launchers of processes on several machines, as recipes/wikitext103/README.md has it: torchrun and SLURM."""
+"""Launchers of processes on several machines, as in recipes/wikitext103/README.md: torchrun and SLURM."""
 
 import os
 import re
@@ -23,7 +23,7 @@ LAUNCHERS = ("SLURM", "MASTER_", "WORLD_SIZE", "RANK")
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(gpus, **environment): a machine with so many GPUs, on which a launcher has set these variables."""
+    """A function machine(gpus, **environment): a machine with that many GPUs and a launcher's variables."""
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
@@ -38,8 +38,8 @@ def machine(monkeypatch):
 
 
 def infer(**settings):
-    """Return fairseq's configuration from its flags and the environment."""
-    # fairseq's own number of processes, at its import; the other is a setting of a group that is not here.
+    """Return fairseq's configuration from flags and environment."""
+    # fairseq's number of processes, from its import.
     default = {"distributed_world_size": max(1, torch.cuda.device_count()), "tpu": False}
     cfg = OmegaConf.merge(OmegaConf.structured(DistributedTrainingConfig), default | settings)
     distributed_utils.infer_init_method(cfg)
@@ -80,7 +80,7 @@ def test_tasks_of_slurm_find_each_other(machine, monkeypatch, count):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("torchrun", path=str(Path(sys.executable).parent)) is None, reason="needs torchrun")
 def test_two_nodes_of_torchrun_train_together(tmp_path):
-    """Each with a process on a CPU, which see one global batch: their losses and numbers of updates are the same."""
+    """Processes on CPUs share one global batch: their losses and numbers of updates are the same."""
     data = tmp_path / "data"
     data.mkdir()
     write_text(data)

@@ -22,7 +22,7 @@ SIZE = {"decoder_layers": 1, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 1
 
 @pytest.mark.parametrize("rule", RULES)
 def test_decoding_equals_float64_after_100000_steps(rule):
-    """Rounding errors that do not depend on one another add up as a random walk: by the root of the steps at most."""
+    """Independent rounding errors add up as a random walk: by the root of the number of steps at most."""
     inputs = sample_inputs(rule, (1, 2, STEPS, 8, 8), torch.float32, forgetful=True, state=False)
     tokens = {name: x for name, x in inputs.items() if x is not None}
     function, backend = RULES[rule].function, fastest_backend(rule)
@@ -42,7 +42,7 @@ def test_decoding_equals_float64_after_100000_steps(rule):
 
 
 def build(arch, words=40, **flags):
-    """A small model of fairseq's, and its dictionary."""
+    """Return a small model of fairseq's, and its dictionary."""
     dictionary = Dictionary()
     for word in range(words - len(dictionary)):
         dictionary.add_symbol(f"w{word}")
@@ -57,7 +57,7 @@ def build(arch, words=40, **flags):
 
 
 def updates(model, count, autocast=False, lr=1e-3):
-    """The loss of each of `count` updates on random tokens of a sequence that can be learned."""
+    """Return the loss of each of `count` updates on random parts of a learnable sequence."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(count):
         tokens = (torch.randint(4, 40, (2, 1)) + 3 * torch.arange(9)) % 36 + 4
@@ -72,7 +72,7 @@ def updates(model, count, autocast=False, lr=1e-3):
 
 
 def test_50000_updates_in_bfloat16_stay_numbers():
-    """FAVOR+ draws again in each of them."""
+    """FAVOR+ draws again in each update."""
     model, _ = build("delta_favor_lm_wt103", dropout=0.0)
     found = list(updates(model, 50_000, autocast=True))
     print(f"loss {found[0]:.3f} -> {sum(found[-100:]) / 100:.4f}")
@@ -81,7 +81,7 @@ def test_50000_updates_in_bfloat16_stay_numbers():
 
 
 def resident():
-    """MiB that this process holds."""
+    """Return the MiB of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS"):
             return int(line.split()[1]) / 1024
@@ -89,7 +89,7 @@ def resident():
 
 
 def growth(work, warm, rest):
-    """MiB by which `rest` calls of `work` grow the process, after `warm` calls that fill its caches."""
+    """Return the MiB by which `rest` calls of `work` grow the process, after `warm` calls that fill caches."""
     for _ in range(warm):
         work()
     before = resident()

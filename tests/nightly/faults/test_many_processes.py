@@ -1,4 +1,4 @@
-"""Two and four processes on a CPU train what one process trains with the batches of all."""
+"""Two and four processes on a CPU train the same model as one process with all batches."""
 
 import random
 import re
@@ -18,7 +18,7 @@ TRANSLATION = ["--task", "translation", "--source-lang", "en", "--target-lang", 
 TRANSLATION += ["--criterion", "label_smoothed_cross_entropy", "--share-all-embeddings", *SIZE]
 TRANSLATION += ["--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16]
 TRANSLATION += ["--encoder-attention-heads", 2]
-# One process that adds up several batches draws FAVOR+'s features for each; as streams the batches of all are one.
+# One process that accumulates several batches draws FAVOR+'s features for each; with streams it has one batch.
 FAMILIES = {
     "fast weights": [*SAMPLES, "--arch", "delta_lm_wt103"],
     "softmax": [*SAMPLES, "--arch", "softmax_lm_wt103"],
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A text, and as many pairs of sentences, all in the words of one dictionary."""
+    """Write a text and pairs of sentences, all with the words of one dictionary."""
     folder, chooser = write_text(tmp_path_factory.mktemp("text"), lines=200), random.Random(2)
     dictionary = Dictionary.load(str(folder / "dict.txt"))
     for language in ("en", "de"):
@@ -51,7 +51,7 @@ def data(tmp_path_factory):
 
 
 def train(commands, data, folder, family, processes, updates=UPDATES, batch=2, together=1, status=0, flags=()):
-    """The losses of each update; together: batches that this process adds up, in the place of other processes."""
+    """Return the losses of each update; together: batches that this process accumulates, instead of other processes."""
     folder.mkdir(exist_ok=True)
     streams = "--carry-state" in FAMILIES[family]
     size = ["--batch-size", batch * together if streams else batch, "--update-freq", 1 if streams else together]
@@ -71,7 +71,7 @@ def model(folder):
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_learn_what_one_learns(commands, data, tmp_path, family, processes):
-    """To rounding errors, which Adam makes larger where a gradient is nearly zero: an update is at most 1e-3 there."""
+    """They agree up to rounding errors, which Adam enlarges for gradients near zero: to at most 1e-3 an update."""
     found = train(commands, data, tmp_path / "many", family, processes)
     expected = train(commands, data, tmp_path / "one", family, 1, together=processes)
     assert len(found) == len(expected) == UPDATES and found == pytest.approx(expected, abs=2e-3)
@@ -99,7 +99,7 @@ def test_states_in_mid_epoch_are_of_their_number_of_processes(commands, data, tm
     train(commands, data, tmp_path, "carried fast weights", before, updates=2)
     saved = (tmp_path / "checkpoint_last.pt").read_bytes()
     train(commands, data, tmp_path, "carried fast weights", now, status=1)
-    sentence = rf"in the middle of an epoch with processes {before} \(now {now}\).*, where these streams cannot go on"
+    sentence = rf"in mid-epoch with processes {before} \(now {now}\).*, and these streams cannot continue"
     assert re.search(sentence, (tmp_path / "log").read_text())
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == saved
     found = train(commands, data, tmp_path, "carried fast weights", now, updates=3, flags=["--reset-dataloader"])

@@ -1,4 +1,4 @@
-"""A run that begins in a later epoch reads the batches that it would have read, had it never stopped."""
+"""A run that begins in a later epoch reads the same batches as an uninterrupted run."""
 
 import itertools
 
@@ -13,7 +13,7 @@ SEED = 5
 
 
 class Shuffled(FairseqDataset):
-    """Numbers in random order, as the stock tasks have their samples."""
+    """A data set of numbers in random order, as samples of the stock tasks."""
 
     def __len__(self):
         return 23
@@ -35,7 +35,7 @@ class Shuffled(FairseqDataset):
 
 
 def iterator(epoch, iterations=0):
-    """As fairseq's trainer asks for it, at the beginning or from a checkpoint."""
+    """Return the iterator as fairseq's trainer gets it, at the start or from a checkpoint."""
     found = FairseqTask(None).get_batch_iterator(Shuffled(), max_sentences=3, seed=SEED, epoch=epoch)
     if epoch > 1 or iterations:
         found.load_state_dict({"version": 2, "epoch": epoch, "iterations_in_epoch": iterations, "shuffle": True})

@@ -1,8 +1,8 @@
 """The CPU kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer, run the laws of the operators.
 
 The sanitizers are flags of the compiler, CXX, so that the library lies next to the others in the cache. The one for
-addresses has to be in the process before Python is (but not in the compiler's, which it would slow down); tensors come
-from its memory then, with guards around each.
+addresses has to be in the process before Python is, but not in the compiler's, which it would slow down. Tensors then
+come from its memory, with guards around each.
 """
 
 import os
@@ -16,7 +16,7 @@ from isolated import PACKAGE, PREAMBLE
 
 TESTS = Path(__file__).parents[2]
 LAWS = ["laws/test_operators.py", "ops/test_autograd.py", "nightly/faults/test_fuzz_operators.py"]
-# Not of kernels, and slow under a sanitizer.
+# These do not test kernels, and are slow under a sanitizer.
 OTHERS = (
     "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift "
     "and not gradcheck and not error_is"
@@ -46,7 +46,7 @@ def library_path(name):
 def environment(kind, **more):
     watched = {**os.environ, "CXX": f"env -u LD_PRELOAD g++ {FLAGS[kind]}", "OMP_NUM_THREADS": "1", **more}
     if kind == "address":
-        # The second next to it: the sanitizer looks for what throws exceptions when the process starts.
+        # The second one too: at the start the sanitizer needs the library that throws exceptions.
         watched["LD_PRELOAD"] = f"{library_path('libasan.so')} {library_path('libstdc++.so')}"
         watched["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0"
     watched["UBSAN_OPTIONS"] = "print_stacktrace=1"
@@ -61,13 +61,13 @@ def run(kind, *arguments, **more):
 @pytest.mark.parametrize("laws", LAWS)
 @pytest.mark.parametrize("kind", FLAGS)
 def test_nothing_is_found(kind, laws):
-    # -s: a sanitizer ends the process, with what pytest would have captured.
+    # -s: a sanitizer ends the process, and captured output would be lost.
     found = run(kind, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", OTHERS, TESTS / laws)
     assert found.returncode == 0, found.stderr[:4000] + found.stdout[-4000:]
     assert "passed" in found.stdout and "runtime error" not in found.stderr
 
 
-# In simd.h: one number too many is written, or a shift is wider than its number.
+# In simd.h: a write of one number too many, or a shift wider than its number.
 MISTAKES = {
     "address": ("i < n; ++i) p[i] = part[i];", "i <= n; ++i) p[i] = part[i];", "heap-buffer-overflow"),
     "undefined": (

@@ -23,7 +23,7 @@ RECIPES = ROOT / "recipes"
 
 
 class Touch:
-    """Pickled, a call that makes a file."""
+    """An object that is pickled as a call that makes a file."""
 
     def __init__(self, path):
         self.path = path
@@ -34,7 +34,7 @@ class Touch:
 
 @pytest.fixture
 def canary(tmp_path):
-    """A file that nothing must have made."""
+    """The path of a file that must not be made."""
     path = tmp_path / "canary"
     yield path
     assert not path.exists()
@@ -58,7 +58,7 @@ def test_objects_in_a_checkpoint_are_refused_with_what_trusts_them(tmp_path, can
 
 
 def test_they_are_refused_where_torch_would_run_them(tmp_path, canary, monkeypatch):
-    """torch 2.4 and 2.5 do, unless they are told not to."""
+    """torch 2.4 and 2.5 run code by default."""
     load, path = torch.load, tmp_path / "checkpoint.pt"
 
     def earlier(*args, **kwargs):
@@ -76,7 +76,7 @@ def test_they_are_run_where_they_are_trusted(tmp_path, monkeypatch):
     path = tmp_path / "canary"
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     torch.save({"model": Touch(path)}, tmp_path / "checkpoint.pt")
-    with pytest.raises(RuntimeError, match="has a model, but not all"):
+    with pytest.raises(RuntimeError, match="must have everything that fairseq saves with a model"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint.pt"))
     assert path.exists()
 
@@ -115,7 +115,7 @@ def test_every_command_refuses_them(tmp_path, canary, command):
 
 
 def test_a_configuration_is_no_code(tmp_path, canary):
-    """One of fairseq's own models, whose filters of characters fairseq evaluates."""
+    """A model of fairseq's whose filters of characters fairseq evaluates as code."""
     write_text(tmp_path)
     code = f"[__import__('pathlib').Path({str(canary)!r}).touch()]"
     model = {"_name": "transformer_lm", "character_embeddings": True, "character_filters": code}
@@ -124,7 +124,7 @@ def test_a_configuration_is_no_code(tmp_path, canary):
     history = [{"optimizer_name": "adam", "lr_scheduler_state": {}, "num_updates": 1}]
     state = {"cfg": config, "args": None, "model": {}, "optimizer_history": history, "extra_state": {}}
     torch.save(state | {"last_optimizer_state": None, "task_state": {}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match="must be data, got code, which is not run"):
+    with pytest.raises(ValueError, match=r"must be data, got the code .*, which is not run"):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint.pt")])
 
 
@@ -147,13 +147,15 @@ def test_settings_mean_what_they_meant(text, value):
     "text", ["print(1)", "a", "().__class__", "[x for x in 'ab']", "lambda: 1", "f'{1}'", "1 +", "{**a}"]
 )
 def test_code_is_refused(text):
-    with pytest.raises(ValueError, match=r"got code, which is not run|must be a number, a string or a list of them"):
+    with pytest.raises(
+        ValueError, match=r"got the code .*, which is not run|must be a number, a string or a list of them"
+    ):
         configuration.evaluate(text)
 
 
 def test_options_that_are_no_strings_are_left_to_fairseq():
-    """It evaluates some twice, and takes a TypeError for the sign that it has, as of --left-pad-source."""
-    with pytest.raises(TypeError, match="evaluate takes a string, got bool"):
+    """Some options are evaluated twice, as --left-pad-source: then a TypeError is expected."""
+    with pytest.raises(TypeError, match="evaluate must be a string, got bool"):
         configuration.evaluate(True)
     assert utils.eval_bool(True, default=True) and utils.eval_str_list(0.5) == [0.5]
 
@@ -188,7 +190,7 @@ def evil_tar(path, victim):
 
 @pytest.mark.parametrize("make, name", [(evil_zip, "a.zip"), (evil_tar, "a.tgz")])
 def test_archives_unpack_nothing_outside_their_folder(tmp_path, make, name):
-    """A download with the right checksum."""
+    """Return a download with the right checksum."""
     folder, victim = tmp_path / "out/download", tmp_path / "victim"
     for made in (folder, victim):
         made.mkdir(parents=True)
@@ -213,7 +215,7 @@ TRANSLATION = ["translation", "--pairs", "multi30k", "--merges", "60"]
     "settings, more", [(LANGUAGE_MODEL, []), (CORPUS, ["--any-text"]), (TRANSLATION, [])], ids=lambda x: "-".join(x[:3])
 )
 def test_recipes_take_any_path(tmp_path, settings, more):
-    """Relative ones, whose names begin with a dash; nothing that they say is run."""
+    """Relative paths that begin with a dash; no part of them is run."""
     data = tmp_path / AWKWARD
     data.mkdir()
     line = "the memory is a matrix that every token reads and writes $(touch pwned) `touch pwned`\n"

@@ -1,4 +1,4 @@
-"""Every recipe through its driver on small data: killed on the way and resumed, it has the figures of a whole run."""
+"""Every recipe with its driver on small data: killed and resumed, it has the results of an uninterrupted run."""
 
 import json
 import os
@@ -37,13 +37,13 @@ models:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Texts for every recipe in one folder."""
+    """A folder with texts for every recipe."""
     folder = tmp_path_factory.mktemp("data")
     words = random.Random(0)
     for split, lines in (("train", 400), ("valid", 30), ("test", 30)):
         text = "".join(f"the word {words.randrange(30)} and {words.randrange(9)} more\n" for _ in range(lines))
         (folder / f"{split}.txt").write_text(text)
-    (folder / "rich").mkdir()  # in words: the model that is converted has a vocabulary in parts
+    (folder / "rich").mkdir()  # in words: the converted model has a vocabulary in parts
     for split, lines in (("train", 900), ("valid", 30), ("test", 30)):
         text = "".join(
             " ".join("".join(words.choices("aeiklmnorst", k=4)) for _ in range(9)) + "\n" for _ in range(lines)
