@@ -1,6 +1,7 @@
 """The command line of a recipe: a stage, flags of the recipe, and flags that go on to fairseq."""
 
 import argparse
+import itertools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -9,15 +10,16 @@ ROOT = Path(__file__).resolve().parents[2]
 class Parser(argparse.ArgumentParser):
     """Parser of a kind of recipe; flags it does not know go on to fairseq."""
 
-    def __init__(self, stages: tuple[str, ...], rest: str) -> None:
+    def __init__(self, stages: dict[str, str], rest: str, own_data: str = "") -> None:
+        """stages: what each stage does; rest: where unknown flags go; own_data: how to use another text, for --help."""
         super().__init__(
             prog="run.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
         )
-        self.stages = stages
+        self.stages, self.own_data = stages, own_data
         self.usage = f"bash run.sh [{'|'.join(stages)}] [flags below]" + f" [{rest}]" * bool(rest)
         self.add_argument("-h", "--help", action="help", help="show this and exit")
         self.add_argument("--recipe", type=Path, required=True, help=argparse.SUPPRESS)
-        self.add_argument("--out", type=Path, metavar="FOLDER", help="where everything goes (runs/RECIPE)")
+        self.add_argument("--out", type=Path, metavar="FOLDER", help="folder of all output (runs/RECIPE)")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Return the flags: the recipe's before `--`, its user's after it; `extra` has those that go on to fairseq."""
@@ -25,13 +27,14 @@ class Parser(argparse.ArgumentParser):
         settings, given = arguments[:at], arguments[at:][1 if at else 0 :]
         recipe = Path(arguments[arguments.index("--recipe") + 1]) if "--recipe" in arguments else ROOT
         self.description = describe(recipe / "run.sh")
+        self.epilog = self.further_help(default_models(settings))
         stage = "all"
         if given and not given[0].startswith("-"):
             stage, *given = given
         stage = {"eval": "evaluate"}.get(stage, stage)
         args, extra = self.parse_known_args([*settings, *given])
         if stage not in self.stages:
-            self.error(f"there is no stage {stage}: it is {', '.join(self.stages)}.")
+            self.error(f"the stage must be one of {', '.join(self.stages)}, got {stage}.")
         for flag in ("--save-dir",):
             if any(word.partition("=")[0] == flag for word in extra):
                 self.error(f"{flag} is set by the recipe (--out): leave it out.")
@@ -40,6 +43,25 @@ class Parser(argparse.ArgumentParser):
         args.stage, args.extra = stage, extra
         args.out = args.out and args.out.absolute()
         return args
+
+    def further_help(self, models: str) -> str:
+        """Return the part of the help after the options: the stages, how to resume, and how to use another text."""
+        lines = ["stages, without one all:"]
+        lines += [f"  {stage:<9} {text}" for stage, text in self.stages.items()]
+        lines += [f"            The default models are {models}."] if models else []
+        lines += ["", "resume:", "  Give the same command again. Finished steps are skipped."]
+        lines += ["  An interrupted training continues from its last checkpoint, if it has saved one."]
+        if self.own_data:
+            lines += ["", "your own data:", *(f"  {line}" for line in self.own_data.splitlines())]
+        return "\n".join(lines)
+
+
+def default_models(settings: list[str]) -> str:
+    """Return the models that a recipe's run.sh names, separated by commas; empty if it names none."""
+    if "--models" not in settings:
+        return ""
+    given = settings[settings.index("--models") + 1 :]
+    return ", ".join(itertools.takewhile(lambda word: not word.startswith("-"), given))
 
 
 def describe(script: Path) -> str:

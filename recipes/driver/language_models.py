@@ -18,15 +18,26 @@ from prepare import (
     learn_bpe,
     preprocess,
     preprocess_text,
+    print_unknown,
     remove,
 )
-from recipe import Model, Recipe
+from recipe import STAGES, Model, Recipe
 from texts import TEXTS, checksum, read_words
+
+OWN_TEXT = """\
+--data FOLDER --out FOLDER trains on another text. The first folder contains train.txt, valid.txt and test.txt
+(or .txt.gz): raw text. wikitext103 and enwik8 need --any-text too, and enwik8 takes one file named enwik8.
+evaluate --test FILE scores one raw text with the trained models. It prints the share of <unk> tokens."""
 
 
 class LanguageModels(Recipe):
-    stages = ("prepare", "train", "evaluate", "report", "sample", "all")
-    rest = "flags for fairseq-train, or in evaluate for fwp-eval-lm"
+    stages = {stage: text for stage, text in STAGES.items() if stage != "all"} | {
+        "sample": "print three texts that the first model continues",
+        "all": "prepare, train, evaluate and report; in the quick start sample too",
+    }
+    rest = "flags for fairseq-train; in evaluate: flags for fwp-eval-lm"
+    own_data = OWN_TEXT
+    evaluator = "fwp-eval-lm"
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__(arguments)
@@ -34,17 +45,21 @@ class LanguageModels(Recipe):
         self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
         if args.any_text and not args.data:
             raise RecipeError("--any-text says what --data FOLDER holds: give that too.")
-        if args.test and (self.stage != "evaluate" or not args.test.is_file()):
-            raise RecipeError(f"--test FILE goes with the stage evaluate, and is a text: got {args.test}.")
+        if args.test and self.stage != "evaluate":
+            raise RecipeError(f"--test needs the stage evaluate, got the stage {self.stage}.")
+        if args.test and not args.test.is_file():
+            raise RecipeError(f"--test must be the name of a text file, got {args.test}, which does not exist.")
         if args.data and not args.data.is_dir():
             raise RecipeError(f"there is no folder {args.data}.")
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         super().add_flags(parser)
         self.add_text_flags(parser)
-        parser.add_argument("--any-text", action="store_true", help="FOLDER holds another text than the recipe's")
         parser.add_argument(
-            "--test", type=Path, metavar="FILE", help="with evaluate: raw text of one's own in place of valid and test"
+            "--any-text", action="store_true", help="with --data: accept another text than the recipe's"
+        )
+        parser.add_argument(
+            "--test", type=Path, metavar="FILE", help="with evaluate: score this raw text instead of valid and test"
         )
 
     def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
@@ -54,10 +69,10 @@ class LanguageModels(Recipe):
         parser.add_argument("--prompt", help=hidden)
         parser.add_argument("--per-word", action="store_true", help=hidden)
         parser.add_argument(
-            "--data", type=Path, metavar="FOLDER", help="what it holds stands above; what is prepared needs it no more"
+            "--data", type=Path, metavar="FOLDER", help="folder with the text: see above; only prepare reads it"
         )
         parser.add_argument(
-            "--lines", type=whole_number, metavar="N", help="the first N lines of valid and test alone: a trial"
+            "--lines", type=whole_number, metavar="N", help="use only the first N lines of valid and test, for a trial"
         )
 
     # Data.
@@ -150,6 +165,7 @@ class LanguageModels(Recipe):
         folder, settings = self.out / "tests" / name, known_as(self.args.test)
         if folder.is_dir():
             check_own(folder, settings)
+            print_unknown(folder, self.args.test)
             return folder
         with whole(folder) as work:
             work.mkdir()
@@ -160,6 +176,7 @@ class LanguageModels(Recipe):
             dictionary = self.bin / "dict.txt"
             preprocess(work / "bin", "--only-source", "--srcdict", dictionary, "--testpref", work / "test.txt")
             write(work / "source.txt", settings + "\n")
+        print_unknown(folder, self.args.test)
         return folder
 
     # Reports and samples.
