@@ -57,17 +57,20 @@ struct Arguments {
   // Raise where the kernels would read what is not there. `values` has the sizes of v.
   void check_all(const Sizes& size, at::ScalarType values, at::Device device = at::kCPU) const {
     const auto given = q.scalar_type(), type = state_type(q);
+    // A gate just below 1, which half precision would round, may be in the dtype of the state.
+    const auto check_gate = [&](const char* name, const Optional& x, at::IntArrayRef sizes) {
+      check(name, x, sizes, x && x->scalar_type() == type ? type : given, device);
+    };
     check("k", k, size.keys(), given, device);
     check("v", v, size.values(), values, device);
     if (decays_by_head())
-      check("decay", decay, size.rates(), given, device);
+      check_gate("decay", decay, size.rates());
     else
-      check("decay", decay, size.keys(), given, device);
-    check("value_decay", value_decay, size.values(), given, device);
-    // Of a rule that only writes it may be 1 - gate, which half precision would round.
-    if (rate) check("rate", rate, size.rates(), !erases && rate->scalar_type() == type ? type : given, device);
-    check("removal_key", removal_key, size.keys(), given, device);
-    check("removal_rate", removal_rate, size.keys(), given, device);
+      check_gate("decay", decay, size.keys());
+    check_gate("value_decay", value_decay, size.values());
+    check_gate("rate", rate, size.rates());
+    check_gate("removal_key", removal_key, size.keys());
+    check_gate("removal_rate", removal_rate, size.keys());
     check("state", state, size.state(), type, device);
     check("first", first, {size.B, size.L}, at::kBool, device);
     TORCH_CHECK(removal_key.has_value() == removal_rate.has_value(),

@@ -1,141 +1,189 @@
-// The backward pass of sum and the delta rule on the tensor cores, one chunk of chunks.cuh after the other, the last one first.
-// With G the gradient of the state after the chunk, and D that of E (of the sum rule, of V):
+// The backward pass of the rules on the tensor cores, one chunk of chunks.cuh after the other, the last one first. With G the
+// gradient of the state after the chunk, and D that of E, or, of the sum rule, of V:
 //
-//   dU = P^T dO + K G - A^T D      D = b dU           (of the sum rule D = dU)
-//   dP = dO U^T up to its diagonal                    dA = -D U^T below it
-//   dQ = dO S^T + dP K                                dV = D
-//   dK = U G^T - D S^T + dP^T Q + (dA + dA^T) K       db = the sum over a token's row of dU * E
-//   G += Q^T dO - K^T D
+//   dU = P^T dO + w K G - A^T D      D = b dU           (of the sum rule D = dU)
+//   dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
+//   dQ = c dO S^T + dP K                                dV = D
+//   dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K     db = the sum over a token's row of dU * E
+//   G = f G + (c Q)^T dO - (c K)^T D
 //
-// The states before the chunks are made again first, from what the forward pass has written.
+// A decay is a factor of every F_ts, c_t, w_s and f between whose tokens it stands: see DecayGradient. The states before the chunks
+// are made again first, from what the forward pass has written.
 #pragma once
 
 #include "chunks.cuh"
 
 namespace fwp::cuda {
 
-// States before each chunk, in bfloat16: (heads, chunks, columns, kRows), columns padded to a whole number of blocks.
-template <int kRows, bool kErases>
-struct ChunkStates : ChunkPass<kRows> {
-  using Pass = ChunkPass<kRows>;
-  using Value = std::conditional_t<kErases, float, Bfloat16>;  // errors, or values
-  static constexpr int kParts = kErases ? kExact : 1;
+// States before each chunk, in parts of bfloat16: (heads, chunks, parts, columns, kRows), columns padded to a whole number of
+// blocks.
+template <int kRows, bool kErases, bool kFades>
+struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
+  using Pass = ChunkPass<kRows, kErases, kFades>;
+  using Pass::kParts;
 
-  Brought value, rate;
+  Brought value;  // of a rule that erases, errors
   Matrices<const float> initial;
   Bfloat16* states;
 
   struct Stage {
     Shared key, value;
-    float *error, *rate;
+    float* rate;
+    Decays decays;
 
     FWP_BOTH Stage(Carver& carver, const ChunkStates& pass)
         : key(carver.matrix(kChunkTokens, kRows)), value(carver.matrix(kErases ? 0 : kChunkTokens, pass.block_columns())),
-          error(carver.take<float>(kErases ? kChunkTokens * pass.error_line() : 0)),
-          rate(carver.take<float>(kChunkTokens)) {}
+          rate(carver.take<float>(kChunkTokens)), decays(carver, kFades) {}
   };
   struct Memory {
     const char** starts;
     Stages<Stage, ChunkStates> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkStates& pass)
-        : starts(carver.take<const char*>(3)), stages(carver, pass) {}
+        : starts(carver.take<const char*>(4)), stages(carver, pass) {}
   };
-
-  FWP_BOTH int error_line() const { return this->block_columns() + 4; }
 
   FWP_DEVICE void run() const {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
     typename Pass::State state;
     this->load(initial, state);
-    this->put_starts({&this->key, &value, &rate}, {2, int(sizeof(Value)), 2}, memory.starts);
-    float next_rate = fill(memory, 0);
+    this->put_starts({&this->key, &value, &this->rate, &this->decay}, memory.starts);
+    Scalars next = fill(memory, 0);
+    Product values[kChunkBlocks];
+    if constexpr (kErases) this->load_errors(value, memory.starts[1], 0, values);
     for (int64_t n = 0; n < this->chunks(); ++n) {
       put(state, n);
       const Stage chunk = memory.stages[n];
-      if (kErases && int(threadIdx.x) < kChunkTokens) chunk.rate[threadIdx.x] = next_rate;
+      this->put_scalars(next, chunk);
       wait_copies<0>();
       __syncthreads();
-      if (n + 1 < this->chunks()) next_rate = fill(memory, n + 1);
+      if (n + 1 < this->chunks()) next = fill(memory, n + 1);
       Factor write[kChunkBlocks][kParts];
-      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        if constexpr (kErases) {
-          Product of_error;
-          for_elements(of_error, [&](int j, int s, float& x) {
-            const int token = t * kBlock + s;
-            x = chunk.rate[token] * chunk.error[token * error_line() + this->own_column() + j];
-          });
-          split(of_error, write[t]);
-        } else {
-          chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
+      if constexpr (kErases) {
+        FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+          for_elements(values[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
+          this->fade_columns(t * kBlock, values[t], [&](int s) { return chunk.decays.to_end(s); });
+          split(values[t], write[t]);
         }
+      } else {
+        FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+          chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
       }
+      if constexpr (kErases)
+        if (n + 1 < this->chunks()) this->load_errors(value, memory.starts[1], n + 1, values);
+      if constexpr (kFades) this->fade(state, chunk.decays.whole());
       this->template write<false>(state, write, chunk.key);
     }
   }
 
  private:
-  FWP_DEVICE float fill(const Memory& memory, int64_t n) const {
+  FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
     const Stage to = memory.stages[n];
     this->bring_keys(this->key, memory.starts[0], n, to.key);
-    if constexpr (kErases)
-      this->bring_values(value, memory.starts[1], n, to.error, error_line());
-    else
-      this->bring_values(value, memory.starts[1], n, to.value);
+    if constexpr (!kErases) this->bring_values(value, memory.starts[1], n, to.value);
     commit_copies();
-    return kErases ? this->rate_of(rate, memory.starts[2], n) : 0;
+    return this->ask(memory.starts[2], memory.starts[3], n);
   }
 
   FWP_DEVICE void put(typename Pass::State& state, int64_t n) const {
-    const int64_t columns = int64_t(this->slabs) * this->block_columns();
-    const int column = this->first_column() + this->own_column();
-    const Shared to{states + ((this->head() * this->chunks() + n) * columns + column) * kRows, kRows};
+    constexpr int parts = Pass::kStateParts;
+    const Shared to{states + (this->head() * this->chunks() + n) * parts * this->block_columns() * kRows, kRows};
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
-      for_pairs(state[i], [&](int j, int r, float x, float y) { to.put(j, i * kBlock + r, pair_of(x, y)); });
+      for_pairs(state[i], [&](int j, int r, float x, float y) {
+        uint32_t of_pair[parts];
+        split(x, y, of_pair);
+        FWP_UNROLL for (int m = 0; m < parts; ++m)
+          to.put(m * this->block_columns() + this->own_column() + j, i * kBlock + r, of_pair[m]);
+      });
   }
 };
 
-template <int kRows, bool kErases>
-struct ChunkBackward : ChunkPass<kRows> {
-  using Pass = ChunkPass<kRows>;
-  using Value = std::conditional_t<kErases, float, Bfloat16>;
-  static constexpr int kParts = kErases ? kExact : 1;
+// The gradient of the decays of a chunk. What token t gets of token s < t is F_ts y_ts, with y_ts the part of the loss's derivative
+// that lies in it; what was there before the chunk counts as a token before the first, and the state after it as read by the last.
+// a_r is a factor of those with s < r <= t, so
+//
+//   da_r = the sum over t >= r of F_tr z_tr      z_tr = the sum over s < r of F_(r-1)s y_ts = a_(r-1) z_t(r-1) + y_t(r-1)
+struct DecayGradient {
+  static constexpr int kLine = kChunkTokens + 1;
+  float* parts;              // y_ts in line t, from s = -1 on
+  float *of_reads, *of_writes, *of_state;  // sums of some columns for each token, or of some elements of the state
 
-  Brought d_out, value, rate;  // of a rule that erases, errors in the place of values
+  FWP_BOTH DecayGradient(Carver& carver, int rows, int warps, bool fades)
+      : parts(carver.take<float>(fades ? kChunkTokens * kLine : 0)),
+        of_reads(carver.take<float>(fades ? rows / kBlock * kChunkTokens : 0)),
+        of_writes(carver.take<float>(fades ? rows / kBlock * kChunkTokens : 0)),
+        of_state(carver.take<float>(fades ? warps : 0)) {}
+
+  FWP_DEVICE float& part(int s, int t) const { return parts[t * kLine + s + 1]; }
+
+  // By all of one warp: the gradient of the decay of the token of each lane, of sums in `blocks` blocks of rows.
+  FWP_DEVICE float find(const Decays& decays, int blocks, int warps) const {
+    const int t = lane(), last = kChunkTokens - 1;
+    float read = 0, write = 0;
+    FWP_UNROLL_BY(1) for (int i = 0; i < blocks; ++i) {
+      read += of_reads[i * kChunkTokens + t];
+      write += of_writes[i * kChunkTokens + t];
+    }
+    part(-1, t) = read;
+    __syncwarp();
+    if (t < last) part(t, last) += write;
+    if (t == last)
+      FWP_UNROLL_BY(1) for (int w = 0; w < warps; ++w) part(-1, last) += of_state[w];
+    __syncwarp();
+    float z = 0;
+    FWP_UNROLL_BY(4) for (int r = 0; r < kChunkTokens; ++r) {
+      float& y = part(r - 1, t);
+      if (r <= t) z = r > 0 ? fma(decays.each[r - 1], z, y) : y;
+      y = r <= t ? decays.between(r, t) * z : 0;
+    }
+    __syncwarp();
+    float sum = 0;
+    FWP_UNROLL_BY(4) for (int reader = 0; reader < kChunkTokens; ++reader) sum += part(t - 1, reader);
+    return sum;
+  }
+};
+
+template <int kRows, bool kErases, bool kFades>
+struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
+  using Pass = ChunkPass<kRows, kErases, kFades>;
+  using Pass::kParts;
+
+  Brought d_out, value;  // of a rule that erases, errors in the place of values
   const Bfloat16* states;
   Matrices<const float> d_last;
   Matrices<float> d_initial;
-  Output d_q, d_k, d_v, d_rate;
+  Output d_q, d_k, d_v, d_rate, d_decay;
 
   struct Stage {
     Shared query, key, d_out, value;
-    float *error, *rate;
+    float* rate;
+    Decays decays;
 
     FWP_BOTH Stage(Carver& carver, const ChunkBackward& pass)
         : query(carver.matrix(kChunkTokens, kRows)), key(carver.matrix(kChunkTokens, kRows)),
           d_out(carver.matrix(kChunkTokens, pass.block_columns())),
           value(carver.matrix(kErases ? 0 : kChunkTokens, pass.block_columns())),
-          error(carver.take<float>(kErases ? kChunkTokens * pass.error_line() : 0)),
-          rate(carver.take<float>(kChunkTokens)) {}
+          rate(carver.take<float>(kChunkTokens)), decays(carver, kFades) {}
   };
   struct Memory {
     const char** starts;
     Scores scores;    // later dP and dA, in the place of P and of A
-    Shared state, g;  // of this chunk, transposed
+    Shared state;     // of this chunk, transposed; its parts one after the other
+    Shared g;
     Shared write, d;  // U, where it is not V, and D
     float* d_rate;    // what each warp's columns add to it
+    DecayGradient d_decay;
     Stages<Stage, ChunkBackward> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkBackward& pass)
-        : starts(carver.take<const char*>(5)), scores(carver, kExact, kErases), state(carver.matrix(pass.block_columns(), kRows)),
+        : starts(carver.take<const char*>(6)), scores(carver, kExact, kErases), state(carver.matrix(Pass::kStateParts * pass.block_columns(), kRows)),
           g(carver.matrix(pass.block_columns(), kRows)),
           write(carver.matrix(kErases ? kChunkTokens : 0, pass.block_columns())),
           d(carver.matrix(kChunkTokens, pass.block_columns())),
-          d_rate(carver.take<float>(kErases ? pass.warps * kChunkTokens : 0)), stages(carver, pass) {}
+          d_rate(carver.take<float>(kErases ? pass.warps * kChunkTokens : 0)),
+          d_decay(carver, kRows, pass.warps, kFades), stages(carver, pass) {}
   };
-
-  FWP_BOTH int error_line() const { return this->block_columns() + 4; }
 
   FWP_DEVICE void run() const {
     Carver carver{shared_memory()};
@@ -143,55 +191,56 @@ struct ChunkBackward : ChunkPass<kRows> {
     typename Pass::State g;
     this->load(d_last, g);
     const int64_t last = this->chunks() - 1;
-    this->put_starts({&this->query, &this->key, &d_out, &value, &rate}, {2, 2, 2, int(sizeof(Value)), 2}, memory.starts);
-    put_rate(memory, last, fill(memory, last));
+    this->put_starts({&this->query, &this->key, &d_out, &value, &this->rate, &this->decay}, memory.starts);
+    this->put_scalars(fill(memory, last), memory.stages[last]);
     for (int64_t n = last; n >= 0; --n) {
       const Stage chunk = memory.stages[n];
       wait_copies<0>();
       // From here on this chunk may be used, and the other stage and the place of the state be filled.
       __syncthreads();
       fill_state(memory.state, n);
-      const float next_rate = n > 0 ? fill(memory, n - 1) : 0;
-      use(n, chunk, memory, next_rate, g);
+      const Scalars next = n > 0 ? fill(memory, n - 1) : Scalars{};
+      use(n, chunk, memory, next, g);
     }
     this->store(g, d_initial);
+    __syncthreads();
+    store_decay(memory, 0);
   }
 
  private:
-  FWP_DEVICE float fill(const Memory& memory, int64_t n) const {
+  FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
     const Stage to = memory.stages[n];
     this->bring_keys(this->query, memory.starts[0], n, to.query);
     this->bring_keys(this->key, memory.starts[1], n, to.key);
     this->bring_values(d_out, memory.starts[2], n, to.d_out);
-    if constexpr (kErases)
-      this->bring_values(value, memory.starts[3], n, to.error, error_line());
-    else
-      this->bring_values(value, memory.starts[3], n, to.value);
+    if constexpr (!kErases) this->bring_values(value, memory.starts[3], n, to.value);
     commit_copies();
-    return kErases ? this->rate_of(rate, memory.starts[4], n) : 0;
+    return this->ask(memory.starts[4], memory.starts[5], n);
   }
 
   FWP_DEVICE void fill_state(const Shared& to, int64_t n) const {
     constexpr int per_piece = 8, pieces = kRows / per_piece;
-    const Bfloat16* const from = states + (this->head() * this->chunks() + n) * this->block_columns() * kRows;
-    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < this->block_columns() * pieces; at += this->warps * kWarp)
+    const int lines = Pass::kStateParts * this->block_columns();
+    const Bfloat16* const from = states + (this->head() * this->chunks() + n) * lines * kRows;
+    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < lines * pieces; at += this->warps * kWarp)
       copy_later(to.at(at / pieces, at % pieces * per_piece), from + at * per_piece, true);
     commit_copies();
   }
 
-  FWP_DEVICE void put_rate(const Memory& memory, int64_t n, float x) const {
-    if (kErases && int(threadIdx.x) < kChunkTokens) memory.stages[n].rate[threadIdx.x] = x;
-  }
-
-  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Memory& memory, float next_rate, typename Pass::State& g) const {
+  FWP_DEVICE void use(int64_t n, const Stage& chunk, const Memory& memory, const Scalars& next,
+                      typename Pass::State& g) const {
     const Scores& scores = memory.scores;
-    this->template make_scores<kExact, kErases>(chunk.query, chunk.key, scores,
-                                                [&](int t, int, float x) { return chunk.rate[t] * x; });
+    const Decays& decays = chunk.decays;
+    Product values[kChunkBlocks];
+    if constexpr (kErases) this->load_errors(value, memory.starts[3], n, values);
+    this->template make_scores<kExact>(chunk.query, chunk.key, decays, scores,
+                                       [&](int t, int, float x) { return chunk.rate[t] * x; });
     // By columns: the transposes of dU and D, and the gradient of the state before.
     Product d_write[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(d_write[t]);
     read_g(g, chunk, memory.g, d_write);
-    put_rate(memory, n + 1, next_rate);  // into the other stage, that of chunk n - 1
+    if (n + 1 < this->chunks()) store_decay(memory, n + 1);
+    this->put_scalars(next, memory.stages[n + 1]);  // the other stage, that of chunk n - 1
     __syncthreads();  // for the scores
     Factor d_read[kChunkBlocks][1];
     FWP_UNROLL for (int s = 0; s < kChunkBlocks; ++s) {
@@ -200,13 +249,29 @@ struct ChunkBackward : ChunkPass<kRows> {
         multiply<kExact>(d_write[t], d_read[s],
                          [&](int m, Factor& right) { scores.read[m].right(s * kBlock, t * kBlock, right); });
     }
-    this->template write<false>(g, d_read, chunk.query);
+    if constexpr (kFades) {
+      this->fade(g, decays.whole());
+      write_faded<false>(g, decays, d_read, chunk.query);
+    } else {
+      this->template write<false>(g, d_read, chunk.query);
+    }
     FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
       if constexpr (kErases) {
-        solve(t, chunk, memory, d_write[t]);
+        Factor left[kExact];
+        split(d_write[t], left);
+        add_erased(scores, t, t, left, d_write[t]);
+      }
+      if constexpr (kErases) apply_rate(t, chunk, memory, values[t], d_write[t]);
+      if constexpr (kErases) {
         Factor d[1][kExact];
         split(d_write[t], d[0]);
         FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(scores, t, s, d[0], d_write[s]);
+        if constexpr (kFades) {
+          Product faded;
+          copy(d_write[t], faded);
+          this->fade_columns(t * kBlock, faded, [&](int s) { return decays.from_start(s); });
+          split(faded, d[0]);
+        }
         this->template write<true>(g, d, chunk.key, t);
       }
       for_elements(d_write[t], [&](int j, int s, float x) { memory.d.put(t * kBlock + s, this->own_column() + j, x); });
@@ -218,11 +283,12 @@ struct ChunkBackward : ChunkPass<kRows> {
     make_d_scores(chunk, memory);
     wait_state(n);
     __syncthreads();
+    if constexpr (kFades) sum_state(memory);
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < kChunkBlocks * kRows / kBlock; b += this->warps)
       give(n, b % kChunkBlocks, b / kChunkBlocks * kBlock, chunk, memory);
   }
 
-  // d_write += G^T K^T, and G to shared memory.
+  // d_write += w G^T K^T, and G to shared memory.
   FWP_DEVICE void read_g(typename Pass::State& g, const Stage& chunk, const Shared& to,
                          Product (&d_write)[kChunkBlocks]) const {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
@@ -235,6 +301,22 @@ struct ChunkBackward : ChunkPass<kRows> {
         multiply<1>(d_write[t], of_g,
                     [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
     }
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      this->fade_columns(t * kBlock, d_write[t], [&](int s) { return chunk.decays.to_end(s); });
+  }
+
+  // g += (or -=) columns of which each has faded since the chunk began, times their rows.
+  template <bool minus, int blocks>
+  FWP_DEVICE void write_faded(typename Pass::State& g, const Decays& decays, const Factor (&columns)[blocks][1],
+                              const Shared& rows) const {
+    FWP_UNROLL for (int t = 0; t < blocks; ++t) {
+      Product faded;
+      unpack(columns[t][0], faded);
+      this->fade_columns(t * kBlock, faded, [&](int s) { return decays.from_start(s); });
+      Factor left[1][kExact];
+      split(faded, left[0]);
+      this->template write<minus>(g, left, rows, t);
+    }
   }
 
   // x += d times what scores.erase has for the tokens t of d and s of x.
@@ -242,11 +324,9 @@ struct ChunkBackward : ChunkPass<kRows> {
     add_product<kExact>(x, d, [&](int m, Factor& right) { scores.erase[m].right(t * kBlock, s * kBlock, right); });
   }
 
-  // From dU of block t without what its own tokens erase, all of it and then D; U to shared memory.
-  FWP_DEVICE void solve(int t, const Stage& chunk, const Memory& memory, Product& d_write) const {
-    Factor left[kExact];
-    split(d_write, left);
-    add_erased(memory.scores, t, t, left, d_write);
+  // From dU of block t to D; b E (or b V) to shared memory, and what these columns add to the gradients of the rates.
+  FWP_DEVICE void apply_rate(int t, const Stage& chunk, const Memory& memory, const Product& values,
+                             Product& d_write) const {
     FWP_UNROLL for (int h = 0; h < 2; ++h)
       FWP_UNROLL for (int e = 0; e < 2; ++e) {
         const int token = t * kBlock + 8 * h + pair() + e;
@@ -255,9 +335,9 @@ struct ChunkBackward : ChunkPass<kRows> {
         FWP_UNROLL for (int r = 0; r < 2; ++r) {
           const int column = this->own_column() + line() + 8 * r;
           float& x = d_write[h][2 * r + e];
-          const float error = chunk.error[token * error_line() + column];
-          of_rate = fma(x, error, of_rate);
-          memory.write.put(token, column, rate * error);
+          const float written = values[h][2 * r + e];
+          of_rate = fma(x, written, of_rate);
+          memory.write.put(token, column, rate * written);
           x *= rate;
         }
         of_rate = sum_rows(of_rate);
@@ -271,12 +351,41 @@ struct ChunkBackward : ChunkPass<kRows> {
     return x;
   }
 
-  FWP_DEVICE void store_rate(int64_t n, const float* parts) const {
+  // One number a token, which lane t of the first warp has.
+  FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
     const int t = int(threadIdx.x);
-    if (!d_rate.data || t >= this->count(n)) return;
+    if (!to.data || t >= this->count(n)) return;
+    if (to.type == Type::float32)
+      static_cast<float*>(to.data)[this->token(n, t)] = x;
+    else
+      round_to(x, static_cast<Bfloat16*>(to.data)[this->token(n, t)]);
+  }
+  FWP_DEVICE void store_rate(int64_t n, const float* parts) const {
+    if (this->warp() > 0) return;
     float sum = 0;
-    FWP_UNROLL_BY(1) for (int w = 0; w < this->warps; ++w) sum += parts[w * kChunkTokens + t];
-    round_to(sum, static_cast<Bfloat16*>(d_rate.data)[this->token(n, t)]);
+    FWP_UNROLL_BY(1) for (int w = 0; w < this->warps; ++w) sum += parts[w * kChunkTokens + lane()];
+    store_scalar(d_rate, n, sum);
+  }
+  FWP_DEVICE void store_decay(const Memory& memory, int64_t n) const {
+    if constexpr (kFades)
+      if (this->warp() == 0)
+        store_scalar(d_decay, n, memory.d_decay.find(memory.stages[n].decays, kRows / kBlock, this->warps));
+  }
+
+  // <G, S>, of this warp's columns.
+  FWP_DEVICE void sum_state(const Memory& memory) const {
+    constexpr int pairs = kRows / 2;
+    float sum = 0;
+    FWP_UNROLL_BY(4) for (int at = lane(); at < kBlock * pairs; at += kWarp) {
+      const int column = this->own_column() + at / pairs, row = at % pairs * 2;
+      const uint32_t x = memory.g.get(column, row);
+      FWP_UNROLL for (int m = Pass::kStateParts; m-- > 0;) {
+        const uint32_t y = memory.state.get(m * this->block_columns() + column, row);
+        sum = fma(low(x), low(y), fma(high(x), high(y), sum));
+      }
+    }
+    FWP_UNROLL for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (lane() == 0) memory.d_decay.of_state[this->warp()] = sum;
   }
 
   FWP_DEVICE static const Shared& writes(const Stage& chunk, const Memory& memory) {
@@ -299,6 +408,11 @@ struct ChunkBackward : ChunkPass<kRows> {
           multiply(d_erase, left, right);
         }
       }
+      if constexpr (kFades) {
+        put_decay_parts(chunk, memory, row, column, d_read, d_erase);
+        this->fade_scores(chunk.decays, row, column, d_read);
+        this->fade_scores(chunk.decays, row, column, d_erase);
+      }
       const bool diagonal = row == column;
       for_pairs(d_read, [&](int t, int s, float x, float y) {
         if (diagonal) x = s <= t ? x : 0, y = s + 1 <= t ? y : 0;
@@ -310,6 +424,31 @@ struct ChunkBackward : ChunkPass<kRows> {
           Scores::put<kOfTokens>(memory.scores.erase, row + t, column + s, -x, -y);
         });
     }
+  }
+
+  // What of the loss's derivative lies in each product of two tokens, without what has faded between them.
+  FWP_DEVICE void put_decay_parts(const Stage& chunk, const Memory& memory, int row, int column, const Product& d_read,
+                                  const Product& d_erase) const {
+    Product read, erase;
+    clear(read);
+    clear(erase);
+    FWP_UNROLL_BY(1) for (int i = 0; i < kRows; i += kBlock) {
+      Factor left, right;
+      chunk.key.right_transposed(column, i, right);
+      chunk.query.left(row, i, left);
+      multiply(read, left, right);
+      if constexpr (kErases) {
+        chunk.key.left(row, i, left);
+        multiply(erase, left, right);
+      }
+    }
+    FWP_UNROLL for (int h = 0; h < 2; ++h)
+      FWP_UNROLL for (int i = 0; i < 4; ++i) {
+        const int t = row + line() + i / 2 * 8, s = column + 8 * h + pair() + i % 2;
+        float part = d_read[h][i] * read[h][i];
+        if constexpr (kErases) part = fma(-d_erase[h][i], erase[h][i], part);
+        if (s < t) memory.d_decay.part(s, t) = part;
+      }
   }
 
   // The copy of the state is older than that of the next chunk, where there is one.
@@ -330,16 +469,25 @@ struct ChunkBackward : ChunkPass<kRows> {
     clear(erased);
     Factor left, right;
     FWP_UNROLL_BY(1) for (int j = 0; j < this->block_columns(); j += kBlock) {
-      memory.state.right(j, first, right);
-      chunk.d_out.left(row, j, left);
-      multiply(of_query, left, right);
-      if constexpr (kErases) {
-        memory.d.left(row, j, left);
-        multiply(erased, left, right);
+      FWP_UNROLL for (int m = Pass::kStateParts; m-- > 0;) {
+        memory.state.right(m * this->block_columns() + j, first, right);
+        chunk.d_out.left(row, j, left);
+        multiply(of_query, left, right);
+        if constexpr (kErases) {
+          memory.d.left(row, j, left);
+          multiply(erased, left, right);
+        }
       }
       memory.g.right(j, first, right);
       writes(chunk, memory).left(row, j, left);
       multiply(of_key, left, right);
+    }
+    if constexpr (kFades) {
+      const Decays& decays = chunk.decays;
+      sum_columns(of_query, erased, of_key, t, first, chunk, memory.d_decay);
+      fade_rows(row, of_query, [&](int t) { return decays.from_start(t); });
+      fade_rows(row, erased, [&](int t) { return decays.from_start(t); });
+      fade_rows(row, of_key, [&](int t) { return decays.to_end(t); });
     }
     FWP_UNROLL for (int s = 0; s < kChunkBlocks; ++s) {
       Factor key, query;
@@ -367,6 +515,34 @@ struct ChunkBackward : ChunkPass<kRows> {
     if constexpr (kErases) subtract(of_key, erased);
     store_keys(d_q, n, row, first, of_query);
     store_keys(d_k, n, row, first, of_key);
+  }
+
+  template <typename Of>
+  FWP_DEVICE static void fade_rows(int first, Product& x, Of fades) {
+    for_elements(x, [&](int t, int, float& number) { number *= fades(first + t); });
+  }
+
+  // Of block t of the tokens and 16 numbers of the key from `first` on: q dQ - k dK where a token reads, k dK where it writes.
+  FWP_DEVICE static void sum_columns(const Product& of_query, const Product& erased, const Product& of_key, int t, int first,
+                                     const Stage& chunk, const DecayGradient& to) {
+    FWP_UNROLL for (int r = 0; r < 2; ++r) {
+      const int token = t * kBlock + line() + 8 * r;
+      float reads = 0, writes = 0;
+      FWP_UNROLL for (int h = 0; h < 2; ++h) {
+        const uint32_t q = chunk.query.get(token, first + 8 * h + pair()), k = chunk.key.get(token, first + 8 * h + pair());
+        const int i = 2 * r;
+        reads = fma(low(q), of_query[h][i], fma(high(q), of_query[h][i + 1], reads));
+        if constexpr (kErases) reads -= fma(low(k), erased[h][i], high(k) * erased[h][i + 1]);
+        writes = fma(low(k), of_key[h][i], fma(high(k), of_key[h][i + 1], writes));
+      }
+      FWP_UNROLL for (int distance = 1; distance < 4; distance *= 2) {
+        reads += __shfl_xor_sync(0xffffffffu, reads, distance);
+        writes += __shfl_xor_sync(0xffffffffu, writes, distance);
+      }
+      if (pair() > 0) continue;
+      to.of_reads[first / kBlock * kChunkTokens + token] = reads;
+      to.of_writes[first / kBlock * kChunkTokens + token] = writes;
+    }
   }
 
   FWP_DEVICE void store_keys(const Output& to, int64_t n, int row, int first, Product& x) const {

@@ -1,17 +1,18 @@
-// The forward pass of sum and the delta rule on the tensor cores: chunks.cuh has its equations. E is solved for in blocks of 16
-// tokens, whose diagonal blocks of 1 + A b are inverted in float32.
+// The forward pass of the rules on the tensor cores: chunks.cuh has its equations. E is solved for in blocks of 16 tokens, whose
+// diagonal blocks of 1 + A b are inverted in float32.
 #pragma once
 
 #include "chunks.cuh"
 
 namespace fwp::cuda {
 
-template <int kRows, bool kErases>
-struct ChunkForward : ChunkPass<kRows> {
-  using Pass = ChunkPass<kRows>;
-  static constexpr int kParts = kErases ? kExact : 1;  // of a write: a value of the sum rule is exact in one
+template <int kRows, bool kErases, bool kFades>
+struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
+  using Pass = ChunkPass<kRows, kErases, kFades>;
+  using Pass::kParts;
+  static constexpr int kReadParts = kParts < kOfTokens ? kParts : kOfTokens;
 
-  Brought value, rate;
+  Brought value;
   Matrices<const float> initial;
   Matrices<float> last;
   Output out;
@@ -20,10 +21,12 @@ struct ChunkForward : ChunkPass<kRows> {
   struct Stage {
     Shared query, key, value;
     float* rate;
+    Decays decays;
 
     FWP_BOTH Stage(Carver& carver, const ChunkForward& pass)
         : query(carver.matrix(kChunkTokens, kRows)), key(carver.matrix(kChunkTokens, kRows)),
-          value(carver.matrix(kChunkTokens, pass.block_columns())), rate(carver.take<float>(kChunkTokens)) {}
+          value(carver.matrix(kChunkTokens, pass.block_columns())), rate(carver.take<float>(kChunkTokens)),
+          decays(carver, kFades) {}
   };
   struct Memory {
     const char** starts;  // of the inputs
@@ -31,7 +34,7 @@ struct ChunkForward : ChunkPass<kRows> {
     Stages<Stage, ChunkForward> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkForward& pass)
-        : starts(carver.take<const char*>(4)), scores(carver, kOfTokens, kErases), stages(carver, pass) {}
+        : starts(carver.take<const char*>(5)), scores(carver, kOfTokens, kErases), stages(carver, pass) {}
   };
 
   FWP_DEVICE void run() const {
@@ -39,38 +42,39 @@ struct ChunkForward : ChunkPass<kRows> {
     const Memory memory(carver, *this);
     typename Pass::State state;
     this->load(initial, state);
-    this->put_starts({&this->query, &this->key, &value, &rate}, {2, 2, 2, 2}, memory.starts);
-    float next_rate = fill(memory, 0);
+    this->put_starts({&this->query, &this->key, &value, &this->rate, &this->decay}, memory.starts);
+    Scalars next = fill(memory, 0);
     for (int64_t n = 0; n < this->chunks(); ++n) {
       const Stage chunk = memory.stages[n];
-      if (kErases && int(threadIdx.x) < kChunkTokens) chunk.rate[threadIdx.x] = next_rate;
+      this->put_scalars(next, chunk);
       wait_copies<0>();
       // From here on this chunk may be used, and the other stage be filled.
       __syncthreads();
-      if (n + 1 < this->chunks()) next_rate = fill(memory, n + 1);
+      if (n + 1 < this->chunks()) next = fill(memory, n + 1);
       use(n, chunk, memory.scores, state);
     }
     this->store(state, last);
   }
 
  private:
-  FWP_DEVICE float fill(const Memory& memory, int64_t n) const {
+  FWP_DEVICE Scalars fill(const Memory& memory, int64_t n) const {
     const Stage to = memory.stages[n];
     this->bring_keys(this->query, memory.starts[0], n, to.query);
     this->bring_keys(this->key, memory.starts[1], n, to.key);
     this->bring_values(value, memory.starts[2], n, to.value);
     commit_copies();
-    return kErases ? this->rate_of(rate, memory.starts[3], n) : 0;
+    return this->ask(memory.starts[3], memory.starts[4], n);
   }
 
   FWP_DEVICE void use(int64_t n, const Stage& chunk, const Scores& scores, typename Pass::State& state) const {
-    this->template make_scores<kOfTokens, kErases>(chunk.query, chunk.key, scores,
-                                                   [&](int, int s, float x) { return x * chunk.rate[s]; });
+    const Decays& decays = chunk.decays;
+    this->template make_scores<kOfTokens>(chunk.query, chunk.key, decays, scores,
+                                          [&](int, int s, float x) { return x * chunk.rate[s]; });
     // The transposes of K S and of Q S, for the columns of this warp.
     Product found[kChunkBlocks], read[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(found[t]), clear(read[t]);
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
-      Factor of_state[kParts], query;
+      Factor of_state[kErases ? kExact : 1], query;
       split(state[i], of_state);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         chunk.query.right_transposed(t * kBlock, i * kBlock, query);
@@ -80,45 +84,56 @@ struct ChunkForward : ChunkPass<kRows> {
                       [&](int, Factor& key) { chunk.key.right_transposed(t * kBlock, i * kBlock, key); });
       }
     }
+    const auto from_start = [&](int t) { return decays.from_start(t); };
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+      this->fade_columns(t * kBlock, read[t], from_start);
+      this->fade_columns(t * kBlock, found[t], from_start);
+    }
     __syncthreads();  // for the scores
     Factor write[kChunkBlocks][kParts];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
-      if constexpr (kErases) solve(n, t, chunk, scores, found[t], write);
+      if constexpr (kErases) correct(n, t, chunk, scores, write, found[t]);
+      if constexpr (kErases) {
+        for_elements(found[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
+        split(found[t], write[t]);
+      }
       FWP_UNROLL for (int s = 0; s <= t; ++s)
-        multiply<kOfTokens>(read[t], greatest<kParts < kOfTokens ? kParts : kOfTokens>(write[s]), [&](int m, Factor& right) {
+        multiply<kOfTokens>(read[t], greatest<kReadParts>(write[s]), [&](int m, Factor& right) {
           scores.read[m].right_transposed(t * kBlock, s * kBlock, right);
         });
+    }
+    if constexpr (kFades) {
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+        this->fade_columns(t * kBlock, found[t], [&](int s) { return decays.to_end(s); });
+        split(found[t], write[t]);
+      }
+      this->fade(state, decays.whole());
     }
     this->template write<false>(state, write, chunk.key);
     give(n, chunk.value, read);
   }
 
-  // From the values in write[t] and what the keys have found, the errors of block t of the chunk, and what it writes.
-  FWP_DEVICE void solve(int64_t n, int t, const Stage& chunk, const Scores& scores, Product& found,
-                        Factor (&write)[kChunkBlocks][kParts]) const {
-    Factor left[kExact];
-    const Factor& value = write[t][0];
-    FWP_UNROLL for (int h = 0; h < 2; ++h)
-      FWP_UNROLL for (int r = 0; r < 2; ++r) {
-        found[h][2 * r] = low(value[2 * h + r]) - found[h][2 * r];
-        found[h][2 * r + 1] = high(value[2 * h + r]) - found[h][2 * r + 1];
-      }
+  // From the values in write[t], and what the keys of block t of the chunk have found, its errors, in the place of the latter.
+  FWP_DEVICE void correct(int64_t n, int t, const Stage& chunk, const Scores& scores,
+                          const Factor (&write)[kChunkBlocks][kParts], Product& found) const {
+    Product value;
+    unpack(write[t][0], value);
+    subtract_from(value, found);
     const auto times = [&](int s, const Factor (&left)[kExact]) {
       add_product<kExact>(found, left, [&](int m, Factor& right) {
         scores.erase[m].right_transposed(t * kBlock, s * kBlock, right);
       });
     };
     FWP_UNROLL for (int s = 0; s < t; ++s) times(s, write[s]);
+    Factor left[kExact];
     split(found, left);
     times(t, left);
-    for_elements(found, [&](int j, int s, float& x) {
+    for_elements(found, [&](int j, int s, float x) {
       const int token = t * kBlock + s, column = this->first_column() + this->own_column() + j;
       if (token < this->count(n) && column < this->size.columns)
         error[this->token(n, token) * this->size.columns + column] = x;
-      x *= chunk.rate[token];
     });
-    split(found, write[t]);
   }
 
   // Through the place of the values, of which this warp alone has used its own.

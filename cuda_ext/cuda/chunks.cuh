@@ -1,7 +1,9 @@
-// What the passes on the tensor cores share. They take sum and the delta rule in bfloat16, 32 tokens at a time: with Q, K and V
-// the tokens of a chunk in rows, S the state before it, P = Q K^T up to its diagonal, A = K K^T below it, and b the rates,
+// What the passes on the tensor cores share. They take sum and the delta rule in bfloat16, the latter also with decays by head, 32 tokens
+// at a time. With Q, K and V the tokens of a chunk in rows, S the state before it, b the rates, and F_ts the product of the decays
+// of tokens s + 1 to t (c_t: from the chunk's first token; w_s: to its last; f: of all),
 //
-//   E = V - K S - A U      U = b E (of the sum rule U = V)      out = Q S + P U      S += K^T U
+//   P = F Q K^T up to its diagonal      A = F K K^T below it      E = V - c K S - A U      (without erasing E = V)
+//   U = b E (of the sum rule U = V)     out = c Q S + P U         S' = f S + (w K)^T U
 //
 // A block has some columns of one head's state, or all; a warp has 16 of them, as the rows of the transpose: then what one product
 // leaves in registers is just what the next one takes. What a later state depends on goes into products in three parts, which
@@ -82,14 +84,50 @@ struct Scores {
   }
 };
 
-// kRows: a multiple of 16 that is no less than Dk.
-template <int kRows>
+// Products of the decays of a chunk's tokens. Nothing is divided and no logarithm is taken, so decays may be zero.
+struct Decays {
+  static constexpr int kLine = kChunkTokens + 1;  // threads with a token each read and write different banks
+  float *each, *products;
+
+  FWP_BOTH Decays(Carver& carver, bool fades)
+      : each(carver.take<float>(fades ? kChunkTokens : 0)), products(carver.take<float>(fades ? kChunkTokens * kLine : 0)) {}
+
+  // F_ts for s <= t. A token before the first one stands for what was there before the chunk.
+  FWP_DEVICE float between(int s, int t) const { return products[t * kLine + s + 1]; }
+  FWP_DEVICE float from_start(int t) const { return between(-1, t); }
+  FWP_DEVICE float to_end(int s) const { return between(s, kChunkTokens - 1); }
+  FWP_DEVICE float whole() const { return between(-1, kChunkTokens - 1); }
+
+  // All of one warp call it, each with the decay of a token.
+  FWP_DEVICE void put(float decay) const {
+    each[lane()] = decay;
+    products[lane() * kLine + kChunkTokens] = 1;
+    __syncwarp();
+    float product = 1;
+    FWP_UNROLL_BY(8) for (int t = 0; t < kChunkTokens; ++t) {
+      if (t >= lane()) product *= each[t];
+      products[t * kLine + lane()] = product;
+    }
+  }
+};
+
+// What is one number a token. It is asked for a chunk ahead.
+struct Scalars {
+  float rate, decay;
+};
+
+// kRows: a multiple of 16 that is no less than Dk. kErases: whether the rule corrects what the key finds. kFades: whether there is a
+// decay by head.
+template <int kRows, bool kErases, bool kFades>
 struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
+  static_assert(kErases || !kFades);
+  static constexpr int kParts = kErases ? kExact : 1;  // of a write: a value of the sum rule is exact in one
+  static constexpr int kStateParts = kFades ? 2 : 1;  // of the states for the backward pass: gradients of decays cancel much
 
   ScanSize size;
   int warps, slabs;  // of columns: warps a power of two
-  Brought query, key;
+  Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
   FWP_DEVICE int warp() const { return int(threadIdx.x) / kWarp; }
@@ -106,11 +144,12 @@ struct ChunkPass {
 
   // Where the inputs of this block's head begin, in shared memory: as pointers in registers they would be in the way.
   template <int inputs>
-  FWP_DEVICE void put_starts(const Brought* const (&from)[inputs], const int (&bytes)[inputs], const char** starts) const {
+  FWP_DEVICE void put_starts(const Brought* const (&from)[inputs], const char** starts) const {
     const int64_t b = head() / size.heads_per_batch, h = head() % size.heads_per_batch;
     if (threadIdx.x == 0)
       FWP_UNROLL for (int i = 0; i < inputs; ++i)
-        starts[i] = static_cast<const char*>(from[i]->data) + (b * from[i]->batch + h * from[i]->head) * bytes[i];
+        starts[i] = static_cast<const char*>(from[i]->data) +
+                    (b * from[i]->batch + h * from[i]->head) * bytes_of(from[i]->type);
     __syncthreads();
   }
 
@@ -144,16 +183,40 @@ struct ChunkPass {
     bring_values(from, start, n, to.data, to.pitch);
   }
 
-  // The rate of a token of chunk n, one a thread of the first warp; it is asked for a chunk ahead.
-  FWP_DEVICE float rate_of(const Brought& from, const char* start, int64_t n) const {
-    const int t = int(threadIdx.x);
-    if (t >= count(n)) return 0;
-    return number(reinterpret_cast<const Bfloat16*>(start)[(n * kChunkTokens + t) * from.token]);
+  // Of the tokens of chunk n, one a lane of the first warp; beyond the last token those of one that changes nothing.
+  FWP_DEVICE Scalars ask(const char* rates, const char* decays, int64_t n) const {
+    Scalars asked{0, 1};
+    if (int(threadIdx.x) >= count(n)) return asked;
+    const int64_t token = n * kChunkTokens + int(threadIdx.x);
+    if constexpr (kErases) asked.rate = scalar(rate, rates, token);
+    if constexpr (kFades) asked.decay = scalar(decay, decays, token);
+    return asked;
+  }
+  FWP_DEVICE static float scalar(const Brought& from, const char* start, int64_t token) {
+    if (from.type == Type::float32) return reinterpret_cast<const float*>(start)[token * from.token];
+    return number(reinterpret_cast<const Bfloat16*>(start)[token * from.token]);
+  }
+  // What this lane has of the transposes of errors, which no other lane needs: straight from global memory.
+  FWP_DEVICE void load_errors(const Brought& from, const char* start, int64_t n, Product (&to)[kChunkBlocks]) const {
+    const float* const data = reinterpret_cast<const float*>(start) + n * kChunkTokens * from.token;
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      for_elements(to[t], [&](int j, int s, float& x) {
+        const int token = t * kBlock + s, column = first_column() + own_column() + j;
+        x = token < count(n) && column < size.columns ? data[token * from.token + column] : 0;
+      });
+  }
+  // To shared memory, by the first warp.
+  template <typename Stage>
+  FWP_DEVICE void put_scalars(const Scalars& asked, const Stage& to) const {
+    if (!kErases || warp() > 0) return;
+    to.rate[lane()] = asked.rate;
+    if constexpr (kFades) to.decays.put(asked.decay);
   }
 
   // P, and -A with what invert() makes of its diagonal blocks, scaled, in the place of these. The warps share the blocks.
-  template <int of_read, bool erases, typename Scaled>
-  FWP_DEVICE void make_scores(const Shared& query, const Shared& key, const Scores& to, Scaled scaled) const {
+  template <int of_read, typename Scaled>
+  FWP_DEVICE void make_scores(const Shared& query, const Shared& key, const Decays& decays, const Scores& to,
+                              Scaled scaled) const {
     FWP_UNROLL_BY(1) for (int b = warp(); b < 3; b += warps) {
       const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
       const bool diagonal = row == column;
@@ -165,27 +228,40 @@ struct ChunkPass {
         key.right_transposed(column, i, right);
         query.left(row, i, left);
         multiply(read, left, right);
-        if constexpr (erases) {
+        if constexpr (kErases) {
           key.left(row, i, left);
           multiply(erase, left, right);
         }
       }
+      fade_scores(decays, row, column, read);
       for_pairs(read, [&](int t, int s, float x, float y) {
         if (diagonal) x = s <= t ? x : 0, y = s + 1 <= t ? y : 0;
         Scores::put<of_read>(to.read, row + t, column + s, x, y);
       });
-      if constexpr (erases)
+      if constexpr (kErases) fade_scores(decays, row, column, erase);
+      if constexpr (kErases)
         for_pairs(erase, [&](int t, int s, float x, float y) {
           if (!diagonal) return Scores::put<kExact>(to.erase, row + t, column + s, -x, -y);
           float* const at = to.diagonal + b * Scores::kDiagonal + t * Scores::kLine + s;
           at[0] = scaled(row + t, row + s, x), at[1] = scaled(row + t, row + s + 1, y);
         });
     }
-    if constexpr (erases) {
+    if constexpr (kErases) {
       __syncwarp();
       const int b = lane() / kBlock;
       if (b % warps == warp()) invert(to, b, lane() % kBlock);
     }
+  }
+
+  // Times F, of the tokens from `row` and from `column` on; above the diagonal times one.
+  FWP_DEVICE static void fade_scores(const Decays& decays, int row, int column, Product& x) {
+    if constexpr (kFades)
+      for_elements(x, [&](int t, int s, float& score) { score *= decays.between(column + s, row + t); });
+  }
+  // A column for each token from `first` on, times what fades(token) returns.
+  template <typename Of>
+  FWP_DEVICE static void fade_columns(int first, Product& x, Of fades) {
+    if constexpr (kFades) for_elements(x, [&](int, int s, float& number) { number *= fades(first + s); });
   }
 
   // Column c of the inverse of 1 + block b of the diagonal, without its own 1: as an addend that is exact. Of the block it reads
@@ -209,6 +285,11 @@ struct ChunkPass {
         rest -= number(part);
       }
     }
+  }
+
+  FWP_DEVICE static void fade(State& state, float factor) {
+    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
+      for_elements(state[i], [&](int, int, float& x) { x *= factor; });
   }
 
   // state += (or -=) the columns (16 x 16 tokens each, in parts) times the rows of those tokens, from block `first` on.

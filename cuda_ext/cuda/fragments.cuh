@@ -30,6 +30,9 @@ FWP_DEVICE void for_pairs(Product& product, F f) {
       f(line() + 8 * r, 8 * h + pair(), product[h][2 * r], product[h][2 * r + 1]);
 }
 
+FWP_DEVICE void copy(const Product& from, Product& to) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) to[h][i] = from[h][i];
+}
 FWP_DEVICE void clear(Product& x) {
   FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] = 0;
 }
@@ -40,6 +43,9 @@ FWP_DEVICE void add(Product& x, const Product& y) {
 }
 FWP_DEVICE void subtract(Product& x, const Product& y) {
   FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] -= y[h][i];
+}
+FWP_DEVICE void subtract_from(const Product& x, Product& y) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) y[h][i] = x[h][i] - y[h][i];
 }
 
 FWP_DEVICE float low(uint32_t pair) { return float_of_bits(pair << 16); }
@@ -52,6 +58,15 @@ FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts]) {
     x -= low(to[n]);
     y -= high(to[n]);
   }
+}
+
+// The numbers of a left factor, as a product has them.
+FWP_DEVICE void unpack(const Factor& from, Product& to) {
+  FWP_UNROLL for (int h = 0; h < 2; ++h)
+    FWP_UNROLL for (int r = 0; r < 2; ++r) {
+      to[h][2 * r] = low(from[2 * h + r]);
+      to[h][2 * r + 1] = high(from[2 * h + r]);
+    }
 }
 
 // A product as the left factor of the next one.
@@ -104,6 +119,7 @@ struct Shared {
   int pitch;
 
   FWP_DEVICE Bfloat16* at(int row, int column) const { return data + row * pitch + column; }
+  FWP_DEVICE uint32_t get(int row, int column) const { return *reinterpret_cast<const uint32_t*>(at(row, column)); }
   FWP_DEVICE void put(int row, int column, uint32_t pair) const {
     *reinterpret_cast<uint32_t*>(at(row, column)) = pair;
   }

@@ -1,4 +1,4 @@
-// The passes of sum and the delta rule on the tensor cores.
+// The passes on the tensor cores: of sum, of the delta rule, and of the latter with decays by head.
 #pragma once
 
 #include "chunk_backward.cuh"
@@ -42,9 +42,9 @@ inline ScanSize chunk_size(const Sizes& size, const bool* first = nullptr) {
 }
 inline ScanSize chunk_size(const Call& call) { return chunk_size(call.size, call.first); }
 
-template <int kRows, bool kErases>
-ChunkBackward<kRows, kErases> sized_backward(const ScanSize& size) {
-  ChunkBackward<kRows, kErases> pass{};
+template <int kRows, bool kErases, bool kFades>
+ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
+  ChunkBackward<kRows, kErases, kFades> pass{};
   pass.size = size, pass.slabs = 1;
   pass.warps = at_least_power_of_two((int64_t(size.columns) + kBlock - 1) / kBlock, kChunkWarps);
   return pass;
@@ -54,42 +54,43 @@ ChunkBackward<kRows, kErases> sized_backward(const ScanSize& size) {
 inline bool choose_chunks_backward(const ScanSize& size, Type type) {
   return choose_chunks(size, type) && size.columns <= kChunkWarps * kBlock;
 }
-template <bool kErases>
+template <bool kErases, bool kFades>
 bool choose_chunks_backward(const ScanSize& size, Type type, const Gpu& gpu) {
   return choose_chunks_backward(size, type) && with_rows(size.rows, [&](auto rows) {
-           return chunk_bytes(sized_backward<decltype(rows)::value, kErases>(size)) <= gpu.shared_bytes;
+           return chunk_bytes(sized_backward<decltype(rows)::value, kErases, kFades>(size)) <= gpu.shared_bytes;
          });
 }
 
 // States before each chunk.
-inline size_t chunk_workspace(const Sizes& sizes, Type type) {
+template <bool kFades>
+size_t chunk_workspace(const Sizes& sizes, Type type) {
   const ScanSize size = chunk_size(sizes);
   if (!choose_chunks_backward(size, type)) return 0;
   return with_rows(size.rows, [&](auto rows) {
-    const auto pass = sized_backward<decltype(rows)::value, false>(size);
-    return size_t(size.heads * pass.chunks() * pass.block_columns() * rows) * sizeof(Bfloat16);
+    const auto pass = sized_backward<decltype(rows)::value, kFades, kFades>(size);
+    return size_t(size.heads * pass.chunks() * pass.kStateParts * pass.block_columns() * rows) * sizeof(Bfloat16);
   });
 }
 
-template <bool kErases>
+template <bool kErases, bool kFades>
 const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to) {
   const Maker<float> make{call};
   const ScanSize size = chunk_size(call);
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
   return with_rows(size.rows, [&](auto rows) {
-    ChunkForward<decltype(rows)::value, kErases> pass{};
+    ChunkForward<decltype(rows)::value, kErases, kFades> pass{};
     const ChunkPlan plan = choose_chunk_plan(size, kBlock, kChunkWarps, gpu.multiprocessors);
     pass.size = size, pass.warps = plan.warps, pass.slabs = plan.slabs;
     pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {in.v, size.columns};
-    pass.rate = {in.rate, 1};
+    pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
     pass.initial = make.matrix(in.state), pass.last = make.matrix(to.state);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     return launch_chunks(pass, gpu, call.stream);
   });
 }
 
-template <bool kErases>
+template <bool kErases, bool kFades>
 const char* chunk_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
                            const Gpu& gpu) {
   const Maker<float> make{call};
@@ -97,19 +98,20 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const Brought value = kErases ? Brought{more.retrieved, size.columns} : Brought{in.v, size.columns};
-    auto pass = sized_backward<kRows, kErases>(size);
-    ChunkStates<kRows, kErases> before{};
+    auto pass = sized_backward<kRows, kErases, kFades>(size);
+    ChunkStates<kRows, kErases, kFades> before{};
     before.size = size, before.warps = pass.warps, before.slabs = 1;
     before.key = pass.key = {in.k, size.rows};
     before.value = pass.value = value;
     before.rate = pass.rate = {in.rate, 1};
+    before.decay = pass.decay = {in.head_decay, 1};
     before.initial = make.matrix(in.state);
     before.states = static_cast<Bfloat16*>(call.workspace);
     pass.states = before.states;
     pass.query = {in.q, size.rows};
     pass.d_out = {more.d_out, size.columns};
     pass.d_last = make.matrix(more.d_state), pass.d_initial = make.matrix(to.state);
-    pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate;
+    pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
     const char* const error = launch_chunks(before, gpu, call.stream);
     return error ? error : launch_chunks(pass, gpu, call.stream);
   });

@@ -9,7 +9,7 @@ namespace fwp::cuda {
 namespace detail {
 
 inline const char* delta_forward(const Call& call, const Inputs& in, const Outputs& to) {
-  if (choose_chunks(chunk_size(call), call.type)) return chunk_forward<true>(call, in, to);
+  if (choose_chunks(chunk_size(call), call.type)) return chunk_forward<true, false>(call, in, to);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     const DeltaForward<A> scan{
@@ -23,13 +23,13 @@ inline const char* delta_forward(const Call& call, const Inputs& in, const Outpu
 inline size_t delta_workspace(const Sizes& size, Type type) {
   const size_t scans =
       bytes_of_tokens(size, type, size.Dv) + (in_state_type(type) ? 0 : bytes_of_tokens(size, type, size.Dk));
-  return std::max(scans, chunk_workspace(size, type));
+  return std::max(scans, chunk_workspace<false>(size, type));
 }
 
 inline const char* delta_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_backward<true>(chunk_size(call), call.type, gpu)) return chunk_backward<true>(call, in, more, to, gpu);
+  if (choose_chunks_backward<true, false>(chunk_size(call), call.type, gpu)) return chunk_backward<true, false>(call, in, more, to, gpu);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     Workspace workspace(call);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "forget.cuh"
-#include "launch.cuh"
+#include "launch_chunks.cuh"
 
 namespace fwp::cuda {
 
@@ -64,7 +64,16 @@ const char* with_scans(Rule rule, F f) {
 #undef FWP_SCANS
 }
 
+// Whether both passes take chunks: then no states are kept. The gated rule does not: what the tensor cores cut off of its sums
+// is more than its scans round away, for there is nothing that corrects it.
+inline bool choose_chunks_forget(const Call& call, const Gpu& gpu) {
+  return call.rule == Rule::gated_delta && choose_chunks_backward<true, true>(chunk_size(call), call.type, gpu);
+}
+
 inline const char* forget_forward(const Call& call, const Inputs& in, const Outputs& to) {
+  Gpu gpu;
+  if (const char* error = query(&gpu)) return error;
+  if (choose_chunks_forget(call, gpu)) return chunk_forward<true, true>(call, in, to);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     return with_scans(call.rule, [&](auto fades, auto erases) {
@@ -91,14 +100,19 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
   });
 }
 
-// d_write; of a removal the gradient of what it finds; each key column's part of the gradient of a head's decay.
+// d_write; of a removal the gradient of what it finds; each key column's part of the gradient of a head's decay. On the tensor
+// cores states in its place.
 inline size_t forget_workspace(Rule rule, const Sizes& size, Type type) {
   const bool by_head = rule == Rule::gated || rule == Rule::gated_delta;
-  return bytes_of_tokens(size, type, size.Dv) * (1 + (rule == Rule::removal)) +
-         by_head * bytes_of_tokens(size, type, size.Dk);
+  const size_t scans = bytes_of_tokens(size, type, size.Dv) * (1 + (rule == Rule::removal)) +
+                       by_head * bytes_of_tokens(size, type, size.Dk);
+  return rule == Rule::gated_delta ? std::max(scans, chunk_workspace<true>(size, type)) : scans;
 }
 
 inline const char* forget_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  Gpu gpu;
+  if (const char* error = query(&gpu)) return error;
+  if (choose_chunks_forget(call, gpu)) return chunk_backward<true, true>(call, in, more, to, gpu);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     return with_scans(call.rule, [&](auto fades, auto erases) {

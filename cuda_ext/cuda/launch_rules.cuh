@@ -8,7 +8,7 @@
 namespace fwp::cuda {
 
 size_t workspace_bytes(Rule rule, const Sizes& size, Type type) {
-  if (rule == Rule::sum) return detail::chunk_workspace(size, type);
+  if (rule == Rule::sum) return detail::chunk_workspace<false>(size, type);
   if (rule == Rule::delta) return detail::delta_workspace(size, type);
   return detail::forget_workspace(rule, size, type);
 }

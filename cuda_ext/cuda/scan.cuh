@@ -30,7 +30,7 @@ constexpr int kOf16Bytes = 16 / sizeof(T);
 template <typename T>
 using Wide = Numbers<T, kOf16Bytes<T>>;
 
-constexpr int bytes_of(Type type) { return type == Type::float64 ? 8 : type == Type::float32 ? 4 : 2; }
+FWP_BOTH constexpr int bytes_of(Type type) { return type == Type::float64 ? 8 : type == Type::float32 ? 4 : 2; }
 
 // Whether rows of `width` numbers, with these strides between them, can be copied 16 bytes at a time.
 template <typename... Strides>

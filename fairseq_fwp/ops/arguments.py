@@ -46,7 +46,8 @@ def check_arguments(
 ) -> None:
     """Raise ValueError (shape, device) or TypeError (dtype, not a tensor) unless the arguments fit one another.
 
-    ``tensors`` are q, k, v and what else a rule has, each with the shapes that it may have, in the names of sizes.
+    ``tensors`` are q, k, v and the gates of a rule, each with the shapes that it may have, in the names of sizes. They
+    are in q's dtype, a gate also in the state's: half precision rounds a decay just below 1 to 1.
     """
     for name, (x, _) in tensors.items():
         _expect_dense(rule, name, x, "a tensor")
@@ -54,7 +55,8 @@ def check_arguments(
     if q.dtype not in DTYPES:
         raise TypeError(f"{rule}: q must be float32, float64, bfloat16 or float16, got {q.dtype}")
     for name, (x, shapes) in tensors.items():
-        _expect(rule, name, x, shapes, sizes, q.dtype, "q's dtype", q.device)
+        is_wide_gate = name not in ("q", "k", "v") and x.dtype == state_dtype(q.dtype)
+        _expect(rule, name, x, shapes, sizes, x.dtype if is_wide_gate else q.dtype, "q's dtype", q.device)
     if state is not None:
         _expect_dense(rule, "state", state, "a tensor or None")
         dtype = state_dtype(q.dtype)

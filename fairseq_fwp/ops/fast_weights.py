@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     v: Any  # a tensor, or None in the backward pass of a rule that erases: `retrieved` has what it needs of it
     decay: Tensor | None = None  # what is kept
     value_decay: Tensor | None = None  # of a rule without rate, erasing and removal
-    rate: Tensor | None = None  # in q's dtype; of a rule that only writes also in the state's
+    rate: Tensor | None = None
     removal_key: Tensor | None = None
     removal_rate: Tensor | None = None
     state: Tensor | None = None
@@ -110,9 +110,6 @@ def _rule(given: Inputs) -> Rule:
 
 
 def _check(given: Inputs) -> None:
-    rate = given.rate
-    if rate is not None and not given.erases and rate.dtype == state_dtype(given.q.dtype):
-        given = given._replace(rate=rate.to(given.q.dtype))
     if (given.removal_key is None) != (given.removal_rate is None):
         raise ValueError("fast_weights: removal_key and removal_rate must be given together")
     removes = given.removal_key is not None

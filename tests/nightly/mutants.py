@@ -298,8 +298,8 @@ MUTANTS = [
     Mutant("fairseq_fwp/modules/attention/fast_weight.py", "if not keep_state:", "if keep_state:"),
     Mutant(
         "fairseq_fwp/modules/attention/fast_weight.py",
-        "if self.forgets or (self.overflows and v.dtype == torch.float16):",
-        "if self.forgets and (self.overflows and v.dtype == torch.float16):",
+        "if self.overflows and v.dtype == torch.float16:",
+        "if self.overflows and v.dtype == torch.bfloat16:",
     ),
     Mutant(
         "fairseq_fwp/modules/attention/local.py",

@@ -1,6 +1,7 @@
 """The operator of the family itself: what no rule here hands to it, layouts, and documents to the last bit."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -49,11 +50,19 @@ def test_layouts_may_differ():
 
 
 @looped("backend", ["kernel", "reference"])
-def test_rates_of_a_rule_that_erases_are_in_its_dtype(backend):
-    inputs = sample_inputs("delta", (1, 2, 8, 4, 4), torch.bfloat16)
-    inputs["beta"] = inputs["beta"].float()
-    with pytest.raises(TypeError, match=r"beta must have .*bfloat16, got .*float32"):
-        ops.delta_rule(**inputs, backend=backend)
+def test_a_gate_is_in_the_dtype_of_q_or_of_the_state(backend):
+    """Rounding a gate is all that its dtype changes."""
+    for rule in ("delta", "gated_delta", "gla", "decay", "rwkv7"):
+        inputs = sample_inputs(rule, (1, 2, 8, 4, 4), torch.bfloat16)
+        wide = {name: x.float() if name in RULES[rule].gates else x for name, x in inputs.items()}
+        function, gradients = RULES[rule].function, cotangents(inputs)
+        found = results(partial(function, backend=backend), wide, gradients)
+        for name, x in results(partial(function, backend=backend), inputs, gradients).items():
+            assert found[name].dtype == (torch.float32 if name[2:] in RULES[rule].gates else x.dtype), name
+            assert torch.equal(found[name].to(x.dtype), x), name
+        gate = next(iter(RULES[rule].gates))
+        with pytest.raises(TypeError, match=rf"{gate} must have .*bfloat16, got .*float64"):
+            function(**inputs | {gate: inputs[gate].double()}, backend=backend)
 
 
 @pytest.mark.parametrize("rule", WITH_KERNEL)

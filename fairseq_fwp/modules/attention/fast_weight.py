@@ -73,9 +73,7 @@ class FastWeightAttention(RuleProjection):
         self.backend = backend
         # A rule from outside the package may not know documents.
         self.packs_documents = "first" in signature(self.rule.operator).parameters
-        # Half precision rounds what is kept for hundreds of tokens, a number just below 1, to 1; and features that do
-        # not sum to one, and gradients through a small divisor, can overflow float16.
-        self.forgets = any(gate.at_padding is not None for gate in self.rule.gates)
+        # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
         self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_output else None
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
@@ -96,7 +94,7 @@ class FastWeightAttention(RuleProjection):
         first (B, L): True at tokens with which a document begins, before which the memory is empty, None = nowhere.
         """
         queries_keys, v, gates = self.project(x)  # project
-        if self.forgets or (self.overflows and v.dtype == torch.float16):
+        if self.overflows and v.dtype == torch.float16:
             v = at_least_float32(v)
         features = self.feature_map(queries_keys)  # map
         for normalization in self.key_normalizations:

@@ -98,7 +98,9 @@ class RuleProjection(Attention):
     def arrange(
         self, features: Tensor, v: Tensor, gates: list[Tensor], key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return the operator's inputs, all in v's dtype: q, k (B, H, L, Dk), v (B, H, L, Dv), gates (B, H, L, size).
+        """Return the operator's inputs: q, k (B, H, L, Dk), v (B, H, L, Dv), gates (B, H, L, size).
+
+        q and k are in v's dtype, gates in float32 at least: half precision would round a decay just below 1 to 1.
 
         k and v are (B, H, L, N, size) for a rule of several steps, a gate of one number is (B, H, L). A padded token
         has a key of zero, and gates that do not change the memory.
@@ -115,7 +117,7 @@ class RuleProjection(Attention):
                 for gate, opened in zip(self.rule.gates, gates, strict=True)
             ]
         gates = [
-            (opened.transpose(1, 2) if gate.size else opened.transpose(1, 2).squeeze(-1)).to(v.dtype)
+            opened.transpose(1, 2) if gate.size else opened.transpose(1, 2).squeeze(-1)
             for gate, opened in zip(self.rule.gates, gates, strict=True)
         ]
         return q.squeeze(3), *((k, v) if steps > 1 else (k.squeeze(3), v.squeeze(3))), gates
