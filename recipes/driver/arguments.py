@@ -11,22 +11,27 @@ class Parser(argparse.ArgumentParser):
     """Parser of a kind of recipe; flags it does not know go on to fairseq."""
 
     def __init__(self, stages: dict[str, str], rest: str, own_data: str = "") -> None:
-        """stages: what each stage does; rest: where unknown flags go; own_data: how to use another text, for --help."""
+        """stages: what each does; rest: the programs of unknown flags; own_data: how to use another text, for --help."""
         super().__init__(
             prog="run.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
         )
         self.stages, self.own_data = stages, own_data
-        self.usage = f"bash run.sh [{'|'.join(stages)}] [flags below]" + f" [{rest}]" * bool(rest)
+        self.rest = rest
         self.add_argument("-h", "--help", action="help", help="show this and exit")
         self.add_argument("--recipe", type=Path, required=True, help=argparse.SUPPRESS)
-        self.add_argument("--out", type=Path, metavar="FOLDER", help="folder of all output (runs/RECIPE)")
+        self.add_argument(
+            "--out", type=Path, metavar="FOLDER", help="folder of all output (default: runs/NAME_OF_RECIPE)"
+        )
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Return the flags: the recipe's before `--`, its user's after it; `extra` has those that go on to fairseq."""
         at = arguments.index("--") if "--" in arguments else 0
         settings, given = arguments[:at], arguments[at:][1 if at else 0 :]
         recipe = Path(arguments[arguments.index("--recipe") + 1]) if "--recipe" in arguments else ROOT
-        self.description = describe(recipe / "run.sh")
+        script = recipe / "run.sh"
+        shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
+        self.usage = f"bash {shown} [STAGE] [OPTION...]" + " [OTHER FLAG...]" * bool(self.rest)
+        self.description = describe(script)
         self.epilog = self.further_help(default_models(settings))
         stage = "all"
         if given and not given[0].startswith("-"):
@@ -45,10 +50,13 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def further_help(self, models: str) -> str:
-        """Return the part of the help after the options: the stages, how to resume, and how to use another text."""
-        lines = ["stages, without one all:"]
+        """Return the help after the options: stages, other flags, how to resume, how to use another text."""
+        lines = ["stages (default: all):"]
         lines += [f"  {stage:<9} {text}" for stage, text in self.stages.items()]
         lines += [f"            The default models are {models}."] if models else []
+        if self.rest:
+            lines += ["", "other flags:", f"  They are given to {self.rest}."]
+            lines += ["  For example, --max-update 100 makes a training shorter, and --cpu does not use the GPU."]
         lines += ["", "resume:", "  Give the same command again. Finished steps are skipped."]
         lines += ["  An interrupted training continues from its last checkpoint, if it has saved one."]
         if self.own_data:

@@ -29,8 +29,8 @@ from training import PLUGIN
 
 REMOVE = "remove the folder to train it again."
 STAGES = {
-    "plan": "print the trainings that are left, and how long they take",
-    "train": "run them",
+    "plan": "print the trainings that are not finished, and how long they take",
+    "train": "run these trainings",
     "report": "write the tables and pictures of the finished trainings",
     "all": "train and report",
 }
@@ -57,7 +57,7 @@ def parser(add_flags: Callable[[argparse.ArgumentParser], object]) -> Parser:
         type=whole_number,
         default=os.cpu_count(),
         metavar="N",
-        help="number of trainings at the same time (number of cores)",
+        help="number of trainings at the same time (default: number of cores)",
     )
     return found
 

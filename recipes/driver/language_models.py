@@ -25,21 +25,31 @@ from recipe import STAGES, Model, Recipe
 from texts import TEXTS, checksum, read_words
 
 OWN_TEXT = """\
---data FOLDER --out FOLDER trains on another text. The first folder contains train.txt, valid.txt and test.txt
-(or .txt.gz): raw text. wikitext103 and enwik8 need --any-text too, and enwik8 takes one file named enwik8.
+--data FOLDER {any_text}--out FOLDER trains on another text. The first folder contains
+{files}.
 evaluate --test FILE scores one raw text with the trained models. It prints the share of <unk> tokens."""
+
+
+def own_text(settings: list[str]) -> str:
+    """Return how to use another text in a recipe with these settings, for --help."""
+    files = (
+        "one file named enwik8" if "enwik8" in settings else "train.txt, valid.txt and test.txt (or .txt.gz): raw text"
+    )
+    return OWN_TEXT.format(any_text="" if "--merges" in settings else "--any-text ", files=files)
 
 
 class LanguageModels(Recipe):
     stages = {stage: text for stage, text in STAGES.items() if stage != "all"} | {
-        "sample": "print three texts that the first model continues",
-        "all": "prepare, train, evaluate and report; in the quick start sample too",
+        "sample": "print three texts that the first model writes",
+        "all": STAGES["all"],
     }
-    rest = "flags for fairseq-train; in evaluate: flags for fwp-eval-lm"
-    own_data = OWN_TEXT
+    rest = "fairseq-train, in the stage evaluate to fwp-eval-lm"
     evaluator = "fwp-eval-lm"
 
     def __init__(self, arguments: list[str]) -> None:
+        self.own_data = self.own_data or own_text(arguments)
+        if "--prompt" in arguments and "sample" in self.stages:
+            self.stages = self.stages | {"all": "prepare, train, evaluate, report and sample"}
         super().__init__(arguments)
         args = self.args
         self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
@@ -69,7 +79,10 @@ class LanguageModels(Recipe):
         parser.add_argument("--prompt", help=hidden)
         parser.add_argument("--per-word", action="store_true", help=hidden)
         parser.add_argument(
-            "--data", type=Path, metavar="FOLDER", help="folder with the text: see above; only prepare reads it"
+            "--data",
+            type=Path,
+            metavar="FOLDER",
+            help="folder with the text, see above; only the stage prepare reads it",
         )
         parser.add_argument(
             "--lines", type=whole_number, metavar="N", help="use only the first N lines of valid and test, for a trial"

@@ -46,7 +46,7 @@ class Recipe:
     """The stages of a recipe; a kind of recipe says how it prepares, evaluates and reports."""
 
     stages: dict[str, str] = STAGES
-    rest = "flags for fairseq-train"
+    rest = "fairseq-train"
     own_data = ""  # how to use another text, for --help
     evaluator: str  # the program that gets unknown flags in the stage evaluate
 
@@ -65,9 +65,9 @@ class Recipe:
             "--models",
             nargs="+",
             metavar="NAME",
-            help="names of files in conf/, without .yaml, or of folders there (the default models: see below)",
+            help="names of files in conf/, without .yaml, or of folders there (default: see the stages)",
         )
-        parser.add_argument("--conf", metavar="YAML", help="one model, by its file instead of its name")
+        parser.add_argument("--conf", metavar="YAML", help="one model, by its file; instead of --models")
         parser.add_argument("--seeds", type=int, metavar="N", help="train each model with the seeds 1 to N")
 
     # What a kind of recipe fills in.

@@ -27,7 +27,7 @@ evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It pri
 
 
 class Translation(Recipe):
-    rest = "flags for fairseq-train; in evaluate: flags for fairseq-generate"
+    rest = "fairseq-train, in the stage evaluate to fairseq-generate"
     own_data = OWN_TEXT
     evaluator = "fairseq-generate"
 
@@ -50,7 +50,7 @@ class Translation(Recipe):
         parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
         parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
         parser.add_argument(
-            "--data", type=Path, metavar="FOLDER", help="folder with the text: see above; without it: download"
+            "--data", type=Path, metavar="FOLDER", help="folder with the text, see above (default: download)"
         )
         parser.add_argument(
             "--any-text", action="store_true", help="with --data: accept another text than the recipe's"

@@ -1,5 +1,6 @@
 """Recipes that train models: which, their stages and seeds, without training one; and language models in particular."""
 
+import re
 from pathlib import Path
 
 import conversion
