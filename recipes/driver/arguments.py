@@ -11,7 +11,7 @@ class Parser(argparse.ArgumentParser):
     """Parser of a kind of recipe; flags it does not know go on to fairseq."""
 
     def __init__(self, stages: dict[str, str], rest: str, own_data: str = "") -> None:
-        """stages: what each does; rest: the programs of unknown flags; own_data: how to use another text, for --help."""
+        """stages: what each does; rest: programs of unknown flags; own_data: how to use another text, for --help."""
         super().__init__(
             prog="run.sh", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
         )

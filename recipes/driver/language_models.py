@@ -32,9 +32,8 @@ evaluate --test FILE scores one raw text with the trained models. It prints the 
 
 def own_text(settings: list[str]) -> str:
     """Return how to use another text in a recipe with these settings, for --help."""
-    files = (
-        "one file named enwik8" if "enwik8" in settings else "train.txt, valid.txt and test.txt (or .txt.gz): raw text"
-    )
+    raw = "train.txt, valid.txt and test.txt (or .txt.gz): raw text"
+    files = "one file named enwik8" if "enwik8" in settings else raw
     return OWN_TEXT.format(any_text="" if "--merges" in settings else "--any-text ", files=files)
 
 
@@ -82,7 +81,7 @@ class LanguageModels(Recipe):
             "--data",
             type=Path,
             metavar="FOLDER",
-            help="folder with the text, see above; only the stage prepare reads it",
+            help="folder with the text, see above; only prepare reads it",
         )
         parser.add_argument(
             "--lines", type=whole_number, metavar="N", help="use only the first N lines of valid and test, for a trial"

@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
     from reports import retrieval as report  # needs the package, which --help does not
 
     parser = grid.parser(lambda parser: parser.add_argument(
-        "--conf", type=Path, action="append", metavar="YAML", help="file of a grid; may be repeated (default: conf/quick.yaml)"
+        "--conf", type=Path, action="append", metavar="YAML", help="grid; may be repeated (default: conf/quick.yaml)"
     ))  # fmt: skip
     args = parser.parse(arguments)
     out = args.out or ROOT / "runs" / args.recipe.name
