@@ -133,7 +133,7 @@ install_torch() {
   pip_install PyTorch "${spec:-torch==$tested_torch}" numpy
 }
 
-# `--user-dir fairseq_fwp` in any folder: fairseq looks for the name beside itself, where an editable package is not.
+# `--user-dir fairseq_fwp` in any folder: fairseq looks for the name next to its own folder, where an editable package is not.
 link_plugin() {
   local site
   site=$("$python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

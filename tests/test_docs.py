@@ -3,10 +3,13 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cli.test_eval_lm import train_model
+from convert.conftest import WORDS, read_vector
 from fairseq import options
 from pairwise import looped
 from small_text import write_text
@@ -38,8 +41,8 @@ OTHERS = {"echo", "fairseq-hydra-train", "mkdir", "pip", "python", "source", "to
 CONVERTED = "--task language_modeling --arch fwp_lm"
 # The order in which pages build on each other: one trains what another evaluates.
 PAGES_THAT_PRINT = (
-    "language_models", "evaluation", "fast_weight_layers", "conversion", "translation", "retrieval", "fairseq",
-    "library",
+    "language_models", "evaluation", "export", "fast_weight_layers", "conversion", "translation", "retrieval",
+    "fairseq", "library", "checkpoints", "architecture",
 )  # fmt: skip
 
 
@@ -139,10 +142,21 @@ def test_a_page_may_print_other_numbers_but_not_other_words():
     assert not re.search(pattern("... | valid | loss 10.3"), "x | train | loss 9")
 
 
+def write_public_checkpoint(folder, words):
+    """Write a state dict of Schlag's public code, the log of its training, and its words."""
+    vector = read_vector("schlag-lm/type24")
+    folder.mkdir()
+    torch.save(vector.tensors, folder / "state_dict.pt")
+    options = {"cutoffs": "'12,20'", **vector.options}
+    (folder / "log.txt").write_text("".join(f"    - {name} : {value}\n" for name, value in options.items()))
+    words.write_text("\n".join(WORDS) + "\n")
+
+
 @pytest.mark.slow
 def test_commands_print_what_a_page_shows(tmp_path):
-    """Each block of shell that a block of output follows, with the sources of the package for DATA.
+    """Each block of shell or Python that a block of output follows, with the sources of the package for DATA.
 
+    At most a sentence is between the two blocks.
     A fast weight layer has nothing to learn from random words: its gradients overflow.
     """
     lines = [line for path in sorted(ROOT.glob("fairseq_fwp/**/*.py")) for line in path.read_text().splitlines()]
@@ -152,13 +166,16 @@ def test_commands_print_what_a_page_shows(tmp_path):
         preprocess += [f"--{split}pref", f"{split}.txt"]
     subprocess.run(preprocess, cwd=tmp_path, env=environment(), check=True, capture_output=True)
     (tmp_path / "fairseq_fwp").symlink_to(ROOT / "fairseq_fwp")
-    shown = re.compile(r"^```bash\n([^`]*)^```\n+```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    write_public_checkpoint(tmp_path / "WORK_DIR", tmp_path / "words.txt")
+    shown = re.compile(
+        r"^```(bash|python)\n((?:(?!```).)*?)^```\n\n(?:[^`\n]+:\n\n)?```text\n(.*?)^```", re.MULTILINE | re.DOTALL
+    )
     for page in PAGES_THAT_PRINT:
         found = shown.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
         assert found, page
-        for block, output in found:
+        for language, block, output in found:
             result = subprocess.run(
-                ["bash", "-e", "-c", block],
+                ["bash", "-e", "-c", block] if language == "bash" else [sys.executable, "-c", block],
                 cwd=tmp_path,
                 env=environment(),
                 stdout=subprocess.PIPE,

@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("fairseq_fwp", "recipes", "tests")
-PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "recipes/*/*.md", "cuda_ext/*.md")
+    for path in ROOT.glob(pattern)
+)
 LONGEST_SENTENCE = 30
 
 # Words to avoid, and what to write instead. Code in backticks and flags are not checked.
@@ -128,7 +132,7 @@ def test_words_of_code(folder):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_words_of_the_guide(page):
+def test_words_of_pages(page):
     assert avoided_words((ROOT / page).read_text(encoding="utf-8")) == []
 
 

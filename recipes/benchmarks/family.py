@@ -137,6 +137,6 @@ def paragraphs(_):
 
 
 PANELS = [
-    Bars("One thread, forward + backward", "time / time of what it is held against", lambda row: " over " in row[0]),
+    Bars("One thread, forward + backward", "time of the first / time of the second", lambda row: " over " in row[0]),
     Bars("Against ONNX Runtime's fused kernel, forward", "its time / time of ours", lambda row: "fused" in row[0]),
 ]

@@ -144,4 +144,4 @@ def paragraphs(record):
     return found
 
 
-PANELS = [Bars("Scoring with learning", "multiple of the model alone")]
+PANELS = [Bars("Scoring with learning", "multiple of the base model")]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Speed and memory on one NVIDIA GPU, in three calls of less than nine minutes each. "One GPU" in RESULTS.md says what to carry.
 #   gpu.sh wheels FOLDER [PYTHON]          with a network: the packages that a GPU machine lacks, for its Python (3.12)
-#   gpu.sh ours | peers | models [FLAGS]   on the GPU machine; --wheels FOLDER (or FWP_WHEELS) installs from there alone
+#   gpu.sh ours | peers | models [FLAGS]   on the GPU machine; --wheels FOLDER (or FWP_WHEELS) installs only from there
 #   gpu.sh publish [--out FOLDER]          anywhere: what the calls have left in FOLDER goes to RESULTS.md
 #   gpu.sh build                           without a GPU: the kernels for TORCH_CUDA_ARCH_LIST, into FWP_CACHE_DIR
 # Flags: gpu.sh ours --help.
@@ -22,7 +22,7 @@ fetch_wheels() { # fetch_wheels FOLDER [PYTHON]
   for tag in 2_28 2_27 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${tag}_x86_64"); done
   run "$python" -m pip download --quiet --no-deps --dest "$folder" --only-binary=:all: --python-version "$version" \
     --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 "$@"
-  # No index has a wheel of it. It is Python alone, so that any Python can build it.
+  # No index has a wheel of it. It is pure Python, so any Python can build it.
   run "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" antlr4-python3-runtime==4.9.3
 }
 

@@ -1,15 +1,17 @@
-"""The pictures of a run: bars of its ratios, and curves over lengths."""
+"""The pictures of a run: bars of the ratios that have goals, and curves over lengths."""
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 from record import MISSED, SECONDS
 
-from fairseq_fwp.cli.plot_style import PUBLISHED, colour_of, load_pyplot, save, use_log_scale
+from fairseq_fwp.cli.plot_style import MARKERS, PUBLISHED, colour_of, load_pyplot, save, use_log_scale
 
 # First words of names that do not begin with a rule, with the rule whose colour they get; and dashed lines.
 RULES = {"transformer_lm": "softmax", "attention": "softmax", "flash": "softmax", "favor": "sum", "dpfp": "sum"}
 DASHES = {"softmax, cache in place": "--", "FLA delta": "--", "FLA sum": "--"}
+ALL_MARKERS = MARKERS + "*<>dp"  # readable without colours
 IN_A_ROW = 4
 
 
@@ -43,7 +45,11 @@ def draw_bars(axes, panel, record, goals):
         axes.barh(y, value - 1, left=1, color=next(filter(None, named), PUBLISHED))
         place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
         axes.annotate(f"{value:.3g}", (max(value, 1), y), **place)
-    axes.set_yticks(range(len(rows)), [f"{row[0]} ({row[1]})" for row in rows], fontsize=8)
+    axes.set_yticks(
+        range(len(rows)),
+        [f"{row[0]} ({row[1]})".replace("the model alone", "the base model") for row in rows],
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
     axes.margins(x=0.15)
@@ -55,13 +61,15 @@ def draw_bars(axes, panel, record, goals):
 def draw_curves(axes, panel, record, _):
     scale = panel.scale or (lambda value, _: value * 2**-20)
     lengths = set()
+    drawn = dict.fromkeys(row[2] for row in record.rows if row[0] != "machine")
+    markers = dict(zip(drawn, itertools.cycle(ALL_MARKERS), strict=False))  # the same in all panels
     for name in dict.fromkeys(row[2] for row in record.rows if row[1] == panel.stage):
         found = record.curve(panel.where, panel.stage, name, panel.what)
         if found:
             lengths |= set(found)
             values = [scale(value, n) for n, value in found.items()]
             colour = colour_of(RULES.get(name.split()[0], name), PUBLISHED)
-            axes.plot(list(found), values, "o", ls=DASHES.get(name, "-"), color=colour, label=name)
+            axes.plot(list(found), values, markers[name], ls=DASHES.get(name, "-"), color=colour, label=name)
     if panel.log:
         use_log_scale(axes.yaxis)
     else:
@@ -69,7 +77,7 @@ def draw_curves(axes, panel, record, _):
     axes.set_xscale("log")
     axes.set_xticks(sorted(lengths), [f"{length:,}" for length in sorted(lengths)], fontsize=9)
     axes.minorticks_off()
-    axes.set(title=panel.stage, xlabel=panel.where.format("n"), ylabel=panel.unit)
+    axes.set(title=panel.stage.replace("alone", "only"), xlabel=panel.where.format("n"), ylabel=panel.unit)
 
 
 def is_there(panel, record):

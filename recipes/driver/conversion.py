@@ -11,7 +11,7 @@ from evaluation import check_scored
 from flags import read_flags, read_yaml, refusal
 from language_models import LanguageModels
 from prepare import SPLITS, cut, preprocess_text, remove
-from recipe import Model
+from recipe import STAGES, Model
 from reports import conversion as tables
 from reports.files import save
 
@@ -21,8 +21,12 @@ FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
 
 
 class Conversion(LanguageModels):
-    stages = ("prepare", "train", "evaluate", "report", "all")
-    rest = "flags for fairseq-train in fine-tuning, or with evaluate for fwp-eval-lm"
+    stages = STAGES | {"prepare": "prepare the text, and train (peps) or convert the source model"}
+    rest = "fairseq-train (fine-tuning), in the stage evaluate to fwp-eval-lm"
+    own_data = (
+        "--data FOLDER --out FOLDER trains on another text. The first folder contains\n"
+        "train.txt, valid.txt and test.txt: raw text."
+    )
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__(arguments)
@@ -39,14 +43,20 @@ class Conversion(LanguageModels):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         self.add_text_flags(parser)
         parser.set_defaults(any_text=False, test=None, conf=None, models=None)
-        parser.add_argument("--corpus", choices=FORMATS, default="peps", help="the source to convert (peps)")
+        parser.add_argument("--corpus", choices=FORMATS, default="peps", help="corpus and source model (default: peps)")
         parser.add_argument(
-            "--model", type=Path, help="wikitext103: fairseq's checkpoint with its dict.txt; gpt2: a folder, see above"
+            "--model",
+            type=Path,
+            metavar="PATH",
+            help="source model: wikitext103: fairseq's checkpoint; gpt2: a folder; see above",
         )
-        parser.add_argument("--rows", nargs="+", metavar="NAME", help="rows of rows.yaml (all)")
+        parser.add_argument("--rows", nargs="+", metavar="NAME", help="names of rows in rows.yaml (default: all)")
         parser.add_argument("--seeds", type=whole_number, metavar="N", help="train each row with the seeds 1 to N")
         parser.add_argument(
-            "--source-updates", type=whole_number, metavar="N", help="peps: updates of the source's training (4000)"
+            "--source-updates",
+            type=whole_number,
+            metavar="N",
+            help="peps: updates of the source model (default: 4000)",
         )
 
     @property

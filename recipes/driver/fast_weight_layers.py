@@ -10,7 +10,7 @@ from evaluation import Way
 from language_models import LanguageModels
 from log import read_json
 from prepare import preprocess
-from recipe import Model
+from recipe import STAGES, Model
 from reports.files import save, show
 from tables import markdown
 
@@ -40,7 +40,7 @@ PICTURES: dict[str, tuple[str, str, int | None]] = {
 
 
 class FastWeightLayers(LanguageModels):
-    stages = ("prepare", "train", "evaluate", "report", "all")
+    stages = STAGES
 
     def base(self, model: Model) -> Path:
         """Return the folder of the model below the layer."""

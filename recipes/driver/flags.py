@@ -86,16 +86,24 @@ def label(flags: list[str]) -> str:
     return " ".join(names).replace("/", "_")
 
 
-def refusal(flags: list[str]) -> str | None:
-    """Return the error of fairseq-train for flags that it refuses, without usage; None if it accepts them."""
-    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(
-        logging.WARNING
-    )  # recommends a package that is not needed
+def refusal(flags: list[str], program: str = "fairseq-train") -> str | None:
+    """Return the error of a program for flags that it refuses, without its usage; None if it accepts them.
+
+    The program is fairseq-train, fairseq-generate or fwp-eval-lm.
+    """
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
     from fairseq import options
 
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            options.parse_args_and_arch(options.get_training_parser(), flags)
+            if program == "fwp-eval-lm":
+                from fairseq_fwp.cli import eval_lm
+
+                eval_lm.parser().parse_args(flags)
+            elif program == "fairseq-generate":
+                options.parse_args_and_arch(options.get_generation_parser(), flags)
+            else:
+                options.parse_args_and_arch(options.get_training_parser(), flags)
         except SystemExit:
             return said.getvalue().splitlines()[-1].split("error: ")[-1].split(" (choose from")[0]
     return None

@@ -28,6 +28,12 @@ from commands import RecipeError, check_same, write
 from training import PLUGIN
 
 REMOVE = "remove the folder to train it again."
+STAGES = {
+    "plan": "print the trainings that are not finished, and how long they take",
+    "train": "run these trainings",
+    "report": "write the tables and pictures of the finished trainings",
+    "all": "train and report",
+}
 
 
 class Training(NamedTuple):
@@ -44,10 +50,14 @@ class Training(NamedTuple):
 
 
 def parser(add_flags: Callable[[argparse.ArgumentParser], object]) -> Parser:
-    found = Parser(("plan", "train", "report", "all"), "")
+    found = Parser(STAGES, "")
     add_flags(found)
     found.add_argument(
-        "--workers", type=whole_number, default=os.cpu_count(), metavar="N", help="trainings at once (one a core)"
+        "--workers",
+        type=whole_number,
+        default=os.cpu_count(),
+        metavar="N",
+        help="number of trainings at the same time (default: number of cores)",
     )
     return found
 

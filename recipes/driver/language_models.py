@@ -18,33 +18,57 @@ from prepare import (
     learn_bpe,
     preprocess,
     preprocess_text,
+    print_unknown,
     remove,
 )
-from recipe import Model, Recipe
+from recipe import STAGES, Model, Recipe
 from texts import TEXTS, checksum, read_words
+
+OWN_TEXT = """\
+--data FOLDER {any_text}--out FOLDER trains on another text. The first folder contains
+{files}.
+evaluate --test FILE scores one raw text with the trained models. It prints the share of <unk> tokens."""
+
+
+def own_text(settings: list[str]) -> str:
+    """Return how to use another text in a recipe with these settings, for --help."""
+    raw = "train.txt, valid.txt and test.txt (or .txt.gz): raw text"
+    files = "one file named enwik8" if "enwik8" in settings else raw
+    return OWN_TEXT.format(any_text="" if "--merges" in settings else "--any-text ", files=files)
 
 
 class LanguageModels(Recipe):
-    stages = ("prepare", "train", "evaluate", "report", "sample", "all")
-    rest = "flags for fairseq-train, or in evaluate for fwp-eval-lm"
+    stages = {stage: text for stage, text in STAGES.items() if stage != "all"} | {
+        "sample": "print three texts that the first model writes",
+        "all": STAGES["all"],
+    }
+    rest = "fairseq-train, in the stage evaluate to fwp-eval-lm"
+    evaluator = "fwp-eval-lm"
 
     def __init__(self, arguments: list[str]) -> None:
+        self.own_data = self.own_data or own_text(arguments)
+        if "--prompt" in arguments and "sample" in self.stages:
+            self.stages = self.stages | {"all": "prepare, train, evaluate, report and sample"}
         super().__init__(arguments)
         args = self.args
         self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
         if args.any_text and not args.data:
-            raise RecipeError("--data must be given with --any-text, which says that FOLDER has another text.")
-        if args.test and (self.stage != "evaluate" or not args.test.is_file()):
-            raise RecipeError(f"--test must be a text file, given with the stage evaluate, got {args.test}.")
+            raise RecipeError("--any-text says what --data FOLDER holds: give that too.")
+        if args.test and self.stage != "evaluate":
+            raise RecipeError(f"--test needs the stage evaluate, got the stage {self.stage}.")
+        if args.test and not args.test.is_file():
+            raise RecipeError(f"--test must be the name of a text file, got {args.test}, which does not exist.")
         if args.data and not args.data.is_dir():
             raise RecipeError(f"--data must be a folder, got {args.data}.")
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         super().add_flags(parser)
         self.add_text_flags(parser)
-        parser.add_argument("--any-text", action="store_true", help="FOLDER has another text than the recipe's")
         parser.add_argument(
-            "--test", type=Path, metavar="FILE", help="with evaluate: a raw text of yours instead of valid and test"
+            "--any-text", action="store_true", help="with --data: accept another text than the recipe's"
+        )
+        parser.add_argument(
+            "--test", type=Path, metavar="FILE", help="with evaluate: score this raw text instead of valid and test"
         )
 
     def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
@@ -57,7 +81,7 @@ class LanguageModels(Recipe):
             "--data",
             type=Path,
             metavar="FOLDER",
-            help="folder of the text, see above; not needed after the stage prepare",
+            help="folder with the text, see above; only prepare reads it",
         )
         parser.add_argument(
             "--lines", type=whole_number, metavar="N", help="use only the first N lines of valid and test, for a trial"
@@ -153,6 +177,7 @@ class LanguageModels(Recipe):
         folder, settings = self.out / "tests" / name, known_as(self.args.test)
         if folder.is_dir():
             check_own(folder, settings)
+            print_unknown(folder, self.args.test)
             return folder
         with whole(folder) as work:
             work.mkdir()
@@ -163,6 +188,7 @@ class LanguageModels(Recipe):
             dictionary = self.bin / "dict.txt"
             preprocess(work / "bin", "--only-source", "--srcdict", dictionary, "--testpref", work / "test.txt")
             write(work / "source.txt", settings + "\n")
+        print_unknown(folder, self.args.test)
         return folder
 
     # Reports and samples.

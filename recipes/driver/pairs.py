@@ -25,6 +25,8 @@ class Text(NamedTuple):
 
 def write_multi30k(folder: Path, out: Path, any_text: bool) -> None:
     for split, name in {"train": "train", "valid": "val", "test": "test_2016_flickr"}.items():
+        if any_text and any((folder / f"{split}.en{ending}").is_file() for ending in ("", ".gz")):
+            name = split
         copy(out / "tok" / split, LANGUAGES, [folder / name], tokenized=True)
         if split != "train":
             copy(out / "text" / split, LANGUAGES, [folder / name])

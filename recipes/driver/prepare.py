@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -53,6 +54,16 @@ def check_own(folder: Path, settings: str) -> None:
         raise RecipeError(
             f"another text was evaluated under the name of this one (see {folder / 'source.txt'}), or it has changed: "
             f"give it another name, or remove {folder} and {folder.name}*.json next to the models."
+        )
+
+
+def print_unknown(folder: Path, text: Path) -> None:
+    """Print how many tokens of a text fairseq-preprocess did not find in the vocabulary, from its log."""
+    log = (folder / "preprocess.log").read_text(encoding="utf-8")
+    for name, tokens, share in re.findall(r"(\S+): \d+ sents, (\d+) tokens, (\S+)% replaced", log):
+        language = f", {suffix[1:]}" if (suffix := Path(name).suffix) in (".en", ".de") else ""
+        print(
+            f"{text}{language}: {int(tokens):,} tokens, of which {float(share):g} % are not in the vocabulary (<unk>)"
         )
 
 

@@ -103,7 +103,11 @@ def draw(chances: dict[str, float], models: list[str], found: dict[tuple[Any, ..
 
 
 def main(arguments: list[str]) -> None:
-    parser = grid.parser(lambda parser: parser.add_argument("--conf", type=Path, help="(conf/quick.yaml)"))
+    parser = grid.parser(
+        lambda parser: parser.add_argument(
+            "--conf", type=Path, metavar="YAML", help="file of a grid (default: conf/quick.yaml)"
+        )
+    )
     args = parser.parse(arguments)
     out = args.out or ROOT / "runs" / args.recipe.name
     runs = read_runs(args.conf or args.recipe / "conf" / "quick.yaml", out)

@@ -11,6 +11,14 @@ from arguments import ROOT, Parser, names
 from commands import RecipeError, check_same, run, whole, write
 from flags import START, read_flags, read_yaml, refusal, value_of
 
+STAGES = {
+    "prepare": "read, download or make the text, and write it in fairseq's format",
+    "train": "prepare if needed, then train each model",
+    "evaluate": "evaluate each trained model, then report",
+    "report": "write the tables and pictures of the finished models",
+    "all": "prepare, train, evaluate and report",
+}
+
 
 class Model(NamedTuple):
     """One training: its name in tables, the YAML of its flags, its folder, and a seed that overrides the YAML's.
@@ -37,11 +45,13 @@ class Model(NamedTuple):
 class Recipe:
     """The stages of a recipe; a kind of recipe defines how to prepare, evaluate and report."""
 
-    stages: tuple[str, ...] = ("prepare", "train", "evaluate", "report", "all")
-    rest = "flags for fairseq-train"
+    stages: dict[str, str] = STAGES
+    rest = "fairseq-train"
+    own_data = ""  # how to use another text, for --help
+    evaluator: str  # the program that gets unknown flags in the stage evaluate
 
     def __init__(self, arguments: list[str]) -> None:
-        parser = Parser(self.stages, self.rest)
+        parser = Parser(self.stages, self.rest, self.own_data)
         self.add_flags(parser)
         self.args = parser.parse(arguments)
         self.recipe = self.args.recipe
@@ -55,9 +65,9 @@ class Recipe:
             "--models",
             nargs="+",
             metavar="NAME",
-            help="models of conf/, or folders of them (the list of the recipe)",
+            help="names of files in conf/, without .yaml, or of folders there (default: see the stages)",
         )
-        parser.add_argument("--conf", metavar="YAML", help="one model: a file, or its path in the recipe's folder")
+        parser.add_argument("--conf", metavar="YAML", help="one model, by its file; instead of --models")
         parser.add_argument("--seeds", type=int, metavar="N", help="train each model with the seeds 1 to N")
 
     # Defined by a kind of recipe.
@@ -202,9 +212,19 @@ class Recipe:
             if reason := refusal([str(self.bin), *plugin, *flags]):
                 raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
 
+    def check_evaluation_flags(self) -> None:
+        """Check the flags for the evaluation before any work. Raises RecipeError for those that its program refuses."""
+        if reason := refusal([str(self.bin), "--path", "checkpoint_best.pt", *self.extra], self.evaluator):
+            raise RecipeError(
+                f"{self.evaluator} refuses the flags: {reason}. In the stage evaluate, flags that are not the recipe's "
+                f"are for {self.evaluator}. Flags for fairseq-train need the stage train or all."
+            )
+
     # The stages.
 
     def main(self) -> None:
+        if self.stage == "evaluate" and self.extra:
+            self.check_evaluation_flags()
         if self.stage in ("train", "all"):
             self.check_flags()
         if self.stage in ("prepare", "train", "all"):

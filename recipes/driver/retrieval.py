@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> None:
     from reports import retrieval as report  # imported here: --help must work without the package
 
     parser = grid.parser(lambda parser: parser.add_argument(
-        "--conf", type=Path, action="append", metavar="YAML", help="a grid (conf/quick.yaml); may be given again"
+        "--conf", type=Path, action="append", metavar="YAML", help="grid; may be repeated (default: conf/quick.yaml)"
     ))  # fmt: skip
     args = parser.parse(arguments)
     out = args.out or ROOT / "runs" / args.recipe.name

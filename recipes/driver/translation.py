@@ -12,7 +12,7 @@ from commands import RecipeError, run, whole, write
 from flags import label
 from pairs import LANGUAGES, PAIRS
 from parallel import copy
-from prepare import SPLITS, apply_bpe, check_own, known_as, learn_bpe, preprocess, remove
+from prepare import SPLITS, apply_bpe, check_own, known_as, learn_bpe, preprocess, print_unknown, remove
 from recipe import Model, Recipe
 from reports.files import read_run, save, show
 from tables import markdown, spread
@@ -20,9 +20,16 @@ from tables import markdown, spread
 SOURCE, TARGET = LANGUAGES
 OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
 
+OWN_TEXT = """\
+--data FOLDER --any-text --out FOLDER trains on another text. The first folder contains train, valid and test,
+each as .en and .de (or .gz): raw text.
+evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It prints the share of <unk> tokens."""
+
 
 class Translation(Recipe):
-    rest = "flags for fairseq-train, or in evaluate for fairseq-generate"
+    rest = "fairseq-train, in the stage evaluate to fairseq-generate"
+    own_data = OWN_TEXT
+    evaluator = "fairseq-generate"
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__(arguments)
@@ -42,28 +49,31 @@ class Translation(Recipe):
         parser.add_argument("--merges", type=int, required=True, help=hidden)
         parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
         parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
-        parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder of the text, see above (downloaded)")
-        parser.add_argument("--any-text", action="store_true", help="FOLDER has another text than the recipe's")
+        parser.add_argument(
+            "--data", type=Path, metavar="FOLDER", help="folder with the text, see above (default: download)"
+        )
+        parser.add_argument(
+            "--any-text", action="store_true", help="with --data: accept another text than the recipe's"
+        )
         parser.add_argument(
             "--average",
             type=whole_number,
             metavar="N",
-            help="evaluate the mean of the last N checkpoints, not the best one",
+            help="evaluate the mean of the last N checkpoints, not the best checkpoint",
         )
         parser.add_argument(
-            "--test",
-            type=Path,
-            metavar="PREFIX",
-            help="with evaluate: raw PREFIX.en and PREFIX.de instead of valid and test",
+            "--test", type=Path, metavar="PREFIX", help="with evaluate: score PREFIX.en and PREFIX.de, raw text"
         )
 
     def check_test(self) -> None:
         if self.stage != "evaluate":
-            raise RecipeError("--test PREFIX must be given with the stage evaluate.")
+            raise RecipeError(f"--test needs the stage evaluate, got the stage {self.stage}.")
         for language in LANGUAGES:
             path = Path(f"{self.args.test}.{language}")
             if not path.is_file() and not Path(f"{path}.gz").is_file():
-                raise RecipeError(f"--test: {path} or {path.name}.gz must exist.")
+                raise RecipeError(
+                    f"--test PREFIX needs the files PREFIX.en and PREFIX.de (or .gz), and {path} does not exist."
+                )
 
     # Data.
 
@@ -111,6 +121,7 @@ class Translation(Recipe):
         settings = known_as(*(path if path.is_file() else Path(f"{path}.gz") for path in paths))
         if folder.is_dir():
             check_own(folder, settings)
+            print_unknown(folder, self.args.test)
             return folder
         if not codes.exists():
             raise RecipeError(
@@ -124,6 +135,7 @@ class Translation(Recipe):
             words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
             preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")
             write(work / "source.txt", settings + "\n")
+        print_unknown(folder, self.args.test)
         return folder
 
     # Models.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Small translation models of one size on Multi30k, English to German (29,000 pairs): softmax attention, and linear attention
-# with each map of Schlag et al. 2021, Table 1, in all attentions or (self_*) in all but that to the source. 10 to 20 minutes
-# a model on one core; what is done is not done again.
-# --data FOLDER: raw {train,val,test_2016_flickr}.{en,de}, or the same .gz; without it they are downloaded.
+# Small translation models of one size on Multi30k, English to German (29,000 pairs). One model has softmax attention.
+# The others have linear attention with the maps of Schlag et al. 2021, Table 1: in all attentions, or (self_*) in all
+# except the attention to the source. A model takes 10 to 20 minutes on one core.
+# --data FOLDER contains raw {train,val,test_2016_flickr}.{en,de}, or .gz. Without --data they are downloaded.
 set -euo pipefail
 # shellcheck source=recipes/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" -- "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# State tracking (parity, S3) and recall (MQAR) on generated sequences: trains each rule and draws the right answers.
-# What is done is not done again; an interrupted grid goes on with the same command. --conf: conf/quick.yaml (the default:
-# twenty minutes on 2 cores) or one of your own.
+# State tracking (parity, S3) and recall (MQAR) on generated sequences. Trains every rule, and draws the share of right
+# answers. About twenty minutes on 2 cores.
+# --conf takes a file like conf/quick.yaml, which is the default.
 set -euo pipefail
 # shellcheck source=recipes/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" plots -- "$@"

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# WMT14 English to German: the translation models of Schlag et al. 2021 (arXiv 2102.11174), Tables 1 and 6. See README.md:
-# bash run.sh train --conf conf/NAME.yaml, then evaluate --conf conf/NAME.yaml [--average 10].
-# --data FOLDER: the raw corpora, or the public tokenised set (train.tok.clean.bpe.32000.en, ...); without it: download.
-# --any-text: FOLDER has train, valid and test .en and .de of another text, or corpora of another size.
+# WMT14 English to German: the translation models of Schlag et al. 2021 (arXiv 2102.11174), Tables 1 and 6. Every model is
+# one file in conf/; README.md explains them. Example:
+#   bash recipes/wmt14_en_de/run.sh train --conf conf/dpfp4.yaml
+#   bash recipes/wmt14_en_de/run.sh evaluate --conf conf/dpfp4.yaml --average 10
+# --data FOLDER contains the raw corpora, or the public tokenised set (train.tok.clean.bpe.32000.en, ...). Without --data
+# the raw corpora are downloaded. Another text is refused, unless you give --any-text.
 set -euo pipefail
 # shellcheck source=recipes/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" -- "$@"

@@ -1,6 +1,8 @@
 """The core of the recipes' driver: commands, flags, logs, evaluations, tables."""
 
+import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from commands import RecipeError
 @pytest.fixture
 def parser(tmp_path):
     (tmp_path / "run.sh").write_text("#!/usr/bin/env bash\n# What it does.\nset -e\n")
-    found = arguments.Parser(("prepare", "evaluate", "all"), "flags for fairseq-train")
+    found = arguments.Parser(dict.fromkeys(("prepare", "evaluate", "all"), "What."), "fairseq-train", "Any.")
     found.add_argument("--models", nargs="+")
 
     def parse(*words):
@@ -53,10 +55,31 @@ def test_wrong_arguments_are_one_sentence(parser, words, said, capsys):
     assert error.value.code == 2 and capsys.readouterr().err.strip().endswith(said)
 
 
-def test_help_is_the_top_of_the_script(parser, capsys):
+def test_help_says_what_a_recipe_does_and_how_to_resume_it(parser, capsys):
     with pytest.raises(SystemExit):
         parser("--help")
-    assert "What it does." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "They are given to fairseq-train." in shown and "[OTHER FLAG...]" in shown
+    assert "\nWhat it does.\n" in shown and "\n  evaluate  What.\n" in shown and "The default models are a.\n" in shown
+    assert "\nresume:\n  Give the same command again." in shown and shown.endswith("\nyour own data:\n  Any.\n")
+
+
+RECIPES = sorted(
+    path.parent for path in (made_up.ROOT / "recipes").glob("*/run.sh") if path.parent.name != "benchmarks"
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_the_help_of_every_recipe(recipe):
+    """Every option has a text, every stage too, and recipes of texts say how to use another one."""
+    shown = subprocess.run(["bash", recipe / "run.sh", "--help"], capture_output=True, text=True, check=True).stdout
+    options, stages = shown.split("\noptions:\n")[1].split("\n\nstages (default: all):\n")
+    for entry in re.split(r"\n(?=  -)", options):
+        assert re.search(r"[\s\]]{2,}\S+ \S", entry.split("\n")[0][2:] + "  " + " ".join(entry.split("\n")[1:])), entry
+    assert re.search(r"^  all +\S", stages, re.M) and "\nresume:\n" in stages
+    assert ("your own data:" in stages) == ("--data FOLDER" in options)
+    if "--test" in options:
+        assert "share of <unk> tokens" in stages
 
 
 def test_a_command_is_shown_and_its_failure_named(tmp_path, capfd):

@@ -1,5 +1,6 @@
 """Recipes that train models: their models, stages and seeds, without a training; and language models."""
 
+import re
 from pathlib import Path
 
 import conversion
@@ -234,14 +235,24 @@ def test_text_is_cut_into_pieces_once_and_for_one_source(language, tmp_path, tex
         language("prepare", "--lines", "10").main()
 
 
-def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language, tmp_path):
+def test_flags_of_a_training_are_refused_by_the_evaluation(language):
+    with pytest.raises(
+        RecipeError, match=r"fwp-eval-lm refuses the flags: unrecognized arguments: --max-update 4\. .*"
+    ):
+        language("evaluate", "--max-update", "4").main()
+
+
+def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language, tmp_path, capsys):
     made = language("prepare")
     made.main()
     own = tmp_path / "mine.txt"
-    own.write_text("the  matrix reads\n")
+    own.write_text("the  matrix reads \u2211\n")
     made = language("evaluate", "--test", own)
-    folder = made.prepare_own("own_mine")
-    assert (folder / "test.txt").read_text().replace("@@ ", "") == "the matrix reads\n"
+    for _ in range(2):  # the second is there already
+        capsys.readouterr()
+        folder = made.prepare_own("own_mine")
+        assert re.search(r"mine.txt: \d+ tokens, of which [1-9]\S+ % are not in the voc", capsys.readouterr().out)
+    assert (folder / "test.txt").read_text().replace("@@ ", "") == "the matrix reads \u2211\n"
     assert (folder / "bin" / "dict.txt").read_text() == (made.bin / "dict.txt").read_text()
     other = tmp_path / "other" / "mine.txt"
     other.parent.mkdir()
@@ -256,10 +267,10 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["all", "--test", "none.txt"], "--test must be a text file, given with the stage evaluate"),
-        (["evaluate", "--test", "none.txt"], "given with the stage evaluate, got none.txt"),
+        (["all", "--test", "none.txt"], "--test needs the stage evaluate, got the stage all"),
+        (["evaluate", "--test", "none.txt"], "--test must be the name of a text file, got none.txt, which does not"),
         (["prepare", "--data", "/nonexistent"], "--data must be a folder, got /nonexistent"),
-        (["prepare", "--any-text"], "--data must be given with --any-text"),
+        (["prepare", "--any-text"], "--any-text says what --data FOLDER holds"),
     ],
 )
 def test_wrong_arguments_of_a_text(language, words, said):

@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -234,7 +235,7 @@ def test_multi30k_is_prepared_once_and_for_one_source(multi30k, tmp_path):
         prepared(tmp_path, "prepare", "--data", tmp_path / "other").main()
 
 
-def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, monkeypatch):
+def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, monkeypatch, capsys):
     prepared(tmp_path, "prepare", "--data", multi30k).main()
     made_up.write_pairs(tmp_path / "mine", 5)
     made = prepared(tmp_path, "evaluate", "--test", tmp_path / "mine", "--lenpen", "2", "--cpu")
@@ -253,18 +254,27 @@ def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, mo
         made.main()
     assert len(ran) == 1 and ran[0][-5:] == ("--beam", "2", "--lenpen", "2", "--cpu")
     found = tmp_path / "out" / "sum" / "own_mine lenpen 2.json"
+    shown = capsys.readouterr().out
+    for language in BOTH:
+        assert re.search(
+            rf"/mine, {language}: \d+ tokens, of which [\d.]+ % are not in the vocabulary \(<unk>\)", shown
+        )
     assert '"tokenised": 100' in found.read_text() and '"sacrebleu": 100' in found.read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["all", "--test", "x"], "--test PREFIX must be given with the stage evaluate"),
-        (["evaluate", "--test", "/x/none"], "--test: /x/none.en or none.en.gz must exist"),
-        (["train", "--any-text"], "--data must be given with --any-text"),
+        (["all", "--test", "x"], "--test needs the stage evaluate, got the stage all"),
+        (["evaluate", "--test", "/x/none"], "files PREFIX.en and PREFIX.de .*, and /x/none.en does not exist"),
+        (
+            ["evaluate", "--max-update", "4"],
+            "fairseq-generate refuses the flags: unrecognized arguments: --max-update 4",
+        ),
+        (["train", "--any-text"], "--any-text says what --data FOLDER holds"),
         (["train", "--data", "/nonexistent"], "--data must be a folder, got /nonexistent"),
     ],
 )
 def test_wrong_arguments(tmp_path, words, said):
     with pytest.raises(RecipeError, match=said):
-        prepared(tmp_path, *words)
+        prepared(tmp_path, *words).main()

@@ -104,7 +104,7 @@ def draw(found: dict[str, list[tuple]], path: Path, title: str) -> None:
         panel.tick_params(axis="x", labelrotation=35, labelsize=8)
         panel.grid(visible=False, axis="x")
     axes[0].set_ylabel("gain in log-probability (nats per token)")
-    figure.suptitle(f"{title}: gain over the model alone, test set; mean and its 95% interval")
+    figure.suptitle(f"{title}: gain over the base model, test set; mean and its 95% interval")
     save(figure, path)
 
 

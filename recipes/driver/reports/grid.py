@@ -162,7 +162,7 @@ def draw(tables: list[Table], path: Path) -> None:
         for i in sorted(range(len(table.rows)), key=lambda i: papers[i].relative or math.inf):
             y -= 1
             ticks[y] = table.rows[i].name
-            pair = (ours[i], OURS, OURS, 1.02), (papers[i], PAPER, "none", 1.15)
+            pair = (ours[i], OURS, OURS, 1.02), (papers[i], PAPER, "none", 1.16)
             if ours[i].relative and papers[i].relative:
                 axes.plot([place.relative for place, *_ in pair], [y, y], color="0.8", lw=1.2, zorder=1)
             for place, colour, face, column in pair:
@@ -172,7 +172,7 @@ def draw(tables: list[Table], path: Path) -> None:
         y -= 2
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8.5)
     axes.set_xlim(left=0.98)
-    for column, said, colour in ((1.02, "rank here", OURS), (1.15, "paper", PAPER)):
+    for column, said, colour in ((1.02, "rank here", OURS), (1.16, "paper", PAPER)):
         axes.text(column, 1.0, said, transform=axes.transAxes, color=colour, va="bottom", fontsize=8.5)
     axes.set_ylim(y + 1.4, 0.7)
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))

@@ -48,7 +48,9 @@ TRAINING_FLAGS = ["num-keys", "seed", "with-replacement", "valid-length", "max-u
 BARE_ARCH = "fwp_associative_retrieval"
 # The share of black (below 0) or white in the colour of a rule, for its first model, its second, ...
 SHADES = (0, -0.45, 0.5, -0.65, 0.25)
-# Those of the model, repeated here so that fairseq is not imported.
+# One for each model of a picture, so that it is readable without colours.
+ALL_MARKERS = MARKERS + "*<>dp"
+# The model's own; to ask it, fairseq would have to be imported.
 DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
 FIGURE_3_SIZE = 20
@@ -57,7 +59,7 @@ FIGURE_4_SIZE = 600
 TITLES = {
     "figure2": "Figure 2: setting 1; dotted: numbers of features",
     "ratio": "Setting 1: D features hold at most D keys",
-    "figure3": f"Figure 3: setting 2, {FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; a line a seed",
+    "figure3": f"Figure 3: setting 2, {FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; one line per seed",
     "figure4": f"Figure 4: setting 1, {FIGURE_4_SIZE} keys",
     "figure5": "Figure 5: setting 2, 2 S pairs; dotted: numbers of features",
     "capacity": "Setting 1, every rule with every map: keys that are held, of S",
@@ -199,10 +201,11 @@ def model_styles(results: list[Result]) -> dict[str, Style]:
     for result in results:
         models[result.rule][result.model] = LABELS.get(result.model, result.name)
     styles = {}
+    markers = itertools.cycle(ALL_MARKERS)
     for rule, labels in models.items():
         for index, (model, label) in enumerate(labels.items()):
             colour = shade(COLOURS.get(rule, PUBLISHED), SHADES[index % len(SHADES)])
-            styles[model] = Style(label, colour, MARKERS[index % len(MARKERS)])
+            styles[model] = Style(label, colour, next(markers))
     return styles
 
 
@@ -256,7 +259,7 @@ def draw_curves(axes: Any, results: list[Result], styles: dict[str, Style]) -> N
         label, colour, marker = styles[model]
         for index, result in enumerate(found):
             updates, losses = zip(*result.outcome.evaluations, strict=True)
-            axes.plot(updates, losses, color=colour, lw=1.6, alpha=0.9)
+            axes.plot(updates, losses, marker, ls="-", color=colour, lw=1.6, ms=4, markevery=0.12, alpha=0.9)
             axes.plot(updates[-1], losses[-1], marker, color=colour, ms=5, label=None if index else label)
     axes.set_xlabel("updates")
     axes.set_ylabel("evaluation loss (half the squared distance)")

@@ -15,9 +15,9 @@ MIXED = {("carried", "window"), ("segments", "carried")}
 # Model, colour, marker.
 STYLES = {
     "Delta Network": (COLOURS["delta"], "o"),
-    "Linear Transformer": (COLOURS["sum"], "o"),
-    "Linear Transformer, no normalisation": (COLOURS["sum"], "s"),
-    "Transformer-XL": (COLOURS["xl"], "o"),
+    "Linear Transformer": (COLOURS["sum"], "s"),
+    "Linear Transformer, no normalisation": (COLOURS["sum"], "D"),
+    "Transformer-XL": (COLOURS["xl"], "v"),
 }
 
 
@@ -147,7 +147,7 @@ def draw(rows: list[Row], path: Path) -> None:
         "color": PUBLISHED,
         "markerfacecolor": "none",
         "markersize": 10,
-        "label": "trained and evaluated without carried state",
+        "label": "empty: trained and evaluated without carried state",
     }
     handles.append(pyplot.Line2D([], [], marker="o", ls="", **ring))
     handles.append(pyplot.Line2D([], [], marker="^", ls="", color=PUBLISHED, label="lower bound"))
