@@ -111,23 +111,22 @@ inline bool choose_chunks(const ScanSize& size, Type type) {
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
 }
 
-// Segments of a sequence, and the chunks of each. With a transition of each they are about three times the work, so there are
-// many of them or one. By the heads and tokens only, and not by the GPU: the same bits come out on all.
+// Segments of a sequence, and the chunks of each. Where each has a transition, they are about three times the work: then at least
+// four, or one. They depend on heads and tokens only, not on the GPU: the same bits come out on all.
 constexpr int64_t kHeadsThatFill = 128;
 constexpr int64_t kChunksOfSegment = 16;  // at least
-constexpr int64_t kLeastSegments = 8;
 
 struct SegmentPlan {
   int log_segments, chunks;
 };
 
-inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks) {
+inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks, int64_t least) {
   const int64_t most = std::min(kHeadsThatFill / std::max<int64_t>(size.heads, 1), chunks / kChunksOfSegment);
   int64_t segments = 1;
   while (2 * segments <= most) segments *= 2;
   const auto each = [&] { return (chunks + segments - 1) / segments; };
   while (segments > 1 && (segments - 1) * each() >= chunks) segments /= 2;  // the last one would be empty
-  if (segments < kLeastSegments) segments = 1;
+  if (segments < least) segments = 1;
   return {log2_of(int(segments)), int(each())};
 }
 

@@ -16,8 +16,8 @@ GREATEST = {"f": 128, "wide f": 168, "d": 255, "L": 255}
 # for a number of rows), for four of them: three kernels of the sum, the delta and the gated delta rule, and two more of
 # the latter two for segments. One goes from segment to segment.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": (3 * 3 + 2 * 2 + 1) * 4}
-# Bytes of local memory, at most: the passes of the delta rules with 128 rows of a state use all registers, and keep some
-# addresses outside.
+# Bytes of local memory, at most: the passes of the delta rules with 128 rows use all registers, and keep some addresses
+# outside.
 GREATEST_STACK = {"ILi128ELb1E": 160}
 
 
