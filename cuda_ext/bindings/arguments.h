@@ -1,5 +1,5 @@
-// What the bindings of all devices share: the operator's arguments, their sizes and the checks.
-// Shapes: q, k (B, H, L, Dk), v, out (B, H, L, Dv), rates (B, H, L), states (B, H, Dk, Dv).
+// Shared by the bindings of all devices: the operator's arguments, their sizes and their checks.
+// Shapes: q, k (B, H, L, Dk); v, out (B, H, L, Dv); rates (B, H, L); states (B, H, Dk, Dv).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +40,7 @@ struct Sizes {
   std::array<int64_t, 3> rates() const { return {B, H, L}; }
 };
 
-// The arguments of fwp::fast_weights, in its order and under its names (fairseq_fwp/ops/fast_weights.py). `v` is absent
+// The arguments of fwp::fast_weights, in its order and with its names (fairseq_fwp/ops/fast_weights.py). `v` is absent
 // in the backward pass of a rule that erases.
 struct Arguments {
   const Tensor &q, &k;
@@ -49,15 +49,16 @@ struct Arguments {
 
   bool removes() const { return removal_key.has_value(); }
   bool forgets() const { return decay || value_decay; }
-  // Whether the backward pass needs states; without, what is added again or corrected brings them back.
+  // Whether the backward pass needs stored states. If not, it rebuilds them by adding the writes or from the saved
+  // errors.
   bool keeps_states() const { return forgets() || removes() || (rate && !erases); }
   bool retrieves() const { return erases || removes(); }
   bool decays_by_head() const { return decay && decay->dim() == 3; }
 
-  // Raise where the kernels would read what is not there. `values` has the sizes of v.
+  // Raise an error where kernels would read outside of a tensor. `values` is the dtype of v.
   void check_all(const Sizes& size, at::ScalarType values, at::Device device = at::kCPU) const {
     const auto given = q.scalar_type(), type = state_type(q);
-    // A gate just below 1, which half precision would round, may be in the dtype of the state.
+    // Half precision would round a gate just below 1. So a gate may have the dtype of the state.
     const auto check_gate = [&](const char* name, const Optional& x, at::IntArrayRef sizes) {
       check(name, x, sizes, x && x->scalar_type() == type ? type : given, device);
     };

@@ -1,6 +1,6 @@
-// Autograd of the operator, for the device whose kernels are built: FWP_AUTOGRAD_KEY is its dispatch key.
-// fairseq_fwp/ops registers the same in Python for all devices; on small inputs that takes as long as the kernels do.
-// Compiled by itself, because its headers take a quarter of a minute.
+// Autograd of the operator, for the device whose kernels are built; FWP_AUTOGRAD_KEY is its dispatch key.
+// fairseq_fwp/ops registers the same in Python for all devices, but that takes as long as the kernels on small inputs.
+// This is a separate file because its headers take 15 seconds to compile.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -31,8 +31,8 @@ struct Operators {
   }
 };
 
-constexpr size_t kTensors = 10, kDifferentiable = 9;  // of the forward operator's arguments; the last one is `erases`
-constexpr size_t kValue = 2;                          // which a rule that erases does not save
+constexpr size_t kTensors = 10, kDifferentiable = 9;  // among the forward operator's arguments; `erases` follows them
+constexpr size_t kValue = 2;                          // index of v, which a rule that erases does not save
 
 c10::IValue optional(const Tensor& x) { return x.defined() ? c10::IValue(x) : c10::IValue(); }
 
@@ -43,9 +43,9 @@ variable_list call(const c10::OperatorHandle& op, Stack stack) {
   return results;
 }
 
-// Autograd takes no undefined tensors, so it is handed those that are there; `all` has undefined ones for the absent. So it
-// is with the gradient of a result that nobody wants. The third and the fourth result have no derivative, and are handed
-// past autograd.
+// Autograd takes no undefined tensors, so it gets a list of those that are given. `all` also has an undefined tensor
+// for each absent one. Gradients of unused results are undefined, not zeros. Results 3 and 4 have no derivative and
+// bypass autograd.
 struct Differentiable : torch::autograd::Function<Differentiable> {
   static variable_list forward(AutogradContext* ctx, at::TensorList, const variable_list* all, bool erases,
                                variable_list* others) {
@@ -70,11 +70,11 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
     for (const Tensor& x : saved) inputs.push_back(optional(x));
     inputs.insert(inputs.begin() + kTensors, ctx->saved_data["erases"]);
     for (const Tensor& x : grads) inputs.push_back(optional(x));
-    // Where gradients are to be differentiated in turn, the operator itself says that they cannot be.
+    // In grad mode (double backward), the backward operator itself raises the error that it has no derivative.
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (!at::GradMode::is_enabled()) below.emplace();
     variable_list results = call(Operators::get().backward, std::move(inputs));
-    variable_list gradients;  // of what is there, but for `first`, and none of the other arguments of forward()
+    variable_list gradients;  // of the tensors given, except `first`; undefined for the other arguments of forward()
     for (size_t i = 0; i < kDifferentiable; ++i)
       if (saved[i].defined() || i == kValue) gradients.push_back(results[i]);
     gradients.resize(gradients.size() + saved[kDifferentiable].defined() + 3);

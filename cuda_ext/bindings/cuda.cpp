@@ -1,4 +1,4 @@
-// The operator on CUDA tensors: its arguments become those of the launchers.
+// The operator on CUDA tensors: converts its arguments to those of the launchers.
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -42,7 +42,7 @@ Rule cuda_rule(const Arguments& given, const TokenTensors& in) {
   return given.erases ? Rule::delta : Rule::sum;
 }
 
-// What both passes have: checked arguments, as the kernels read them, on q's device and that device's current stream.
+// Shared by both passes: the checked arguments in kernel form, on q's device and its current stream.
 struct Pass {
   const fwp::Sizes size;
   const at::ScalarType state_type;
@@ -65,13 +65,13 @@ struct Pass {
             tokens(in.rate), tokens(in.removal_key), tokens(in.removal), data(state)};
   }
 
-  // `launch` gets a Call and returns null, or what failed.
+  // `launch` gets a Call and returns null or an error message.
   template <typename F>
   void run(bool is_backward, F launch) const {
     const Sizes sizes{size.B, size.H, size.L, size.Dk, size.Dv};
     const Type type = type_of(in.q.scalar_type());
     const int64_t bytes = workspace_bytes(rule, sizes, type, is_backward);
-    // It may go before the kernels have run: its memory is given only to what this stream does after them.
+    // The workspace may be freed before the kernels have run: only later work of this stream gets its memory.
     const Tensor workspace = at::empty({bytes}, in.q.options().dtype(at::kByte));
     void* const stream = c10::cuda::getCurrentCUDAStream(in.q.device().index()).stream();
     const bool* const starts = first.defined() ? first.const_data_ptr<bool>() : nullptr;

@@ -1,4 +1,4 @@
-// What the operators of all devices make of their arguments before a kernel sees them, and of its gradients after.
+// Shared by the operators of all devices: converts arguments to kernel inputs, and kernel outputs to gradients.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -10,19 +10,19 @@
 
 namespace fwp {
 
-// The elements of a vector side by side, in the dtype `type` or else in the tensor's own. Most often the tensor itself.
+// Return x with contiguous vectors, in dtype `type` if given. In most cases this is x itself.
 inline Tensor prepare(const Tensor& x, std::optional<at::ScalarType> type = {}) {
   const Tensor same = type && x.scalar_type() != *type ? x.to(*type) : x;
   return same.dim() == 3 || same.stride(-1) == 1 || same.size(-1) == 1 ? same : same.contiguous();
 }
 
-// Of `batches` sequences from `batch` on `length` tokens from `first` on; of a tensor that holds nothing, nothing.
+// `length` tokens from `first` on, of `batches` sequences from `batch` on. An undefined tensor stays undefined.
 inline Tensor tokens_of(const Tensor& x, int64_t batch, int64_t batches, int64_t first, int64_t length) {
   if (!x.defined()) return x;
   return (batches == x.size(0) ? x : x.narrow(0, batch, batches)).narrow(2, first, length);
 }
 
-// What kernels read or write a token; undefined is what a rule has not.
+// Tensors that kernels read or write for each token; undefined if the rule does not have them.
 struct TokenTensors {
   Tensor q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
 
@@ -35,10 +35,10 @@ struct TokenTensors {
   }
 };
 
-// An operator cannot return an undefined tensor: (0,) stands for it.
+// An operator cannot return an undefined tensor: a tensor of shape (0,) stands for it.
 inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }
 
-// A rule by what it needs of the kernels.
+// Rules, grouped by the kernels that they need.
 enum class Rule { kSum, kDelta, kForget, kRetrieve };
 
 inline Rule rule_of(const Arguments& given) {
@@ -47,15 +47,15 @@ inline Rule rule_of(const Arguments& given) {
   return given.forgets() || given.rate ? Rule::kForget : Rule::kSum;
 }
 
-// What is absent is one where a kernel asks for it. On a CPU everything is in the dtype that is computed in, `type`; else
-// tensors stay in theirs, but for what is removed.
+// Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU all inputs have the dtype of the
+// computation, `type`. Otherwise tensors keep their dtype, except `removal`.
 inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::optional<at::ScalarType> type = {}) {
   const auto ready = [&](const Optional& x) { return x ? prepare(*x, type) : Tensor(); };
   TokenTensors in;
   in.q = prepare(given.q, type), in.k = prepare(given.k, type), in.v = ready(given.v);
   in.value_decay = ready(given.value_decay);
   in.rate = ready(given.rate);
-  // The same one for all tokens.
+  // The same number for all tokens.
   const auto ones = [&](at::IntArrayRef sizes) {
     return (sizes.size() == 3 ? at::ones({}, in.q.options()) : at::ones({sizes[3]}, in.q.options())).expand(sizes);
   };
@@ -80,8 +80,8 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::
 
 using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The gradients of the operator's arguments, from those of what the kernels read. An operator cannot return an undefined
-// tensor: (0,) stands for that of an absent argument.
+// The gradients of the operator's arguments, from those of the kernels' inputs. An operator cannot return an undefined
+// tensor: a tensor of shape (0,) stands for the gradient of an absent argument.
 inline NineTensors gradients(const Arguments& given, const TokenTensors& in, const TokenTensors& to, const Tensor& d_initial) {
   const auto of = [&](const Optional& x, const Tensor& gradient) {
     return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());

@@ -1,6 +1,6 @@
-// The delta rule on one block of columns: W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1}), out_t = q_t W_t.
-// README.md derives the backward pass. Nothing is rewound and no state is kept: the errors e_t = v_t - k_t W_{t-1} of
-// the forward pass rebuild W_t forwards, where the gradients of queries and keys need it.
+// The delta rule on one block of columns: W_t = W_{t-1} + k_t^T beta_t (v_t - k_t W_{t-1}), out_t = q_t W_t. README.md
+// derives the backward pass. It stores no states and undoes no writes. The gradients of queries and keys need W_t. The
+// saved errors e_t = v_t - k_t W_{t-1} rebuild it, in forward order.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 
 namespace fwp {
 
-// Tokens that share one pass over the state. Next to four of them, two were as fast with tokens that lie in the cache,
-// and a quarter faster with thousands that do not.
+// Tokens that share one pass over the state. Two tokens were as fast as four if the tokens lie in the cache, and 25 %
+// faster for thousands of tokens that do not.
 constexpr int kDeltaTokens = 2;
 
-// The kFewRows of its passes.
+// The kFewRows of these passes.
 constexpr int64_t kDeltaFewRows = 16;
 
-// k_s k_m for all m < s of a group. (Bounds are constants: GCC unrolls no triangular loop, and an array that is indexed
-// by a variable lives in memory.)
+// The products k_s . k_m for all m < s of a group. The loops have constant bounds: GCC does not unroll triangular
+// loops, and an array with a variable index is kept in memory.
 template <int T, typename A>
 struct Gram {
   A product[T][T];
@@ -43,8 +43,8 @@ struct Gram {
   }
 };
 
-// beta_s (x_s - sum over m < s of (k_s k_m) x_m): turn what the keys of a group find before any of them has written
-// into what they write one after the other. `before` receives the bracket.
+// Compute beta_s (x_s - sum over m < s of (k_s . k_m) x_m). This turns retrieved values of a group, all read before its
+// first write, into its sequential writes. `before` receives the bracket.
 template <int T, int kGroup, typename A, int NV>
 FWP_INLINE void solve_group(const Gram<kGroup, A>& gram, const A (&rate)[T], Group<A, NV> (&x)[T],
                             Group<A, NV> (&before)[T]) {
@@ -56,7 +56,7 @@ FWP_INLINE void solve_group(const Gram<kGroup, A>& gram, const A (&rate)[T], Gro
   }
 }
 
-// One pass a group of tokens: its writes, its reads, and what the keys of the next group find.
+// One pass per group of tokens: its writes, its reads, and the values that the keys of the next group retrieve.
 template <typename A, int NV>
 struct DeltaForward {
   static constexpr int kGroup = kDeltaTokens;
@@ -66,15 +66,15 @@ struct DeltaForward {
   Tokens<const A> q, k, v;
   Rates<const A> beta;
   Tokens<A> out, error;
-  // Of the coming group's keys: k_s W with the state before it, and their products, made a pass ahead. Those that a pass
-  // made for itself kept its first row waiting: they took a twentieth of its time.
+  // For the keys of the next group: k_s W with the state before that group, and their products. They are computed one
+  // pass ahead: in the same pass, the first row had to wait for them, which took 5 % of the time.
   Group<A, NV> found[kGroup] = {};
   Gram<kGroup, A> gram = {};
 
-  // Pointers past the end repeat the last key: what it finds is not used.
+  // A pointer past the end repeats the last key. Its retrieved value is not used.
   FWP_INLINE const A* key_at(int64_t t) const { return k[std::min(t, length - 1)]; }
 
-  // What the first T keys find.
+  // Compute the values that the first T keys retrieve.
   template <int T>
   FWP_INLINE void start() {
     const A* key[T];
@@ -125,9 +125,9 @@ struct DeltaForward {
 };
 
 // In reverse over a block of value columns, with G the gradient of W: d_v_t = beta_t k_t G_t, d_beta_t, and the first
-// half of d_k_t, beta_t e_t G_t^T. All token sequences arrive reversed. One pass a group of tokens: the part of d_v of
-// the group before it, then its own reads. The d_v of a group reach G after all reads of the group, and their part in
-// the reads is made up for afterwards.
+// half of d_k_t, which is beta_t e_t G_t^T. All token sequences are passed in reverse. There is one pass per group of
+// tokens. It adds the d_v terms of the previous group to G, then does the reads of its own group. The d_v of a group
+// are added to G after all its reads, and a correction follows for these reads.
 template <typename A, int NV>
 struct DeltaBackwardWrites {
   static constexpr int kGroup = kDeltaTokens, kHalf = kLanes<A> / 2;
@@ -137,10 +137,10 @@ struct DeltaBackwardWrites {
   Rates<const A> beta;
   Tokens<A> d_k, d_v;
   Rates<A> d_beta;
-  const bool add;  // whether other columns have been here: to d_k and d_beta
-  A* products;     // for each row i a vector, whose halves add up to e_s G_i^T of the two tokens s of a group
+  const bool add;  // whether to add to d_k and d_beta (other columns came before)
+  A* products;     // per row i a vector; its halves sum to e_s G_i^T for the two tokens s of a group
   const A* late_key[kGroup];
-  Group<A, NV> late[kGroup];  // d_v that have not reached G yet
+  Group<A, NV> late[kGroup];  // d_v that are not yet added to G
 
   static int64_t products_size(int64_t rows) { return round_up(rows, kLanes<A>) * kLanes<A>; }
 
@@ -179,7 +179,7 @@ struct DeltaBackwardWrites {
         d_value_sums.total[s].add(key[s][i], g);
         product[s] = multiply_lanes(error_of[s], g);
       }
-      // The first step of their sums is made here: one vector a row is stored in place of two.
+      // The first step of the sum is done here, so one vector per row is stored instead of two.
       store(products + i * kLanes<A>, sum_runs<kHalf, A>(product[0], product[1]));
     }, [&]() __attribute__((always_inline)) { d_value_sums.settle(); });
     d_value_sums.finish();
@@ -194,7 +194,7 @@ struct DeltaBackwardWrites {
     store_d_keys(t, error_of, d_value, key, rate);
   }
 
-  // The gradient of the initial state, where it is wanted.
+  // Store the gradient of the initial state, if it is needed.
   void finish() {
     block.change_rows_last([&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(late_key[s][i], late[s]);
@@ -202,7 +202,7 @@ struct DeltaBackwardWrites {
   }
 
  private:
-  // beta_s (e_s G^T - sum over m < s of (e_s d_v_m) k_m), with G as the reads of the group have left it.
+  // d_k_s = beta_s (e_s G^T - sum over m < s of (e_s . d_v_m) k_m), with G after the reads of the group.
   template <int T>
   FWP_INLINE void store_d_keys(int64_t t, const Group<A, NV> (&error_of)[T], const Group<A, NV> (&d_value)[T],
                                const A* const (&key)[T], const A (&rate)[T]) {
@@ -210,7 +210,7 @@ struct DeltaBackwardWrites {
     const A late_part = T == 2 ? sum_lanes<A>(multiply_lanes(error_of[T - 1], d_value[0])) : 0;
     for (int64_t i = 0; i < block.rows; i += kLanes<A>) {
       const int64_t rows = block.rows - i;
-      Vector<A> sum[kLanes<A>];  // each of both tokens, for half as many rows
+      Vector<A> sum[kLanes<A>];  // one for each of the two tokens, for half as many rows
       FWP_UNROLL for (int r = 0; r < kLanes<A>; ++r) sum[r] = in_register<A>(load(products + (i + r) * kLanes<A>));
       sum_lanes_of_each<A, kHalf / 2>(sum);
       sum_lanes_of_each<A, kHalf / 2>(sum + kHalf);
@@ -225,13 +225,13 @@ struct DeltaBackwardWrites {
   }
 };
 
-// Forwards over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the second half of d_k_t, -d_v_t W_{t-1}^T.
-// W is rebuilt from the errors by the very operations of the forward pass, in their order, and so to the last bit. That
-// is needed: rounding errors that differ from those of the forward pass are not corrected here, as they are there, and
-// after thousands of tokens their sum would be larger than all others.
+// In forward order over a block of key columns of W^T: d_q_t = d_out_t W_t^T and the second half of d_k_t, -d_v_t
+// W_{t-1}^T. W is rebuilt from the errors with exactly the operations of the forward pass, in the same order, so to the
+// last bit. This is necessary: the forward pass corrects its rounding errors, but this pass does not correct different
+// ones. After thousands of tokens their sum would exceed all other errors.
 template <typename A, int NV>
 struct DeltaBackwardReads {
-  // Reads and writes are known beforehand, so how many tokens share a pass changes no bit.
+  // All reads and writes are known in advance. So the number of tokens per pass changes no bit.
   static constexpr int kGroup = NV == 1 ? kTokens : kDeltaTokens;
 
   StateBlock<A, NV>& block;

@@ -1,7 +1,10 @@
-// The delta rule on the first tokens of a sequence without an initial state, in its quadratic form: with N_ts = k_t k_s
-// and S_ts = q_t k_s, the error is e_t = v_t - sum over s < t of N_ts u_s, the write u_t = beta_t e_t, and the read
-// out_t = sum over s <= t of S_ts u_s: no state but the last is made. README.md derives the backward pass.
-// Each sum runs over the tokens that the rule lets it see, and over no others: nothing is masked by a zero.
+// The delta rule on the first tokens of a sequence without an initial state, in quadratic form. Let N_ts = k_t . k_s
+// and S_ts = q_t . k_s.
+//   The error is   e_t   = v_t - sum over s < t of N_ts u_s,
+//   the write is   u_t   = beta_t e_t,
+//   the output is  out_t = sum over s <= t of S_ts u_s.
+// Only the last state is computed. README.md derives the backward pass.
+// Each sum runs only over the tokens that the rule allows, so nothing is masked by multiplying with zero.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +13,17 @@
 
 namespace fwp {
 
-// How many tokens at the start of a sequence without a state take the quadratic form. Not how many follow, only the
-// sizes decide, so that a prefix of the input gives a bit-identical prefix of the output.
+// Number of tokens at the start of a sequence that use the quadratic form. It depends only on the sizes, not on the
+// length: a prefix of the input must give a bit-identical prefix of the output.
 inline int64_t short_tokens(int64_t keys, int64_t values) {
-  // Multiply-adds of token t, forward + backward: 10 Dk Dv in the scan, and its sums across lanes, for which 2 more
-  // stand here; t (8 Dk + 6 Dv) + Dk Dv in this form.
+  // Multiply-adds of token t, forward + backward. Scan: 10 Dk Dv and sums across lanes, counted as 2 Dk Dv more. This
+  // form: t (8 Dk + 6 Dv) + Dk Dv.
   const int64_t even = 11 * keys * values / std::max<int64_t>(1, 8 * keys + 6 * values);
   return even < 32 ? 0 : std::min<int64_t>(64, even / 16 * 16);
 }
 
-// One head of `length` tokens. What is read more than once is copied to scratch, padded by zeros to whole vectors and
-// tiles.
+// One head of `length` tokens. Inputs that are read more than once are copied to scratch, zero-padded to whole vectors
+// and tiles.
 template <typename A>
 class DeltaShort {
  public:
@@ -54,14 +57,14 @@ class DeltaShort {
     multiply_transposed(key_, write_, length, keys, values, state);
   }
 
-  // The state after the last token, from the errors: bit for bit that of the forward pass.
+  // The state after the last token, from the errors, bit-identical to that of the forward pass.
   void rebuild_state(Tokens<const A> k, Rates<const A> beta, Tokens<const A> error, Tokens<A> state) {
     copy(k, length, keys, key_);
     rebuild_writes(beta, error);
     multiply_transposed(key_, write_, length, keys, values, state);
   }
 
-  // d_state.data may be null. d_beta holds zeros at first.
+  // d_state.data may be null. d_beta must contain zeros.
   void backward(Tokens<const A> q, Tokens<const A> k, Rates<const A> beta, Tokens<const A> error, Tokens<const A> d_out,
                 Tokens<const A> d_state, Tokens<A> d_q, Tokens<A> d_k, Tokens<A> d_v, Rates<A> d_beta) {
     multiply_keys(q, k);
@@ -89,7 +92,7 @@ class DeltaShort {
   Tokens<A> key_, query_, d_key_, write_, d_out_, d_value_, d_state_;
   Tokens<A> key_products_, scores_, d_key_products_, d_scores_;
 
-  // product[t][s] = x_t y_s for s <= t. The tiles on the diagonal hold some more, which nobody reads.
+  // product[t][s] = x_t . y_s for s <= t. Tiles on the diagonal also contain values for s > t, which are never read.
   void multiply_lower(Tokens<A> x, Tokens<A> y, int64_t width, Tokens<A> product) {
     for (int64_t t = 0; t < length; t += kTileRows)
       for (int64_t s = 0; s < t + kTileRows; s += kTileVectors)
@@ -148,7 +151,7 @@ class DeltaShort {
     }
   }
 
-  // row[r] += the sum of factor[s][t + r] x_s over s >= t + r; or -= that over s > t + r.
+  // row[r] += the sum of factor[s][t + r] x_s over s >= t + r. With `subtract`: -= the sum over s > t + r.
   template <bool subtract, int NV>
   FWP_INLINE void add_from(Tile<A, NV>& sum, int64_t t, Tokens<A> factor, Tokens<const A> x) {
     FWP_UNROLL for (int m = 0; m < kTileRows; ++m) {
@@ -173,7 +176,8 @@ class DeltaShort {
     if (from_state)
       d_write.add_in_parts(keys, constant(d_state_, j),
                            [&](int64_t i, int r) __attribute__((always_inline)) { return key_[t + r][i]; });
-    // Later tokens first: those of this tile come one after the other, as each takes the d_value of those after it.
+    // In reverse order of tiles. Tokens of this tile run one after the other, because each needs the d_value of all
+    // later ones.
     const Tokens<const A> d_out = constant(d_out_, j), later = constant(d_value_, j);
     d_write.add(t + kTileRows, length, d_out,
                 [&](int64_t s, int r) __attribute__((always_inline)) { return scores_[s][t + r]; });

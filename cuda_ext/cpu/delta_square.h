@@ -1,4 +1,4 @@
-// The delta rule on a state in registers: see square.h. delta.h says what the three passes do.
+// The delta rule on a state in registers: see square.h. delta.h describes the three passes.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,9 @@ struct DeltaForwardSquare {
   Rates<const A> beta;
   Tokens<A> out, error;
 
-  // Each key reads the state before the last write, which is made up for: it would have to wait for all of that write.
-  // Not so the first of every kSplit tokens, so that a sequence may be split there and no bit changes.
+  // Each key reads the state before the last write, and the result is corrected. So the read does not wait for the
+  // whole write. This does not apply to the first of every kSplit tokens: so a sequence can be split there and no bit
+  // changes.
   FWP_INLINE void run() const {
     Square<A> state(block);
     for (int64_t first = 0; first < length; first += kSplit) {
@@ -40,7 +41,7 @@ struct DeltaForwardSquare {
   }
 };
 
-// All token sequences arrive reversed.
+// All token sequences are passed in reverse.
 template <typename A>
 struct DeltaBackwardWritesSquare {
   StateBlock<A, 1>& block;

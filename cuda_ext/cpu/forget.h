@@ -1,6 +1,6 @@
-// Rules that forget, on one block of columns: W_t = (f_t^T z_t) * W_{t-1} and then a write, which may depend on what a key
-// retrieves. README.md derives the backward pass. What was forgotten cannot be rewound: the forward pass keeps a state
-// after every kChunk tokens, and the backward pass rebuilds those in between, some rows at a time.
+// Rules that forget, on one block of columns: W_t = (f_t^T z_t) * W_{t-1}, then a write, which may depend on what a key
+// retrieves. README.md derives the backward pass. Forgetting cannot be undone. So the forward pass keeps the state
+// after every kChunk tokens, and the backward pass rebuilds the states in between, a few rows at a time.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace fwp {
 
-// What fades: the whole memory alike, the rows of each element of a key, or those and the columns of each of a value.
+// What a decay multiplies: the whole state (kHead), its rows (kKey), or its rows and its columns (kKeyAndValue).
 enum class Fades { kHead, kKey, kKeyAndValue };
-// What is erased before a write: nothing, what the key retrieves from the faded memory, or what a key of its own
-// retrieves from the memory before it.
+// What is erased before a write: nothing, what the key retrieves from the state after its decay (kKey), or what a
+// separate removal key retrieves from the state before its decay (kRemoval).
 enum class Erases { kNothing, kKey, kRemoval };
 
 template <Fades fades_, Erases erases_>
@@ -22,14 +22,14 @@ struct Kind {
   static constexpr bool retrieves = erases != Erases::kNothing;
 };
 
-// The tokens of one head, from some columns on. A member that a kind has not is null; a rate may be.
+// The tokens of one head, from some column on. A member that a rule does not have is null; `rate` may be null, too.
 template <typename A>
 struct ForgetTokens {
   Tokens<const A> q, k, v;
   Tokens<const A> key_decay, value_decay;
-  Rates<const A> head_decay;             // in place of both
+  Rates<const A> head_decay;             // replaces both
   Rates<const A> rate;                   // of the write
-  Tokens<const A> removal, removal_key;  // the key that is written under, and the one that retrieves
+  Tokens<const A> removal, removal_key;  // the key that is written with, and the key that retrieves
 
   FWP_INLINE A rate_at(int64_t t) const { return rate.data ? rate[t] : 1; }
   ForgetTokens reversed(int64_t length) const {
@@ -40,28 +40,29 @@ struct ForgetTokens {
 };
 
 template <typename A>
-struct ForgetGradients {  // likewise
+struct ForgetGradients {  // null like ForgetTokens
   Tokens<A> q, k, v, key_decay, value_decay;
   Rates<A> head_decay, rate;
   Tokens<A> removal, removal_key;
 };
 
-// One pass a group of tokens: what fades and is written, and their reads. Of rules that retrieve also what the keys of the
-// next two find: with r these keys and D what fades, token 0 retrieves r_0 D_0 W and token 1 r_1 D_1 D_0 W (without the
-// last D where a removal retrieves). Both read W, by keys that have faded; what token 0 writes is added by products.
+// One pass per group of tokens: decays and writes, then reads. Rules that retrieve also read for the next two tokens.
+// With retrieving keys r and decays D, token 0 retrieves r_0 D_0 W and token 1 r_1 D_1 D_0 W. For a removal the
+// leftmost D is left out. Both read W, with keys multiplied by the decays. Products of keys then add what token 0
+// writes.
 template <typename A, int NV, typename K>
 struct ForgetForward {
-  static constexpr int kGroup = K::retrieves ? kDeltaTokens : NV == 4 ? 2 : kTokens;  // what the registers hold
+  static constexpr int kGroup = K::retrieves ? kDeltaTokens : NV == 4 ? 2 : kTokens;  // limited by registers
   static_assert(!K::retrieves || kGroup == 2);
 
   StateBlock<A, NV>& block;
   const ForgetTokens<A> in;
   Tokens<A> out, retrieved;
-  Tokens<A> kept;  // rows of the state after the chunk that begins with `first`: those of all whole chunks are kept
+  Tokens<A> kept;  // rows of the state after the chunk that starts at `first`; the states of all whole chunks are kept
   A* scratch;      // 2 x rows
-  int64_t first = 0, last = 0;  // the chunk: tokens from which run counts, and the last one
-  // Of the coming group: what its keys find in the state before it, and the products of the second one with what the
-  // first one writes under.
+  int64_t first = 0, last = 0;  // the chunk: the first token that run() counts from, and the last token
+  // For the next group: what its keys retrieve from the state before it, and the products of its second key with the
+  // keys that the first token writes with.
   Group<A, NV> found[2] = {};
   A with_key = 0, with_removal = 0;
 
@@ -122,7 +123,7 @@ struct ForgetForward {
   }
 
  private:
-  // Turn the values of a group into its writes, one after the other; what they retrieve is stored.
+  // Turn the values of a group into its sequential writes, and store what they retrieve.
   template <int T>
   FWP_INLINE void solve(int64_t t, Group<A, NV> (&value)[T], Group<A, NV> (&removed)[T]) {
     FWP_UNROLL for (int s = 0; s < T; ++s) {
@@ -143,8 +144,8 @@ struct ForgetForward {
     }
   }
 
-  // The keys by which tokens t and t + 1 read the state before them, and their products. Past the chunk the last key is
-  // repeated: what it finds is not used.
+  // The keys with which tokens t and t + 1 read the state before both, and their products. Past the end of the chunk,
+  // the last key is repeated and its retrieved value is not used.
   FWP_INLINE void prepare(int64_t t, const A* (&reader)[2], A (&scale)[2]) {
     const int64_t u = std::min(t, last), n = std::min(t + 1, last);
     const bool of_key = K::erases == Erases::kKey;
@@ -183,7 +184,7 @@ struct ForgetForward {
     return sum_lanes<A>(sum);
   }
 
-  // What the first keys of a chunk find.
+  // Compute what the first keys of a chunk retrieve.
   FWP_INLINE void start() {
     const A* reader[2];
     A scale[2];
@@ -221,11 +222,11 @@ struct ForgetForward {
   }
 };
 
-// In reverse over a block of value columns of G, the gradient of W, for rules that retrieve: the gradients of what they
-// wrote under their keys, d_value_t = rate_t k_t G_t, and d_rate_t; or of what they removed, d_removed_t = -x_t G_t. All
-// token sequences arrive reversed. As forwards, a pass changes G by a group of two tokens and reads what the next needs.
-// ForgetBackward repeats the operations on G in their order, and so to the last bit: errors of its own would add up, as
-// nothing there corrects them.
+// In reverse over a block of value columns of G, the gradient of W, for rules that retrieve. If they erase with the
+// key, this computes d_value_t = rate_t k_t G_t and d_rate_t; if they remove, d_removed_t = -x_t G_t. All token
+// sequences are passed in reverse. Like the forward pass, one pass changes G by a group of two tokens and reads for the
+// next group. ForgetBackward repeats the operations on G in the same order, so to the last bit: it does not correct
+// errors, so different ones would add up.
 template <typename A, int NV, typename K>
 struct RetrieveBackward {
   static constexpr int kGroup = 2;
@@ -236,7 +237,7 @@ struct RetrieveBackward {
   Tokens<const A> d_out, retrieved;
   Tokens<A> d_retrieved;  // d_value or d_removed
   Rates<A> d_rate;
-  const bool add;  // whether other columns have been here: to d_rate
+  const bool add;  // whether to add to d_rate (other columns came before)
   A* scratch;      // rows
   Group<A, NV> found[2] = {};
   A with_query[2] = {}, with_first_query = 0, with_key = 0;
@@ -312,7 +313,7 @@ struct RetrieveBackward {
     }
   }
 
-  // As ForgetForward::prepare. Here G takes a query's d_out before it is read, and fades after it.
+  // Like ForgetForward::prepare. Here G takes the d_out of a query before it is read, and decays after it.
   FWP_INLINE void prepare(int64_t t, const A* (&reader)[2], A& scale) {
     const int64_t u = std::min(t, length - 1), n = std::min(t + 1, length - 1);
     const bool of_key = K::erases == Erases::kKey;
@@ -359,27 +360,27 @@ struct RetrieveBackward {
   }
 };
 
-// In reverse over a block of key columns of W^T, with G the gradient of W. Nothing here mixes elements of W or of G, so a
-// few rows go through a whole chunk, forwards and back, before the next ones do. Of a rule that retrieves everything that
-// it wrote or removed is known by now, and the gradients of it.
+// In reverse over a block of key columns of W^T, with G the gradient of W. No operation mixes elements of W or of G. So
+// a few rows go through a whole chunk, forward and back, before the next rows. For a rule that retrieves, all that it
+// wrote or removed is already known, with its gradients.
 template <typename A, int NV, typename K>
 struct ForgetBackward {
   static constexpr int64_t kWidth = NV * kLanes<A>;
   static constexpr bool kRemoves = K::erases == Erases::kRemoval;
   // Sums over rows for each token: d_q, d_k, d_decay, and those of a removal and its key.
   static constexpr int64_t kSums = (kRemoves ? 5 : 3) * kWidth;
-  // All rows of G, the states of a few rows in a chunk, and the sums of a chunk, twice.
+  // All rows of G, the states of a few rows in a chunk, and two arrays of the sums of a chunk.
   static int64_t scratch(int64_t rows) { return (rows + kChunk * kPiece<A>)*kWidth + 2 * kChunk * kSums; }
 
   const int64_t length, rows, columns;
-  const ForgetTokens<A> in;  // v: of a rule that erases with the key, what was written
+  const ForgetTokens<A> in;  // v: the written value, if the rule erases with the key
   Tokens<const A> d_out;
   Tokens<const A> removed, d_retrieved;  // of a rule that retrieves; d_retrieved is d_v or d_removed
   const ForgetGradients<A> to;
-  const bool add;  // whether other columns have been here: to d_v, d_value_decay, d_head_decay and d_rate
+  const bool add;  // whether to add to d_v, d_value_decay, d_head_decay and d_rate (other columns came before)
   Matrix<const A> initial, d_final;
   Matrix<A> d_initial;
-  const A* kept;  // transposed, as are these
+  const A* kept;  // transposed, like the matrices above
   int64_t kept_stride;
   A* work;
 
@@ -406,7 +407,7 @@ struct ForgetBackward {
     return x;
   }
 
-  // What token t keeps of row j, and its key as it writes it.
+  // The decay of row j at token t, and the key that token t writes with.
   FWP_INLINE Group<A, NV> load_decay(int64_t t) const {
     Group<A, NV> x;
     if constexpr (K::fades == Fades::kHead)
@@ -418,7 +419,7 @@ struct ForgetBackward {
   FWP_INLINE Group<A, NV> load_key(int64_t t) const {
     Group<A, NV> x;
     x.load_from(in.k[t], columns);
-    // Values that fade come without a rate: to ask for one here costs the decay rule 8 %.
+    // Rules whose values decay have no rate. Testing for one here costs the decay rule 8 %.
     if constexpr (K::fades != Fades::kKeyAndValue && K::erases != Erases::kKey)
       if (in.rate.data) x.scale(in.rate[t]);
     return x;
@@ -438,9 +439,9 @@ struct ForgetBackward {
     }
   }
 
-  // What this chunk will write and the one before it will read, fetched some lines a token. Rows come kPiece at a time,
-  // so a line of them has four turns, and each kind of vector has one of these. Into the second-level cache: in the first
-  // one it would be in the way, or be gone before it is its turn.
+  // Prefetch what this chunk will write and the previous chunk will read, some lines per token. Rows come kPiece at a
+  // time, so four steps share a cache line, and each kind of vector is fetched in one of the four. The target is the
+  // second-level cache: the first-level cache would evict the data before its use, or need the space.
   struct Lines {
     static constexpr int kLines = K::retrieves ? 4 : 3;
     const A* line[kLines];
@@ -449,7 +450,8 @@ struct ForgetBackward {
     explicit Lines(const A* nothing) : stride{} {
       for (const A*& x : line) x = nothing;
     }
-    // The line of `column`, of each token from t on; a kind may be absent. Past an end it is fetched in vain.
+    // The line of `column`, for each token from t on. `data` may be null. Fetches past the end are useless but
+    // harmless.
     void set(int n, const A* data, int64_t token_stride, int64_t t, int64_t column) {
       if (!data || n >= kLines) return;
       line[n] = address(data, t * token_stride + column);
@@ -460,7 +462,7 @@ struct ForgetBackward {
     }
   };
 
-  // `earlier` is the state before the chunk before this one, or null.
+  // `earlier` is the state two chunks back (the state before the previous chunk), or null.
   Lines lines_due(int64_t first, int64_t j, const A* earlier) const {
     constexpr int64_t kLine = Tokens<A>::kLine;
     const int64_t column = j / kLine * kLine, before = first - kChunk;
@@ -496,7 +498,7 @@ struct ForgetBackward {
     return lines;
   }
 
-  // Over kSumRows rows at a time, as in RowSums: the first ones' part becomes the total.
+  // Process kSumRows rows at a time, as in RowSums. The first part initializes the total.
   void run_chunk(int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier) {
     A *total = work + (rows + kChunk * kPiece<A>)*kWidth, *part = total + kChunk * kSums;
     for (int64_t begin = 0; begin == 0 || begin < rows; begin += kSumRows) {
@@ -514,7 +516,7 @@ struct ForgetBackward {
 
   template <int R>
   void run_rows(int64_t j, int64_t first, int64_t tokens, const Matrix<const A>& state, const A* earlier, A* sums) {
-    const ForgetBackward self = *this;  // for all the compiler knows, a store may change *this, but not what is local
+    const ForgetBackward self = *this;  // a local copy: the compiler must assume that a store can change *this
     A *states = work + rows * kWidth, *d_rows = work + j * kWidth;
     Group<A, NV> w[R], g[R];
     FWP_UNROLL for (int r = 0; r < R; ++r) w[r] = self.load_row(state, j + r);
@@ -529,7 +531,8 @@ struct ForgetBackward {
     FWP_UNROLL for (int r = 0; r < R; ++r) g[r].store_to(d_rows + r * kWidth, kWidth);
   }
 
-  // W before token t goes to `states`, W after it gives d_q; what is retrieved on the way gives d_k or d_removal_key.
+  // W before token t is stored in `states`. W after it gives d_q. What the token retrieves in between gives d_k or
+  // d_removal_key.
   template <int R>
   FWP_INLINE void step_forward(int64_t j, int64_t t, Group<A, NV> (&w)[R], A* states, A* sums) const {
     const A *value = in.v[t] + j, *d_read = d_out[t] + j;
@@ -552,7 +555,7 @@ struct ForgetBackward {
     if constexpr (K::retrieves) d_found.store_to(d_found_sum, kWidth);
   }
 
-  // G after token t, which has the gradient of what reads it, becomes G before it.
+  // On entry G is the gradient of W after token t, without the read of token t. On return, of W before token t.
   template <int R>
   FWP_INLINE void step_back(int64_t j, int64_t t, Group<A, NV> (&g)[R], const A* states, A* sums) const {
     const A *value = in.v[t] + j, *d_read = d_out[t] + j;

@@ -1,7 +1,8 @@
-// Rules that forget and erase nothing, on the first tokens of a sequence without an initial state, in their quadratic
-// form. Key and value of token s fade on their own, X_ts = x_s * f_{s+1} * ... * f_t, and with A_ts = q_t K_ts the read is
-// out_t = sum over s <= t of A_ts V_ts: no state but the last, K_L^T V_L, is made. README.md derives the backward pass.
-// Products run forwards, one factor a token: nothing is divided, and nothing masked by a zero.
+// Rules that forget but erase nothing, on the first tokens of a sequence without an initial state, in quadratic form.
+// The key and the value of token s decay separately: X_ts = x_s * f_{s+1} * ... * f_t. With A_ts = q_t . K_ts, the
+// output is out_t = sum over s <= t of A_ts V_ts. Only the last state, K_L^T V_L, is computed. README.md derives the
+// backward pass. Products are computed in forward order, one factor per token. Nothing is divided and nothing is masked
+// by multiplying with zero.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +13,16 @@
 
 namespace fwp {
 
-// How many tokens at the start of a sequence without a state take the quadratic form: a matter of the sizes alone, as
-// for the delta rule, and whole chunks, so that the chunks of the scan stay where they are.
+// Number of tokens at the start of a sequence that use the quadratic form. As for the delta rule, it depends only on
+// the sizes. It is a multiple of kChunk, so the chunks of the scan do not move.
 inline int64_t short_decay_tokens(int64_t keys, int64_t values) {
-  // Operations of token t, forward + backward: 16 Dk Dv in the scan, t (9 Dk + 7 Dv) + 3 Dk Dv here. At 40 tokens of
-  // Dk = 256 and Dv = 64 this form took 44 ms where the scan took 115, and 9 instead of 15 where both were 64.
+  // Operations of token t, forward + backward. Scan: 16 Dk Dv. This form: t (9 Dk + 7 Dv) + 3 Dk Dv. At 40 tokens this
+  // form took 44 ms (scan 115 ms) for Dk = 256 and Dv = 64, and 9 ms (scan 15 ms) for Dk = Dv = 64.
   const int64_t even = 13 * keys * values / std::max<int64_t>(1, 9 * keys + 7 * values);
   return even < 32 ? 0 : std::min<int64_t>(64, (even + 16) / 32 * 32);
 }
 
-// One head of `length` tokens. Every array but A and its gradient is copied to scratch, padded by zeros.
+// One head of `length` tokens. All arrays except A and its gradient are copied to scratch, zero-padded.
 template <typename A, Fades fades>
 class ForgetShort {
  public:
@@ -79,13 +80,13 @@ class ForgetShort {
   }
 
  private:
-  // Vectors that fade, one a token; `last`: as the last token sees them.
+  // Vectors with a decay, one per token. `last`: the same vectors after all decays, as the last token sees them.
   struct Fading {
     Tokens<A> x, fade, last, d_x, d_fade, d_last;
     int64_t width;
   };
   using Rows = std::integral_constant<int, kTileRows>;
-  // Columns that are differentiated at once, and how many numbers a token its faded vectors are.
+  // kNarrow: vectors of columns that are differentiated together. kFaded: numbers of decayed vectors per token.
   static constexpr int kNarrow = kTileVectors / 2;
   static constexpr int64_t kFaded = kTileRows * kNarrow * kLanes<A>;
 
@@ -113,7 +114,7 @@ class ForgetShort {
 
   static A sum_of(const A* x, int64_t columns) {
     Vector<A> sum = {};
-    for (int64_t i = 0; i < columns; i += kLanes<A>) sum += load_part(x + i, columns - i);  // any number pads it
+    for (int64_t i = 0; i < columns; i += kLanes<A>) sum += load_part(x + i, columns - i);  // the padding of x is arbitrary
     return sum_lanes<A>(sum);
   }
 
@@ -121,7 +122,8 @@ class ForgetShort {
     for (int64_t t = 0; t < length; ++t) std::memcpy(to[t], x[t], columns * sizeof(A));
   }
 
-  // f(t, how many of the tokens s to s + 3 are before t) for t = s, s + 1, ..., or in reverse. The number is a type.
+  // Call f(t, how many of the tokens s to s + 3 are before t) for t = s, s + 1, ..., or in reverse. The count is a
+  // constant.
   template <typename F>
   FWP_INLINE void for_tokens_from(int64_t s, F f) const {
     if (s < length) f(s, std::integral_constant<int, 0>{});
@@ -140,7 +142,8 @@ class ForgetShort {
     if (s < length) f(s, std::integral_constant<int, 0>{});
   }
 
-  // From what token t - 1 sees of four tokens, of which `earlier` are before t, to what token t does.
+  // From four vectors as token t - 1 sees them to the same vectors as token t sees them. `earlier` of the four are
+  // before t.
   template <bool kFades, int earlier, int NV>
   static FWP_INLINE void advance(const Fading& chain, int64_t t, int64_t j, Group<A, NV> (&faded)[kTileRows]) {
     if constexpr (kFades && earlier > 0) {
@@ -152,7 +155,7 @@ class ForgetShort {
     if constexpr (earlier < kTileRows) faded[earlier].load_from(chain.x[t] + j, NV * kLanes<A>);
   }
 
-  // scores[t][s] = y_t X_ts for s <= t, and the last X.
+  // scores[t][s] = y_t . X_ts for s <= t. Also stores the last X.
   template <bool kFades>
   void score(const Fading& chain, Tokens<A> y, Tokens<A> scores) {
     for_panels<A>(chain.width, [&](int64_t j, auto vectors) {
@@ -183,7 +186,7 @@ class ForgetShort {
     });
   }
 
-  // out_t = sum over s <= t of scores[t][s] X_ts, and the last X.
+  // out_t = sum over s <= t of scores[t][s] X_ts. Also stores the last X.
   template <bool kFades>
   void read(const Fading& chain, Tokens<A> scores, Tokens<A> out) {
     for_panels<A>(chain.width, [&](int64_t j, auto vectors) {
@@ -207,7 +210,7 @@ class ForgetShort {
     });
   }
 
-  // The gradients of the last keys and values, from that of the state that they make.
+  // The gradients of the last keys and values, from the gradient of the last state.
   void differentiate_last(Tokens<const A> d_state) {
     const int64_t tokens = round_up(length, kTileRows);
     if (!d_state.data) {
@@ -228,8 +231,8 @@ class ForgetShort {
     });
   }
 
-  // Gradients of x and f, from d_scores: those of y_t X_ts; X_Ls has one of its own as well. With kQueries also that of
-  // y: d_query.
+  // Gradients of x and f, from d_scores, the gradient of y_t . X_ts. X_Ls also has a gradient of its own. With
+  // kQueries, also computes d_query, the gradient of y.
   template <bool kFades, bool kQueries>
   void differentiate(const Fading& chain, Tokens<A> y, Tokens<A> d_scores) {
     for_panels<A, kNarrow>(chain.width, [&](int64_t j, auto vectors) {
@@ -295,7 +298,7 @@ class ForgetShort {
     return sum;
   }
 
-  // The gradients of the rates, and those of the keys from those of rate * k.
+  // The gradients of the rates, and the gradients of the keys from those of rate * k.
   void differentiate_rates(const ForgetTokens<A>& in, Rates<A> d_rate) {
     for (int64_t t = 0; t < length; ++t) {
       Vector<A> sum = {};

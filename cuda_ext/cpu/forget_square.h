@@ -1,4 +1,4 @@
-// Rules that forget and erase nothing, on a state in registers: see square.h. forget.h says what the passes do.
+// Rules that forget but erase nothing, on a state in registers: see square.h. forget.h describes the passes.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 
 namespace fwp {
 
-// What one token leaves of a state: of row i the share rows[i] * lanes, or one of these, or the same of all of it.
+// The decay of a state by one token. Row i is multiplied by rows[i] * lanes, by one of the two, or by one number for
+// all.
 template <typename A, bool kRows, bool kLanesFade>
 struct Fade {
   const A* rows = nullptr;
@@ -49,7 +50,7 @@ struct ForgetForwardSquare {
 
 template <typename A, Fades fades>
 struct ForgetBackwardSquare {
-  static constexpr int kSize = kLanes<A> * kLanes<A>;  // of a state
+  static constexpr int kSize = kLanes<A> * kLanes<A>;  // numbers of a state
   static constexpr int64_t scratch() { return kChunk * kSize; }
 
   const int64_t length;
@@ -76,7 +77,7 @@ struct ForgetBackwardSquare {
     return Square<A>(StateBlock<A, 1>(kLanes<A>, kLanes<A>, m, {nullptr, 0, 0}, work));
   }
   FWP_INLINE Vector<A> key(int64_t t) const { return in.rate_at(t) * load(in.k[t]); }
-  // Rows are those of the value here, and lanes those of the key.
+  // Rows of the state are value dimensions here, and lanes are key dimensions.
   FWP_INLINE auto fade_at(int64_t t) const {
     Fade<A, fades == Fades::kKeyAndValue, true> fade;
     if constexpr (fades == Fades::kHead)
@@ -87,7 +88,7 @@ struct ForgetBackwardSquare {
     return fade;
   }
 
-  // The states before each token, and d_q.
+  // Store the state before each token, and d_q.
   FWP_INLINE void rebuild(int64_t first, int64_t end, const Matrix<const A>& before) const {
     A* next = work;
     Square<A> state = square_of(before);
@@ -106,7 +107,7 @@ struct ForgetBackwardSquare {
     gradient.add(d_out[t], load(in.q[t]));
     const Vector<A> d_key = gradient.read(in.v[t]);
     store(to.v[t], gradient.multiply(key(t)));
-    // The gradient of what is left of row j; that of the state goes on to the one before.
+    // Return the gradient of the decay of row j, and turn the gradient of row j into that before the decay.
     const auto pass_fade = [&](int j) __attribute__((always_inline)) {
       const Vector<A> d_fade = gradient.row[j] * load(before + j * kLanes<A>);
       gradient.row[j] *= fade.of(j);

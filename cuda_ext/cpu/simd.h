@@ -1,5 +1,5 @@
-// Explicit vectors of the widest unit that the compiler was told of, through the vector extension of GCC and Clang.
-// The compiler is not left to choose: 64-byte vectors on a machine without AVX-512 are some thirty times slower.
+// Explicit vectors of the widest unit that the compiler may use, through the vector extension of GCC and Clang. The
+// size is not left to the compiler: 64-byte vectors on a machine without AVX-512 are about thirty times slower.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Tokens that share one pass over the state. Every pass keeps up to three vectors a token and column group in
-// registers: 32 registers hold four tokens, 16 hold two.
+// Tokens that share one pass over the state. A pass keeps up to three vectors per token and column group in registers:
+// 32 registers hold four tokens, 16 hold two.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTokens = 4;
 #else
@@ -51,7 +51,7 @@ FWP_INLINE void store(A* p, Vector<A> x) {
   std::memcpy(p, &x, sizeof x);
 }
 
-// GCC loads what is used several times again for each use, as an operand of its instruction; loads are what is scarce.
+// Keep x in a register. GCC would load it again for each use, as a memory operand, and loads are the bottleneck.
 template <typename A>
 FWP_INLINE Vector<A> in_register(Vector<A> x) {
 #if defined(__x86_64__)
@@ -62,7 +62,7 @@ FWP_INLINE Vector<A> in_register(Vector<A> x) {
   return x;
 }
 
-// Out of line: inlined into every kernel, the rare case took half of the time to compile them.
+// Not inlined: inlining this rare case into every kernel took half of the compile time.
 template <typename A>
 __attribute__((noinline)) Vector<A> load_fewer(const A* p, int64_t n) {
   A part[kLanes<A>] = {};
@@ -77,7 +77,7 @@ __attribute__((noinline)) void store_fewer(A* p, Vector<A> x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = part[i];
 }
 
-// The first n numbers at p, zeros after them.
+// The first n numbers at p, followed by zeros.
 template <typename A>
 FWP_INLINE Vector<A> load_part(const A* p, int64_t n) {
   return n >= kLanes<A> ? load(p) : load_fewer(p, n);
@@ -88,8 +88,8 @@ FWP_INLINE void store_part(A* p, Vector<A> x, int64_t n) {
   return n >= kLanes<A> ? store(p, x) : store_fewer(p, x, n);
 }
 
-// Lane n of the result is lane Source{}(n) of a and b, whose lanes count on from those of a. GCC takes the lanes one by
-// one, as Clang does, only since version 12.
+// Lane n of the result is lane Source{}(n) of a and b; the lanes of b are numbered after those of a. GCC accepts single
+// lane indices, as Clang does, only since version 12.
 template <typename A, typename Source>
 FWP_INLINE Vector<A> shuffle(Vector<A> a, Vector<A> b, Source) {
   return [&]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
@@ -102,7 +102,8 @@ FWP_INLINE Vector<A> shuffle(Vector<A> a, Vector<A> b, Source) {
   }(std::make_integer_sequence<int, kLanes<A>>());
 }
 
-// The sum of all lanes, by halves that change places: through memory, the parts would wait for the whole to be stored.
+// The sum of all lanes, by exchanging halves. Through memory, the loads of parts would wait for the store of the whole
+// vector.
 template <typename A, int half = kLanes<A> / 2>
 FWP_INLINE A sum_lanes(Vector<A> x) {
   x += shuffle<A>(x, x, [](int lane) { return lane ^ half; });
@@ -110,7 +111,7 @@ FWP_INLINE A sum_lanes(Vector<A> x) {
   return x[0];
 }
 
-// As many numbers as 16 bytes hold: so many sums across lanes are made together.
+// The numbers in 16 bytes; also the number of sums across lanes that are computed together.
 template <typename A>
 constexpr int kPiece = 16 / int(sizeof(A));
 template <typename A>
@@ -120,7 +121,7 @@ struct PieceOf {
 template <typename A>
 using Piece = typename PieceOf<A>::type;
 
-// Of every 16 bytes of a and b the lower or upper half, interleaved in runs of kRun elements.
+// The lower or upper half of every 16 bytes of a and b, interleaved in runs of kRun elements.
 template <bool kUpper, int kRun, typename A>
 FWP_INLINE Vector<A> interleave(Vector<A> a, Vector<A> b) {
   return shuffle<A>(a, b, [](int lane) {
@@ -147,15 +148,16 @@ FWP_INLINE Piece<A> sums_of(const Vector<A>* x) {
   return piece[0];
 }
 
-// Of vectors in runs of `half` lanes: the sums of x's runs by twos in every first run, those of y's in every second one.
+// Split x and y into runs of `half` lanes. Even runs of the result are the sums of two neighboring runs of x, and odd
+// runs those of y.
 template <int half, typename A>
 FWP_INLINE Vector<A> sum_runs(Vector<A> x, Vector<A> y) {
-  // What is in its place already is taken by a blend, which is cheaper than a shuffle.
+  // Lanes that do not move are taken by a blend, which is cheaper than a shuffle.
   return shuffle<A>(x, y, [](int lane) { return lane % (2 * half) < half ? lane : kLanes<A> + lane; }) +
          shuffle<A>(x, y, [](int lane) { return lane % (2 * half) < half ? lane + half : kLanes<A> + lane - half; });
 }
 
-// The lower halves of a and b, or the upper ones.
+// The lower halves of a and b, or the upper halves.
 template <bool kUpper, typename A>
 FWP_INLINE Vector<A> join_halves(Vector<A> a, Vector<A> b) {
   return shuffle<A>(a, b, [](int lane) {
@@ -164,8 +166,8 @@ FWP_INLINE Vector<A> join_halves(Vector<A> a, Vector<A> b) {
   });
 }
 
-// The sum of the lanes of x[n] in lane n of x[0], for kLanes vectors: each step folds two vectors into one. With a smaller
-// `half`, the same within every run of 2 half lanes, for 2 half vectors.
+// Store the sum of the lanes of x[n] in lane n of x[0], for kLanes vectors. Each step combines pairs of vectors. With a
+// smaller `half`, the same within every run of 2 half lanes, for 2 half vectors.
 template <typename A, int half = kLanes<A> / 2>
 FWP_INLINE void sum_lanes_of_each(Vector<A>* x) {
   FWP_UNROLL for (int n = 0; n < half; ++n)

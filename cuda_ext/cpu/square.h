@@ -1,14 +1,14 @@
-// A square state of as many rows as a vector has lanes (16 with AVX-512, the small language models of Schlag et al. 2021):
-// it stays in registers over all tokens, so that no token shares a pass with another one, and what that takes to make up
-// for falls away.
+// A square state with as many rows as a vector has lanes: 16 with AVX-512, as in the small language models of Schlag et
+// al. 2021. It stays in registers for all tokens. So tokens do not share passes, and the corrections within a group are
+// not needed.
 #pragma once
 
 #include "state_block.h"
 
 namespace fwp {
 
-// The sum of the lanes of part(i) in lane i. As sum_lanes_of_each, but one pair after the other, for which there are
-// registers.
+// Lane i is the sum of the lanes of part(i). Unlike sum_lanes_of_each, it combines one pair at a time, which needs
+// fewer registers.
 template <typename A, int half = 1, typename F>
 FWP_INLINE Vector<A> sum_lanes_in_turn(F part, int i = 0) {
   if constexpr (half == kLanes<A>)
@@ -17,7 +17,7 @@ FWP_INLINE Vector<A> sum_lanes_in_turn(F part, int i = 0) {
     return sum_runs<half, A>(sum_lanes_in_turn<A, 2 * half>(part, i), sum_lanes_in_turn<A, 2 * half>(part, i + half));
 }
 
-// The sum of part(i) over as many i, in four running sums: one would make every part wait for the one before it.
+// The sum of part(i) over all i, in four running sums. In a single sum, each part would wait for the previous one.
 template <typename A, typename F>
 FWP_INLINE Vector<A> sum_in_turn(F part) {
   constexpr int kSums = kLanes<A> < 4 ? kLanes<A> : 4;
@@ -34,7 +34,7 @@ struct Square {
   Vector<A> row[kRows];
 
   explicit FWP_INLINE Square(const StateBlock<A, 1>& block) {
-    // Through memory: an array that is indexed by a variable lives there.
+    // Through memory, because an array with a variable index is kept there.
     Vector<A> given[kRows];
     block.read_rows([&](int64_t i, const Group<A, 1>& w) __attribute__((always_inline)) { given[i] = w.x[0]; }, [] {});
     FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] = given[i];
@@ -44,7 +44,7 @@ struct Square {
     FWP_UNROLL for (int i = 0; i < kRows; ++i) result[i] = row[i];
     block.change_rows_last([&](int64_t i, Group<A, 1>& w) __attribute__((always_inline)) { w.x[0] = result[i]; });
   }
-  FWP_INLINE A* store_to(A* p) const {  // returns the end
+  FWP_INLINE A* store_to(A* p) const {  // returns the end of the written numbers
     FWP_UNROLL for (int i = 0; i < kRows; ++i) store(p + i * kRows, row[i]);
     return p + kRows * kRows;
   }
@@ -62,11 +62,11 @@ struct Square {
   FWP_INLINE void subtract(const A* x, Vector<A> y) {
     FWP_UNROLL for (int i = 0; i < kRows; ++i) row[i] -= x[i] * y;
   }
-  // x times this.
+  // x times this matrix.
   FWP_INLINE Vector<A> read(const A* x) const {
     return sum_in_turn<A>([&](int i) __attribute__((always_inline)) { return x[i] * row[i]; });
   }
-  // This times y^T: lane i is row i times y.
+  // This matrix times y^T: lane i is row i times y.
   FWP_INLINE Vector<A> multiply(Vector<A> y) const {
     return sum_lanes_in_turn<A>([&](int i) __attribute__((always_inline)) { return row[i] * y; });
   }

@@ -1,8 +1,9 @@
-// One block of a fast weight matrix W (rows x columns) and the passes over it that the rules are made of.
+// One block of a fast weight matrix W (rows x columns), and the passes over it that the rules consist of.
 //
-// A block is some vectors of columns wide: columns of W never meet, so blocks are independent. A pass takes T tokens at
-// once: each row is loaded once, written by the T rank-one updates in order, read by the T tokens, and stored once.
-// So the memory traffic of the state, which bounds a token-by-token loop, falls by T while the flops stay the same.
+// A block is a few vectors of columns wide. The columns of W are independent, so blocks are, too. A pass processes T
+// tokens. It loads each row once, writes the T rank-one updates in order, reads for the T tokens, and stores the row
+// once. So the memory traffic of the state, the bottleneck of a token-by-token loop, falls by T at the same number of
+// flops.
 #pragma once
 
 #include <algorithm>
@@ -11,37 +12,38 @@
 
 namespace fwp {
 
-// Bytes that a cache fetches together, on nearly every machine.
+// Bytes of a cache line, on nearly every machine.
 constexpr int kLineBytes = 64;
 
-// Tokens between two states that rules that forget keep: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
+// Rules that forget keep a state after every kChunk tokens: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
 constexpr int64_t kChunk = 32;
 
-// A sequence split at multiples of so many tokens gives the outputs and states of the whole, to the last bit.
+// A sequence that is split at multiples of kSplit tokens gives bit-identical outputs and states.
 constexpr int64_t kSplit = 64;
 
-// How far ahead tokens are fetched. Left to itself, the processor took up to twice as long over tokens that do not lie
-// in the second-level cache; and longer still where only some of a pass's inputs and results were fetched. Half as many
-// or twice as many did as well.
+// Number of tokens to prefetch ahead. Without prefetching, passes over tokens outside the second-level cache took up to
+// twice as long. Prefetching only some of the inputs and results was slower still. Half or twice as many tokens did as
+// well.
 constexpr int kTokensAhead = 8;
 
-// A pass over so few rows is too short to pay for it. (delta.h has fewer for its own passes, which do more with a row.)
+// A pass over at most this many rows is too short for prefetching to pay off. (delta.h has a smaller number for its own
+// passes, which do more work per row.)
 constexpr int64_t kFewRows = 32;
 
-// A matrix with any strides; data may be null.
+// A matrix with any strides. `data` may be null.
 template <typename A>
 struct Matrix {
   A* data;
   int64_t row_stride, column_stride;
 };
 
-// Where element i of p is, or would be: p may be null and i past an end, which arithmetic with pointers does not allow.
+// The address of element i of p. p may be null and i may be past the end, which pointer arithmetic does not allow.
 template <typename A>
 FWP_INLINE A* address(A* p, int64_t i) {
   return reinterpret_cast<A*>(reinterpret_cast<uintptr_t>(p) + uintptr_t(i) * sizeof(A));
 }
 
-// One vector a token; the elements of a vector are neighbours in memory.
+// One vector per token. The elements of a vector are contiguous.
 template <typename A>
 struct Tokens {
   static constexpr int64_t kLine = kLineBytes / int64_t(sizeof(A));  // elements
@@ -52,13 +54,13 @@ struct Tokens {
   Tokens reversed(int64_t length) const { return {address(data, (length - 1) * stride), -stride}; }
 };
 
-// Coming tokens on their way into the cache, those that will be written as well, since a store waits for its line as a
-// load does. One line a row while a pass goes over its rows: all lines at once kept the loads behind them waiting, and
-// passes over thousands of tokens took a tenth to a fifth longer.
+// Prefetches the next tokens, including those that will be written, because a store waits for its cache line like a
+// load. It fetches one line per row of the pass. Fetching all lines at once delayed the loads after them: passes over
+// thousands of tokens took 10 to 20 % longer.
 template <typename A, int T, int kKinds>
 class Ahead {
  public:
-  // T tokens from t on of each of x, if they are wanted.
+  // T tokens from t on of each of x, if `wanted`.
   template <typename... X>
   FWP_INLINE Ahead(bool wanted, int64_t t, const X&... x) : wanted_(wanted) {
     static_assert(sizeof...(x) == kKinds);
@@ -71,7 +73,7 @@ class Ahead {
     FWP_UNROLL for (; n < kSlots; ++n) token_[n] = token_[0];
   }
 
-  // Row i is worth line i / kLine of a token. What lies past the end of one is fetched in vain.
+  // Row i fetches line i / kLine of a token. Fetches past the end of a token are useless but harmless.
   FWP_INLINE void fetch(int64_t i) const {
     if (!wanted_) return;
     FWP_UNROLL for (int n = 0; n < kSlots; n += kLine)
@@ -80,7 +82,7 @@ class Ahead {
 
  private:
   static constexpr int64_t kLine = Tokens<A>::kLine;
-  static constexpr int kSlots = (T * kKinds + kLine - 1) / kLine * kLine;  // some lines a row where tokens are many
+  static constexpr int kSlots = (T * kKinds + kLine - 1) / kLine * kLine;  // several lines per row if tokens are many
   const bool wanted_;
   const A* token_[kSlots];
 };
@@ -90,7 +92,7 @@ struct NothingAhead {
 };
 
 template <typename A>
-struct Rates {  // one number a token
+struct Rates {  // one number per token
   A* data;
   int64_t stride;
   A& operator[](int64_t t) const { return data[t * stride]; }
@@ -98,7 +100,7 @@ struct Rates {  // one number a token
 };
 
 template <typename A, int NV>
-struct Group {  // NV vectors of neighbouring columns
+struct Group {  // NV vectors of adjacent columns
   Vector<A> x[NV];
 
   Group() = default;
@@ -119,7 +121,7 @@ struct Group {  // NV vectors of neighbouring columns
   FWP_INLINE void scale(A factor) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] *= factor;
   }
-  // What follows cannot be fused with what was before.
+  // Keep the compiler from fusing earlier operations with later ones.
   FWP_INLINE void round() {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] = in_register<A>(x[n]);
   }
@@ -129,13 +131,13 @@ struct Group {  // NV vectors of neighbouring columns
   FWP_INLINE void add(A factor, const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] += factor * other.x[n];
   }
-  // add(-factor, other) would negate every factor before it becomes a vector.
+  // Not add(-factor, other): that would negate each factor before it is broadcast to a vector.
   FWP_INLINE void subtract(A factor, const Group& other) {
     FWP_UNROLL for (int n = 0; n < NV; ++n) x[n] -= factor * other.x[n];
   }
 };
 
-// One vector, whose lanes add up to the product x y.
+// One vector. The sum of its lanes is the product x . y.
 template <typename A, int NV>
 FWP_INLINE Vector<A> multiply_lanes(const Group<A, NV>& x, const Group<A, NV>& y) {
   Vector<A> product = x.x[0] * y.x[0];
@@ -143,8 +145,8 @@ FWP_INLINE Vector<A> multiply_lanes(const Group<A, NV>& x, const Group<A, NV>& y
   return product;
 }
 
-// Sums over the rows of a block, one a token. Their parts are put aside after every kSumRows rows: the rounding error of
-// one running sum over hundreds of rows would be several times that of a matrix product in the same precision.
+// Sums over the rows of a block, one per token. Partial sums over kSumRows rows are added up separately. One running
+// sum over hundreds of rows would have several times the rounding error of a matrix product of the same precision.
 constexpr int64_t kSumRows = 32;
 template <typename A, int NV, int T>
 struct RowSums {
@@ -154,14 +156,14 @@ struct RowSums {
     FWP_UNROLL for (int s = 0; s < T; ++s) total[s].clear();
     if (several_parts_) FWP_UNROLL for (int s = 0; s < T; ++s) aside_[s].clear();
   }
-  // Between two parts.
+  // Call between two parts.
   FWP_INLINE void settle() {
     FWP_UNROLL for (int s = 0; s < T; ++s) {
       aside_[s].add(total[s]);
       total[s].clear();
     }
   }
-  // After the last one: total is the sum of all.
+  // Call after the last part. `total` is then the sum of all parts.
   FWP_INLINE void finish() {
     if (several_parts_) FWP_UNROLL for (int s = 0; s < T; ++s) total[s].add(aside_[s]);
   }
@@ -171,12 +173,12 @@ struct RowSums {
   Group<A, NV> aside_[T];
 };
 
-// Rows of a given state that are fetched ahead: the processor does not do so across pages, and a decoding step reads states
-// faster than they arrive. Past the last row lies the next head's state.
+// Rows of a given state to prefetch ahead. Hardware prefetching stops at page borders, and a decoding step is limited
+// by the loading of states. Past the last row lies the state of the next head.
 constexpr int64_t kRowsAhead = 24;
 
-// The block in memory. The first pass reads the given state and the last one writes the new state, where their layout
-// allows it; in between the block lives in `work`, which is contiguous and small enough for the first-level cache.
+// The block in memory. The first pass reads the given state and the last pass writes the new state, if their layout
+// allows it. In between, the block is in `work`, which is contiguous and fits in the first-level cache.
 template <typename A, int NV>
 class StateBlock {
  public:
@@ -196,7 +198,7 @@ class StateBlock {
         work[i * kWidth + j] = initial.data[i * initial.row_stride + j * initial.column_stride];
   }
 
-  // f(i, w) sees row i and does not change it; settle() comes between parts of kSumRows rows.
+  // f(i, w) reads row i and must not change it. settle() is called between parts of kSumRows rows.
   template <typename F, typename S>
   FWP_INLINE void read_rows(F f, S settle) const {
     for (int64_t begin = 0; begin < rows; begin += kSumRows) {
@@ -212,7 +214,8 @@ class StateBlock {
     }
   }
 
-  // f(i, w) sees row i and changes it; settle() as above, and ahead.fetch(i) for every row. `last`: no later pass will.
+  // f(i, w) changes row i; settle() as above. ahead.fetch(i) is called for every row. `last`: this is the last pass
+  // that changes rows.
   template <typename Fetch, typename F, typename S>
   FWP_INLINE void change_rows(bool last, const Fetch& ahead, F f, S settle) {
     const bool to_final = last && final_.data && columns == kWidth;
@@ -233,13 +236,13 @@ class StateBlock {
     source_stride_ = target_stride;
   }
 
-  // The last pass, without sums and with no tokens to come.
+  // The last pass that changes rows, without sums and without prefetching.
   template <typename F>
   FWP_INLINE void change_rows_last(F f) {
     change_rows(true, NothingAhead{}, f, [] {});
   }
 
-  // Store the new state where the last pass could not.
+  // Store the new state if the last pass could not.
   void finish() const {
     if (!final_.data || source_ == final_.data) return;
     for (int64_t i = 0; i < rows; ++i)
@@ -255,8 +258,8 @@ class StateBlock {
   int64_t source_stride_;
 };
 
-// Call f(block), and store the new state. The width of a full block is a constant to the f that takes it: passes over
-// short rows are a tenth faster for it.
+// Call f(block), then store the new state. For a full block, the width passed to f is a constant, which makes passes
+// over short rows 10 % faster.
 template <typename A, int NV, typename F>
 FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initial, Matrix<A> final, A* work, F f) {
   constexpr int64_t width = NV * kLanes<A>;
@@ -271,7 +274,7 @@ FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initia
     run(width);
 }
 
-// Call scan.run<T, last group?>(first token) over all tokens, T = kGroup at a time.
+// Call scan.run<T, is this the last group>(first token) for all groups of T = kGroup tokens; the last may be smaller.
 template <int kGroup = kTokens, typename Scan>
 FWP_INLINE void for_token_groups(int64_t length, Scan& scan) {
   int64_t t = 0;

@@ -1,4 +1,4 @@
-// Products of small matrices, a tile of the result in registers: what the quadratic forms of the rules are made of.
+// Products of small matrices, with a tile of the result in registers. The quadratic forms of the rules consist of them.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 
 namespace fwp {
 
-// A tile: 4 x 4 vectors of sums (4 x 2 where there are 16 registers), which leaves room for their operands.
+// A tile is 4 x 4 vectors of sums (4 x 2 with 16 registers), which leaves registers for the operands.
 constexpr int kTileRows = 4;
 constexpr int kTileVectors = kTokens;
 
-// product[t][s] = x_t y_s for kTileRows t and kTileVectors s.
+// product[t][s] = x_t . y_s for kTileRows t and kTileVectors s.
 template <typename A>
 FWP_INLINE void multiply_tile(Tokens<const A> x, Tokens<const A> y, int64_t width, A* product, int64_t stride) {
   constexpr int count = kTileRows * kTileVectors;
@@ -36,8 +36,8 @@ FWP_INLINE void multiply_tile(Tokens<const A> x, Tokens<const A> y, int64_t widt
     std::memcpy(product + t * stride, result + t * kTileVectors, kTileVectors * sizeof(A));
 }
 
-// Rows of scratch are padded to whole vectors. Their stride is no power of two: rows that share a set of the cache
-// would drive each other out.
+// Rows of scratch are padded to whole vectors. Their stride is never a power of two: rows in the same cache set would
+// evict each other.
 template <typename A>
 FWP_INLINE int64_t padded(int64_t columns) {
   return round_up(columns, kLanes<A>) + kLanes<A>;
@@ -60,7 +60,7 @@ FWP_INLINE Tokens<A> from_row(Tokens<A> x, int64_t row) {
   return {x[row], x.stride};
 }
 
-// Into scratch, padded by zeros to whole vectors and tiles.
+// Copy to scratch, zero-padded to whole vectors and tiles.
 template <typename A>
 void copy(Tokens<const A> x, int64_t rows, int64_t columns, Tokens<A> to) {
   for (int64_t t = 0; t < rows; ++t)
@@ -86,7 +86,7 @@ struct Tile {
         subtract ? row[r].subtract(factor(s, r), other) : row[r].add(factor(s, r), other);
     }
   }
-  // The same from s = 0 on, in parts as those of RowSums.
+  // The same from s = 0 on, with partial sums like those of RowSums.
   template <typename F>
   FWP_INLINE void add_in_parts(int64_t end, Tokens<const A> x, F factor) {
     for (int64_t begin = 0; begin < end; begin += kSumRows) {
@@ -102,7 +102,7 @@ struct Tile {
   }
 };
 
-// Call f(first column, vectors) for panels of columns, `widest` vectors wide or one.
+// Call f(first column, vectors) for panels of columns. A panel is `widest` vectors or one vector wide.
 template <typename A, int widest = kTileVectors, typename F>
 FWP_INLINE void for_panels(int64_t columns, F f) {
   int64_t j = 0;
@@ -124,7 +124,8 @@ void multiply_transposed(Tokens<A> x, Tokens<A> y, int64_t length, int64_t rows,
   });
 }
 
-// product[t][i] = x_t y_i, for t < length and rows i of y, of `width` columns each; and some more, in the padding.
+// product[t][i] = x_t . y_i, for t < length and the rows i of y; both have `width` columns. The padding is overwritten,
+// too.
 template <typename A>
 void multiply_rows(Tokens<A> x, Tokens<A> y, int64_t length, int64_t rows, int64_t width, Tokens<A> product) {
   for (int64_t t = 0; t < length; t += kTileRows)

@@ -1,5 +1,5 @@
-// Which tile and which plan a scan runs with: the one place that decides. All thresholds are estimates from counting
-// operations; none has been measured on a GPU yet.
+// Chooses the tile and the plan of a scan; no other file does. All thresholds are estimates from counting operations. None has
+// been measured on a GPU yet.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace fwp::cuda {
 
-// Elements of the matrix that a thread holds. Many in a row of it save reads of shared memory, for a number along the
-// rows is read once for all its columns; few leave more threads to fill the GPU.
+// Elements of the matrix that a thread holds. More columns per row save reads of shared memory, because a number along the rows
+// is read once for all of them. Fewer columns give more threads to fill the GPU.
 enum class Shape { wide, narrow, tall };
 
 struct ShapeSize {
@@ -20,14 +20,14 @@ constexpr ShapeSize kWide{8, 4}, kNarrow{8, 1};
 template <typename A>
 constexpr ShapeSize kTall{16, sizeof(A) == 8 ? 1 : 2};  // for more rows than 32 lanes can hold otherwise
 
-// Below this many warps for each multiprocessor, threads are worth more than saved reads.
+// Below this number of warps per multiprocessor, more threads help more than fewer reads.
 constexpr int64_t kWarpsToFill = 4;
 
 constexpr size_t kBufferBytes = 12 * 1024;
 constexpr int kStageTokens = 16;  // at most; a chunk that ends in a kept state is a multiple of it
 static_assert(kChunk % kStageTokens == 0);
-constexpr int kLeastTeam = 4;  // no less than the tokens of a stage, one of whose scalars each thread brings
-// That every GPU has for a block. Beyond it, a ring of two buffers is better than fewer blocks.
+constexpr int kLeastTeam = 4;  // at least the tokens of a stage, because each thread copies the scalars of one
+// Shared memory of a block on every GPU. Beyond it, two buffers are better than fewer blocks.
 constexpr size_t kSharedBytes = 99 * 1024;
 
 constexpr int at_least_power_of_two(int64_t x, int limit) {
@@ -51,7 +51,7 @@ Shape choose_shape(const ScanSize& size, int multiprocessors) {
 struct ScanNeeds {
   ShapeSize shape;
   TokenParts parts;
-  size_t number;  // bytes of a number
+  size_t number;  // bytes per number
   int states;     // tiles that a thread keeps in shared memory
   int stage;      // tokens in a buffer; 0: as many as fit
 };
@@ -76,14 +76,14 @@ inline Plan with_teams(Plan plan, const ScanNeeds& needs, int teams) {
 }
 
 inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu& gpu) {
-  // Tiles in shared memory take so much of it that smaller blocks fill it better.
+  // Tiles take much shared memory, and smaller blocks use it better.
   const int most_threads = needs.states ? int(kThreadsPerBlock * 2 / needs.number) : kThreadsPerBlock;
   Plan plan{};
   plan.lanes = lanes_for(size, needs.shape);
   const auto columns_of_team = [&] { return int64_t(plan.groups) * needs.shape.columns; };
   const auto count_slabs = [&] {
     const int64_t slabs = (size.columns + columns_of_team() - 1) / columns_of_team();
-    return int(slabs > 1 ? slabs : 1);  // an empty matrix has scalars to write, too
+    return int(slabs > 1 ? slabs : 1);  // an empty matrix still has scalars to write
   };
   plan.groups = at_least_power_of_two((size.columns + needs.shape.columns - 1) / needs.shape.columns,
                                       most_threads / plan.lanes);
@@ -102,7 +102,7 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu&
   return plan;
 }
 
-// The tensor cores take bfloat16 only, a length that fills some chunks, and one document.
+// The tensor cores take only bfloat16, a length of several chunks, and a single document.
 constexpr int64_t kLengthForChunks = 64;
 constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
 
@@ -111,8 +111,8 @@ inline bool choose_chunks(const ScanSize& size, Type type) {
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
 }
 
-// Segments of a sequence, and the chunks of each. Where each has a transition, they are about three times the work: then at least
-// four, or one. They depend on heads and tokens only, not on the GPU: the same bits come out on all.
+// Number of segments of a sequence, and of chunks per segment. With transitions, segments need about three times the work: then
+// there are at least four or one. The choice depends only on the heads and tokens, so all GPUs give the same bits.
 constexpr int64_t kHeadsThatFill = 128;
 constexpr int64_t kChunksOfSegment = 16;  // at least
 
@@ -125,7 +125,7 @@ inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks, int64_t
   int64_t segments = 1;
   while (2 * segments <= most) segments *= 2;
   const auto each = [&] { return (chunks + segments - 1) / segments; };
-  while (segments > 1 && (segments - 1) * each() >= chunks) segments /= 2;  // the last one would be empty
+  while (segments > 1 && (segments - 1) * each() >= chunks) segments /= 2;  // otherwise the last segment would be empty
   if (segments < least) segments = 1;
   return {log2_of(int(segments)), int(each())};
 }
@@ -134,7 +134,7 @@ struct ChunkPlan {
   int warps, slabs;  // of the columns of a head
 };
 
-// A slab makes its own scores, so there are as few as fill the GPU.
+// Each slab computes its own scores, so there are only as many slabs as fill the GPU.
 inline ChunkPlan choose_chunk_plan(const ScanSize& size, int columns, int most_warps, int multiprocessors) {
   const auto slabs = [&](int warps) { return (size.columns + warps * columns - 1) / (warps * columns); };
   int warps = at_least_power_of_two(slabs(1), most_warps);

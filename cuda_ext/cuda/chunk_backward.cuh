@@ -1,30 +1,30 @@
-// The backward pass of the rules on the tensor cores, one chunk of chunks.cuh after the other, the last one first. With G the
-// gradient of the state after the chunk, and D that of E, or, of the sum rule, of V:
+// The backward pass of the rules on the tensor cores, chunk by chunk (see chunks.cuh), from the last chunk to the first. G is
+// the gradient of the state after the chunk. D is the gradient of E, or of V in the sum rule:
 //
-//   dU = P^T dO + w K G - A^T D      D = b dU           (of the sum rule D = dU)
-//   dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
-//   dQ = c dO S^T + dP K                                dV = D
-//   dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K     db = the sum over a token's row of dU * E
-//   G = f G + (c Q)^T dO - (c K)^T D
+//     dU = P^T dO + w K G - A^T D      D = b dU           (of the sum rule D = dU)
+//     dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
+//     dQ = c dO S^T + dP K                                dV = D
+//     dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K     db = the sum over a token's row of dU * E
+//     G = f G + (c Q)^T dO - (c K)^T D
 //
-// A decay is a factor of every F_ts, c_t, w_s and f between whose tokens it stands: see DecayGradient. The states before the chunks
-// are made again first, from what the forward pass has written.
+// Every F_ts, c_t, w_s and f contains the decays of the tokens that it spans as factors: see DecayGradient. The states before
+// the chunks are first rebuilt from what the forward pass has written.
 #pragma once
 
 #include "chunks.cuh"
 
 namespace fwp::cuda {
 
-// States before each chunk, in parts of bfloat16: (heads, chunks, parts, columns, kRows), columns padded to a whole number of
+// The states before each chunk, in parts of bfloat16: (heads, chunks, parts, columns, kRows). Columns are padded to whole
 // blocks.
 template <int kRows, bool kErases, bool kFades>
 struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kParts;
 
-  Brought value;  // of a rule that erases, errors
+  Brought value;  // the errors, if the rule erases
   Matrices<const float> initial;
-  Bfloat16* states;  // where null, only the ends of segments are wanted: without a transition, but with all decays' product
+  Bfloat16* states;  // null: only the ends of segments, without transitions but with the products of decays
   float *ends, *faded;
 
   struct Stage {
@@ -112,15 +112,15 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
   }
 };
 
-// The gradient of the decays of a chunk. What token t gets of token s < t is F_ts y_ts, with y_ts the part of the loss's derivative
-// that lies in it; what was there before the chunk counts as a token before the first, and the state after it as read by the last.
-// a_r is a factor of those with s < r <= t, so
+// The gradient of the decays of a chunk. Token t receives F_ts y_ts from token s < t; y_ts is the derivative of the loss in
+// this product. The state before the chunk counts as a token before the first. The last token also reads the state after the
+// chunk. The decay a_r is a factor of the products with s < r <= t, so
 //
-//   da_r = the sum over t >= r of F_tr z_tr      z_tr = the sum over s < r of F_(r-1)s y_ts = a_(r-1) z_t(r-1) + y_t(r-1)
+//     da_r = the sum over t >= r of F_tr z_tr      z_tr = the sum over s < r of F_(r-1)s y_ts = a_(r-1) z_t(r-1) + y_t(r-1)
 struct DecayGradient {
   static constexpr int kLine = kChunkTokens + 1;
   float* parts;              // y_ts in line t, from s = -1 on
-  float *of_reads, *of_writes, *of_state;  // sums of some columns for each token, or of some elements of the state
+  float *of_reads, *of_writes, *of_state;  // sums over some columns for each token, or over some elements of the state
 
   FWP_BOTH DecayGradient(Carver& carver, int rows, int warps, bool fades)
       : parts(carver.take<float>(fades ? kChunkTokens * kLine : 0)),
@@ -130,7 +130,7 @@ struct DecayGradient {
 
   FWP_DEVICE float& part(int s, int t) const { return parts[t * kLine + s + 1]; }
 
-  // By all of one warp: the gradient of the decay of the token of each lane, of sums in `blocks` blocks of rows.
+  // Returns, in each lane, the gradient of its token's decay, from sums in `blocks` blocks of rows. One whole warp calls it.
   FWP_DEVICE float find(const Decays& decays, int blocks, int warps) const {
     const int t = lane(), last = kChunkTokens - 1;
     float read = 0, write = 0;
@@ -157,13 +157,13 @@ struct DecayGradient {
   }
 };
 
-// kEnds: finds the ends of segments only.
+// kEnds: compute only the ends of segments.
 template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
   using Pass::kParts;
 
-  Brought d_out, value;  // of a rule that erases, errors in the place of values
+  Brought d_out, value;  // value: the errors, if the rule erases
   const Bfloat16* states;
   Matrices<const float> d_last;
   Matrices<float> d_initial;
@@ -183,11 +183,11 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   };
   struct Memory {
     const char** starts;
-    Scores scores;    // later dP and dA, in the place of P and of A
+    Scores scores;    // P and A, later overwritten by dP and dA
     Shared state;     // of this chunk, transposed; its parts one after the other
     Shared g;
-    Shared write, d;  // U, where it is not V, and D
-    float* d_rate;    // what each warp's columns add to it
+    Shared write, d;  // U (unless it is V), and D
+    float* d_rate;    // a sum for each warp's columns
     DecayGradient d_decay;
     Stages<Stage, ChunkBackward> stages;
 
@@ -219,7 +219,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   }
 
  private:
-  // Each part of a round finds its addresses again: all of a round's would not fit into the registers.
+  // Each part of a round computes its addresses again: those of a whole round do not fit into the registers.
   FWP_DEVICE Memory find_memory() const {
     Carver carver{shared_memory() + unknown_zero()};
     return Memory(carver, *this);
@@ -244,12 +244,12 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     commit_copies();
   }
 
-  // The transposes of dU and D, and the gradient of the state before.
+  // Compute the transposes of dU and D, and the gradient of the state before the chunk.
   FWP_DEVICE void use_columns(int64_t n, typename Pass::State& g) const {
     const Memory memory = find_memory();
     const Stage chunk = memory.stages[n];
     wait_copies<0>();
-    // From here on this chunk may be used, and the other stage and the place of the state be filled.
+    // From here on, this chunk may be used, and the other stage and the buffer of the state may be filled.
     __syncthreads();
     if constexpr (!kEnds) fill_state(memory.state, n);
     const Scalars next = n > this->begin() ? fill(memory, n - 1) : Scalars{};
@@ -274,7 +274,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     solve(n, values, d_write, g);
   }
 
-  // From dU without what A adds to it: D, the gradient of the state before, and those of the rates. `written`: of the last block.
+  // From dU without the term of A, compute D, the gradient of the state before the chunk, and those of the rates. `written`: of
+  // the last block.
   FWP_DEVICE void solve(int64_t n, Product& written, Product (&d_write)[kChunkBlocks], typename Pass::State& g) const {
     const Memory memory = find_memory();
     const Stage chunk = memory.stages[n];
@@ -301,7 +302,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     }
   }
 
-  // What sums over all columns: the warps share the tokens.
+  // Compute what sums over all columns. The warps share the tokens.
   FWP_DEVICE void use_tokens(int64_t n) const {
     const Memory memory = find_memory();
     const Stage chunk = memory.stages[n];
@@ -316,7 +317,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       give(n, b % kChunkBlocks, b / kChunkBlocks * kBlock, chunk, memory);
   }
 
-  // d_write += w G^T K^T, and G to shared memory.
+  // d_write += w G^T K^T. Also copies G to shared memory.
   FWP_DEVICE void read_g(typename Pass::State& g, const Stage& chunk, const Shared& to,
                          Product (&d_write)[kChunkBlocks]) const {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
@@ -353,12 +354,13 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     }
   }
 
-  // x += d times what scores.erase has for the tokens t of d and s of x.
+  // x += d times the block of scores.erase for the tokens t of d and s of x.
   FWP_DEVICE static void add_erased(const Scores& scores, int t, int s, const Factor (&d)[kExact], Product& x) {
     add_product<kExact>(x, d, [&](int m, Factor& right) { scores.erase[m].right(t * kBlock, s * kBlock, right); });
   }
 
-  // From dU of block t to D; b E (or b V) to shared memory, and what these columns add to the gradients of the rates.
+  // Turn dU of block t into D. Also stores b E (or b V) in shared memory, and the terms of these columns in the gradients of
+  // the rates.
   FWP_DEVICE void apply_rate(int t, const Stage& chunk, const Memory& memory, const Product& values,
                              Product& d_write) const {
     FWP_UNROLL for (int h = 0; h < 2; ++h)
@@ -379,13 +381,13 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       }
   }
 
-  // Over the lanes that have the same columns of a product.
+  // The sum over all lanes that hold the same columns of a product.
   FWP_DEVICE static float sum_rows(float x) {
     FWP_UNROLL for (int distance = 4; distance < kWarp; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
     return x;
   }
 
-  // One number a token, which lane t of the first warp has.
+  // Stores one number per token, held by lane t of the first warp.
   FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
     const int t = int(threadIdx.x);
     if (!to.data || t >= this->count(n)) return;
@@ -406,7 +408,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
         store_scalar(d_decay, n, memory.d_decay.find(memory.stages[n].decays, kRows / kBlock, this->warps));
   }
 
-  // <G, S>, of this warp's columns.
+  // <G, S> over this warp's columns.
   FWP_DEVICE void sum_state(const Memory& memory) const {
     constexpr int pairs = kRows / 2;
     float sum = 0;
@@ -460,7 +462,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     }
   }
 
-  // What of the loss's derivative lies in each product of two tokens, without what has faded between them.
+  // Stores the derivative of the loss in each product of two tokens, without the decays between them.
   FWP_DEVICE void put_decay_parts(const Stage& chunk, const Memory& memory, int row, int column, const Product& d_read,
                                   const Product& d_erase) const {
     Product read, erase;
@@ -485,7 +487,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       }
   }
 
-  // The copy of the state is older than that of the next chunk, where there is one.
+  // Wait for the state. Its copy was started before that of the next chunk, if there is one.
   FWP_DEVICE void wait_state(int64_t n) const {
     if (n > this->begin())
       wait_copies<1>();
@@ -493,7 +495,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       wait_copies<0>();
   }
 
-  // d_q and d_k, of block t of the tokens and 16 numbers from `first` on.
+  // d_q and d_k of token block t, for 16 numbers from `first` on.
   FWP_DEVICE void give(int64_t n, int t, int first, const Stage& chunk, const Memory& memory) const {
     const Scores& scores = memory.scores;  // dP and dA by now
     const int row = t * kBlock;
@@ -556,7 +558,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     for_elements(x, [&](int t, int, float& number) { number *= fades(first + t); });
   }
 
-  // Of block t of the tokens and 16 numbers of the key from `first` on: q dQ - k dK where a token reads, k dK where it writes.
+  // For token block t and 16 numbers of the key from `first` on: q dQ - k dK where a token reads, k dK where it writes.
   FWP_DEVICE static void sum_columns(const Product& of_query, const Product& erased, const Product& of_key, int t, int first,
                                      const Stage& chunk, const DecayGradient& to) {
     FWP_UNROLL for (int r = 0; r < 2; ++r) {

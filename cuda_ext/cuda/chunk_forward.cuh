@@ -1,4 +1,4 @@
-// The forward pass of the rules on the tensor cores: chunks.cuh has its equations. E is solved for in blocks of 16 tokens, whose
+// The forward pass of the rules on the tensor cores; chunks.cuh has its equations. E is solved for in blocks of 16 tokens. The
 // diagonal blocks of 1 + A b are inverted in float32.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace fwp::cuda {
 
-// kEnds: finds the ends of segments only.
+// kEnds: compute only the ends of segments.
 template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
@@ -51,7 +51,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       const Stage chunk = memory.stages[n];
       this->put_scalars(next, chunk);
       wait_copies<0>();
-      // From here on this chunk may be used, and the other stage be filled.
+      // From here on, this chunk may be used and the other stage may be filled.
       __syncthreads();
       if (n + 1 < end) next = fill(memory, n + 1);
       use(n, chunk, memory.scores, state);
@@ -122,7 +122,8 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     if constexpr (!kEnds) give(n, chunk.value, read);
   }
 
-  // From the values in write[t], and what the keys of block t of the chunk have found, its errors, in the place of the latter.
+  // From the values in write[t] and the values in `found` that the keys of block t retrieve, compute the errors. They replace
+  // `found`.
   FWP_DEVICE void correct(int64_t n, int t, const Stage& chunk, const Scores& scores,
                           const Factor (&write)[kChunkBlocks][kParts], Product& found) const {
     Product value;
@@ -146,7 +147,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     });
   }
 
-  // Through the place of the values, of which this warp alone has used its own.
+  // Output goes through the shared memory of the values, of which each warp uses only its own part.
   FWP_DEVICE void give(int64_t n, const Shared& place, Product (&read)[kChunkBlocks]) const {
     __syncwarp();
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)

@@ -1,7 +1,7 @@
-// Segments of one sequence that run side by side, where there are fewer heads than a GPU has multiprocessors. The state after a
-// segment is T S + C, with S the state before it, T its transition and C what it writes to an empty one. All T and C are found
-// at once (kEnds); these go from segment to segment; then all segments run at once, each from the state that it begins with.
-// The gradient goes the other way, with the transition's transpose.
+// Segments of one sequence that run in parallel, if there are fewer heads than multiprocessors. The state after a segment is T
+// S + C. S is the state before it, T its transition, and C what it writes to an empty state. A first kernel computes T and C of
+// all segments in parallel (kEnds). This kernel goes from segment to segment. Then all segments run in parallel, each from its
+// own start state. The gradient goes in the other direction, with the transpose of T.
 #pragma once
 
 #include "chunks.cuh"
@@ -11,7 +11,7 @@ namespace fwp::cuda {
 constexpr int kThreadsForSegments = 128;
 constexpr int kColumnsOfThread = 8;
 
-// The state with which each segment begins, or the gradient with which it ends, as (heads, segments, columns, kRows).
+// The state at the start of each segment, or the gradient at its end: (heads, segments, columns, kRows).
 template <int kRows>
 struct ChunkSegments {
   static constexpr int kColumns = kThreadsForSegments / kRows * kColumnsOfThread;  // of a block
@@ -19,7 +19,7 @@ struct ChunkSegments {
   ScanSize size;
   int segments, slabs, ends_columns, first_of_transition;
   bool reverse;
-  const float *ends, *faded;  // faded: in the place of a transition a factor for each segment
+  const float *ends, *faded;  // faded: if not null, a factor for each segment that replaces the transition
   Matrices<const float> initial;
   float* boundaries;
 

@@ -1,13 +1,15 @@
-// What the passes on the tensor cores share. They take sum and the delta rule in bfloat16, the latter also with decays by head, 32 tokens
-// at a time. With Q, K and V the tokens of a chunk in rows, S the state before it, b the rates, and F_ts the product of the decays
-// of tokens s + 1 to t (c_t: from the chunk's first token; w_s: to its last; f: of all),
+// Shared by the passes on the tensor cores: the sum and the delta rule in bfloat16, the latter also with decays by head, 32
+// tokens at a time. Q, K and V are the tokens of a chunk in rows, S is the state before it, and b are the rates. F_ts is the
+// product of the decays of tokens s + 1 to t. Likewise c_t starts at the chunk's first token, w_s ends at its last, and f is
+// the product of all.
 //
-//   P = F Q K^T up to its diagonal      A = F K K^T below it      E = V - c K S - A U      (without erasing E = V)
-//   U = b E (of the sum rule U = V)     out = c Q S + P U         S' = f S + (w K)^T U
+//     P = F Q K^T up to its diagonal      A = F K K^T below it      E = V - c K S - A U      (without erasing E = V)
+//     U = b E (of the sum rule U = V)     out = c Q S + P U         S' = f S + (w K)^T U
 //
-// A block has some columns of one head's state, or all; a warp has 16 of them, as the rows of the transpose: then what one product
-// leaves in registers is just what the next one takes. What a later state depends on goes into products in three parts, which
-// is as exact as float32; products of tokens with each other in two, and what else only ends in bfloat16 in one.
+// A block has some or all columns of one head's state. A warp has 16 of them, as rows of the transpose: so the result of a
+// product is already in the register layout of the next product's factor. Factors that affect later states are split into three
+// parts, which is as exact as float32. Products of tokens with each other take two parts. Everything else ends in bfloat16 and
+// takes one.
 #pragma once
 
 #include "fragments.cuh"
@@ -18,8 +20,8 @@ namespace fwp::cuda {
 constexpr int kChunkTokens = 32;
 constexpr int kChunkBlocks = kChunkTokens / kBlock;
 constexpr int kChunkWarps = 8;  // in a block, at most
-constexpr int kExact = 3;       // parts that have all digits of float32
-constexpr int kOfTokens = 2;    // parts of products of tokens with each other, of which no state is made
+constexpr int kExact = 3;       // parts that hold all digits of float32
+constexpr int kOfTokens = 2;    // parts of products of two tokens that do not affect a state
 
 // An input, and whether it can be copied 16 bytes at a time.
 struct Brought : Input {
@@ -30,7 +32,7 @@ struct Brought : Input {
       : Input(from), by_pieces(in_pieces(from.data, from.type, width, from.batch, from.head, from.token)) {}
 };
 
-// Hands out shared memory, in the kernel from its start and on the host from null, to count it.
+// Allocates shared memory: in the kernel from its start, on the host from null, to count it.
 struct Carver {
   unsigned char* next;
 
@@ -45,7 +47,7 @@ struct Carver {
   }
 };
 
-// Two places for the matrices of a chunk: one is filled while the other is used.
+// Two buffers for the matrices of a chunk: one is filled while the other is used.
 template <typename Stage, typename Pass>
 struct Stages {
   unsigned char* first;
@@ -63,11 +65,11 @@ struct Stages {
   }
 };
 
-// The products of a chunk's tokens with each other, of which only blocks on and below the diagonal are there.
+// The products of a chunk's tokens with each other. Only blocks on and below the diagonal exist.
 struct Scores {
   static constexpr int kLine = kBlock + 4;                   // of `diagonal`: a multiple of 16 bytes
   static constexpr int kDiagonal = kBlock * kLine + kBlock;  // the second block in other banks
-  Shared read[kExact], erase[kExact];                        // P; -A, with what invert() leaves on the diagonal
+  Shared read[kExact], erase[kExact];                        // P; -A, with the result of invert() on the diagonal
   float* diagonal;
 
   FWP_BOTH Scores(Carver& carver, int of_read, bool erases) {
@@ -84,21 +86,21 @@ struct Scores {
   }
 };
 
-// Products of the decays of a chunk's tokens. Nothing is divided and no logarithm is taken, so decays may be zero.
+// Products of the decays of a chunk's tokens. There are no divisions or logarithms, so decays may be zero.
 struct Decays {
-  static constexpr int kLine = kChunkTokens + 1;  // threads with a token each read and write different banks
+  static constexpr int kLine = kChunkTokens + 1;  // threads that each handle a token access different banks
   float *each, *products;
 
   FWP_BOTH Decays(Carver& carver, bool fades)
       : each(carver.take<float>(fades ? kChunkTokens : 0)), products(carver.take<float>(fades ? kChunkTokens * kLine : 0)) {}
 
-  // F_ts for s <= t. A token before the first one stands for what was there before the chunk.
+  // F_ts for s <= t. s = -1 stands for the state before the chunk.
   FWP_DEVICE float between(int s, int t) const { return products[t * kLine + s + 1]; }
   FWP_DEVICE float from_start(int t) const { return between(-1, t); }
   FWP_DEVICE float to_end(int s) const { return between(s, kChunkTokens - 1); }
   FWP_DEVICE float whole() const { return between(-1, kChunkTokens - 1); }
 
-  // All of one warp call it, each with the decay of a token.
+  // All lanes of one warp call it, each with the decay of its token.
   FWP_DEVICE void put(float decay) const {
     each[lane()] = decay;
     products[lane() * kLine + kChunkTokens] = 1;
@@ -111,23 +113,23 @@ struct Decays {
   }
 };
 
-// What is one number a token. It is asked for a chunk ahead.
+// The scalars of a token. They are loaded one chunk ahead.
 struct Scalars {
   float rate, decay;
 };
 
-// kRows: a multiple of 16 that is no less than Dk. kErases: whether the rule corrects what the key finds. kFades: whether there is a
+// kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. kFades: whether there is a
 // decay by head.
 template <int kRows, bool kErases, bool kFades>
 struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static_assert(kErases || !kFades);
-  static constexpr int kParts = kErases ? kExact : 1;  // of a write: a value of the sum rule is exact in one
+  static constexpr int kParts = kErases ? kExact : 1;  // of a write: values of the sum rule are exact in one
   static constexpr int kStateParts = kFades ? 2 : 1;  // of the states for the backward pass: gradients of decays cancel much
 
   ScanSize size;
   int warps, slabs;                // of columns: warps a power of two
-  int log_segments, chunks_of_segment;  // of tokens: segments of one head run side by side
+  int log_segments, chunks_of_segment;  // of tokens: segments of one head run in parallel
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
@@ -139,15 +141,15 @@ struct ChunkPass {
 
   FWP_BOTH unsigned segments() const { return 1u << log_segments; }
   FWP_BOTH int64_t chunks() const { return (size.length + kChunkTokens - 1) / kChunkTokens; }
-  // Those of this block's segment are begin() to end() - 1.
+  // The chunks of this block's segment are begin() to end() - 1.
   FWP_DEVICE int64_t begin() const { return int64_t(sequence() & (segments() - 1)) * chunks_of_segment; }
   FWP_DEVICE int64_t end() const {
     const int64_t next = begin() + chunks_of_segment;
     return next < chunks() ? next : chunks();
   }
 
-  // The ends of a segment are its state (or the gradient of that before it) as it would be with nothing before (or after)
-  // it, and the transition: what the segment makes of an identity matrix, in columns after those of the values.
+  // The ends of a segment are its final state from an empty start state, and its transition. The transition is what the segment
+  // makes of an identity matrix, in columns after those of the values. In reverse, the same for gradients.
   FWP_BOTH int value_columns() const { return (size.columns + kBlock - 1) / kBlock * kBlock; }
   FWP_BOTH int ends_columns() const { return value_columns() + kRows; }
   FWP_DEVICE int count(int64_t n) const {
@@ -156,7 +158,7 @@ struct ChunkPass {
   }
   FWP_DEVICE int64_t first_token(int64_t n) const { return head() * size.length + n * kChunkTokens; }
 
-  // Where the inputs of this block's head begin, in shared memory: as pointers in registers they would be in the way.
+  // The start of each input of this block's head, kept in shared memory: as pointers they would take too many registers.
   template <int inputs>
   FWP_DEVICE void put_starts(const Brought* const (&from)[inputs], const char** starts) const {
     const int64_t b = head() / size.heads_per_batch, h = head() % size.heads_per_batch;
@@ -167,7 +169,7 @@ struct ChunkPass {
     __syncthreads();
   }
 
-  // Begins to copy `width` numbers of each token of chunk n, from `first` on; zeros beyond the last token and `limit`.
+  // Starts to copy `width` numbers of each token of chunk n, from `first` on, with zeros beyond the last token and `limit`.
   template <typename T>
   FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width, T* to,
                         int pitch) const {
@@ -197,7 +199,8 @@ struct ChunkPass {
     bring_values(from, start, n, to.data, to.pitch);
   }
 
-  // Of the tokens of chunk n, one a lane of the first warp; beyond the last token those of one that changes nothing.
+  // Loads the scalars of chunk n, one token per lane of the first warp. Beyond the last token, rate 0 and decay 1 change
+  // nothing.
   FWP_DEVICE Scalars ask(const char* rates, const char* decays, int64_t n) const {
     Scalars asked{0, 1};
     if (int(threadIdx.x) >= count(n)) return asked;
@@ -210,7 +213,7 @@ struct ChunkPass {
     if (from.type == Type::float32) return reinterpret_cast<const float*>(start)[token * from.token];
     return number(reinterpret_cast<const Bfloat16*>(start)[token * from.token]);
   }
-  // What this lane has of the transpose of the errors of block t, which no other lane needs: straight from global memory.
+  // This lane's part of the transposed errors of block t, directly from global memory: no other lane needs it.
   FWP_DEVICE void load_errors(const char* start, int64_t n, int t, Product& to) const {
     const float* const data = reinterpret_cast<const float*>(start) + n * kChunkTokens * size.columns;
     const int tokens = count(n), first = first_column() + own_column();
@@ -227,7 +230,7 @@ struct ChunkPass {
     if constexpr (kFades) to.decays.put(asked.decay);
   }
 
-  // P, and -A with what invert() makes of its diagonal blocks, scaled, in the place of these. The warps share the blocks.
+  // P, and -A, scaled. The result of invert() replaces the diagonal blocks of -A. The warps share the blocks.
   template <int of_read, typename Scaled>
   FWP_DEVICE void make_scores(const Shared& query, const Shared& key, const Decays& decays, const Scores& to,
                               Scaled scaled) const {
@@ -271,19 +274,19 @@ struct ChunkPass {
     }
   }
 
-  // Times F, of the tokens from `row` and from `column` on; above the diagonal times one.
+  // Multiply by F, for tokens from `row` and from `column` on. Above the diagonal the factor is one.
   FWP_DEVICE static void fade_scores(const Decays& decays, int row, int column, Product& x) {
     if constexpr (kFades)
       for_elements(x, [&](int t, int s, float& score) { score *= decays.between(column + s, row + t); });
   }
-  // A column for each token from `first` on, times what fades(token) returns.
+  // Multiply the column of each token, from `first` on, by fades(token).
   template <typename Of>
   FWP_DEVICE static void fade_columns(int first, Product& x, Of fades) {
     if constexpr (kFades) for_elements(x, [&](int, int s, float& number) { number *= fades(first + s); });
   }
 
-  // Column c of the inverse of 1 + block b of the diagonal, without its own 1: as an addend that is exact. Of the block it reads
-  // what is below the diagonal only.
+  // Column c of the inverse of 1 + block b of the diagonal, but without the identity, which is added exactly. Only the part of
+  // the block below the diagonal is read.
   FWP_DEVICE static void invert(const Scores& scores, int b, int c) {
     const float* const block = scores.diagonal + b * Scores::kDiagonal;
     float x[kBlock];
@@ -323,7 +326,7 @@ struct ChunkPass {
     }
   }
 
-  // Calls f(inside, row, column, x) for what this lane holds of the state.
+  // Calls f(inside, row, column, x) for the elements of the state that this lane holds.
   template <typename F>
   FWP_DEVICE void for_state(State& state, F f) const {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
@@ -351,8 +354,8 @@ struct ChunkPass {
     });
   }
 
-  // `width` numbers of each token of chunk n, from shared memory, 16 bytes at a time where that is possible: threads
-  // `thread`, `thread` + `threads`, ... of the pieces.
+  // Stores `width` numbers of each token of chunk n from shared memory, 16 bytes at a time if possible. This thread takes
+  // pieces `thread`, `thread` + `threads`, ...
   FWP_DEVICE void store_tokens(const Output& to, int64_t n, const Shared& from, int first, int width, int thread,
                                int threads) const {
     if (!to.data) return;

@@ -1,7 +1,7 @@
-// The delta rule: e = v - k W, W += k^T beta e, out = q W. README.md derives the backward pass, under these names. Nothing
-// is rewound and no state is kept: the errors rebuild W forwards, and the gradients of what was found rebuild G in
-// reverse, both by the very operations of the pass that made them, in their order, and so to the last bit (unless it ran on
-// tensor cores).
+// The delta rule: e = v - k W, W += k^T beta e, out = q W. README.md derives the backward pass, with the same names. It stores
+// no states and undoes no writes: the errors rebuild W in forward order, and d_write = k G rebuilds G in reverse. Both repeat
+// exactly the operations of the pass that computed them, in the same order, so to the last bit (unless that pass ran on tensor
+// cores).
 #pragma once
 
 #include "scan.cuh"
@@ -57,7 +57,7 @@ struct DeltaBackwardValues : Scan<A, 2, 1, 1, 2> {
   }
 };
 
-// Forwards over key columns of W^T: d_q = d_out W^T, the half of d_k that is -d_v W_{t-1}^T, and d_beta = d_write . e.
+// In forward order over key columns of W^T: d_q = d_out W^T, the half of d_k that is -d_v W_{t-1}^T, and d_beta = d_write . e.
 template <typename A>
 struct DeltaBackwardQueries : Scan<A, 3, 1, 1, 2> {
   enum Rows { kError, kDWrite, kDOut };

@@ -1,5 +1,5 @@
-// The CUDA words that the kernels use, under names that a test can give another meaning: it compiles the same kernels
-// for the CPU, one fiber a thread, with definitions of its own in place of the first half of this file.
+// The CUDA functions that the kernels use, under names that a test can redefine. It compiles the same kernels for the CPU, with
+// one fiber per thread and its own definitions instead of the first half of this file.
 #pragma once
 
 #include "gpu.h"
@@ -22,7 +22,7 @@ FWP_DEVICE unsigned char* shared_memory() {
   return fwp_shared_bytes;
 }
 
-// Zero, which the compiler does not know: what is computed from it is not kept in registers from before.
+// A zero unknown to the compiler. Values that depend on it are computed again, not kept in registers.
 FWP_DEVICE int unknown_zero() {
   int zero = 0;
   asm volatile("" : "+r"(zero));
@@ -34,15 +34,15 @@ FWP_DEVICE uint16_t half_bits_of_float(float x) { return __half_as_ushort(__floa
 FWP_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
 FWP_DEVICE uint32_t bits_of_float(float x) { return __float_as_uint(x); }
 
-// x and y as bfloat16, rounded to the nearest, x in the lower half.
+// x and y as bfloat16, rounded to nearest, with x in the lower half.
 FWP_DEVICE uint32_t pair_of(float x, float y) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
   return pair;
 }
 
-// c += a b on the tensor cores, with a 16 x 16 and b 16 x 8 of bfloat16, two to a register, and c 16 x 8, in the layout
-// of PTX's mma.m16n8k16. All of a warp must call it.
+// c += a b on the tensor cores: a is 16 x 16 and b is 16 x 8, both bfloat16, two per register; c is 16 x 8. The layout is that
+// of PTX's mma.m16n8k16. All lanes of a warp must call it.
 FWP_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -52,8 +52,9 @@ FWP_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
 
 FWP_DEVICE unsigned shared_address(const void* x) { return unsigned(__cvta_generic_to_shared(x)); }
 
-// Four 8 x 8 matrices of 2-byte numbers from shared memory: lane 8 m + r names row r of matrix m, 16 bytes that are aligned to
-// 16. Lane 4 g + p gets of each matrix the numbers 2 p and 2 p + 1 of row g, or of column g. All of a warp must call it.
+// Loads four 8 x 8 matrices of 2-byte numbers from shared memory. Lane 8 m + r gives the address of row r of matrix m: 16
+// bytes, aligned to 16. Lane 4 g + p receives numbers 2 p and 2 p + 1 of row g, or of column g, of each matrix. All lanes of a
+// warp must call it.
 FWP_DEVICE void load_matrices(const void* row, uint32_t (&x)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -67,9 +68,9 @@ FWP_DEVICE void load_matrices_transposed(const void* row, uint32_t (&x)[4]) {
                : "memory");
 }
 
-// 16 bytes from global to shared memory, both aligned to 16, while the thread goes on; zeros where `wanted` is false.
-// commit_copies() makes a group of those since the last one, and wait_copies<n>() waits for this thread's groups but the n
-// newest; other threads see them after a barrier.
+// Starts to copy 16 bytes from global to shared memory, both aligned to 16; zeros if `wanted` is false. commit_copies() groups
+// the copies since the last call. wait_copies<n>() waits for all groups of this thread except the n newest. Other threads see
+// the copies after a barrier.
 FWP_DEVICE void copy_later(void* to, const void* from, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
@@ -82,8 +83,8 @@ FWP_DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" : : "n"(newest) : "memory");
 }
 
-// Null, or the text of an error of ours, which is cleared: others would take it for theirs, as we must not take one that
-// another library has left behind.
+// Null, or the text of our own error. The error is cleared, because other libraries would take it for theirs. For the same
+// reason, errors left by other libraries are ignored.
 inline const char* failure(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();
@@ -99,8 +100,8 @@ inline const char* query(Gpu* gpu) {
   return failure(error);
 }
 
-// More than 48 KiB of shared memory has to be asked for. It is always all that there is: what is asked for holds for all
-// launches of a kernel on a GPU, so two threads that asked for different amounts would disturb each other.
+// More than 48 KiB of shared memory must be requested. We always request the maximum: the setting holds for all launches of a
+// kernel on a GPU, so threads with different requests would disturb each other.
 template <typename Argument>
 const char* launch_kernel(void (*kernel)(Argument), const Gpu& gpu, int64_t blocks, int threads, size_t shared_bytes,
                           void* stream, Argument argument) {
@@ -121,7 +122,7 @@ const char* launch_kernel(void (*kernel)(Argument), const Gpu& gpu, int64_t bloc
 
 namespace fwp::cuda {
 
-// Numbers as they lie in memory, and in the type A that the kernels compute in.
+// Numbers as stored in memory, and in the type A of the computation.
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -141,7 +142,7 @@ FWP_DEVICE void round_to(float x, Float16& to) { to.bits = half_bits_of_float(x)
 
 FWP_DEVICE void round_to(float x, Bfloat16& to) { to.bits = uint16_t(pair_of(x, 0)); }
 
-// Call f with a null pointer to the type of elements that `type` names; A is the type of what is computed with them.
+// Call f with a null pointer to the element type that `type` names. A is the type of the computation.
 template <typename A, typename F>
 FWP_DEVICE void with_element(Type type, F f) {
   if constexpr (sizeof(A) == 8) {

@@ -1,7 +1,7 @@
-// Rules that fade or remove: one scan forwards and two in reverse, of which README.md derives the backward pass. With a a
-// decay along the keys, z one along the values, k the key, b the rate, y the key of a removal and p what is removed under it,
-//   W' = (a^T z) * W_{t-1}      e = v - k W', or v      s = y W_{t-1}      W = W' + k^T b e - p^T s      out = q W
-// The columns of W do not know of each other, nor do those of its transpose once e and s are known.
+// Rules with decays or removals: one forward scan and two reverse scans. README.md derives the backward pass. The decays are a
+// along the keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
+//     W' = (a^T z) * W_{t-1}      e = v - k W', or v      s = y W_{t-1}      W = W' + k^T b e - p^T s      out = q W
+// The columns of W are independent. So are those of its transpose, once e and s are known.
 #pragma once
 
 #include "scan.cuh"
@@ -63,30 +63,30 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
       add_lanes(read, place.plan.lanes);
       place.put_columns(token, kOut, read);
     };
-    // A chunk ends where a stage does.
+    // The end of a chunk is always the end of a stage.
     this->template scan<kRows, kColumns>(false, step, [&](const auto& place, int64_t end, const auto& state) {
       if (end % kChunk == 0) place.store(state, kept, place.head * (place.size.length / kChunk) + end / kChunk - 1);
     });
   }
 };
 
-// Tokens that a scan in reverse goes back through between two states that it has at hand. It makes those of a chunk in two
-// steps: first one before each of these groups, then, in each group, one before each token.
+// A reverse scan goes back through kGroup tokens between two stored states. It rebuilds the states of a chunk in two steps:
+// first one before each group, then, in each group, one before each token.
 constexpr int kGroup = 4;
 constexpr int kGroups = kChunk / kGroup;
 
-// A scan in reverse with G, the gradient of W, and, where kRebuilds, W as well. Self has go_back(place, token, before, G),
-// which leaves in G the gradient of W_{t-1}, and where kRebuilds go_on(place, token, whether W is read, W), from W_{t-1} to
-// W. before() is W_{t-1}, in registers only from there on.
+// A reverse scan with G, the gradient of W, and with W itself if kRebuilds. Self::go_back(place, token, before, G) turns G into
+// the gradient of W_{t-1}. If kRebuilds, Self::go_on(place, token, whether W is read, W) turns W_{t-1} into W. before() loads
+// W_{t-1} into registers, only when it is needed.
 template <typename Self, typename A, int kRowParts, int kColumnParts, int kScalars, int kOutputs, bool kRebuilds_>
 struct BackwardScan {
   using Number = A;
   using Arrays = TokenArrays<kRowParts, kColumnParts, kScalars, kOutputs>;
   static constexpr bool kRebuilds = kRebuilds_;
-  static constexpr int kStates = kGroups - 1 + kGroup;  // that a thread keeps of its tile
+  static constexpr int kStates = kGroups - 1 + kGroup;  // of its tile that a thread keeps
 
   ScanSize size;
-  Plan plan;  // its stage is kGroup where kRebuilds
+  Plan plan;  // its stage is kGroup if kRebuilds
   Arrays arrays;
   Matrices<const A> initial, kept, d_last;
   Matrices<A> d_initial;
@@ -106,7 +106,7 @@ struct BackwardScan {
   }
 
  private:
-  // Each group but the last of a chunk comes twice: forwards from the first, then backwards from the last.
+  // Each group of a chunk except the last is visited twice: first in forward order, then in reverse.
   struct GroupStage : Stage {
     int64_t chunk;
     int group, groups;  // of the chunk
@@ -179,7 +179,7 @@ struct BackwardScan {
       place.load(initial, place.head, state);
   }
 
-  // Slot by slot and element by element, one number for each thread of the block.
+  // One number for each thread of the block, by slots and then by elements.
   template <int kRows, int kColumns>
   FWP_DEVICE void save(const Tile<A, kRows, kColumns>& state, A* states, int slot) const {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
@@ -194,7 +194,8 @@ struct BackwardScan {
   }
 };
 
-// Over value columns: d_write = k G, d_v = b d_write, d_s = -p G; and with decays along the values, which need W, theirs.
+// Over value columns: d_write = k G, d_v = b d_write, d_s = -p G. For decays along the values also their gradient, which needs
+// W.
 template <typename A, Fades kFades, Erases kErases>
 struct ForgetValues
     : BackwardScan<ForgetValues<A, kFades, kErases>, A,
@@ -263,8 +264,8 @@ struct ForgetValues
 };
 
 // Over key columns, with the transposes of W and G:
-//   d_q = d_out W      d_k = b e G - d_e W' (what erases)      d_p = -s G      d_y = d_s W_{t-1}
-//   d_a = z (G' * W_{t-1})      with d_e = b d_write and G' = G - d_e^T k (what erases)
+//     d_q = d_out W      d_k = b e G - d_e W' (if the rule erases)      d_p = -s G      d_y = d_s W_{t-1}
+//     d_a = z (G' * W_{t-1})      with d_e = b d_write and G' = G - d_e^T k (if the rule erases)
 template <typename A, Fades kFades, Erases kErases>
 struct ForgetKeys
     : BackwardScan<ForgetKeys<A, kFades, kErases>, A,
@@ -274,7 +275,7 @@ struct ForgetKeys
   enum Rows { kDOut, kError, kDWrite, kValueDecay = kDWrite, kFound = kDWrite, kDFound };
   enum Columns { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
   enum Scalars { kRate, kHeadDecay };
-  enum Outputs { kDQ, kDK, kDDecay, kDRemovalKey, kDRemoval };  // kDDecay of a head: the columns' parts of it
+  enum Outputs { kDQ, kDK, kDDecay, kDRemovalKey, kDRemoval };  // kDDecay by head: a part for each column
 
   template <typename Place, int kColumns>
   FWP_DEVICE void load_decay(const Place& place, const A* token, A (&decay)[kColumns]) const {
@@ -357,8 +358,8 @@ struct ForgetKeys
   }
 };
 
-// out = the product of two vectors of each token, x (..., width) in the state's type and y, or the sum of x where there is no
-// y: a warp a token.
+// out = the product of two vectors of each token, with one warp per token. x is (..., width), in the state's type. Without y,
+// it is the sum of x.
 template <typename A>
 struct TokenSums {
   const A* x;

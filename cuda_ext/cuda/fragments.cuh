@@ -1,5 +1,5 @@
-// Matrices of bfloat16 as the tensor cores take them: 16 x 16, spread over the registers of a warp. A number of float32 goes
-// into a product as the sum of `parts` numbers of bfloat16, the greatest first: three have all its digits.
+// Matrices of bfloat16 in the layout of the tensor cores: 16 x 16, distributed over the registers of a warp. A float32 number
+// becomes the sum of `parts` bfloat16 numbers, the largest first. Three parts hold all its digits.
 #pragma once
 
 #include "device.cuh"
@@ -13,11 +13,11 @@ using Factor = uint32_t[4];   // of a product
 using Product = float[2][4];  // 16 x 8 and the 16 x 8 to the right of it
 
 FWP_DEVICE int lane() { return int(threadIdx.x) % kWarp; }
-// Of a Product, element [h][2 r + e] of a lane is that of row line() + 8 r and column 8 h + pair() + e.
+// Element [h][2 r + e] of a Product, in a lane, is at row line() + 8 r and column 8 h + pair() + e.
 FWP_DEVICE int line() { return lane() / 4; }
 FWP_DEVICE int pair() { return lane() % 4 * 2; }
 
-// Calls f(row, column, x) for each element that this lane has, or f(row, column, x, y) for two side by side.
+// Calls f(row, column, x) for each element of this lane, or f(row, column, x, y) for two adjacent elements.
 template <typename F>
 FWP_DEVICE void for_elements(Product& product, F f) {
   FWP_UNROLL for (int h = 0; h < 2; ++h)
@@ -34,7 +34,7 @@ FWP_DEVICE void clear(Product& x) {
   FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] = 0;
 }
 
-// Rounded to the nearest: the tensor cores cut off what they cannot hold, so long sums are not left to them.
+// Rounds to nearest. The tensor cores truncate, so long sums are not computed on them.
 FWP_DEVICE void add(Product& x, const Product& y) {
   FWP_UNROLL for (int h = 0; h < 2; ++h) FWP_UNROLL for (int i = 0; i < 4; ++i) x[h][i] += y[h][i];
 }
@@ -57,7 +57,7 @@ FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts]) {
   }
 }
 
-// The numbers of a left factor, as a product has them.
+// The numbers of a left factor, in the layout of a product.
 FWP_DEVICE void unpack(const Factor& from, Product& to) {
   FWP_UNROLL for (int h = 0; h < 2; ++h)
     FWP_UNROLL for (int r = 0; r < 2; ++r) {
@@ -77,7 +77,7 @@ FWP_DEVICE void split(const Product& x, Factor (&to)[parts]) {
     }
 }
 
-// The `most` greatest parts.
+// The `most` largest parts.
 template <int most, int parts>
 FWP_DEVICE const Factor (&greatest(const Factor (&x)[parts]))[most] {
   static_assert(most <= parts);
@@ -87,7 +87,7 @@ FWP_DEVICE const Factor (&greatest(const Factor (&x)[parts]))[most] {
 FWP_DEVICE void multiply(Product& c, const Factor& a, const Factor& b) {
   FWP_UNROLL for (int h = 0; h < 2; ++h) mma(c[h], a, b[2 * h], b[2 * h + 1]);
 }
-// c += a b, where load(n, b) brings part n of b; of the parts' products those that matter.
+// c += a b, where load(n, b) loads part n of b. Products of small parts that do not matter are skipped.
 template <int of_b, int of_a, typename Load>
 FWP_DEVICE void multiply(Product& c, const Factor (&a)[of_a], Load load) {
   constexpr int most = of_a > of_b ? of_a : of_b;
@@ -98,7 +98,7 @@ FWP_DEVICE void multiply(Product& c, const Factor (&a)[of_a], Load load) {
       if (m + n < most) multiply(c, a[m], b);
   }
 }
-// The same with a product that is rounded for itself: the tensor cores would cut off digits of c.
+// The same, but the product is computed first and then added: otherwise the tensor cores would truncate digits of c.
 template <int of_b, int of_a, typename Load>
 FWP_DEVICE void add_product(Product& c, const Factor (&a)[of_a], Load load) {
   Product product;
@@ -107,8 +107,8 @@ FWP_DEVICE void add_product(Product& c, const Factor (&a)[of_a], Load load) {
   add(c, product);
 }
 
-// A matrix in shared memory, row by row; a row begins at a multiple of 16 bytes, and `pitch` numbers after the last one. Eight
-// rows lie in different banks where the pitch is 8 more than a multiple of 16.
+// A matrix in shared memory. Rows start at multiples of 16 bytes, `pitch` numbers apart. With a pitch of 8 more than a multiple
+// of 16, eight rows lie in different banks.
 constexpr int kPadding = 8;
 
 struct Shared {
@@ -131,7 +131,7 @@ struct Shared {
   FWP_DEVICE void right_transposed(int row, int column, Factor& b) const { load_matrices(at_columns(row, column), b); }
 
  private:
-  // What this lane names of the four 8 x 8 blocks: those above each other first, or those side by side.
+  // The row address that this lane passes for the four 8 x 8 blocks: vertical neighbors first, or horizontal ones.
   FWP_DEVICE const Bfloat16* at_rows(int row, int column) const {
     return at(row + lane() % kBlock, column + lane() / kBlock * 8);
   }

@@ -1,4 +1,4 @@
-// What the plans of the kernels depend on.
+// The properties of a GPU on which the plans of the kernels depend.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace fwp::cuda {
 
 struct Gpu {
   int multiprocessors = 1;
-  size_t shared_bytes = 0;  // of shared memory, that a block may have
+  size_t shared_bytes = 0;  // of shared memory per block, at most
 };
 
 }  // namespace fwp::cuda

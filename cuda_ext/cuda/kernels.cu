@@ -1,2 +1,2 @@
-// The only file that nvcc compiles: everything, with the functions of launchers.h for others to link.
+// The only file that nvcc compiles. It includes all kernels and defines the functions of launchers.h for the linker.
 #include "launch_rules.cuh"

@@ -1,4 +1,4 @@
-// What the functions of launchers.h share: the launch of a scan, and what their scans are made of.
+// Shared by the functions of launchers.h: the launch of a scan and its arguments.
 #pragma once
 
 #include <cstdarg>
@@ -11,7 +11,7 @@
 
 namespace fwp::cuda {
 
-// At least. Without this number, ptxas spills registers in favour of more blocks than are of use.
+// At least. Without this number, ptxas spills registers in favor of more blocks than are useful.
 template <typename A, int kColumns>
 constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 2 : kColumns == kWide.columns ? 3 : 4;
 
@@ -32,7 +32,7 @@ inline const char* say(const char* format, ...) {
   return text;
 }
 
-// Null where the kernels take these sizes.
+// Null if the kernels support these sizes.
 inline const char* check(const Sizes& size) {
   if (size.Dk > kGreatestSize || size.Dv > kGreatestSize)
     return say("the CUDA kernels take keys and values of up to %lld elements, got Dk = %lld and Dv = %lld",
@@ -61,7 +61,7 @@ const char* launch_shape(Scan scan, int states, int stage, const Gpu& gpu, void*
   return launch_kernel(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, scan.plan.threads(), bytes, stream, scan);
 }
 
-// A scan that keeps nothing in shared memory but tokens.
+// A scan that keeps only tokens in shared memory.
 template <typename Scan>
 const char* launch(const Scan& scan, void* stream) {
   using A = typename Scan::Number;
@@ -76,7 +76,7 @@ const char* launch(const Scan& scan, void* stream) {
   return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, 0, 0, gpu, stream);
 }
 
-// What the launchers make their scans of.
+// Makes the arguments of scans from those of the launchers.
 template <typename A>
 struct Maker {
   using Number = A;
@@ -87,7 +87,7 @@ struct Maker {
   ScanSize along_keys() const { return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), call.first}; }
   ScanSize along_values() const { return {size.B * size.H, size.H, size.L, int(size.Dv), int(size.Dk), call.first}; }
 
-  // A contiguous array of `width` numbers a token, in the state's type.
+  // A contiguous array of `width` numbers per token, in the state's type.
   Input scratch(const void* x, int64_t width) const {
     return {x, size.H * size.L * width, size.L * width, width, kState};
   }
@@ -103,7 +103,7 @@ struct Maker {
   }
 };
 
-// f(Maker) in the type that the call computes in; nothing where there is nothing to do.
+// Call f(Maker) in the type of the computation. Do nothing if there is nothing to compute.
 template <typename F>
 const char* with_maker(const Call& call, F f) {
   if (const char* error = check(call.size)) return error;
@@ -118,7 +118,7 @@ inline size_t bytes_of_tokens(const Sizes& size, Type type, int64_t width) {
   return aligned(size_t(size.B * size.H * size.L * width) * state_bytes(type));
 }
 
-// Consecutive arrays of the workspace, of `width` numbers a token each.
+// Consecutive arrays of the workspace, each with `width` numbers per token.
 class Workspace {
  public:
   Workspace(const Call& call) : call_(call), next_(static_cast<char*>(call.workspace)) {}

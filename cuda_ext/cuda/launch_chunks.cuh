@@ -1,4 +1,4 @@
-// The passes on the tensor cores: of sum, of the delta rule, and of the latter with decays by head.
+// The passes on the tensor cores: of the sum rule, of the delta rule, and of the delta rule with decays by head.
 #pragma once
 
 #include "chunk_backward.cuh"
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreadsForSegments) segments_kernel(const Chu
 
 namespace detail {
 
-// Calls f with a constant no less than the rows, of those that the passes are made for.
+// Calls f with the smallest compiled row count, a constant, that is at least `rows`.
 template <typename F>
 auto with_rows(int64_t rows, F f) {
   if (rows <= 16) return f(std::integral_constant<int, 16>{});
@@ -43,7 +43,7 @@ void set_size(Pass& pass, const ScanSize& size) {
   pass.log_segments = plan.log_segments, pass.chunks_of_segment = plan.chunks;
 }
 
-// Slabs that fill the GPU with all segments of all heads.
+// Set as many slabs as fill the GPU with all segments of all heads.
 template <typename Pass>
 void set_columns(Pass& pass, int columns, const Gpu& gpu) {
   ScanSize size = pass.size;
@@ -72,7 +72,8 @@ ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
   return pass;
 }
 
-// The backward pass has all columns of a head in one block, for gradients of keys sum over them, and needs more shared memory.
+// The backward pass has all columns of a head in one block, because gradients of keys sum over them. It needs more shared
+// memory.
 inline bool choose_chunks_backward(const ScanSize& size, Type type) {
   return choose_chunks(size, type) && size.columns <= kChunkWarps * kBlock;
 }
@@ -83,7 +84,7 @@ bool choose_chunks_backward(const ScanSize& size, Type type, const Gpu& gpu) {
          });
 }
 
-// What goes from segment to segment: nothing where there is one.
+// Memory for the states between segments; empty if there is one segment.
 template <int kRows>
 struct SegmentMemory {
   char* next;
@@ -103,7 +104,7 @@ struct SegmentMemory {
   }
   Matrices<const float> matrices(const ScanSize& size) const { return {boundaries, int64_t(size.columns) * kRows, 1, kRows}; }
 
-  // From the ends to the boundaries.
+  // Compute the boundaries from the ends.
   template <typename Pass>
   const char* connect(const Pass& pass, const Matrices<const float>& initial, bool transitions, bool reverse, const Gpu& gpu,
                       void* stream) const {
@@ -121,7 +122,7 @@ struct SegmentMemory {
   }
 };
 
-// Device memory of the forward pass: ends and boundaries of segments. Of the backward pass: states before each chunk, too.
+// Device memory in bytes. Forward: ends and boundaries of segments. Backward: also the states before each chunk.
 template <bool kErases, bool kFades>
 size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
   const ScanSize size = chunk_size(sizes);

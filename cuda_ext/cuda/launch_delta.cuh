@@ -1,4 +1,4 @@
-// The delta rule: which scans its passes consist of.
+// The delta rule: the scans of its passes.
 #pragma once
 
 #include "delta.cuh"
@@ -19,7 +19,7 @@ inline const char* delta_forward(const Call& call, const Inputs& in, const Outpu
   });
 }
 
-// d_write, and the half of d_k where d_k itself is not in the state's type; or states on the tensor cores.
+// Memory for d_write, and for half of d_k if d_k is not in the state's type. On tensor cores, for states instead.
 inline size_t delta_workspace(const Sizes& size, Type type, bool is_backward) {
   const size_t chunks = chunk_workspace<true, false>(size, type, is_backward);
   if (!is_backward) return chunks;

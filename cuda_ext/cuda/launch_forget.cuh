@@ -1,4 +1,4 @@
-// Rules that fade or remove: which scans their passes consist of.
+// Rules with decays or removals: the scans of their passes.
 #pragma once
 
 #include "forget.cuh"
@@ -13,8 +13,8 @@ __global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const Toke
 
 namespace detail {
 
-// With tall tiles that have half the columns: these scans hold more in registers than the sum and the delta rule. Those that
-// keep tiles in shared memory have none that are wide.
+// Tall tiles have half the columns, because these scans hold more in registers than the sum and the delta rule. Scans that keep
+// tiles in shared memory do not use wide tiles.
 template <bool keeps_tiles, typename Scan>
 const char* launch_forgetting(const Scan& scan, int states, int stage, void* stream) {
   using A = typename Scan::Number;
@@ -47,7 +47,7 @@ const char* launch(const TokenSums<A>& sums, void* stream) {
   return launch_kernel(token_sums_kernel<A>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
 }
 
-// f with the scans of the rule.
+// Call f with the scans of the rule.
 template <typename F>
 const char* with_scans(Rule rule, F f) {
   const auto call = [&](auto fades, auto erases) { return f(fades, erases); };
@@ -64,8 +64,8 @@ const char* with_scans(Rule rule, F f) {
 #undef FWP_SCANS
 }
 
-// Whether both passes take chunks: then no states are kept. The gated rule does not: what the tensor cores cut off of its sums
-// is more than its scans round away, for there is nothing that corrects it.
+// Whether both passes use chunks; then no states are kept. The gated rule does not: the truncation in the tensor cores is
+// larger than the rounding of its scans, and nothing in the rule corrects it.
 inline bool choose_chunks_forget(const Call& call, const Gpu& gpu) {
   return call.rule == Rule::gated_delta && choose_chunks_backward<true, true>(chunk_size(call), call.type, gpu);
 }
@@ -100,8 +100,8 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
   });
 }
 
-// d_write; of a removal the gradient of what it finds; each key column's part of the gradient of a head's decay. On the tensor
-// cores states in its place.
+// Memory for d_write, for a removal the gradient of its retrieved value, and for a decay by head a part per key column. On
+// tensor cores, memory for states instead.
 inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_backward) {
   const size_t chunks = rule == Rule::gated_delta ? chunk_workspace<true, true>(size, type, is_backward) : 0;
   if (!is_backward) return chunks;

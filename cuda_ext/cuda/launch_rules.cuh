@@ -1,4 +1,4 @@
-// The functions of launchers.h: which scans belong to a rule.
+// The functions of launchers.h: choose the scans of each rule.
 #pragma once
 
 #include "launch_delta.cuh"

@@ -1,4 +1,4 @@
-// The sum rule: which scans its passes consist of.
+// The sum rule: the scans of its passes.
 #pragma once
 
 #include "launch_chunks.cuh"

@@ -1,9 +1,9 @@
-// How the work of one scan is laid out on threads, and the shared memory that it takes.
+// The layout of a scan's work on threads, and the shared memory that it takes.
 //
-// A scan goes through the tokens with a matrix of rows x columns in registers: a state, its gradient, or the transpose
-// of one. Its columns do not know of each other. A thread holds kRows x kColumns elements; `lanes` threads side by side
-// share the rows of their kColumns columns, and add up over them by shuffles; `groups` of such lanes are a team, which
-// takes a slab of the columns of one head, and brings its tokens; a block is some teams.
+// A scan goes through the tokens with a matrix of rows x columns in registers: a state, its gradient, or the transpose of one.
+// Its columns are independent. A thread holds kRows x kColumns elements. `lanes` adjacent threads share the rows of their
+// kColumns columns, and sum over them by shuffles. `groups` of such lanes form a team. A team has a slab of the columns of one
+// head, and loads its tokens. A block consists of teams.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ constexpr int kBuffers = 2;            // for a chunk's matrices on the tensor c
 struct ScanSize {
   int64_t heads, heads_per_batch, length;
   int rows, columns;
-  const bool* first;  // (batches, length): tokens before which the matrix is zero, forwards; null: nowhere
+  const bool* first;  // (batches, length): tokens before which the matrix is zero, in forward order; null: none
 };
 
 FWP_BOTH constexpr int log2_of(int power) {
@@ -29,28 +29,28 @@ FWP_BOTH constexpr int log2_of(int power) {
   return log;
 }
 
-// All are powers of two, but `slabs` and `buffers`.
+// All are powers of two, except `slabs` and `buffers`.
 struct Plan {
   int lanes, groups, teams, slabs;
-  int log_lanes, log_groups;  // to the base of 2
-  int stage;                  // tokens in a buffer, no more than the threads of a team
+  int log_lanes, log_groups;  // base 2
+  int stage;                  // tokens in a buffer, at most the threads of a team
   int buffers;                // of a ring: 2, or kMostBuffers
 
   FWP_BOTH int team_threads() const { return lanes * groups; }
   FWP_BOTH int threads() const { return lanes * groups * teams; }
 };
 
-// Numbers that a token brings: `rows` vectors along the rows, `columns` along the columns, `scalars` single ones; and those
-// that it takes away: `outputs` vectors along the columns, and perhaps a single one.
+// The data of a token. Inputs: `rows` vectors along the rows, `columns` vectors along the columns, `scalars` numbers. Outputs:
+// `outputs` vectors along the columns, and possibly one number.
 struct TokenParts {
   int rows, columns, scalars, outputs;
 };
 
 constexpr int kPiece = 4;         // numbers that are read from shared memory at once
-constexpr int kSingles = 4;       // room for single ones, and for whether a document begins
-constexpr int kLeastColumns = 8;  // that are brought: 16 bytes in the smallest type
+constexpr int kSingles = 4;       // room for numbers, and for whether a document begins
+constexpr int kLeastColumns = 8;  // that are loaded: 16 bytes in the smallest type
 
-// Where the parts of a token lie in shared memory, in numbers. All begin at a multiple of 16 bytes.
+// Positions of a token's parts in shared memory, in numbers. All start at a multiple of 16 bytes.
 struct TokenLayout {
   int row_width, column_width, output_width, columns_at, outputs_at, scalars_at, size;
 

@@ -1,4 +1,4 @@
-// What all scans share: a thread's tile of the matrix, the tokens' way through shared memory, results.
+// Shared by all scans: a thread's tile of the matrix, the transfer of tokens through shared memory, and results.
 #pragma once
 
 #include <type_traits>
@@ -7,18 +7,18 @@
 
 namespace fwp::cuda {
 
-using Input = Tokens;  // zeros where `data` is null
+using Input = Tokens;  // zeros if `data` is null
 using Output = Target;
 
-// A rows x columns matrix for each head, or for each head and chunk; the transpose of one by its strides. Zeros, or not
-// wanted, where `data` is null.
+// A rows x columns matrix for each head, or for each head and chunk. Strides can describe a transpose. If `data` is null, an
+// input is zeros and an output is not stored.
 template <typename A>
 struct Matrices {
   A* data = nullptr;
   int64_t head = 0, row = 0, column = 0;
 };
 
-// Numbers that are read or written at once, or 16 bytes of them at a time.
+// Numbers that are read or written at once, or in pieces of 16 bytes.
 template <typename T, int n>
 struct alignas(n * sizeof(T) < 16 ? n * sizeof(T) : 16) Numbers {
   T x[n];
@@ -32,17 +32,17 @@ using Wide = Numbers<T, kOf16Bytes<T>>;
 
 FWP_BOTH constexpr int bytes_of(Type type) { return type == Type::float64 ? 8 : type == Type::float32 ? 4 : 2; }
 
-// Whether rows of `width` numbers, with these strides between them, can be copied 16 bytes at a time.
+// Whether rows of `width` numbers with these strides can be copied 16 bytes at a time.
 template <typename... Strides>
 bool in_pieces(const void* data, Type type, Strides... strides) {
   const int numbers = 16 / bytes_of(type);
   return data && reinterpret_cast<uintptr_t>(data) % 16 == 0 && (... && (strides % numbers == 0));
 }
 
-// What a scan reads, or writes, of each token.
+// An input or output of a scan for each token.
 struct Source : Input {
   bool by_pieces = false;  // of 16 bytes
-  int log_bytes = 0;       // of a number, to the base of 2
+  int log_bytes = 0;       // of a number, base 2
 
   Source() = default;
   Source(const Input& from) : Input(from) {}
@@ -92,7 +92,7 @@ struct Tile {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = A(0);
   }
-  // row x, of this thread's rows alone.
+  // row x, for the rows of this thread only.
   FWP_DEVICE void read(const A (&row)[kRows], A (&sum)[kColumns]) const {
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) {
       sum[c] = row[0] * x[0][c];
@@ -113,28 +113,28 @@ FWP_DEVICE void scaled(A factor, const A (&x)[n], A (&product)[n]) {
   FWP_UNROLL for (int i = 0; i < n; ++i) product[i] = factor * x[i];
 }
 
-// Over all lanes that share a column: the same bits for each of them, whatever else runs. All of a warp must call it.
+// Sums over all lanes that share a column. Each of them gets the same bits, in every run. All lanes of a warp must call it.
 template <typename A, int n>
 FWP_DEVICE void add_lanes(A (&x)[n], int lanes) {
   for (int distance = 1; distance < lanes; distance *= 2)
     FWP_UNROLL for (int i = 0; i < n; ++i) x[i] += __shfl_xor_sync(0xffffffffu, x[i], distance);
 }
 
-// Tokens that go through shared memory at once, in the order of memory.
+// Tokens that go through shared memory together, in memory order.
 struct Stage {
   int64_t first;
   int count;
   bool writes;  // whether they have outputs
 };
 
-// Those of a scan from the first token to the last, or back.
+// The stages of a scan from the first token to the last, or in reverse.
 FWP_DEVICE Stage plain_stage(int64_t n, int tokens, int64_t length, bool reverse) {
   const int64_t before = n * tokens, left = length - before;
   const int count = left < tokens ? int(left) : tokens;
   return {reverse ? left - count : before, count, true};
 }
 
-// All that a scan reads and writes of each token.
+// All inputs and outputs of a scan for each token.
 template <int kRowParts, int kColumnParts, int kScalars_, int kOutputs>
 struct TokenArrays {
   static constexpr int kScalars = kScalars_;
@@ -142,7 +142,7 @@ struct TokenArrays {
   Source vectors[kRowParts + kColumnParts];  // along the rows, then along the columns
   Source scalars[kScalars ? kScalars : 1];
   Sink outputs[kOutputs];
-  Sink sum;  // one number a token
+  Sink sum;  // one number per token
 
   Source& row(int n) { return vectors[n]; }
   Source& column(int n) { return vectors[kRowParts + n]; }
@@ -154,7 +154,7 @@ struct TokenArrays {
   }
 };
 
-// The place of a thread in a scan.
+// The position of a thread in a scan.
 template <typename A, int kRows, int kColumns, typename Arrays>
 struct Place {
   const ScanSize& size;
@@ -162,7 +162,7 @@ struct Place {
   const Arrays& arrays;
   TokenLayout layout;
   int thread, team, worker, lane, column;  // worker: the thread in its team; column: its first one in the matrix
-  int slab_column, brought_column;         // in the slab of its team, and in what is brought of a token
+  int slab_column, brought_column;         // in the slab of its team, and in the loaded part of a token
   int64_t head, batch, head_of_batch;
 
   FWP_DEVICE Place(const ScanSize& size_, const Plan& plan_, const Arrays& arrays_)
@@ -180,9 +180,9 @@ struct Place {
   }
 
   FWP_DEVICE int slab() const { return int(blockIdx.x % unsigned(plan.slabs)); }
-  // Whether the thread has columns of a head, though perhaps beyond the last one.
+  // Whether the thread has columns of a head, which may be beyond the last column.
   FWP_DEVICE bool is_there() const { return head < size.heads; }
-  // Whether a document begins with a token.
+  // Whether a document begins at this token.
   FWP_DEVICE bool begins(const A* token) const { return size.first && token[layout.begins()] != 0; }
   FWP_DEVICE int row(int r) const { return ((r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
 
@@ -190,7 +190,7 @@ struct Place {
   FWP_DEVICE A* token(int at, int slot) const {
     return reinterpret_cast<A*>(shared_memory()) + ((at * plan.teams + team) * plan.stage + slot) * layout.size;
   }
-  // Shared memory beyond the ring.
+  // Shared memory after the ring.
   FWP_DEVICE A* own_memory() const {
     return reinterpret_cast<A*>(shared_memory()) + plan.buffers * plan.teams * plan.stage * layout.size;
   }
@@ -209,14 +209,14 @@ struct Place {
   }
   FWP_DEVICE A scalar(const A* token, int n) const { return token[layout.scalar(n)]; }
 
-  // One number a column, which all lanes of the column have.
+  // One number per column, which all lanes of the column hold.
   FWP_DEVICE void put_columns(A* token, int n, const A (&x)[kColumns]) const {
     if (lane != 0) return;
     Numbers<A, kColumns> all;
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) all.x[c] = x[c];
     *reinterpret_cast<Numbers<A, kColumns>*>(token + layout.output(n) + slab_column) = all;
   }
-  // One number a token, which all threads have.
+  // One number per token, which all threads hold.
   FWP_DEVICE void put_sum(A* token, A x) const {
     if (worker == 0) token[layout.scalar(Arrays::kScalars)] = x;
   }
@@ -236,14 +236,14 @@ struct Place {
           m.data[index * m.head + row(r) * m.row + (column + c) * m.column] = tile.x[r][c];
   }
 
-  // Calls use(at, stage) for each of the stages that stage_at(n) names, with their tokens in buffer `at` of a ring.
-  // Meanwhile the next ones are on their way, and so are the outputs of the one before.
+  // Calls use(at, stage) for each stage stage_at(n), with its tokens in buffer `at` of a ring. Meanwhile the next stages are
+  // being loaded and the outputs of the previous one are being stored.
   template <typename StageAt, typename Use>
   FWP_DEVICE void for_stages(int64_t stages, StageAt stage_at, Use use) const {
     const int ahead = plan.buffers - 1;
     Asked asked;
     Stage before{0, 0, false};
-    // The buffers of stage n, of the one before it, and of that whose scalars are asked for.
+    // The buffers of stage n, of the stage before it, and of the stage whose scalars are being loaded.
     int at = 0, last = 0, filled = -1;
     FWP_UNROLL_BY(1) for (int64_t n = -ahead; n <= stages; ++n) {
       const bool begun = n >= 0 && n < stages;
@@ -252,7 +252,7 @@ struct Place {
         if constexpr (sizeof(A) < 8) convert(at);
       }
       if (filled >= 0) put_scalars(filled, asked);
-      // Stage n may be used from here on, and the buffer of the one before it be filled.
+      // From here on, stage n may be used and the buffer of the stage before it may be filled.
       __syncthreads();
       filled = n + ahead >= stages ? -1 : n > 0 ? last : int(n) + ahead;
       if (filled >= 0) bring(filled, stage_at(n + ahead), asked);
@@ -267,8 +267,8 @@ struct Place {
     }
   }
 
-  // Calls use(token) for all tokens from the first to the last, or back, and then(end) after each stage, which ends before
-  // token `end`.
+  // Calls use(token) for all tokens from the first to the last, or in reverse. Calls then(end) after each stage, where `end` is
+  // the index after its last token.
   template <typename Use, typename Then>
   FWP_DEVICE void for_tokens(bool reverse, Use use, Then then) const {
     const int64_t stages = (size.length + plan.stage - 1) / plan.stage;
@@ -285,7 +285,7 @@ struct Place {
   }
 
  private:
-  // A number of each scalar as it lies in memory, for one token.
+  // The scalars of one token, as stored in memory.
   using Raw = std::conditional_t<sizeof(A) == 8, double, uint32_t>;
   struct Asked {
     Raw x[Arrays::kScalars ? Arrays::kScalars : 1];
@@ -293,7 +293,7 @@ struct Place {
   };
 
   static constexpr int kVectors = Arrays::parts().rows + Arrays::parts().columns;
-  // Where a vector lies in a token, and which of its numbers the block needs: from `first` on, with zeros from `limit` on.
+  // The position of a vector in a token, and the numbers that the block needs: from `first` on, with zeros from `limit` on.
   struct Vector {
     int at, log_width, first, limit;
   };
@@ -319,7 +319,7 @@ struct Place {
   FWP_DEVICE int first_output() const { return slab() * layout.output_width; }
   FWP_DEVICE int first_column() const { return first_output() & ~(layout.column_width - 1); }
 
-  // Calls f(slot, i) for a thread's share of `count` tokens in 2^log_parts parts each: for the same ones each time.
+  // Calls f(slot, i) for this thread's share of `count` tokens in 2^log_parts parts each. The share is the same in each call.
   template <typename F>
   FWP_DEVICE void share(int count, int log_parts, F f) const {
     const int parts = 1 << log_parts, spare = log_team() - log_parts;
@@ -328,13 +328,13 @@ struct Place {
       FWP_UNROLL_BY(1) for (int i = worker & (parts - 1); i < parts; i += plan.team_threads()) f(s, i);
   }
 
-  // Where the vectors of token t begin.
+  // The address of the vectors of token t.
   FWP_DEVICE const unsigned char* start(const Source& from, int64_t t) const {
     const int64_t at = batch * from.batch + head_of_batch * from.head + t * from.token;
     return static_cast<const unsigned char*>(from.data) + (at << from.log_bytes);
   }
 
-  // Begins to bring a stage's tokens to buffer `at`, all but their scalars, which are asked for.
+  // Starts to load a stage's tokens into buffer `at`. Scalars are loaded into `asked` and stored later.
   FWP_DEVICE void bring(int at, const Stage& stage, Asked& asked) const {
     if (!is_there()) return;
     FWP_UNROLL for (int i = 0; i < Arrays::kScalars; ++i) asked.x[i] = ask(arrays.scalars[i], stage);
@@ -350,7 +350,7 @@ struct Place {
     }
   }
 
-  // Each 16 bytes go where their numbers will lie: of numbers of 2 bytes into the first half of it.
+  // Copies each 16 bytes to where their numbers will lie. 2-byte numbers fill only the first half of that space.
   FWP_DEVICE void copy(const Source& from, const unsigned char* data, int count, const Vector& vector, A* to) const {
     const int log_numbers = 4 - from.log_bytes;
     share(count, vector.log_width - log_numbers, [&](int s, int i) {
@@ -361,7 +361,7 @@ struct Place {
     });
   }
 
-  // Number by number, some tokens at once: all are asked for before the first is needed.
+  // Copies single numbers of several tokens at a time: all loads start before the first value is needed.
   FWP_DEVICE void bring_numbers(const Source& from, const unsigned char* data, int count, const Vector& vector, A* to) const {
     constexpr int kAtOnce = 4;
     const int limit = from.data ? vector.limit : 0;
@@ -376,7 +376,7 @@ struct Place {
     });
   }
 
-  // Numbers of 2 bytes that this thread has copied to buffer `at`.
+  // Converts the 2-byte numbers that this thread has copied to buffer `at`.
   FWP_DEVICE void convert(int at) const {
     if (!is_there()) return;
     FWP_UNROLL_BY(1) for (int i = 0; i < kVectors; ++i) {
@@ -397,7 +397,7 @@ struct Place {
     });
   }
 
-  // The scalar of the token of a stage that this thread brings. Nobody waits for it before put_scalars().
+  // The scalar of the token that this thread loads for a stage. No instruction waits for it before put_scalars().
   FWP_DEVICE Raw ask(const Source& from, const Stage& stage) const {
     return raw(from, start(from, stage.first), worker * from.token, from.data && worker < stage.count);
   }
@@ -408,7 +408,7 @@ struct Place {
     if (size.first) to[layout.begins()] = asked.begins;
   }
 
-  // Number `at`, as it lies in memory, or zero.
+  // Number `at`, as stored in memory, or zero.
   static FWP_DEVICE Raw raw(const Source& from, const unsigned char* data, int64_t at, bool inside) {
     if (!inside) return Raw(0);
     if constexpr (sizeof(A) == 8)
@@ -422,7 +422,7 @@ struct Place {
     return type == Type::bfloat16 ? number(Bfloat16{uint16_t(bits)}) : number(Float16{uint16_t(bits)});
   }
 
-  // The outputs of a stage, from buffer `at`.
+  // Stores the outputs of a stage, from buffer `at`.
   FWP_DEVICE void write(int at, const Stage& stage) const {
     if (!is_there() || !stage.writes) return;
     const A* const tokens = token(at, 0);
@@ -461,7 +461,7 @@ struct Place {
   }
 };
 
-// What every scan has: the tokens that it goes through, and the matrix before the first that it comes to and after the last.
+// Shared by all scans: the token arrays, the initial matrix and the final matrix, in the order of the scan.
 template <typename A, int kRowParts, int kColumnParts, int kScalars, int kOutputs>
 struct Scan {
   using Number = A;
@@ -473,8 +473,8 @@ struct Scan {
   Matrices<const A> initial;
   Matrices<A> last;
 
-  // Calls step(place, token, matrix) for all tokens from the first to the last, or back, and then(place, end, matrix) after
-  // each stage.
+  // Calls step(place, token, matrix) for all tokens from the first to the last, or in reverse. Calls then(place, end, matrix)
+  // after each stage.
   template <int kRows, int kColumns, typename Step, typename Then>
   FWP_DEVICE void scan(bool reverse, Step step, Then then) const {
     const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);

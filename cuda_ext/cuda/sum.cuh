@@ -1,5 +1,5 @@
-// The sum rule: M += key^T value, out = query M. Its three backward passes are this very scan with the roles of its
-// arguments exchanged: see README.md.
+// The sum rule: M += key^T value, out = query M. Its three backward passes are the same scan with exchanged arguments: see
+// README.md.
 #pragma once
 
 #include "scan.cuh"

@@ -22,7 +22,7 @@ void delta_start(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   })
 }
 
-// The state after the start, again; `state` receives it.
+// Rebuild the state after the start (the tokens in quadratic form) and write it to `state`.
 void delta_rebuild_state(const Tensor& k, const Tensor& beta, const Tensor& error, const Tensor& state) {
   const Sizes size(k, error);
   FWP_DISPATCH(error.scalar_type(), {
@@ -48,7 +48,7 @@ void delta_start_backward(const Tensor& q, const Tensor& k, const Tensor& beta, 
   })
 }
 
-// `final` may be `initial`.
+// `final` may be the same tensor as `initial`.
 void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& initial,
                        const Tensor& out, const Tensor& final, const Tensor& error) {
   const Sizes size(q, v);
@@ -82,14 +82,14 @@ void delta_scan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   })
 }
 
-// The gradient of the initial state is not made where `d_initial` is undefined.
+// An undefined `d_initial` means that the gradient of the initial state is not computed.
 void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& beta, const Tensor& initial,
                                 const Tensor& error, const Tensor& d_out, const Tensor& d_final, const Tensor& d_q,
                                 const Tensor& d_k, const Tensor& d_v, const Tensor& d_beta, const Tensor& d_initial) {
   const Sizes size(q, error);
   const int64_t L = size.L;
   FWP_DISPATCH(error.scalar_type(), {
-    // The width of a block decides in which order d_k is summed: no matter of the number of threads.
+    // The width of a block decides the order in which d_k is summed. So it must not depend on the number of threads.
     const int64_t vectors = block_vectors<A>(size.Dk, size.Dv, 4), width = vectors * kLanes<A>;
     const SharedHeads shared(size, size.Dv, width);
     const Tensor d_k_parts = shared.in_parts(d_k), d_beta_parts = shared.in_parts(d_beta);
@@ -150,7 +150,7 @@ void delta_scan_backward(const Tensor& q, const Tensor& k, const Tensor& beta, c
   })
 }
 
-// Tokens of the quadratic form: see short_tokens.
+// Number of tokens in quadratic form: see short_tokens.
 int64_t length_of_start(const Sizes& size, const Tensor& initial) {
   return initial.defined() ? 0 : std::min(size.L, short_tokens(size.Dk, size.Dv));
 }

@@ -1,4 +1,4 @@
-// Rules that forget and erase nothing, and their gradients, on CPU tensors.
+// Rules that forget but erase nothing, and their gradients, on CPU tensors.
 
 #include "../../cpu/forget_short.h"
 #include "forget.h"
@@ -6,7 +6,7 @@
 namespace fwp::cpu {
 namespace {
 
-// Tokens of the quadratic form: see short_decay_tokens.
+// Number of tokens in quadratic form: see short_decay_tokens.
 int64_t length_of_start(const Sizes& size, const Tensor& initial) {
   return initial.defined() ? 0 : std::min(size.L, short_decay_tokens(size.Dk, size.Dv));
 }
@@ -34,7 +34,7 @@ void start_backward(const Backward& pass) {
   })
 }
 
-// The state after the start stands among those that are kept, or is the last one.
+// The state after the start is one of the kept states, or the final state.
 template <Fades fades>
 void forward(const Forward& pass) {
   const int64_t L = pass.size.L, start = length_of_start(pass.size, pass.initial);

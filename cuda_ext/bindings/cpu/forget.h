@@ -1,4 +1,4 @@
-// Rules that forget, on CPU tensors: what forget.cpp and retrieve.cpp share.
+// Rules that forget, on CPU tensors: shared by forget.cpp and retrieve.cpp.
 #pragma once
 
 #include "../../cpu/forget.h"
@@ -7,7 +7,7 @@
 
 namespace fwp::cpu {
 
-// Token tensors by heads. A member that is not there is null.
+// Token tensors by heads. An absent member is null.
 template <typename A, typename Tokens_>
 struct ForgetHeads {
   const Heads<A> q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
@@ -16,7 +16,7 @@ struct ForgetHeads {
       : q(x.q), k(x.k), v(x.v), key_decay(x.key_decay), value_decay(x.value_decay), head_decay(x.head_decay),
         rate(x.rate), removal(x.removal), removal_key(x.removal_key) {}
 
-  // Those of head h, from columns i of keys and j of values on.
+  // The tokens of head h, from key column i and value column j on.
   Tokens_ at(int64_t h, int64_t i, int64_t j) const {
     Tokens_ x;
     x.q = q.tokens(h).from(i);
@@ -36,13 +36,13 @@ using InputHeads = ForgetHeads<const A, ForgetTokens<A>>;
 template <typename A>
 using GradientHeads = ForgetHeads<A, ForgetGradients<A>>;
 
-// A block of columns in the backward pass: two vectors where there are the registers for it.
+// Columns of a block in the backward pass: two vectors if there are enough registers.
 inline int64_t backward_width(const Sizes& size, at::ScalarType type) {
   const int64_t lanes = type == at::kDouble ? kLanes<double> : kLanes<float>;
   return kTokens == 4 && size.Dk > lanes ? 2 * lanes : lanes;
 }
 
-// The scan forwards. `kept` receives the state after each whole chunk.
+// The forward scan. `kept` receives the state after each whole chunk.
 template <Fades fades, Erases erases>
 void forget_scan(const Forward& pass) {
   const Sizes& size = pass.size;
@@ -69,7 +69,8 @@ void forget_scan(const Forward& pass) {
           .run_chunks(size.L);
       block.finish();
     };
-    // Each block reads all keys, queries and key decays: half as many are worth passes of two tokens.
+    // Each block reads all keys, queries and key decays. Wider blocks halve these reads, which outweighs passes of only
+    // two tokens.
     if (kTokens == 4 && !K::retrieves)
       for_blocks<A, 4>(size, size.Dk, size.Dv, run_block);
     else
@@ -77,14 +78,14 @@ void forget_scan(const Forward& pass) {
   })
 }
 
-// The scan back, over blocks of key columns. `d_retrieved`: of a rule that retrieves, d_v or d_removed.
+// The reverse scan, over blocks of key columns. `d_retrieved` is d_v or d_removed of a rule that retrieves.
 template <Fades fades, Erases erases>
 void forget_scan_backward(const Backward& pass, const Tensor& d_retrieved = {}) {
   const Sizes& size = pass.size;
   using K = Kind<fades, erases>;
   const int64_t width = backward_width(size, pass.type);
   const SharedHeads shared(size, size.Dk, width);
-  // What adds up over the blocks of a head.
+  // Gradients that are summed over the blocks of a head.
   TokenTensors sums = pass.to;
   if (erases != Erases::kKey) sums.v = shared.in_parts(pass.to.v);
   sums.value_decay = shared.in_parts(pass.to.value_decay);

@@ -1,4 +1,4 @@
-// The operator on CPU tensors: its arguments become those of a kernel.
+// The operator on CPU tensors: converts its arguments to those of a kernel.
 
 #include <torch/library.h>
 
@@ -7,8 +7,8 @@
 namespace fwp::cpu {
 namespace {
 
-// Sequences fall into documents, each with a memory of its own: call f(sequence, first token, number of tokens, whether
-// the memory goes on from the state).
+// Each document of a sequence has its own state. Call f(sequence, first token, number of tokens, whether the document
+// continues from the given state) for each one.
 template <typename F>
 void for_documents(const Tensor& first, F f) {
   const Tensor marks = first.contiguous();

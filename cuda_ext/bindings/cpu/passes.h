@@ -1,18 +1,18 @@
-// The passes of the rules as the operator sees them. Each is compiled in a file of its own.
+// The passes of the rules, as the operator calls them. Each rule is compiled in its own file.
 #pragma once
 
 #include "tensors.h"
 
 namespace fwp::cpu {
 
-// A forward pass: what it reads, and what it fills in. `initial` may be undefined.
+// Inputs and results of a forward pass. `initial` may be undefined.
 struct Forward {
   Sizes size;
   at::ScalarType type;
   TokenTensors in;
   Tensor initial, out, final, retrieved, kept;
 
-  // Some tokens of some sequences, between two states.
+  // A range of tokens of some sequences, with the states before and after it.
   Forward part(int64_t batch, int64_t batches, int64_t first, int64_t length, const Tensor& before,
                const Tensor& after) const {
     Forward part = *this;
@@ -29,7 +29,7 @@ struct Forward {
   }
 };
 
-// A backward pass, likewise. `d_initial` and members of `to` may be undefined: a gradient that nobody wants.
+// Inputs and results of a backward pass. `d_initial` and members of `to` are undefined if the gradient is not needed.
 struct Backward {
   Sizes size;
   at::ScalarType type;
@@ -60,7 +60,7 @@ void sum_forward(const Forward& pass);
 void sum_backward(const Backward& pass);
 void delta_forward(const Forward& pass);
 void delta_backward(const Backward& pass);
-// Rules that forget and erase nothing; and those that retrieve before they write.
+// Rules that forget but erase nothing (forget), and rules that retrieve before they write (retrieve).
 void forget_forward(const Forward& pass);
 void forget_backward(const Backward& pass);
 void retrieve_forward(const Forward& pass);

@@ -5,7 +5,7 @@
 namespace fwp::cpu {
 namespace {
 
-// In reverse over blocks of value columns: the gradients of what was written or removed, and of the rates.
+// In reverse over blocks of value columns: the gradients of written or removed values, and of the rates.
 template <Fades fades, Erases erases>
 void retrieved_backward(const Backward& pass, const Tensor& d_retrieved) {
   const Sizes& size = pass.size;
@@ -47,7 +47,7 @@ void backward(const Backward& pass) {
   if (erases == Erases::kRemoval) d_retrieved = at::empty(pass.size.values(), pass.retrieved.options());
   retrieved_backward<fades, erases>(pass, d_retrieved);
   if (erases == Erases::kKey) {
-    scan.in.v = pass.retrieved.mul(pass.in.rate.unsqueeze(-1));  // what was written, to the last bit
+    scan.in.v = pass.retrieved.mul(pass.in.rate.unsqueeze(-1));  // the written values, identical to the last bit
     scan.to.rate = Tensor();
   }
   forget_scan_backward<fades, erases>(scan, d_retrieved);

@@ -7,8 +7,8 @@
 namespace fwp::cpu {
 namespace {
 
-// out_t = q_t W_t with W_t = W_{t-1} + k_t^T v_t for tensors of any roles; `initial` is W_0, or its transpose, or
-// undefined; `final` may be undefined.
+// out_t = q_t W_t with W_t = W_{t-1} + k_t^T v_t, for tensors of any roles. `initial` is W_0, its transpose, or
+// undefined. `final` may be undefined.
 template <typename A>
 void scan(const Sizes& size, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& initial, bool transposed,
           bool reverse, const Tensor& out, const Tensor& final) {

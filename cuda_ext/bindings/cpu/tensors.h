@@ -1,4 +1,4 @@
-// What the CPU bindings share: tensors as the kernels see them, and the blocks of columns that threads work on.
+// Shared by the CPU bindings: tensors as the kernels see them, and blocks of columns, the work items of threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -17,8 +17,8 @@
 
 namespace fwp::cpu {
 
-// The heads of a tensor in memory, null where it is undefined. A tensor is asked for its strides once and not for every
-// head: over a single token the answers took as long as a fifth of the arithmetic.
+// The heads of a tensor in memory; null if it is undefined. The strides are read once, not for every head: over a
+// single token, reading them took a fifth of the time of the arithmetic.
 template <typename A>
 class Heads {
  public:
@@ -32,7 +32,7 @@ class Heads {
     return {address(data_, head / heads_ * batch_stride_ + head % heads_ * head_stride_), stride_};
   }
   Rates<A> rates(int64_t head) const { return {tokens(head).data, stride_}; }
-  // The columns from `column` on of a state, or of its transpose.
+  // The columns of a state, or of its transpose, from `column` on.
   Matrix<A> matrix(int64_t head, int64_t column, bool transposed = false) const {
     if (!data_) return {nullptr, 0, 0};
     A* data = tokens(head).data;
@@ -53,12 +53,12 @@ auto scratch(int64_t count) {
   return std::unique_ptr<A, decltype(release)>(static_cast<A*>(p), release);
 }
 
-// Half of a first-level cache of 32 KiB: the other half is for the tokens.
+// Half of a 32 KiB first-level cache; the other half is for the tokens.
 constexpr int64_t kBlockBytes = 1 << 14;
 
 inline int64_t blocks_of(int64_t columns, int64_t width) { return (columns + width - 1) / width; }
 
-// Vectors in a row of a block: `widest`, or less where that is what it takes to stay in the cache.
+// Vectors in a row of a block: `widest`, or fewer if the block must be smaller to stay in the cache.
 template <typename A>
 int64_t block_vectors(int64_t rows, int64_t columns, int64_t widest) {
   int64_t vectors = widest;
@@ -66,7 +66,7 @@ int64_t block_vectors(int64_t rows, int64_t columns, int64_t widest) {
   return vectors;
 }
 
-// Call f(vectors) with a constant.
+// Call f(vectors) with a compile-time constant.
 template <int widest, typename F>
 void with_vectors(int64_t vectors, F f) {
   if (vectors == widest)
@@ -75,15 +75,15 @@ void with_vectors(int64_t vectors, F f) {
     with_vectors<widest / 2>(vectors, f);
 }
 
-// Call f(head, first column, number of columns, vectors a row, scratch) for blocks that cover `columns` of every head.
-// The scratch holds a block and kTokens columns of it. Blocks are narrower where that gives every thread one.
+// Call f(head, first column, number of columns, vectors per row, scratch) for blocks that cover `columns` of every
+// head. The scratch holds a block and kTokens columns of it. Blocks are narrower if that gives every thread one.
 template <typename A, int widest, typename F>
 void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
   const int64_t heads = size.B * size.H;
   int64_t vectors = block_vectors<A>(rows, columns, widest);
   while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<A>) < at::get_num_threads()) vectors /= 2;
   const int64_t width = vectors * kLanes<A>, blocks = blocks_of(columns, width);
-  // A thread costs some microseconds to wake: as much as 2^18 updates of a state element, a few of them in a vector.
+  // Starting a thread takes some microseconds: as long as 2^18 updates of a state element, a few of them in a vector.
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * rows * width));
   at::parallel_for(0, heads * blocks, grain, [&](int64_t begin, int64_t end) {
     const auto work = scratch<A>(rows * (width + kTokens));
@@ -94,8 +94,8 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
   });
 }
 
-// Two vectors a row are what the registers hold for a group of tokens. A single token has room for four, and reads the
-// state, which is all its cost, in longer pieces.
+// For a group of tokens, the registers hold two vectors per row. For a single token they hold four. Reading the state
+// is then the whole cost, and longer pieces are faster.
 template <typename A, typename F>
 void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
   if (size.L == 1)
@@ -104,8 +104,8 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
     for_blocks<A, 2>(size, rows, columns, f);
 }
 
-// What adds up over the blocks of columns of a head. Threads share out the blocks only where there are fewer heads than
-// threads: then each has a sum of its own, and sums come in parts.
+// Sums over the blocks of columns of a head. Threads share the blocks of a head only if there are fewer heads than
+// threads. Then each thread has its own partial sum.
 struct SharedHeads {
   int64_t heads, blocks, parts;
 
@@ -115,7 +115,7 @@ struct SharedHeads {
     parts = std::min(wanted, blocks);
   }
 
-  // Room for all parts of a sum, one after the other: the sum itself where there is one part.
+  // Memory for all parts of a sum, one after the other. With one part, it is the sum itself.
   Tensor in_parts(const Tensor& sum) const {
     if (!sum.defined()) return sum;
     if (parts == 1) return sum.unsqueeze(0);
@@ -127,8 +127,8 @@ struct SharedHeads {
     if (sum.defined() && parts > 1) sum.copy_(in_parts.sum(0));
   }
 
-  // Call f(head, part, block, whether the part has seen a block before, scratch) for all blocks, on threads, those of a
-  // part in order. A head is worth `work` updates of an element; as in for_blocks, a thread is worth 2^18.
+  // Call f(head, part, block, whether the part has seen a block before, scratch) for all blocks, on threads. The blocks
+  // of a part run in order. A head costs `work` updates of an element; as in for_blocks, a thread costs 2^18.
   template <typename A, typename F>
   void for_blocks(int64_t work, int64_t scratch_size, F f) const {
     const int64_t grain = std::max<int64_t>(1, (1 << 18) * parts / std::max<int64_t>(1, work));
@@ -143,7 +143,7 @@ struct SharedHeads {
   }
 };
 
-// Call f(head, rule) for every head, on threads, where Rule is a quadratic form.
+// Call f(head, rule) for every head, on threads. Rule is a quadratic form.
 template <typename Rule, typename F>
 void for_short_heads(const Sizes& size, F f) {
   // As in for_blocks: a thread costs as much as 2^18 multiply-adds, a few of them in a vector.
@@ -160,7 +160,7 @@ void for_short_heads(const Sizes& size, F f) {
   });
 }
 
-// Whether a state is kept in registers.
+// Whether the state is kept in registers.
 template <typename A>
 bool is_square(const Sizes& size) {
   return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
