@@ -15,33 +15,31 @@
 
 namespace fwp::cuda {
 
-// The states before each chunk, in parts of bfloat16: (heads, chunks, parts, columns, kRows). Columns are padded to whole
-// blocks.
-template <int kRows, bool kErases, bool kFades>
-struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
-  using Pass = ChunkPass<kRows, kErases, kFades>;
+// The states before each chunk of a rule without decays: (heads, chunks, columns, kRows). Columns are padded to whole blocks.
+template <int kRows, bool kErases>
+struct ChunkStates : ChunkPass<kRows, kErases, false> {
+  using Pass = ChunkPass<kRows, kErases, false>;
   using Pass::kParts;
 
   Brought value;  // the errors, if the rule erases
   Matrices<const float> initial;
-  Bfloat16* states;  // null: only the ends of segments, without transitions but with the products of decays
-  float *ends, *faded;
+  Bfloat16* states;  // null: only the ends of segments, without transitions
+  float* ends;
 
   struct Stage {
     Shared key, value;
     float* rate;
-    Decays decays;
 
     FWP_BOTH Stage(Carver& carver, const ChunkStates& pass)
         : key(carver.matrix(kChunkTokens, kRows)), value(carver.matrix(kErases ? 0 : kChunkTokens, pass.block_columns())),
-          rate(carver.take<float>(kChunkTokens)), decays(carver, kFades) {}
+          rate(carver.take<float>(kChunkTokens)) {}
   };
   struct Memory {
     const char** starts;
     Stages<Stage, ChunkStates> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkStates& pass)
-        : starts(carver.take<const char*>(4)), stages(carver, pass) {}
+        : starts(carver.take<const char*>(3)), stages(carver, pass) {}
   };
 
   FWP_DEVICE void run() const {
@@ -49,12 +47,11 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
     const Memory memory(carver, *this);
     typename Pass::State state;
     this->load(initial, state);
-    this->put_starts({&this->key, &value, &this->rate, &this->decay}, memory.starts);
+    this->put_starts({&this->key, &value, &this->rate}, memory.starts);
     const int64_t begin = this->begin(), end = this->end();
     Scalars next = fill(memory, begin);
     Product values[kChunkBlocks];
     if constexpr (kErases) load_errors(memory, begin, values);
-    float product = 1;
     for (int64_t n = begin; n < end; ++n) {
       if (states) put(state, n);
       const Stage chunk = memory.stages[n];
@@ -66,7 +63,6 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
       if constexpr (kErases) {
         FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
           for_elements(values[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
-          this->fade_columns(t * kBlock, values[t], [&](int s) { return chunk.decays.to_end(s); });
           split(values[t], write[t]);
         }
       } else {
@@ -75,15 +71,9 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
       }
       if constexpr (kErases)
         if (n + 1 < end) load_errors(memory, n + 1, values);
-      if constexpr (kFades) {
-        product *= chunk.decays.whole();
-        this->fade(state, chunk.decays.whole());
-      }
       this->template write<false>(state, write, chunk.key);
     }
-    if (states) return;
-    this->store_ends(state, ends, this->value_columns());
-    if (threadIdx.x == 0) faded[this->sequence()] = product;
+    if (!states) this->store_ends(state, ends, this->value_columns());
   }
 
  private:
@@ -92,7 +82,7 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
     this->bring_keys(this->key, memory.starts[0], n, to.key);
     if constexpr (!kErases) this->bring_values(value, memory.starts[1], n, to.value);
     commit_copies();
-    return this->ask(memory.starts[2], memory.starts[3], n);
+    return this->ask(memory.starts[2], nullptr, n);
   }
 
   FWP_DEVICE void load_errors(const Memory& memory, int64_t n, Product (&to)[kChunkBlocks]) const {
@@ -100,14 +90,10 @@ struct ChunkStates : ChunkPass<kRows, kErases, kFades> {
   }
 
   FWP_DEVICE void put(typename Pass::State& state, int64_t n) const {
-    constexpr int parts = Pass::kStateParts;
-    const Shared to{states + (this->head() * this->chunks() + n) * parts * this->block_columns() * kRows, kRows};
+    const Shared to{states + (this->head() * this->chunks() + n) * this->block_columns() * kRows, kRows};
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       for_pairs(state[i], [&](int j, int r, float x, float y) {
-        uint32_t of_pair[parts];
-        split(x, y, of_pair);
-        FWP_UNROLL for (int m = 0; m < parts; ++m)
-          to.put(m * this->block_columns() + this->own_column() + j, i * kBlock + r, of_pair[m]);
+        to.put(this->own_column() + j, i * kBlock + r, pair_of(x, y));
       });
   }
 };
@@ -157,6 +143,36 @@ struct DecayGradient {
   }
 };
 
+// The state before a chunk, in shared memory: its transpose in bfloat16, or with decays the state itself in float32, because large
+// terms cancel in the gradient of a decay.
+template <int kRows, bool kFades>
+struct StateBefore {
+  static constexpr int kParts = kFades ? 2 : 1;
+  Shared rounded;
+  float* exact;
+  int pitch;
+
+  FWP_BOTH StateBefore(Carver& carver, int columns)
+      : rounded(carver.matrix(kFades ? 0 : columns, kRows)), exact(carver.take<float>(kFades ? kRows * (columns + kPadding) : 0)),
+        pitch(columns + kPadding) {}
+
+  // 16 columns by 16 rows, from these on, as the right factor of a product.
+  FWP_DEVICE void right(int column, int row, Factor (&to)[kParts]) const {
+    if constexpr (kFades) {
+      FWP_UNROLL for (int h = 0; h < 2; ++h)
+        FWP_UNROLL for (int i = 0; i < 2; ++i) {
+          const float* const from = exact + (row + 8 * h + line()) * pitch + column + 8 * i + pair();
+          const Numbers<float, 2> x = *reinterpret_cast<const Numbers<float, 2>*>(from);
+          uint32_t parts[kParts];
+          split(x.x[0], x.x[1], parts);
+          FWP_UNROLL for (int m = 0; m < kParts; ++m) to[m][2 * h + i] = parts[m];
+        }
+    } else {
+      rounded.right(column, row, to[0]);
+    }
+  }
+};
+
 // kEnds: compute only the ends of segments.
 template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
@@ -164,7 +180,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass::kParts;
 
   Brought d_out, value;  // value: the errors, if the rule erases
-  const Bfloat16* states;
+  const Bfloat16* states;               // of a rule without decays
+  Matrices<const float> initial, kept;  // of a rule with decays: the states before and after whole chunks
   Matrices<const float> d_last;
   Matrices<float> d_initial;
   Output d_q, d_k, d_v, d_rate, d_decay;
@@ -184,7 +201,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   struct Memory {
     const char** starts;
     Scores scores;    // P and A, later overwritten by dP and dA
-    Shared state;     // of this chunk, transposed; its parts one after the other
+    StateBefore<kRows, kFades> state;
     Shared g;
     Shared write, d;  // U (unless it is V), and D
     float* d_rate;    // a sum for each warp's columns
@@ -193,7 +210,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
 
     FWP_BOTH Memory(Carver& carver, const ChunkBackward& pass)
         : starts(carver.take<const char*>(6)), scores(carver, kExact, kErases),
-          state(carver.matrix(Pass::kStateParts * pass.block_columns(), kRows)),
+          state(carver, pass.block_columns()),
           g(carver.matrix(pass.block_columns(), kRows)),
           write(carver.matrix(kErases ? kChunkTokens : 0, pass.block_columns())),
           d(carver.matrix(kChunkTokens, pass.block_columns())),
@@ -213,7 +230,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
       if constexpr (!kEnds) use_tokens(n);
     }
     if constexpr (kEnds) return this->store_ends(g, ends, this->ends_columns());
-    if (this->begin() == 0) this->store(g, d_initial);
+    if (this->begin() == 0) this->store(g, d_initial, this->head());
     __syncthreads();
     store_decay(find_memory(), this->begin());
   }
@@ -235,13 +252,32 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     return this->ask(memory.starts[4], memory.starts[5], n);
   }
 
-  FWP_DEVICE void fill_state(const Shared& to, int64_t n) const {
-    constexpr int per_piece = 8, pieces = kRows / per_piece;
-    const int lines = Pass::kStateParts * this->block_columns();
-    const Bfloat16* const from = states + (this->head() * this->chunks() + n) * lines * kRows;
-    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < lines * pieces; at += this->warps * kWarp)
-      copy_later(to.at(at / pieces, at % pieces * per_piece), from + at * per_piece, true);
+  FWP_DEVICE void fill_state(const StateBefore<kRows, kFades>& to, int64_t n) const {
+    if constexpr (kFades) {
+      fill_exact(to, n > 0 ? kept : initial, n > 0 ? this->head() * (this->size.length / kChunkTokens) + n - 1 : this->head());
+    } else {
+      constexpr int per_piece = 8, pieces = kRows / per_piece;
+      const Bfloat16* const from = states + (this->head() * this->chunks() + n) * this->block_columns() * kRows;
+      FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < this->block_columns() * pieces; at += this->warps * kWarp)
+        copy_later(to.rounded.at(at / pieces, at % pieces * per_piece), from + at * per_piece, true);
+    }
     commit_copies();
+  }
+  FWP_DEVICE void fill_exact(const StateBefore<kRows, kFades>& to, const Matrices<const float>& states, int64_t index) const {
+    constexpr int per_piece = 4;
+    const int pieces = this->block_columns() / per_piece, columns = this->size.columns;
+    const float* const from = states.data ? states.data + index * states.head : nullptr;
+    const bool by_pieces = from && columns % per_piece == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
+    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kRows * pieces; at += this->warps * kWarp) {
+      const int row = at / pieces, column = at % pieces * per_piece;
+      const bool inside = row < this->size.rows && column < columns;
+      float* const target = to.exact + row * to.pitch + column;
+      if (by_pieces)
+        copy_later(target, inside ? from + row * columns + column : from, inside);
+      else
+        FWP_UNROLL_BY(1) for (int e = 0; e < per_piece; ++e)
+          target[e] = from && inside && column + e < columns ? from[row * columns + column + e] : 0;
+    }
   }
 
   // Compute the transposes of dU and D, and the gradient of the state before the chunk.
@@ -413,12 +449,10 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     constexpr int pairs = kRows / 2;
     float sum = 0;
     FWP_UNROLL_BY(4) for (int at = lane(); at < kBlock * pairs; at += kWarp) {
-      const int column = this->own_column() + at / pairs, row = at % pairs * 2;
+      const int column = this->own_column() + at % kBlock, row = at / kBlock * 2;
       const uint32_t x = memory.g.get(column, row);
-      FWP_UNROLL for (int m = Pass::kStateParts; m-- > 0;) {
-        const uint32_t y = memory.state.get(m * this->block_columns() + column, row);
-        sum = fma(low(x), low(y), fma(high(x), high(y), sum));
-      }
+      const float* const y = memory.state.exact + row * memory.state.pitch + column;
+      sum = fma(low(x), y[0], fma(high(x), y[memory.state.pitch], sum));
     }
     FWP_UNROLL for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane() == 0) memory.d_decay.of_state[this->warp()] = sum;
@@ -505,14 +539,13 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     clear(erased);
     Factor left, right;
     FWP_UNROLL_BY(1) for (int j = 0; j < this->block_columns(); j += kBlock) {
-      FWP_UNROLL for (int m = Pass::kStateParts; m-- > 0;) {
-        memory.state.right(m * this->block_columns() + j, first, right);
-        chunk.d_out.left(row, j, left);
-        multiply(of_query, left, right);
-        if constexpr (kErases) {
-          memory.d.left(row, j, left);
-          multiply(erased, left, right);
-        }
+      Factor state[StateBefore<kRows, kFades>::kParts];
+      memory.state.right(j, first, state);
+      chunk.d_out.left(row, j, left);
+      multiply(of_query, left, state);
+      if constexpr (kErases) {
+        memory.d.left(row, j, left);
+        multiply(erased, left, state);
       }
       memory.g.right(j, first, right);
       writes(chunk, memory).left(row, j, left);

@@ -15,7 +15,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
 
   Brought value;
   Matrices<const float> initial;
-  Matrices<float> last;
+  Matrices<float> last, kept;  // kept: after each whole chunk, of a rule with decays
   Output out;
   float* error;  // (heads, tokens, columns)
   float* ends;   // (heads, segments, ends_columns(), kRows)
@@ -55,11 +55,13 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       __syncthreads();
       if (n + 1 < end) next = fill(memory, n + 1);
       use(n, chunk, memory.scores, state);
+      if constexpr (kFades && !kEnds)
+        if (this->count(n) == kChunkTokens) this->store(state, kept, this->head() * (this->size.length / kChunkTokens) + n);
     }
     if constexpr (kEnds)
       this->store_ends(state, ends, this->ends_columns());
     else if (end == this->chunks())
-      this->store(state, last);
+      this->store(state, last, this->head());
   }
 
  private:

@@ -18,8 +18,8 @@ struct ChunkSegments {
 
   ScanSize size;
   int segments, slabs, ends_columns, first_of_transition;
-  bool reverse;
-  const float *ends, *faded;  // faded: if not null, a factor for each segment that replaces the transition
+  bool transitions, reverse;  // without transitions, a segment only adds to the state
+  const float* ends;
   Matrices<const float> initial;
   float* boundaries;
 
@@ -40,10 +40,10 @@ struct ChunkSegments {
       FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c) {
         if (inside(c)) boundaries[(sequence * size.columns + first + c) * kRows + row] = state[c];
         shared[(own + c) * kRows + row] = state[c];
-        state[c] = (inside(c) ? from[(first + c) * kRows] : 0) + (faded ? faded[sequence] * state[c] : 0);
+        state[c] = (inside(c) ? from[(first + c) * kRows] : 0) + (transitions ? 0 : state[c]);
       }
       __syncthreads();
-      if (!faded)
+      if (transitions)
         FWP_UNROLL_BY(8) for (int j = 0; j < size.rows; ++j) {
           const float transition = from[(first_of_transition + j) * kRows];
           FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c)

@@ -125,7 +125,6 @@ struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static_assert(kErases || !kFades);
   static constexpr int kParts = kErases ? kExact : 1;  // of a write: values of the sum rule are exact in one
-  static constexpr int kStateParts = kFades ? 2 : 1;  // of the states for the backward pass: gradients of decays cancel much
 
   ScanSize size;
   int warps, slabs;                // of columns: warps a power of two
@@ -340,9 +339,11 @@ struct ChunkPass {
       x = from.data && inside ? from.data[int64_t(sequence()) * from.head + row * from.row + column * from.column] : 0;
     });
   }
-  FWP_DEVICE void store(State& state, const Matrices<float>& to) const {
+  FWP_DEVICE void store(State& state, const Matrices<float>& to, int64_t index) const {
+    if (!to.data) return;
+    float* const data = to.data + index * to.head;
     for_state(state, [&](bool inside, int row, int column, float& x) {
-      if (to.data && inside) to.data[head() * to.head + row * to.row + column * to.column] = x;
+      if (inside) data[row * int(to.row) + column * int(to.column)] = x;
     });
   }
   FWP_DEVICE void load_identity(State& state) const {

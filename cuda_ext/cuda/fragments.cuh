@@ -87,6 +87,10 @@ FWP_DEVICE const Factor (&greatest(const Factor (&x)[parts]))[most] {
 FWP_DEVICE void multiply(Product& c, const Factor& a, const Factor& b) {
   FWP_UNROLL for (int h = 0; h < 2; ++h) mma(c[h], a, b[2 * h], b[2 * h + 1]);
 }
+template <int parts>
+FWP_DEVICE void multiply(Product& c, const Factor& a, const Factor (&b)[parts]) {
+  FWP_UNROLL for (int n = parts; n-- > 0;) multiply(c, a, b[n]);
+}
 // c += a b, where load(n, b) loads part n of b. Products of small parts that do not matter are skipped.
 template <int of_b, int of_a, typename Load>
 FWP_DEVICE void multiply(Product& c, const Factor (&a)[of_a], Load load) {

@@ -88,14 +88,13 @@ bool choose_chunks_backward(const ScanSize& size, Type type, const Gpu& gpu) {
 template <int kRows>
 struct SegmentMemory {
   char* next;
-  float *ends, *boundaries, *faded;
+  float *ends, *boundaries;
 
   template <typename Pass>
   SegmentMemory(const Pass& pass, void* from) : next(static_cast<char*>(from)) {
     const int64_t sequences = pass.log_segments > 0 ? pass.size.heads * pass.segments() : 0;
     ends = take(sequences * pass.ends_columns() * kRows);
     boundaries = take(sequences * pass.size.columns * kRows);
-    faded = take(sequences);
   }
   float* take(int64_t count) {
     float* const found = reinterpret_cast<float*>(next);
@@ -113,7 +112,7 @@ struct SegmentMemory {
     through.slabs = (pass.size.columns + through.kColumns - 1) / through.kColumns;
     through.first_of_transition = pass.value_columns();
     through.ends_columns = transitions ? pass.ends_columns() : pass.value_columns();
-    through.ends = ends, through.faded = transitions ? nullptr : faded;
+    through.ends = ends, through.transitions = transitions;
     through.initial = initial, through.boundaries = boundaries;
     const int64_t blocks = pass.size.heads * through.slabs;
     if (const char* error = check_blocks(blocks)) return error;
@@ -131,19 +130,18 @@ size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
     constexpr int kRows = decltype(rows)::value;
     const auto pass = sized_backward<kRows, kErases, kFades>(size);
     const size_t segments = reinterpret_cast<size_t>(SegmentMemory<kRows>(pass, nullptr).next);
-    const size_t states = size_t(size.heads * pass.chunks() * pass.kStateParts * pass.block_columns() * kRows);
+    const size_t states = kFades ? 0 : size_t(size.heads * pass.chunks() * pass.block_columns() * kRows);
     return segments + is_backward * states * sizeof(Bfloat16);
   });
 }
 
 // The states before each chunk, or the ends of segments.
-template <int kRows, bool kErases, bool kFades>
-ChunkStates<kRows, kErases, kFades> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in) {
-  ChunkStates<kRows, kErases, kFades> pass{};
+template <int kRows, bool kErases>
+ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in) {
+  ChunkStates<kRows, kErases> pass{};
   set_size<kErases>(pass, size);
-  pass.warps = sized_backward<kRows, kErases, kFades>(size).warps, pass.slabs = 1;
-  pass.key = {key, size.rows}, pass.value = {value, size.columns};
-  pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
+  pass.warps = sized_backward<kRows, kErases, false>(size).warps, pass.slabs = 1;
+  pass.key = {key, size.rows}, pass.value = {value, size.columns}, pass.rate = {in.rate, 1};
   return pass;
 }
 
@@ -152,7 +150,7 @@ template <int kRows, typename Pass>
 const char* add_ends(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial, bool reverse,
                      const Gpu& gpu, void* stream) {
   ends.states = nullptr, ends.initial = {};
-  ends.ends = memory.ends, ends.faded = memory.faded;
+  ends.ends = memory.ends;
   if (const char* error = launch_chunks(ends, gpu, stream)) return error;
   return memory.connect(ends, initial, false, reverse, gpu, stream);
 }
@@ -173,7 +171,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
     ChunkForward<kRows, kErases, kFades> pass{};
     fill(pass);
     set_columns(pass, size.columns, gpu);
-    pass.initial = make.matrix(in.state), pass.last = make.matrix(to.state);
+    pass.initial = make.matrix(in.state), pass.last = make.matrix(to.state), pass.kept = make.matrix(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
       const SegmentMemory<kRows> memory(pass, call.workspace);
@@ -186,7 +184,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
         error = launch_chunks(ends, gpu, call.stream);
         if (!error) error = memory.connect(pass, pass.initial, true, false, gpu, call.stream);
       } else {
-        const auto ends = make_states<kRows, kErases, kFades>(size, in.k, in.v, in);
+        const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in);
         error = add_ends(ends, memory, pass.initial, false, gpu, call.stream);
       }
       if (error) return error;
@@ -212,17 +210,21 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     auto pass = sized_backward<kRows, kErases, kFades>(size);
     fill(pass);
     const SegmentMemory<kRows> memory(pass, call.workspace);
-    auto before = make_states<kRows, kErases, kFades>(size, in.k, value, in);
-    before.initial = make.matrix(in.state);
-    pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
     pass.d_last = make.matrix(more.d_state), pass.d_initial = make.matrix(to.state);
     pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
     const bool in_segments = pass.log_segments > 0;
-    if (in_segments) {
-      if (const char* error = add_ends(before, memory, before.initial, false, gpu, call.stream)) return error;
-      before.initial = memory.matrices(size);
+    if constexpr (kFades) {
+      pass.initial = make.matrix(in.state), pass.kept = make.matrix(more.kept);
+    } else {
+      auto before = make_states<kRows, kErases>(size, in.k, value, in);
+      before.initial = make.matrix(in.state);
+      pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
+      if (in_segments) {
+        if (const char* error = add_ends(before, memory, before.initial, false, gpu, call.stream)) return error;
+        before.initial = memory.matrices(size);
+      }
+      if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
     }
-    if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
     if (in_segments) {
       const char* error;
       if constexpr (kErases) {
@@ -233,7 +235,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
         error = launch_chunks(ends, gpu, call.stream);
         if (!error) error = memory.connect(pass, pass.d_last, true, true, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
-        const auto ends = make_states<kRows, kErases, kFades>(size, in.q, more.d_out, in);
+        const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in);
         error = add_ends(ends, memory, pass.d_last, true, gpu, call.stream);
       }
       if (error) return error;

@@ -64,7 +64,7 @@ const char* with_scans(Rule rule, F f) {
 #undef FWP_SCANS
 }
 
-// Whether both passes use chunks; then no states are kept. The gated rule does not: the truncation in the tensor cores is
+// Whether both passes use chunks. The gated rule does not: the truncation in the tensor cores is
 // larger than the rounding of its scans, and nothing in the rule corrects it.
 inline bool choose_chunks_forget(const Call& call, const Gpu& gpu) {
   return call.rule == Rule::gated_delta && choose_chunks_backward<true, true>(chunk_size(call), call.type, gpu);
