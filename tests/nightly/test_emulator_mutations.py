@@ -131,7 +131,7 @@ MUTATIONS = {
         "chunks.cuh", "if (t >= lane()) product", "if (t > lane()) product", ("gated_delta",)
     ),
     "states_not_faded": Mutation(
-        "chunk_backward.cuh", "if constexpr (kFades) this->fade(state, chunk.decays.whole());", "", ("gated_delta",)
+        "chunk_backward.cuh", "        this->fade(state, chunk.decays.whole());\n", "", ("gated_delta",)
     ),
     "gradient_not_faded": Mutation(
         "chunk_backward.cuh", "      this->fade(g, chunk.decays.whole());\n", "", ("gated_delta",)
