@@ -4,8 +4,8 @@
 //     dU = P^T dO + w K G - A^T D      D = b dU           (of the sum rule D = dU)
 //     dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
 //     dQ = c dO S^T + dP K                                dV = D
-//     dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K     db = the sum over a token's row of dU * E
-//     G = f G + (c Q)^T dO - (c K)^T D
+//     dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K
+//     G = f G + (c Q)^T dO - (c K)^T D                    db = the sum over a token's row of dU * E
 //
 // Every F_ts, c_t, w_s and f contains the decays of the tokens that it spans as factors: see DecayGradient. The states before
 // the chunks are first rebuilt from what the forward pass has written.
