@@ -111,23 +111,22 @@ inline bool choose_chunks(const ScanSize& size, Type type) {
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
 }
 
-// Number of segments of a sequence, and of chunks per segment. With the transitions, segments need about three times the work.
-// So there are either many segments or one. The choice depends only on the heads and tokens, so all GPUs give the same bits.
+// Number of segments of a sequence, and of chunks per segment. With transitions, segments need about three times the work: then
+// there are at least four or one. The choice depends only on the heads and tokens, so all GPUs give the same bits.
 constexpr int64_t kHeadsThatFill = 128;
 constexpr int64_t kChunksOfSegment = 16;  // at least
-constexpr int64_t kLeastSegments = 8;
 
 struct SegmentPlan {
   int log_segments, chunks;
 };
 
-inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks) {
+inline SegmentPlan choose_segments(const ScanSize& size, int64_t chunks, int64_t least) {
   const int64_t most = std::min(kHeadsThatFill / std::max<int64_t>(size.heads, 1), chunks / kChunksOfSegment);
   int64_t segments = 1;
   while (2 * segments <= most) segments *= 2;
   const auto each = [&] { return (chunks + segments - 1) / segments; };
   while (segments > 1 && (segments - 1) * each() >= chunks) segments /= 2;  // otherwise the last segment would be empty
-  if (segments < kLeastSegments) segments = 1;
+  if (segments < least) segments = 1;
   return {log2_of(int(segments)), int(each())};
 }
 

@@ -36,11 +36,10 @@ size_t chunk_bytes(const Pass& pass) {
   return reinterpret_cast<size_t>(carver.next);
 }
 
-// The sum rule is fast enough in one segment.
 template <bool kErases, typename Pass>
 void set_size(Pass& pass, const ScanSize& size) {
   pass.size = size;
-  const SegmentPlan plan = kErases ? choose_segments(size, pass.chunks()) : SegmentPlan{0, int(pass.chunks())};
+  const SegmentPlan plan = choose_segments(size, pass.chunks(), kErases ? 4 : 2);
   pass.log_segments = plan.log_segments, pass.chunks_of_segment = plan.chunks;
 }
 
@@ -137,35 +136,62 @@ size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
   });
 }
 
+// The states before each chunk, or the ends of segments.
+template <int kRows, bool kErases, bool kFades>
+ChunkStates<kRows, kErases, kFades> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in) {
+  ChunkStates<kRows, kErases, kFades> pass{};
+  set_size<kErases>(pass, size);
+  pass.warps = sized_backward<kRows, kErases, kFades>(size).warps, pass.slabs = 1;
+  pass.key = {key, size.rows}, pass.value = {value, size.columns};
+  pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
+  return pass;
+}
+
+// What segments begin with, from `initial` on, or end with, where there is no transition but a factor.
+template <int kRows, typename Pass>
+const char* add_ends(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial, bool reverse,
+                     const Gpu& gpu, void* stream) {
+  ends.states = nullptr, ends.initial = {};
+  ends.ends = memory.ends, ends.faded = memory.faded;
+  if (const char* error = launch_chunks(ends, gpu, stream)) return error;
+  return memory.connect(ends, initial, false, reverse, gpu, stream);
+}
+
 template <bool kErases, bool kFades>
 const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to) {
   const Maker<float> make{call};
   const ScanSize size = chunk_size(call);
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  const auto fill = [&](auto& pass) {
-    set_size<kErases>(pass, size);
-    pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {in.v, size.columns};
-    pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
-  };
   return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
+    const auto fill = [&](auto& pass) {
+      set_size<kErases>(pass, size);
+      pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {in.v, size.columns};
+      pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
+    };
     ChunkForward<kRows, kErases, kFades> pass{};
     fill(pass);
     set_columns(pass, size.columns, gpu);
     pass.initial = make.matrix(in.state), pass.last = make.matrix(to.state);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
-    if constexpr (kErases)
-      if (pass.log_segments > 0) {
-        const SegmentMemory<kRows> memory(pass, call.workspace);
+    if (pass.log_segments > 0) {
+      const SegmentMemory<kRows> memory(pass, call.workspace);
+      const char* error;
+      if constexpr (kErases) {
         ChunkForward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
         ends.ends = memory.ends;
-        if (const char* error = launch_chunks(ends, gpu, call.stream)) return error;
-        if (const char* error = memory.connect(pass, pass.initial, true, false, gpu, call.stream)) return error;
-        pass.initial = memory.matrices(size);
+        error = launch_chunks(ends, gpu, call.stream);
+        if (!error) error = memory.connect(pass, pass.initial, true, false, gpu, call.stream);
+      } else {
+        const auto ends = make_states<kRows, kErases, kFades>(size, in.k, in.v, in);
+        error = add_ends(ends, memory, pass.initial, false, gpu, call.stream);
       }
+      if (error) return error;
+      pass.initial = memory.matrices(size);
+    }
     return launch_chunks(pass, gpu, call.stream);
   });
 }
@@ -175,47 +201,44 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
                            const Gpu& gpu) {
   const Maker<float> make{call};
   const ScanSize size = chunk_size(call);
-  const auto fill = [&](auto& pass) {
-    set_size<kErases>(pass, size);
-    pass.key = {in.k, size.rows};
-    pass.value = kErases ? Brought{more.retrieved, size.columns} : Brought{in.v, size.columns};
-    pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
-  };
   return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
+    const Tokens& value = kErases ? more.retrieved : in.v;
+    const auto fill = [&](auto& pass) {
+      set_size<kErases>(pass, size);
+      pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {value, size.columns};
+      pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1}, pass.d_out = {more.d_out, size.columns};
+    };
     auto pass = sized_backward<kRows, kErases, kFades>(size);
-    const SegmentMemory<kRows> memory(pass, call.workspace);
-    ChunkStates<kRows, kErases, kFades> before{};
-    fill(before);
-    before.warps = pass.warps, before.slabs = 1;
-    before.initial = make.matrix(in.state);
-    before.states = reinterpret_cast<Bfloat16*>(memory.next);
     fill(pass);
-    pass.states = before.states;
-    pass.query = {in.q, size.rows};
-    pass.d_out = {more.d_out, size.columns};
+    const SegmentMemory<kRows> memory(pass, call.workspace);
+    auto before = make_states<kRows, kErases, kFades>(size, in.k, value, in);
+    before.initial = make.matrix(in.state);
+    pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
     pass.d_last = make.matrix(more.d_state), pass.d_initial = make.matrix(to.state);
     pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
-    if constexpr (kErases)
-      if (pass.log_segments > 0) {
-        auto ends = before;
-        ends.states = nullptr, ends.initial = {};
-        ends.ends = memory.ends, ends.faded = memory.faded;
-        if (const char* error = launch_chunks(ends, gpu, call.stream)) return error;
-        if (const char* error = memory.connect(pass, before.initial, false, false, gpu, call.stream)) return error;
-        before.initial = memory.matrices(size);
-      }
+    const bool in_segments = pass.log_segments > 0;
+    if (in_segments) {
+      if (const char* error = add_ends(before, memory, before.initial, false, gpu, call.stream)) return error;
+      before.initial = memory.matrices(size);
+    }
     if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
-    if constexpr (kErases)
-      if (pass.log_segments > 0) {
+    if (in_segments) {
+      const char* error;
+      if constexpr (kErases) {
         ChunkBackward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
-        ends.query = pass.query, ends.d_out = pass.d_out, ends.ends = memory.ends;
-        if (const char* error = launch_chunks(ends, gpu, call.stream)) return error;
-        if (const char* error = memory.connect(pass, pass.d_last, true, true, gpu, call.stream)) return error;
-        pass.d_last = memory.matrices(size);
+        ends.ends = memory.ends;
+        error = launch_chunks(ends, gpu, call.stream);
+        if (!error) error = memory.connect(pass, pass.d_last, true, true, gpu, call.stream);
+      } else {  // G = G + Q^T d_out is a state, too
+        const auto ends = make_states<kRows, kErases, kFades>(size, in.q, more.d_out, in);
+        error = add_ends(ends, memory, pass.d_last, true, gpu, call.stream);
       }
+      if (error) return error;
+      pass.d_last = memory.matrices(size);
+    }
     return launch_chunks(pass, gpu, call.stream);
   });
 }

@@ -33,8 +33,8 @@ SIZES = (
     {"B": 1, "H": 1, "L": 67, "N": 2, "Dk": 100, "Dv": 16},
 )
 # Few and long enough for segments that run at once, in bfloat16.
-LONG = {"B": 1, "H": 1, "L": 4100, "N": 2, "Dk": 16, "Dv": 16}
-WITH_SEGMENTS = ("delta", "gated_delta")
+LONG = {"B": 1, "H": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16}
+WITH_SEGMENTS = ("sum", "delta", "gated_delta")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 Faults = dict[str, str]  # rule: the fault of its kernel

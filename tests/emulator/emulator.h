@@ -7,6 +7,7 @@
 // time nor the memory model.
 #pragma once
 
+#include <dlfcn.h>
 #include <math.h>
 #include <ucontext.h>
 
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "gpu.h"
@@ -132,6 +134,8 @@ struct Machine {
   int multiprocessors = 132;   // that it claims to have
   size_t shared_bytes = 0;     // that it claims to have for a block
   char error[256] = "";        // the first one
+  bool only_plans = false;     // kernels do not run: `plan` gets a line for each launch
+  std::string plan;            // mangled name, blocks, threads, tokens or chunks that a block goes through
   std::vector<Fiber> fibers;
   int threads = 0, running = 0;
   unsigned block = 0;
@@ -499,10 +503,25 @@ inline const char* query(Gpu* gpu) {
   return failure();
 }
 
+// Tokens, or chunks, that a block goes through.
+template <typename Argument>
+auto rounds_of(const Argument& x, int) -> decltype(int64_t(x.chunks_of_segment)) { return x.chunks_of_segment; }
+template <typename Argument>
+auto rounds_of(const Argument& x, long) -> decltype(int64_t(x.plan.stage)) { return x.size.length; }
+template <typename Argument>
+int64_t rounds_of(const Argument&, ...) { return 0; }
+
 template <typename Argument>
 const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, int threads, size_t shared_bytes, void*,
                           Argument argument) {
-  if (shared_bytes > emulator::machine().shared_bytes)
+  emulator::Machine& machine = emulator::machine();
+  Dl_info symbol;
+  if (machine.only_plans) {
+    dladdr(reinterpret_cast<void*>(kernel), &symbol);
+    for (const std::string& word : {std::string(symbol.dli_sname), std::to_string(blocks), std::to_string(threads)})
+      machine.plan += word + ' ';
+    machine.plan += std::to_string(rounds_of(argument, 0)) + '\n';
+  } else if (shared_bytes > machine.shared_bytes)
     emulator::fail("asks for %zu bytes of shared memory", shared_bytes);
   else
     emulator::launch(blocks, threads, shared_bytes, [&] { kernel(argument); });

@@ -50,6 +50,7 @@ class Kernel(NamedTuple):
     mean_in_flight: float  # the same, on average over the waits for them
     widths: dict[int, int]  # number of global loads and asynchronous copies by the bytes of each
     found: frozenset[str]  # those of FEATURES that occur
+    loops: tuple[int, ...]  # lengths of the innermost loops with a fifth of the arithmetic, in the order of the code
 
 
 def find_disassembler() -> str | None:
@@ -148,6 +149,13 @@ def main_loop(body: list[Instruction], found: list[set[int]]) -> set[int]:
     return next((loop for loop in reversed(found) if 2 * len(loop & looped) > len(looped)), set())
 
 
+def busy_loops(body: list[Instruction], found: list[set[int]]) -> tuple[int, ...]:
+    """Return the lengths of the innermost loops with at least a fifth of the arithmetic of all loops."""
+    arithmetic = {i for i, instruction in enumerate(body) if instruction.opcode.startswith(ARITHMETIC)}
+    busy = [loop for loop in found if 5 * len(loop & arithmetic) >= len(arithmetic & set[int]().union(*found))]
+    return tuple(len(loop) for loop in sorted(busy, key=min) if not any(other < loop for other in busy))
+
+
 def runs_of_loads(body: list[Instruction]) -> list[int]:
     """Return the numbers of simultaneous global loads: runs without a use of a result.
 
@@ -194,6 +202,7 @@ def measure(name: str, body: list[Instruction]) -> Kernel:
         sum(runs) / max(len(runs), 1),
         {width: loads.count(width) for width in sorted({*loads})},
         frozenset(feature for feature in FEATURES if any(x.opcode.startswith(feature) for x in looped)),
+        busy_loops(body, found),
     )
 
 

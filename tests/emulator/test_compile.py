@@ -16,9 +16,9 @@ GREATEST = {"f": 128, "wide f": 168, "d": 255, "L": 255}
 # for each of four numbers of rows: three kernels of the sum, the delta and the gated delta rule. The latter two have
 # two more for segments. One goes from segment to segment.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": (3 * 3 + 2 * 2 + 1) * 4}
-# Bytes of local memory, at most. These have 128 rows of the state's gradient in registers, and all others in use: some
-# addresses wait outside.
-GREATEST_STACK = {"ChunkBackwardILi128ELb1ELb0E": 40, "ChunkBackwardILi128ELb1ELb1E": 160}
+# Bytes of local memory, at most: the passes of the delta rules with 128 rows use all registers, and keep some addresses
+# outside.
+GREATEST_STACK = {"ILi128ELb1E": 160}
 
 
 def type_of(usage):

@@ -8,7 +8,9 @@ import re
 from typing import NamedTuple
 
 import pytest
+import torch
 from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
+from emulator import RULES, Emulator, Launch
 from sass import FEATURES, Kernel, disassemble, measure_all, readable
 
 ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
@@ -61,26 +63,17 @@ EXPECTED = {
 }
 
 # For a GPU such as the H200; the clock is assumed.
-MULTIPROCESSORS, CLOCK, SLOTS, BYTES_PER_SECOND = 132, 1.755e9, 4, 4.3e12
-# Batch, heads, tokens and size of a key and value, and the target of a rule in bfloat16, forward and backward, in
-# microseconds.
-TARGETS = {
-    "delta": {(96, 8, 256, 16): 45, (56, 8, 384, 32): 60, (8, 16, 4096, 64): 400, (1, 16, 32768, 128): 1000},
-    "gated delta": {(1, 32, 8192, 128): 1000},
-}
-CHUNK_TOKENS = 32
+MULTIPROCESSORS, CLOCK, SLOTS, BYTES_PER_SECOND, SHARED_KIB = 132, 1.755e9, 4, 4.3e12, 227
+# Batch, heads, tokens and size of a key and value, and the target of the delta rule in bfloat16, forward and backward,
+# in microseconds.
+SHAPES = {(96, 8, 256, 16): 45, (56, 8, 384, 32): 60, (8, 16, 4096, 64): 400, (1, 16, 32768, 128): 2500}
+GATED = (1, 32, 8192, 128)  # the gated delta rule has a target of 1000
 
 
 def kind_of(name: str) -> str:
     if name.startswith("scan_kernel"):
         return "scan"
     return "chunk" if name.startswith("chunk_kernel") else "other"
-
-
-def rows_of(name: str) -> int:
-    """Return the first number among the template's arguments: the rows of a kernel."""
-    found = re.search(r"[<,] ?(\d+)", name)
-    return int(found[1]) if found else 0
 
 
 def pass_of(name: str) -> str:
@@ -135,58 +128,60 @@ def table(kernels: list[Kernel], registers: list[int]) -> str:
     return "\n".join(lines)
 
 
-def microseconds(instructions: int, rounds: float, heads: int, warps: float) -> float:
-    """Return the time to issue all instructions: one a cycle from each slot, with warps spread evenly.
+def instructions_a_round(kernel: Kernel) -> float:
+    """Return the instructions of a token, or of a chunk of tokens.
 
-    A lower bound: kernels also wait for memory and for their own results.
+    A backward scan that makes states again goes through 7 of 8 tokens twice before it goes back.
     """
-    warps_a_slot = max(1, math.ceil(heads * warps / (MULTIPROCESSORS * SLOTS)))
-    return instructions * rounds * warps_a_slot / CLOCK * 1e6
+    rebuilds = kernel.name.startswith("scan_kernel<Forget") and len(kernel.loops) == 2
+    return kernel.loops[0] * 15 / 8 + kernel.loops[1] if rebuilds else kernel.instructions
 
 
-def segments_of(heads: int, chunks: float) -> int:
-    """Return the number of segments, as choose_segments() of cuda_ext computes it."""
-    most = min(128 // heads, chunks // 16)
-    return 2 ** int(math.log2(most)) if most >= 8 else 1
+def microseconds(kernel: Kernel, launch: Launch) -> float:
+    """Return the time to issue all instructions of a launch: one a cycle from each slot of a multiprocessor.
+
+    A lower bound: kernels also wait for memory and for their own results, and scans move tokens between their rounds.
+    """
+    blocks = math.ceil(launch.blocks / MULTIPROCESSORS)
+    warps_a_slot = math.ceil(blocks * launch.threads / 32 / SLOTS)
+    return instructions_a_round(kernel) * launch.rounds * warps_a_slot / CLOCK * 1e6
 
 
-def estimates(kernels: list[Kernel]) -> str:
-    """Print lower bounds of the time, by instructions and by bytes, next to the targets."""
-    instructions = {re.sub(r"chunk_kernel<(.*)>", r"\1", x.name): x.instructions for x in kernels}
-    lines = ["bfloat16, forward + backward, in us               instructions   bytes  target"]
-    for rule, targets in TARGETS.items():
-        fades = str(rule == "gated delta").lower()
-        for (batch, heads, tokens, d), target in targets.items():
-            number, rounds = batch * heads, tokens / CHUNK_TOKENS
-            parts = 2 if rule == "gated delta" else 1  # of a state that is kept
-            of_bytes = number * tokens * (22 * d + 12 + 8 * d * d * parts / 64) / BYTES_PER_SECOND * 1e6
-            segments = segments_of(number, rounds)
-            issue = 0.0
-            for name in ("ChunkForward", "ChunkStates", "ChunkBackward"):
-                last = "" if name == "ChunkStates" else ", false"
-                count = instructions[f"{name}<{d}, true, {fades}{last}>"]
-                # A warp has 16 columns. The ends of segments have those of the transition, too.
-                of_pass = microseconds(count, rounds / segments, number * segments, d / 16)
-                issue += of_pass
-                if segments > 1 and not last:
-                    issue += of_pass
-                elif segments > 1:
-                    count = instructions[f"{name}<{d}, true, {fades}, true>"]
-                    issue += microseconds(count, rounds / segments, number * segments, d / 8)
-            lines.append(f"{f'{rule} {batch, heads, tokens, d}':48} {issue:13.0f} {of_bytes:7.0f} {target:7}")
+def bytes_of(rule: str, batch: int, heads: int, tokens: int, d: int, dtype: torch.dtype) -> int:
+    """Return the bytes of all inputs, outputs and gradients; gates by key count as further keys."""
+    vectors = {"sum": 10, "delta": 11, "gated": 10, "gated_delta": 11}.get(rule, 13)
+    return batch * heads * tokens * (vectors * d + 6) * dtype.itemsize
+
+
+def estimates(emulator: Emulator, kernels: dict[str, Kernel]) -> str:
+    """Print lower bounds of the time of both passes, by instructions and by bytes, next to the targets."""
+    lines = [f"{'forward and backward pass, in us':56} instructions    bytes  target"]
+    cases = [(rule, shape, dtype) for dtype in (torch.bfloat16, torch.float32) for rule in RULES for shape in SHAPES]
+    for rule, shape, dtype in [*cases, ("gated_delta", GATED, torch.bfloat16)]:
+        launches = [
+            launch
+            for is_backward in (False, True)
+            for launch in emulator.plan(rule, (*shape, shape[3]), dtype, is_backward, SHARED_KIB)
+        ]
+        issue = sum(microseconds(kernels[launch.kernel], launch) for launch in launches)
+        moved = bytes_of(rule, *shape, dtype) / BYTES_PER_SECOND * 1e6
+        of_target = {("delta", torch.bfloat16): SHAPES.get(shape, ""), ("gated_delta", torch.bfloat16): 1000}
+        target = of_target.get((rule, dtype), "") if rule == "delta" or shape == GATED else ""
+        what = f"{rule}, {str(dtype).removeprefix('torch.')}, {shape}"
+        lines.append(f"{what:56} {issue:12,.0f} {moved:8,.0f} {target:>7}".rstrip())
     return "\n".join(lines)
 
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_keep_to_the_gate(architecture):
+def test_kernels_keep_to_the_gate(architecture, emulator):
     cubin = kept_cubin(architecture)
     by_key = measure_all(disassemble(cubin.path))
     registers = {usage.kernel: usage.registers for usage in parse_report(cubin.report)}
     assert by_key.keys() == registers.keys()
     kernels = [by_key[key] for key in sorted(by_key, key=lambda key: by_key[key].name)]
     used = [registers[key] for key in sorted(by_key, key=lambda key: by_key[key].name)]
-    print(f"\nsm_{architecture}\n{table(kernels, used)}\n\n{estimates(kernels)}")
+    print(f"\nsm_{architecture}\n{table(kernels, used)}\n\n{estimates(emulator, by_key)}")
     assert faults(kernels) == []
 
 

@@ -170,9 +170,9 @@ IN_SEGMENTS = {
         "from[(first_of_transition + row) * kRows + j - row]",
     ),
     "decays_of_a_segment_left_out": Mutation("chunk_segments.cuh", "faded[sequence] * state[c]", "state[c]"),
-    "nothing_before_a_segment": Mutation("launch_chunks.cuh", "        pass.initial = memory.matrices(size);\n", ""),
+    "nothing_before_a_segment": Mutation("launch_chunks.cuh", "      pass.initial = memory.matrices(size);\n", ""),
     "gradient_of_the_last_segment_for_all": Mutation(
-        "launch_chunks.cuh", "        pass.d_last = memory.matrices(size);\n", ""
+        "launch_chunks.cuh", "      pass.d_last = memory.matrices(size);\n", ""
     ),
     "identity_one_column_late": Mutation(
         "chunks.cuh", "column - value_columns() == row", "column - value_columns() == row + 1"
@@ -256,7 +256,7 @@ def test_mistake_is_found(name, cases, tmp_path):
 
 @pytest.fixture(scope="module")
 def long_case():
-    shape = (1, 1, 4200, 20, 24)
+    shape = (1, 1, 2100, 20, 24)
     given, erases = make_case("gated_delta", shape, torch.bfloat16)
     given["rate"] = (0.02 * torch.rand(shape[:3])).bfloat16()
     given["decay"] = (1 - 0.004 * torch.rand(shape[:3])).bfloat16()
