@@ -136,7 +136,7 @@ size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
   });
 }
 
-// The states before each chunk, or the ends of segments.
+// The pass that computes the states before each chunk, or the ends of segments.
 template <int kRows, bool kErases, bool kFades>
 ChunkStates<kRows, kErases, kFades> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in) {
   ChunkStates<kRows, kErases, kFades> pass{};
@@ -147,7 +147,7 @@ ChunkStates<kRows, kErases, kFades> make_states(const ScanSize& size, const Toke
   return pass;
 }
 
-// What segments begin with, from `initial` on, or end with, where there is no transition but a factor.
+// Compute the states at the start of segments from `initial`, or the gradients at their ends, with a factor as transition.
 template <int kRows, typename Pass>
 const char* add_ends(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial, bool reverse,
                      const Gpu& gpu, void* stream) {
