@@ -16,7 +16,10 @@ TEXTS = [
     for folder in ("", "docs", "fairseq_fwp", "cuda_ext", "recipes", "tests")
     for path in (ROOT.glob("*.md") if not folder else (ROOT / folder).rglob("*.md"))
 ]
-GUIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDE = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "cuda_ext/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LONGEST_SENTENCE = 30
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("fairseq_fwp", "recipes", "tests")
+KERNELS = "cuda_ext"
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/*.md", "recipes/*/*.md", "cuda_ext/*.md")
@@ -43,8 +44,9 @@ END = re.compile(
 
 
 def files(folder):
-    """Return the checked Python files; this one names the words."""
-    return [path for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__)]
+    """Return the checked files, C++ of kernels and else Python; this one names the words."""
+    suffixes = (".h", ".cpp", ".cuh", ".cu") if folder == KERNELS else (".py",)
+    return [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes and path != Path(__file__)]
 
 
 def docstrings(source):
@@ -67,6 +69,20 @@ def comments(source):
     return [(line, text) for line, _, _, text in found]
 
 
+def kernel_comments(source):
+    """Return (line, text) of every // comment; comments in successive lines without code are one."""
+    found, joined = [], False
+    for line, code in enumerate(source.splitlines(), 1):
+        before, slashes, text = code.partition("//")
+        whole = bool(slashes) and not before.strip()
+        if whole and joined:
+            found[-1] = (found[-1][0], f"{found[-1][1]}\n{text[1:]}")
+        elif slashes:
+            found.append((line, text[1:]))
+        joined = whole
+    return found
+
+
 def messages(source):
     """Yield (line, text) of every string with a space, docstrings included."""
     for node in ast.walk(ast.parse(source)):
@@ -84,11 +100,16 @@ def begins_with_what(source):
     return [line for line, text in docstrings(source) if re.match(r"What\b", text)]
 
 
-def long_sentences(source):
+def python_texts(source):
+    """Return (line, text) of docstrings and comments."""
+    return [*docstrings(source), *comments(source)]
+
+
+def long_sentences(source, texts=python_texts):
     """Return (line, number of words, sentence) of long sentences in docstrings and comments."""
     return [
         (line, words, " ".join(sentence.split()))
-        for line, text in [*docstrings(source), *comments(source)]
+        for line, text in texts(source)
         for sentence in END.split(without_code(text))
         if (words := len(re.findall(r"\S*[A-Za-z]\S*", sentence))) > LONGEST_SENTENCE
     ]
@@ -131,6 +152,16 @@ def test_words_of_code(folder):
     assert found == []
 
 
+def test_kernels():
+    """Short sentences and plain words in the comments of C++ and CUDA."""
+
+    def find(source):
+        words = [(line, *word) for line, text in kernel_comments(source) for word in avoided_words(text)]
+        return [*words, *long_sentences(source, kernel_comments)]
+
+    assert each(KERNELS, find) == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_words_of_pages(page):
     assert avoided_words((ROOT / page).read_text(encoding="utf-8")) == []
@@ -152,3 +183,6 @@ def test_findings():
     ):
         assert long_sentences(text) == []
     assert list(messages('x = f"a b {y}"; z = "ab"\n')) == [(1, "a b ")]
+    assert kernel_comments("// a\n//   b\nx;  // c\n// d\n") == [(1, "a\n  b"), (3, "c"), (4, "d")]
+    assert len(long_sentences(f"  // {words}\n  // {words}\n", kernel_comments)) == 1
+    assert long_sentences(f"x;  // {words}\n// {words}\n", kernel_comments) == []

@@ -75,9 +75,10 @@ struct Arguments {
     check("state", state, size.state(), type, device);
     check("first", first, {size.B, size.L}, at::kBool, device);
     TORCH_CHECK(removal_key.has_value() == removal_rate.has_value(),
-                "removal_key and removal_rate must be given together");
-    TORCH_CHECK(!(erases && removes()), "a rule must erase or remove, not both");
-    TORCH_CHECK(!value_decay || !(rate || retrieves()), "a rule whose values fade must have no rate, erasing or removal");
+                "removal_key and removal_rate must be given together, got only one of them");
+    TORCH_CHECK(!(erases && removes()), "erases must be False with removal_key and removal_rate, got True");
+    TORCH_CHECK(!value_decay || !(rate || retrieves()),
+                "value_decay must be None with a rate, erasing or removal, got a tensor");
   }
 };
 

@@ -11,8 +11,8 @@ namespace fwp {
 
 // What a decay multiplies: the whole state (kHead), its rows (kKey), or its rows and its columns (kKeyAndValue).
 enum class Fades { kHead, kKey, kKeyAndValue };
-// What is erased before a write: nothing, what the key retrieves from the state after its decay (kKey), or what a
-// separate removal key retrieves from the state before its decay (kRemoval).
+// What is erased before a write: nothing, what the key retrieves after the decay (kKey), or what a separate key retrieves
+// before the decay (kRemoval).
 enum class Erases { kNothing, kKey, kRemoval };
 
 template <Fades fades_, Erases erases_>

@@ -4,8 +4,8 @@
 //     dU = P^T dO + w K G - A^T D      D = b dU           (of the sum rule D = dU)
 //     dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
 //     dQ = c dO S^T + dP K                                dV = D
-//     dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K     db = the sum over a token's row of dU * E
-//     G = f G + (c Q)^T dO - (c K)^T D
+//     dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K
+//     G = f G + (c Q)^T dO - (c K)^T D                    db = the sum over a token's row of dU * E
 //
 // Every F_ts, c_t, w_s and f contains the decays of the tokens that it spans as factors: see DecayGradient. The states before
 // the chunks are first rebuilt from what the forward pass has written.
@@ -143,8 +143,8 @@ struct DecayGradient {
   }
 };
 
-// The state before a chunk, in shared memory: its transpose in bfloat16, or with decays the state itself in float32, because large
-// terms cancel in the gradient of a decay.
+// The state before a chunk, in shared memory. Without decays it is the transpose in bfloat16. With decays it is the state itself in
+// float32, because large terms cancel in the gradient of a decay.
 template <int kRows, bool kFades>
 struct StateBefore {
   static constexpr int kParts = kFades ? 2 : 1;
@@ -153,8 +153,8 @@ struct StateBefore {
   int pitch;
 
   FWP_BOTH StateBefore(Carver& carver, int columns)
-      : rounded(carver.matrix(kFades ? 0 : columns, kRows)), exact(carver.take<float>(kFades ? kRows * (columns + kPadding) : 0)),
-        pitch(columns + kPadding) {}
+      : rounded(carver.matrix(kFades ? 0 : columns, kRows)),
+        exact(carver.take<float>(kFades ? kRows * (columns + kPadding) : 0)), pitch(columns + kPadding) {}
 
   // 16 columns by 16 rows, from these on, as the right factor of a product.
   FWP_DEVICE void right(int column, int row, Factor (&to)[kParts]) const {

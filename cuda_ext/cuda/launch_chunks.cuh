@@ -135,7 +135,7 @@ size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
   });
 }
 
-// The states before each chunk, or the ends of segments.
+// The pass that computes the states before each chunk, or the ends of segments.
 template <int kRows, bool kErases>
 ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in) {
   ChunkStates<kRows, kErases> pass{};
@@ -145,7 +145,7 @@ ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key,
   return pass;
 }
 
-// What segments begin with, from `initial` on, or end with, where there is no transition but a factor.
+// Compute the states at the start of segments from `initial`, or the gradients at their ends, with a factor as transition.
 template <int kRows, typename Pass>
 const char* add_ends(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial, bool reverse,
                      const Gpu& gpu, void* stream) {
@@ -171,7 +171,8 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
     ChunkForward<kRows, kErases, kFades> pass{};
     fill(pass);
     set_columns(pass, size.columns, gpu);
-    pass.initial = make.matrix(in.state), pass.last = make.matrix(to.state), pass.kept = make.matrix(to.kept);
+    pass.initial = make.matrix(in.state);
+    pass.last = make.matrix(to.state), pass.kept = make.matrix(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
       const SegmentMemory<kRows> memory(pass, call.workspace);

@@ -21,7 +21,8 @@ inline const char* sum_forward(const Call& call, const Inputs& in, const Outputs
 inline const char* sum_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_backward<false, false>(chunk_size(call), call.type, gpu)) return chunk_backward<false, false>(call, in, more, to, gpu);
+  if (choose_chunks_backward<false, false>(chunk_size(call), call.type, gpu))
+    return chunk_backward<false, false>(call, in, more, to, gpu);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     const Tokens& d_out = more.d_out;

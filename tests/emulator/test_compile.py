@@ -12,9 +12,9 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 # where it has 128 rows, have one block of 256.
 GREATEST = {"f": 128, "wide f": 168, "d": 255, "L": 255}
 # One scan of the sum and four of the delta rule in three shapes (float64: two). Three for each of the six rules that
-# fade in two; in float32 the forward pass of all and the other of five in a third, and one sum. On the tensor cores (L,
-# for a number of rows), for four of them: three kernels of the sum and the delta rule and two of the gated delta rule;
-# two more of both delta rules for segments. One goes from segment to segment.
+# fade in two; in float32 the forward pass of all and the other of five in a third, and one sum. On the tensor cores
+# (L), for each of four numbers of rows: three kernels of the sum and the delta rule and two of the gated delta rule.
+# The latter two rules have two more for segments. One goes from segment to segment.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": (3 * 3 - 1 + 2 * 2 + 1) * 4}
 # Bytes of local memory, at most: these passes of the delta rules use all registers, and keep some addresses outside.
 GREATEST_STACK = {"ILi64ELb1ELb1E": 16, "ILi128ELb1E": 160}

@@ -176,8 +176,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/evaluation/dynamic.py",
-        'if self.kind == "rms-sum":  # of the mean, the number hardly matters',
-        'if self.kind != "rms-sum":  # of the mean, the number hardly matters',
+        'if self.kind == "rms-sum":  # a mean hardly depends on the number',
+        'if self.kind != "rms-sum":  # a mean hardly depends on the number',
     ),
     Mutant(
         "fairseq_fwp/evaluation/dynamic.py",

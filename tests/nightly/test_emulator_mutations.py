@@ -130,8 +130,14 @@ MUTATIONS = {
     "product_one_token_short": Mutation(
         "chunks.cuh", "if (t >= lane()) product", "if (t > lane()) product", ("gated_delta",)
     ),
-    "states_not_faded": Mutation(
-        "chunk_backward.cuh", "if constexpr (kFades) this->fade(state, chunk.decays.whole());", "", ("gated_delta",)
+    "states_of_another_chunk": Mutation(
+        "chunk_backward.cuh", "+ n - 1 : this->head()", "+ n / 2 : this->head()", ("gated_delta",)
+    ),
+    "states_in_one_part": Mutation(
+        "chunk_backward.cuh",
+        "for (int m = 0; m < kParts; ++m) to[m]",
+        "for (int m = 0; m < kParts; ++m) to[0]",
+        ("gated_delta",),
     ),
     "gradient_not_faded": Mutation(
         "chunk_backward.cuh", "      this->fade(g, chunk.decays.whole());\n", "", ("gated_delta",)
@@ -169,7 +175,6 @@ IN_SEGMENTS = {
         "from[(first_of_transition + j) * kRows]",
         "from[(first_of_transition + row) * kRows + j - row]",
     ),
-    "decays_of_a_segment_left_out": Mutation("chunk_segments.cuh", "faded[sequence] * state[c]", "state[c]"),
     "nothing_before_a_segment": Mutation("launch_chunks.cuh", "      pass.initial = memory.matrices(size);\n", ""),
     "gradient_of_the_last_segment_for_all": Mutation(
         "launch_chunks.cuh", "      pass.d_last = memory.matrices(size);\n", ""

@@ -113,8 +113,8 @@ def test_the_kernel_itself_refuses_what_it_would_read_beyond(rule):
 
 
 # Of the operator in Python, and of the kernels (cuda_ext/bindings/arguments.h).
-BOTH = "erases must be False with removal_key|must erase or remove, not both"
-FADES = "value_decay must be None with a rate|whose values fade must have no rate"
+BOTH = "erases must be False with removal_key and removal_rate, got True"
+FADES = "value_decay must be None with a rate, erasing or removal"
 
 
 @looped(
