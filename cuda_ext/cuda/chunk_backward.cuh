@@ -180,10 +180,10 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass::kParts;
 
   Brought d_out, value;  // value: the errors, if the rule erases
-  const Bfloat16* states;               // of a rule without decays
-  Matrices<const float> initial, kept;  // of a rule with decays: the states before and after whole chunks
+  const Bfloat16* states;       // of a rule without decays
+  const float *initial, *kept;  // of a rule with decays: the states before the sequence and after whole chunks
   Matrices<const float> d_last;
-  Matrices<float> d_initial;
+  float* d_initial;
   Output d_q, d_k, d_v, d_rate, d_decay;
   float* ends;  // (heads, segments, ends_columns(), kRows)
 
@@ -254,7 +254,9 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
 
   FWP_DEVICE void fill_state(const StateBefore<kRows, kFades>& to, int64_t n) const {
     if constexpr (kFades) {
-      fill_exact(to, n > 0 ? kept : initial, n > 0 ? this->head() * (this->size.length / kChunkTokens) + n - 1 : this->head());
+      const int64_t index = n > 0 ? this->head() * (this->size.length / kChunkTokens) + n - 1 : this->head();
+      const float* const states = n > 0 ? kept : initial;
+      fill_exact(to, states ? states + index * this->size.rows * this->size.columns : nullptr);
     } else {
       constexpr int per_piece = 8, pieces = kRows / per_piece;
       const Bfloat16* const from = states + (this->head() * this->chunks() + n) * this->block_columns() * kRows;
@@ -263,13 +265,12 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     }
     commit_copies();
   }
-  FWP_DEVICE void fill_exact(const StateBefore<kRows, kFades>& to, const Matrices<const float>& states, int64_t index) const {
+  FWP_DEVICE void fill_exact(const StateBefore<kRows, kFades>& to, const float* from) const {
     constexpr int per_piece = 4;
     const int pieces = this->block_columns() / per_piece, columns = this->size.columns;
-    const float* const from = states.data ? states.data + index * states.head : nullptr;
+    const int column = int(threadIdx.x) % pieces * per_piece;
     const bool by_pieces = from && columns % per_piece == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
-    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kRows * pieces; at += this->warps * kWarp) {
-      const int row = at / pieces, column = at % pieces * per_piece;
+    FWP_UNROLL_BY(1) for (int row = int(threadIdx.x) / pieces; row < kRows; row += this->warps * kWarp / pieces) {
       const bool inside = row < this->size.rows && column < columns;
       float* const target = to.exact + row * to.pitch + column;
       if (by_pieces)

@@ -15,7 +15,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
 
   Brought value;
   Matrices<const float> initial;
-  Matrices<float> last, kept;  // kept: after each whole chunk, of a rule with decays
+  float *last, *kept;  // kept: after each whole chunk, of a rule with decays
   Output out;
   float* error;  // (heads, tokens, columns)
   float* ends;   // (heads, segments, ends_columns(), kRows)

@@ -339,12 +339,21 @@ struct ChunkPass {
       x = from.data && inside ? from.data[int64_t(sequence()) * from.head + row * from.row + column * from.column] : 0;
     });
   }
-  FWP_DEVICE void store(State& state, const Matrices<float>& to, int64_t index) const {
-    if (!to.data) return;
-    float* const data = to.data + index * to.head;
-    for_state(state, [&](bool inside, int row, int column, float& x) {
-      if (inside) data[row * int(to.row) + column * int(to.column)] = x;
-    });
+  // To matrix `index` of contiguous ones, if they are wanted.
+  FWP_DEVICE void store(const State& state, float* matrices, int64_t index) const {
+    if (!matrices) return;
+    const int column = first_column() + own_column() + line();
+    const bool inside[2] = {column < size.columns, column + 8 < size.columns};
+    float* const first = matrices + (index * size.rows + pair()) * size.columns + column;
+    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
+      FWP_UNROLL for (int h = 0; h < 2; ++h)
+        FWP_UNROLL for (int e = 0; e < 2; ++e) {
+          const int row = i * kBlock + 8 * h + e;
+          if (row + pair() >= size.rows) continue;
+          float* const to = first + row * size.columns;
+          FWP_UNROLL for (int r = 0; r < 2; ++r)
+            if (inside[r]) to[8 * r] = state[i][h][2 * r + e];
+        }
   }
   FWP_DEVICE void load_identity(State& state) const {
     for_state(state, [&](bool, int row, int column, float& x) { x = column - value_columns() == row ? 1 : 0; });

@@ -172,7 +172,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
     fill(pass);
     set_columns(pass, size.columns, gpu);
     pass.initial = make.matrix(in.state);
-    pass.last = make.matrix(to.state), pass.kept = make.matrix(to.kept);
+    pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
     pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     if (pass.log_segments > 0) {
       const SegmentMemory<kRows> memory(pass, call.workspace);
@@ -211,11 +211,11 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     auto pass = sized_backward<kRows, kErases, kFades>(size);
     fill(pass);
     const SegmentMemory<kRows> memory(pass, call.workspace);
-    pass.d_last = make.matrix(more.d_state), pass.d_initial = make.matrix(to.state);
+    pass.d_last = make.matrix(more.d_state), pass.d_initial = static_cast<float*>(to.state);
     pass.d_q = to.q, pass.d_k = to.k, pass.d_v = to.v, pass.d_rate = to.rate, pass.d_decay = to.head_decay;
     const bool in_segments = pass.log_segments > 0;
     if constexpr (kFades) {
-      pass.initial = make.matrix(in.state), pass.kept = make.matrix(more.kept);
+      pass.initial = static_cast<const float*>(in.state), pass.kept = static_cast<const float*>(more.kept);
     } else {
       auto before = make_states<kRows, kErases>(size, in.k, value, in);
       before.initial = make.matrix(in.state);

@@ -30,7 +30,7 @@ def faults(usages):
     for usage in usages:
         limit = GREATEST["wide f" if "ELi8ELi4EEE" in usage.kernel else type_of(usage)]
         stack = next((most for name, most in GREATEST_STACK.items() if name in usage.kernel), 0)
-        if usage.stack_bytes > stack or usage.spilled_bytes > 2 * stack or usage.registers > limit:
+        if usage.stack_bytes > stack or usage.spilled_bytes > 3 * stack or usage.registers > limit:
             found.append(usage)
     return found
 
