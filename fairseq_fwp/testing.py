@@ -114,12 +114,13 @@ def _check_splits(rule: Rule, inputs: dict[str, Any]) -> None:
 def _check_independence(rule: Rule, inputs: dict[str, Any]) -> None:
     results = rule(**inputs)
     for axis, what in enumerate(("sequences", "heads")):
-        one = {name: x.narrow(axis, 0, 1) for name, x in inputs.items()}
-        torch.testing.assert_close(
-            rule(**one),
-            tuple(x.narrow(axis, 0, 1) for x in results),
-            msg=f"{rule.name}: {what} must be independent of each other",
-        )
+        for index in range(SIZES["BH"[axis]]):
+            one = {name: x.narrow(axis, index, 1) for name, x in inputs.items()}
+            torch.testing.assert_close(
+                rule(**one),
+                tuple(x.narrow(axis, index, 1) for x in results),
+                msg=f"{rule.name}: {what} must be independent of each other",
+            )
     torch.testing.assert_close(
         results,
         rule(**inputs, backend="reference"),

@@ -290,7 +290,7 @@ REFUSALS = {
     "key": (["--decoder-key-dim", "0"], r"--decoder-key-dim must be at least 1, got 0"),
     "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"--favor-features must be at least 1, got"),
     "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"absolute positions do not .*--mem-len 0"),
-    "normalisation": (["--decoder-feature-map", "identity"], r"features must not be negative .*, got Identity"),
+    "normalisation": (["--decoder-feature-map", "identity"], r"must not be negative .*, got those of Identity"),
 }  # fmt: skip
 
 

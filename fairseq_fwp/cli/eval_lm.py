@@ -1,16 +1,16 @@
 """fwp-eval-lm: perplexity of a language model by the protocols that papers report, every token scored once.
 
-    fwp-eval-lm DATA --path checkpoint_best.pt                        # sliding window, all of it before every token
-    fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # the same in a 32nd of the time, nearly
-    fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks; as `fairseq-eval-lm` has it
-    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # one pass, the state carried from end to end
-    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic sgd --dynamic-lr 0.1  # and learning from it
+    fwp-eval-lm DATA --path checkpoint_best.pt                        # a window that moves by one token
+    fwp-eval-lm DATA --path checkpoint_best.pt --stride 32            # nearly the same, about 30 times as fast
+    fwp-eval-lm DATA --path checkpoint_best.pt --context-window 0     # blocks, as in fairseq-eval-lm
+    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state          # the text once, with a carried state
+    fwp-eval-lm DATA --path checkpoint_best.pt --carry-state --dynamic sgd --dynamic-lr 0.1  # the model learns too
 
 The sliding window is that of Schlag et al. 2021, Sec. 6.3, Table 2 and Al-Rfou et al. 2019. Carried state is that of
-Schlag et al. 2021, Table 4. `--tokens-per-sample 512 --context-window 0` and `480` are those of Mao 2022, Table 3. As
-in fairseq the text is one stream with the end of a line before its first token, which is scored too. The settings of
-the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al. 2018 and 2019.
-rms is the rule of the papers; rms-sum is that of their code for Transformer-XL, with the values published there.
+Schlag et al. 2021, Table 4. Mao 2022, Table 3 has `--tokens-per-sample 512` with `--context-window 0` and `480`. As in
+fairseq, the text is one stream, and the model reads the end of a line before the first token. So every token is scored.
+The settings of the model and the task are those of the checkpoint. --dynamic is the dynamic evaluation of Krause et al.
+2018 and 2019. rms is the rule of the papers; rms-sum is that of their code for Transformer-XL, with the values there.
 """
 
 import argparse
@@ -108,8 +108,8 @@ def warn_of_positions(model: Any, length: int) -> None:
     """Log a warning if absolute positions go beyond those of training, as with a carried state."""
     if getattr(model.decoder, "embed_positions", None) is not None and length > model.max_positions():
         logger.warning(
-            "absolute positions grow to %s, and the model has seen only %s in training: Schlag et al. 2021 carry the "
-            "state of models with --no-token-positional-embeddings",
+            "absolute positions grow to %s, and the model has seen only %s in training: leave out --carry-state, or "
+            "train a model with --no-token-positional-embeddings, as Schlag et al. 2021 do",
             f"{length:,}",
             f"{model.max_positions():,}",
         )

@@ -46,7 +46,9 @@ def read_moments(model: Any, tokens: Tensor, count: int, carry: bool) -> tuple[T
     decoder = model.eval().decoder
     length = min(decoder.sample_length, len(tokens) // STREAMS)
     if length < 2:
-        raise ValueError(f"a training text of {len(tokens):,} tokens is too short for {STREAMS} streams")
+        raise ValueError(
+            f"the training text must have at least {2 * STREAMS} tokens, got {len(tokens):,}: preprocess a longer one"
+        )
     streams = tokens[: len(tokens) // STREAMS * STREAMS].view(STREAMS, -1)
     read = max(length, min(count // STREAMS, streams.shape[1]) // length * length)
     norm, state = decoder.fast_weight_layer.norm, None

@@ -78,7 +78,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     attn_type = options.need("attn_type")
     for name in REFUSED_OPTIONS:
         if options.get(name):
-            raise ValueError(f"--{name} must be off, got on: every block here has what it removes")
+            raise ValueError(f"--{name} must be off, got on: blocks without this part cannot be converted")
     if attn_type in (0, 1, 2, 3):
         return transformer_xl.convert(tensors, words, options)
     if attn_type in REFUSED_TYPES:

@@ -61,7 +61,7 @@ def check_arguments(
         _expect_dense(rule, "state", state, "a tensor or None")
         dtype = state_dtype(q.dtype)
         shapes = (("B", "H", "Dk", "Dv"),)
-        _expect(rule, "state", state, shapes, sizes, dtype, f"dtype for {q.dtype} inputs", q.device)
+        _expect(rule, "state", state, shapes, sizes, dtype, "dtype", q.device)
     if first is not None:
         _expect_dense(rule, "first", first, "a tensor or None")
         _expect(rule, "first", first, (("B", "L"),), sizes, torch.bool, "dtype", q.device)

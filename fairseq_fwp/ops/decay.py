@@ -39,7 +39,7 @@ def decay_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after the memory has faded by key_decay and value_decay and v was added under k.
+    """Multiply the memory by key_decay and value_decay, add k^T v, then read with q.
 
     Equivalent to: ``for t in range(L): state = key_decay[t].outer(value_decay[t]) * state + k[t].outer(v[t])``,
     ``out[t] = q[t] @ state``.

@@ -37,7 +37,7 @@ def delta_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after each corrective write of v under k at rate beta.
+    """Write beta times the difference between v and the value that k retrieves, then read with q.
 
     Equivalent to: ``for t in range(L): state = state + k[t].outer(beta[t] * (v[t] - k[t] @ state))``,
     ``out[t] = q[t] @ state``.

@@ -82,7 +82,7 @@ def delta_product_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after the memory has faded by decay and N corrective writes of v under k at rates beta.
+    """Multiply the memory by decay, write N times as the delta rule does, then read with q.
 
     Equivalent to: ``for t in range(L): state = decay[t][..., None] * state``;
     ``for n in range(N): state += k[t, n].outer(beta[t, n] * (v[t, n] - k[t, n] @ state))``; ``out[t] = q[t] @ state``.

@@ -45,7 +45,7 @@ def fwm_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after each corrective write of v under k at rate beta and rescaling of memories above norm one.
+    """Write as the delta rule does, scale a memory above norm one back to one, then read with q.
 
     Equivalent to: ``for t in range(L): state = state + k[t].outer(beta[t] * (v[t] - k[t] @ state))``,
     ``state = state / max(1, state.norm())``, ``out[t] = q[t] @ state``. The first write to an empty (exactly zero)

@@ -40,7 +40,7 @@ def gated_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after each write of v under k that replaces a share 1 - gate of the whole memory.
+    """Multiply the memory by gate, add (1 - gate) k^T v, then read with q.
 
     Equivalent to: ``for t in range(L): state = gate[t] * state + (1 - gate[t]) * k[t].outer(v[t])``,
     ``out[t] = q[t] @ state``.

@@ -39,7 +39,7 @@ def gated_delta_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after the memory has faded by decay and v was written under k at rate beta, correctively.
+    """Multiply the memory by decay, write as the delta rule does, then read with q.
 
     Equivalent to: ``for t in range(L): state = decay[t][..., None] * state``,
     ``state = state + k[t].outer(beta[t] * (v[t] - k[t] @ state))``, ``out[t] = q[t] @ state``.

@@ -38,7 +38,7 @@ def gla_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after the memory has faded by decay and v was added under k.
+    """Multiply the memory by decay, add k^T v, then read with q.
 
     Equivalent to: ``for t in range(L): state = decay[t][..., None] * state + k[t].outer(v[t])``,
     ``out[t] = q[t] @ state``.

@@ -45,7 +45,7 @@ def rwkv7_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after the memory has faded, its value under removal_key was removed, and v was added under k.
+    """Multiply the memory by decay, subtract what removal_key retrieved, add k^T v, then read with q.
 
     Equivalent to: ``for t in range(L): removed = (removal_rate[t] * removal_key[t]).outer(removal_key[t] @ state)``,
     ``state = decay[t][..., None] * state - removed + k[t].outer(v[t])``, ``out[t] = q[t] @ state``.

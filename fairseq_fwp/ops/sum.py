@@ -30,7 +30,7 @@ def sum_rule(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> Results:
-    """Read with q, after each write of v under k, a memory that only adds.
+    """Add k^T v to the memory, then read it with q.
 
     Equivalent to: ``for t in range(L): state = state + k[t].outer(v[t]); out[t] = q[t] @ state``.
     Arguments, results and errors are those of every rule: see :mod:`fairseq_fwp.ops`.

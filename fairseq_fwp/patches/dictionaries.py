@@ -44,6 +44,15 @@ def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
     return state.pop(key) if isinstance(state.get(key), dict) else {}
 
 
+def _saved_fingerprints(filename: str) -> dict[str, str]:
+    """Return the fingerprints in a checkpoint that could not be loaded; {} if it cannot be read or has none."""
+    from fairseq import checkpoint_utils
+
+    with contextlib.suppress(Exception):
+        return take_fingerprints(checkpoint_utils.load_checkpoint_to_cpu(filename)["extra_state"])
+    return {}
+
+
 def difference(task: Any, saved: dict[str, str]) -> str:
     """Return the error message for a model trained with other dictionaries; "" for the same or unknown ones."""
     now = fingerprints(task) if saved else {}
@@ -91,13 +100,23 @@ def refuse_at_resume(load: Original) -> Any:
     """fairseq resumes a training with another dictionary of the same size.
 
     With a new optimizer another training begins, which may replace words: that is a warning, not an error.
+    A dictionary of another size never fits the weights. fairseq reports this as another architecture.
     """
 
     def load_or_refuse(self: Any, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any) -> Any:
-        extra_state = load(self, filename, reset_optimizer, *args, **kwargs)
-        sentence = difference(self.task, take_fingerprints(extra_state or {}))
+        loaded = False
+        try:
+            extra_state = load(self, filename, reset_optimizer, *args, **kwargs)
+            loaded = True
+            sentence = difference(self.task, take_fingerprints(extra_state or {}))
+        except Exception:
+            sentence = difference(self.task, _saved_fingerprints(filename))
+            if not sentence:
+                raise
         if sentence and not reset_optimizer:
-            raise ValueError(f"{filename} cannot be resumed: {sentence}")
+            raise ValueError(f"{filename} cannot be resumed: {sentence}, or give a new training another --save-dir")
+        if not loaded:
+            raise ValueError(f"{filename} cannot be loaded: {sentence}")
         if sentence:
             logger.warning("%s: %s", filename, sentence)
         return extra_state

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Speed and memory on one NVIDIA GPU, in three calls of less than nine minutes each. "One GPU" in RESULTS.md says what to carry.
+# Speed and memory on one NVIDIA GPU, in three calls of less than nine minutes each. See "One GPU" in RESULTS.md.
 #   gpu.sh wheels FOLDER [PYTHON]          with a network: the packages that a GPU machine lacks, for its Python (3.12)
 #   gpu.sh ours | peers | models [FLAGS]   on the GPU machine; --wheels FOLDER (or FWP_WHEELS) installs only from there
-#   gpu.sh publish [--out FOLDER]          anywhere: what the calls have left in FOLDER goes to RESULTS.md
+#   gpu.sh publish [--out FOLDER]          anywhere: writes the results of the calls in FOLDER into RESULTS.md
 #   gpu.sh build                           without a GPU: the kernels for TORCH_CUDA_ARCH_LIST, into FWP_CACHE_DIR
 # Flags: gpu.sh ours --help.
 set -euo pipefail

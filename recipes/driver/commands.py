@@ -61,7 +61,24 @@ def check_same(file: Path, settings: str) -> None:
     """Check that the files next to `file` were made with these settings; raise RecipeError otherwise."""
     made = file.read_text(encoding="utf-8")
     if made.strip() != settings.strip() and _values(made) != _values(settings):
-        raise RecipeError(f"{file.parent} was made with other settings (see {file}): give another --out.")
+        before, now = _flags(made), _flags(settings)
+        differing = sorted(flag for flag in before.keys() | now.keys() if before.get(flag) != now.get(flag))
+        those = f", which differ in {', '.join(differing)}" if differing else ""
+        raise RecipeError(
+            f"{file.parent} was made with other settings (see {file}){those}: give another --out, or the same settings."
+        )
+
+
+def _flags(settings: str) -> dict[str, list[float | str]]:
+    """Return the values of each flag; the last ones if it is given twice."""
+    found: dict[str, list[float | str]] = {}
+    values: list[float | str] = []
+    for value in _values(settings):
+        if isinstance(value, str) and value.startswith("--"):
+            values = found[value] = []
+        else:
+            values.append(value)
+    return found
 
 
 def _values(settings: str) -> list[float | str]:

@@ -53,7 +53,7 @@ class LanguageModels(Recipe):
         args = self.args
         self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
         if args.any_text and not args.data:
-            raise RecipeError("--any-text says what --data FOLDER holds: give that too.")
+            raise RecipeError("--data FOLDER must be given with --any-text, which accepts another text there.")
         if args.test and self.stage != "evaluate":
             raise RecipeError(f"--test needs the stage evaluate, got the stage {self.stage}.")
         if args.test and not args.test.is_file():

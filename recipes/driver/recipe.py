@@ -135,9 +135,14 @@ class Recipe:
     def checkpoint(self, name: str, seed: int | None) -> Path:
         model = self.find_model(name, seed)
         if (model.folder / "diverged").exists():
-            raise RecipeError(f"{model.label} diverged, and nothing can begin with it or learn from it.")
+            raise RecipeError(
+                f"{model.label} must not have diverged, because other models start from it or learn from it: "
+                "train it in another --out, for example with a smaller --lr."
+            )
         if not (model.folder / "trained").exists():
-            raise RecipeError(f"{model.label} is not trained: train it first, others begin with it.")
+            raise RecipeError(
+                f"{model.label} must be trained first, because other models start from it: name it earlier in --models."
+            )
         return model.folder / "checkpoint_best.pt"
 
     def teacher(self, model: Model) -> list[str]:

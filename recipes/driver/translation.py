@@ -36,7 +36,7 @@ class Translation(Recipe):
         args = self.args
         self.text = PAIRS[args.pairs]
         if args.any_text and not args.data:
-            raise RecipeError("--data must be given with --any-text, which says that FOLDER has another text.")
+            raise RecipeError("--data FOLDER must be given with --any-text, which accepts another text there.")
         if args.data and not args.data.is_dir():
             raise RecipeError(f"--data must be a folder, got {args.data}.")
         if args.test:
@@ -125,7 +125,8 @@ class Translation(Recipe):
             return folder
         if not codes.exists():
             raise RecipeError(
-                f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE."
+                f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE: "
+                "prepare raw text in another --out."
             )
         with whole(folder) as work:
             copy(work / "tok" / "test", LANGUAGES, [self.args.test], tokenized=True)

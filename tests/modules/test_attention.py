@@ -185,6 +185,10 @@ def test_refusals():
     for normalization in ("sum", "attention"):
         with pytest.raises(ValueError, match="features must not be negative"):
             FastWeightAttention(12, 3, FEATURE_MAPS["identity"](4), "sum", **NORMALIZATIONS[normalization])
+    with pytest.raises(TypeError, match=r"must be a FeatureMap such as FEATURE_MAPS\['elu'\]\(4\), got str"):
+        FastWeightAttention(12, 3, "elu", "sum")
+    with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(7, 12\)"):
+        FastWeightAttention(12, 3, FEATURE_MAPS["elu"](4), "sum")(torch.randn(7, 12))
 
 
 @pytest.mark.parametrize("rule", ["sum", "delta"])

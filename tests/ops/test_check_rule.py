@@ -62,6 +62,8 @@ def family(**given):
             ops.Rule("heads", lambda m, k, v, keep: leaky(m, k, v, keep).mean(1, keepdim=True).expand_as(m), KEEP),
             "heads",
         ),
+        (ops.Rule("first_row", lambda m, k, v, keep: leaky(m, k, v[:1], keep), KEEP), "sequences"),
+        (ops.Rule("first_head", lambda m, k, v, keep: leaky(m, k, v[:, :1], keep), KEEP), "heads"),
         (
             ops.Rule("unused", lambda m, k, v, keep: m + ops.outer(k, v) + 0 * keep.unsqueeze(-1), KEEP),
             "depend on keep",

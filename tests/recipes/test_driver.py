@@ -120,6 +120,14 @@ def test_settings_compare_numbers_by_their_value(tmp_path, made, given, same):
             commands.check_same(tmp_path / "settings.txt", given)
 
 
+def test_other_settings_are_named(tmp_path):
+    made = "--arch delta_lm_wt103 --lr 0.003 --max-update 2000 --seed 1 --max-update 400 --cpu"
+    (tmp_path / "settings.txt").write_text(made + "\n")
+    expected = r"which differ in --amp, --cpu, --lr, --max-update: give another --out, or the same settings.$"
+    with pytest.raises(RecipeError, match=expected):
+        commands.check_same(tmp_path / "settings.txt", "--arch delta_lm_wt103 --lr 1 --max-update 500 --seed 1.0 --amp")
+
+
 def test_flags_are_passed_on_as_written(tmp_path):
     (tmp_path / "common.yaml").write_text("lr: 1e-3\nno-save: true\n")
     conf = tmp_path / "a.yaml"

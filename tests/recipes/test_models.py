@@ -117,7 +117,7 @@ def test_a_model_begins_with_another_one(start, recipe, tmp_path, monkeypatch):
         (folder / "flags.txt").write_text("--arch fwp_lm --decoder-update-rule decay\n")
 
     monkeypatch.setattr(recipes, "run", run)
-    with pytest.raises(RecipeError, match="sum is not trained: train it first, others begin with it"):
+    with pytest.raises(RecipeError, match="sum must be trained first, because other models start from it"):
         start("train", "--models", "first", kind=Converting).main()
     made_up.trained(out / "sum")
     made = start("train", "--models", "first second", "--seeds", "2", kind=Converting)
@@ -151,7 +151,7 @@ def test_what_a_model_cannot_begin_with(start, recipe, tmp_path, monkeypatch):
     (model,) = start("--models", "first").models
     assert (model.origin, model.convert) == ("sum", "--decoder-update-rule decay")
     made_up.trained(tmp_path / "out" / "sum", diverged="at 3")
-    with pytest.raises(RecipeError, match="sum diverged, and nothing can begin with it"):
+    with pytest.raises(RecipeError, match="sum must not have diverged, because other models start from it"):
         start("--models", "first", kind=Converting).converted(model)
     (tmp_path / "out" / "sum" / "diverged").unlink()
     made_up.trained(tmp_path / "out" / "sum")
@@ -270,7 +270,7 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language
         (["all", "--test", "none.txt"], "--test needs the stage evaluate, got the stage all"),
         (["evaluate", "--test", "none.txt"], "--test must be the name of a text file, got none.txt, which does not"),
         (["prepare", "--data", "/nonexistent"], "--data must be a folder, got /nonexistent"),
-        (["prepare", "--any-text"], "--any-text says what --data FOLDER holds"),
+        (["prepare", "--any-text"], "--data FOLDER must be given with --any-text"),
     ],
 )
 def test_wrong_arguments_of_a_text(language, words, said):
@@ -379,7 +379,7 @@ def test_a_conversion_begins_where_the_paper_does(convert, tmp_path, monkeypatch
     monkeypatch.setattr(recipes, "run", lambda *words, **_: ran.append(list(map(str, words))))
     made = convert("--corpus", "gpt2", "--rows", "decay_m4")
     assert [model.name for model in made.models] == ["softmax", "decay_m4"] and made.corpus["checkpoint"] == "best"
-    with pytest.raises(RecipeError, match="softmax is not trained: train it first, others begin with it"):
+    with pytest.raises(RecipeError, match="softmax must be trained first, because other models start from it"):
         made.converted(made.models[1])
     made_up.trained(made.models[0].folder)
     made.converted(made.models[1])

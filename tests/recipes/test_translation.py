@@ -271,7 +271,7 @@ def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, mo
             ["evaluate", "--max-update", "4"],
             "fairseq-generate refuses the flags: unrecognized arguments: --max-update 4",
         ),
-        (["train", "--any-text"], "--any-text says what --data FOLDER holds"),
+        (["train", "--any-text"], "--data FOLDER must be given with --any-text"),
         (["train", "--data", "/nonexistent"], "--data must be a folder, got /nonexistent"),
     ],
 )

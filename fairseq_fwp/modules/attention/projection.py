@@ -23,6 +23,7 @@ class RuleProjection(Attention):
 
     Raises ValueError for an unknown rule, a head count that does not divide embed_dim, a key_dim below 1, and
     negative_eigenvalues with a rule that cannot have them.
+    Raises TypeError for a feature_map that is not a FeatureMap.
     """
 
     def __init__(
@@ -42,6 +43,11 @@ class RuleProjection(Attention):
         if negative_eigenvalues and not any(gate.doubles for gate in rule.gates):
             raise ValueError(
                 f"`negative_eigenvalues` must be off for the update rule {update_rule}, which has no rate beta up to 1"
+            )
+        if not isinstance(feature_map, FeatureMap):
+            raise TypeError(
+                f"`feature_map` must be a FeatureMap such as FEATURE_MAPS['elu']({key_dim}), got "
+                f"{type(feature_map).__name__}"
             )
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -77,7 +83,12 @@ class RuleProjection(Attention):
                     bias.copy_(gate.bias(bias.numel()))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, d) and gates (B, L, H, size) of x (B, L, D)."""
+        """Return q and N k (B, L, 1 + N, H, key_dim), v (B, L, N, H, d) and gates (B, L, H, size) of x (B, L, D).
+
+        Raises ValueError for an x of other dimensions.
+        """
+        if x.dim() != 3:
+            raise ValueError(f"x must have shape (B, L, D), got {tuple(x.shape)}")
         queries_keys, values, *gates = self.in_proj(x).split(self.sizes, dim=-1)
         if self.bias is not None:
             of_queries_keys, of_values = self.bias.split(self.sizes[:2])

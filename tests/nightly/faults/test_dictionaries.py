@@ -66,6 +66,19 @@ def test_a_training_does_not_go_on_with_other_words(data, save_dir):
     assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
 
 
+@pytest.mark.parametrize("flag", ["--save-dir", "--finetune-from-model"])
+def test_a_training_does_not_start_with_more_words(data, save_dir, tmp_path, flag):
+    """fairseq says that the architectures differ."""
+    rewrite(data, lambda lines: [*lines, *(f"more{number} 1" for number in range(8))])
+    sentence = rf"model's training {SIZE}, got another \(48 words, \w{{12}}\): pass .*--srcdict"
+    if flag == "--save-dir":
+        with pytest.raises(ValueError, match=rf"_last.pt cannot be resumed: .*{sentence}.*, or .*--save-dir$"):
+            train(data, save_dir, "--max-update", 4)
+    else:
+        with pytest.raises(ValueError, match=rf"_last.pt cannot be loaded: .*{sentence}"):
+            train(data, tmp_path / "tuned", flag, save_dir / "checkpoint_last.pt", "--max-update", 2)
+
+
 def test_nothing_is_evaluated_with_other_words(data, save_dir):
     load_to_evaluate(save_dir, data)
     rewrite(data, reverse)
