@@ -143,8 +143,8 @@ struct DecayGradient {
   }
 };
 
-// The state before a chunk, in shared memory. Without decays it is the transpose in bfloat16. With decays it is the state itself in
-// float32, because large terms cancel in the gradient of a decay.
+// The state before a chunk, in shared memory. Without decays it is the transpose in bfloat16. With decays it is the state itself
+// in float32, because large terms cancel in the gradient of a decay.
 template <int kRows, bool kFades>
 struct StateBefore {
   static constexpr int kParts = kFades ? 2 : 1;
