@@ -300,6 +300,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     read_g(g, chunk, memory.g, d_write);
     if (!kEnds && n + 1 < this->end()) store_decay(memory, n + 1);
     this->put_scalars(next, memory.stages[n + 1]);  // the other stage, that of chunk n - 1
+    if constexpr (kFades && !kEnds) wait_state(n);
     __syncthreads();  // for the scores
     Factor d_read[1];
     FWP_UNROLL for (int s = 0; s < kChunkBlocks; ++s) {
@@ -316,6 +317,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE void solve(int64_t n, Product& written, Product (&d_write)[kChunkBlocks], typename Pass::State& g) const {
     const Memory memory = find_memory();
     const Stage chunk = memory.stages[n];
+    if constexpr (kFades && !kEnds) sum_state(memory, g);
     add_reads(chunk, g);
     FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
       Product& d = d_write[t];
@@ -349,7 +351,6 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     make_d_scores(chunk, memory);
     wait_state(n);
     __syncthreads();
-    if constexpr (kFades) sum_state(memory);
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < kChunkBlocks * kRows / kBlock; b += this->warps)
       give(n, b % kChunkBlocks, b / kChunkBlocks * kBlock, chunk, memory);
   }
@@ -446,15 +447,15 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   }
 
   // <G, S> over this warp's columns.
-  FWP_DEVICE void sum_state(const Memory& memory) const {
-    constexpr int pairs = kRows / 2;
+  FWP_DEVICE void sum_state(const Memory& memory, const typename Pass::State& g) const {
+    const StateBefore<kRows, kFades>& state = memory.state;
+    const float* const first = state.exact + pair() * state.pitch + this->own_column() + line();
     float sum = 0;
-    FWP_UNROLL_BY(4) for (int at = lane(); at < kBlock * pairs; at += kWarp) {
-      const int column = this->own_column() + at % kBlock, row = at / kBlock * 2;
-      const uint32_t x = memory.g.get(column, row);
-      const float* const y = memory.state.exact + row * memory.state.pitch + column;
-      sum = fma(low(x), y[0], fma(high(x), y[memory.state.pitch], sum));
-    }
+    FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
+      FWP_UNROLL for (int h = 0; h < 2; ++h)
+        FWP_UNROLL for (int e = 0; e < 2; ++e)
+          FWP_UNROLL for (int r = 0; r < 2; ++r)
+            sum = fma(g[i][h][2 * r + e], first[(i * kBlock + 8 * h + e) * state.pitch + 8 * r], sum);
     FWP_UNROLL for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane() == 0) memory.d_decay.of_state[this->warp()] = sum;
   }

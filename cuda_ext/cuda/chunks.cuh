@@ -105,10 +105,14 @@ struct Decays {
     each[lane()] = decay;
     products[lane() * kLine + kChunkTokens] = 1;
     __syncwarp();
-    float product = 1;
+    float product = 1, rest = 0;  // with a rest, because an error of f would add up over the chunks
     FWP_UNROLL_BY(8) for (int t = 0; t < kChunkTokens; ++t) {
-      if (t >= lane()) product *= each[t];
-      products[t * kLine + lane()] = product;
+      if (t >= lane()) {
+        const float next = product * each[t];
+        rest = fma(rest, each[t], fma(product, each[t], -next));
+        product = next;
+      }
+      products[t * kLine + lane()] = product + rest;
     }
   }
 };

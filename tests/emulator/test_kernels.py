@@ -158,6 +158,13 @@ def test_chunks_with_gates_in_float32(emulator):
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=torch.finfo(torch.bfloat16).eps)
 
 
+def test_chunks_with_long_memory(emulator):
+    """Decays that bfloat16 rounds to 1 or 1 - 1/256: an error of their products would add up over the chunks."""
+    given, erases = make_case("gated_delta", (1, 1, 900, 20, 24), torch.bfloat16)
+    given["decay"] = (1 - 0.004 * torch.rand(1, 1, 900)).bfloat16()
+    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
+
+
 @pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_chunks_that_keep_all_or_nothing(emulator, decay):
     given, erases = make_case("gated_delta", (1, 2, 95, 24, 40), torch.bfloat16)
