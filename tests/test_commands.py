@@ -289,7 +289,7 @@ REFUSALS = {
     "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"--dpfp-nu must be from 1 to .* = 7, got 8"),
     "key": (["--decoder-key-dim", "0"], r"--decoder-key-dim must be at least 1, got 0"),
     "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"--favor-features must be at least 1, got"),
-    "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"absolute positions do not .*--mem-len 0"),
+    "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"--mem-len must be 0 .*, got 256"),
     "normalisation": (["--decoder-feature-map", "identity"], r"must not be negative .*, got those of Identity"),
 }  # fmt: skip
 
