@@ -115,7 +115,9 @@ MUTATIONS = {
     "rate_of_the_wrong_token": Mutation(
         "chunk_backward.cuh", "return chunk.rate[t] * x;", "return chunk.rate[0] * x;", ("delta",)
     ),
-    "states_not_waited_for": Mutation("chunk_backward.cuh", "chunk, memory);\n    wait_state(n);\n", "chunk, memory);\n", ("sum", "delta")),
+    "states_not_waited_for": Mutation(
+        "chunk_backward.cuh", "chunk, memory);\n    wait_state(n);\n", "chunk, memory);\n", ("sum", "delta")
+    ),
     "columns_of_one_warp": Mutation("chunk_backward.cuh", "w < this->warps; ++w", "w < 1; ++w", ("delta",)),
     "d_scores_without_barrier": Mutation(
         "chunk_backward.cuh", "    wait_state(n);\n    __syncthreads();\n", "    wait_state(n);\n", ("sum", "delta")
@@ -127,11 +129,9 @@ MUTATIONS = {
         ("delta",),
     ),
     "scores_not_faded": Mutation("chunks.cuh", "      fade_scores(decays, row, column, read);\n", "", ("gated_delta",)),
-    "product_one_token_short": Mutation(
-        "chunks.cuh", "if (t >= lane()) {", "if (t > lane()) {", ("gated_delta",)
-    ),
+    "product_one_token_short": Mutation("chunks.cuh", "if (t >= lane()) {", "if (t > lane()) {", ("gated_delta",)),
     "states_of_another_chunk": Mutation(
-        "chunk_backward.cuh", "+ n - 1 : this->head()", "+ n / 2 : this->head()", ("gated_delta",)
+        "chunk_backward.cuh", "+ n - 1 : this->head()", ": this->head()", ("gated_delta",)
     ),
     "states_in_one_part": Mutation(
         "chunk_backward.cuh",
