@@ -63,6 +63,7 @@ inline ScanSize chunk_size(const Sizes& size, const bool* first = nullptr) {
   return {size.B * size.H, size.H, size.L, int(size.Dk), int(size.Dv), first};
 }
 inline ScanSize chunk_size(const Call& call) { return chunk_size(call.size, call.first); }
+
 template <int kRows, bool kErases, bool kFades>
 ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
   ChunkBackward<kRows, kErases, kFades> pass{};
@@ -145,7 +146,7 @@ ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key,
   return pass;
 }
 
-// Compute the states at the start of segments from `initial`, or the gradients at their ends, with a factor as transition.
+// Compute the states at the start of segments from `initial`, or the gradients at their ends, without transitions.
 template <int kRows, typename Pass>
 const char* add_ends(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial, bool reverse,
                      const Gpu& gpu, void* stream) {
