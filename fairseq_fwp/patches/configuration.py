@@ -6,7 +6,7 @@ from typing import Any
 
 
 def evaluate_data_alone() -> None:
-    """fairseq runs strings of a checkpoint's configuration, those for lists and pairs of numbers, as Python code."""
+    """fairseq runs some strings of a checkpoint's configuration as Python code: lists and pairs of numbers."""
     import fairseq.models  # noqa: F401
 
     for name, module in list(sys.modules.items()):

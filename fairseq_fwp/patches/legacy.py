@@ -5,7 +5,7 @@ from typing import Any
 
 
 def restore_rindex() -> None:
-    """bitarray 3 has no `bitarray.util.rindex`; fairseq's Huffman codes end where it says."""
+    """bitarray 3 has no `bitarray.util.rindex`; fairseq uses it to find the end of its Huffman codes."""
     from bitarray import bitarray, util
 
     if not hasattr(util, "rindex"):

@@ -33,13 +33,13 @@ def silence_known_warnings() -> None:
 
 
 def hide_debugging() -> None:
-    """A model of fairseq's sets the root logger to DEBUG when it is imported, before most commands set it."""
+    """One of fairseq's models sets the root logger to DEBUG at its import, before most commands set the level."""
     if "fairseq_cli" in sys.modules and logging.root.level == logging.DEBUG:
         logging.root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
 
 
 def shorten_settings() -> None:
-    """fairseq's commands begin with a line of all settings there are, most of its 6,000 characters defaults."""
+    """fairseq's commands first print one line with all settings: 6,000 characters, most of them defaults."""
     for command in COMMANDS:
         logging.getLogger(f"fairseq_cli.{command}").addFilter(_keep_settings_given)
 

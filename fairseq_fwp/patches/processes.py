@@ -10,7 +10,7 @@ Original = Callable[..., Any]
 
 
 def join_launched_processes(infer: Original) -> Any:
-    """Processes that torchrun starts with at most one GPU each train separately in fairseq, all into one folder."""
+    """If torchrun gives each process at most one GPU, fairseq trains them separately, all into one folder."""
 
     def infer_or_join(cfg: Any, *args: Any, **kwargs: Any) -> None:
         launched = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()

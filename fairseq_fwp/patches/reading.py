@@ -93,7 +93,7 @@ class Saved(NamedTuple):
 
 
 def keep_saved_options(load: Original) -> Any:
-    """fairseq gives a model only weights: with other options they load as well, and compute something else."""
+    """fairseq gives a model only the weights: they also load with other options, but then compute something else."""
 
     def load_with_options(path: str, arg_overrides: dict[str, Any] | None = None, *args: Any, **kw: Any) -> Any:
         state = load(path, arg_overrides, *args, **kw)
@@ -107,7 +107,7 @@ def keep_saved_options(load: Original) -> Any:
 
 
 def show_what_a_model_refuses(load: Original) -> Any:
-    """In training fairseq reports every error of loading as other architectures, and hides what the model says."""
+    """In training, fairseq reports every loading error as a different architecture, and hides the model's message."""
 
     def load_or_explain(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -38,7 +38,7 @@ def allow_checkpoint_types() -> None:
 
 
 def count_below_zero(best_fitting: Original) -> Any:
-    """numpy 2 keeps fairseq's unsigned ends of blocks unsigned: 1 - 2, in a block of one token, becomes 65,535."""
+    """fairseq's ends of blocks are unsigned and stay so in numpy 2: in a block of one token, 1 - 2 becomes 65,535."""
     return lambda largest: np.int64
 
 
@@ -54,7 +54,7 @@ def forget_tpu(call_main: Original) -> Any:
 
 
 def count_diverse_beams_by_batch(step: Original) -> Any:
-    """Diverse beams index a table of the batch by numbers of the data set, and fail or mix up its sentences."""
+    """Diverse beam search takes sentence numbers of the data set for rows of the batch: it fails or mixes up sentences."""
 
     def step_by_row(
         self: Any,

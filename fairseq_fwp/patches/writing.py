@@ -15,7 +15,7 @@ Original = Callable[..., Any]
 
 
 def save_whole(save: Original) -> Any:
-    """fairseq writes the retry of a failed save after the half that is there, and leaves both on the full disk."""
+    """fairseq appends the retry of a failed save to the incomplete file, and leaves both on the full disk."""
     from fairseq.file_io import PathManager
 
     def save_or_explain(obj: Any, filename: str, async_write: bool = False) -> None:
