@@ -146,14 +146,14 @@ ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key,
   return pass;
 }
 
-// Compute the states at the start of segments from `initial`, or the gradients at their ends, without transitions.
+// Run the pass that computes the ends of segments. From these compute the states at their starts, beginning with `initial`, or
+// in reverse the gradients at their ends.
 template <int kRows, typename Pass>
-const char* add_ends(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial, bool reverse,
-                     const Gpu& gpu, void* stream) {
-  ends.states = nullptr, ends.initial = {};
+const char* find_boundaries(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial,
+                            bool transitions, bool reverse, const Gpu& gpu, void* stream) {
   ends.ends = memory.ends;
   if (const char* error = launch_chunks(ends, gpu, stream)) return error;
-  return memory.connect(ends, initial, false, reverse, gpu, stream);
+  return memory.connect(ends, initial, transitions, reverse, gpu, stream);
 }
 
 template <bool kErases, bool kFades>
@@ -182,12 +182,10 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
         ChunkForward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
-        ends.ends = memory.ends;
-        error = launch_chunks(ends, gpu, call.stream);
-        if (!error) error = memory.connect(pass, pass.initial, true, false, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.initial, true, false, gpu, call.stream);
       } else {
         const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in);
-        error = add_ends(ends, memory, pass.initial, false, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.initial, false, false, gpu, call.stream);
       }
       if (error) return error;
       pass.initial = memory.matrices(size);
@@ -218,11 +216,13 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     if constexpr (kFades) {
       pass.initial = static_cast<const float*>(in.state), pass.kept = static_cast<const float*>(more.kept);
     } else {
-      auto before = make_states<kRows, kErases>(size, in.k, value, in);
+      const auto ends = make_states<kRows, kErases>(size, in.k, value, in);
+      auto before = ends;
       before.initial = make.matrix(in.state);
       pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
       if (in_segments) {
-        if (const char* error = add_ends(before, memory, before.initial, false, gpu, call.stream)) return error;
+        const char* const error = find_boundaries(ends, memory, before.initial, false, false, gpu, call.stream);
+        if (error) return error;
         before.initial = memory.matrices(size);
       }
       if (const char* error = launch_chunks(before, gpu, call.stream)) return error;
@@ -233,12 +233,10 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
         ChunkBackward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
-        ends.ends = memory.ends;
-        error = launch_chunks(ends, gpu, call.stream);
-        if (!error) error = memory.connect(pass, pass.d_last, true, true, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.d_last, true, true, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
         const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in);
-        error = add_ends(ends, memory, pass.d_last, true, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.d_last, false, true, gpu, call.stream);
       }
       if (error) return error;
       pass.d_last = memory.matrices(size);

@@ -30,7 +30,8 @@ def faults(usages):
     for usage in usages:
         limit = GREATEST["wide f" if "ELi8ELi4EEE" in usage.kernel else type_of(usage)]
         stack = next((most for name, most in GREATEST_STACK.items() if name in usage.kernel), 0)
-        if usage.stack_bytes > stack or usage.registers > limit:
+        spills = usage.spilled_bytes > 0 and not stack
+        if usage.stack_bytes > stack or spills or usage.registers > limit:
             found.append(usage)
     return found
 
