@@ -54,7 +54,7 @@ def forget_tpu(call_main: Original) -> Any:
 
 
 def count_diverse_beams_by_batch(step: Original) -> Any:
-    """Diverse beam search takes sentence numbers of the data set for rows of the batch: it fails or mixes up sentences."""
+    """Diverse beam search takes numbers in the data set for rows of the batch: it fails or mixes up sentences."""
 
     def step_by_row(
         self: Any,
