@@ -135,8 +135,8 @@ def _architecture_for_hydra(arch: str) -> str:
     }
     if arch not in known:
         raise argparse.ArgumentTypeError(
-            f"fairseq-hydra-train has no {arch!r}: it trains language models ({', '.join(sorted(known))}), "
-            "fairseq-train all of them"
+            f"the architecture must be a language model for fairseq-hydra-train ({', '.join(sorted(known))}), "
+            f"got {arch!r}: train others with fairseq-train"
         )
     return arch
 

@@ -58,7 +58,7 @@ def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Ten
     unknown = int(text.eq(dictionary.unk()).sum())
     if unknown > len(text) / 2:
         raise ValueError(
-            f"--kl-text must hold words of the dictionary, got {unknown:,} others among the {len(text):,} of {path}: "
+            f"--kl-text must hold words of the dictionary, got {unknown:,} other words in the {len(text):,} of {path}: "
             "apply the BPE of the training first"
         )
     for block in text.split(length):

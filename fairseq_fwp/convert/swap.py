@@ -175,7 +175,9 @@ def swap(conversion: Conversion, target: Target) -> Conversion:
     """Return the conversion with the new attention. Raises ValueError without softmax or for an impossible target."""
     flags = conversion.flags
     if conversion.arch != "fwp_lm" or attention_name(configure(flags)) != SOFTMAX:
-        raise ValueError("the model to convert must have softmax attention over all past tokens, got none")
+        raise ValueError(
+            "the model to convert must have softmax attention over all past tokens, got a model without it"
+        )
     if target.update_rule == SOFTMAX:
         return conversion._replace(flags={**flags, "attention_window": target.window})
     if target.keep_softmax_layers == "":

@@ -105,8 +105,8 @@ def score(
         total += float(log_probs[scored].sum())
         if not math.isfinite(total):
             raise ValueError(
-                f"probabilities must be above 0, got others among the tokens {scored.start:,} to {scored.stop:,}: "
-                "the model has diverged or overflows, or its vocabulary lacks one (a converted one may lack line ends)"
+                f"probabilities must be above 0, got 0 or NaN in the tokens {scored.start:,} to {scored.stop:,}: the "
+                "model diverged or overflows, or its vocabulary lacks a word (after conversion, perhaps the line end)"
             )
         report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
     wrong = int(times.ne(1).sum())

@@ -87,7 +87,7 @@ class FwpXlLanguageModel(LanguageModel):
         """Return the decoder's. Raises ValueError in training with --half-loss: criterions would count all targets."""
         if self.training and self.decoder.half_loss:
             raise ValueError(
-                "--criterion must be adaptive_loss with --half-loss: it divides by the number of remaining targets"
+                "--criterion must be adaptive_loss with --half-loss: it divides by the number of scored targets"
             )
         return super().get_normalized_probs(*args, **kwargs)
 

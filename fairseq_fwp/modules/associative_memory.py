@@ -93,12 +93,13 @@ class FastWeightMemory(nn.Module):
         )
         if self.rule.steps > 1:
             raise ValueError(
-                f"the update rule must have one key a token for associations, got {update_rule} with {self.rule.steps}"
+                f"the update rule must have one key per token for associations, got {update_rule} with "
+                f"{self.rule.steps}"
             )
         if attention_normalization and (self.rule.normalizer or not self.rule.normalizes):
             raise ValueError(
                 f"`attention_normalization` must be left out for the update rule {update_rule}, where it is not "
-                "defined (`sum_normalization` is)"
+                "defined: use `sum_normalization`"
             )
         self.feature_map = feature_map
         self.num_values = num_values

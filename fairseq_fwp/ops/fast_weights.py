@@ -111,7 +111,7 @@ def _rule(given: Inputs) -> Rule:
 
 def _check(given: Inputs) -> None:
     if (given.removal_key is None) != (given.removal_rate is None):
-        raise ValueError("fast_weights: removal_key and removal_rate must be given together")
+        raise ValueError("fast_weights: removal_key and removal_rate must be given together, got only one")
     removes = given.removal_key is not None
     if given.erases and removes:
         raise ValueError("fast_weights: erases must be False with removal_key and removal_rate, got True")

@@ -50,9 +50,11 @@ class Rule:
         names = ("q", "k", "v", *self.gates, "state")
         given = dict(zip(names, arguments, strict=False)) | named
         if len(arguments) > len(names) or {*names[:-1]} - {*given} or {*given} - {*names}:
-            raise TypeError(f"{self.name} must get {', '.join(names)}, first and backend, got {', '.join(given)}")
+            raise TypeError(
+                f"arguments of {self.name} must be {', '.join(names)}, first and backend, got {', '.join(given)}"
+            )
         if twice := {*names[: len(arguments)]} & {*named}:
-            raise TypeError(f"{self.name} must get arguments once, got {', '.join(sorted(twice))} by position and name")
+            raise TypeError(f"{self.name} must get arguments once, got two values of {', '.join(sorted(twice))}")
         state = given.pop("state", None)
         return self.run(*(given[name] for name in names[:-1]), state=state, first=first, backend=backend)
 
@@ -116,10 +118,10 @@ class Rule:
         if not self.name.isidentifier():
             raise ValueError(f"the name of a rule must be an identifier such as my_rule, got {self.name!r}")
         if not isinstance(self.gates, Mapping):
-            raise ValueError(f"{self.name}: gates must be names with shapes, got {self.gates!r}")
+            raise ValueError(f"{self.name}: gates must be a mapping of names to shapes, got {self.gates!r}")
         for gate, shapes in self.gates.items():
             if gate in ("q", "k", "v", "state", "first", "backend") or not gate.isidentifier():
-                raise ValueError(f"{self.name}: a gate must have another name than other arguments, got {gate!r}")
+                raise ValueError(f"{self.name}: the name of a gate must be an unused identifier, got {gate!r}")
             if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
                 raise ValueError(
                     f"{self.name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}"

@@ -57,6 +57,6 @@ class StreamIterator(EpochBatchIterator):
             difference = ", ".join(f"with {name} {before} (now {now})" for name, before, now in pairs if before != now)
         if difference:
             raise RuntimeError(
-                f"the checkpoint was saved in mid-epoch {difference}, and these streams cannot continue from it: give "
-                "the same settings, or --reset-dataloader to begin at the start of the text"
+                f"a checkpoint in mid-epoch must be of the same task and streams, got one {difference}: give the same "
+                "settings, or --reset-dataloader to begin at the start of the text"
             )

@@ -107,7 +107,9 @@ def check(device):
     with torch.no_grad():
         whole, cache = attention(x)
         if not torch.allclose(in_place(attention)(x[:, -1:], cache)[0], whole[:, -1:], atol=1e-5):
-            raise ValueError("the cache in place computes something else: nothing is measured")
+            raise ValueError(
+                "the cache in place must give the output of the copied cache, got another: nothing is measured"
+            )
 
 
 def measure_alone(name, device, sequences):

@@ -83,7 +83,7 @@ def imported(module, otherwise):
 @contextmanager
 def standing_in(folder, variable):
     if not folder:
-        raise Missing(f"no checkout of it is named by {variable}")
+        raise Missing(f"{variable} must be the folder of its checkout, got none")
     if not Path(folder).is_dir():
         raise Missing(f"{variable} must be a folder, got {folder}")
     before, inside = os.getcwd(), str(Path(folder).resolve())

@@ -34,7 +34,7 @@ def measure_all(parts):
     """Run the tests, then measure the parts; nothing is measured after a failed test."""
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        raise SystemExit(f"run.sh: there is no part '{unknown[0]}': choose from {' '.join(PARTS)}.")
+        raise SystemExit(f"run.sh: the part must be one of {' '.join(PARTS)}, got '{unknown[0]}'.")
     tests = [f"{ROOT}/tests/laws", f"{ROOT}/tests/ops", "-q", "--numprocesses", "auto", "--maxprocesses", "4"]
     if run(sys.executable, "-m", "pytest", *tests, OMP_NUM_THREADS="1"):
         raise SystemExit("run.sh: the tests of the operators failed, so nothing is measured.")

@@ -67,7 +67,9 @@ def measure_alone(name, source_length, target_length):
     (hypotheses,) = translate(int(source_length), target_length)
     seconds = time.perf_counter() - start
     if {len(hypothesis["tokens"]) for hypothesis in hypotheses} != {target_length + 1}:
-        raise SystemExit(f"{name} was to write {target_length} tokens and an end, and did not")
+        raise SystemExit(
+            f"{name} must write {target_length} tokens and an end, got another length: nothing is measured"
+        )
     return {SECONDS: seconds, BYTES: memory("VmHWM") - before}
 
 

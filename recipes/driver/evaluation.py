@@ -46,7 +46,9 @@ def read_way(path: Path, label: str, asked: Any) -> Way:
     if isinstance(asked, str):
         return Way(label, asked)
     if unknown := asked.keys() - set(Way._fields):
-        raise RecipeError(f"{path}: a way has {', '.join(Way._fields[1:])}, got {', '.join(unknown)}.")
+        raise RecipeError(
+            f"{path}: the fields of an evaluation must be among {', '.join(Way._fields[1:])}, got {', '.join(unknown)}."
+        )
     lists = {field: tuple(asked[field].split()) for field in ("splits", "values") if field in asked}
     switches = {field: asked.get(field) == "true" for field in ("test_all", "scores")}
     return Way(label, asked["flags"], **switches, **lists)

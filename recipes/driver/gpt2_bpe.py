@@ -36,7 +36,7 @@ def read_encoder(folder: Path) -> Encoder:
     config = folder / "config.json"
     words = json.loads(config.read_text(encoding="utf-8"))["vocab_size"] if config.is_file() else last + 1
     if last >= words:
-        raise RecipeError(f"{vocabulary} has tokens up to number {last}, and the model of {config} {words} words")
+        raise RecipeError(f"tokens of {vocabulary} must have numbers below {words}, the words of {config}, got {last}")
     return encoder
 
 
@@ -68,6 +68,6 @@ def encode(folder: Path, text: Path, out: Path) -> int:
                 raise RecipeError(f"{text} must have text, got none")
     except KeyError as error:
         raise RecipeError(
-            f"the merges in {folder} make {error}, which its vocabulary lacks: take both of one model"
+            f"the merges in {folder} must make only words of its vocabulary, got {error}: take both files of one model"
         ) from error
     return count

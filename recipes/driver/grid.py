@@ -78,8 +78,8 @@ def stages(args: argparse.Namespace, trainings: list[Training], out: Path, check
     print(plan(left, len(trainings) - len(left), args.workers), flush=True)
     if args.stage != "plan" and (failed := run(left, args.workers)):
         raise RecipeError(
-            f"failed, see train.log in {out} of: {'; '.join(failed)}. The same command tries them again; the stage "
-            "report shows the others."
+            f"failed, see train.log in their folders in {out}: {'; '.join(failed)}. Give the same command to try them "
+            "again, or the stage report to see the others."
         )
 
 
@@ -128,7 +128,7 @@ def is_finished(training: Training) -> bool:
     if found is None or not counts(found) or told not in ("", summary(found)):  # empty: as earlier versions left it
         has = summary(found) if found else "no result"
         raise RecipeError(
-            f"{training.folder} is damaged: it was finished with {told}, its train.log has {has}; {REMOVE}"
+            f"train.log in {training.folder} must have the result {told}, as when it finished, got {has}; {REMOVE}"
         )
     return True
 

@@ -52,8 +52,9 @@ def check_own(folder: Path, settings: str) -> None:
     """Check that a text of the user is the one evaluated before under its name; raise RecipeError otherwise."""
     if (folder / "source.txt").read_text(encoding="utf-8").strip() != settings:
         raise RecipeError(
-            f"another text was evaluated under the name of this one (see {folder / 'source.txt'}), or it has changed: "
-            f"give it another name, or remove {folder} and {folder.name}*.json next to the models."
+            f"a text must be the one that was evaluated before under its name (see {folder / 'source.txt'}), got "
+            "another: "
+            f"rename it, or remove {folder} and {folder.name}*.json next to the models."
         )
 
 

@@ -67,20 +67,20 @@ def read_entries(path: Path) -> list[Any]:
 def combinations(entry: Any) -> list[Point]:
     """Return the points of an entry. Raises ValueError unless every flag has a value or a list of values."""
     if not isinstance(entry, dict):
-        raise ValueError(f"expected flags and their values, got {entry!r}")
+        raise ValueError(f"it must have flags and their values, got {entry!r}")
     for flag in ("arch", "num-keys", "seconds-per-key"):
         if flag not in entry:
-            raise ValueError(f"expected {flag}, got only {', '.join(entry)}")
+            raise ValueError(f"it must have {flag}, got only {', '.join(entry)}")
     flags = {flag: value if isinstance(value, list) else [value] for flag, value in entry.items()}
     for flag, values in flags.items():
         if not values or not all(isinstance(value, str) and value for value in values):
-            raise ValueError(f"expected a value or a list of values of {flag}, got {entry[flag]!r}")
+            raise ValueError(f"{flag} must be a value or a list of values, got {entry[flag]!r}")
     flags["num-keys"] = [
         str(number("num-keys", value, int)) for value in flags.pop("num-keys")
     ]  # last: sizes vary fastest
     (rate, *others) = flags.pop("seconds-per-key")
     if others:
-        raise ValueError(f"expected one value of seconds-per-key, got {entry['seconds-per-key']!r}")
+        raise ValueError(f"seconds-per-key must be one value, got {entry['seconds-per-key']!r}")
     seconds = number("seconds-per-key", rate, float)
     return [Point(dict(zip(flags, values, strict=True)), seconds) for values in itertools.product(*flags.values())]
 
@@ -90,7 +90,7 @@ def number(flag: str, value: str, kind: type[int] | type[float]) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (found := kind(value)) < math.inf:
             return found
-    raise ValueError(f"expected a positive {'integer' if kind is int else 'number'} as {flag}, got {value!r}")
+    raise ValueError(f"{flag} must be a positive {'integer' if kind is int else 'number'}, got {value!r}")
 
 
 def check(points: list[Point], common: dict[str, str], out: Path) -> None:

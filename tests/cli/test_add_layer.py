@@ -165,7 +165,10 @@ def test_refusals_write_nothing(folder, name, sentence):
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("", "the text 'train' in .* is empty"), (None, "no text 'train' in .*, where there is test")],
+    [
+        ("", "the text 'train' in .* must have at least one token, got none"),
+        (None, "the text 'train' must exist in .*, got only test"),
+    ],
 )
 def test_there_has_to_be_a_training_text(folder, tmp_path, text, sentence):
     data, out = tmp_path / "data", tmp_path / "start.pt"

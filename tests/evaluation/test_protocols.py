@@ -122,7 +122,7 @@ def test_every_token_counts_once():
     for gap in ([[Window(0, 0, 4)], [Window(5, 5, 8)]], [[Window(0, 0, 5)], [Window(4, 4, 8)]]):
         with pytest.raises(RuntimeError, match="every token must be scored exactly once, got 1 of 8"):
             score(scorer, gap, 8)
-    with pytest.raises(ValueError, match="probabilities must be above 0, got others among the tokens 0 to 8"):
+    with pytest.raises(ValueError, match="probabilities must be above 0, got 0 or NaN in the tokens 0 to 8"):
         score(lambda batch: torch.tensor([-1.0] * 7 + [-torch.inf]), [[Window(0, 0, 8)]], 8)
     reports = []
     score(lambda batch: torch.tensor([-1.0] * 4), [[Window(0, 0, 4)], [Window(4, 4, 8)]], 8, reports.append)

@@ -82,7 +82,7 @@ def refusal_of(rule, map_name, norm):
     if norm and not FEATURE_MAPS[map_name].positive:
         return "features must not be negative"
     if UPDATE_RULES[rule].steps > 1:
-        return "must have one key a token for associations"
+        return "must have one key per token for associations"
     if "attention_normalization" in norm and (not UPDATE_RULES[rule].normalizes or UPDATE_RULES[rule].normalizer):
         return f"`attention_normalization` must be left out for the update rule {rule}, where it is not"
     return None

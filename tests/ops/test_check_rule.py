@@ -107,9 +107,9 @@ def test_a_step_returns_a_memory(step, got):
         ("leaky", {"keep": ()}, "shapes of keep must be a tuple such as"),
         ("leaky", {"keep": (("B", "H", "L", "X"),)}, "shapes of keep must be a tuple such as"),
         ("leaky", {"keep": (ops.PER_TOKEN, ("B", "H", "L", "X"))}, "shapes of keep must be a tuple such as"),
-        ("leaky", ["keep"], "gates must be names with shapes"),
-        ("leaky", {"q": (ops.PER_KEY,)}, "a gate must have another name than other arguments, got 'q'"),
-        ("leaky", {"state": (ops.PER_KEY,)}, "a gate must have another name than other arguments, got 'state'"),
+        ("leaky", ["keep"], "gates must be a mapping of names to shapes"),
+        ("leaky", {"q": (ops.PER_KEY,)}, "the name of a gate must be an unused identifier, got 'q'"),
+        ("leaky", {"state": (ops.PER_KEY,)}, "the name of a gate must be an unused identifier, got 'state'"),
     ],
 )
 def test_a_rule_says_what_is_wrong_with_its_form(name, gates, message):
@@ -131,7 +131,7 @@ def test_rules_of_one_name_stay_what_they_are():
 def test_an_argument_is_given_once():
     rule = ops.Rule("leaky", leaky, KEEP)
     inputs = sample_inputs(rule, 0)
-    with pytest.raises(TypeError, match="got keep by position and name"):
+    with pytest.raises(TypeError, match="got two values of keep"):
         rule(*inputs.values(), keep=inputs["keep"])
     with pytest.raises(TypeError, match=r"must be an ops.Rule, got function"):
         check_rule(leaky)

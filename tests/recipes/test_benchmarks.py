@@ -215,7 +215,7 @@ def test_nothing_is_measured_after_a_failed_test(tmp_path):
 def test_an_unknown_part_is_refused():
     answer = subprocess.run([sys.executable, BENCHMARKS / "run.py", "operator"], capture_output=True, text=True)
     assert answer.returncode == 1
-    assert answer.stderr == f"run.sh: there is no part 'operator': choose from {' '.join(PARTS)}.\n"
+    assert answer.stderr == f"run.sh: the part must be one of {' '.join(PARTS)}, got 'operator'.\n"
 
 
 def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch):
@@ -230,5 +230,5 @@ def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch
         of_layers = generation.prepare(generation.LAYERS, name, model, 2, 3)()
         assert [x.shape for x in of_layers] == 16 * [(2, 1, 128)]
     monkeypatch.setattr(generation.InPlaceAttention, "forward", lambda self, x, state, mask=None: (x, state))
-    with pytest.raises(ValueError, match="computes something else"):
+    with pytest.raises(ValueError, match="must give the output of the copied cache, got another"):
         generation.check(cpu)

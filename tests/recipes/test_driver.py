@@ -201,7 +201,7 @@ def test_ways_of_evaluation_are_those_of_the_first_pattern(tmp_path):
     (way,) = evaluation.read_ways(path, "delta")
     assert way == evaluation.Way("rms", "--lr @", ("test",), ("1", "2"), scores=True)
     path.write_text("xl: {a: {flag: --x}}\n")
-    with pytest.raises(RecipeError, match=r"a way has flags, .*, got flag\."):
+    with pytest.raises(RecipeError, match=r"the fields of an evaluation must be among flags, .*, got flag\."):
         evaluation.read_ways(path, "xl")
     with pytest.raises(RecipeError, match="has no pattern that fits delta"):
         evaluation.read_ways(path, "delta")

@@ -231,7 +231,7 @@ def test_a_peer_that_cannot_be_measured_says_why(gpu, monkeypatch, tmp_path):
     ):
         with pytest.raises(Missing, match=reason):
             gpu.usable(found[name], shape)
-    with pytest.raises(Missing, match="no checkout of it is named by FWP_DECAY_PEER"):
+    with pytest.raises(Missing, match="FWP_DECAY_PEER must be the folder of its checkout, got none"):
         gpu.usable(gpu.contenders("peers")["published decay"], shape)
 
 

@@ -58,13 +58,13 @@ def test_a_point_goes_before_what_all_share(tmp_path):
         ("", "must be a list of entries, as in conf/quick.yaml, got nothing"),
         ("arch: sum_retrieval", "must be a list of entries, as in conf/quick.yaml, got a mapping"),
         (ENTRY, "cannot be read as YAML: while parsing a flow mapping"),
-        (f"{ENTRY}}}\n- delta", "grid.yaml, entry 2: expected flags and their values, got 'delta'"),
-        ("- {arch: a, num-keys: 3}", "entry 1: expected seconds-per-key, got only arch, num-keys"),
-        ("- {arch: a, num-keys: [], seconds-per-key: 3}", "expected a value or a list of values of num-keys, got []"),
-        (f"{ENTRY}, lr: {{a: 1}}}}", "expected a value or a list of values of lr, got {'a': '1'}"),
-        ("- {arch: a, num-keys: [3, x], seconds-per-key: 3}", "expected a positive integer as num-keys, got 'x'"),
-        ("- {arch: a, num-keys: 3, seconds-per-key: inf}", "expected a positive number as seconds-per-key, got 'inf'"),
-        ("- {arch: a, num-keys: 3, seconds-per-key: [1, 2]}", "expected one value of seconds-per-key, got ['1', '2']"),
+        (f"{ENTRY}}}\n- delta", "grid.yaml, entry 2: it must have flags and their values, got 'delta'"),
+        ("- {arch: a, num-keys: 3}", "entry 1: it must have seconds-per-key, got only arch, num-keys"),
+        ("- {arch: a, num-keys: [], seconds-per-key: 3}", "num-keys must be a value or a list of values, got []"),
+        (f"{ENTRY}, lr: {{a: 1}}}}", "lr must be a value or a list of values, got {'a': '1'}"),
+        ("- {arch: a, num-keys: [3, x], seconds-per-key: 3}", "num-keys must be a positive integer, got 'x'"),
+        ("- {arch: a, num-keys: 3, seconds-per-key: inf}", "seconds-per-key must be a positive number, got 'inf'"),
+        ("- {arch: a, num-keys: 3, seconds-per-key: [1, 2]}", "seconds-per-key must be one value, got ['1', '2']"),
     ],
 )
 def test_grids_without_a_meaning(tmp_path, text, said):
@@ -107,10 +107,14 @@ def test_damaged_trainings_are_named(training):
     finished(training, whole)
     path = training.folder / "train.log"
     path.write_text(whole[: whole.index('"300"')])
-    with pytest.raises(RecipeError, match=r"finished with best loss 0.2, 300 updates, its train.log has best loss 0.3"):
+    with pytest.raises(
+        RecipeError, match=r"the result best loss 0.2, 300 updates, as when it finished, got best loss 0.3"
+    ):
         grid.is_finished(training)
     path.unlink()
-    with pytest.raises(RecipeError, match=r"is damaged: .* no result; remove the folder to train it again"):
+    with pytest.raises(
+        RecipeError, match=r"train.log in .* must have the result .* no result; remove the folder to train it again"
+    ):
         grid.is_finished(training)
     path.write_text(whole)
     (training.folder / "finished").write_text("")  # as earlier versions left it
@@ -147,7 +151,7 @@ def test_trainings_run_once_and_failures_are_named(tmp_path):
     words = ["--conf", tmp_path / "grid.yaml", "--out", tmp_path / "out", "--workers", 2]
     command = driver("retrieval", "associative_retrieval", "train", *words)
     first = subprocess.run(command, capture_output=True, text=True)
-    assert first.returncode == 1 and "failed, see train.log in" in first.stderr, first.stderr
+    assert first.returncode == 1 and "failed, see train.log in their folders in" in first.stderr, first.stderr
     assert first.stderr.count("run.sh: ") == 1 and "Traceback" not in first.stderr
     again = subprocess.run(command, capture_output=True, text=True)
     assert "1 to train (1 finished)" in again.stdout

@@ -257,10 +257,10 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language
     other = tmp_path / "other" / "mine.txt"
     other.parent.mkdir()
     other.write_text("the\n")
-    with pytest.raises(RecipeError, match="another text was evaluated under the name of this one"):
+    with pytest.raises(RecipeError, match="a text must be the one that was evaluated before under its name"):
         language("evaluate", "--test", other).prepare_own("own_mine")
     own.write_text("every token reads\n")
-    with pytest.raises(RecipeError, match=r"or it has changed: give it another name, or remove .*own_mine"):
+    with pytest.raises(RecipeError, match=r"got another: rename it, or remove .*own_mine"):
         language("evaluate", "--test", own).prepare_own("own_mine")
 
 

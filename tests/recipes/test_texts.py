@@ -217,9 +217,9 @@ def test_raw_text_becomes_tokens_a_document_a_line(tmp_path, names):
 @pytest.mark.parametrize(
     ("more", "text", "said"),
     [
-        ({"words": 3}, "ab\n", "has tokens up to number 11, and the model of .* 3 words"),
+        ({"words": 3}, "ab\n", "must have numbers below 3, the words of .*, got 11"),
         ({}, "", "must have text, got none"),
-        ({"vocabulary": LETTERS}, "ab\n", "the merges in .* make 'ab', which its vocabulary lacks"),
+        ({"vocabulary": LETTERS}, "ab\n", "the merges in .* must make only words of its vocabulary, got 'ab'"),
     ],
 )
 def test_a_vocabulary_of_another_model_is_refused(tmp_path, more, text, said):

@@ -75,8 +75,8 @@ class AttentionNormalization(Division):
         """Raise ValueError if this normalisation is not defined for the rule of that name."""
         if not rule.normalizes:
             raise ValueError(
-                f"`attention_normalization` must be left out for the update rule {name}, where it is not defined "
-                "(`sum_normalization` is)"
+                f"`attention_normalization` must be left out for the update rule {name}, where it is not defined: "
+                "use `sum_normalization`"
             )
         if rule.normalizer and not self.output_only:
             raise ValueError(

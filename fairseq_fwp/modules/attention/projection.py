@@ -42,7 +42,8 @@ class RuleProjection(Attention):
         self.rule = rule = find_rule(update_rule)
         if negative_eigenvalues and not any(gate.doubles for gate in rule.gates):
             raise ValueError(
-                f"`negative_eigenvalues` must be off for the update rule {update_rule}, which has no rate beta up to 1"
+                f"`negative_eigenvalues` must be off for the update rule {update_rule}, got on: it doubles the write "
+                "strength beta, which this rule does not have"
             )
         if not isinstance(feature_map, FeatureMap):
             raise TypeError(

@@ -88,7 +88,7 @@ class FastWeightLayer(nn.Module):
         super().__init__()
         if random_start and map_inputs:
             raise ValueError(
-                "`map_inputs` must be off with `random_start`, got on: the map is for a start as the identity"
+                "`map_inputs` must be off with `random_start`, got on: the map needs a start as the identity"
             )
         if hidden_dim < 2 * embed_dim and not random_start:
             raise ValueError(
