@@ -71,7 +71,8 @@ MASKS = r"h\.\d+\.attn\.(masked_)?bias"
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights in a folder and its config.json. Raises ValueError where either is missing or damaged."""
     if not path.is_dir():
-        raise ValueError(f"{path} must be a folder of GPT-2 with {CONFIG} and {WEIGHTS}")
+        found = "a file" if path.exists() else "nothing"
+        raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of GPT-2, got {found}")
     config = read_config(path)
     tensors = {name: tensor for file in weight_files(path) for name, tensor in read_weights(path / file).items()}
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config

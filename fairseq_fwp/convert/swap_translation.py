@@ -88,8 +88,10 @@ def all_sizes(flags: Mapping[str, Any], places: Mapping[str, str], size: int) ->
         head_dim = settings[f"{side}_embed_dim"] // settings[f"{side}_attention_heads"]
         for flag, value in size_flags(name, head_dim, size).items():
             if found.setdefault(flag, value) != value:
+                named = f"--{flag.replace('_', '-')}"
                 raise ValueError(
-                    f"heads of encoder and decoder must have the same size with --state-size {size} and the map {name}"
+                    f"{named} must be one number for encoder and decoder, got {found[flag]} and {value}, because their "
+                    f"heads differ in size: leave out --state-size, or use another map than {name}"
                 )
     return found
 

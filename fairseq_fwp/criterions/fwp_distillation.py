@@ -249,7 +249,7 @@ def same_words(student: Tensor, teacher: Tensor) -> Tensor:
     if student.shape != teacher.shape:
         raise ValueError(
             f"the model and its teacher must have the same words in each cluster, got {student.shape[-1]} and "
-            f"{teacher.shape[-1]}"
+            f"{teacher.shape[-1]}: give the teacher's --adaptive-softmax-cutoff and data"
         )
     return teacher
 

@@ -42,7 +42,11 @@ def in_family(
     others = k.shape[3] - 1
     # Check first: later code only sees L N tokens, and cannot distinguish L from N.
     if others < 0 or not q.shape[2:3] + k.shape[3:4] == k.shape[2:4] == v.shape[2:4] == beta.shape[2:]:
-        raise ValueError("delta_product_rule: k, v and beta must have L tokens of at least one step each")
+        shapes = f"{tuple(k.shape)}, {tuple(v.shape)} and {tuple(beta.shape)}"
+        raise ValueError(
+            "delta_product_rule: k, v and beta must have shape (B, H, L, N, ...), with the L tokens of q and N of at "
+            f"least 1, got {shapes}"
+        )
     if first is not None and first.dim() != 2:
         raise ValueError(f"delta_product_rule: first must have shape (B, L), got {tuple(first.shape)}")
     # (..., L, Dk) -> (..., L N, Dk), and (..., L) -> (..., L N)

@@ -116,7 +116,7 @@ def _check(given: Inputs) -> None:
     if given.erases and removes:
         raise ValueError("fast_weights: erases must be False with removal_key and removal_rate, got True")
     if given.value_decay is not None and (given.rate is not None or given.erases or removes):
-        raise ValueError("fast_weights: value_decay must be None with a rate, erasing or removal")
+        raise ValueError("fast_weights: value_decay must be None with a rate, erasing or removal, got a tensor")
     _rule(given).check(*given.tokens, state=given.state, first=given.first)
 
 

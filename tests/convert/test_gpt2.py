@@ -247,5 +247,5 @@ def test_files_that_are_not_there_or_not_whole(folder):
     index.write_text('{"weight_map": {"a": "part.safetensors"}}')
     with pytest.raises(SystemExit, match=r"the weights .*part\.safetensors cannot be read: No such file"):
         folder.convert()
-    with pytest.raises(SystemExit, match=r"must be a folder of GPT-2 with config\.json and model.safetensors"):
+    with pytest.raises(SystemExit, match=r"must be a folder with config\.json and model.safetensors of GPT-2, got"):
         main(["--source", "gpt2", str(weights), "--out", str(folder.out)])

@@ -241,7 +241,7 @@ def test_sizes_that_are_not_the_encoders(tmp_path):
     model, sample = saved.convert(), batch()
     torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
     with pytest.raises(
-        SystemExit, match="heads of encoder and decoder must have the same size with --state-size 32 and"
+        SystemExit, match=r"must be one number for encoder and decoder, got . and ., because their heads differ"
     ):
         saved.convert("--encoder-feature-map", "dpfp", "--cross-feature-map", "dpfp", "--state-size", "32", out="other")
 

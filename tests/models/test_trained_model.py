@@ -14,7 +14,7 @@ from fairseq_fwp.patches.reading import Saved
 from .conftest import SMALL, configure, log_probs, random_tokens
 
 FAVOR = {"decoder_feature_map": "favor", "decoder_update_rule": "sum", "attention_normalization": True}
-# For a model: the options of its training, and others for the same weights.
+# Models that can load each other's weights: the options of the one in training, and those of the other.
 LANGUAGE_MODELS = {
     "map": ({}, {"decoder_feature_map": "tanh"}),
     "size of a map": ({"decoder_feature_map": "dpfp"}, {"dpfp_nu": 2}),
