@@ -10,18 +10,23 @@ namespace fwp::cuda {
 
 // Elements of the matrix that a thread holds. More columns per row save reads of shared memory, because a number along the rows
 // is read once for all of them. Fewer columns give more threads to fill the GPU.
-enum class Shape { wide, narrow, tall };
+enum class Shape { wide, medium, narrow, tall };
 
 struct ShapeSize {
   int rows, columns;
 };
 
-constexpr ShapeSize kWide{8, 4}, kNarrow{8, 1};
+constexpr ShapeSize kWide{8, 4}, kMedium{8, 2}, kNarrow{8, 1};
 template <typename A>
 constexpr ShapeSize kTall{16, sizeof(A) == 8 ? 1 : 2};  // for more rows than 32 lanes can hold otherwise
 
 // Below this number of warps per multiprocessor, more threads help more than fewer reads.
 constexpr int64_t kWarpsToFill = 4;
+// The same for scans with sums over columns, with wide tiles and with medium ones. It does not depend on the GPU, because the
+// bits of these sums depend on the tile.
+constexpr int64_t kWideWarpsToSum = 512, kMediumWarpsToSum = 256;
+// Memory for parts of sums over columns of several blocks. It should fit into the second-level cache.
+constexpr size_t kPartBytes = 16 * 1024 * 1024;
 
 constexpr size_t kBufferBytes = 12 * 1024;
 constexpr int kStageTokens = 16;  // at most; a chunk that ends in a kept state is a multiple of it
@@ -40,12 +45,23 @@ constexpr int lanes_for(const ScanSize& size, const ShapeSize& shape) {
   return at_least_power_of_two((int64_t(size.rows) + shape.rows - 1) / shape.rows, kWarp);
 }
 
+inline bool has_warps(const ScanSize& size, const ShapeSize& shape, int64_t warps) {
+  const int64_t threads = size.heads * ((size.columns + shape.columns - 1) / shape.columns) * lanes_for(size, shape);
+  return threads >= kWarp * warps;
+}
+
 template <typename A>
-Shape choose_shape(const ScanSize& size, int multiprocessors) {
+Shape choose_shape(const ScanSize& size, const Gpu& gpu) {
   if (size.rows > kWarp * kWide.rows) return Shape::tall;
   if (sizeof(A) == 8) return Shape::narrow;
-  const int64_t threads = size.heads * ((size.columns + kWide.columns - 1) / kWide.columns) * lanes_for(size, kWide);
-  return threads >= kWarpsToFill * kWarp * multiprocessors ? Shape::wide : Shape::narrow;
+  return has_warps(size, kWide, kWarpsToFill * gpu.multiprocessors) ? Shape::wide : Shape::narrow;
+}
+template <typename A>
+Shape choose_summing_shape(const ScanSize& size) {
+  if (size.rows > kWarp * kWide.rows) return Shape::tall;
+  if (sizeof(A) == 8) return Shape::narrow;
+  if (has_warps(size, kWide, kWideWarpsToSum)) return Shape::wide;
+  return has_warps(size, kMedium, kMediumWarpsToSum) ? Shape::medium : Shape::narrow;
 }
 
 struct ScanNeeds {
@@ -75,9 +91,7 @@ inline Plan with_teams(Plan plan, const ScanNeeds& needs, int teams) {
   return plan;
 }
 
-inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu& gpu) {
-  // Tiles take much shared memory, and smaller blocks use it better.
-  const int most_threads = needs.states ? int(kThreadsPerBlock * 2 / needs.number) : kThreadsPerBlock;
+inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu& gpu, int most_threads) {
   Plan plan{};
   plan.lanes = lanes_for(size, needs.shape);
   const auto columns_of_team = [&] { return int64_t(plan.groups) * needs.shape.columns; };
@@ -88,7 +102,9 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu&
   plan.groups = at_least_power_of_two((size.columns + needs.shape.columns - 1) / needs.shape.columns,
                                       most_threads / plan.lanes);
   while (plan.team_threads() < kLeastTeam) plan.groups *= 2;
-  while (plan.team_threads() > kWarp && plan.groups > 1 && size.heads * count_slabs() < gpu.multiprocessors)
+  const bool sums_columns = needs.parts.row_outputs > 0;  // then slabs cost memory
+  while (!sums_columns && plan.team_threads() > kWarp && plan.groups > 1 &&
+         size.heads * count_slabs() < gpu.multiprocessors)
     plan.groups /= 2;
   plan.slabs = count_slabs();
   plan.log_lanes = log2_of(plan.lanes), plan.log_groups = log2_of(plan.groups);
@@ -99,6 +115,15 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu&
     if (shared_bytes(needs, doubled) > gpu.shared_bytes) break;
     plan = doubled;
   }
+  return plan;
+}
+
+// The greatest block that fits.
+inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu& gpu) {
+  int threads = kThreadsPerBlock;
+  Plan plan = choose_plan(size, needs, gpu, threads);
+  while (shared_bytes(needs, plan) > gpu.shared_bytes && threads > kWarp)
+    plan = choose_plan(size, needs, gpu, threads /= 2);
   return plan;
 }
 

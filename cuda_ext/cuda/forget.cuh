@@ -1,7 +1,7 @@
-// Rules with decays or removals: one forward scan and two reverse scans. README.md derives the backward pass. The decays are a
-// along the keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
+// Rules with decays or removals: a scan forward and one in reverse. README.md derives the backward pass. The decays are a along
+// the keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
 //     W' = (a^T z) * W_{t-1}      e = v - k W', or v      s = y W_{t-1}      W = W' + k^T b e - p^T s      out = q W
-// The columns of W are independent. So are those of its transpose, once e and s are known.
+// The columns of W are independent.
 #pragma once
 
 #include "scan.cuh"
@@ -70,105 +70,118 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
   }
 };
 
-// A reverse scan goes back through kGroup tokens between two stored states. It rebuilds the states of a chunk in two steps:
-// first one before each group, then, in each group, one before each token.
-constexpr int kGroup = 4;
-constexpr int kGroups = kChunk / kGroup;
-
-// A reverse scan with G, the gradient of W, and with W itself if kRebuilds. Self::go_back(place, token, before, G) turns G into
-// the gradient of W_{t-1}. If kRebuilds, Self::go_on(place, token, whether W is read, W) turns W_{t-1} into W. before() loads
-// W_{t-1} into registers, only when it is needed.
-template <typename Self, typename A, int kRowParts, int kColumnParts, int kScalars, int kOutputs, bool kRebuilds_>
-struct BackwardScan {
+// The backward pass, in reverse, with W and its gradient G. It goes back through groups of tokens, the stages of its plan. From a
+// state that the forward pass kept, it computes W again: first before each pair of groups, then, in each pair, before each group,
+// and in each group before each token.
+//
+// Results along the values, sums over keys: d_write = k G, d_v = b d_write, d_s = -p G, d_z = a (G' * W_{t-1}).
+// Results along the keys, sums over values: d_q = d_out W, d_k = b e G - d_e W' (if the rule erases), d_p = -s G,
+// d_y = d_s W_{t-1}, d_a = z (G' * W_{t-1}).
+// There d_e = b d_write, and G' = G - d_e^T k, or G if the rule does not erase.
+template <typename A, Fades kFades, Erases kErases>
+struct ForgetBackward {
+  static constexpr bool kByHead = kFades == Fades::kHead, kByValue = kFades == Fades::kKeyAndValue;
+  static constexpr bool kRemoves = kErases == Erases::kRemoval;
+  enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + !kByHead, kRemoval };
+  enum Columns { kDOut, kError, kValueDecay, kFound = kValueDecay };  // kError: the value if the rule does not erase
+  enum Scalars { kRate, kHeadDecay };
+  enum Outputs { kDV, kDWrite, kDValueDecay };
+  enum RowOutputs { kDQ, kDK, kDDecay, kDRemovalKey, kDRemoval };  // kDDecay by head: a part for each row
   using Number = A;
-  using Arrays = TokenArrays<kRowParts, kColumnParts, kScalars, kOutputs>;
-  static constexpr bool kRebuilds = kRebuilds_;
-  static constexpr int kStates = kGroups - 1 + kGroup;  // of its tile that a thread keeps
+  using Arrays = TokenArrays<2 + !kByHead + 2 * kRemoves, 2 + (kByValue || kRemoves), 1 + kByHead, 2 + kByValue,
+                             3 + 2 * kRemoves>;
 
   ScanSize size;
-  Plan plan;  // its stage is kGroup if kRebuilds
+  Plan plan;
   Arrays arrays;
   Matrices<const A> initial, kept, d_last;
-  Matrices<A> d_initial;
+  Matrices<A> d_first;  // the gradient of the state before token `first`
+  int64_t first, end;   // the tokens of this launch; `first` starts a chunk
+
+  // Tiles that a thread keeps, with groups of so many tokens: before each pair of groups, and before each token of a group.
+  FWP_BOTH static constexpr int states(int group) { return kChunk / (2 * group) + group; }
 
   template <int kRows, int kColumns>
   FWP_DEVICE void run() const {
     const Place<A, kRows, kColumns, Arrays> place(size, plan, arrays);
-    Tile<A, kRows, kColumns> g;
+    Tile<A, kRows, kColumns> g, state;
     place.load(d_last, place.head, g);
-    if constexpr (kRebuilds) {
-      go_in_groups(place, g);
-    } else {
-      place.for_tokens(
-          true, [&](A* token) { undo(place, token, [] {}, g); }, [](int64_t) {});
-    }
-    place.store(g, d_initial, place.head);
-  }
-
- private:
-  // Each group of a chunk except the last is visited twice: first in forward order, then in reverse.
-  struct GroupStage : Stage {
-    int64_t chunk;
-    int group, groups;  // of the chunk
-    bool forwards, starts_chunk;
-  };
-
-  FWP_DEVICE const Self& self() const { return static_cast<const Self&>(*this); }
-
-  FWP_DEVICE int64_t count_stages() const {
-    const int64_t groups = (size.length + kGroup - 1) / kGroup;
-    return 2 * groups - (size.length + kChunk - 1) / kChunk;
-  }
-
-  FWP_DEVICE GroupStage stage_at(int64_t n) const {
-    int64_t chunk = (size.length - 1) / kChunk;
-    int groups = int((size.length - chunk * kChunk + kGroup - 1) / kGroup), i = int(n);
-    if (n >= 2 * groups - 1) {
-      const int64_t later = n - (2 * groups - 1);
-      groups = kGroups;
-      chunk -= 1 + later / (2 * kGroups - 1);
-      i = int(later % (2 * kGroups - 1));
-    }
-    const bool forwards = i < groups - 1;
-    const int group = forwards ? i : 2 * (groups - 1) - i;
-    const int64_t first = chunk * kChunk + group * kGroup, left = size.length - first;
-    return {{first, left < kGroup ? int(left) : kGroup, !forwards}, chunk, group, groups, forwards, i == 0};
-  }
-
-  template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_in_groups(const Place& place, Tile<A, kRows, kColumns>& g) const {
-    Tile<A, kRows, kColumns> state;
-    A* const states = place.own_memory() + place.thread;
+    A* const states = place.own_memory() + place.thread / kWarp * (kWarp * kRows * kColumns * this->states(plan.stage));
     place.for_stages(
         count_stages(), [&](int64_t n) { return stage_at(n); },
         [&](int at, const GroupStage& stage) {
-          if (stage.starts_chunk) load_first(place, stage.chunk, state);
-          if (stage.forwards)
-            save(state, states, stage.group);
-          else if (stage.group < stage.groups - 1)
-            restore(states, stage.group, state);
+          if (stage.visit == 0) load_first(place, stage.chunk, state);
+          if (stage.group % 2 == 0) {
+            if (stage.visit < 2 * stage.pairs - 1)
+              save(state, states, stage.group / 2);
+            else
+              restore(states, stage.group / 2, state);
+          }
+          if (!stage.writes) {
+            FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
+              A* const token = place.token(at, s);
+              place.clear_if_begins(token, state);
+              go_on<false>(place, token, state);
+            }
+            return;
+          }
           FWP_UNROLL_BY(1) for (int s = 0; s < stage.count; ++s) {
             A* const token = place.token(at, s);
-            if (place.begins(token)) state.clear();
-            if (!stage.forwards) save(state, states, kGroups - 1 + s);
-            self().go_on(place, token, !stage.forwards, state);
+            place.clear_if_begins(token, state);
+            save(state, states, whole_chunk() / 2 + s);
+            go_on<true>(place, token, state);
           }
-          if (stage.forwards) return;
           FWP_UNROLL_BY(1) for (int s = stage.count - 1; s >= 0; --s) {
-            const auto before = [&] {
-              Tile<A, kRows, kColumns> found;
-              restore(states, kGroups - 1 + s, found);
-              return found;
-            };
-            undo(place, place.token(at, s), before, g);
+            A* const token = place.token(at, s);
+            Tile<A, kRows, kColumns> before;
+            restore(states, whole_chunk() / 2 + s, before);
+            go_back(place, token, before, g);
+            place.clear_if_begins(token, g);
           }
         });
+    place.store(g, d_first, place.head);
   }
 
-  template <typename Place, typename Before, typename Tile>
-  FWP_DEVICE void undo(const Place& place, A* token, Before before, Tile& g) const {
-    self().go_back(place, token, before, g);
-    if (place.begins(token)) g.clear();
+ private:
+  struct GroupStage : Stage {  // it writes when it goes back
+    int64_t chunk;
+    int visit, group, pairs;  // in the chunk
+  };
+
+  // A chunk of `groups` groups is visited from all pairs except the last in forward order, and then pair by pair in reverse. A pair
+  // is visited from its first group in forward order, its second one in reverse and its first one in reverse. A single last group
+  // is only visited in reverse.
+  FWP_DEVICE static int visits(int groups) { return 2 * ((groups + 1) / 2 - 1) + groups / 2 * 3 + groups % 2; }
+  FWP_DEVICE int whole_chunk() const { return int(kChunk) / plan.stage; }  // in groups
+  FWP_DEVICE int groups_of(int64_t chunk) const {
+    const int64_t left = end - chunk * kChunk;
+    return left < kChunk ? (int(left) + plan.stage - 1) / plan.stage : whole_chunk();
+  }
+  FWP_DEVICE int64_t last_chunk() const { return (end - 1) / kChunk; }
+  FWP_DEVICE int64_t count_stages() const {
+    if (end <= first) return 0;
+    return visits(groups_of(last_chunk())) + (last_chunk() - first / kChunk) * visits(whole_chunk());
+  }
+
+  FWP_DEVICE GroupStage stage_at(int64_t n) const {
+    int64_t chunk = last_chunk();
+    int visit = int(n);
+    if (n >= visits(groups_of(chunk))) {
+      const int64_t later = n - visits(groups_of(chunk));
+      chunk -= 1 + later / visits(whole_chunk());
+      visit = int(later % visits(whole_chunk()));
+    }
+    const int groups = groups_of(chunk), pairs = (groups + 1) / 2, single = groups % 2;
+    const int after = visit - 2 * (pairs - 1);  // the forward visits of all pairs except the last
+    int group = visit;
+    bool writes = after >= 0;
+    if (after >= single) {
+      const int pair = groups / 2 - 1 - (after - single) / 3, step = (after - single) % 3;
+      group = 2 * pair + (step == 1);
+      writes = step > 0;
+    }
+    const int64_t from = chunk * kChunk + group * plan.stage, left = end - from;
+    return {{from, left < plan.stage ? int(left) : plan.stage, writes}, chunk, visit, group, pairs};
   }
 
   template <typename Place, int kRows, int kColumns>
@@ -179,182 +192,157 @@ struct BackwardScan {
       place.load(initial, place.head, state);
   }
 
-  // One number for each thread of the block, by slots and then by elements.
+  // The tiles of a warp's threads, by slots and then by pieces of 16 bytes.
   template <int kRows, int kColumns>
-  FWP_DEVICE void save(const Tile<A, kRows, kColumns>& state, A* states, int slot) const {
-    FWP_UNROLL for (int r = 0; r < kRows; ++r)
-      FWP_UNROLL for (int c = 0; c < kColumns; ++c)
-        states[((slot * kRows + r) * kColumns + c) * plan.threads()] = state.x[r][c];
+  FWP_DEVICE static Wide<A>* slot_of(A* states, int slot) {
+    return reinterpret_cast<Wide<A>*>(states + slot * kRows * kColumns * kWarp) + lane();
   }
   template <int kRows, int kColumns>
-  FWP_DEVICE void restore(const A* states, int slot, Tile<A, kRows, kColumns>& state) const {
-    FWP_UNROLL for (int r = 0; r < kRows; ++r)
-      FWP_UNROLL for (int c = 0; c < kColumns; ++c)
-        state.x[r][c] = states[((slot * kRows + r) * kColumns + c) * plan.threads()];
+  FWP_DEVICE static void save(const Tile<A, kRows, kColumns>& state, A* states, int slot) {
+    constexpr int numbers = kOf16Bytes<A>;
+    Wide<A>* const to = slot_of<kRows, kColumns>(states, slot);
+    FWP_UNROLL for (int p = 0; p < kRows * kColumns / numbers; ++p) {
+      Wide<A> piece;
+      FWP_UNROLL for (int e = 0; e < numbers; ++e)
+        piece.x[e] = state.x[(p * numbers + e) / kColumns][(p * numbers + e) % kColumns];
+      to[p * kWarp] = piece;
+    }
   }
-};
-
-// Over value columns: d_write = k G, d_v = b d_write, d_s = -p G. For decays along the values also their gradient, which needs
-// W.
-template <typename A, Fades kFades, Erases kErases>
-struct ForgetValues
-    : BackwardScan<ForgetValues<A, kFades, kErases>, A,
-                   2 + (kFades != Fades::kHead) + 2 * (kErases == Erases::kRemoval),
-                   1 + 2 * (kFades == Fades::kKeyAndValue), 1 + (kFades == Fades::kHead),
-                   2 + (kFades == Fades::kKeyAndValue) + (kErases == Erases::kRemoval), kFades == Fades::kKeyAndValue> {
-  enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
-  enum Columns { kDOut, kValue, kValueDecay };
-  enum Scalars { kRate, kHeadDecay };
-  enum Outputs { kDV, kDWrite, kDValueDecay, kDFound = kDValueDecay };
+  template <int kRows, int kColumns>
+  FWP_DEVICE static void restore(A* states, int slot, Tile<A, kRows, kColumns>& state) {
+    constexpr int numbers = kOf16Bytes<A>;
+    const Wide<A>* const from = slot_of<kRows, kColumns>(states, slot);
+    FWP_UNROLL for (int p = 0; p < kRows * kColumns / numbers; ++p) {
+      const Wide<A> piece = from[p * kWarp];
+      FWP_UNROLL for (int e = 0; e < numbers; ++e)
+        state.x[(p * numbers + e) / kColumns][(p * numbers + e) % kColumns] = piece.x[e];
+    }
+  }
 
   template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_on(const Place& place, A* token, bool, Tile<A, kRows, kColumns>& state) const {
+  FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns>& x) const {
     A row[kRows], column[kColumns];
-    place.load_row(token, kKeyDecay, row);
-    place.load_column(token, kValueDecay, column);
-    state.scale(row, column);
-    place.load_row(token, kKey, row);
-    place.load_column(token, kValue, column);
-    scaled(place.scalar(token, kRate), column, column);
-    state.add(row, column);
+    if constexpr (kByHead) {
+      x.scale(place.scalar(token, kHeadDecay));
+    } else {
+      place.load_row(token, kKeyDecay, row);
+      if constexpr (kByValue) {
+        place.load_column(token, kValueDecay, column);
+        x.scale(row, column);
+      } else {
+        x.scale_rows(row);
+      }
+    }
   }
 
-  template <typename Place, typename Before, int kRows, int kColumns>
-  FWP_DEVICE void go_back(const Place& place, A* token, Before before, Tile<A, kRows, kColumns>& g) const {
-    A row[kRows], column[kColumns], of_write[kColumns];
+  // Turn W_{t-1} into W. With `reads`, also compute d_q.
+  template <bool reads, typename Place, int kRows, int kColumns>
+  FWP_DEVICE void go_on(const Place& place, A* token, Tile<A, kRows, kColumns>& state) const {
+    A row[kRows], column[kColumns];
+    fade(place, token, state);
+    place.load_column(token, kError, column);
+    scaled(place.scalar(token, kRate), column, column);
+    place.load_row(token, kKey, row);
+    state.add(row, column);
+    if constexpr (kRemoves) {
+      place.load_column(token, kFound, column);
+      place.load_row(token, kRemoval, row);
+      state.subtract(row, column);
+    }
+    if constexpr (reads) {
+      place.load_column(token, kDOut, column);
+      state.read_rows(column, row);
+      place.put_rows(token, kDQ, row);
+    }
+  }
+
+  // Turn G into the gradient of W_{t-1}, which is `before`.
+  template <typename Place, int kRows, int kColumns>
+  FWP_DEVICE void go_back(const Place& place, A* token, Tile<A, kRows, kColumns>& before,
+                          Tile<A, kRows, kColumns>& g) const {
+    const A rate = place.scalar(token, kRate);
+    A row[kRows], column[kColumns], of_write[kColumns], d_row[kRows];
     [[maybe_unused]] A of_found[kColumns];
     place.load_row(token, kQuery, row);
     place.load_column(token, kDOut, column);
     g.add(row, column);
     place.load_row(token, kKey, row);
     g.read(row, of_write);
-    add_lanes(of_write, place.plan.lanes);
+    add_lanes(of_write, plan.lanes);
     place.put_columns(token, kDWrite, of_write);
-    scaled(place.scalar(token, kRate), of_write, of_write);
+    scaled(rate, of_write, of_write);
     place.put_columns(token, kDV, of_write);
-    if constexpr (kErases == Erases::kRemoval) {
-      A removal[kRows];
-      place.load_row(token, kRemoval, removal);
-      g.read(removal, of_found);
-      add_lanes(of_found, place.plan.lanes);
+    place.load_column(token, kError, column);
+    g.read_rows(column, d_row);
+    scaled(rate, d_row, d_row);
+    if constexpr (kErases == Erases::kKey) {
+      g.subtract(row, of_write);
+      correct_key(place, token, before, of_write, d_row);
+    }
+    place.put_rows(token, kDK, d_row);
+    if constexpr (kRemoves) {
+      place.load_column(token, kFound, column);
+      g.read_rows(column, d_row);
+      scaled(A(-1), d_row, d_row);
+      place.put_rows(token, kDRemoval, d_row);
+      place.load_row(token, kRemoval, row);
+      g.read(row, of_found);
+      add_lanes(of_found, plan.lanes);
       scaled(A(-1), of_found, of_found);
-      place.put_columns(token, kDFound, of_found);
+      before.read_rows(of_found, d_row);
+      place.put_rows(token, kDRemovalKey, d_row);
     }
-    if constexpr (kErases == Erases::kKey) g.subtract(row, of_write);
-    if constexpr (kFades == Fades::kHead) {
-      g.scale(place.scalar(token, kHeadDecay));
-    } else {
+    before.multiply(g);
+    if constexpr (kByValue) {
+      place.load_column(token, kValueDecay, column);
+      before.read_rows(column, d_row);
       place.load_row(token, kKeyDecay, row);
-      if constexpr (kFades == Fades::kKeyAndValue) {
-        g.scale_rows(row);
-        g.read_with(before(), column);
-        add_lanes(column, place.plan.lanes);
-        place.put_columns(token, kDValueDecay, column);
-        place.load_column(token, kValueDecay, column);
-        g.scale_columns(column);
-      } else {
-        g.scale_rows(row);
-      }
+      before.read(row, column);
+      add_lanes(column, plan.lanes);
+      place.put_columns(token, kDValueDecay, column);
+    } else {
+      before.add_columns(d_row);
     }
-    if constexpr (kErases == Erases::kRemoval) {
+    place.put_rows(token, kDDecay, d_row);
+    fade(place, token, g);
+    if constexpr (kRemoves) {
       place.load_row(token, kRemovalKey, row);
       g.add(row, of_found);
     }
   }
+
+  // d_k -= d_e W'
+  template <typename Place, int kRows, int kColumns>
+  FWP_DEVICE void correct_key(const Place& place, const A* token, const Tile<A, kRows, kColumns>& before,
+                              const A (&d_error)[kColumns], A (&d_key)[kRows]) const {
+    A decay[kRows], found[kRows];
+    if constexpr (kByHead) {
+      FWP_UNROLL for (int r = 0; r < kRows; ++r) decay[r] = place.scalar(token, kHeadDecay);
+    } else {
+      place.load_row(token, kKeyDecay, decay);
+    }
+    before.read_rows(d_error, found);
+    FWP_UNROLL for (int r = 0; r < kRows; ++r) d_key[r] = fma(-decay[r], found[r], d_key[r]);
+  }
 };
 
-// Over key columns, with the transposes of W and G:
-//     d_q = d_out W      d_k = b e G - d_e W' (if the rule erases)      d_p = -s G      d_y = d_s W_{t-1}
-//     d_a = z (G' * W_{t-1})      with d_e = b d_write and G' = G - d_e^T k (if the rule erases)
-template <typename A, Fades kFades, Erases kErases>
-struct ForgetKeys
-    : BackwardScan<ForgetKeys<A, kFades, kErases>, A,
-                   2 + (kFades == Fades::kKeyAndValue) + (kErases == Erases::kKey) + 2 * (kErases == Erases::kRemoval),
-                   2 + (kFades != Fades::kHead) + 2 * (kErases == Erases::kRemoval), 1 + (kFades == Fades::kHead),
-                   3 + 2 * (kErases == Erases::kRemoval), true> {
-  enum Rows { kDOut, kError, kDWrite, kValueDecay = kDWrite, kFound = kDWrite, kDFound };
-  enum Columns { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
-  enum Scalars { kRate, kHeadDecay };
-  enum Outputs { kDQ, kDK, kDDecay, kDRemovalKey, kDRemoval };  // kDDecay by head: a part for each column
+// The sums over `slabs` arrays of (heads, tokens, rows), one thread per number, in the order of a binary tree. The arrays are
+// overwritten. They have the tokens from `first` on; `out` has all.
+template <typename A>
+struct SlabSums {
+  A* x;
+  int64_t heads, first, tokens, length;
+  int slabs, rows;
+  Output out;
 
-  template <typename Place, int kColumns>
-  FWP_DEVICE void load_decay(const Place& place, const A* token, A (&decay)[kColumns]) const {
-    if constexpr (kFades == Fades::kHead) {
-      FWP_UNROLL for (int c = 0; c < kColumns; ++c) decay[c] = place.scalar(token, kHeadDecay);
-    } else {
-      place.load_column(token, kKeyDecay, decay);
-    }
-  }
-
-  template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void go_on(const Place& place, A* token, bool reads, Tile<A, kRows, kColumns>& state) const {
-    A row[kRows], column[kColumns];
-    load_decay(place, token, column);
-    state.scale_columns(column);
-    if constexpr (kFades == Fades::kKeyAndValue) {
-      place.load_row(token, kValueDecay, row);
-      state.scale_rows(row);
-    }
-    place.load_row(token, kError, row);
-    scaled(place.scalar(token, kRate), row, row);
-    place.load_column(token, kKey, column);
-    state.add(row, column);
-    if constexpr (kErases == Erases::kRemoval) {
-      place.load_row(token, kFound, row);
-      place.load_column(token, kRemoval, column);
-      state.subtract(row, column);
-    }
-    if (!reads) return;
-    place.load_row(token, kDOut, row);
-    state.read(row, column);
-    add_lanes(column, place.plan.lanes);
-    place.put_columns(token, kDQ, column);
-  }
-
-  template <typename Place, typename Before, int kRows, int kColumns>
-  FWP_DEVICE void go_back(const Place& place, A* token, Before before, Tile<A, kRows, kColumns>& g) const {
-    A row[kRows], column[kColumns], decay[kColumns], d_key[kColumns];
-    place.load_row(token, kDOut, row);
-    place.load_column(token, kQuery, column);
-    g.add(row, column);
-    place.load_row(token, kError, row);
-    g.read(row, d_key);
-    add_lanes(d_key, place.plan.lanes);
-    scaled(place.scalar(token, kRate), d_key, d_key);
-    load_decay(place, token, decay);
-    if constexpr (kErases == Erases::kKey) {
-      place.load_row(token, kDWrite, row);
-      scaled(place.scalar(token, kRate), row, row);
-      before().read(row, column);
-      add_lanes(column, place.plan.lanes);
-      FWP_UNROLL for (int c = 0; c < kColumns; ++c) d_key[c] = fma(-decay[c], column[c], d_key[c]);
-      place.load_column(token, kKey, column);
-      g.subtract(row, column);
-    }
-    place.put_columns(token, kDK, d_key);
-    if constexpr (kErases == Erases::kRemoval) {
-      place.load_row(token, kFound, row);
-      g.read(row, column);
-      add_lanes(column, place.plan.lanes);
-      scaled(A(-1), column, column);
-      place.put_columns(token, kDRemoval, column);
-    }
-    if constexpr (kFades == Fades::kKeyAndValue) {
-      place.load_row(token, kValueDecay, row);
-      g.scale_rows(row);
-    }
-    g.read_with(before(), column);
-    add_lanes(column, place.plan.lanes);
-    place.put_columns(token, kDDecay, column);
-    g.scale_columns(decay);
-    if constexpr (kErases == Erases::kRemoval) {
-      place.load_row(token, kDFound, row);
-      before().read(row, column);
-      add_lanes(column, place.plan.lanes);
-      place.put_columns(token, kDRemovalKey, column);
-      place.load_column(token, kRemovalKey, column);
-      g.add(row, column);
-    }
+  FWP_DEVICE void run() const {
+    const int64_t count = heads * tokens * rows, i = int64_t(blockIdx.x) * kThreadsPerBlock + int(threadIdx.x);
+    if (i >= count) return;
+    for (int distance = 1; distance < slabs; distance *= 2)
+      for (int s = 0; s + distance < slabs; s += 2 * distance) x[s * count + i] += x[(s + distance) * count + i];
+    const int64_t token = i / rows, head = token / tokens;
+    const int64_t to = (head * length + first + token % tokens) * rows + i % rows;
+    with_element<A>(out.type, [&](auto* element) { round_to(x[i], static_cast<decltype(element)>(out.data)[to]); });
   }
 };
 

@@ -12,11 +12,15 @@
 namespace fwp::cuda {
 
 // At least. Without this number, ptxas spills registers in favor of more blocks than are useful.
-template <typename A, int kColumns>
-constexpr int kBlocksPerMultiprocessor = sizeof(A) == 8 ? 2 : kColumns == kWide.columns ? 3 : 4;
+template <typename Scan, int kColumns>
+constexpr int blocks_per_multiprocessor() {
+  const bool sums_columns = Scan::Arrays::parts().row_outputs > 0;
+  if (sizeof(typename Scan::Number) == 8 || (sums_columns && kColumns == kWide.columns)) return 2;
+  return kColumns == kWide.columns || sums_columns ? 3 : 4;
+}
 
 template <typename Scan, int kRows, int kColumns>
-__global__ void __launch_bounds__(kThreadsPerBlock, kBlocksPerMultiprocessor<typename Scan::Number, kColumns>)
+__global__ void __launch_bounds__(kThreadsPerBlock, (blocks_per_multiprocessor<Scan, kColumns>()))
     scan_kernel(const Scan scan) {
   scan.template run<kRows, kColumns>();
 }
@@ -45,10 +49,30 @@ inline const char* check_blocks(int64_t blocks) {
   return nullptr;
 }
 
-template <typename Scan, int kRows, int kColumns>
-const char* launch_shape(Scan scan, int states, int stage, const Gpu& gpu, void* stream) {
-  const ScanNeeds needs{{kRows, kColumns}, Scan::Arrays::parts(), sizeof(typename Scan::Number), states, stage};
-  scan.plan = choose_plan(scan.size, needs, gpu);
+template <typename A>
+ShapeSize tile_of(Shape shape, int tall_columns) {
+  if (shape == Shape::tall) return {kTall<A>.rows, tall_columns};
+  return shape == Shape::wide ? kWide : shape == Shape::medium ? kMedium : kNarrow;
+}
+
+// Call f(rows, columns), integral constants, with the tile of a scan.
+template <typename A, int tall_columns, bool sums_columns, typename F>
+const char* with_tile(Shape shape, F f) {
+  const auto call = [&](auto rows, auto columns) { return f(rows, columns); };
+  if (shape == Shape::tall)
+    return call(std::integral_constant<int, kTall<A>.rows>{}, std::integral_constant<int, tall_columns>{});
+  if constexpr (sizeof(A) < 8)
+    if (shape == Shape::wide)
+      return call(std::integral_constant<int, kWide.rows>{}, std::integral_constant<int, kWide.columns>{});
+  if constexpr (sizeof(A) < 8 && sums_columns)
+    if (shape == Shape::medium)
+      return call(std::integral_constant<int, kMedium.rows>{}, std::integral_constant<int, kMedium.columns>{});
+  return call(std::integral_constant<int, kNarrow.rows>{}, std::integral_constant<int, kNarrow.columns>{});
+}
+
+// Launch a scan, which has its plan.
+template <int kRows, int kColumns, typename Scan>
+const char* launch_planned(Scan scan, const ScanNeeds& needs, const Gpu& gpu, void* stream) {
   const size_t bytes = shared_bytes(needs, scan.plan);
   if (bytes > gpu.shared_bytes)
     return say("a state of %d x %d in %s takes %zu KiB of shared memory here, of which this GPU has %zu KiB for a block; "
@@ -61,19 +85,22 @@ const char* launch_shape(Scan scan, int states, int stage, const Gpu& gpu, void*
   return launch_kernel(scan_kernel<Scan, kRows, kColumns>, gpu, blocks, scan.plan.threads(), bytes, stream, scan);
 }
 
-// A scan that keeps only tokens in shared memory.
-template <typename Scan>
-const char* launch(const Scan& scan, void* stream) {
+// Launch a scan that keeps only tokens in shared memory.
+template <int tall_columns, typename Scan>
+const char* launch_scan(Scan scan, void* stream) {
   using A = typename Scan::Number;
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  const Shape shape = choose_shape<A>(scan.size, gpu.multiprocessors);
-  if (shape == Shape::tall)
-    return launch_shape<Scan, kTall<A>.rows, kTall<A>.columns>(scan, 0, 0, gpu, stream);
-  if constexpr (sizeof(A) < 8)
-    if (shape == Shape::wide)
-      return launch_shape<Scan, kWide.rows, kWide.columns>(scan, 0, 0, gpu, stream);
-  return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, 0, 0, gpu, stream);
+  const Shape shape = choose_shape<A>(scan.size, gpu);
+  const ScanNeeds needs{tile_of<A>(shape, tall_columns), Scan::Arrays::parts(), sizeof(A), 0, 0};
+  scan.plan = choose_plan(scan.size, needs, gpu);
+  return with_tile<A, tall_columns, false>(shape, [&](auto rows, auto columns) {
+    return launch_planned<rows(), columns()>(scan, needs, gpu, stream);
+  });
+}
+template <typename Scan>
+const char* launch(const Scan& scan, void* stream) {
+  return launch_scan<kTall<typename Scan::Number>.columns>(scan, stream);
 }
 
 // Makes the arguments of scans from those of the launchers.
@@ -118,13 +145,16 @@ inline size_t bytes_of_tokens(const Sizes& size, Type type, int64_t width) {
   return aligned(size_t(size.B * size.H * size.L * width) * state_bytes(type));
 }
 
-// Consecutive arrays of the workspace, each with `width` numbers per token.
+// Consecutive arrays of the workspace.
 class Workspace {
  public:
   Workspace(const Call& call) : call_(call), next_(static_cast<char*>(call.workspace)) {}
-  void* tokens(int64_t width) {
+  // `width` numbers per token, in the state's type.
+  void* tokens(int64_t width) { return take(bytes_of_tokens(call_.size, call_.type, width)); }
+  // So many bytes, a result of aligned().
+  void* take(size_t bytes) {
     void* const found = next_;
-    next_ += bytes_of_tokens(call_.size, call_.type, width);
+    next_ += bytes;
     return found;
   }
 

@@ -10,32 +10,92 @@ template <typename A>
 __global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const TokenSums<A> sums) {
   sums.run();
 }
+template <typename A>
+__global__ void __launch_bounds__(kThreadsPerBlock) slab_sums_kernel(const SlabSums<A> sums) {
+  sums.run();
+}
 
 namespace detail {
 
-// Tall tiles have half the columns, because these scans hold more in registers than the sum and the delta rule. Scans that keep
-// tiles in shared memory do not use wide tiles.
-template <bool keeps_tiles, typename Scan>
-const char* launch_forgetting(const Scan& scan, int states, int stage, void* stream) {
-  using A = typename Scan::Number;
-  Gpu gpu;
-  if (const char* error = query(&gpu)) return error;
-  const Shape shape = choose_shape<A>(scan.size, gpu.multiprocessors);
-  if (shape == Shape::tall) return launch_shape<Scan, kTall<A>.rows, 1>(scan, states, stage, gpu, stream);
-  if constexpr (sizeof(A) < 8 && !keeps_tiles)
-    if (shape == Shape::wide)
-      return launch_shape<Scan, kWide.rows, kWide.columns>(scan, states, stage, gpu, stream);
-  return launch_shape<Scan, kNarrow.rows, kNarrow.columns>(scan, states, stage, gpu, stream);
-}
+// Tall tiles have half the columns, because these scans hold more in registers than the sum and the delta rule.
+constexpr int kTallColumns = 1;
 
+// Tokens of a group in the backward pass. If they do not fit, fewer.
+constexpr int kGroup = 4;
 static_assert(kGroup <= kLeastTeam);
 
+// A backward pass. If several blocks share a head, it runs in windows of tokens, which limits the memory for parts of sums.
+struct BackwardPlan {
+  Shape shape;
+  ScanNeeds needs;
+  Plan plan;
+  int64_t window;
+  size_t part_bytes, carry_bytes;  // of a row output's sums, and of the gradient between two windows
+};
+
 template <typename Scan>
-const char* launch_backward(const Scan& scan, void* stream) {
-  if constexpr (Scan::kRebuilds)
-    return launch_forgetting<true>(scan, Scan::kStates, kGroup, stream);
-  else
-    return launch_forgetting<false>(scan, 0, 0, stream);
+BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
+  using A = typename Scan::Number;
+  const Shape shape = choose_summing_shape<A>(size);
+  ScanNeeds needs{tile_of<A>(shape, kTallColumns), Scan::Arrays::parts(), sizeof(A), 0, 0};
+  Plan plan{};
+  for (int group = kGroup; group > 0; group /= 2) {
+    needs.states = Scan::states(group), needs.stage = group;
+    plan = choose_plan(size, needs, gpu);
+    if (shared_bytes(needs, plan) <= gpu.shared_bytes) break;
+  }
+  if (plan.slabs == 1) return {shape, needs, plan, size.length, 0, 0};
+  const size_t of_token = size_t(plan.slabs * size.heads * size.rows) * sizeof(A);
+  const int64_t fit = int64_t(kPartBytes / (of_token * needs.parts.row_outputs)) / kChunk * kChunk;
+  const int64_t window = std::min(std::max(fit, kChunk), size.length);
+  const size_t of_states = window < size.length ? size_t(size.heads * size.rows * size.columns) * sizeof(A) : 0;
+  return {shape, needs, plan, window, aligned(of_token * size_t(window)), aligned(of_states)};
+}
+
+template <typename A>
+const char* launch(const SlabSums<A>& sums, void* stream) {
+  const int64_t blocks = (sums.heads * sums.tokens * sums.rows + kThreadsPerBlock - 1) / kThreadsPerBlock;
+  if (blocks == 0) return nullptr;
+  if (const char* error = check_blocks(blocks)) return error;
+  return launch_kernel(slab_sums_kernel<A>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
+}
+
+// Launch the scan, window by window. `to`: its row outputs.
+template <typename Scan, size_t outputs>
+const char* launch_backward(Scan scan, const BackwardPlan& by, const Gpu& gpu, Workspace& workspace,
+                            const Target (&to)[outputs], void* stream) {
+  using A = typename Scan::Number;
+  const Matrices<A> d_initial = scan.d_first;
+  void* parts[outputs] = {};
+  for (void*& part : parts)
+    if (by.part_bytes) part = workspace.take(by.part_bytes);
+  Matrices<A> carry = d_initial;
+  carry.data = static_cast<A*>(workspace.take(by.carry_bytes));
+  carry.head = int64_t(scan.size.rows) * scan.size.columns, carry.row = scan.size.columns, carry.column = 1;
+  scan.plan = by.plan;
+  scan.end = scan.size.length;
+  do {
+    scan.first = scan.end > by.window ? (scan.end - 1) / by.window * by.window : 0;
+    scan.d_first = scan.first > 0 ? carry : d_initial;
+    const int64_t tokens = scan.end - scan.first, slab = scan.size.heads * tokens * scan.size.rows;
+    for (size_t n = 0; n < outputs; ++n) {
+      if (!to[n].data) continue;
+      const Output part{parts[n], sizeof(A) == 8 ? Type::float64 : Type::float32};
+      scan.arrays.row_outputs[n] = by.part_bytes ? RowSink{part, slab, scan.first, tokens} : RowSink{to[n], 0, 0, tokens};
+    }
+    const char* error = with_tile<A, kTallColumns, true>(by.shape, [&](auto rows, auto columns) {
+      return launch_planned<rows(), columns()>(scan, by.needs, gpu, stream);
+    });
+    for (size_t n = 0; n < outputs && by.part_bytes; ++n)
+      if (!error && to[n].data)
+        error = launch(SlabSums<A>{static_cast<A*>(parts[n]), scan.size.heads, scan.first, tokens, scan.size.length,
+                                   by.plan.slabs, scan.size.rows, to[n]},
+                       stream);
+    if (error) return error;
+    scan.d_last = {carry.data, carry.head, carry.row, carry.column};
+    scan.end = scan.first;
+  } while (scan.end > 0);
+  return nullptr;
 }
 
 template <typename A>
@@ -95,19 +155,27 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
       scan.kept = make.matrix(to.kept);
       scan.arrays.outputs[Scan::kOut] = to.out;
       if constexpr (erases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] = make.raw(to.retrieved);
-      return launch_forgetting<false>(scan, 0, 0, call.stream);
+      return launch_scan<kTallColumns>(scan, call.stream);
     });
   });
 }
 
-// Memory for d_write, for a removal the gradient of its retrieved value, and for a decay by head a part per key column. On
-// tensor cores, memory for states instead.
+// Memory for d_write, for the parts of a decay's gradient by head, and for sums over columns of several blocks. On tensor cores,
+// memory for states instead.
 inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_backward) {
   const size_t chunks = rule == Rule::gated_delta ? chunk_workspace<true, true>(size, type, is_backward) : 0;
-  if (!is_backward) return chunks;
-  const bool by_head = rule == Rule::gated || rule == Rule::gated_delta;
-  const size_t scans = bytes_of_tokens(size, type, size.Dv) * (1 + (rule == Rule::removal)) +
-                       by_head * bytes_of_tokens(size, type, size.Dk);
+  Gpu gpu;
+  if (!is_backward || query(&gpu)) return chunks;  // the launch reports an error of query()
+  size_t scans = 0;
+  with_maker(Call{size, type, rule, nullptr, nullptr, nullptr}, [&](auto make) {
+    return with_scans(rule, [&](auto fades, auto erases) -> const char* {
+      using Scan = ForgetBackward<typename decltype(make)::Number, decltype(fades)::value, decltype(erases)::value>;
+      const BackwardPlan by = plan_backward<Scan>(make.along_keys(), gpu);
+      scans = bytes_of_tokens(size, type, size.Dv) + Scan::kByHead * bytes_of_tokens(size, type, size.Dk) +
+              size_t(by.needs.parts.row_outputs) * by.part_bytes + by.carry_bytes;
+      return nullptr;
+    });
+  });
   return std::max(scans, chunks);
 }
 
@@ -118,60 +186,44 @@ inline const char* forget_backward(const Call& call, const Inputs& in, const Bac
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     return with_scans(call.rule, [&](auto fades, auto erases) {
-      using Values = ForgetValues<A, decltype(fades)::value, decltype(erases)::value>;
-      using Keys = ForgetKeys<A, decltype(fades)::value, decltype(erases)::value>;
+      using Scan = ForgetBackward<A, decltype(fades)::value, decltype(erases)::value>;
       const Sizes& size = call.size;
+      const Tokens& error = erases == Erases::kKey ? more.retrieved : in.v;
       Workspace workspace(call);
       void* const d_write = workspace.tokens(size.Dv);
-      Values values{};
-      Keys keys{};
-      values.size = make.along_keys(), keys.size = make.along_values();
-      values.arrays.row(Values::kKey) = keys.arrays.column(Keys::kKey) = in.k;
-      values.arrays.row(Values::kQuery) = keys.arrays.column(Keys::kQuery) = in.q;
-      values.arrays.column(Values::kDOut) = keys.arrays.row(Keys::kDOut) = more.d_out;
-      values.arrays.scalars[Values::kRate] = keys.arrays.scalars[Keys::kRate] = in.rate;
-      const Tokens& error = erases == Erases::kKey ? more.retrieved : in.v;
-      keys.arrays.row(Keys::kError) = error;
-      if constexpr (erases == Erases::kKey) keys.arrays.row(Keys::kDWrite) = make.scratch(d_write, size.Dv);
-      values.arrays.outputs[Values::kDWrite] = make.raw(d_write);
-      values.arrays.outputs[Values::kDV] = to.v;
-      keys.arrays.outputs[Keys::kDQ] = to.q, keys.arrays.outputs[Keys::kDK] = to.k;
-      keys.arrays.outputs[Keys::kDDecay] = to.key_decay;
-      if constexpr (erases == Erases::kRemoval) {
-        void* const d_found = workspace.tokens(size.Dv);
-        values.arrays.row(Values::kRemovalKey) = keys.arrays.column(Keys::kRemovalKey) = in.removal_key;
-        values.arrays.row(Values::kRemoval) = keys.arrays.column(Keys::kRemoval) = in.removal;
-        keys.arrays.row(Keys::kFound) = more.retrieved;
-        keys.arrays.row(Keys::kDFound) = make.scratch(d_found, size.Dv);
-        values.arrays.outputs[Values::kDFound] = make.raw(d_found);
-        keys.arrays.outputs[Keys::kDRemovalKey] = to.removal_key;
-        keys.arrays.outputs[Keys::kDRemoval] = to.removal;
+      void* const d_decay = Scan::kByHead ? workspace.tokens(size.Dk) : nullptr;  // a part for each row
+      Scan scan{make.along_keys()};
+      scan.arrays.row(Scan::kKey) = in.k;
+      scan.arrays.row(Scan::kQuery) = in.q;
+      scan.arrays.column(Scan::kDOut) = more.d_out;
+      scan.arrays.column(Scan::kError) = error;
+      scan.arrays.scalars[Scan::kRate] = in.rate;
+      if constexpr (Scan::kByHead) scan.arrays.scalars[Scan::kHeadDecay] = in.head_decay;
+      if constexpr (!Scan::kByHead) scan.arrays.row(Scan::kKeyDecay) = in.key_decay;
+      if constexpr (Scan::kByValue) {
+        scan.arrays.column(Scan::kValueDecay) = in.value_decay;
+        scan.arrays.outputs[Scan::kDValueDecay] = to.value_decay;
       }
-      void* const parts = fades == Fades::kHead ? workspace.tokens(size.Dk) : nullptr;
-      if constexpr (fades == Fades::kHead) {
-        values.arrays.scalars[Values::kHeadDecay] = keys.arrays.scalars[Keys::kHeadDecay] = in.head_decay;
-        keys.arrays.outputs[Keys::kDDecay] = make.raw(parts);
-      } else {
-        values.arrays.row(Values::kKeyDecay) = keys.arrays.column(Keys::kKeyDecay) = in.key_decay;
+      scan.arrays.outputs[Scan::kDV] = to.v;
+      scan.arrays.outputs[Scan::kDWrite] = make.raw(d_write);
+      scan.initial = make.matrix(in.state), scan.kept = make.matrix(more.kept);
+      scan.d_last = make.matrix(more.d_state), scan.d_first = make.matrix(to.state);
+      Target rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k, Scan::kByHead ? make.raw(d_decay) : to.key_decay};
+      if constexpr (Scan::kRemoves) {
+        scan.arrays.row(Scan::kRemovalKey) = in.removal_key;
+        scan.arrays.row(Scan::kRemoval) = in.removal;
+        scan.arrays.column(Scan::kFound) = more.retrieved;
+        rows[Scan::kDRemovalKey] = to.removal_key, rows[Scan::kDRemoval] = to.removal;
       }
-      if constexpr (fades == Fades::kKeyAndValue) {
-        values.arrays.column(Values::kValue) = in.v;
-        values.arrays.column(Values::kValueDecay) = keys.arrays.row(Keys::kValueDecay) = in.value_decay;
-        values.initial = make.matrix(in.state), values.kept = make.matrix(more.kept);
-        values.arrays.outputs[Values::kDValueDecay] = to.value_decay;
-      }
-      keys.initial = make.transposed(in.state), keys.kept = make.transposed(more.kept);
-      values.d_last = make.matrix(more.d_state), keys.d_last = make.transposed(more.d_state);
-      values.d_initial = make.matrix(to.state);
-      const char* text = launch_backward(values, call.stream);
-      if (!text) text = launch_backward(keys, call.stream);
+      const BackwardPlan by = plan_backward<Scan>(scan.size, gpu);
+      const char* text = launch_backward(scan, by, gpu, workspace, rows, call.stream);
       const auto sum = [&](const void* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
         if (!out.data) return nullptr;
         return launch(TokenSums<A>{static_cast<const A*>(x), y, size.H, size.L, size.B * size.H * size.L, int(width), out},
                       call.stream);
       };
       if (!text) text = sum(d_write, error, size.Dv, to.rate);
-      return text || fades != Fades::kHead ? text : sum(parts, {}, size.Dk, to.head_decay);
+      return text || !Scan::kByHead ? text : sum(d_decay, {}, size.Dk, to.head_decay);
     });
   });
 }

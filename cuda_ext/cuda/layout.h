@@ -41,9 +41,9 @@ struct Plan {
 };
 
 // The data of a token. Inputs: `rows` vectors along the rows, `columns` vectors along the columns, `scalars` numbers. Outputs:
-// `outputs` vectors along the columns, and possibly one number.
+// `outputs` vectors along the columns, `row_outputs` along the rows, and possibly one number.
 struct TokenParts {
-  int rows, columns, scalars, outputs;
+  int rows, columns, scalars, outputs, row_outputs;
 };
 
 constexpr int kPiece = 4;         // numbers that are read from shared memory at once
@@ -52,7 +52,8 @@ constexpr int kLeastColumns = 8;  // that are loaded: 16 bytes in the smallest t
 
 // Positions of a token's parts in shared memory, in numbers. All start at a multiple of 16 bytes.
 struct TokenLayout {
-  int row_width, column_width, output_width, columns_at, outputs_at, scalars_at, size;
+  int row_width, column_width, output_width, columns_at, outputs_at, row_outputs_at, scalars_at, size;
+  int warps;  // of a team: each has a part of a vector along the rows
 
   FWP_BOTH TokenLayout(const TokenParts& parts, const Plan& plan, int rows_per_thread, int columns_per_thread) {
     row_width = rows_per_thread * plan.lanes;
@@ -60,13 +61,16 @@ struct TokenLayout {
     column_width = output_width < kLeastColumns ? kLeastColumns : output_width;
     columns_at = parts.rows * row_width;
     outputs_at = columns_at + parts.columns * column_width;
-    scalars_at = outputs_at + parts.outputs * output_pitch();
+    warps = plan.team_threads() > kWarp ? plan.team_threads() / kWarp : 1;
+    row_outputs_at = outputs_at + parts.outputs * output_pitch();
+    scalars_at = row_outputs_at + parts.row_outputs * warps * row_width;
     size = scalars_at + kSingles;
   }
   FWP_BOTH int output_pitch() const { return output_width < kPiece ? kPiece : output_width; }
   FWP_BOTH int row(int n) const { return n * row_width; }
   FWP_BOTH int column(int n) const { return columns_at + n * column_width; }
   FWP_BOTH int output(int n) const { return outputs_at + n * output_pitch(); }
+  FWP_BOTH int row_output(int n, int warp) const { return row_outputs_at + (n * warps + warp) * row_width; }
   FWP_BOTH int scalar(int n) const { return scalars_at + n; }
   FWP_BOTH int begins() const { return scalar(kSingles - 1); }
 };

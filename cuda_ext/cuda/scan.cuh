@@ -59,6 +59,12 @@ struct Sink : Output {
   void set_pieces(int width, int slab_width) { by_pieces = in_pieces(data, type, width, slab_width); }
 };
 
+// An output along the rows: a (heads, length, rows) array for each slab, with the tokens from `first` on.
+struct RowSink : Sink {
+  int64_t slab = 0;  // numbers between the arrays
+  int64_t first = 0, length = 0;
+};
+
 // The part of the matrix that one thread holds.
 template <typename A, int kRows, int kColumns>
 struct Tile {
@@ -92,18 +98,28 @@ struct Tile {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = A(0);
   }
+  FWP_DEVICE void multiply(const Tile& other) {
+    FWP_UNROLL for (int r = 0; r < kRows; ++r)
+      FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= other.x[r][c];
+  }
+  // x column, for the columns of this thread only.
+  FWP_DEVICE void read_rows(const A (&column)[kColumns], A (&sum)[kRows]) const {
+    FWP_UNROLL for (int r = 0; r < kRows; ++r) {
+      sum[r] = x[r][0] * column[0];
+      FWP_UNROLL for (int c = 1; c < kColumns; ++c) sum[r] = fma(x[r][c], column[c], sum[r]);
+    }
+  }
+  FWP_DEVICE void add_columns(A (&sum)[kRows]) const {
+    FWP_UNROLL for (int r = 0; r < kRows; ++r) {
+      sum[r] = x[r][0];
+      FWP_UNROLL for (int c = 1; c < kColumns; ++c) sum[r] += x[r][c];
+    }
+  }
   // row x, for the rows of this thread only.
   FWP_DEVICE void read(const A (&row)[kRows], A (&sum)[kColumns]) const {
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) {
       sum[c] = row[0] * x[0][c];
       FWP_UNROLL for (int r = 1; r < kRows; ++r) sum[c] = fma(row[r], x[r][c], sum[c]);
-    }
-  }
-  // The sums over this thread's rows of the products of elements.
-  FWP_DEVICE void read_with(const Tile& other, A (&sum)[kColumns]) const {
-    FWP_UNROLL for (int c = 0; c < kColumns; ++c) {
-      sum[c] = x[0][c] * other.x[0][c];
-      FWP_UNROLL for (int r = 1; r < kRows; ++r) sum[c] = fma(x[r][c], other.x[r][c], sum[c]);
     }
   }
 };
@@ -135,14 +151,15 @@ FWP_DEVICE Stage plain_stage(int64_t n, int tokens, int64_t length, bool reverse
 }
 
 // All inputs and outputs of a scan for each token.
-template <int kRowParts, int kColumnParts, int kScalars_, int kOutputs>
+template <int kRowParts, int kColumnParts, int kScalars_, int kOutputs, int kRowOutputs = 0>
 struct TokenArrays {
   static constexpr int kScalars = kScalars_;
-  static FWP_BOTH constexpr TokenParts parts() { return {kRowParts, kColumnParts, kScalars, kOutputs}; }
+  static FWP_BOTH constexpr TokenParts parts() { return {kRowParts, kColumnParts, kScalars, kOutputs, kRowOutputs}; }
   Source vectors[kRowParts + kColumnParts];  // along the rows, then along the columns
   Source scalars[kScalars ? kScalars : 1];
   Sink outputs[kOutputs];
   Sink sum;  // one number per token
+  RowSink row_outputs[kRowOutputs ? kRowOutputs : 1];
 
   Source& row(int n) { return vectors[n]; }
   Source& column(int n) { return vectors[kRowParts + n]; }
@@ -151,6 +168,7 @@ struct TokenArrays {
     for (int n = 0; n < kColumnParts; ++n) column(n).set_pieces(size.columns);
     for (Source& x : scalars) x.set_pieces(1);
     for (Sink& x : outputs) x.set_pieces(size.columns, slab_width);
+    for (RowSink& x : row_outputs) x.set_pieces(size.rows, x.slab);
   }
 };
 
@@ -184,7 +202,18 @@ struct Place {
   FWP_DEVICE bool is_there() const { return head < size.heads; }
   // Whether a document begins at this token.
   FWP_DEVICE bool begins(const A* token) const { return size.first && token[layout.begins()] != 0; }
-  FWP_DEVICE int row(int r) const { return ((r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
+  // Clear the matrix there. The empty statement keeps this a branch, because a selection costs an instruction for each element.
+  FWP_DEVICE void clear_if_begins(const A* token, Tile<A, kRows, kColumns>& matrix) const {
+    if (!begins(token)) return;
+    asm volatile("");
+    matrix.clear();
+  }
+  FWP_DEVICE int row(int r) const { return (piece(r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
+  // The place of a thread's pieces of rows. For sums over columns, every other thread has its halves swapped: see add_groups().
+  FWP_DEVICE int piece(int p) const {
+    constexpr int half = kRows / kPiece / 2;
+    return Arrays::parts().row_outputs > 0 && column / kColumns % 2 ? p ^ half : p;
+  }
 
   // A token of the thread's team, in one of the ring's buffers.
   FWP_DEVICE A* token(int at, int slot) const {
@@ -199,8 +228,8 @@ struct Place {
   FWP_DEVICE void load_row(const A* token, int n, A (&x)[kRows]) const {
     const Piece<A>* from = reinterpret_cast<const Piece<A>*>(token + layout.row(n)) + lane;
     FWP_UNROLL for (int p = 0; p < kRows / kPiece; ++p) {
-      const Piece<A> piece = from[p * plan.lanes];
-      FWP_UNROLL for (int i = 0; i < kPiece; ++i) x[p * kPiece + i] = piece.x[i];
+      const Piece<A> found = from[piece(p) * plan.lanes];
+      FWP_UNROLL for (int i = 0; i < kPiece; ++i) x[p * kPiece + i] = found.x[i];
     }
   }
   FWP_DEVICE void load_column(const A* token, int n, A (&x)[kColumns]) const {
@@ -215,6 +244,10 @@ struct Place {
     Numbers<A, kColumns> all;
     FWP_UNROLL for (int c = 0; c < kColumns; ++c) all.x[c] = x[c];
     *reinterpret_cast<Numbers<A, kColumns>*>(token + layout.output(n) + slab_column) = all;
+  }
+  // The sums of x over the columns of the team. Each warp has a part of them.
+  FWP_DEVICE void put_rows(A* token, int n, A (&x)[kRows]) const {
+    add_groups<kRows>(x, 0, plan.lanes, token + layout.row_output(n, worker / kWarp));
   }
   // One number per token, which all threads hold.
   FWP_DEVICE void put_sum(A* token, A x) const {
@@ -285,6 +318,33 @@ struct Place {
   }
 
  private:
+  // Sum x[0] to x[n - 1], the numbers of rows from `first` on, over all threads of a warp that have the same rows, then put the
+  // sums. At each distance, each of two threads takes half of the numbers. The order is that of a binary tree over the columns.
+  template <int n>
+  FWP_DEVICE void add_groups(A (&x)[kRows], int first, int distance, A* to) const {
+    const int end = plan.team_threads() < kWarp ? plan.team_threads() : kWarp;
+    if constexpr (n > 1) {
+      if (distance < end) {
+        const bool second = n < kRows && thread & distance;  // the halves of all rows are already swapped
+        FWP_UNROLL for (int i = 0; i < n / 2; ++i) {
+          const A given = second ? x[i] : x[i + n / 2], own = second ? x[i + n / 2] : x[i];
+          x[i] = own + __shfl_xor_sync(0xffffffffu, given, distance);
+        }
+        return add_groups<n / 2>(x, second ? first + n / 2 : first, 2 * distance, to);
+      }
+      constexpr int together = n < kPiece ? n : kPiece;
+      FWP_UNROLL for (int i = 0; i < n; i += together) {
+        Numbers<A, together> all;
+        FWP_UNROLL for (int e = 0; e < together; ++e) all.x[e] = x[i + e];
+        *reinterpret_cast<Numbers<A, together>*>(to + row(first + i)) = all;
+      }
+    } else {
+      const bool has_first_column = (thread & (end - distance)) == 0;
+      for (; distance < end; distance *= 2) x[0] += __shfl_xor_sync(0xffffffffu, x[0], distance);
+      if (has_first_column) to[row(first)] = x[0];
+    }
+  }
+
   // The scalars of one token, as stored in memory.
   using Raw = std::conditional_t<sizeof(A) == 8, double, uint32_t>;
   struct Asked {
@@ -429,6 +489,8 @@ struct Place {
     const int64_t first = head * size.length + stage.first;
     FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().outputs; ++i)
       if (arrays.outputs[i].data) write(arrays.outputs[i], first, stage.count, tokens + layout.output(i));
+    FWP_UNROLL_BY(1) for (int i = 0; i < Arrays::parts().row_outputs; ++i)
+      if (arrays.row_outputs[i].data) write_rows(arrays.row_outputs[i], stage, tokens + layout.row_output(i, 0));
     if (!arrays.sum.data || slab() > 0 || worker >= stage.count) return;
     with_element<A>(arrays.sum.type, [&](auto* element) {
       round_to(tokens[worker * layout.size + layout.scalar(Arrays::kScalars)],
@@ -459,6 +521,38 @@ struct Place {
       }
     });
   }
+
+  FWP_DEVICE void write_rows(const RowSink& to, const Stage& stage, const A* tokens) const {
+    with_element<A>(to.type, [&](auto* element) {
+      using T = std::remove_pointer_t<decltype(element)>;
+      T* const data = static_cast<T*>(to.data) + slab() * to.slab + (head * to.length + stage.first - to.first) * size.rows;
+      constexpr int log_piece = log2_of(kPiece);
+      share(stage.count, log_row_width() - log_piece, [&](int s, int i) {
+        const int left = size.rows - i * kPiece;
+        if (left <= 0) return;
+        const Piece<A> sum = add_warps(tokens + s * layout.size + i * kPiece);
+        Piece<T> rounded;
+        FWP_UNROLL for (int e = 0; e < kPiece; ++e) round_to(sum.x[e], rounded.x[e]);
+        T* const target = data + s * size.rows + i * kPiece;
+        if (to.by_pieces)
+          *reinterpret_cast<Piece<T>*>(target) = rounded;
+        else
+          FWP_UNROLL for (int e = 0; e < kPiece; ++e) if (e < left) target[e] = rounded.x[e];
+      });
+    });
+  }
+  // Four sums of all warps of the team, in the order of a binary tree.
+  FWP_DEVICE Piece<A> add_warps(const A* from) const {
+    constexpr int most = kThreadsPerBlock / kWarp;
+    Piece<A> sums[most];
+    FWP_UNROLL for (int w = 0; w < most; ++w)
+      if (w < layout.warps) sums[w] = *reinterpret_cast<const Piece<A>*>(from + w * layout.row_width);
+    FWP_UNROLL for (int distance = 1; distance < most; distance *= 2)
+      FWP_UNROLL for (int w = 0; w + distance < most; w += 2 * distance)
+        if (w + distance < layout.warps)
+          FWP_UNROLL for (int e = 0; e < kPiece; ++e) sums[w].x[e] += sums[w + distance].x[e];
+    return sums[0];
+  }
 };
 
 // Shared by all scans: the token arrays, the initial matrix and the final matrix, in the order of the scan.
@@ -481,9 +575,9 @@ struct Scan {
     Tile<A, kRows, kColumns> matrix;
     place.load(initial, place.head, matrix);
     const auto use = [&](A* token) {
-      if (!reverse && place.begins(token)) matrix.clear();
+      if (!reverse) place.clear_if_begins(token, matrix);
       step(place, token, matrix);
-      if (reverse && place.begins(token)) matrix.clear();
+      if (reverse) place.clear_if_begins(token, matrix);
     };
     place.for_tokens(reverse, use, [&](int64_t end) { then(place, end, matrix); });
     place.store(matrix, last, place.head);

@@ -68,7 +68,8 @@ static void pretend(const Pretended& how) {
   emulator::machine().error[0] = 0;
 }
 
-extern "C" size_t emulator_workspace_bytes(const Call* call, bool is_backward) {
+extern "C" size_t emulator_workspace_bytes(const Pretended* how, const Call* call, bool is_backward) {
+  pretend(*how);
   return workspace_bytes(call->rule, call->size, call->type, is_backward);
 }
 
@@ -173,7 +174,8 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   more.d_out = view(size.Dv, type), more.d_state = states(1);
   const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
                     const_cast<void*>(more.kept)};
-  std::vector<unsigned char> workspace(workspace_bytes(rule, size, type, true));
+  const Call sized{size, type, rule, nullptr, nullptr, nullptr};
+  std::vector<unsigned char> workspace(emulator_workspace_bytes(&how, &sized, true));
   const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
   for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
   const Call call{size, type, rule, documents ? first.get() : nullptr, workspace.data(), nullptr};

@@ -507,6 +507,8 @@ inline const char* query(Gpu* gpu) {
 template <typename Argument>
 auto rounds_of(const Argument& x, int) -> decltype(int64_t(x.chunks_of_segment)) { return x.chunks_of_segment; }
 template <typename Argument>
+auto rounds_of(const Argument& x, int) -> decltype(int64_t(x.end - x.first)) { return x.end - x.first; }
+template <typename Argument>
 auto rounds_of(const Argument& x, long) -> decltype(int64_t(x.plan.stage)) { return x.size.length; }
 template <typename Argument>
 int64_t rounds_of(const Argument&, ...) { return 0; }

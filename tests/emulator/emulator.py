@@ -23,6 +23,7 @@ KERNELS = HERE.parents[1] / "cuda_ext" / "cuda"
 CHUNK = 32  # tokens between two states that the forward pass of a forgetting rule keeps
 # The folder of libraries and programs, which are used until a source changes.
 CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"fwp_emulator_{os.getuid()}")
+SHARED_KIB = 163  # an A100's
 GUARD = 4096  # guard elements before and after each output
 # The operator's arguments, and the launchers' names of its rules.
 NAMES = ("q", "k", "v", "decay", "value_decay", "rate", "removal_key", "removal_rate", "state", "first")
@@ -201,9 +202,18 @@ class Emulator:
         outputs = {name: found[name] for name in ("out", "state")}
         return outputs | self.backward(given, erases, found, gradients, **how)
 
-    def workspace_bytes(self, rule: str, sizes: Sequence[int], dtype: torch.dtype, is_backward: bool = True) -> int:
+    def workspace_bytes(
+        self,
+        rule: str,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        is_backward: bool = True,
+        multiprocessors: int = 132,
+        shared_kib: int = SHARED_KIB,
+    ) -> int:
+        how = _Pretended(0, multiprocessors, shared_kib)
         call = _Call(_Sizes(*sizes), TYPES[dtype], RULES.index(rule))
-        return self._library.emulator_workspace_bytes(ctypes.byref(call), is_backward)
+        return self._library.emulator_workspace_bytes(ctypes.byref(how), ctypes.byref(call), is_backward)
 
     def plan(
         self, rule: str, sizes: Sequence[int], dtype: torch.dtype, is_backward: bool, shared_kib: int
@@ -233,11 +243,12 @@ class Emulator:
         *,
         reverse: int = 0,
         multiprocessors: int = 132,
-        shared_kib: int = 163,  # an A100's
+        shared_kib: int = SHARED_KIB,
     ) -> None:
         q, first = given["q"], given.get("first")
         sizes = (*q.shape, given["v"].shape[3])
-        need = self.workspace_bytes(rule, sizes, q.dtype, function is self._library.emulator_backward)
+        is_backward = function is self._library.emulator_backward
+        need = self.workspace_bytes(rule, sizes, q.dtype, is_backward, multiprocessors, shared_kib)
         workspace = self._empty((-(-need // 4),), torch.float32)
         pointers = (None if first is None else first.data_ptr(), workspace.data_ptr() if need else None)
         call = _Call(_Sizes(*sizes), TYPES[q.dtype], RULES.index(rule), *pointers)

@@ -20,6 +20,7 @@ REGISTER = re.compile(r"\bR(\d+)\b")
 # Bytes that a load brings, by a part of its name; a load without one brings 4.
 BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 ARITHMETIC = ("FFMA", "FADD", "FMUL", "DFMA", "DADD", "DMUL", "HMMA.", "HGMMA.")
+PRODUCTS = ("FFMA", "FMUL", "DFMA", "DMUL", "HMMA.", "HGMMA.")
 FEATURES = ("LDGSTS", "LDSM", "HMMA", "F2FP.BF16")
 ENDS = ("EXIT", "RET", "BRX", "JMP", "KILL", "BPT")
 
@@ -50,7 +51,7 @@ class Kernel(NamedTuple):
     mean_in_flight: float  # the same, on average over the waits for them
     widths: dict[int, int]  # number of global loads and asynchronous copies by the bytes of each
     found: frozenset[str]  # those of FEATURES that occur
-    loops: tuple[int, ...]  # lengths of the innermost loops with a fifth of the arithmetic, in the order of the code
+    loops: tuple[int, ...]  # lengths of the innermost loops with a tenth of the multiplications, shortest first
 
 
 def find_disassembler() -> str | None:
@@ -110,8 +111,8 @@ def loops(body: list[Instruction]) -> list[set[int]]:
     """Return the natural loops, largest first, each as the places of its instructions."""
     after = successors(body)
     before: list[list[int]] = [[] for _ in body]
-    for i, to in enumerate(after):
-        for j in to:
+    for i in _reached(after):
+        for j in after[i]:
             before[j].append(i)
     found: dict[int, set[int]] = {}
     for tail, head in _backward_edges(after):
@@ -122,6 +123,16 @@ def loops(body: list[Instruction]) -> list[set[int]]:
                 inside.add(i)
                 left += before[i]
     return sorted(found.values(), key=len, reverse=True)
+
+
+def _reached(after: list[list[int]]) -> set[int]:
+    """Return the instructions that can follow the entry: not those for diverged warps."""
+    found, left = {0}, [0]
+    while left:
+        new = set(after[left.pop()]) - found
+        found |= new
+        left += new
+    return found
 
 
 def _backward_edges(after: list[list[int]]) -> Iterator[tuple[int, int]]:
@@ -150,10 +161,10 @@ def main_loop(body: list[Instruction], found: list[set[int]]) -> set[int]:
 
 
 def busy_loops(body: list[Instruction], found: list[set[int]]) -> tuple[int, ...]:
-    """Return the lengths of the innermost loops with at least a fifth of the arithmetic of all loops."""
-    arithmetic = {i for i, instruction in enumerate(body) if instruction.opcode.startswith(ARITHMETIC)}
-    busy = [loop for loop in found if 5 * len(loop & arithmetic) >= len(arithmetic & set[int]().union(*found))]
-    return tuple(len(loop) for loop in sorted(busy, key=min) if not any(other < loop for other in busy))
+    """Return the lengths of the innermost loops with at least a tenth of the multiplications of all loops."""
+    products = {i for i, instruction in enumerate(body) if instruction.opcode.startswith(PRODUCTS)}
+    busy = [loop for loop in found if 10 * len(loop & products) >= len(products & set[int]().union(*found))]
+    return tuple(sorted(len(loop) for loop in busy if not any(other < loop for other in busy)))
 
 
 def runs_of_loads(body: list[Instruction]) -> list[int]:

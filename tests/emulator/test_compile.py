@@ -8,14 +8,14 @@ from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
 # Half a minute each.
 ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
-# three; float64 takes two for each number. The passes on the tensor cores, whose threads hold 64 numbers of the state
-# where it has 128 rows, have one block of 256.
-GREATEST = {"f": 128, "wide f": 168, "d": 255, "L": 255}
-# One scan of the sum and four of the delta rule in three shapes (float64: two). Three for each of the six rules that
-# fade in two; in float32 the forward pass of all and the other of five in a third, and one sum. On the tensor cores
-# (L), for each of four numbers of rows: three kernels of the sum and the delta rule and two of the gated delta rule.
-# The latter two rules have two more for segments. One goes from segment to segment.
-KERNELS_BY_TYPE = {"f": 5 * 3 + 3 * 6 * 2 + 6 + 5 + 1, "d": 5 * 2 + 3 * 6 * 2 + 1, "L": (3 * 3 - 1 + 2 * 2 + 1) * 4}
+# three; float64 takes two for each number. The backward scan of a fading rule has a state beside its gradient. The
+# passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
+GREATEST = {"f": 128, "wide f": 168, "backward f": 168, "wide backward f": 255, "d": 255, "L": 255}
+# One scan of the sum and four of the delta rule in three shapes (float64: two). For each of the six rules that fade,
+# the forward scan in as many shapes, and the backward scan in four (two). Two kernels of sums. On the tensor cores (L),
+# for each of four numbers of rows: three kernels of the sum and the delta rule and two of the gated delta rule. The
+# latter two rules have two more for segments. One goes from segment to segment.
+KERNELS_BY_TYPE = {"f": 5 * 3 + 6 * (3 + 4) + 2, "d": 5 * 2 + 6 * (2 + 2) + 2, "L": (3 * 3 - 1 + 2 * 2 + 1) * 4}
 # Bytes of local memory, at most: these passes of the delta rules use all registers, and keep some addresses outside.
 GREATEST_STACK = {"ILi64ELb1E": 16, "ILi128ELb1E": 160}
 
@@ -28,10 +28,11 @@ def type_of(usage):
 def faults(usages):
     found = []
     for usage in usages:
-        limit = GREATEST["wide f" if "ELi8ELi4EEE" in usage.kernel else type_of(usage)]
+        wide, backward = "ELi8ELi4EEE" in usage.kernel, "ForgetBackward" in usage.kernel
+        kind = f"{'wide ' * wide}{'backward ' * backward}f" if type_of(usage) == "f" else type_of(usage)
         stack = next((most for name, most in GREATEST_STACK.items() if name in usage.kernel), 0)
         spills = usage.spilled_bytes > 0 and not stack
-        if usage.stack_bytes > stack or spills or usage.registers > limit:
+        if usage.stack_bytes > stack or spills or usage.registers > GREATEST[kind]:
             found.append(usage)
     return found
 

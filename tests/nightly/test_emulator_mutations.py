@@ -58,20 +58,26 @@ MUTATIONS = {
         "scan.cuh", "if (kAtOnce * s + n < count) to", "if (kAtOnce * s + n < count && i < limit) to"
     ),
     "slot_shared_by_threads": Mutation(
-        "forget.cuh", "place.own_memory() + place.thread", "place.own_memory()", ("gated", "decay")
+        "forget.cuh", "kColumns * kWarp) + lane()", "kColumns * kWarp)", ("gated", "decay")
     ),
     "slots_overrun": Mutation(
         "launch_forget.cuh",
-        "(scan, Scan::kStates,",
-        "(scan, Scan::kStates - 1,",
+        "needs.states = Scan::states(group),",
+        "needs.states = Scan::states(group) - 1,",
         ("gated", "decay"),
         "beyond its shared",
     ),
     "group_too_long": Mutation(
-        "forget.cuh", "left < kGroup ? int(left) : kGroup", "left < kGroup ? int(left) + 1 : kGroup", ("gated", "decay")
+        "forget.cuh", "plan.stage ? int(left) : plan", "plan.stage ? int(left) + 1 : plan", ("gated", "decay")
     ),
     "state_not_restored": Mutation(
-        "forget.cuh", "else if (stage.group < stage.groups - 1)", "else if (false)", ("gated", "decay")
+        "forget.cuh",
+        "            else\n              restore(states, stage.group / 2, state);\n",
+        "",
+        ("gated", "decay"),
+    ),
+    "second_group_left_out": Mutation(
+        "forget.cuh", "group = 2 * pair + (step == 1)", "group = 2 * pair", ("gated", "decay")
     ),
     "sum_one_step_short": Mutation(
         "scan.cuh", "distance < lanes; distance *= 2", "2 * distance < lanes; distance *= 2"
@@ -159,11 +165,25 @@ MUTATIONS = {
         "chunk_backward.cuh", "store_decay(memory, n + 1)", "store_decay(memory, n)", ("gated_delta",)
     ),
     "correction_not_faded": Mutation(
-        "forget.cuh", "fma(-decay[c], column[c], d_key[c])", "d_key[c] - column[c]", ("gated_delta_by_key",)
+        "forget.cuh", "fma(-decay[r], found[r], d_key[r])", "d_key[r] - found[r]", ("gated_delta_by_key",)
     ),
     "removal_after_fading": Mutation("forget.cuh", "      g.add(row, of_found);\n", "", ("rwkv7",)),
-    "document_not_begun": Mutation("forget.cuh", "    if (place.begins(token)) g.clear();\n", "", ("gla",)),
+    "document_not_begun": Mutation("forget.cuh", "            place.clear_if_begins(token, g);\n", "", ("gla",)),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
+}
+
+
+# Looked for in the decay rule, with several warps and blocks for a head's columns.
+IN_SUMS = {
+    "halves_not_swapped": Mutation("scan.cuh", "% 2 ? p ^ half : p", "% 2 ? p : p"),
+    "sums_of_the_first_warp": Mutation("scan.cuh", "sums[w].x[e] += sums[w + distance].x[e]", "sums[w].x[e] += 0"),
+    "one_column_twice": Mutation("scan.cuh", "own = second ? x[i + n / 2] : x[i]", "own = x[i]"),
+    "sums_of_the_first_slab": Mutation("forget.cuh", "distance < slabs; distance *= 2", "distance < 1; distance *= 2"),
+    "slab_of_another_window": Mutation("forget.cuh", "first + token % tokens", "token % tokens"),
+    "gradient_of_the_last_window": Mutation(
+        "launch_forget.cuh", "    scan.d_last = {carry.data, carry.head, carry.row, carry.column};\n", ""
+    ),
+    "state_of_the_first_window": Mutation("forget.cuh", "if (chunk > 0)", "if (chunk > first / kChunk)"),
 }
 
 
@@ -257,6 +277,28 @@ def test_mistake_is_found(name, cases, tmp_path):
     flags = ["-O0", f"-DEMULATOR_{part}"]
     fault = faults(Emulator(build(mutated(mutation, tmp_path), flags=flags, folder=tmp_path)), cases, mutation.rules)
     assert fault and mutation.complaint in fault
+
+
+@pytest.fixture(scope="module")
+def wide_cases():
+    """The second one has sums over 32 blocks, in windows of 32 tokens."""
+    found = []
+    for shape in [(1, 2, 38, 60, 64), (1, 4, 70, 300, 128)]:
+        given, erases = make_case("decay", shape, torch.float32)
+        gradients = cotangents_of(given)
+        truth = reference(as_double(given), erases, [x.double() for x in gradients])
+        found.append(("decay", given, erases, gradients, truth))
+    return found
+
+
+def test_no_mistake_no_fault_in_sums(wide_cases):
+    assert faults(Emulator(build()), wide_cases) == ""
+
+
+@pytest.mark.parametrize("name", IN_SUMS)
+def test_mistake_in_sums_is_found(name, wide_cases, tmp_path):
+    changed = mutated(IN_SUMS[name], tmp_path)
+    assert faults(Emulator(build(changed, flags=["-O1", "-DEMULATOR_FORGET"], folder=tmp_path)), wide_cases)
 
 
 @pytest.fixture(scope="module")
