@@ -71,8 +71,8 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
 };
 
 // The backward pass, in reverse, with W and its gradient G. It goes back through groups of tokens, the stages of its plan. From a
-// state that the forward pass kept, it computes W again: first before each pair of groups, then, in each pair, before each group,
-// and in each group before each token.
+// state that the forward pass kept, it computes W again before each pair of groups. In each pair it then computes W before each
+// group, and in each group before each token.
 //
 // Results along the values, sums over keys: d_write = k G, d_v = b d_write, d_s = -p G, d_z = a (G' * W_{t-1}).
 // Results along the keys, sums over values: d_q = d_out W, d_k = b e G - d_e W' (if the rule erases), d_p = -s G,

@@ -209,7 +209,8 @@ struct Place {
     matrix.clear();
   }
   FWP_DEVICE int row(int r) const { return (piece(r / kPiece) * plan.lanes + lane) * kPiece + r % kPiece; }
-  // The place of a thread's pieces of rows. For sums over columns, every other thread has its halves swapped: see add_groups().
+  // The place of a thread's pieces of rows. For sums over columns, every other thread starts with its second half: see
+  // add_groups().
   FWP_DEVICE int piece(int p) const {
     constexpr int half = kRows / kPiece / 2;
     return Arrays::parts().row_outputs > 0 && column / kColumns % 2 ? p ^ half : p;
@@ -325,7 +326,7 @@ struct Place {
     const int end = plan.team_threads() < kWarp ? plan.team_threads() : kWarp;
     if constexpr (n > 1) {
       if (distance < end) {
-        const bool second = n < kRows && thread & distance;  // the halves of all rows are already swapped
+        const bool second = n < kRows && thread & distance;  // all rows already start with the half to keep
         FWP_UNROLL for (int i = 0; i < n / 2; ++i) {
           const A given = second ? x[i] : x[i + n / 2], own = second ? x[i + n / 2] : x[i];
           x[i] = own + __shfl_xor_sync(0xffffffffu, given, distance);

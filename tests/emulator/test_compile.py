@@ -8,7 +8,7 @@ from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
 # Half a minute each.
 ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
-# three; float64 takes two for each number. The backward scan of a fading rule has a state beside its gradient. The
+# three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
 # passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
 GREATEST = {"f": 128, "wide f": 168, "backward f": 168, "wide backward f": 255, "d": 255, "L": 255}
 # One scan of the sum and four of the delta rule in three shapes (float64: two). For each of the six rules that fade,

@@ -175,7 +175,7 @@ MUTATIONS = {
 
 # Looked for in the decay rule, with several warps and blocks for a head's columns.
 IN_SUMS = {
-    "halves_not_swapped": Mutation("scan.cuh", "% 2 ? p ^ half : p", "% 2 ? p : p"),
+    "halves_in_one_order": Mutation("scan.cuh", "% 2 ? p ^ half : p", "% 2 ? p : p"),
     "sums_of_the_first_warp": Mutation("scan.cuh", "sums[w].x[e] += sums[w + distance].x[e]", "sums[w].x[e] += 0"),
     "one_column_twice": Mutation("scan.cuh", "own = second ? x[i + n / 2] : x[i]", "own = x[i]"),
     "sums_of_the_first_slab": Mutation("forget.cuh", "distance < slabs; distance *= 2", "distance < 1; distance *= 2"),
