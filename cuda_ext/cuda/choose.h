@@ -26,7 +26,7 @@ constexpr int64_t kWarpsToFill = 4;
 // bits of these sums depend on the tile.
 constexpr int64_t kWideWarpsToSum = 512, kMediumWarpsToSum = 256;
 // Memory for parts of sums over columns of several blocks. It should fit into the second-level cache.
-constexpr size_t kPartBytes = 16 * 1024 * 1024;
+constexpr size_t kPartBytes = 32 * 1024 * 1024;
 
 constexpr size_t kBufferBytes = 12 * 1024;
 constexpr int kStageTokens = 16;  // at most; a chunk that ends in a kept state is a multiple of it

@@ -326,23 +326,28 @@ struct ForgetBackward {
   }
 };
 
-// The sums over `slabs` arrays of (heads, tokens, rows), one thread per number, in the order of a binary tree. The arrays are
-// overwritten. They have the tokens from `first` on; `out` has all.
-template <typename A>
+// For each row output, the sums over `slabs` arrays of (heads, tokens, rows), one thread per number, in the order of a binary
+// tree. The arrays are overwritten. They have the tokens from `first` on; `out` has all.
+template <typename A, int kOutputs>
 struct SlabSums {
-  A* x;
+  A* parts[kOutputs];
+  Output out[kOutputs];
   int64_t heads, first, tokens, length;
   int slabs, rows;
-  Output out;
+
+  FWP_BOTH int64_t count() const { return heads * tokens * rows; }
 
   FWP_DEVICE void run() const {
-    const int64_t count = heads * tokens * rows, i = int64_t(blockIdx.x) * kThreadsPerBlock + int(threadIdx.x);
-    if (i >= count) return;
-    for (int distance = 1; distance < slabs; distance *= 2)
-      for (int s = 0; s + distance < slabs; s += 2 * distance) x[s * count + i] += x[(s + distance) * count + i];
+    const int64_t index = int64_t(blockIdx.x) * kThreadsPerBlock + int(threadIdx.x), i = index % count();
     const int64_t token = i / rows, head = token / tokens;
     const int64_t to = (head * length + first + token % tokens) * rows + i % rows;
-    with_element<A>(out.type, [&](auto* element) { round_to(x[i], static_cast<decltype(element)>(out.data)[to]); });
+    FWP_UNROLL for (int n = 0; n < kOutputs; ++n) {
+      if (index / count() != n || !out[n].data) continue;
+      A* const x = parts[n] + i;
+      for (int distance = 1; distance < slabs; distance *= 2)
+        for (int s = 0; s + distance < slabs; s += 2 * distance) x[s * count()] += x[(s + distance) * count()];
+      with_element<A>(out[n].type, [&](auto* element) { round_to(x[0], static_cast<decltype(element)>(out[n].data)[to]); });
+    }
   }
 };
 

@@ -10,8 +10,8 @@ template <typename A>
 __global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const TokenSums<A> sums) {
   sums.run();
 }
-template <typename A>
-__global__ void __launch_bounds__(kThreadsPerBlock) slab_sums_kernel(const SlabSums<A> sums) {
+template <typename A, int kOutputs>
+__global__ void __launch_bounds__(kThreadsPerBlock) slab_sums_kernel(const SlabSums<A, kOutputs> sums) {
   sums.run();
 }
 
@@ -46,29 +46,32 @@ BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
   }
   if (plan.slabs == 1) return {shape, needs, plan, size.length, 0, 0};
   const size_t of_token = size_t(plan.slabs * size.heads * size.rows) * sizeof(A);
-  const int64_t fit = int64_t(kPartBytes / (of_token * needs.parts.row_outputs)) / kChunk * kChunk;
+  const int64_t fit = int64_t(kPartBytes / (of_token * needs.parts.row_outputs + 1)) / kChunk * kChunk;
   const int64_t window = std::min(std::max(fit, kChunk), size.length);
   const size_t of_states = window < size.length ? size_t(size.heads * size.rows * size.columns) * sizeof(A) : 0;
   return {shape, needs, plan, window, aligned(of_token * size_t(window)), aligned(of_states)};
 }
 
-template <typename A>
-const char* launch(const SlabSums<A>& sums, void* stream) {
-  const int64_t blocks = (sums.heads * sums.tokens * sums.rows + kThreadsPerBlock - 1) / kThreadsPerBlock;
+template <typename A, int kOutputs>
+const char* launch(const SlabSums<A, kOutputs>& sums, void* stream) {
+  const int64_t blocks = (kOutputs * sums.count() + kThreadsPerBlock - 1) / kThreadsPerBlock;
   if (blocks == 0) return nullptr;
   if (const char* error = check_blocks(blocks)) return error;
-  return launch_kernel(slab_sums_kernel<A>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
+  return launch_kernel(slab_sums_kernel<A, kOutputs>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
 }
 
 // Launch the scan, window by window. `to`: its row outputs.
-template <typename Scan, size_t outputs>
+template <typename Scan, int outputs>
 const char* launch_backward(Scan scan, const BackwardPlan& by, const Gpu& gpu, Workspace& workspace,
                             const Target (&to)[outputs], void* stream) {
   using A = typename Scan::Number;
   const Matrices<A> d_initial = scan.d_first;
-  void* parts[outputs] = {};
-  for (void*& part : parts)
-    if (by.part_bytes) part = workspace.take(by.part_bytes);
+  SlabSums<A, outputs> sums{};
+  sums.heads = scan.size.heads, sums.rows = scan.size.rows, sums.length = scan.size.length, sums.slabs = by.plan.slabs;
+  for (int n = 0; n < outputs; ++n) {
+    sums.parts[n] = static_cast<A*>(workspace.take(by.part_bytes));
+    sums.out[n] = to[n];
+  }
   Matrices<A> carry = d_initial;
   carry.data = static_cast<A*>(workspace.take(by.carry_bytes));
   carry.head = int64_t(scan.size.rows) * scan.size.columns, carry.row = scan.size.columns, carry.column = 1;
@@ -77,20 +80,16 @@ const char* launch_backward(Scan scan, const BackwardPlan& by, const Gpu& gpu, W
   do {
     scan.first = scan.end > by.window ? (scan.end - 1) / by.window * by.window : 0;
     scan.d_first = scan.first > 0 ? carry : d_initial;
-    const int64_t tokens = scan.end - scan.first, slab = scan.size.heads * tokens * scan.size.rows;
-    for (size_t n = 0; n < outputs; ++n) {
-      if (!to[n].data) continue;
-      const Output part{parts[n], sizeof(A) == 8 ? Type::float64 : Type::float32};
-      scan.arrays.row_outputs[n] = by.part_bytes ? RowSink{part, slab, scan.first, tokens} : RowSink{to[n], 0, 0, tokens};
+    sums.first = scan.first, sums.tokens = scan.end - scan.first;
+    for (int n = 0; n < outputs; ++n) {
+      const Output part{to[n].data ? sums.parts[n] : nullptr, sizeof(A) == 8 ? Type::float64 : Type::float32};
+      scan.arrays.row_outputs[n] = by.part_bytes ? RowSink{part, sums.count(), sums.first, sums.tokens}
+                                                 : RowSink{to[n], 0, 0, scan.size.length};
     }
     const char* error = with_tile<A, kTallColumns, true>(by.shape, [&](auto rows, auto columns) {
       return launch_planned<rows(), columns()>(scan, by.needs, gpu, stream);
     });
-    for (size_t n = 0; n < outputs && by.part_bytes; ++n)
-      if (!error && to[n].data)
-        error = launch(SlabSums<A>{static_cast<A*>(parts[n]), scan.size.heads, scan.first, tokens, scan.size.length,
-                                   by.plan.slabs, scan.size.rows, to[n]},
-                       stream);
+    if (!error && by.part_bytes) error = launch(sums, stream);
     if (error) return error;
     scan.d_last = {carry.data, carry.head, carry.row, carry.column};
     scan.end = scan.first;

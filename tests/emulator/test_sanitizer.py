@@ -10,7 +10,8 @@ import subprocess
 import pytest
 from emulator import CACHE, HERE, KERNELS, build, compiler
 
-# B, H, L, Dk, Dv; the last two are long enough for tensor cores.
+# B, H, L, Dk, Dv. From (1, 2, 77, ...) on they are long enough for tensor cores, and the next but one for segments. The
+# last three have wide tiles, medium ones, and sums over several blocks in windows of tokens.
 SIZES = [
     (1, 2, 1, 5, 7),
     (2, 1, 37, 17, 33),
@@ -19,6 +20,10 @@ SIZES = [
     (1, 1, 2, 20, 257),
     (1, 2, 77, 20, 33),
     (1, 1, 66, 128, 16),
+    (1, 1, 2080, 16, 16),
+    (32, 16, 5, 9, 64),
+    (16, 8, 5, 60, 60),
+    (1, 2, 66, 260, 70),
 ]
 WATCHED = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 # A thread reads 16 bytes at once, some bytes after the start of shared memory.

@@ -281,7 +281,7 @@ def test_mistake_is_found(name, cases, tmp_path):
 
 @pytest.fixture(scope="module")
 def wide_cases():
-    """The second one has sums over 32 blocks, in windows of 32 tokens."""
+    """The second one has sums over 32 blocks, in windows of 64 tokens."""
     found = []
     for shape in [(1, 2, 38, 60, 64), (1, 4, 70, 300, 128)]:
         given, erases = make_case("decay", shape, torch.float32)
