@@ -63,6 +63,11 @@ struct Sink : Output {
 struct RowSink : Sink {
   int64_t slab = 0;  // numbers between the arrays
   int64_t first = 0, length = 0;
+
+  void set_pieces(int width) {  // of kPiece numbers
+    Sink::set_pieces(width, width);
+    by_pieces = by_pieces && width % kPiece == 0;
+  }
 };
 
 // The part of the matrix that one thread holds.
@@ -168,7 +173,7 @@ struct TokenArrays {
     for (int n = 0; n < kColumnParts; ++n) column(n).set_pieces(size.columns);
     for (Source& x : scalars) x.set_pieces(1);
     for (Sink& x : outputs) x.set_pieces(size.columns, slab_width);
-    for (RowSink& x : row_outputs) x.set_pieces(size.rows, x.slab);
+    for (RowSink& x : row_outputs) x.set_pieces(size.rows);
   }
 };
 
