@@ -108,7 +108,10 @@ def check_kind(path: str, cfg: Any) -> None:
         raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
     # Our task reads this token only once, before the text.
     if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
-        raise ValueError(f"{path} was trained with --add-bos-token: such a model cannot be evaluated in windows")
+        raise ValueError(
+            f"{path} must be trained without --add-bos-token or with --task fwp_language_modeling, got a model of the "
+            f"task {task} with this flag: fairseq-eval-lm can evaluate it"
+        )
 
 
 def load_state(path: str) -> dict[str, Any]:
