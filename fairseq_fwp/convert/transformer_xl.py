@@ -248,7 +248,8 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
     tables = [tensor for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)]
     if not tables or tables[0].shape[1] != d_model:
         raise ValueError(
-            f"--d_embed other than --d_model {d_model} cannot be converted: its embeddings have two projections"
+            f"--d_embed must be {d_model}, as --d_model, to be converted, got {tables[0].shape[1]}: with another size "
+            "input and output have a projection each"
             if tables
             else "the state dict must have word_emb.emb_layers, got none: choose another --source"
         )

@@ -70,7 +70,7 @@ REFUSALS = {
     "pre-norm": ("type2", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
     "pre-norm 4": ("type4", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
     "pre-norm 24": ("type24", {"pre_lnorm": True}, None, r"--pre_lnorm .* adds the normalised input"),
-    "dropatt": ("type4", {"dropatt": 0.1}, None, r"--dropatt .* give --dropatt 0"),
+    "dropatt": ("type4", {"dropatt": 0.1}, None, r"--dropatt must be 0 .*, got 0\.1: give --dropatt 0"),
     "memory": ("type2", {"mem_len": 4}, None, r"--mem_len must be left out with absolute positions"),
     "same length": ("type24", {"same_length": True}, None, r"--same_length must be left out with absolute positions"),
     "clamp": ("type2", {"clamp_len": 9}, None, r"--clamp_len must be at least 10 with abs.*, or -1 .*, got 9: a sma"),
@@ -88,7 +88,12 @@ REFUSALS = {
         shifted("crit.out_projs.1"),
         r"untied projections, as of --dataset lm1b",
     ),
-    "embeddings": ("type2", {}, replaced(word_emb__emb_layers__0__weight=torch.zeros(31, 4)), r"--d_embed other than"),
+    "embeddings": (
+        "type2",
+        {},
+        replaced(word_emb__emb_layers__0__weight=torch.zeros(31, 4)),
+        r"--d_embed must be 8, .*, got 4",
+    ),
     "no embeddings": ("type2", {}, without("word_emb.emb_layers.0.weight"), r"must have word_emb\.emb_layers"),
     "frequencies": ("type2", {}, shifted("pos_emb.inv_freq"), r"pos_emb\.inv_freq must hold the frequencies"),
 }
