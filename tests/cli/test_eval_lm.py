@@ -234,15 +234,15 @@ REFUSALS = {
     "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after must be a symbol of .*'none'"),
 }  # fmt: skip
 OVERRIDES = {
-    "{'heads': 3}": r"must name settings of .*delta\.pt, got heads$",
-    "{'model': 3}": r"must name settings of .*delta\.pt, got model$",
+    "{'heads': 3}": r"must name settings of .*delta\.pt, got heads: write names with _",
+    "{'model': 3}": r"must name settings of .*delta\.pt, got model: write",
     "{'max_target_positions': 'x'}": r"max_target_positions must be a whole number or None, got 'x'$",
     "{'seed': 1.5}": r"seed must be a whole number, got 1\.5$",
     "{'dropout': None}": r"dropout must be a number, got None$",
     "{'sum_normalization': 'x'}": r"sum_normalization must be True or False, got 'x'$",
     "{'fwp_backend': 'gpu'}": r"fwp_backend must be one of auto, kernel, reference, got 'gpu'$",
     "{'decoder_update_rule': 'x'}": r"the update rule must be one of .*, got 'x'",
-    "{'decoder_layers': 3}": r"needs --decoder-layers 2, and --model-overrides asks for --decoder-layers 3: ",
+    "{'decoder_layers': 3}": r"holds .* --decoder-layers 2, but --model-overrides asks for --decoder-layers 3, which",
 }
 MISUSES = {
     "two streams": (["--carry-state", "--batch-size", 2], r"--batch-size must be left out with --carry-state"),
