@@ -134,7 +134,9 @@ def test_flags_that_a_checkpoint_does_not_fit_are_named(folder, tmp_path, option
     path = folder / "checkpoints" / "checkpoint_last.pt"
     flags, theirs, ours = INCOMPATIBLE[option][case]
     theirs, ours = rf"(--[^.]*, )?{theirs}(,[^.]*)?", rf"(--[^.]*, )?{ours}(,[^.]*)?"
-    with pytest.raises(ValueError, match=rf"^{path} needs {theirs}, and this model has {ours}: ") as error:
+    with pytest.raises(
+        ValueError, match=rf"^{path} holds a model with {theirs}, but this model has {ours}, which"
+    ) as error:
         go_on(folder, tmp_path, option, path, "--dropout", 0.5, "--activation-fn", "gelu", *flags)
     assert "\n" not in str(error.value) and error.value.__cause__ is None and error.value.__suppress_context__
 
@@ -151,7 +153,8 @@ def test_weights_that_compute_something_else_are_told_of(folder, tmp_path, caplo
     (told,) = [record for record in caplog.records if "was trained with" in record.message]
     assert told.levelname == "WARNING" and told.message == (
         f"{path} was trained with --activation-fn relu, --favor-offset 0.0, but is loaded with "
-        "--activation-fn gelu, --favor-offset 0.1: its weights now compute another function"
+        "--activation-fn gelu, --favor-offset 0.1: its weights now compute another function; if you do not "
+        "want this, give the flags of its training"
     )
 
 
@@ -161,7 +164,7 @@ def test_overrides_that_weights_do_not_fit_are_named(folder, name, value):
     overrides = {name: value, "dropout": 0.5}
     arguments = [str(folder / "bin"), "--path", str(path), "--cpu", "--model-overrides", str(overrides)]
     flag = f"--{name.replace('_', '-')}"
-    sentence = f"needs {flag} {trained[name]}, and --model-overrides asks for {flag} {value}: "
+    sentence = f"holds a model with {flag} {trained[name]}, but --model-overrides asks for {flag} {value}, which"
     with pytest.raises(ValueError, match=f"^{path} {sentence}") as error:
         generate.main(options.parse_args_and_arch(options.get_generation_parser(), input_args=arguments))
     assert error.value.__cause__ is None and error.value.__suppress_context__

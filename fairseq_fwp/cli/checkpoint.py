@@ -30,7 +30,9 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     check_kind(path, cfg)
     task = setup_task(cfg, data)
     if task.target_dictionary is not task.source_dictionary:
-        raise ValueError(f"{path} must score every word, got a model trained with --output-dictionary-size")
+        raise ValueError(
+            f"{path} must score every word, got a model trained with --output-dictionary-size: train without this flag"
+        )
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
     except RuntimeError as error:
@@ -65,7 +67,10 @@ def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, 
     """
     unknown = overrides.keys() - option_names(cfg)
     if unknown:
-        raise ValueError(f"--model-overrides must name settings of {path}, got {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"--model-overrides must name settings of {path}, got {', '.join(sorted(unknown))}: write names with _ in "
+            "place of -, as in mem_len"
+        )
     read = dict(overrides)
     model = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(architecture(cfg)))
     task = tasks.TASK_DATACLASS_REGISTRY.get(cfg.task._name)
@@ -108,7 +113,10 @@ def check_kind(path: str, cfg: Any) -> None:
         raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
     # Our task reads this token only once, before the text.
     if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
-        raise ValueError(f"{path} was trained with --add-bos-token: such a model cannot be evaluated in windows")
+        raise ValueError(
+            f"{path} must be trained without --add-bos-token or with --task fwp_language_modeling, got a model of the "
+            f"task {task} with this flag: fairseq-eval-lm can evaluate it"
+        )
 
 
 def load_state(path: str) -> dict[str, Any]:

@@ -171,16 +171,19 @@ def read_target(made: argparse.ArgumentParser, args: argparse.Namespace) -> Targ
         places = of_translation | (given.keys() & {"update_rule"})
         if all(given[name] == SOFTMAX for name in places):
             made.error(
-                "a new attention needs --encoder-feature-map, --cross-feature-map or --decoder-update-rule other than "
-                "softmax"
+                "one of --encoder-feature-map, --cross-feature-map and --decoder-update-rule must be other than "
+                "softmax, got none: name one, or leave out all options of a new attention"
             )
         return Target(**{name: value for name, value in given.items() if value != SOFTMAX})
     if of_translation:
         made.error(f"--encoder-feature-map and --cross-feature-map need --source {TRANSLATION}")
     if "update_rule" not in given:
-        made.error("the new attention needs --decoder-update-rule")
+        made.error("--decoder-update-rule must be given with options of a new attention, such as --state-size")
     if given["update_rule"] == SOFTMAX and given.keys() != {"update_rule", "window"}:
-        made.error("--decoder-update-rule softmax takes --attention-window, and nothing else of another attention")
+        made.error(
+            "--decoder-update-rule softmax must be given with --attention-window and no other option of the new "
+            "attention: to keep softmax as it is, leave out all of them"
+        )
     return Target(**given)
 
 

@@ -33,7 +33,7 @@ The flags that fairseq_fwp adds to `fairseq-train`, and its architectures. A fla
 - *value*: the choices, or the type; a switch takes no value.
 - *used by*: the attentions, feature maps and other flags that use the flag. A training warns where it has no effect.
 - *same function*: yes where trained weights compute the same with every value. A training that starts from a checkpoint
-  warns of other flags that differ from the checkpoint's."""
+  warns of flags without this "yes" that differ from the checkpoint's."""
 
 # The options of each model, in the order of the page. Those of fwp_transformer come besides fairseq's own.
 MODELS: dict[str, type[Any]] = {

@@ -135,8 +135,8 @@ def _architecture_for_hydra(arch: str) -> str:
     }
     if arch not in known:
         raise argparse.ArgumentTypeError(
-            f"the architecture must be a language model for fairseq-hydra-train ({', '.join(sorted(known))}), "
-            f"got {arch!r}: train others with fairseq-train"
+            f"the architecture must be a language model for fairseq-hydra-train, got {arch!r}: train others with "
+            f"fairseq-train; language models are {', '.join(sorted(known))}"
         )
     return arch
 

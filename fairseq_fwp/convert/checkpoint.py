@@ -158,20 +158,20 @@ def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
     given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
     faults = [
         *(f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in given),
-        *(f"{name} has no place" for name in weights.keys() - parameters.keys() - buffers.keys()),
+        *(f"{name} is not a weight of this model" for name in weights.keys() - parameters.keys() - buffers.keys()),
         *(
             f"{name} must be {tuple(known.shape)}, got {tuple(weight.shape)}"
             for name, weight in weights.items()
             if (known := parameters.get(name, buffers.get(name))) is not None and known.shape != weight.shape
         ),
         *(
-            f"{name} is of {weights[name].dtype}"
+            f"{name} must be floating-point, got {weights[name].dtype}"
             for name in weights.keys() & parameters.keys()
             if not weights[name].is_floating_point()
         ),
     ]
     if faults:
-        raise ValueError(f"the weights do not fit the model of these options: {'; '.join(sorted(faults))}")
+        raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:

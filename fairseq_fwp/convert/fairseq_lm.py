@@ -120,8 +120,8 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
     for name in ("decoder_input_dim", "decoder_output_dim"):
         if options.get(name) != options.get("decoder_embed_dim"):
             raise ValueError(
-                f"--{name.replace('_', '-')} {options.get(name)} other than --decoder-embed-dim "
-                f"{options.get('decoder_embed_dim')} cannot be converted: its embeddings have a projection"
+                f"--{name.replace('_', '-')} must be {options.get('decoder_embed_dim')}, as --decoder-embed-dim, got "
+                f"{options.get(name)}: embeddings with a projection cannot be converted"
             )
     check_vocabulary(tensors, len(words))
     adaptive = options.get("adaptive_softmax_cutoff") is not None
@@ -167,11 +167,13 @@ def plain_output(options: Options) -> tuple[dict[str, Any], list[Entry]]:
     """The flags and entries of word embeddings and a softmax over all words."""
     if options.get("adaptive_input"):
         raise ValueError(
-            "--adaptive-input without --adaptive-softmax-cutoff cannot be converted: this model has both or neither"
+            "--adaptive-input without --adaptive-softmax-cutoff cannot be converted: fwp_lm has an adaptive input only "
+            "with an adaptive softmax"
         )
     embedding, output = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
     if options.get("share_decoder_input_output_embed"):
-        tied = Entry(None, (embedding, output), check_equal("--share-decoder-input-output-embed"))
+        own = "a checkpoint with --share-decoder-input-output-embed but an output of its own"
+        tied = Entry(None, (embedding, output), check_equal(own))
         return {"output_layer": "tied"}, [Entry(embedding, (embedding,)), tied]
     words = Entry("decoder.adaptive_softmax.words.weight", (output,))
     return {"output_layer": "untied"}, [Entry(embedding, (embedding,)), words]
@@ -182,8 +184,8 @@ def adaptive_output(options: Options, words: int) -> tuple[dict[str, Any], list[
     for name in ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj"):
         if not options.get(name):
             raise ValueError(
-                f"an adaptive softmax without --{name.replace('_', '-')} cannot be converted: here its words and "
-                "projections are those of the input"
+                f"--{name.replace('_', '-')} must be on to convert an adaptive softmax, got off: in fwp_lm the output "
+                "uses the word vectors and projections of the input"
             )
     factor = float(options.get("adaptive_input_factor"))
     if factor != int(factor) or factor < 2:

@@ -30,8 +30,8 @@ def add_layer(base: Any, options: Any, arch: str, task: Any, hidden_dim: int | N
     model = FwpFwlLanguageModel.build_model(completed, task)
     if model.decoder.last_norm is None:
         raise ValueError(
-            "the model must end with a layer normalisation, got none: the layer is the identity only on normalised "
-            "features"
+            "the model must end with a layer normalisation, got --no-decoder-final-norm: train the base without this "
+            "flag, because the layer is the identity only on normalised features"
         )
     model.load_state_dict(base.state_dict())
     return model, completed

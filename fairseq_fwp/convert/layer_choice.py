@@ -58,8 +58,8 @@ def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Ten
     unknown = int(text.eq(dictionary.unk()).sum())
     if unknown > len(text) / 2:
         raise ValueError(
-            f"--kl-text must hold words of the dictionary, got {unknown:,} other words in the {len(text):,} of {path}: "
-            "apply the BPE of the training first"
+            f"--kl-text must hold words of the dictionary, got {unknown:,} unknown ones among the {len(text):,} words "
+            f"and line ends of {path}: apply the BPE of the training first"
         )
     for block in text.split(length):
         yield block.unsqueeze(0)

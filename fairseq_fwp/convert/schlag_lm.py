@@ -133,7 +133,10 @@ def check_options(options: Options, attn_type: AttentionType) -> None:
         )
         raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does}")
     if options.get("dropatt") and not attn_type.packed:
-        raise ValueError("--dropatt must be 0 with this --attn_type: give --dropatt 0, as in evaluation")
+        raise ValueError(
+            f"--dropatt must be 0 with this --attn_type, got {options.get('dropatt')}: give --dropatt 0 (dropout does "
+            "not change evaluation)"
+        )
 
 
 def map_flags(options: Options, attn_type: AttentionType) -> dict[str, Any]:

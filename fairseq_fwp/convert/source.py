@@ -110,12 +110,13 @@ def whole_numbers(option: str, text: Any) -> list[int]:
 
 
 def check_equal(option: str) -> Callable[[Tensor, Tensor], None]:
-    """A check that two tensors, which are one parameter here, are equal; its error begins with the option."""
+    """A check that two tensors, which are one parameter here, are equal; its error begins with `option`."""
 
     def check(first: Tensor, second: Tensor) -> None:
         if not torch.equal(first, second):
             raise ValueError(
-                f"{option} cannot be converted: input and output share one tensor here, and differ in the checkpoint"
+                f"{option} cannot be converted: after conversion input and output share one tensor, but the checkpoint "
+                "has two that differ"
             )
 
     return check

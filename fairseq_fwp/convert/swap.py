@@ -291,7 +291,10 @@ def check_spans(target: Target) -> None:
     if target.decay_spans is None:
         return
     if target.update_rule != "decay" or target.feature_map != "identity":
-        raise ValueError("--decay-spans must be left out unless --decoder-update-rule is decay without a map")
+        raise ValueError(
+            "--decay-spans must be left out unless --decoder-update-rule is decay and --decoder-feature-map is "
+            "identity (the default)"
+        )
     if target.decay_spans < 1:
         raise ValueError(f"--decay-spans must be at least 1 token, got {target.decay_spans}")
 

@@ -98,14 +98,17 @@ def all_sizes(flags: Mapping[str, Any], places: Mapping[str, str], size: int) ->
 
 def size_flags(name: str, head_dim: int, size: int) -> dict[str, int]:
     """The flags that give a map on heads of d this many features. Raises ValueError if it cannot have them."""
-    found: dict[str, tuple[dict[str, int], int]] = {
-        "relu": ({"relu_features": size}, size),
-        "favor": ({"favor_features": size // 2}, size // 2 * 2),
-        "dpfp": ({"dpfp_nu": size // (2 * head_dim)}, size // (2 * head_dim) * 2 * head_dim),
+    step = 2 * head_dim
+    found: dict[str, tuple[dict[str, int], int, str]] = {
+        "relu": ({"relu_features": size}, size, "at least 1"),
+        "favor": ({"favor_features": size // 2}, size // 2 * 2, "an even number of at least 2"),
+        "dpfp": ({"dpfp_nu": size // step}, size // step * step, f"{step} or a multiple of it"),
     }
-    made, features = found.get(name, ({}, head_dim))
+    made, features, allowed = found.get(name, ({}, head_dim, str(head_dim)))
     if features != size or size < 1:
-        raise ValueError(f"the map {name} cannot have {size} features on heads of {head_dim}: change --state-size")
+        raise ValueError(
+            f"--state-size must be {allowed} for the map {name} on heads of {head_dim} dimensions, got {size}"
+        )
     return made
 
 

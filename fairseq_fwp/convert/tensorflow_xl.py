@@ -98,8 +98,8 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
     if tensor.dim() not in expected or not tensor.numel():
         dimensions = " or ".join(map(str, expected))
         raise ValueError(
-            f"{name} must have {dimensions} dimensions and no empty one, got the shape {tuple(tensor.shape)}: the file "
-            "is not from Transformer-XL's TensorFlow code"
+            f"{name} must have {dimensions} dimensions, each of size 1 or more, got the shape "
+            f"{tuple(tensor.shape)}: the file is not from Transformer-XL's TensorFlow code"
         )
     return tensor
 
@@ -132,7 +132,9 @@ def table(names: Collection[str]) -> list[Entry]:
 def embeddings(names: Collection[str]) -> list[Entry]:
     """The entries of words and clusters; without --div_val they share one table."""
     if f"{EMBEDDINGS}/proj_W" in names:
-        raise ValueError("--d_embed other than --d_model cannot be converted: its embeddings have two projections")
+        raise ValueError(
+            "--d_embed must equal --d_model to be converted: with another size input and output have a projection each"
+        )
     clusters = [f"cutoff_{index}" for index in range(count(names, rf"{SOFTMAX}/cutoff_(\d+)/"))]
     biases = [f"{SOFTMAX}/{cluster}/b" for cluster in clusters] or [f"{SOFTMAX}/bias"]
     divided = count(names, rf"{EMBEDDINGS}/cutoff_(\d+)/") > 0
@@ -159,7 +161,8 @@ def projections(names: Collection[str], clusters: list[str]) -> list[Entry]:
         of_input, of_output = f"{EMBEDDINGS}/{cluster}/proj_W", f"{SOFTMAX}/{cluster}/proj"
         if index == 0 and of_input not in names:
             raise ValueError(
-                "--proj_same_dim=False cannot be converted: here the first cluster always has a projection"
+                "--proj_same_dim must be True to be converted, got False: in this package the first cluster always has "
+                "a projection"
             )
         shared = index > 0 and of_output not in names
         entries += [

@@ -184,14 +184,20 @@ def read_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def read_head_dim(tensors: Mapping[str, Tensor], sizes: Mapping[str, int], heads: int, options: Options) -> int:
     """The size of a head. Raises ValueError unless the heads share the embedding dimension."""
     together = _tensor(tensors, "layers.0.dec_attn.o_net.weight").shape[1]
-    if heads < 1 or together % heads or options.get("d_head", together // heads) != together // heads:
+    if heads < 1 or together % heads:
         raise ValueError(f"--n_head must divide {together}, the dimensions of all heads, got {heads}")
+    head_dim = together // heads
+    if options.get("d_head", head_dim) != head_dim:
+        raise ValueError(
+            f"--d_head must be {head_dim} = {together} dimensions / --n_head {heads}, got {options.get('d_head')}: "
+            "check --n_head and --d_head"
+        )
     if together != sizes["d_model"]:
         raise ValueError(
-            f"--n_head {heads} x --d_head {together // heads} must be --d_model {sizes['d_model']}: heads of another "
+            f"--n_head {heads} x --d_head {head_dim} must be --d_model {sizes['d_model']}: heads of another "
             "size cannot be converted"
         )
-    return together // heads
+    return head_dim
 
 
 def common_flags(
@@ -242,7 +248,8 @@ def read_clusters(tensors: Mapping[str, Tensor], d_model: int, options: Options)
     tables = [tensor for name, tensor in tensors.items() if re.fullmatch(r"word_emb.emb_layers.\d+.weight", name)]
     if not tables or tables[0].shape[1] != d_model:
         raise ValueError(
-            f"--d_embed other than --d_model {d_model} cannot be converted: its embeddings have two projections"
+            f"--d_embed must be {d_model}, as --d_model, to be converted, got {tables[0].shape[1]}: with another size "
+            "input and output have a projection each"
             if tables
             else "the state dict must have word_emb.emb_layers, got none: choose another --source"
         )
@@ -270,7 +277,10 @@ def absolute_positions(options: Options) -> dict[str, Any]:
     check_no_memory(options)
     clamp_len, tgt_len = options.get("clamp_len", -1), options.need("tgt_len")
     if 0 < clamp_len < tgt_len - 1:
-        raise ValueError(f"--clamp_len must be at least {tgt_len} with absolute positions, got {clamp_len}")
+        raise ValueError(
+            f"--clamp_len must be at least {tgt_len - 1} with absolute positions, or -1 for no limit, got {clamp_len}: "
+            "a smaller limit cannot be converted"
+        )
     return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
 
 

@@ -52,8 +52,9 @@ class Vocabulary(NamedTuple):
         specials = self.rows[: self._specials]
         if cutoffs and int(specials.max()) >= cutoffs[0]:
             raise ValueError(
-                f"fairseq's special symbols must be in the first cluster of an adaptive softmax, the first {cutoffs[0]}"
-                f" words, got one as word {int(specials.max())} of the vocabulary"
+                f"the words for the end of a line and for unknown words must be among the first {cutoffs[0]} words, "
+                f"the first cluster of the adaptive softmax, got one as word {int(specials.max()) + 1}: give the "
+                "vocabulary in the order of the training"
             )
         return [cutoff + self.added for cutoff in cutoffs]
 

@@ -120,7 +120,7 @@ class DistillationCriterion(FairseqCriterion):
         target = target[kept]
         of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
         if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
-            raise ValueError("--adaptive-softmax-cutoff must be left out with a teacher without an adaptive softmax")
+            raise ValueError("--adaptive-softmax-cutoff must be left out, because the teacher has no adaptive softmax")
         if of_model is None or of_its_teacher is None:
             student = widen(model.get_normalized_probs(out, log_probs=True)[kept])
             with torch.no_grad():
@@ -194,8 +194,8 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
         raise ValueError(
-            f"the model must have attention where its teacher has it, got {len(ours)} attentions and {len(theirs)} of "
-            "the teacher: give a teacher with as many layers"
+            f"the model must have attention in the same places as its teacher, got {len(ours)} attentions in the model "
+            f"and {len(theirs)} in the teacher: give a teacher with as many layers"
         )
     calls: list[tuple[str, Any, Any, Tensor]] = []
     hooks = [
@@ -216,7 +216,8 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
             out = ours[name](*words, **named)[0]
         except TypeError as error:
             raise ValueError(
-                f"the teacher's {name} takes other arguments than the model's: convert the teacher too ({error})"
+                f"the teacher's {name} takes other arguments than the model's: convert the teacher with fwp-convert "
+                f"too ({error})"
             ) from error
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):

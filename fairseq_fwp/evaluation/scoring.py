@@ -106,7 +106,8 @@ def score(
         if not math.isfinite(total):
             raise ValueError(
                 f"probabilities must be above 0, got 0 or NaN in the tokens {scored.start:,} to {scored.stop:,}: the "
-                "model diverged or overflows, or its vocabulary lacks a word (after conversion, perhaps the line end)"
+                "model diverged or overflows, or its vocabulary lacks a word of the text (in a converted model perhaps "
+                "the end of a line)"
             )
         report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
     wrong = int(times.ne(1).sum())

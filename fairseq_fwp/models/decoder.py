@@ -372,8 +372,8 @@ def build_adaptive_softmax(
     if str(cfg.output_layer) == "untied":
         if cutoffs or isinstance(embed_tokens, AdaptiveInput):
             raise ValueError(
-                "--output-layer must be biased or tied with --adaptive-softmax-cutoff or --div-val, got untied, "
-                "which has a plain softmax"
+                "--output-layer untied must be left out with --adaptive-softmax-cutoff or --div-val, because it has a "
+                "plain softmax: choose biased or tied"
             )
         return UntiedSoftmax(embed_tokens)
     biased, dropout = str(cfg.output_layer) == "biased", cfg.adaptive_softmax_dropout

@@ -70,11 +70,13 @@ class TrainedModel(BaseFairseqModel):
                 raise
             asked = "--model-overrides asks for" if saved.overridden else "this model has"
             raise ValueError(
-                f"{saved.path} needs {theirs}, and {asked} {ours}: give the flags of its model, or another checkpoint"
+                f"{saved.path} holds a model with {theirs}, but {asked} {ours}, which its weights do not fit: give the "
+                "flags of the saved model, or another checkpoint"
             ) from None
         if found and not saved.overridden:
             logger.warning(
-                "%s was trained with %s, but is loaded with %s: its weights now compute another function",
+                "%s was trained with %s, but is loaded with %s: its weights now compute another function; if you do "
+                "not want this, give the flags of its training",
                 *(saved.path, theirs, ours),
             )
         return loaded

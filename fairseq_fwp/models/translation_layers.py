@@ -15,6 +15,7 @@ from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeig
 from fairseq_fwp.modules.attention.heads import check_heads
 from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 IncrementalState: TypeAlias = dict[str, Any] | None
 
@@ -142,7 +143,8 @@ class FwpDecoderLayer(TransformerDecoderLayerBase):
         attention = build_attention(AttentionOptions, cfg)
         if not isinstance(attention, FastWeightAttention):
             raise ValueError(
-                f"--decoder-update-rule must be softmax or a rule in translation, got {cfg.decoder_update_rule}"
+                f"--decoder-update-rule must be softmax or one of {', '.join(UPDATE_RULES)} in translation, got "
+                f"{cfg.decoder_update_rule}"
             )
         q_k, v = attention.in_proj.weight.split(attention.sizes)[:2]
         initialize(q_k.chunk(2), v, attention.out_proj, attention.head_dim, attention.feature_map)

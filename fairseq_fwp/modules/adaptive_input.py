@@ -19,7 +19,8 @@ class AdaptiveInput(nn.Module):
     not train that word.
 
     vocab_size: V; embed_dim: D; cutoffs: ascending ranks below V, or empty; div_val: at least 1;
-    padding_idx: its embedding is always zero. Raises ValueError for invalid cutoffs or div_val.
+    padding_idx: its embedding is always zero. Raises ValueError for invalid cutoffs or div_val, or if
+    the last cluster would have no dimension.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class AdaptiveInput(nn.Module):
     ) -> None:
         super().__init__()
         check_cutoffs(cutoffs, vocab_size, padding_idx)
-        if div_val < 1 or embed_dim // div_val ** len(cutoffs) < 1:
+        if div_val < 1:
+            raise ValueError(f"`div_val` must be at least 1, got {div_val}")
+        if embed_dim < div_val ** len(cutoffs):
             raise ValueError(
-                f"`embed_dim` must be divisible by `div_val` for each cutoff, got {embed_dim}, {div_val} and "
-                f"{len(cutoffs)} cutoffs"
+                f"`embed_dim` must be at least {div_val ** len(cutoffs)}, which is `div_val` to the power of the "
+                f"number of cutoffs, got {embed_dim}"
             )
         self.embedding_dim = embed_dim
         self.num_embeddings = vocab_size

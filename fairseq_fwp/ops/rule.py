@@ -50,8 +50,10 @@ class Rule:
         names = ("q", "k", "v", *self.gates, "state")
         given = dict(zip(names, arguments, strict=False)) | named
         if len(arguments) > len(names) or {*names[:-1]} - {*given} or {*given} - {*names}:
+            by_name = f" and {', '.join(named)} by name" if named else ""
             raise TypeError(
-                f"arguments of {self.name} must be {', '.join(names)}, first and backend, got {', '.join(given)}"
+                f"the arguments of {self.name} must be {', '.join(names[:-1])} and, if wanted, state, by position or "
+                f"by name, and first and backend only by name, got {len(arguments)} by position{by_name}"
             )
         if twice := {*names[: len(arguments)]} & {*named}:
             raise TypeError(f"{self.name} must get arguments once, got two values of {', '.join(sorted(twice))}")

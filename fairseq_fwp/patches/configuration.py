@@ -4,6 +4,8 @@ import ast
 import sys
 from typing import Any
 
+REMEDY = "write the value itself into the configuration"
+
 
 def evaluate_data_alone() -> None:
     """fairseq runs some strings of a checkpoint's configuration as Python code: lists and pairs of numbers."""
@@ -26,7 +28,7 @@ def evaluate(text: str) -> Any:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError) as error:
         raise ValueError(
-            f"an option must be a number, a string or a list of them, got {text!r}: change the configuration"
+            f"the value of an option must be a number, a string, a list or a dictionary of them, got {text!r}: {REMEDY}"
         ) from error
 
 
@@ -45,5 +47,6 @@ def _value(node: ast.AST) -> Any:
         case ast.BinOp(op=ast.Mult()):
             return _value(node.left) * _value(node.right)
     raise ValueError(
-        f"an option must be data, got the code {ast.unparse(node)!r}, which is not run: change the configuration"
+        "the value of an option must be a number, a string, a list or a dictionary of them, got the code "
+        f"{ast.unparse(node)!r}, which is not run: {REMEDY}"
     )

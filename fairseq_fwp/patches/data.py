@@ -13,7 +13,7 @@ Original = Callable[..., Any]
 
 
 def refuse_damaged_data(make: Original) -> Any:
-    """fairseq trains on a text that was cut short, or preprocessed with another dictionary, as far as it goes."""
+    """fairseq starts to train, without a message, on a text cut short or preprocessed with another dictionary."""
     from fairseq.data import indexed_dataset
 
     def make_or_explain(path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:

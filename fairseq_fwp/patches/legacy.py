@@ -28,7 +28,7 @@ def load_masked_dictionary(load: Callable[..., Any]) -> Any:
 
 
 def give_hubert_its_option(init: Callable[..., Any]) -> Any:
-    """fairseq 0.12.3 asks a HuBERT model for CTC for an option that only its sequence-to-sequence models have."""
+    """fairseq 0.12.3 reads, from a HuBERT model with CTC, an option that only its sequence-to-sequence models have."""
     from omegaconf import open_dict
 
     def init_with_option(self: Any, cfg: Any, task: Any) -> None:

@@ -20,7 +20,7 @@ def restore_numpy_compat() -> None:
 
 
 def allow_checkpoint_types() -> None:
-    """torch >= 2.6 unpickles tensors only; fairseq's checkpoints and object broadcasts hold these types too."""
+    """torch >= 2.6 unpickles tensors only; fairseq's checkpoints and object broadcasts hold other types too."""
     from fairseq.data import Dictionary
     from fairseq.distributed import utils as distributed_utils
     from omegaconf import DictConfig, ListConfig, base, nodes
@@ -43,7 +43,7 @@ def count_below_zero(best_fitting: Original) -> Any:
 
 
 def forget_tpu(call_main: Original) -> Any:
-    """fairseq takes --bf16 for a run on a TPU and stops where torch_xla is not installed."""
+    """fairseq treats --bf16 as a run on a TPU and stops where torch_xla is not installed."""
 
     def call_without_tpu(cfg: Any, main: Any, **kwargs: Any) -> Any:
         if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
@@ -54,7 +54,7 @@ def forget_tpu(call_main: Original) -> Any:
 
 
 def count_diverse_beams_by_batch(step: Original) -> Any:
-    """Diverse beam search takes sentence numbers of the data set for rows of the batch. It fails or mixes them up."""
+    """Diverse beam search uses sentence numbers of the data set as rows of the batch. It fails or mixes them up."""
 
     def step_by_row(
         self: Any,

@@ -165,7 +165,7 @@ def main():
         serve(model_calls() if args.models else kernel_calls())
         return
     if args.folder is None:
-        parser.error("the folder of the version before is missing")
+        parser.error("the argument folder must be given: a checkout of the earlier version")
     record = Record()
     record.note("provenance", provenance())
     measure(record, args.folder, ["--models"] if args.models else [])

@@ -28,7 +28,7 @@ def read_hypotheses(log: Path) -> list[str]:
         found[int(number)] = text
     if sorted(found) != list(range(len(found))):
         missing = next(number for number in range(max(found)) if number not in found)
-        raise RecipeError(f"{log}: sentence {missing} was not translated: nothing is reported.")
+        raise RecipeError(f"{log}: sentence {missing} was not translated: evaluate again.")
     return [found[number] for number in range(len(found))]
 
 
@@ -53,7 +53,7 @@ def tokenized_bleu(hypotheses: list[str], references: list[str]) -> float:
 def read_references(path: Path, count: int) -> list[str]:
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if len(lines) != count:
-        raise RecipeError(f"{count:,} sentences were translated, but {path} has {len(lines):,}: nothing is reported.")
+        raise RecipeError(f"{count:,} sentences were translated, but {path} has {len(lines):,}: evaluate again.")
     return lines
 
 

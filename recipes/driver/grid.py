@@ -128,7 +128,8 @@ def is_finished(training: Training) -> bool:
     if found is None or not counts(found) or told not in ("", summary(found)):  # empty: as earlier versions left it
         has = summary(found) if found else "no result"
         raise RecipeError(
-            f"train.log in {training.folder} must have the result {told}, as when it finished, got {has}; {REMOVE}"
+            f"train.log in {training.folder} has changed since the training finished: the result was "
+            f"{told or 'not recorded'}, and now it is {has}; {REMOVE}"
         )
     return True
 

@@ -42,7 +42,10 @@ def write(folder: Path, out: Path) -> None:
         (out / f"{split}.txt").write_text(text, encoding="utf-8", newline="\n")
         print(f"{split}: {len(lines):,} lines, {sum(len(line.split()) for line in lines):,} words")
     if digest.hexdigest() != CHECKSUM:
-        raise RecipeError(f"{folder} has other PEPs than the recipe's: the text's SHA-256 is {digest.hexdigest()}.")
+        raise RecipeError(
+            f"{folder} has other PEPs than the recipe's: the text's SHA-256 is {digest.hexdigest()}. Remove {folder} "
+            "to download them again, or give another text with --data."
+        )
 
 
 def split_of(number: int) -> str:

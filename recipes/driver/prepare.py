@@ -52,9 +52,8 @@ def check_own(folder: Path, settings: str) -> None:
     """Check that a text of the user is the one evaluated before under its name; raise RecipeError otherwise."""
     if (folder / "source.txt").read_text(encoding="utf-8").strip() != settings:
         raise RecipeError(
-            f"a text must be the one that was evaluated before under its name (see {folder / 'source.txt'}), got "
-            "another: "
-            f"rename it, or remove {folder} and {folder.name}*.json next to the models."
+            f"{folder} holds another text of this name, which was evaluated before (see source.txt in it): rename "
+            f"the new text, or remove {folder} and {folder.name}*.json next to the models."
         )
 
 

@@ -100,15 +100,15 @@ FINE_TUNING = [*XL, "--arch", "fwp_fwl_lm", "--decoder-normalize-before"]
 FORGOTTEN = {
     "base": (
         ["--fwl-map-inputs", *SIZES],
-        r"needs .*--fwl-base fwp_xl_lm.*, and this model has .*--fwl-base fwp_lm.*: give the flags of its model",
+        r"holds .*--fwl-base fwp_xl_lm.*, but this model has .*--fwl-base fwp_lm.*, which its weights do not fit",
     ),
     "map": (
         ["--fwl-base", "fwp_xl_lm", *SIZES],
-        r"needs .*--fwl-map-inputs.*, and this model has .*no --fwl-map-inputs.*: give",
+        r"holds .*--fwl-map-inputs.*, but this model has .*no --fwl-map-inputs.*, which its",
     ),
     "a size": (
         ["--fwl-base", "fwp_xl_lm", "--fwl-map-inputs", *SIZES[2:], "--decoder-layers", 2],
-        r"needs .*--decoder-layers 1.*, and this model has .*--decoder-layers 2.*: give",
+        r"holds .*--decoder-layers 1.*, but this model has .*--decoder-layers 2.*, which its",
     ),
 }
 
@@ -152,7 +152,7 @@ def test_what_is_not_in_the_flags_is_left_to_fairseq(folder, tmp_path):
 @looped(
     ("name", "sentence"),
     [
-        ("no last norm", "the model must end with a layer normalisation"),
+        ("no last norm", "the model must end with a layer normalisation, got --no-decoder-final-norm: train"),
         ("layer", "must be fwp_lm or fwp_xl_lm, got fwp_fwl_lm"),
         ("nothing", "there is no checkpoint"),
     ],

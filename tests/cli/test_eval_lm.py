@@ -218,6 +218,7 @@ REFUSALS = {
     "half a checkpoint": (["half.pt", "data"], r"half\.pt must be a complete checkpoint"),
     "diverged": (["diverged.pt", "data"], r"probabilities must be above 0, .* the model diverged"),
     "translation": (["translation.pt", "data"], r"must be a language model, got 'transformer'"),
+    "begins of samples": (["bos.pt", "data"], r"without --add-bos-token or with --task .*, got .* fairseq-eval-lm can"),
     "a plugin's": (["plugin.pt", "data"], r"needs the model 'my_lm' and the task .*: give the plugin"),
     "another dictionary": (["delta.pt", "data2"], r"data2 must have the .*, got another \(16 words, .*pass the data"),
     "a dictionary of bytes": (["delta.pt", "bytes"], r"the dictionary in .*bytes cannot be read: Incorrect encoding"),
@@ -233,15 +234,15 @@ REFUSALS = {
     "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after must be a symbol of .*'none'"),
 }  # fmt: skip
 OVERRIDES = {
-    "{'heads': 3}": r"must name settings of .*delta\.pt, got heads$",
-    "{'model': 3}": r"must name settings of .*delta\.pt, got model$",
+    "{'heads': 3}": r"must name settings of .*delta\.pt, got heads: write names with _",
+    "{'model': 3}": r"must name settings of .*delta\.pt, got model: write",
     "{'max_target_positions': 'x'}": r"max_target_positions must be a whole number or None, got 'x'$",
     "{'seed': 1.5}": r"seed must be a whole number, got 1\.5$",
     "{'dropout': None}": r"dropout must be a number, got None$",
     "{'sum_normalization': 'x'}": r"sum_normalization must be True or False, got 'x'$",
     "{'fwp_backend': 'gpu'}": r"fwp_backend must be one of auto, kernel, reference, got 'gpu'$",
     "{'decoder_update_rule': 'x'}": r"the update rule must be one of .*, got 'x'",
-    "{'decoder_layers': 3}": r"needs --decoder-layers 2, and --model-overrides asks for --decoder-layers 3: ",
+    "{'decoder_layers': 3}": r"holds .* --decoder-layers 2, but --model-overrides asks for --decoder-layers 3, which",
 }
 MISUSES = {
     "two streams": (["--carry-state", "--batch-size", 2], r"--batch-size must be left out with --carry-state"),
@@ -304,6 +305,7 @@ def damaged(folder):
 
     edited("diverged.pt", lambda state: state["model"]["decoder.embed_tokens.weight"].fill_(math.nan))
     edited("translation.pt", lambda state: state["cfg"]["model"].update(_name="transformer"))
+    edited("bos.pt", lambda state: state["cfg"]["task"].update(add_bos_token=True))
     edited("list.pt", lambda state: state.update(model=[1]))
     edited("settings.pt", lambda state: state.update(cfg={"a": 1}))
     edited("plugin.pt", lambda state: state["cfg"]["model"].update(_name="my_lm"))
@@ -319,6 +321,11 @@ def test_refusals_are_one_sentence_and_write_nothing(damaged, tmp_path, case):
         eval_lm.main([*map(str, [damaged / data, "--path", damaged / path, "--cpu", *out, *arguments])])
     assert stopped.value.code.startswith("fwp-eval-lm: ") and "\n" not in stopped.value.code
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_refused_for_its_first_token_is_evaluated_by_fairseq(damaged):
+    """As the error says."""
+    assert 0 < fairseqs_bits(damaged, "bos.pt", 0) < 10
 
 
 @looped("case", MISUSES)

@@ -44,7 +44,7 @@ def test_an_architecture_that_hydra_cannot_have_is_refused(capsys, arch):
         info.main(["--hydra", arch])
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert "must be a language model for fairseq-hydra-train" in said and f"got '{arch}'" in said
+    assert "must be a language model for fairseq-hydra-train" in said and f"got '{arch}': train" in said
 
 
 @looped("arch", [arch for _, arch in ARCHS] + ["delta_dpfp2_retrieval"])

@@ -160,7 +160,9 @@ def test_weights_missing_or_too_many(refused):
         settings,
     )
     other = {**tensors, "decoder.adaptive_softmax.tail.0.0.weight": torch.ones(16, 4)}
-    refused("an adaptive softmax of its own cannot be converted: .* differ in the checkpoint", other, settings)
+    refused(
+        "an adaptive softmax of its own cannot be converted: .* but the checkpoint has two that differ", other, settings
+    )
     wide = {**tensors, "decoder.layers.0.fc1.bias": torch.ones(25)}
     refused(r"decoder\.layers\.0\.fc1\.bias must be \(24,\), got \(25,\)", wide, settings)
 
@@ -170,8 +172,8 @@ def test_weights_missing_or_too_many(refused):
     [
         ({"layernorm_embedding": True}, "--layernorm-embedding cannot be converted: it normalises its embeddings"),
         ({"scale_heads": True}, "--scale-heads cannot be converted: its heads have scales"),
-        ({"decoder_input_dim": 8}, "--decoder-input-dim 8 other than --decoder-embed-dim 16"),
-        ({"tie_adaptive_proj": False}, "an adaptive softmax without --tie-adaptive-proj cannot be converted"),
+        ({"decoder_input_dim": 8}, "--decoder-input-dim must be 16, as --decoder-embed-dim, got 8"),
+        ({"tie_adaptive_proj": False}, "--tie-adaptive-proj must be on to convert an adaptive softmax, got off"),
         ({"adaptive_softmax_cutoff": None}, "--adaptive-input without --adaptive-softmax-cutoff cannot be converted"),
         ({"adaptive_input_factor": 2.5}, "--adaptive-input-factor must be a whole number of at least 2, got 2.5"),
         ({"adaptive_softmax_cutoff": "10,x"}, "--adaptive-softmax-cutoff must be whole numbers such as .*, got '10,x'"),

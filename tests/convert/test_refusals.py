@@ -52,7 +52,7 @@ REFUSALS = {
     ),
     "heads": ("type24", {"n_head": 4}, None, r"qkvb_net must have 28 rows for 4 heads of 2, got 26: check --n_head"),
     "no divisor": ("type2", {"n_head": 3}, None, r"--n_head must divide 8, the dimensions of all heads, got 3"),
-    "d_head": ("type2", {"d_head": 5}, None, r"--n_head must divide 8, the dimensions of all heads, got 2"),
+    "d_head": ("type2", {"d_head": 5}, None, r"--d_head must be 4 = 8 dimensions / --n_head 2, got 5: check"),
     "d_head 2": (
         "type2",
         {},
@@ -70,10 +70,10 @@ REFUSALS = {
     "pre-norm": ("type2", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
     "pre-norm 4": ("type4", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
     "pre-norm 24": ("type24", {"pre_lnorm": True}, None, r"--pre_lnorm .* adds the normalised input"),
-    "dropatt": ("type4", {"dropatt": 0.1}, None, r"--dropatt .* give --dropatt 0"),
+    "dropatt": ("type4", {"dropatt": 0.1}, None, r"--dropatt must be 0 .*, got 0\.1: give --dropatt 0"),
     "memory": ("type2", {"mem_len": 4}, None, r"--mem_len must be left out with absolute positions"),
     "same length": ("type24", {"same_length": True}, None, r"--same_length must be left out with absolute positions"),
-    "clamp": ("type2", {"clamp_len": 4}, None, r"--clamp_len must be at least 11 with absolute positions, got 4"),
+    "clamp": ("type2", {"clamp_len": 9}, None, r"--clamp_len must be at least 10 with abs.*, or -1 .*, got 9: a sma"),
     "remove": ("type24", {"remove_lnorm": True}, None, r"--remove_lnorm must be off, got on"),
     "no feed-forward": (
         "type24",
@@ -88,7 +88,12 @@ REFUSALS = {
         shifted("crit.out_projs.1"),
         r"untied projections, as of --dataset lm1b",
     ),
-    "embeddings": ("type2", {}, replaced(word_emb__emb_layers__0__weight=torch.zeros(31, 4)), r"--d_embed other than"),
+    "embeddings": (
+        "type2",
+        {},
+        replaced(word_emb__emb_layers__0__weight=torch.zeros(31, 4)),
+        r"--d_embed must be 8, .*, got 4",
+    ),
     "no embeddings": ("type2", {}, without("word_emb.emb_layers.0.weight"), r"must have word_emb\.emb_layers"),
     "frequencies": ("type2", {}, shifted("pos_emb.inv_freq"), r"pos_emb\.inv_freq must hold the frequencies"),
 }
@@ -102,6 +107,14 @@ def test_refusal(case):
     with pytest.raises(ValueError, match=sentence) as refusal:
         build(vector, **options)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_limit_that_no_distance_exceeds():
+    """The smallest one that the error names, and both forms of no limit."""
+    vector = read_vector("schlag-lm/type2")
+    assert vector.options["tgt_len"] == 11
+    for clamp_len in (10, 0, -1):
+        build(vector, clamp_len=clamp_len)
 
 
 def test_types_that_transformer_xl_does_not_have():

@@ -263,11 +263,11 @@ def test_one_conversion_is_like_the_other(source):
         (Target("decay", state_size=4, heads=3), "must be divisible by --decoder-attention-heads, got"),
         (
             Target("gated", decay_spans=8),
-            "--decay-spans must be left out unless --decoder-update-rule is decay without a map",
+            "--decay-spans must be left out unless --decoder-update-rule is decay and --decoder-feature-map is",
         ),
         (
             Target("decay", "relu", decay_spans=8),
-            "--decay-spans must be left out unless --decoder-update-rule is decay without a map",
+            "--decay-spans must be left out unless --decoder-update-rule is decay and --decoder-feature-map is",
         ),
         (Target("decay", decay_spans=0), "--decay-spans must be at least 1 token, got 0"),
         (Target("leaky"), "the update rule must be softmax or one of sum, .*, got 'leaky'"),
@@ -346,7 +346,7 @@ def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
     [
         ("in_proj.weight", None, "is missing"),
         ("out_proj.weight", torch.ones(DIM, 3), r"must be \(16, 16\), got \(16, 3\)"),
-        ("gate.weight", torch.ones(DIM), "has no place"),
+        ("gate.weight", torch.ones(DIM), "is not a weight of this model"),
     ],
 )
 def test_attention_that_is_not_whole_is_named(saved, tmp_path, name, weight, sentence):
@@ -363,9 +363,9 @@ def test_attention_that_is_not_whole_is_named(saved, tmp_path, name, weight, sen
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--state-size", 4], "the new attention needs --decoder-update-rule"),
-        (["--decoder-update-rule", "softmax"], "takes --attention-window, and nothing else"),
-        (["--decoder-update-rule", "softmax", "--attention-window", 4, "--state-size", 4], "and nothing else"),
+        (["--state-size", 4], "--decoder-update-rule must be given with options of a new attention"),
+        (["--decoder-update-rule", "softmax"], "softmax must be given with --attention-window and no other"),
+        (["--decoder-update-rule", "softmax", "--attention-window", 4, "--state-size", 4], "and no other option"),
     ],
 )
 def test_arguments_without_sense(saved, tmp_path, capsys, arguments, sentence):

@@ -180,8 +180,20 @@ def test_every_rule(tmp_path_factory, rule):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--encoder-feature-map", "dpfp", "--state-size", "24"], "the map dpfp cannot have 24 features on heads of 8"),
-        (["--encoder-feature-map", "elu", "--state-size", "4"], "the map elu cannot have 4 features on heads of 8"),
+        (
+            ["--encoder-feature-map", "dpfp", "--state-size", "24"],
+            "--state-size must be 16 or a multiple of it for the map dpfp .*",
+        ),
+        (["--encoder-feature-map", "dpfp", "--state-size", "0"], "--state-size must be 16 or a .*, got 0"),
+        (
+            ["--encoder-feature-map", "favor", "--state-size", "5"],
+            "--state-size must be an even number of at least 2 for .*, got 5",
+        ),
+        (
+            ["--encoder-feature-map", "relu", "--state-size", "0"],
+            "--state-size must be at least 1 for the map relu .*, got 0",
+        ),
+        (["--encoder-feature-map", "elu", "--state-size", "4"], "--state-size must be 8 for the map elu .*, got 4"),
         (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans must be left out for translation"),
         (
             ["--cross-feature-map", "elu", "--attention-window", "4"],
@@ -202,7 +214,7 @@ def test_targets_that_cannot_be(saved, arguments, sentence):
 def test_arguments_without_sense(saved, capsys):
     with pytest.raises(SystemExit):
         saved.convert("--encoder-feature-map", "softmax", "--state-size", "4")
-    assert "a new attention needs --encoder-feature-map, --cross-feature-map or" in capsys.readouterr().err
+    assert "--cross-feature-map and --decoder-update-rule must be other than softmax, got" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--source", "gpt2", "folder", "--out", "out", "--cross-feature-map", "elu"])
     assert "--cross-feature-map need --source fairseq-mt" in capsys.readouterr().err

@@ -180,7 +180,7 @@ def test_what_does_not_fit(build_model, criterion):  # noqa: F811
     for flags, distillation, sentence in (
         ({"vocabulary": 40}, "distribution", of_words),
         ({"adaptive_softmax_cutoff": "10"}, "distribution", of_clusters),
-        ({"decoder_layers": 3}, "attention", "got 2 attentions and 3 of the teacher: give"),
+        ({"decoder_layers": 3}, "attention", "got 2 attentions in the model and 3 in the teacher: give"),
     ):
         with pytest.raises(ValueError, match=sentence):
             criterion(build_model("softmax_lm_wt103", **flags), distillation=distillation)(student, sample)

@@ -435,7 +435,7 @@ def test_positions_go_on_beyond_any_table():
         ({"decoder_update_rule": "hebb"}, "the update rule must be .*, got 'hebb'"),
         (
             {"decoder_update_rule": "delta_rnn"},
-            "--decoder-update-rule must be softmax or a rule in translation, got delta_rnn",
+            "--decoder-update-rule must be softmax or one of sum, .*, decay, .* in translation, got delta_rnn",
         ),
     ],
 )

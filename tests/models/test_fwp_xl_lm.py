@@ -300,8 +300,9 @@ REFUSED = {
     "--mem-len must be 0 with --decoder-positions layerwise, got ": {"decoder_positions": "layerwise"},
     "--clamp-len must be at least 1 with --decoder-positions shaw_biased, got -1": {"decoder_positions": "shaw_biased"},
     "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3": {"decoder_attention_heads": 3},
-    "--decoder-embed-dim must be divisible by --div-val for each cutoff, got 16, 0 and 1 cutoffs": {
-        "div_val": 0,
+    "--div-val must be at least 1, got 0": {"div_val": 0, "adaptive_softmax_cutoff": "10"},
+    "--decoder-embed-dim must be at least 17, which is --div-val to the power of the number of cutoffs, got 16": {
+        "div_val": 17,
         "adaptive_softmax_cutoff": "10",
     },
 }

@@ -144,7 +144,9 @@ def test_a_checkpoint_of_other_layers_is_named(build_model):
     weights = build_model("fwp_lm").state_dict()
     weights.saved = Saved("some.pt", plain(configure("fwp_lm", **SMALL)), overridden=False)
     given = {**SMALL, "softmax_layers": "1"}
-    sentence = "some.pt needs no --softmax-layers, and this model has --softmax-layers 1: give the flags of its"
+    sentence = (
+        "some.pt holds a model with no --softmax-layers, but this model has --softmax-layers 1, which its weights"
+    )
     with pytest.raises(ValueError, match=f"^{sentence}"):
         build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
 

@@ -96,7 +96,7 @@ def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
     other.load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
     assert [record.getMessage() for record in caplog.records if record.name.endswith("trained_model")] == [
         "some.pt was trained with --decoder-feature-map elu, but is loaded with --decoder-feature-map tanh: its "
-        "weights now compute another function"
+        "weights now compute another function; if you do not want this, give the flags of its training"
     ]
     caplog.clear()
     weights.saved = weights.saved._replace(overridden=True)
@@ -105,7 +105,7 @@ def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
     given["decoder_layers"] = 3
     for overridden, whose in ((False, "this model has"), (True, "--model-overrides asks for")):
         weights.saved = weights.saved._replace(overridden=overridden)
-        with pytest.raises(ValueError, match="^some.pt needs .*--decoder-layers 2.*, and " + whose + " .*layers 3"):
+        with pytest.raises(ValueError, match="^some.pt holds .*--decoder-layers 2.*, but " + whose + " .*layers 3"):
             build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
     del weights.saved
     with pytest.raises(RuntimeError, match="Missing key"):

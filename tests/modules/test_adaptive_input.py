@@ -57,9 +57,19 @@ def test_autocast():
     torch.testing.assert_close(found, embedding(tokens), rtol=0.02, atol=0.1)
 
 
-@looped("div_val", [0, -2, 8])
-def test_sizes_that_cannot_be_divided_are_refused(div_val):
-    with pytest.raises(
-        ValueError, match=f"must be divisible by `div_val` for each cutoff, got 32, {div_val} and 2 cutoffs"
-    ):
+@looped(
+    ("div_val", "sentence"),
+    [
+        (0, "`div_val` must be at least 1, got 0"),
+        (-2, "`div_val` must be at least 1, got -2"),
+        (6, "`embed_dim` must be at least 36, which is `div_val` to the power of the number of cutoffs, got 32"),
+    ],
+)
+def test_sizes_that_cannot_be_divided_are_refused(div_val, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
         AdaptiveInput(VOCABULARY, DIM, [10, 20], div_val)
+
+
+def test_the_least_size():
+    """It need not be divisible: sizes are rounded down."""
+    assert [table.embedding_dim for table in AdaptiveInput(VOCABULARY, 37, [10, 20], 6).tables] == [37, 6, 1]

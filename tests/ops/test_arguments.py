@@ -8,6 +8,7 @@ from pairwise import looped
 from subjects import PER_KEY, RULES, WITH_KERNEL, operands, sample_inputs
 
 from fairseq_fwp.ops.fast_weights import fast_weights
+from fairseq_fwp.ops.gla import RULE
 
 SHAPE = (2, 3, 4, 5, 6)
 KEY, VALUE = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 6)
@@ -47,6 +48,24 @@ def test_message(rule):
         for backend, gradients in product(backends, (True, False)):
             with torch.set_grad_enabled(gradients), pytest.raises(error, match=f"^{name}: {message}"):
                 of_rule.function(**inputs, backend=backend)
+
+
+def test_the_list_of_arguments():
+    """The error says which may be left out, and counts those without a name, which `first` is not one of."""
+    q, k, v, decay = (torch.ones(2, 3, 4, 5) for _ in range(4))
+    state, first = torch.zeros(2, 3, 5, 5), torch.zeros(2, 4, dtype=torch.bool)
+    names = (
+        "the arguments of gla_rule must be q, k, v, decay and, if wanted, state, by position or by name, and first and "
+        "backend only by name, got "
+    )
+    for given, named, got in (
+        ((q, k, v, decay, state, first), {}, "6 by position"),
+        ((q, k), {"v": v, "gate": decay}, "2 by position and v, gate by name"),
+        ((q, k, v), {"first": first}, "3 by position"),
+    ):
+        with pytest.raises(TypeError, match=f"^{names}{got}$"):
+            RULE(*given, **named)
+    assert RULE(q, k, v, decay=decay, first=first)[0].shape == RULE(q, k, v, decay, state, first=first)[0].shape
 
 
 @looped("backend", ["auto", "reference"])

@@ -108,12 +108,14 @@ def test_damaged_trainings_are_named(training):
     path = training.folder / "train.log"
     path.write_text(whole[: whole.index('"300"')])
     with pytest.raises(
-        RecipeError, match=r"the result best loss 0.2, 300 updates, as when it finished, got best loss 0.3"
+        RecipeError,
+        match=r"the result was best loss 0.2, 300 updates, and now it is best loss 0.3, 200 updates; remove",
     ):
         grid.is_finished(training)
     path.unlink()
     with pytest.raises(
-        RecipeError, match=r"train.log in .* must have the result .* no result; remove the folder to train it again"
+        RecipeError,
+        match=r"train.log in .* has changed since .*, and now it is no result; remove the folder to train it again",
     ):
         grid.is_finished(training)
     path.write_text(whole)

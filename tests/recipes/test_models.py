@@ -257,10 +257,10 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language
     other = tmp_path / "other" / "mine.txt"
     other.parent.mkdir()
     other.write_text("the\n")
-    with pytest.raises(RecipeError, match="a text must be the one that was evaluated before under its name"):
+    with pytest.raises(RecipeError, match=r"own_mine holds another text of this name, .*: rename the new"):
         language("evaluate", "--test", other).prepare_own("own_mine")
     own.write_text("every token reads\n")
-    with pytest.raises(RecipeError, match=r"got another: rename it, or remove .*own_mine"):
+    with pytest.raises(RecipeError, match=r"rename the new text, or remove .*own_mine and own_mine\*\.json"):
         language("evaluate", "--test", own).prepare_own("own_mine")
 
 

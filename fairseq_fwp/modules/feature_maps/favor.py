@@ -118,9 +118,11 @@ class Favor(FeatureMap):
         if projection is None:
             self._draw()
         elif projection.shape != self.projection.shape:
+            given = tuple(projection.shape)
             raise ValueError(
-                f"{prefix}projection must be {tuple(self.projection.shape)}, got {tuple(projection.shape)}: change "
-                "the number of FAVOR+'s features"
+                f"{prefix}projection must be {tuple(self.projection.shape)}, got {given}, because the checkpoint "
+                f"has {given[0]} random vectors of size {given[-1]}: build the map with this "
+                "`num_features` and key dimension"
             )
         else:
             self.projection = projection.to(self.projection)

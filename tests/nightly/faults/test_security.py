@@ -124,7 +124,7 @@ def test_a_configuration_is_no_code(tmp_path, canary):
     history = [{"optimizer_name": "adam", "lr_scheduler_state": {}, "num_updates": 1}]
     state = {"cfg": config, "args": None, "model": {}, "optimizer_history": history, "extra_state": {}}
     torch.save(state | {"last_optimizer_state": None, "task_state": {}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"must be data, got the code .*, which is not run"):
+    with pytest.raises(ValueError, match=r"must be a number, .*, got the code .*, which is not run"):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint.pt")])
 
 
@@ -148,7 +148,8 @@ def test_settings_mean_what_they_meant(text, value):
 )
 def test_code_is_refused(text):
     with pytest.raises(
-        ValueError, match=r"got the code .*, which is not run|must be a number, a string or a list of them"
+        ValueError,
+        match=r"got the code .*, which is not run|must be a number, a string, a list or a dictionary of them",
     ):
         configuration.evaluate(text)
 
