@@ -14,9 +14,8 @@ namespace fwp::cuda {
 // At least. Without this number, ptxas spills registers in favor of more blocks than are useful.
 template <typename Scan, int kColumns>
 constexpr int blocks_per_multiprocessor() {
-  const bool sums_columns = Scan::Arrays::parts().row_outputs > 0;
-  if (sizeof(typename Scan::Number) == 8 || (sums_columns && kColumns == kWide.columns)) return 2;
-  return kColumns == kWide.columns || sums_columns ? 3 : 4;
+  if (sizeof(typename Scan::Number) == 8 || Scan::Arrays::parts().row_outputs > 0) return 2;
+  return kColumns == kWide.columns ? 3 : 4;
 }
 
 template <typename Scan, int kRows, int kColumns>

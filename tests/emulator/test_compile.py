@@ -10,7 +10,7 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
 # three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
 # passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
-GREATEST = {"f": 128, "wide f": 168, "backward f": 168, "wide backward f": 255, "d": 255, "L": 255}
+GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255}
 # One scan of the sum and four of the delta rule in three shapes (float64: two). For each of the six rules that fade,
 # the forward scan in as many shapes, and the backward scan in four (two). Three kernels of sums. On tensor cores (L),
 # for each of four numbers of rows: three kernels of the sum and the delta rule and two of the gated delta rule. The
@@ -28,8 +28,10 @@ def type_of(usage):
 def faults(usages):
     found = []
     for usage in usages:
-        wide, backward = "ELi8ELi4EEE" in usage.kernel, "ForgetBackward" in usage.kernel
-        kind = f"{'wide ' * wide}{'backward ' * backward}f" if type_of(usage) == "f" else type_of(usage)
+        kind = type_of(usage)
+        if kind == "f":
+            backward, wide = "ForgetBackward" in usage.kernel, "ELi8ELi4EEE" in usage.kernel
+            kind = "backward f" if backward else "wide f" if wide else "f"
         stack = next((most for name, most in GREATEST_STACK.items() if name in usage.kernel), 0)
         spills = usage.spilled_bytes > 0 and not stack
         if usage.stack_bytes > stack or spills or usage.registers > GREATEST[kind]:
