@@ -1,4 +1,4 @@
-"""The cost of scoring with a fast weight layer and with dynamic evaluation, compared with the model alone.
+"""The cost of scoring with a fast weight layer and with dynamic evaluation, compared with the base model.
 
 The two models are those of Clark et al. 2022 (arXiv 2212.02475), untrained, on words that follow Zipf's law.
 Transformer-XL large reads segments of 128 tokens with a memory of 1,600 (Dai et al. 2019), local attention reads blocks
@@ -31,7 +31,7 @@ MODELS = {
     "fwl_local_lm_wt103": (*LOCAL, {}, 0, 1024),
     "fwl_local_lm_wt103, head of 4,000 words": (*LOCAL, {"adaptive_softmax_cutoff": "4000,40000,200000"}, 0, 1024),
 }
-BASE, LAYER, DYNAMIC = "the model alone", "fast weight layer", "dynamic evaluation"
+BASE, LAYER, DYNAMIC = "the base model", "fast weight layer", "dynamic evaluation"
 OPERATIONS = "operations"
 ROUNDS = 5
 THREADS = 2
@@ -140,7 +140,7 @@ def paragraphs(record):
         best = {name: min(record.values(model, "scoring", name)) for name in (BASE, LAYER, DYNAMIC)}
         speeds = ", ".join(f"{length / seconds:.1f} with {name}" for name, seconds in best.items())
         (work,) = record.values(model, "scoring", BASE, OPERATIONS)
-        found.append(f"{model}: tokens a second, {speeds}; {work / length / 1e6:.0f} MFLOP a token alone.\n")
+        found.append(f"{model}: tokens a second, {speeds}; {work / length / 1e6:.0f} MFLOP a token ({BASE}).\n")
     return found
 
 

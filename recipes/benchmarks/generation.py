@@ -26,7 +26,7 @@ CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384)
 SEQUENCES = (1, 8)
 ROUNDS = 5
 DECAY, DELTA, SOFTMAX, IN_PLACE = NAMES = ("decay", "delta", "softmax", "softmax, cache in place")
-MODEL, LAYERS = "whole model", "attention layers alone"
+MODEL, LAYERS = "whole model", "attention layers only"
 # The paper only has a picture; its readers may expect these ratios at 8,192 tokens.
 GOAL_CONTEXT, GOALS = 8192, {MODEL: 5, LAYERS: 50}
 # Calls whose peak memory is taken.

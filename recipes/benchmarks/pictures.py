@@ -47,7 +47,7 @@ def draw_bars(axes, panel, record, goals):
         axes.annotate(f"{value:.3g}", (max(value, 1), y), **place)
     axes.set_yticks(
         range(len(rows)),
-        [f"{row[0]} ({row[1]})".replace("the model alone", "the base model") for row in rows],
+        [f"{row[0]} ({row[1]})" for row in rows],
         fontsize=8,
     )
     axes.invert_yaxis()
@@ -77,7 +77,7 @@ def draw_curves(axes, panel, record, _):
     axes.set_xscale("log")
     axes.set_xticks(sorted(lengths), [f"{length:,}" for length in sorted(lengths)], fontsize=9)
     axes.minorticks_off()
-    axes.set(title=panel.stage.replace("alone", "only"), xlabel=panel.where.format("n"), ylabel=panel.unit)
+    axes.set(title=panel.stage, xlabel=panel.where.format("n"), ylabel=panel.unit)
 
 
 def is_there(panel, record):
