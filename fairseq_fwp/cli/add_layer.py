@@ -26,6 +26,8 @@ from fairseq_fwp.convert.fast_weight_layer import add_layer, read_moments
 
 def run(args: Namespace) -> None:
     """Add the layer as the arguments say, and print what was written."""
+    if args.out.exists():
+        raise ValueError(f"--out must be a new file, got {args.out}, which exists: give another name, or remove it")
     base, task, cfg = load_model(args.path, args.data, {})
     model, settings = add_layer(base, cfg.model, architecture(cfg), task, args.fwl_hidden_dim)
     text = load_text(task, args.data, "train", task.source_dictionary.eos())

@@ -67,9 +67,9 @@ def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, 
     """
     unknown = overrides.keys() - option_names(cfg)
     if unknown:
+        spelling = ": write names with _ in place of -" if any("-" in name for name in unknown) else ""
         raise ValueError(
-            f"--model-overrides must name settings of {path}, got {', '.join(sorted(unknown))}: write names with _ in "
-            "place of -, as in mem_len"
+            f"--model-overrides must name settings of the model in {path}, got {', '.join(sorted(unknown))}{spelling}"
         )
     read = dict(overrides)
     model = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(architecture(cfg)))

@@ -29,7 +29,7 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.argument_types import dictionary_of_settings, non_negative, output_file, positive
 from fairseq_fwp.cli.checkpoint import load_model
-from fairseq_fwp.cli.files import import_plugin, load_text, write_whole
+from fairseq_fwp.cli.files import import_plugin, load_text, refuse_inputs, write_whole
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
 from fairseq_fwp.tasks.text_blocks import BLANK_LINE
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # The flags that set the arguments that the library's errors name.
 FLAGS = {
     "window": "--tokens-per-sample",
-    "context": "--context-window (--tokens-per-sample less --stride)",
+    "context": "--context-window",
     "carry_state": "--carry-state",
     "max_target_positions": "--model-overrides \"{'max_target_positions': N}\"",
 }
@@ -80,11 +80,17 @@ def report(summary: dict[str, Any]) -> list[str]:
 
 
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
-    """The number given; else the number of tokens if every word is one character; else None."""
-    if given is not None:
-        return given
+    """Return the number given; else the number of tokens if every word is one character; else None.
+
+    Raises ValueError for another number than that of such tokens.
+    """
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
-    return tokens if words and all(len(word) == 1 for word in words) else None
+    counted = tokens if words and all(len(word) == 1 for word in words) else None
+    if None not in (given, counted) and given != counted:
+        raise ValueError(
+            f"--characters must be {counted:,}, because every token is a character, got {given:,}: leave it out"
+        )
+    return given if counted is None else counted
 
 
 def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
@@ -94,6 +100,8 @@ def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
     given = {"lr": args.dynamic_lr, "decay": args.dynamic_decay, "epsilon": args.dynamic_epsilon}
     given = {name: value for name, value in given.items() if value is not None}
     rule = DynamicRule(kind=args.dynamic, windows=args.dynamic_statistics, **given) if args.dynamic else None
+    if args.context_window is None and args.stride > window:
+        raise ValueError(f"--stride must be at most {window}, the length of a window, got {args.stride}")
     context = window - args.stride if args.context_window is None else args.context_window
     separator = getattr(task, "reset_state_after", None)
     if args.carry_state and separator and separator != args.reset_after:
@@ -233,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on that number of windows"
         )
     try:
+        refuse_inputs(args.data, args.path, {"--json": args.json, "--scores": args.scores})
         run(args)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-eval-lm: {name_flags(error)}")

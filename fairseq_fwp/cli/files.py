@@ -55,6 +55,18 @@ def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | 
     return Text.after(first, tokens, document_starts(tokens, separator, empty_lines))
 
 
+def refuse_inputs(data: str, checkpoint: str, outputs: dict[str, Path | None]) -> None:
+    """Raise ValueError if an output, by its flag, is the checkpoint, or a dictionary or text in the data folder."""
+    folders = {Path(folder).resolve() for folder in utils.split_paths(data)}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        found = path.resolve()
+        is_data = found.name.startswith("dict.") or found.suffix in (".bin", ".idx")
+        if found == Path(checkpoint).resolve() or (found.parent in folders and is_data):
+            raise ValueError(f"{flag} must be another file than those that are read, got {path}: give another name")
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name first, so that a file of this name is always complete."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -220,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len({*labels}) < len(labels):
             raise ValueError(f"each run must have a label of its own, got {', '.join(labels)}: give LABEL=LOG.")
         tables = out.with_suffix(".csv"), out.with_suffix(".md")
+        others = [str(table) for table in tables if table.exists()]
+        if others and not out.exists():
+            raise ValueError(f"--out must have another name, because {others[0]} exists and is not of a picture.")
         draw(runs, out, args.x, args.train)
         write_csv(runs, tables[0])
         write_markdown(runs, tables[1])

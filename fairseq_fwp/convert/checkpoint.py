@@ -58,7 +58,8 @@ def write(conversion: Conversion, out: Path) -> None:
     Raises ValueError if the folder exists and is not empty, or if the weights do not fit the model of the flags.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out must be a new or empty folder, got {out}, which holds files")
+        found = "holds files" if out.is_dir() else "is a file"
+        raise ValueError(f"--out must be a new or empty folder, got {out}, which {found}")
     flags, task = command_line(conversion), make_task(conversion)
     cfg = configure(flags, out)
     model = build(conversion, cfg.model, task)

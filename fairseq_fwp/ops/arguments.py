@@ -55,8 +55,9 @@ def check_arguments(
     if q.dtype not in DTYPES:
         raise TypeError(f"{rule}: q must be float32, float64, bfloat16 or float16, got {q.dtype}")
     for name, (x, shapes) in tensors.items():
-        is_wide_gate = name not in ("q", "k", "v") and x.dtype == state_dtype(q.dtype)
-        _expect(rule, name, x, shapes, sizes, x.dtype if is_wide_gate else q.dtype, "q's dtype", q.device)
+        is_gate, wide = name not in ("q", "k", "v"), state_dtype(q.dtype)
+        what = f"dtype {wide} or q's dtype" if is_gate and wide != q.dtype else "q's dtype"
+        _expect(rule, name, x, shapes, sizes, wide if is_gate and x.dtype == wide else q.dtype, what, q.device)
     if state is not None:
         _expect_dense(rule, "state", state, "a tensor or None")
         dtype = state_dtype(q.dtype)

@@ -60,8 +60,17 @@ def loss(folder, path, *flags):
 def run(folder, name, *flags):
     out = folder / f"{name}.pt"
     path = folder / name / "checkpoint_last.pt"
+    out.unlink(missing_ok=True)
     add_layer.main([str(folder / "data"), "--path", str(path), "--out", str(out), *flags])
     return path, out
+
+
+def test_an_existing_file_is_kept(folder):
+    path = next(folder.glob("*/checkpoint_last.pt"))
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match=r"--out must be a new file, got .*checkpoint_last\.pt, which exists"):
+        add_layer.main([str(folder / "data"), "--path", str(path), "--out", str(path)])
+    assert path.read_bytes() == before
 
 
 @looped("name", ["Transformer-XL", "local"])

@@ -34,7 +34,9 @@ def test_characters():
     for symbol in "abc_":
         letters.add_symbol(symbol)
     letters.finalize(padding_factor=8)
-    assert eval_lm.count_characters(letters, 7, None) == 7
+    assert eval_lm.count_characters(letters, 7, None) == eval_lm.count_characters(letters, 7, 7) == 7
+    with pytest.raises(ValueError, match="--characters must be 7, because every token is a character, got 13"):
+        eval_lm.count_characters(letters, 7, 13)
     assert eval_lm.count_characters(words, 7, None) is None
     assert eval_lm.count_characters(words, 7, 30) == 30
 
@@ -227,15 +229,16 @@ REFUSALS = {
     "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"'valid' must exist in .*, got .*test, train"),
     "no text": (["delta.pt", "empty"], r"'test' in .*empty must have at least one token, got none: pre"),
     "too long": (["delta.pt", "data", "--tokens-per-sample", 33], r"--tokens-per-sample must be at most 32, .*--mod"),
-    "wide stride": (["delta.pt", "data", "--stride", 33], r"less --stride\) must be from 0 to 31, got -1"),
+    "wide stride": (["delta.pt", "data", "--stride", 33], "--stride must be at most 32, the length of a window, got 33"),
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window .* from 0 to 31, got 32"),
     "negative context": (["delta.pt", "data", "--context-window", -1], r"--context-window .* from 0 to 31, got -1"),
     "no state": (["softmax.pt", "data", "--carry-state"], r"--carry-state must be off for FwpLanguageModel"),
     "no separator": (["delta.pt", "data", "--reset-after", "none"], r"--reset-after must be a symbol of .*'none'"),
 }  # fmt: skip
 OVERRIDES = {
-    "{'heads': 3}": r"must name settings of .*delta\.pt, got heads: write names with _",
-    "{'model': 3}": r"must name settings of .*delta\.pt, got model: write",
+    "{'heads': 3}": r"must name settings of .*delta\.pt, got heads$",
+    "{'mem-len': 3}": r"must name settings of .*, got mem-len: write names with _ in place of -$",
+    "{'model': 3}": r"must name settings of .*delta\.pt, got model$",
     "{'max_target_positions': 'x'}": r"max_target_positions must be a whole number or None, got 'x'$",
     "{'seed': 1.5}": r"seed must be a whole number, got 1\.5$",
     "{'dropout': None}": r"dropout must be a number, got None$",
@@ -321,6 +324,15 @@ def test_refusals_are_one_sentence_and_write_nothing(damaged, tmp_path, case):
         eval_lm.main([*map(str, [damaged / data, "--path", damaged / path, "--cpu", *out, *arguments])])
     assert stopped.value.code.startswith("fwp-eval-lm: ") and "\n" not in stopped.value.code
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--json", "--scores"])
+@pytest.mark.parametrize("name", ["delta.pt", "data/dict.txt", "data/test.bin", "data/../delta.pt"])
+def test_inputs_are_never_written(folder, flag, name):
+    before = (folder / name).read_bytes()
+    with pytest.raises(SystemExit, match=rf"{flag} must be another file than those that are read, got .*{name}"):
+        eval_lm.main([*map(str, [folder / "data", "--path", folder / "delta.pt", "--cpu", flag, folder / name])])
+    assert (folder / name).read_bytes() == before
 
 
 def test_what_is_refused_for_its_first_token_is_evaluated_by_fairseq(damaged):

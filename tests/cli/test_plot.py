@@ -76,6 +76,15 @@ def test_logs_without_validation_are_refused(logs, text, capsys):
     assert not list(logs.glob("curves*"))
 
 
+def test_a_file_that_is_not_of_a_picture_is_kept(logs):
+    (logs / "notes.md").write_text("mine")
+    with pytest.raises(SystemExit, match=r"--out must have another name, because .*notes\.md exists"):
+        plot.main([f"{logs}/sum/train.log", "--out", str(logs / "notes.png")])
+    assert (logs / "notes.md").read_text() == "mine" and not (logs / "notes.png").exists()
+    for _ in range(2):  # its own files are replaced
+        plot.main([f"{logs}/sum/train.log", "--out", str(logs / "curves.png")])
+
+
 def test_a_bad_out_is_refused(logs):
     with pytest.raises(SystemExit, match=r"\.png, \.svg, \.pdf file in a folder that exists"):
         plot.main([f"{logs}/sum/train.log", "--out", str(logs / "none" / "curves.png")])

@@ -183,7 +183,8 @@ def fit_normalizations(
     if (sum_normalization or attention_normalization) and not feature_map.positive:
         raise ValueError(
             f"features must not be negative for sum and attention normalisation, which divide by their sums, got "
-            f"those of {type(feature_map).__name__}: choose another map, or neither normalisation"
+            f"those of {type(feature_map).__name__}: choose another map, or neither normalisation (an architecture "
+            "without presets, such as fwp_lm, has none)"
         )
     # Features of sum one have the same size with every map.
     epsilon = NORMALIZATION_EPSILON if sum_normalization else feature_map.epsilon
