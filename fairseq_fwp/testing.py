@@ -32,11 +32,17 @@ def check_rule(rule: Rule, seed: int = 0) -> None:
     for shapes in itertools.product(*rule.gates.values()):
         gates = dict(zip(rule.gates, shapes, strict=True))
         inputs = sample_inputs(rule, seed, gates=gates)
-        _check_results(rule, inputs)
-        _check_causality(rule, inputs, sample_inputs(rule, seed + 1, gates=gates))
-        _check_splits(rule, inputs)
-        _check_independence(rule, inputs)
-        _check_gradients(rule, inputs)
+        try:
+            _check_results(rule, inputs)
+            _check_causality(rule, inputs, sample_inputs(rule, seed + 1, gates=gates))
+            _check_splits(rule, inputs)
+            _check_independence(rule, inputs)
+            _check_gradients(rule, inputs)
+        except RuntimeError as error:
+            raise AssertionError(
+                f"{rule.name}: the step must take memory (B, H, Dk, Dv), k (B, H, Dk), v (B, H, Dv) and its gates, and "
+                f"must not change them in place, got the error: {error}"
+            ) from error
 
 
 def sample_inputs(

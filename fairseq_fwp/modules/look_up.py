@@ -12,5 +12,7 @@ def look_up(kind: str, name: str, table: Mapping[str, Entry], besides: str = "")
     besides: words for further choices in the error.
     """
     if name not in table:
-        raise ValueError(f"the {kind} must be {besides}one of {', '.join(table)}, got {name!r}")
+        raise ValueError(
+            f"the {kind} must be {besides}one of {', '.join(table)}, got {name!r}: if a plug-in has it, give that plug-in"
+        )
     return table[name]

@@ -40,6 +40,22 @@ def test_what_breaks_a_law_is_told_which(step):
         check_rule(ops.Rule(step.__name__, step, {"keep": (ops.PER_TOKEN,)}))
 
 
+def with_a_wrong_shape(memory, k, v, keep):
+    return keep * memory + ops.outer(v, k)
+
+
+def in_place(memory, k, v, keep):
+    return memory.mul_(keep.unsqueeze(-1)).add_(ops.outer(k, v))
+
+
+@pytest.mark.parametrize("step", [with_a_wrong_shape, in_place], ids=lambda step: step.__name__)
+def test_pytorchs_errors_say_what_a_step_takes(step):
+    with pytest.raises(
+        AssertionError, match=rf"{step.__name__}: the step must take memory \(B, H, Dk, Dv\), .* in place, got"
+    ):
+        check_rule(ops.Rule(step.__name__, step, {"keep": (ops.PER_TOKEN,)}))
+
+
 KEEP = {"keep": (ops.PER_TOKEN,)}
 
 
