@@ -12,7 +12,6 @@ def look_up(kind: str, name: str, table: Mapping[str, Entry], besides: str = "")
     besides: words for further choices in the error.
     """
     if name not in table:
-        raise ValueError(
-            f"the {kind} must be {besides}one of {', '.join(table)}, got {name!r}: if a plug-in has it, give that plug-in"
-        )
+        known = f"{besides}one of {', '.join(table)}"
+        raise ValueError(f"the {kind} must be {known}, got {name!r}: if a plug-in has it, give that plug-in")
     return table[name]
