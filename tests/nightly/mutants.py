@@ -114,8 +114,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/cli/eval_lm.py",
-        "return tokens if words and all(len(word) == 1 for word in words) else None",
-        "return tokens if words and all(len(word) == 2 for word in words) else None",
+        "counted = tokens if words and all(len(word) == 1 for word in words) else None",
+        "counted = tokens if words and all(len(word) == 2 for word in words) else None",
     ),
     Mutant("fairseq_fwp/cli/eval_lm.py", "if of.bits_per_character is not None:", "if of.bits_per_character is None:"),
     Mutant(
