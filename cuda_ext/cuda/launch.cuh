@@ -57,16 +57,15 @@ ShapeSize tile_of(Shape shape, int tall_columns) {
 // Call f(rows, columns), integral constants, with the tile of a scan.
 template <typename A, int tall_columns, bool sums_columns, typename F>
 const char* with_tile(Shape shape, F f) {
-  const auto call = [&](auto rows, auto columns) { return f(rows, columns); };
   if (shape == Shape::tall)
-    return call(std::integral_constant<int, kTall<A>.rows>{}, std::integral_constant<int, tall_columns>{});
+    return f(std::integral_constant<int, kTall<A>.rows>{}, std::integral_constant<int, tall_columns>{});
   if constexpr (sizeof(A) < 8)
     if (shape == Shape::wide)
-      return call(std::integral_constant<int, kWide.rows>{}, std::integral_constant<int, kWide.columns>{});
+      return f(std::integral_constant<int, kWide.rows>{}, std::integral_constant<int, kWide.columns>{});
   if constexpr (sizeof(A) < 8 && sums_columns)
     if (shape == Shape::medium)
-      return call(std::integral_constant<int, kMedium.rows>{}, std::integral_constant<int, kMedium.columns>{});
-  return call(std::integral_constant<int, kNarrow.rows>{}, std::integral_constant<int, kNarrow.columns>{});
+      return f(std::integral_constant<int, kMedium.rows>{}, std::integral_constant<int, kMedium.columns>{});
+  return f(std::integral_constant<int, kNarrow.rows>{}, std::integral_constant<int, kNarrow.columns>{});
 }
 
 // Launch a scan, which has its plan.

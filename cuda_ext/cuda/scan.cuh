@@ -95,10 +95,6 @@ struct Tile {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= row[r];
   }
-  FWP_DEVICE void scale_columns(const A (&column)[kColumns]) {
-    FWP_UNROLL for (int r = 0; r < kRows; ++r)
-      FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] *= column[c];
-  }
   FWP_DEVICE void clear() {
     FWP_UNROLL for (int r = 0; r < kRows; ++r)
       FWP_UNROLL for (int c = 0; c < kColumns; ++c) x[r][c] = A(0);

@@ -45,10 +45,9 @@ FLAGS = {
 }
 
 
-def summarize(args: Namespace, model: Any, dictionary: Any, scores: Scores) -> dict[str, Any]:
+def summarize(args: Namespace, model: Any, characters: int | None, scores: Scores) -> dict[str, Any]:
     """Return what was evaluated and its result, as --json writes them; None for an unknown number."""
     tokens = len(scores.log_probs)
-    characters = count_characters(dictionary, tokens, args.characters)
     return {
         "path": args.path,
         "subset": args.gen_subset,
@@ -131,6 +130,7 @@ def run(args: Namespace) -> None:
     dictionary = task.source_dictionary
     first = dictionary.bos() if getattr(cfg.task, "add_bos_token", False) else dictionary.eos()
     text = load_text(task, args.data, args.gen_subset, first, args.reset_after)
+    characters = count_characters(dictionary, len(text.tokens), args.characters)
     train = load_text(task, args.data, "train", first, args.reset_after) if args.dynamic not in (None, "sgd") else None
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model = model.to(device).requires_grad_(args.dynamic is not None)
@@ -142,7 +142,7 @@ def run(args: Namespace) -> None:
         return progress_bar(batches, args.log_format, args.log_interval, **shown)
 
     scores = evaluate(model, text, protocol, train, args.batch_size, progress)
-    summary = summarize(args, model, dictionary, scores)
+    summary = summarize(args, model, characters, scores)
     if args.scores:
         table = score_table([dictionary[token] for token in text.tokens.tolist()], scores.log_probs.tolist())
         write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))

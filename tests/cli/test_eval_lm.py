@@ -335,6 +335,16 @@ def test_inputs_are_never_written(folder, flag, name):
     assert (folder / name).read_bytes() == before
 
 
+def test_characters_are_checked_before_the_evaluation(folder, monkeypatch):
+    def refuse(*arguments):
+        raise ValueError("--characters must be 7")
+
+    monkeypatch.setattr(eval_lm, "count_characters", refuse)
+    monkeypatch.setattr(eval_lm, "evaluate", lambda *arguments: pytest.fail("the text was evaluated"))
+    with pytest.raises(SystemExit, match="--characters must be 7"):
+        eval_lm.main([*map(str, [folder / "data", "--path", folder / "delta.pt", "--cpu"])])
+
+
 def test_what_is_refused_for_its_first_token_is_evaluated_by_fairseq(damaged):
     """As the error says."""
     assert 0 < fairseqs_bits(damaged, "bos.pt", 0) < 10

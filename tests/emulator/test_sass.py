@@ -93,9 +93,9 @@ def ceiling(name: str) -> int | None:
     """Return the greatest number of instructions in a round, by the scan or its rule and tile, or by the pass."""
     known = EXPECTED[kind_of(name)].instructions
     if scan := re.search(r"<(\w+)(?:<\w+, \d+, (\d+)>, (\d+), (\d+))?", name):
-        number, rule, rows, columns = scan[1], *scan.groups()[1:]
-        of_tile = f"{number} {rows} x {columns}{' removal' * (rule == '2')}"
-        return known.get(of_tile, known.get(scan[1], known.get(pass_of(name))))
+        kind, erases, rows, columns = scan.groups()
+        of_tile = f"{kind} {rows} x {columns}{' removal' * (erases == '2')}"
+        return known.get(of_tile, known.get(kind, known.get(pass_of(name))))
     return None
 
 
