@@ -1,7 +1,7 @@
 // The backward pass of the rules on the tensor cores, chunk by chunk (see chunks.cuh), from the last chunk to the first. G is
-// the gradient of the state after the chunk. D is the gradient of E, or of V in the sum rule:
+// the gradient of the state after the chunk. D is the gradient of E, or of V if nothing is erased:
 //
-//     dU = P^T dO + w K G - A^T D      D = b dU           (of the sum rule D = dU)
+//     dU = P^T dO + w K G - A^T D      D = b dU           (sum, no decays: D = dU)
 //     dP = F dO U^T up to its diagonal                    dA = -F D U^T below it
 //     dQ = c dO S^T + dP K                                dV = D
 //     dK = w U G^T - c D S^T + dP^T Q + (dA + dA^T) K
@@ -177,7 +177,8 @@ struct StateBefore {
 template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
-  using Pass::kParts;
+  using Pass::kRates;
+  static constexpr bool kWrites = kErases || !kEnds;  // whether it needs dU
 
   Brought d_out, value;  // value: the errors, if the rule erases
   const Bfloat16* states;       // of a rule without decays
@@ -212,9 +213,9 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
         : starts(carver.take<const char*>(6)), scores(carver, kExact, kErases),
           state(carver, pass.block_columns()),
           g(carver.matrix(pass.block_columns(), kRows)),
-          write(carver.matrix(kErases ? kChunkTokens : 0, pass.block_columns())),
+          write(carver.matrix(kRates ? kChunkTokens : 0, pass.block_columns())),
           d(carver.matrix(kChunkTokens, pass.block_columns())),
-          d_rate(carver.take<float>(kErases ? pass.warps * kChunkTokens : 0)),
+          d_rate(carver.take<float>(kRates ? pass.warps * kChunkTokens : 0)),
           d_decay(carver, kRows, pass.warps, kFades), stages(carver, pass) {}
   };
 
@@ -293,17 +294,18 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const Scores& scores = memory.scores;
     Product values;
     if constexpr (kErases) this->load_errors(memory.starts[3], n, kChunkBlocks - 1, values);
-    this->template make_scores<kExact>(chunk.query, chunk.key, chunk.decays, scores,
+    if constexpr (kWrites)
+      this->template make_scores<kExact>(chunk.query, chunk.key, chunk.decays, scores,
                                        [&](int t, int, float x) { return chunk.rate[t] * x; });
     Product d_write[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) clear(d_write[t]);
-    read_g(g, chunk, memory.g, d_write);
+    if constexpr (kWrites) read_g(g, chunk, memory.g, d_write);
     if (!kEnds && n + 1 < this->end()) store_decay(memory, n + 1);
     this->put_scalars(next, memory.stages[n + 1]);  // the other stage, that of chunk n - 1
     if constexpr (kFades && !kEnds) wait_state(n);
     __syncthreads();  // for the scores
     Factor d_read[1];
-    FWP_UNROLL for (int s = 0; s < kChunkBlocks; ++s) {
+    FWP_UNROLL for (int s = 0; s < kChunkBlocks && kWrites; ++s) {
       chunk.d_out.left_transposed(s * kBlock, this->own_column(), d_read[0]);
       FWP_UNROLL for (int t = 0; t <= s; ++t)
         multiply<kExact>(d_write[t], d_read,
@@ -319,13 +321,19 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const Stage chunk = memory.stages[n];
     if constexpr (kFades && !kEnds) sum_state(memory, g);
     add_reads(chunk, g);
-    FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
+    FWP_UNROLL for (int t = kChunkBlocks; kWrites && t-- > 0;) {
       Product& d = d_write[t];
       Factor left[1][kExact];
       if constexpr (kErases) {
         split(d, left[0]);
         add_erased(memory.scores, t, t, left[0], d);
-        apply_rate(t, chunk, memory, written, d);
+      } else if constexpr (kRates) {
+        Factor value;
+        chunk.value.left_transposed(t * kBlock, this->own_column(), value);
+        unpack(value, written);
+      }
+      if constexpr (kRates) apply_rate(t, chunk, memory, written, d);
+      if constexpr (kErases) {
         if (t > 0) this->load_errors(memory.starts[3], n, t - 1, written);
         split(d, left[0]);
         FWP_UNROLL for (int s = 0; s < t; ++s) add_erased(memory.scores, t, s, left[0], d_write[s]);
@@ -347,7 +355,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const Stage chunk = memory.stages[n];
     __syncthreads();
     this->store_tokens(d_v, n, memory.d, 0, this->block_columns(), int(threadIdx.x), this->warps * kWarp);
-    if constexpr (kErases) store_rate(n, memory.d_rate);
+    if constexpr (kRates) store_rate(n, memory.d_rate);
     make_d_scores(chunk, memory);
     wait_state(n);
     __syncthreads();
@@ -359,7 +367,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE void read_g(typename Pass::State& g, const Stage& chunk, const Shared& to,
                          Product (&d_write)[kChunkBlocks]) const {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
-      Factor of_g[kParts];
+      Factor of_g[kErases ? kExact : 1];
       split(g[i], of_g);
       for_pairs(g[i], [&](int j, int r, float x, float y) {
         to.put(this->own_column() + j, i * kBlock + r, pair_of(x, y));
@@ -380,11 +388,11 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     if constexpr (kFades) {
       this->fade(g, chunk.decays.whole());
       FWP_UNROLL for (int t = kChunkBlocks; t-- > 0;) {
-        Product faded;
+        Product faded[1];
         Factor left[1][kExact];
-        unpack(d_read[t][0], faded);
-        this->fade_columns(t * kBlock, faded, [&](int s) { return chunk.decays.from_start(s); });
-        split(faded, left[0]);
+        unpack(d_read[t][0], faded[0]);
+        this->fade_columns(t * kBlock, faded[0], [&](int s) { return chunk.decays.from_start(s); });
+        this->split_writes(faded, left);
         this->template write<false>(g, left, chunk.query, t);
       }
     } else {
@@ -461,7 +469,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   }
 
   FWP_DEVICE static const Shared& writes(const Stage& chunk, const Memory& memory) {
-    return kErases ? memory.write : chunk.value;
+    return kRates ? memory.write : chunk.value;
   }
 
   FWP_DEVICE void make_d_scores(const Stage& chunk, const Memory& memory) const {

@@ -10,7 +10,7 @@ namespace fwp::cuda {
 template <int kRows, bool kErases, bool kFades, bool kEnds = false>
 struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
   using Pass = ChunkPass<kRows, kErases, kFades>;
-  using Pass::kParts;
+  using Pass::kParts, Pass::kRates;
   static constexpr int kReadParts = kParts < kOfTokens ? kParts : kOfTokens;
 
   Brought value;
@@ -103,8 +103,11 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     Factor write[kChunkBlocks][kParts];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       chunk.value.left_transposed(t * kBlock, this->own_column(), write[t][0]);
-      if constexpr (kErases) correct(n, t, chunk, scores, write, found[t]);
-      if constexpr (kErases) {
+      if constexpr (kErases)
+        correct(n, t, chunk, scores, write, found[t]);
+      else if constexpr (kRates)
+        unpack(write[t][0], found[t]);
+      if constexpr (kRates) {
         for_elements(found[t], [&](int, int s, float& x) { x *= chunk.rate[t * kBlock + s]; });
         split(found[t], write[t]);
       }
@@ -114,10 +117,9 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
         });
     }
     if constexpr (kFades) {
-      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
+      FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
         this->fade_columns(t * kBlock, found[t], [&](int s) { return decays.to_end(s); });
-        split(found[t], write[t]);
-      }
+      this->split_writes(found, write);
       this->fade(state, decays.whole());
     }
     this->template write<false>(state, write, chunk.key);

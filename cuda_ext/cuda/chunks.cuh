@@ -1,10 +1,10 @@
-// Shared by the passes on the tensor cores: the sum and the delta rule in bfloat16, the latter also with decays by head, 32
+// Shared by the passes on the tensor cores: the sum and the delta rule in bfloat16, without decays or with decays by head, 32
 // tokens at a time. Q, K and V are the tokens of a chunk in rows, S is the state before it, and b are the rates. F_ts is the
 // product of the decays of tokens s + 1 to t. Likewise c_t starts at the chunk's first token, w_s ends at its last, and f is
 // the product of all.
 //
 //     P = F Q K^T up to its diagonal      A = F K K^T below it      E = V - c K S - A U      (without erasing E = V)
-//     U = b E (of the sum rule U = V)     out = c Q S + P U         S' = f S + (w K)^T U
+//     U = b E (sum, no decays: U = V)     out = c Q S + P U         S' = f S + (w K)^T U
 //
 // A block has some or all columns of one head's state. A warp has 16 of them, as rows of the transpose: so the result of a
 // product is already in the register layout of the next product's factor. Factors that affect later states are split into three
@@ -127,8 +127,9 @@ struct Scalars {
 template <int kRows, bool kErases, bool kFades>
 struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
-  static_assert(kErases || !kFades);
-  static constexpr int kParts = kErases ? kExact : 1;  // of a write: values of the sum rule are exact in one
+  static constexpr bool kRates = kErases || kFades;
+  static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
+  static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
 
   ScanSize size;
   int warps, slabs;                // of columns: warps a power of two
@@ -208,7 +209,7 @@ struct ChunkPass {
     Scalars asked{0, 1};
     if (int(threadIdx.x) >= count(n)) return asked;
     const int64_t token = n * kChunkTokens + int(threadIdx.x);
-    if constexpr (kErases) asked.rate = scalar(rate, rates, token);
+    if constexpr (kRates) asked.rate = scalar(rate, rates, token);
     if constexpr (kFades) asked.decay = scalar(decay, decays, token);
     return asked;
   }
@@ -228,7 +229,7 @@ struct ChunkPass {
   // To shared memory, by the first warp.
   template <typename Stage>
   FWP_DEVICE void put_scalars(const Scalars& asked, const Stage& to) const {
-    if (!kErases || warp() > 0) return;
+    if (!kRates || warp() > 0) return;
     to.rate[lane()] = asked.rate;
     if constexpr (kFades) to.decays.put(asked.decay);
   }
@@ -311,6 +312,14 @@ struct ChunkPass {
     }
   }
 
+  template <int blocks>
+  FWP_DEVICE static void split_writes(const Product (&x)[blocks], Factor (&to)[blocks][kExact]) {
+    if constexpr (kAligned)
+      split_rows(x, to);
+    else
+      FWP_UNROLL for (int t = 0; t < blocks; ++t) split(x[t], to[t]);
+  }
+
   FWP_DEVICE static void fade(State& state, float factor) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       for_elements(state[i], [&](int, int, float& x) { x *= factor; });
@@ -320,12 +329,16 @@ struct ChunkPass {
   template <bool minus, int blocks, int parts>
   FWP_DEVICE static void write(State& state, const Factor (&columns)[blocks][parts], const Shared& rows, int first = 0) {
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
+      Factor right[blocks];
+      FWP_UNROLL for (int t = 0; t < blocks; ++t) rows.right((first + t) * kBlock, i * kBlock, right[t]);
       Product product;
       clear(product);
-      FWP_UNROLL for (int t = 0; t < blocks; ++t)
-        multiply<1>(product, columns[t],
-                    [&](int, Factor& right) { rows.right((first + t) * kBlock, i * kBlock, right); });
-      minus ? subtract(state[i], product) : add(state[i], product);
+      FWP_UNROLL for (int n = parts; n-- > 0;) {
+        FWP_UNROLL for (int t = 0; t < blocks; ++t) multiply(product, columns[t][n], right[t]);
+        if (n > int(kAligned)) continue;  // otherwise the small parts are added first
+        minus ? subtract(state[i], product) : add(state[i], product);
+        clear(product);
+      }
     }
   }
 

@@ -49,9 +49,9 @@ FWP_DEVICE float low(uint32_t pair) { return float_of_bits(pair << 16); }
 FWP_DEVICE float high(uint32_t pair) { return float_of_bits(pair & 0xffff0000u); }
 
 template <int parts>
-FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts]) {
+FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts], float grid = 0) {
   FWP_UNROLL for (int n = 0; n < parts; ++n) {
-    to[n] = pair_of(x, y);
+    to[n] = grid != 0 && n == 0 ? pair_of((x + grid) - grid, (y + grid) - grid) : pair_of(x, y);
     x -= low(to[n]);
     y -= high(to[n]);
   }
@@ -68,13 +68,33 @@ FWP_DEVICE void unpack(const Factor& from, Product& to) {
 
 // A product as the left factor of the next one.
 template <int parts>
-FWP_DEVICE void split(const Product& x, Factor (&to)[parts]) {
+FWP_DEVICE void split(const Product& x, Factor (&to)[parts], float upper_grid = 0, float lower_grid = 0) {
   FWP_UNROLL for (int h = 0; h < 2; ++h)
     FWP_UNROLL for (int r = 0; r < 2; ++r) {
       uint32_t of_pair[parts];
-      split(x[h][2 * r], x[h][2 * r + 1], of_pair);
+      split(x[h][2 * r], x[h][2 * r + 1], of_pair, r > 0 ? lower_grid : upper_grid);
       FWP_UNROLL for (int n = 0; n < parts; ++n) to[n][2 * h + r] = of_pair[n];
     }
+}
+
+// The same for rows of numbers of very different sizes. In a sum, the tensor cores cut off digits below the last place of the
+// greatest product. So the first parts of a row are multiples of one number, 2^-7 of the greatest one's power of two: hardly any
+// digit of their products is cut off. The products of the other parts are small.
+template <int blocks, int parts>
+FWP_DEVICE void split_rows(const Product (&x)[blocks], Factor (&to)[blocks][parts]) {
+  float grid[2];
+  FWP_UNROLL for (int r = 0; r < 2; ++r) {
+    float greatest = 0;
+    FWP_UNROLL for (int t = 0; t < blocks; ++t)
+      FWP_UNROLL for (int h = 0; h < 2; ++h)
+        FWP_UNROLL for (int e = 0; e < 2; ++e) greatest = fmaxf(greatest, fabsf(x[t][h][2 * r + e]));
+    FWP_UNROLL for (int distance = 1; distance < 4; distance *= 2)
+      greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, distance));
+    // Adding 1.5 * 2^16 times that power rounds to such multiples.
+    const uint32_t power = bits_of_float(fminf(greatest, 0x1p+100f)) & 0x7f800000u;
+    grid[r] = float_of_bits(power + (16u << 23)) * 1.5f;
+  }
+  FWP_UNROLL for (int t = 0; t < blocks; ++t) split(x[t], to[t], grid[0], grid[1]);
 }
 
 // The `most` largest parts.

@@ -1,4 +1,4 @@
-// The passes on the tensor cores: of the sum rule, of the delta rule, and of the delta rule with decays by head.
+// The passes on the tensor cores: of the sum and the delta rule, without decays or with decays by head.
 #pragma once
 
 #include "chunk_backward.cuh"
@@ -36,10 +36,10 @@ size_t chunk_bytes(const Pass& pass) {
   return reinterpret_cast<size_t>(carver.next);
 }
 
-template <bool kErases, typename Pass>
+template <typename Pass>
 void set_size(Pass& pass, const ScanSize& size) {
   pass.size = size;
-  const SegmentPlan plan = choose_segments(size, pass.chunks(), kErases ? 4 : 2);
+  const SegmentPlan plan = choose_segments(size, pass.chunks(), Pass::kRates ? 4 : 2);
   pass.log_segments = plan.log_segments, pass.chunks_of_segment = plan.chunks;
 }
 
@@ -67,7 +67,7 @@ inline ScanSize chunk_size(const Call& call) { return chunk_size(call.size, call
 template <int kRows, bool kErases, bool kFades>
 ChunkBackward<kRows, kErases, kFades> sized_backward(const ScanSize& size) {
   ChunkBackward<kRows, kErases, kFades> pass{};
-  set_size<kErases>(pass, size);
+  set_size(pass, size);
   pass.slabs = 1;
   pass.warps = at_least_power_of_two((int64_t(size.columns) + kBlock - 1) / kBlock, kChunkWarps);
   return pass;
@@ -140,7 +140,7 @@ size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
 template <int kRows, bool kErases>
 ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in) {
   ChunkStates<kRows, kErases> pass{};
-  set_size<kErases>(pass, size);
+  set_size(pass, size);
   pass.warps = sized_backward<kRows, kErases, false>(size).warps, pass.slabs = 1;
   pass.key = {key, size.rows}, pass.value = {value, size.columns}, pass.rate = {in.rate, 1};
   return pass;
@@ -165,7 +165,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
   return with_rows(size.rows, [&](auto rows) -> const char* {
     constexpr int kRows = decltype(rows)::value;
     const auto fill = [&](auto& pass) {
-      set_size<kErases>(pass, size);
+      set_size(pass, size);
       pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {in.v, size.columns};
       pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1};
     };
@@ -178,7 +178,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
     if (pass.log_segments > 0) {
       const SegmentMemory<kRows> memory(pass, call.workspace);
       const char* error;
-      if constexpr (kErases) {
+      if constexpr (pass.kRates) {
         ChunkForward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
@@ -203,7 +203,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     constexpr int kRows = decltype(rows)::value;
     const Tokens& value = kErases ? more.retrieved : in.v;
     const auto fill = [&](auto& pass) {
-      set_size<kErases>(pass, size);
+      set_size(pass, size);
       pass.query = {in.q, size.rows}, pass.key = {in.k, size.rows}, pass.value = {value, size.columns};
       pass.rate = {in.rate, 1}, pass.decay = {in.head_decay, 1}, pass.d_out = {more.d_out, size.columns};
     };
@@ -229,7 +229,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     }
     if (in_segments) {
       const char* error;
-      if constexpr (kErases) {
+      if constexpr (pass.kRates) {
         ChunkBackward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);

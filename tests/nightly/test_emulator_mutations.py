@@ -134,6 +134,8 @@ MUTATIONS = {
         "",
         ("delta",),
     ),
+    "a_grid_beyond_the_numbers": Mutation("fragments.cuh", "power + (16u << 23)", "power + (24u << 23)", ("gla",)),
+    "small_parts_added_twice": Mutation("chunks.cuh", "        clear(product);\n      }\n", "      }\n", ("gla",)),
     "scores_not_faded": Mutation("chunks.cuh", "      fade_scores(decays, row, column, read);\n", "", ("gated_delta",)),
     "product_one_token_short": Mutation("chunks.cuh", "if (t >= lane()) {", "if (t > lane()) {", ("gated_delta",)),
     "states_of_another_chunk": Mutation(
@@ -237,10 +239,11 @@ def cases():
         ("sum", CHUNK_SHAPE),
         ("delta", CHUNK_SHAPE),
         ("gated_delta", CHUNK_SHAPE),
+        ("gla", CHUNK_SHAPE),
         ("gated", HALF_SHAPE),
     ):
         given, erases = make_case(rule, shape, torch.bfloat16)
-        if rule == "gated_delta":  # the state before a chunk still matters after it
+        if rule in ("gated_delta", "gla"):  # the state before a chunk still matters after it
             given["decay"] = (1 - 0.05 * torch.rand(shape[:3])).bfloat16()
         gradients = cotangents_of(given)
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
