@@ -127,12 +127,12 @@ inline Plan choose_plan(const ScanSize& size, const ScanNeeds& needs, const Gpu&
   return plan;
 }
 
-// The tensor cores take only bfloat16, a length of several chunks, and a single document.
+// The tensor cores take only bfloat16 and a length of several chunks.
 constexpr int64_t kLengthForChunks = 64;
 constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
 
 inline bool choose_chunks(const ScanSize& size, Type type) {
-  return type == Type::bfloat16 && size.length >= kLengthForChunks && !size.first && size.rows >= kLeastForChunks &&
+  return type == Type::bfloat16 && size.length >= kLengthForChunks && size.rows >= kLeastForChunks &&
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
 }
 

@@ -449,9 +449,11 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     store_scalar(d_rate, n, sum);
   }
   FWP_DEVICE void store_decay(const Memory& memory, int64_t n) const {
-    if constexpr (kFades)
-      if (this->warp() == 0)
-        store_scalar(d_decay, n, memory.d_decay.find(memory.stages[n].decays, kRows / kBlock, this->warps));
+    if constexpr (kFades) {
+      if (this->warp() > 0) return;
+      const float found = memory.d_decay.find(memory.stages[n].decays, kRows / kBlock, this->warps);
+      store_scalar(d_decay, n, this->begins(n) ? 0 : found);
+    }
   }
 
   // <G, S> over this warp's columns.

@@ -210,8 +210,13 @@ struct ChunkPass {
     if (int(threadIdx.x) >= count(n)) return asked;
     const int64_t token = n * kChunkTokens + int(threadIdx.x);
     if constexpr (kRates) asked.rate = scalar(rate, rates, token);
-    if constexpr (kFades) asked.decay = scalar(decay, decays, token);
+    if constexpr (kFades) asked.decay = begins(n) ? 0 : scalar(decay, decays, token);
     return asked;
+  }
+  // Whether a document begins at this thread's token of chunk n.
+  FWP_DEVICE bool begins(int64_t n) const {
+    const int64_t token = n * kChunkTokens + int(threadIdx.x);
+    return size.first && token < size.length && size.first[head() / size.heads_per_batch * size.length + token];
   }
   FWP_DEVICE static float scalar(const Brought& from, const char* start, int64_t token) {
     if (from.type == Type::float32) return reinterpret_cast<const float*>(start)[token * from.token];

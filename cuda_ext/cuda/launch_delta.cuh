@@ -9,7 +9,7 @@ namespace fwp::cuda {
 namespace detail {
 
 inline const char* delta_forward(const Call& call, const Inputs& in, const Outputs& to) {
-  if (choose_chunks(chunk_size(call), call.type)) return chunk_forward<true, false>(call, in, to);
+  if (!call.first && choose_chunks(chunk_size(call), call.type)) return chunk_forward<true, false>(call, in, to);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     const DeltaForward<A> scan{
@@ -31,7 +31,7 @@ inline size_t delta_workspace(const Sizes& size, Type type, bool is_backward) {
 inline const char* delta_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_backward<true, false>(chunk_size(call), call.type, gpu))
+  if (!call.first && choose_chunks_backward<true, false>(chunk_size(call), call.type, gpu))
     return chunk_backward<true, false>(call, in, more, to, gpu);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;

@@ -9,7 +9,7 @@ namespace fwp::cuda {
 namespace detail {
 
 inline const char* sum_forward(const Call& call, const Inputs& in, const Outputs& to) {
-  if (choose_chunks(chunk_size(call), call.type)) return chunk_forward<false, false>(call, in, to);
+  if (!call.first && choose_chunks(chunk_size(call), call.type)) return chunk_forward<false, false>(call, in, to);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     const SumScan<A> scan{
@@ -21,7 +21,7 @@ inline const char* sum_forward(const Call& call, const Inputs& in, const Outputs
 inline const char* sum_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_backward<false, false>(chunk_size(call), call.type, gpu))
+  if (!call.first && choose_chunks_backward<false, false>(chunk_size(call), call.type, gpu))
     return chunk_backward<false, false>(call, in, more, to, gpu);
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;

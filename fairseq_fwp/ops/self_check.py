@@ -34,7 +34,7 @@ SIZES = (
 )
 # Few and long enough for segments that run at once, in bfloat16.
 LONG = {"B": 1, "H": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16}
-WITH_SEGMENTS = ("sum", "delta", "gated_delta")
+WITH_SEGMENTS = ("sum", "delta", "gated", "gla", "gated_delta")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 Faults = dict[str, str]  # rule: the fault of its kernel
@@ -114,7 +114,7 @@ def _check(rule: Any, device: torch.device) -> str:
         shapes |= {"state": ("B", "H", "Dk", "Dv"), "d_out": PER_VALUE, "d_state": ("B", "H", "Dk", "Dv")}
         given = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
         documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
-        usual = ((None, tuple(LIMITS)), (documents, (torch.float32,)))
+        usual = ((None, tuple(LIMITS)), (documents, (torch.float32, torch.bfloat16)))
         for first, dtypes in ((None, (torch.bfloat16,)),) if sizes is LONG else usual:
             truth = _results(rule.reference, given, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:

@@ -13,8 +13,8 @@ ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in
 GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255}
 # One scan of the sum and four of the delta rule in three shapes (float64: two). For each of the six rules that fade,
 # the forward scan in as many shapes, and the backward scan in four (two). Three kernels of sums. On tensor cores (L),
-# for each of four numbers of rows: both passes of four rules, and the states of the sum and the delta rule. For segments, one
-# kernel goes from segment to segment, and all rules except the sum have two more.
+# for each of four numbers of rows: both passes of four rules, and the states of the sum and the delta rule. For
+# segments, one kernel goes from segment to segment, and all rules except the sum have two more.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 6 * (3 + 4) + 3, "d": 5 * 2 + 6 * (2 + 2) + 3, "L": (4 * 2 + 3 * 2 + 2 + 1) * 4}
 # Bytes of local memory, at most: these passes of rules with rates use all registers, and keep some addresses outside.
 GREATEST_STACK = {"ILi64ELb1E": 16, "ILi128ELb1E": 160, "ILi128ELb0ELb1E": 80}

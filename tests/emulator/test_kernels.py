@@ -183,6 +183,22 @@ def test_chunks_that_keep_all_or_nothing(emulator, rule, decay):
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
 
 
+@pytest.mark.parametrize("rule", IN_CHUNKS)
+@pytest.mark.parametrize("shape", [(2, 2, 165, 24, 40), (1, 1, 2100, 16, 16)], ids=str)
+def test_documents_in_chunks(emulator, rule, shape):
+    """One may begin at any token of a chunk. A rule without decays gets decays of one, as in ``fast_weights``."""
+    given, erases = make_case(rule, shape, torch.bfloat16)
+    shares = 1 - 0.05 * torch.rand(shape[:3]) if "decay" in given else torch.ones(shape[:3])
+    given["decay"] = shares.bfloat16()
+    given["first"] = torch.rand(shape[0], shape[2]) < 2 / shape[2]
+    given["first"][0, [0, 32, 33, 63, 90]] = True
+    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
+    gradients = cotangents_of(given)
+    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
+    check_other_orders_and_gpus(emulator, given, erases, gradients, found)
+    assert not found["d_decay"].transpose(0, 1)[:, given["first"]].any()
+
+
 @every_rule
 def test_sums_over_hundreds_of_rows_are_as_accurate(emulator, rule):
     for shape in [(2, 4, 12, 512, 24), (2, 4, 12, 24, 512)]:

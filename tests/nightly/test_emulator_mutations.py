@@ -136,6 +136,8 @@ MUTATIONS = {
     ),
     "a_grid_beyond_the_numbers": Mutation("fragments.cuh", "power + (16u << 23)", "power + (24u << 23)", ("gla",)),
     "small_parts_added_twice": Mutation("chunks.cuh", "        clear(product);\n      }\n", "      }\n", ("gla",)),
+    "a_document_in_chunks_not_forgotten": Mutation("chunks.cuh", "begins(n) ? 0 : scalar(", "scalar(", ("gla",)),
+    "decay_of_a_document": Mutation("chunk_backward.cuh", "this->begins(n) ? 0 : found", "found", ("gla",)),
     "scores_not_faded": Mutation("chunks.cuh", "      fade_scores(decays, row, column, read);\n", "", ("gated_delta",)),
     "product_one_token_short": Mutation("chunks.cuh", "if (t >= lane()) {", "if (t > lane()) {", ("gated_delta",)),
     "states_of_another_chunk": Mutation(
@@ -245,6 +247,7 @@ def cases():
         given, erases = make_case(rule, shape, torch.bfloat16)
         if rule in ("gated_delta", "gla"):  # the state before a chunk still matters after it
             given["decay"] = (1 - 0.05 * torch.rand(shape[:3])).bfloat16()
+            given["first"] = torch.arange(shape[2]).eq(70).expand(shape[0], -1).contiguous()
         gradients = cotangents_of(given)
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
         found.append((rule, given, erases, gradients, truth))

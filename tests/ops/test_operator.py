@@ -17,6 +17,7 @@ from subjects import (
     sample_combination,
     sample_inputs,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops.fast_weights import Inputs, _rule, fast_weights
@@ -35,6 +36,24 @@ def test_every_combination_is_the_step_of_the_family(name, shape):
     found = results(lambda **given: fast_weights(**given, erases=erases), inputs, gradients)
     for which, x in results(by_step, inputs, gradients).items():
         torch.testing.assert_close(found[which], x, rtol=1e-11, atol=1e-11, msg=which)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "added"), [(torch.bfloat16, "cuda", True), (torch.float32, "cuda", False), (None, "cpu", False)]
+)
+def test_documents_in_bfloat16_on_a_gpu_have_decays_by_head(monkeypatch, dtype, device, added):
+    """A GPU is not needed: the tensors have no numbers."""
+    seen = []
+    monkeypatch.setattr("fairseq_fwp.ops.fast_weights._operator", lambda *x: (seen.append(x[3]), *x[:3]))
+    with FakeTensorMode():
+        q, first = torch.empty(2, 3, 70, 16, dtype=dtype, device=device), torch.empty(2, 70, dtype=torch.bool)
+        fast_weights(q, q, q, first=first)
+        assert (seen[-1] is not None) == added
+        fast_weights(q, q, q, decay=q, first=first)
+        assert seen[-1] is q
+        for given in ({}, {"value_decay": q, "first": first}, {"removal_key": q, "removal_rate": q, "first": first}):
+            fast_weights(q, q, q, **given)
+            assert seen[-1] is None
 
 
 def test_layouts_may_differ():
