@@ -39,7 +39,7 @@ struct ChunkStates : ChunkPass<kRows, kErases, false> {
     Stages<Stage, ChunkStates> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkStates& pass)
-        : starts(carver.take<const char*>(3)), stages(carver, pass) {}
+        : starts(carver.take<const char*>(4)), stages(carver, pass) {}
   };
 
   FWP_DEVICE void run() const {
@@ -82,7 +82,7 @@ struct ChunkStates : ChunkPass<kRows, kErases, false> {
     this->bring_keys(this->key, memory.starts[0], n, to.key);
     if constexpr (!kErases) this->bring_values(value, memory.starts[1], n, to.value);
     commit_copies();
-    return this->ask(memory.starts[2], nullptr, n);
+    return this->ask(memory.starts[2], nullptr, nullptr, n);
   }
 
   FWP_DEVICE void load_errors(const Memory& memory, int64_t n, Product (&to)[kChunkBlocks]) const {
@@ -210,7 +210,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     Stages<Stage, ChunkBackward> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkBackward& pass)
-        : starts(carver.take<const char*>(6)), scores(carver, kExact, kErases),
+        : starts(carver.take<const char*>(7)), scores(carver, kExact, kErases),
           state(carver, pass.block_columns()),
           g(carver.matrix(pass.block_columns(), kRows)),
           write(carver.matrix(kRates ? kChunkTokens : 0, pass.block_columns())),
@@ -250,7 +250,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     this->bring_values(d_out, memory.starts[2], n, to.d_out);
     if constexpr (!kErases) this->bring_values(value, memory.starts[3], n, to.value);
     commit_copies();
-    return this->ask(memory.starts[4], memory.starts[5], n);
+    return this->ask(memory.starts[4], memory.starts[5], memory.starts[6], n);
   }
 
   FWP_DEVICE void fill_state(const StateBefore<kRows, kFades>& to, int64_t n) const {
@@ -452,7 +452,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     if constexpr (kFades) {
       if (this->warp() > 0) return;
       const float found = memory.d_decay.find(memory.stages[n].decays, kRows / kBlock, this->warps);
-      store_scalar(d_decay, n, this->begins(n) ? 0 : found);
+      store_scalar(d_decay, n, this->begins(memory.starts[6], n) ? 0 : found);
     }
   }
 
@@ -478,18 +478,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) {
       const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
       Product d_read, d_erase;
-      clear(d_read);
-      clear(d_erase);
-      FWP_UNROLL_BY(1) for (int j = 0; j < this->block_columns(); j += kBlock) {
-        Factor left, right;
-        writes(chunk, memory).right_transposed(column, j, right);
-        chunk.d_out.left(row, j, left);
-        multiply(d_read, left, right);
-        if constexpr (kErases) {
-          memory.d.left(row, j, left);
-          multiply(d_erase, left, right);
-        }
-      }
+      this->template multiply_rows<1>(chunk.d_out, memory.d, writes(chunk, memory), this->block_columns(), row, column,
+                                      d_read, d_erase);
       if constexpr (kFades) {
         put_decay_parts(chunk, memory, row, column, d_read, d_erase);
         this->fade_scores(chunk.decays, row, column, d_read);
@@ -512,18 +502,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
   FWP_DEVICE void put_decay_parts(const Stage& chunk, const Memory& memory, int row, int column, const Product& d_read,
                                   const Product& d_erase) const {
     Product read, erase;
-    clear(read);
-    clear(erase);
-    FWP_UNROLL_BY(1) for (int i = 0; i < kRows; i += kBlock) {
-      Factor left, right;
-      chunk.key.right_transposed(column, i, right);
-      chunk.query.left(row, i, left);
-      multiply(read, left, right);
-      if constexpr (kErases) {
-        chunk.key.left(row, i, left);
-        multiply(erase, left, right);
-      }
-    }
+    this->template multiply_rows<1>(chunk.query, chunk.key, chunk.key, kRows, row, column, read, erase);
     FWP_UNROLL for (int h = 0; h < 2; ++h)
       FWP_UNROLL for (int i = 0; i < 4; ++i) {
         const int t = row + line() + i / 2 * 8, s = column + 8 * h + pair() + i % 2;

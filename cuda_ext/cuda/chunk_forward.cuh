@@ -31,12 +31,12 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
           decays(carver, kFades) {}
   };
   struct Memory {
-    const char** starts;  // of the inputs
+    const char** starts;  // see put_starts()
     Scores scores;
     Stages<Stage, ChunkForward> stages;
 
     FWP_BOTH Memory(Carver& carver, const ChunkForward& pass)
-        : starts(carver.take<const char*>(5)), scores(carver, kOfTokens, kErases), stages(carver, pass) {}
+        : starts(carver.take<const char*>(6)), scores(carver, kOfTokens, kErases), stages(carver, pass) {}
   };
 
   FWP_DEVICE void run() const {
@@ -71,7 +71,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     this->bring_keys(this->key, memory.starts[1], n, to.key);
     this->bring_values(value, memory.starts[2], n, to.value);
     commit_copies();
-    return this->ask(memory.starts[3], memory.starts[4], n);
+    return this->ask(memory.starts[3], memory.starts[4], memory.starts[5], n);
   }
 
   FWP_DEVICE void use(int64_t n, const Stage& chunk, const Scores& scores, typename Pass::State& state) const {

@@ -162,14 +162,17 @@ struct ChunkPass {
   }
   FWP_DEVICE int64_t first_token(int64_t n) const { return head() * size.length + n * kChunkTokens; }
 
-  // The start of each input of this block's head, kept in shared memory: as pointers they would take too many registers.
+  // The start of each input of this block's head, and of the marks of documents. They are kept in shared memory: as pointers they
+  // would take too many registers.
   template <int inputs>
   FWP_DEVICE void put_starts(const Brought* const (&from)[inputs], const char** starts) const {
     const int64_t b = head() / size.heads_per_batch, h = head() % size.heads_per_batch;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
       FWP_UNROLL for (int i = 0; i < inputs; ++i)
         starts[i] = static_cast<const char*>(from[i]->data) +
                     (b * from[i]->batch + h * from[i]->head) * bytes_of(from[i]->type);
+      starts[inputs] = size.first ? reinterpret_cast<const char*>(size.first + b * size.length) : nullptr;
+    }
     __syncthreads();
   }
 
@@ -205,18 +208,17 @@ struct ChunkPass {
 
   // Loads the scalars of chunk n, one token per lane of the first warp. Beyond the last token, rate 0 and decay 1 change
   // nothing.
-  FWP_DEVICE Scalars ask(const char* rates, const char* decays, int64_t n) const {
+  FWP_DEVICE Scalars ask(const char* rates, const char* decays, const char* documents, int64_t n) const {
     Scalars asked{0, 1};
     if (int(threadIdx.x) >= count(n)) return asked;
     const int64_t token = n * kChunkTokens + int(threadIdx.x);
     if constexpr (kRates) asked.rate = scalar(rate, rates, token);
-    if constexpr (kFades) asked.decay = begins(n) ? 0 : scalar(decay, decays, token);
+    if constexpr (kFades) asked.decay = begins(documents, n) ? 0 : scalar(decay, decays, token);
     return asked;
   }
   // Whether a document begins at this thread's token of chunk n.
-  FWP_DEVICE bool begins(int64_t n) const {
-    const int64_t token = n * kChunkTokens + int(threadIdx.x);
-    return size.first && token < size.length && size.first[head() / size.heads_per_batch * size.length + token];
+  FWP_DEVICE bool begins(const char* documents, int64_t n) const {
+    return documents && int(threadIdx.x) < count(n) && documents[n * kChunkTokens + int(threadIdx.x)];
   }
   FWP_DEVICE static float scalar(const Brought& from, const char* start, int64_t token) {
     if (from.type == Type::float32) return reinterpret_cast<const float*>(start)[token * from.token];
@@ -239,6 +241,27 @@ struct ChunkPass {
     if constexpr (kFades) to.decays.put(asked.decay);
   }
 
+  // read = rows of `query` from `row` on times rows of `other` from `column` on. The same with `key` for `erase`, if the rule
+  // erases.
+  template <int unrolled, bool reads = true>
+  FWP_DEVICE static void multiply_rows(const Shared& query, const Shared& key, const Shared& other, int width, int row,
+                                       int column, Product& read, Product& erase) {
+    clear(read);
+    clear(erase);
+    FWP_UNROLL_BY(unrolled) for (int i = 0; i < width; i += kBlock) {
+      Factor left, right;
+      other.right_transposed(column, i, right);
+      if constexpr (reads) {
+        query.left(row, i, left);
+        multiply(read, left, right);
+      }
+      if constexpr (kErases) {
+        key.left(row, i, left);
+        multiply(erase, left, right);
+      }
+    }
+  }
+
   // P, and -A, scaled. The result of invert() replaces the diagonal blocks of -A. The warps share the blocks.
   template <int of_read, typename Scaled>
   FWP_DEVICE void make_scores(const Shared& query, const Shared& key, const Decays& decays, const Scores& to,
@@ -247,20 +270,7 @@ struct ChunkPass {
       const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
       const bool diagonal = row == column;
       Product read, erase;
-      clear(read);
-      clear(erase);
-      FWP_UNROLL_BY(2) for (int i = 0; i < kRows; i += kBlock) {
-        Factor left, right;
-        key.right_transposed(column, i, right);
-        if constexpr (of_read > 0) {
-          query.left(row, i, left);
-          multiply(read, left, right);
-        }
-        if constexpr (kErases) {
-          key.left(row, i, left);
-          multiply(erase, left, right);
-        }
-      }
+      multiply_rows<2, (of_read > 0)>(query, key, key, kRows, row, column, read, erase);
       if constexpr (of_read > 0) {
         fade_scores(decays, row, column, read);
         for_pairs(read, [&](int t, int s, float x, float y) {

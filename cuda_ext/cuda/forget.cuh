@@ -11,10 +11,28 @@ namespace fwp::cuda {
 enum class Fades { kHead, kKey, kKeyAndValue };
 enum class Erases { kNothing, kKey, kRemoval };
 
-template <typename A, Fades kFades, Erases kErases>
-struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Erases::kRemoval),
-                            1 + (kFades == Fades::kKeyAndValue), 1 + (kFades == Fades::kHead),
+// Multiply x by the decays of a token of `Scan`.
+template <typename Scan, typename Place, typename A, int kRows, int kColumns>
+FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns>& x) {
+  if constexpr (Scan::kFades == Fades::kHead) {
+    x.scale(place.scalar(token, Scan::kHeadDecay));
+  } else {
+    A row[kRows], column[kColumns];
+    place.load_row(token, Scan::kKeyDecay, row);
+    if constexpr (Scan::kFades == Fades::kKeyAndValue) {
+      place.load_column(token, Scan::kValueDecay, column);
+      x.scale(row, column);
+    } else {
+      x.scale_rows(row);
+    }
+  }
+}
+
+template <typename A, Fades fades, Erases kErases>
+struct ForgetForward : Scan<A, 2 + (fades != Fades::kHead) + 2 * (kErases == Erases::kRemoval),
+                            1 + (fades == Fades::kKeyAndValue), 1 + (fades == Fades::kHead),
                             1 + (kErases != Erases::kNothing)> {
+  static constexpr Fades kFades = fades;
   enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
   enum Columns { kValue, kValueDecay };
   enum Scalars { kRate, kHeadDecay };
@@ -33,17 +51,7 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
         add_lanes(found, place.plan.lanes);
         place.put_columns(token, kRetrieved, found);
       }
-      if constexpr (kFades == Fades::kHead) {
-        state.scale(place.scalar(token, kHeadDecay));
-      } else {
-        place.load_row(token, kKeyDecay, row);
-        if constexpr (kFades == Fades::kKeyAndValue) {
-          place.load_column(token, kValueDecay, value);
-          state.scale(row, value);
-        } else {
-          state.scale_rows(row);
-        }
-      }
+      fade<ForgetForward>(place, token, state);
       place.load_column(token, kValue, value);
       place.load_row(token, kKey, row);
       if constexpr (kErases == Erases::kKey) {
@@ -78,8 +86,9 @@ struct ForgetForward : Scan<A, 2 + (kFades != Fades::kHead) + 2 * (kErases == Er
 // Results along the keys, sums over values: d_q = d_out W, d_k = b e G - d_e W' (if the rule erases), d_p = -s G,
 // d_y = d_s W_{t-1}, d_a = z (G' * W_{t-1}).
 // There d_e = b d_write, and G' = G - d_e^T k, or G if the rule does not erase.
-template <typename A, Fades kFades, Erases kErases>
+template <typename A, Fades fades, Erases kErases>
 struct ForgetBackward {
+  static constexpr Fades kFades = fades;
   static constexpr bool kByHead = kFades == Fades::kHead, kByValue = kFades == Fades::kKeyAndValue;
   static constexpr bool kRemoves = kErases == Erases::kRemoval;
   enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + !kByHead, kRemoval };
@@ -219,27 +228,11 @@ struct ForgetBackward {
     }
   }
 
-  template <typename Place, int kRows, int kColumns>
-  FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns>& x) const {
-    A row[kRows], column[kColumns];
-    if constexpr (kByHead) {
-      x.scale(place.scalar(token, kHeadDecay));
-    } else {
-      place.load_row(token, kKeyDecay, row);
-      if constexpr (kByValue) {
-        place.load_column(token, kValueDecay, column);
-        x.scale(row, column);
-      } else {
-        x.scale_rows(row);
-      }
-    }
-  }
-
   // Turn W_{t-1} into W. With `reads`, also compute d_q.
   template <bool reads, typename Place, int kRows, int kColumns>
   FWP_DEVICE void go_on(const Place& place, A* token, Tile<A, kRows, kColumns>& state) const {
     A row[kRows], column[kColumns];
-    fade(place, token, state);
+    fade<ForgetBackward>(place, token, state);
     place.load_column(token, kError, column);
     scaled(place.scalar(token, kRate), column, column);
     place.load_row(token, kKey, row);
@@ -304,7 +297,7 @@ struct ForgetBackward {
       before.add_columns(d_row);
     }
     place.put_rows(token, kDDecay, d_row);
-    fade(place, token, g);
+    fade<ForgetBackward>(place, token, g);
     if constexpr (kRemoves) {
       place.load_row(token, kRemovalKey, row);
       g.add(row, of_found);
@@ -336,6 +329,7 @@ struct SlabSums {
   int slabs, rows;
 
   FWP_BOTH int64_t count() const { return heads * tokens * rows; }
+  int64_t blocks() const { return (kOutputs * count() + kThreadsPerBlock - 1) / kThreadsPerBlock; }
 
   FWP_DEVICE void run() const {
     const int64_t index = int64_t(blockIdx.x) * kThreadsPerBlock + int(threadIdx.x), i = index % count();
@@ -361,9 +355,12 @@ struct TokenSums {
   int width;
   Output out;
 
+  static constexpr int kTokens = kThreadsPerBlock / kWarp;  // of a block
+  int64_t blocks() const { return (tokens + kTokens - 1) / kTokens; }
+
   FWP_DEVICE void run() const {
     const int lane = int(threadIdx.x) % kWarp;
-    const int64_t t = int64_t(blockIdx.x) * (kThreadsPerBlock / kWarp) + int(threadIdx.x) / kWarp;
+    const int64_t t = int64_t(blockIdx.x) * kTokens + int(threadIdx.x) / kWarp;
     if (t >= tokens) return;
     A sum[1] = {A(0)};
     if (y.data) {

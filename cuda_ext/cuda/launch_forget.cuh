@@ -6,12 +6,8 @@
 
 namespace fwp::cuda {
 
-template <typename A>
-__global__ void __launch_bounds__(kThreadsPerBlock) token_sums_kernel(const TokenSums<A> sums) {
-  sums.run();
-}
-template <typename A, int kOutputs>
-__global__ void __launch_bounds__(kThreadsPerBlock) slab_sums_kernel(const SlabSums<A, kOutputs> sums) {
+template <typename Sums>
+__global__ void __launch_bounds__(kThreadsPerBlock) sums_kernel(const Sums sums) {
   sums.run();
 }
 
@@ -52,12 +48,11 @@ BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
   return {shape, needs, plan, window, aligned(of_token * size_t(window)), aligned(of_states)};
 }
 
-template <typename A, int kOutputs>
-const char* launch(const SlabSums<A, kOutputs>& sums, void* stream) {
-  const int64_t blocks = (kOutputs * sums.count() + kThreadsPerBlock - 1) / kThreadsPerBlock;
-  if (blocks == 0) return nullptr;
-  if (const char* error = check_blocks(blocks)) return error;
-  return launch_kernel(slab_sums_kernel<A, kOutputs>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
+template <typename Sums>
+const char* launch_sums(const Sums& sums, void* stream) {
+  if (sums.blocks() == 0) return nullptr;
+  if (const char* error = check_blocks(sums.blocks())) return error;
+  return launch_kernel(sums_kernel<Sums>, {}, sums.blocks(), kThreadsPerBlock, 0, stream, sums);
 }
 
 // Launch the scan, window by window. `to`: its row outputs.
@@ -89,21 +84,12 @@ const char* launch_backward(Scan scan, const BackwardPlan& by, const Gpu& gpu, W
     const char* error = with_tile<A, kTallColumns, true>(by.shape, [&](auto rows, auto columns) {
       return launch_planned<rows(), columns()>(scan, by.needs, gpu, stream);
     });
-    if (!error && by.part_bytes) error = launch(sums, stream);
+    if (!error && by.part_bytes) error = launch_sums(sums, stream);
     if (error) return error;
     scan.d_last = {carry.data, carry.head, carry.row, carry.column};
     scan.end = scan.first;
   } while (scan.end > 0);
   return nullptr;
-}
-
-template <typename A>
-const char* launch(const TokenSums<A>& sums, void* stream) {
-  constexpr int kTokens = kThreadsPerBlock / kWarp;
-  const int64_t blocks = (sums.tokens + kTokens - 1) / kTokens;
-  if (blocks == 0) return nullptr;
-  if (const char* error = check_blocks(blocks)) return error;
-  return launch_kernel(token_sums_kernel<A>, {}, blocks, kThreadsPerBlock, 0, stream, sums);
 }
 
 // Call f with the scans of the rule.
@@ -231,8 +217,8 @@ inline const char* forget_backward(const Call& call, const Inputs& in, const Bac
       const char* text = launch_backward(scan, by, gpu, workspace, rows, call.stream);
       const auto sum = [&](const void* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
         if (!out.data) return nullptr;
-        return launch(TokenSums<A>{static_cast<const A*>(x), y, size.H, size.L, size.B * size.H * size.L, int(width), out},
-                      call.stream);
+        const int64_t tokens = size.B * size.H * size.L;
+        return launch_sums(TokenSums<A>{static_cast<const A*>(x), y, size.H, size.L, tokens, int(width), out}, call.stream);
       };
       if (!text) text = sum(d_write, error, size.Dv, to.rate);
       return text || !Scan::kByHead ? text : sum(d_decay, {}, size.Dk, to.head_decay);

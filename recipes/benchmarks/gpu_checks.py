@@ -30,6 +30,8 @@ CASES = [
     ("delta", (2, 1, 40, 24, 40), torch.float32),
     ("gla, decay per key dimension", (1, 2, 40, 32, 16), torch.float32),
     ("decay", (1, 2, 40, 24, 17), torch.float32),
+    ("gated", (1, 2, 70, 16, 16), torch.bfloat16),
+    ("gated", (1, 1, 77, 128, 33), torch.bfloat16),
     ("gated_delta, decay per head", (1, 2, 70, 64, 64), torch.bfloat16),
     ("delta_product, 2 steps", (1, 2, 33, 16, 16), torch.float32),
     ("rwkv7", (1, 2, 40, 32, 32), torch.float32),
