@@ -136,8 +136,12 @@ MUTATIONS = {
     ),
     "a_grid_beyond_the_numbers": Mutation("fragments.cuh", "power + (16u << 23)", "power + (24u << 23)", ("gla",)),
     "small_parts_added_twice": Mutation("chunks.cuh", "        clear(product);\n      }\n", "      }\n", ("gla",)),
-    "a_document_in_chunks_not_forgotten": Mutation("chunks.cuh", "begins(documents, n) ? 0 : scalar(", "scalar(", ("gla",)),
-    "decay_of_a_document": Mutation("chunk_backward.cuh", "this->begins(memory.starts[6], n) ? 0 : found", "found", ("gla",)),
+    "a_document_in_chunks_not_forgotten": Mutation(
+        "chunks.cuh", "begins(documents, n) ? 0 : scalar(", "scalar(", ("gla",)
+    ),
+    "decay_of_a_document": Mutation(
+        "chunk_backward.cuh", "this->begins(memory.starts[6], n) ? 0 : found", "found", ("gla",)
+    ),
     "scores_not_faded": Mutation("chunks.cuh", "      fade_scores(decays, row, column, read);\n", "", ("gated_delta",)),
     "product_one_token_short": Mutation("chunks.cuh", "if (t >= lane()) {", "if (t > lane()) {", ("gated_delta",)),
     "states_of_another_chunk": Mutation(
