@@ -48,4 +48,6 @@ def test_random_sizes(emulator, seed):
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
         for name, x in truth.items():
             assert torch.equal(found[name], other[name]), f"{name}: {case}"
-            assert relative_error(found[name], x) < LIMITS[found[name].dtype], f"{name}: {case}"
+            # Gates may be in float32, but their gradients are as exact as q.
+            limit = LIMITS[dtype if name in ("d_decay", "d_rate") else found[name].dtype]
+            assert relative_error(found[name], x) < limit, f"{name}: {case}"
