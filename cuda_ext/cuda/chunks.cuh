@@ -162,8 +162,8 @@ struct ChunkPass {
   }
   FWP_DEVICE int64_t first_token(int64_t n) const { return head() * size.length + n * kChunkTokens; }
 
-  // The start of each input of this block's head, and of the marks of documents. They are kept in shared memory: as pointers they
-  // would take too many registers.
+  // The start of each input of this block's head, and then of the marks of documents. They are kept in shared memory: as
+  // pointers they would take too many registers.
   template <int inputs>
   FWP_DEVICE void put_starts(const Brought* const (&from)[inputs], const char** starts) const {
     const int64_t b = head() / size.heads_per_batch, h = head() % size.heads_per_batch;

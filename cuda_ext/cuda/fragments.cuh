@@ -78,8 +78,8 @@ FWP_DEVICE void split(const Product& x, Factor (&to)[parts], float upper_grid = 
 }
 
 // The same for rows of numbers of very different sizes. In a sum, the tensor cores cut off digits below the last place of the
-// greatest product. So the first parts of a row are multiples of one number, 2^-7 of the greatest one's power of two: hardly any
-// digit of their products is cut off. The products of the other parts are small.
+// greatest product. So the first parts of a row are multiples of one number: 2^-7 times the power of two of the greatest one.
+// Hardly any digit of their products is cut off, and the products of the other parts are small.
 template <int blocks, int parts>
 FWP_DEVICE void split_rows(const Product (&x)[blocks], Factor (&to)[blocks][parts]) {
   float grid[2];
