@@ -109,25 +109,27 @@ const char* with_scans(Rule rule, F f) {
 #undef FWP_SCANS
 }
 
-// Calls f with whether the rule erases, if its decays are by head; otherwise returns `other`. Only these rules have chunks.
-template <typename Result, typename F>
-Result with_head_decay(Rule rule, Result other, F f) {
-  if (rule == Rule::gated) return f(std::false_type{});
-  return rule == Rule::gated_delta ? f(std::true_type{}) : other;
+// Of the rules here, only those with decays by head have chunks.
+inline bool has_chunks(Rule rule) { return rule == Rule::gated || rule == Rule::gated_delta; }
+
+// Calls f with whether a rule that has chunks erases.
+template <typename F>
+auto with_chunks(Rule rule, F f) {
+  return rule == Rule::gated_delta ? f(std::true_type{}) : f(std::false_type{});
 }
 
 // Whether both passes use chunks.
 inline bool choose_chunks_forget(const Call& call, const Gpu& gpu) {
-  return with_head_decay(call.rule, false, [&](auto erases) {
-    return choose_chunks_backward<erases(), true>(chunk_size(call), call.type, gpu);
-  });
+  return has_chunks(call.rule) && with_chunks(call.rule, [&](auto erases) {
+           return choose_chunks_backward<erases(), true>(chunk_size(call), call.type, gpu);
+         });
 }
 
 inline const char* forget_forward(const Call& call, const Inputs& in, const Outputs& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
   if (choose_chunks_forget(call, gpu))
-    return with_head_decay(call.rule, "", [&](auto erases) { return chunk_forward<erases(), true>(call, in, to); });
+    return with_chunks(call.rule, [&](auto erases) { return chunk_forward<erases(), true>(call, in, to); });
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     return with_scans(call.rule, [&](auto fades, auto erases) {
@@ -157,8 +159,9 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
 // Memory for d_write, for the parts of a decay's gradient by head, and for sums over columns of several blocks. On tensor cores,
 // memory for states instead.
 inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_backward) {
-  const size_t chunks = with_head_decay(
-      rule, size_t{}, [&](auto erases) { return chunk_workspace<erases(), true>(size, type, is_backward); });
+  size_t chunks = 0;
+  if (has_chunks(rule))
+    chunks = with_chunks(rule, [&](auto erases) { return chunk_workspace<erases(), true>(size, type, is_backward); });
   Gpu gpu;
   if (!is_backward || query(&gpu)) return chunks;  // the launch reports an error of query()
   size_t scans = 0;
@@ -178,9 +181,7 @@ inline const char* forget_backward(const Call& call, const Inputs& in, const Bac
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
   if (choose_chunks_forget(call, gpu))
-    return with_head_decay(call.rule, "", [&](auto erases) {
-      return chunk_backward<erases(), true>(call, in, more, to, gpu);
-    });
+    return with_chunks(call.rule, [&](auto erases) { return chunk_backward<erases(), true>(call, in, more, to, gpu); });
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     return with_scans(call.rule, [&](auto fades, auto erases) {

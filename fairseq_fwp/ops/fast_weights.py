@@ -73,9 +73,9 @@ def fast_weights(
     erases: bool = False,
 ) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
-    keeps_all = decay is None and value_decay is None and removal_key is None
-    if keeps_all and first is not None and q.is_cuda and q.dtype == torch.bfloat16:
-        # On tensor cores, only kernels with decays by head take several documents.
+    on_tensor_cores = first is not None and q.is_cuda and q.dtype == torch.bfloat16
+    if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
+        # There, only kernels with decays by head take several documents.
         decay = q.new_ones(()).expand(q.shape[:3])
     out, memory, _, _ = _operator(q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases)
     return out, memory

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulator import RULES, EmulatorError
+from emulator import RULES, EmulatorError, prepare
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
 from pairwise import looped
 from subjects import COMBINATIONS, relative_error
@@ -35,8 +35,8 @@ SHAPES = [
 HOPPER = 227  # KiB of shared memory that a block has on an H100
 # Tensor cores truncate a sum after its last place; the reference rounds it.
 LAST_PLACE = torch.finfo(torch.float32).eps
-# Rules whose passes in bfloat16 are in chunks, with their names in the launchers.
-IN_CHUNKS = {"sum": "sum", "delta": "delta", "gated": "gated", "gla": "gated", "gated_delta": "gated_delta"}
+# Rules whose passes in bfloat16 are in chunks.
+IN_CHUNKS = ("sum", "delta", "gated", "gla", "gated_delta")
 # There, gradients of gates in float32 are as exact as bfloat16.
 OF_GATE = torch.finfo(torch.bfloat16).eps
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
@@ -151,7 +151,7 @@ def test_segments_side_by_side(emulator, rule, shape, state):
         given["rate"] = (0.02 * torch.rand(shape[:3])).bfloat16()
     if "decay" in given:
         given["decay"] = 1 - 0.001 * torch.rand(shape[:3])
-    assert emulator.workspace_bytes(IN_CHUNKS[rule], shape, torch.bfloat16, is_backward=False) > 0
+    assert emulator.workspace_bytes(prepare(given, erases)[0], shape, torch.bfloat16, is_backward=False) > 0
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
     gradients = cotangents_of(given)
     check_other_orders_and_gpus(emulator, given, erases, gradients, emulator.results(given, erases, gradients))

@@ -48,6 +48,7 @@ def test_random_sizes(emulator, seed):
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
         for name, x in truth.items():
             assert torch.equal(found[name], other[name]), f"{name}: {case}"
-            # Gates may be in float32, but their gradients are as exact as q.
-            limit = LIMITS[dtype if name in ("d_decay", "d_rate") else found[name].dtype]
+            # In chunks, the gradients of gates in float32 are as exact as bfloat16.
+            in_chunks = rule == "gated" and dtype == torch.bfloat16 and name == "d_rate"
+            limit = LIMITS[dtype if in_chunks else found[name].dtype]
             assert relative_error(found[name], x) < limit, f"{name}: {case}"
