@@ -136,8 +136,8 @@ inline bool choose_chunks(const ScanSize& size, Type type) {
          size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
 }
 
-// Number of segments of a sequence, and of chunks per segment. With transitions, segments need about three times the work. So
-// there are at least four of them, or one. The choice depends only on the heads and tokens, so all GPUs give the same bits.
+// Number of segments of a sequence, and of chunks per segment. There are at least `least` of them, or one. The choice depends
+// only on the heads and tokens, so all GPUs give the same bits.
 constexpr int64_t kHeadsThatFill = 128;
 constexpr int64_t kChunksOfSegment = 16;  // at least
 

@@ -354,7 +354,8 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const Memory memory = find_memory();
     const Stage chunk = memory.stages[n];
     __syncthreads();
-    this->store_tokens(d_v, n, memory.d, 0, this->block_columns(), int(threadIdx.x), this->warps * kWarp);
+    this->store_tokens(d_v, n, memory.d, 0, this->block_columns(), 0, this->size.columns, int(threadIdx.x),
+                       this->warps * kWarp);
     if constexpr (kRates) store_rate(n, memory.d_rate);
     make_d_scores(chunk, memory);
     wait_state(n);
@@ -433,26 +434,17 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     return x;
   }
 
-  // Stores one number per token, held by lane t of the first warp.
-  FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
-    const int t = int(threadIdx.x);
-    if (!to.data || t >= this->count(n)) return;
-    if (to.type == Type::float32)
-      static_cast<float*>(to.data)[this->first_token(n) + t] = x;
-    else
-      round_to(x, static_cast<Bfloat16*>(to.data)[this->first_token(n) + t]);
-  }
   FWP_DEVICE void store_rate(int64_t n, const float* parts) const {
     if (this->warp() > 0) return;
     float sum = 0;
     FWP_UNROLL_BY(1) for (int w = 0; w < this->warps; ++w) sum += parts[w * kChunkTokens + lane()];
-    store_scalar(d_rate, n, sum);
+    this->store_scalar(d_rate, n, sum);
   }
   FWP_DEVICE void store_decay(const Memory& memory, int64_t n) const {
     if constexpr (kFades) {
       if (this->warp() > 0) return;
       const float found = memory.d_decay.find(memory.stages[n].decays, kRows / kBlock, this->warps);
-      store_scalar(d_decay, n, this->begins(memory.starts[6], n) ? 0 : found);
+      this->store_scalar(d_decay, n, this->begins(memory.starts[6], n) ? 0 : found);
     }
   }
 

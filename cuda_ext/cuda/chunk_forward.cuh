@@ -123,7 +123,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       this->fade(state, decays.whole());
     }
     this->template write<false>(state, write, chunk.key);
-    if constexpr (!kEnds) give(n, chunk.value, read);
+    if constexpr (!kEnds) this->store_results(out, n, read, chunk.value);
   }
 
   // From the values in write[t] and the values in `found` that the keys of block t retrieve, compute the errors. They replace
@@ -149,15 +149,6 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
       const int token = t * kBlock + s, column = first + j;
       if (token < tokens && column < this->size.columns) errors[token * this->size.columns + column] = x;
     });
-  }
-
-  // Output goes through the shared memory of the values, of which each warp uses only its own part.
-  FWP_DEVICE void give(int64_t n, const Shared& place, Product (&read)[kChunkBlocks]) const {
-    __syncwarp();
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
-      for_elements(read[t], [&](int j, int s, float x) { place.put(t * kBlock + s, this->own_column() + j, x); });
-    __syncwarp();
-    this->store_tokens(out, n, place, this->own_column(), kBlock, lane(), kWarp);
   }
 };
 

@@ -8,6 +8,9 @@
 
 namespace fwp::cuda {
 
+// The transition T: one, a factor for each row, or a matrix.
+enum class Transition { one, rows, matrix };
+
 constexpr int kThreadsForSegments = 128;
 constexpr int kColumnsOfThread = 8;
 
@@ -18,7 +21,8 @@ struct ChunkSegments {
 
   ScanSize size;
   int segments, slabs, ends_columns, first_of_transition;
-  bool transitions, reverse;  // without transitions, a segment only adds to the state
+  Transition transition;
+  bool reverse;
   const float* ends;
   Matrices<const float> initial;
   float* boundaries;
@@ -37,17 +41,19 @@ struct ChunkSegments {
     for (int i = 0; i < segments; ++i) {
       const int64_t sequence = head * segments + (reverse ? segments - 1 - i : i);
       const float* const from = ends + sequence * ends_columns * kRows + row;
+      float factor = transition == Transition::one ? 1 : 0;
+      if (transition == Transition::rows) factor = from[first_of_transition * kRows];
       FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c) {
         if (inside(c)) boundaries[(sequence * size.columns + first + c) * kRows + row] = state[c];
         shared[(own + c) * kRows + row] = state[c];
-        state[c] = (inside(c) ? from[(first + c) * kRows] : 0) + (transitions ? 0 : state[c]);
+        state[c] = fma(factor, state[c], inside(c) ? from[(first + c) * kRows] : 0);
       }
       __syncthreads();
-      if (transitions)
+      if (transition == Transition::matrix)
         FWP_UNROLL_BY(8) for (int j = 0; j < size.rows; ++j) {
-          const float transition = from[(first_of_transition + j) * kRows];
+          const float column = from[(first_of_transition + j) * kRows];
           FWP_UNROLL for (int c = 0; c < kColumnsOfThread; ++c)
-            state[c] = fma(transition, shared[(own + c) * kRows + j], state[c]);
+            state[c] = fma(column, shared[(own + c) * kRows + j], state[c]);
         }
       __syncthreads();
     }

@@ -45,6 +45,10 @@ struct Carver {
   FWP_BOTH Shared matrix(int rows, int columns) {
     return {take<Bfloat16>(rows * (columns + kPadding)), columns + kPadding};
   }
+  template <typename T = Bfloat16>
+  FWP_BOTH Grouped<T> grouped(int rows, int columns) {
+    return {take<T>(rows * (columns + kPadding) + rows / kGroupRows * kBlock), columns + kPadding};
+  }
 };
 
 // Two buffers for the matrices of a chunk: one is filled while the other is used.
@@ -129,6 +133,7 @@ struct ChunkPass {
   using State = Product[kRows / kBlock];  // the transpose: 16 columns of the warp, by all rows
   static constexpr bool kRates = kErases || kFades;
   static constexpr bool kAligned = kFades && !kErases;  // writes are split by split_rows: nothing corrects their errors
+  static constexpr int kLeastSegments = kRates ? 4 : 2;  // with transition matrices, segments need about three times the work
   static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
 
   ScanSize size;
@@ -177,15 +182,16 @@ struct ChunkPass {
   }
 
   // Starts to copy `width` numbers of each token of chunk n, from `first` on, with zeros beyond the last token and `limit`.
-  template <typename T>
-  FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width, T* to,
-                        int pitch) const {
+  template <typename To>
+  FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width,
+                        const To& to) const {
+    using T = typename To::Number;
     constexpr int per_piece = 16 / sizeof(T);
     const T* const data = reinterpret_cast<const T*>(start) + n * kChunkTokens * from.token + first;
     const int tokens = from.data ? count(n) : 0, pieces = width / per_piece;
     FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kChunkTokens * pieces; at += warps * kWarp) {
       const int t = at / pieces, i = at % pieces * per_piece;
-      T* const target = to + t * pitch + i;
+      T* const target = to.at(t, i);
       if (from.by_pieces) {
         const bool inside = t < tokens && first + i < limit;
         copy_later(target, inside ? data + t * from.token + i : data, inside);
@@ -195,15 +201,12 @@ struct ChunkPass {
       }
     }
   }
-  FWP_DEVICE void bring_keys(const Brought& from, const char* start, int64_t n, const Shared& to) const {
-    bring(from, start, n, 0, size.rows, kRows, to.data, to.pitch);
-  }
-  template <typename T>
-  FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, T* to, int pitch) const {
-    bring(from, start, n, first_column(), size.columns, block_columns(), to, pitch);
+  template <typename To>
+  FWP_DEVICE void bring_keys(const Brought& from, const char* start, int64_t n, const To& to) const {
+    bring(from, start, n, 0, size.rows, kRows, to);
   }
   FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, const Shared& to) const {
-    bring_values(from, start, n, to.data, to.pitch);
+    bring(from, start, n, first_column(), size.columns, block_columns(), to);
   }
 
   // Loads the scalars of chunk n, one token per lane of the first warp. Beyond the last token, rate 0 and decay 1 change
@@ -396,25 +399,51 @@ struct ChunkPass {
     });
   }
 
-  // Stores `width` numbers of each token of chunk n from shared memory, 16 bytes at a time if possible. This thread takes
-  // pieces `thread`, `thread` + `threads`, ...
-  FWP_DEVICE void store_tokens(const Output& to, int64_t n, const Shared& from, int first, int width, int thread,
-                               int threads) const {
+  // Stores the transposed results of this warp's columns. They go through shared memory that only this warp uses.
+  FWP_DEVICE void store_results(const Output& to, int64_t n, Product (&results)[kChunkBlocks], const Shared& through) const {
+    __syncwarp();
+    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t)
+      for_elements(results[t], [&](int j, int s, float x) { through.put(t * kBlock + s, own_column() + j, x); });
+    __syncwarp();
+    store_tokens(to, n, through, own_column(), kBlock, first_column() + own_column(), size.columns, lane(), kWarp);
+  }
+
+  // Stores `width` numbers of each token of chunk n from shared memory, 16 bytes at a time if possible: from `column` of `from`,
+  // to `at` of `limit` numbers per token. This thread takes pieces `thread`, `thread` + `threads`, ...
+  template <typename From>
+  FWP_DEVICE void store_tokens(const Output& to, int64_t n, const From& from, int column, int width, int at, int limit,
+                               int thread, int threads) const {
     if (!to.data) return;
-    constexpr int per_piece = 8;
+    using T = typename From::Number;
+    constexpr int per_piece = 16 / sizeof(T);
     const int pieces = width / per_piece;
-    const bool by_pieces = size.columns % per_piece == 0 && reinterpret_cast<uintptr_t>(to.data) % 16 == 0;
-    Bfloat16* const data = static_cast<Bfloat16*>(to.data) + first_token(n) * size.columns;
+    const bool by_pieces = limit % per_piece == 0 && reinterpret_cast<uintptr_t>(to.data) % 16 == 0;
+    T* const data = static_cast<T*>(to.data) + first_token(n) * limit + at;
     const int tokens = count(n);
-    FWP_UNROLL_BY(1) for (int at = thread; at < kChunkTokens * pieces; at += threads) {
-      const int t = at / pieces, i = first + at % pieces * per_piece, column = first_column() + i;
-      if (t >= tokens || column >= size.columns) continue;
-      Bfloat16* const target = data + t * size.columns + column;
+    FWP_UNROLL_BY(1) for (int piece = thread; piece < kChunkTokens * pieces; piece += threads) {
+      const int t = piece / pieces, i = piece % pieces * per_piece;
+      if (t >= tokens || at + i >= limit) continue;
+      T* const target = data + t * limit + i;
+      const T* const source = from.at(t, column + i);
       if (by_pieces)
-        *reinterpret_cast<Piece<float>*>(target) = *reinterpret_cast<const Piece<float>*>(from.at(t, i));
+        *reinterpret_cast<Piece<float>*>(target) = *reinterpret_cast<const Piece<float>*>(source);
       else
-        FWP_UNROLL_BY(1) for (int e = 0; e < per_piece && column + e < size.columns; ++e) target[e] = *from.at(t, i + e);
+        FWP_UNROLL_BY(1) for (int e = 0; e < per_piece && at + i + e < limit; ++e) target[e] = source[e];
     }
+  }
+  template <typename From>
+  FWP_DEVICE void store_keys(const Output& to, int64_t n, const From& from) const {
+    store_tokens(to, n, from, 0, kRows, 0, size.rows, int(threadIdx.x), warps * kWarp);
+  }
+
+  // Stores one number per token, held by lane t of the first warp.
+  FWP_DEVICE void store_scalar(const Output& to, int64_t n, float x) const {
+    const int t = int(threadIdx.x);
+    if (!to.data || t >= count(n)) return;
+    if (to.type == Type::float32)
+      static_cast<float*>(to.data)[first_token(n) + t] = x;
+    else
+      round_to(x, static_cast<Bfloat16*>(to.data)[first_token(n) + t]);
   }
 };
 

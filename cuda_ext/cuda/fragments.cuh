@@ -49,12 +49,28 @@ FWP_DEVICE float low(uint32_t pair) { return float_of_bits(pair << 16); }
 FWP_DEVICE float high(uint32_t pair) { return float_of_bits(pair & 0xffff0000u); }
 
 template <int parts>
-FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts], float grid = 0) {
+FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts]) {
   FWP_UNROLL for (int n = 0; n < parts; ++n) {
-    to[n] = grid != 0 && n == 0 ? pair_of((x + grid) - grid, (y + grid) - grid) : pair_of(x, y);
+    to[n] = pair_of(x, y);
     x -= low(to[n]);
     y -= high(to[n]);
   }
+}
+// The same; the first parts are multiples of the last places that grid_of() has found.
+template <int parts>
+FWP_DEVICE void split(float x, float y, uint32_t (&to)[parts], float grid_of_x, float grid_of_y) {
+  to[0] = pair_of((x + grid_of_x) - grid_of_x, (y + grid_of_y) - grid_of_y);
+  uint32_t rest[parts - 1];
+  split(x - low(to[0]), y - high(to[0]), rest);
+  FWP_UNROLL for (int n = 1; n < parts; ++n) to[n] = rest[n - 1];
+}
+// For numbers of very different sizes in one sum. The tensor cores cut off digits below the last place of the greatest product.
+// So the first parts of the numbers are multiples of one number: 2^-7 times the power of two of the greatest one. Hardly any
+// digit of their products is cut off, and the products of the other parts are small. Adding the result of this function, 1.5 *
+// 2^16 times that power, rounds to such multiples.
+FWP_DEVICE float grid_of(float greatest) {
+  const uint32_t power = bits_of_float(fminf(greatest, 0x1p+100f)) & 0x7f800000u;
+  return float_of_bits(power + (16u << 23)) * 1.5f;
 }
 
 // The numbers of a left factor, in the layout of a product.
@@ -68,18 +84,16 @@ FWP_DEVICE void unpack(const Factor& from, Product& to) {
 
 // A product as the left factor of the next one.
 template <int parts>
-FWP_DEVICE void split(const Product& x, Factor (&to)[parts], float upper_grid = 0, float lower_grid = 0) {
+FWP_DEVICE void split(const Product& x, Factor (&to)[parts]) {
   FWP_UNROLL for (int h = 0; h < 2; ++h)
     FWP_UNROLL for (int r = 0; r < 2; ++r) {
       uint32_t of_pair[parts];
-      split(x[h][2 * r], x[h][2 * r + 1], of_pair, r > 0 ? lower_grid : upper_grid);
+      split(x[h][2 * r], x[h][2 * r + 1], of_pair);
       FWP_UNROLL for (int n = 0; n < parts; ++n) to[n][2 * h + r] = of_pair[n];
     }
 }
 
-// The same for rows of numbers of very different sizes. In a sum, the tensor cores cut off digits below the last place of the
-// greatest product. So the first parts of a row are multiples of one number: 2^-7 times the power of two of the greatest one.
-// Hardly any digit of their products is cut off, and the products of the other parts are small.
+// The same, with one last place for the first parts of a row.
 template <int blocks, int parts>
 FWP_DEVICE void split_rows(const Product (&x)[blocks], Factor (&to)[blocks][parts]) {
   float grid[2];
@@ -90,11 +104,15 @@ FWP_DEVICE void split_rows(const Product (&x)[blocks], Factor (&to)[blocks][part
         FWP_UNROLL for (int e = 0; e < 2; ++e) greatest = fmaxf(greatest, fabsf(x[t][h][2 * r + e]));
     FWP_UNROLL for (int distance = 1; distance < 4; distance *= 2)
       greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, distance));
-    // Adding 1.5 * 2^16 times that power rounds to such multiples.
-    const uint32_t power = bits_of_float(fminf(greatest, 0x1p+100f)) & 0x7f800000u;
-    grid[r] = float_of_bits(power + (16u << 23)) * 1.5f;
+    grid[r] = grid_of(greatest);
   }
-  FWP_UNROLL for (int t = 0; t < blocks; ++t) split(x[t], to[t], grid[0], grid[1]);
+  FWP_UNROLL for (int t = 0; t < blocks; ++t)
+    FWP_UNROLL for (int h = 0; h < 2; ++h)
+      FWP_UNROLL for (int r = 0; r < 2; ++r) {
+        uint32_t of_pair[parts];
+        split(x[t][h][2 * r], x[t][h][2 * r + 1], of_pair, grid[r], grid[r]);
+        FWP_UNROLL for (int n = 0; n < parts; ++n) to[t][n][2 * h + r] = of_pair[n];
+      }
 }
 
 // The `most` largest parts.
@@ -134,12 +152,16 @@ FWP_DEVICE void add_product(Product& c, const Factor (&a)[of_a], Load load) {
 // A matrix in shared memory. Rows start at multiples of 16 bytes, `pitch` numbers apart. With a pitch of 8 more than a multiple
 // of 16, eight rows lie in different banks.
 constexpr int kPadding = 8;
+constexpr int kGroupRows = 8;
 
-struct Shared {
-  Bfloat16* data;
+// kGap: numbers between groups of eight rows. With a gap of 16, pairs of numbers in rows 8 apart also lie in different banks.
+template <typename T, int kGap>
+struct Rows {
+  using Number = T;
+  T* data;
   int pitch;
 
-  FWP_DEVICE Bfloat16* at(int row, int column) const { return data + row * pitch + column; }
+  FWP_DEVICE T* at(int row, int column) const { return data + row * pitch + row / kGroupRows * kGap + column; }
   FWP_DEVICE uint32_t get(int row, int column) const { return *reinterpret_cast<const uint32_t*>(at(row, column)); }
   FWP_DEVICE void put(int row, int column, uint32_t pair) const {
     *reinterpret_cast<uint32_t*>(at(row, column)) = pair;
@@ -163,5 +185,9 @@ struct Shared {
     return at(row + lane() % 8 + lane() / kBlock * 8, column + lane() / 8 % 2 * 8);
   }
 };
+
+using Shared = Rows<Bfloat16, 0>;
+template <typename T>
+using Grouped = Rows<T, kBlock>;
 
 }  // namespace fwp::cuda

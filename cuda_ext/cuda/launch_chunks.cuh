@@ -39,7 +39,7 @@ size_t chunk_bytes(const Pass& pass) {
 template <typename Pass>
 void set_size(Pass& pass, const ScanSize& size) {
   pass.size = size;
-  const SegmentPlan plan = choose_segments(size, pass.chunks(), Pass::kRates ? 4 : 2);
+  const SegmentPlan plan = choose_segments(size, pass.chunks(), Pass::kLeastSegments);
   pass.log_segments = plan.log_segments, pass.chunks_of_segment = plan.chunks;
 }
 
@@ -106,14 +106,14 @@ struct SegmentMemory {
 
   // Compute the boundaries from the ends.
   template <typename Pass>
-  const char* connect(const Pass& pass, const Matrices<const float>& initial, bool transitions, bool reverse, const Gpu& gpu,
-                      void* stream) const {
+  const char* connect(const Pass& pass, const Matrices<const float>& initial, Transition transition, bool reverse,
+                      const Gpu& gpu, void* stream) const {
     ChunkSegments<kRows> through{};
     through.size = pass.size, through.segments = int(pass.segments()), through.reverse = reverse;
     through.slabs = (pass.size.columns + through.kColumns - 1) / through.kColumns;
     through.first_of_transition = pass.value_columns();
-    through.ends_columns = transitions ? pass.ends_columns() : pass.value_columns();
-    through.ends = ends, through.transitions = transitions;
+    through.ends_columns = transition == Transition::one ? pass.value_columns() : pass.ends_columns();
+    through.ends = ends, through.transition = transition;
     through.initial = initial, through.boundaries = boundaries;
     const int64_t blocks = pass.size.heads * through.slabs;
     if (const char* error = check_blocks(blocks)) return error;
@@ -150,10 +150,10 @@ ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key,
 // in reverse the gradients at their ends.
 template <int kRows, typename Pass>
 const char* find_boundaries(Pass ends, const SegmentMemory<kRows>& memory, const Matrices<const float>& initial,
-                            bool transitions, bool reverse, const Gpu& gpu, void* stream) {
+                            Transition transition, bool reverse, const Gpu& gpu, void* stream) {
   ends.ends = memory.ends;
   if (const char* error = launch_chunks(ends, gpu, stream)) return error;
-  return memory.connect(ends, initial, transitions, reverse, gpu, stream);
+  return memory.connect(ends, initial, transition, reverse, gpu, stream);
 }
 
 template <bool kErases, bool kFades>
@@ -182,10 +182,10 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
         ChunkForward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
-        error = find_boundaries(ends, memory, pass.initial, true, false, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.initial, Transition::matrix, false, gpu, call.stream);
       } else {
         const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in);
-        error = find_boundaries(ends, memory, pass.initial, false, false, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.initial, Transition::one, false, gpu, call.stream);
       }
       if (error) return error;
       pass.initial = memory.matrices(size);
@@ -221,7 +221,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
       before.initial = make.matrix(in.state);
       pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
       if (in_segments) {
-        const char* const error = find_boundaries(ends, memory, before.initial, false, false, gpu, call.stream);
+        const char* const error = find_boundaries(ends, memory, before.initial, Transition::one, false, gpu, call.stream);
         if (error) return error;
         before.initial = memory.matrices(size);
       }
@@ -233,10 +233,10 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
         ChunkBackward<kRows, kErases, kFades, true> ends{};
         fill(ends);
         set_columns(ends, ends.ends_columns(), gpu);
-        error = find_boundaries(ends, memory, pass.d_last, true, true, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.d_last, Transition::matrix, true, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
         const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in);
-        error = find_boundaries(ends, memory, pass.d_last, false, true, gpu, call.stream);
+        error = find_boundaries(ends, memory, pass.d_last, Transition::one, true, gpu, call.stream);
       }
       if (error) return error;
       pass.d_last = memory.matrices(size);

@@ -47,6 +47,7 @@ class Kernel(NamedTuple):
 
     name: str  # as people read it
     instructions: int  # in a round of the main loop
+    longest: int  # in a round of the longest loop
     in_flight: int  # greatest number of simultaneous global loads; asynchronous copies do not count
     mean_in_flight: float  # the same, on average over the waits for them
     widths: dict[int, int]  # number of global loads and asynchronous copies by the bytes of each
@@ -200,8 +201,11 @@ def _target(load: Instruction) -> int:
 
 
 def measure(name: str, body: list[Instruction]) -> Kernel:
-    """Return the counts of one kernel."""
+    """Return the counts of one kernel. One that does most of its arithmetic outside of loops counts as a loop itself."""
     found = loops(body)
+    arithmetic = [i for i, instruction in enumerate(body) if instruction.opcode.startswith(ARITHMETIC)]
+    if 2 * len(set[int]().union(*found) & set(arithmetic)) < len(arithmetic):
+        found = [_reached(successors(body)), *found]
     inside = set[int]().union(*found)
     looped = [body[i] for i in sorted(inside)]
     runs = runs_of_loads(looped)
@@ -209,6 +213,7 @@ def measure(name: str, body: list[Instruction]) -> Kernel:
     return Kernel(
         name,
         len(main_loop(body, found)),
+        max(map(len, found), default=0),
         max(runs, default=0),
         sum(runs) / max(len(runs), 1),
         {width: loads.count(width) for width in sorted({*loads})},

@@ -8,7 +8,7 @@ from pairwise import looped
 from subjects import COMBINATIONS, relative_error
 
 every_rule = pytest.mark.parametrize("rule", CASES)
-fading_in_chunks = pytest.mark.parametrize("rule", ["gla", "gated_delta"])
+fading_in_chunks = pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta"])
 
 
 def some_fast(*fast, among=CASES):
@@ -36,7 +36,7 @@ HOPPER = 227  # KiB of shared memory that a block has on an H100
 # Tensor cores truncate a sum after its last place; the reference rounds it.
 LAST_PLACE = torch.finfo(torch.float32).eps
 # Rules whose passes in bfloat16 are in chunks.
-IN_CHUNKS = ("sum", "delta", "gated", "gla", "gated_delta")
+IN_CHUNKS = ("sum", "delta", "gated", "gla", "gla_by_key", "gated_delta")
 # There, gradients of gates in float32 are as exact as bfloat16.
 OF_GATE = torch.finfo(torch.bfloat16).eps
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
@@ -150,7 +150,7 @@ def test_segments_side_by_side(emulator, rule, shape, state):
     if erases:
         given["rate"] = (0.02 * torch.rand(shape[:3])).bfloat16()
     if "decay" in given:
-        given["decay"] = 1 - 0.001 * torch.rand(shape[:3])
+        given["decay"] = 1 - 0.001 * torch.rand(given["decay"].shape)
     assert emulator.workspace_bytes(prepare(given, erases)[0], shape, torch.bfloat16, is_backward=False) > 0
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
     gradients = cotangents_of(given)
@@ -162,7 +162,7 @@ def test_segments_side_by_side(emulator, rule, shape, state):
 def test_chunks_with_gates_in_float32(emulator, rule):
     """Decays close to 1, which bfloat16 would round to 1. The gradients of gates are as exact as bfloat16."""
     given, erases = make_case(rule, (1, 2, 300, 64, 40), torch.bfloat16)
-    given["decay"] = 1 - 0.01 * torch.rand(1, 2, 300)
+    given["decay"] = 1 - 0.01 * torch.rand(given["decay"].shape)
     given["rate"] = torch.rand(1, 2, 300)
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
 
@@ -171,7 +171,7 @@ def test_chunks_with_gates_in_float32(emulator, rule):
 def test_chunks_with_long_memory(emulator, rule):
     """Decays that bfloat16 rounds to 1 or 1 - 1/256: an error of their products would add up over the chunks."""
     given, erases = make_case(rule, (1, 1, 900, 20, 24), torch.bfloat16)
-    given["decay"] = (1 - 0.004 * torch.rand(1, 1, 900)).bfloat16()
+    given["decay"] = (1 - 0.004 * torch.rand(given["decay"].shape)).bfloat16()
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
 
 
@@ -179,7 +179,7 @@ def test_chunks_with_long_memory(emulator, rule):
 @pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_chunks_that_keep_all_or_nothing(emulator, rule, decay):
     given, erases = make_case(rule, (1, 2, 95, 24, 40), torch.bfloat16)
-    given["decay"] = torch.where(torch.rand(1, 2, 95) < 0.3, decay, given["decay"])
+    given["decay"] = torch.where(torch.rand(given["decay"].shape) < 0.3, decay, given["decay"])
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
 
 
@@ -188,8 +188,8 @@ def test_chunks_that_keep_all_or_nothing(emulator, rule, decay):
 def test_documents_in_chunks(emulator, rule, shape):
     """One may begin at any token of a chunk. A rule without decays gets decays of one, as in ``fast_weights``."""
     given, erases = make_case(rule, shape, torch.bfloat16)
-    shares = 1 - 0.05 * torch.rand(shape[:3]) if "decay" in given else torch.ones(shape[:3])
-    given["decay"] = shares.bfloat16()
+    of_decay = given["decay"].shape if "decay" in given else shape[:3]
+    given["decay"] = (1 - 0.05 * torch.rand(of_decay) * ("decay" in given)).bfloat16()
     given["first"] = torch.rand(shape[0], shape[2]) < 2 / shape[2]
     given["first"][0, [0, 32, 33, 63, 90]] = True
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)

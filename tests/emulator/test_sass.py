@@ -81,12 +81,14 @@ def kind_of(name: str) -> str:
 
 def pass_of(name: str) -> str:
     """Return a pass in chunks with its rows, whether it has decays, and whether it only finds the ends of segments."""
-    found = re.search(r"<(\w+)<(\d+), \w+(?:, (\w+))?(?:, (\w+))?>", name)
-    if not found:
+    if not (found := re.search(r"<(\w+)<(\d+)((?:, \w+)*)>", name)):
         return ""
-    return (
-        f"{found[1]} {found[2]}{' fades' * (found[3] == 'true' and found[4] != 'true')}{' ends' * (found[4] == 'true')}"
-    )
+    flags = [flag == "true" for flag in found[3].split(", ")[1:]]
+    if found[1].startswith("ChunkKey"):
+        fades, ends = False, flags[1:] == [True]
+    else:
+        fades, ends = flags[1:] == [True] or flags[1:] == [True, False], flags[2:] == [True]
+    return f"{found[1]} {found[2]}{' fades' * fades}{' ends' * ends}"
 
 
 def ceiling(name: str) -> int | None:
@@ -142,8 +144,11 @@ def table(kernels: list[Kernel], registers: list[int]) -> str:
 def instructions_a_round(kernel: Kernel) -> float:
     """Return the instructions of a token, or of a chunk of tokens.
 
-    A backward scan that makes states again visits the 8 groups of a chunk 10 times, and then each for its results.
+    A backward scan that makes states again visits the 8 groups of a chunk 10 times, and then each for its results. The
+    longest loop of a pass in chunks is the one over chunks.
     """
+    if kernel.name.startswith("chunk_kernel"):
+        return kernel.longest
     if not kernel.name.startswith("scan_kernel<ForgetBackward"):
         return kernel.instructions
     to_state, forward, back = kernel.loops
