@@ -142,13 +142,7 @@ struct ChunkForward : ChunkPass<kRows, kErases, kFades> {
     Factor left[kExact];
     split(found, left);
     times(t, left);
-    if constexpr (kEnds) return;
-    float* const errors = error + this->first_token(n) * this->size.columns;
-    const int tokens = this->count(n), first = this->first_column() + this->own_column();
-    for_elements(found, [&](int j, int s, float x) {
-      const int token = t * kBlock + s, column = first + j;
-      if (token < tokens && column < this->size.columns) errors[token * this->size.columns + column] = x;
-    });
+    if constexpr (!kEnds) this->store_errors(error, n, t, found);
   }
 };
 

@@ -1,8 +1,12 @@
 // The gradients of queries, keys, rates and decays of rules with decays by key, for a chunk, from the state S before it and the
-// gradient G after it. A block has one chunk, a warp 16 numbers of its keys. With K for b K,
+// gradient G after it. A block has one chunk, a warp 16 numbers of its keys. With K for b K in the terms of what is written, and
+// without erasing V for E,
 //
-//     dP = dO V^T on and below its diagonal
-//     dQ = c (dO S^T) + dP (F K)           dK = w (V G^T) + dP^T (F Q)           df = the sums over the rows of G * S
+//     dP = dO E^T on and below its diagonal          dA = -D E^T below its diagonal
+//     dQ = c (dO S^T) + dP (F K)                     of the erasing keys: -c (D S^T) + dA (F K)
+//     dK = w (E G^T) + dP^T (F Q) + dA^T (F K)       df = the sums over the rows of G * S
+//
+// A erases with -K what P reads with Q, and D stands for dO. So the terms of dA are those of dP, computed again for other tokens.
 //
 // As in chunk_keys.cuh, the terms with F are products of matrices between groups, for each h. One product Z gives both: in an odd
 // block, the sum over s of dP_ts w_s k_s, so that c_t Z_t is a term of dQ_t and q_t Z_t is the gradient of c_t; in an even block,
@@ -14,12 +18,12 @@
 
 namespace fwp::cuda {
 
-template <int kRows>
-struct ChunkKeyGradients : ChunkKeyPass<kRows> {
-  using Pass = ChunkKeyPass<kRows>;
+template <int kRows, bool kErases>
+struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
+  using Pass = ChunkKeyPass<kRows, kErases>;
   static constexpr int kWarps = kRows / kBlock;
 
-  Brought value, d_out;
+  Brought value, d_out, d_value;  // value: E, or V in bfloat16; d_value: D
   const float *initial, *kept, *gradients;  // the states before chunk 0 and after each whole one; G for each chunk
   bool in_pairs;  // whether two numbers of a state can be loaded at once
   Output d_q, d_k, d_rate, d_decay;
@@ -28,20 +32,22 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
 
   // 32 x 16 numbers of one warp: as factors, or for an exchange between lanes.
   union Scratch {
-    Bfloat16 factors[kOfTokens][kChunkTokens * (kBlock + kPadding) + kChunkTokens / kGroupRows * kBlock];
+    Bfloat16 factors[kOfTokens][kScaledSize];
     float numbers[kChunkTokens][kBlock + 2];
   };
   struct Memory {
     const char** starts;
     KeyTokens<kRows> tokens;
-    Shared value, d_out, d_scores[kOfTokens];  // dP in parts, with its transpose above the diagonal
-    float *in_group, *d_rate;                  // dP_ts of each group at (s, t); (warps, 32)
+    Shared value, d_out, d_value;
+    Shared d_scores[kOfTokens];  // dP or dA in parts, with its transpose above the diagonal
+    float *in_group, *d_rate;    // dP_ts or dA_ts of each group at (s, t); (warps, 32)
     Scratch* scratch;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyGradients& pass)
-        : starts(carver.take<const char*>(7)), tokens(carver), value(carver.matrix(kChunkTokens, pass.value_columns())),
-          d_out(carver.matrix(kChunkTokens, pass.value_columns())), in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)),
-          d_rate(carver.take<float>(kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)) {
+        : starts(carver.take<const char*>(8)), tokens(carver), value(carver.matrix(kChunkTokens, pass.value_columns())),
+          d_out(carver.matrix(kChunkTokens, pass.value_columns())),
+          d_value(carver.matrix(kErases ? kChunkTokens : 0, pass.value_columns())),
+          in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)), d_rate(carver.take<float>(kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)) {
       FWP_UNROLL for (Shared& x : d_scores) x = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };
@@ -50,28 +56,31 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
     Carver carver{shared_memory()};
     const Memory memory(carver, *this);
     const int64_t n = this->chunk();
-    this->put_starts({&this->query, &this->key, &this->decay, &this->rate, &value, &d_out}, memory.starts);
+    this->put_starts({&this->query, &this->key, &this->decay, &this->rate, &value, &d_out, &d_value}, memory.starts);
     this->bring_tokens(memory.starts, n, memory.tokens);
-    this->bring(value, memory.starts[4], n, 0, this->size.columns, this->value_columns(), memory.value);
-    this->bring(d_out, memory.starts[5], n, 0, this->size.columns, this->value_columns(), memory.d_out);
+    bring_columns(d_out, memory.starts[5], n, memory.d_out);
+    if constexpr (kErases)
+      bring_columns(d_value, memory.starts[6], n, memory.d_value);
+    else
+      bring_columns(value, memory.starts[4], n, memory.value);
     commit_copies();
-    this->put_scalars(this->ask(memory.starts[3], memory.starts[6], n), memory.tokens);
+    if constexpr (kErases) load_errors(memory.starts[4], n, memory.value);
+    this->put_scalars(this->ask(memory.starts[3], memory.starts[7], n), memory.tokens);
     wait_copies<0>();
-    __syncthreads();
-    make_d_scores(memory);
     __syncthreads();
     Slice slice;
     this->load_slice(memory.tokens, this->own_column(), slice.keys);
-    for_numbers([&](int t, int e) { slice.d_decay[t][e] = 0; });
-    DProducts d_products{};
-    use_states(n, memory, slice, d_products);
-    separate<2>(slice, d_products);
-    add_blocks<2>(memory, slice, d_products);
-    separate<1>(slice, d_products);
-    add_blocks<1>(memory, slice, d_products);
-    differentiate(slice, d_products);
-    add_in_groups(memory, slice);
-    put(memory, slice);
+    for_numbers([&](int t, int e) { slice.d_key[t][e] = slice.d_decay[t][e] = 0; });
+    add_terms<false>(n, memory, slice);
+    KeyNumbers d_query;
+    if constexpr (kErases) {
+      for_numbers([&](int t, int e) { d_query[t][e] = slice.d_query[t][e]; });
+      this->load_readers(memory.tokens.key, this->own_column(), slice.keys.query);
+      for_numbers([&](int t, int e) { slice.keys.query[t][e] = -slice.keys.query[t][e]; });
+      __syncthreads();
+      add_terms<true>(n, memory, slice);
+    }
+    put(memory, slice, kErases ? d_query : slice.d_query);
     __syncthreads();
     give(n, memory);
   }
@@ -88,14 +97,44 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
 
   FWP_DEVICE Scratch& scratch(const Memory& memory) const { return memory.scratch[this->warp()]; }
 
-  FWP_DEVICE void make_d_scores(const Memory& memory) const {
+  FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const Shared& to) const {
+    this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to);
+  }
+  FWP_DEVICE void load_errors(const char* start, int64_t n, const Shared& to) const {
+    const int columns = this->size.columns, width = this->value_columns(), tokens = this->count(n);
+    const float* const errors = reinterpret_cast<const float*>(start) + n * kChunkTokens * columns;
+    FWP_UNROLL_BY(4) for (int at = int(threadIdx.x); at < kChunkTokens * width; at += kWarps * kWarp) {
+      const int t = at / width, j = at % width;
+      to.put(t, j, t < tokens && j < columns ? errors[t * columns + j] : 0);
+    }
+  }
+
+  // The terms of the scores and of the state: of P, or of A with what erases in place of the queries and D in place of dO.
+  template <bool kOfErased>
+  FWP_DEVICE void add_terms(int64_t n, const Memory& memory, Slice& slice) const {
+    const Shared& d_out = kOfErased ? memory.d_value : memory.d_out;
+    make_d_scores<kOfErased>(d_out, memory);
+    __syncthreads();
+    DProducts d_products;
+    use_states<kOfErased>(n, d_out, memory, slice, d_products);
+    separate<2>(slice, d_products);
+    add_blocks<2>(memory, slice, d_products);
+    separate<1>(slice, d_products);
+    add_blocks<1>(memory, slice, d_products);
+    differentiate(slice, d_products);
+    add_in_groups(memory, slice);
+  }
+
+  template <bool kOfErased>
+  FWP_DEVICE void make_d_scores(const Shared& d_out, const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
       const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
       Product d_score, none;
-      Pass::template multiply_rows<1>(memory.d_out, memory.d_out, memory.value, this->value_columns(), row, column, d_score,
-                                      none);
+      ChunkPass<kRows, false, true>::template multiply_rows<1>(d_out, d_out, memory.value, this->value_columns(), row, column,
+                                                               d_score, none);
       for_elements(d_score, [&](int t, int s, float x) {
         t += row, s += column;
+        if (kOfErased && t == s) x = 0;
         if (t / kSpan == s / kSpan) memory.in_group[t / kSpan * kGroupSize + s % kSpan * kSpan + t % kSpan] = x;
         if (t / kSpan <= s / kSpan) return;
         FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) {
@@ -109,7 +148,8 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
   }
 
   // Products by rows of the state or its gradient, both also multiplied with each other.
-  FWP_DEVICE void use_states(int64_t n, const Memory& memory, Slice& slice, DProducts& d_products) const {
+  template <bool kOfErased>
+  FWP_DEVICE void use_states(int64_t n, const Shared& d_out, const Memory& memory, Slice& slice, DProducts& d_products) const {
     const int64_t numbers = int64_t(this->size.rows) * this->size.columns, whole = this->size.length / kChunkTokens;
     const float* const state = n > 0 ? kept + (this->head() * whole + n - 1) * numbers
                                      : initial ? initial + this->head() * numbers : nullptr;
@@ -123,18 +163,20 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
         FWP_UNROLL for (int r = 0; r < 2; ++r) {
           float s[2], g[2];
           const int row = this->own_column() + 8 * h + line(), column = j + 8 * r + pair();
-          load_pair(state, row, column, s);
-          load_pair(gradient, row, column, g);
-          d_whole[h] = fma(s[0], g[0], fma(s[1], g[1], d_whole[h]));
           uint32_t of_pair[kOfTokens];
+          load_pair(state, row, column, s);
           split(s[0], s[1], of_pair);
           FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) before[m][2 * h + r] = of_pair[m];
+          if constexpr (kOfErased) continue;
+          load_pair(gradient, row, column, g);
+          d_whole[h] = fma(s[0], g[0], fma(s[1], g[1], d_whole[h]));
           split(g[0], g[1], of_pair);
           FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) after[m][2 * h + r] = of_pair[m];
         }
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
-        memory.d_out.left(t * kBlock, j, left);
+        d_out.left(t * kBlock, j, left);
         multiply(of_query[t], left, before);
+        if constexpr (kOfErased) continue;
         memory.value.left(t * kBlock, j, left);
         multiply(of_key[t], left, after);
       }
@@ -146,9 +188,13 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
       slice.d_query[t][e] = products.from_start[t][e] * z[t][e];
       d_products.from_start[t][e] = slice.keys.query[t][e] * z[t][e];
     });
+    if constexpr (kOfErased) {
+      for_numbers([&](int t, int e) { d_products.to_end[t][e] = 0; });
+      return;
+    }
     exchange(of_key, memory, z);
     for_numbers([&](int t, int e) {
-      slice.d_key[t][e] = products.to_end[t][e] * z[t][e];
+      slice.d_key[t][e] += products.to_end[t][e] * z[t][e];
       d_products.to_end[t][e] = slice.keys.key[t][e] * z[t][e];
     });
     float* const sums = &scratch(memory).numbers[0][0];
@@ -191,9 +237,9 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
   template <int kGroups>
   FWP_DEVICE void add_blocks(const Memory& memory, Slice& slice, DProducts& d_products) const {
     const DecayProducts<kGroups> products(slice.keys);
-    typename Pass::Scaled scaled;
+    Grouped<Bfloat16> scaled[kOfTokens];
     FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) scaled[m] = {scratch(memory).factors[m], kBlock + kPadding};
-    Pass::template put_scaled<kGroups>(slice.keys, products, scaled);
+    put_scaled(slice.keys, products, scaled);
     Product found[kChunkBlocks];
     FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
       const int row = t * kBlock, column = kGroups > 1 ? kBlock - row : row;
@@ -284,16 +330,21 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows> {
     }
   }
 
-  // Replace the tokens by their gradients; d_key is that of b K.
-  FWP_DEVICE void put(const Memory& memory, const Slice& slice) const {
+  // Replace the tokens by their gradients. d_key is that of b K, and if the rule erases, d_query that of -K where it erases.
+  FWP_DEVICE void put(const Memory& memory, const Slice& slice, const KeyNumbers& d_query) const {
     const KeyTokens<kRows>& to = memory.tokens;
     const int i = this->own_column() + own_number();
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const int token = own_token(t);
       const uint32_t key = to.key.get(token, i);
       const float rate = to.rate[token];
-      to.query.put(token, i, pair_of(slice.d_query[t][0], slice.d_query[t][1]));
-      to.key.put(token, i, pair_of(rate * slice.d_key[t][0], rate * slice.d_key[t][1]));
+      float d_key[2];
+      FWP_UNROLL for (int e = 0; e < 2; ++e) {
+        d_key[e] = rate * slice.d_key[t][e];
+        if constexpr (kErases) d_key[e] -= slice.d_query[t][e];
+      }
+      to.query.put(token, i, pair_of(d_query[t][0], d_query[t][1]));
+      to.key.put(token, i, pair_of(d_key[0], d_key[1]));
       const bool given = to.source[token] == float(DecaySource::given);
       const float x = given ? slice.d_decay[t][0] : 0, y = given ? slice.d_decay[t][1] : 0;
       if (this->decay.type == Type::float32)

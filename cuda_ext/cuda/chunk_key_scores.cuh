@@ -6,22 +6,23 @@
 
 namespace fwp::cuda {
 
-// P on and below its diagonal, in parts: (heads, chunks, kOfTokens, 32, 32).
-constexpr int kScores = kOfTokens * kChunkTokens * kChunkTokens;
+// A matrix of 32 x 32 for each chunk, in parts.
+constexpr int kMatrix = kChunkTokens * kChunkTokens;
 // Pairs of tokens s <= t of a group.
 constexpr int kPairs = kSpan * (kSpan + 1) / 2;
 FWP_DEVICE int pair_at(int t, int s) { return t * (t + 1) / 2 + s; }
 
-template <int kRows>
-struct ChunkKeyScores : ChunkKeyPass<kRows> {
-  using Pass = ChunkKeyPass<kRows>;
+template <int kRows, bool kErases>
+struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
+  using Pass = ChunkKeyPass<kRows, kErases>;
+  using Pass::kScoreParts;
   static constexpr int kWarps = kRows / kBlock;
 
-  Bfloat16* scores;
+  Bfloat16* scores;  // (heads, chunks, kScoreMatrices, 32, 32): see ChunkKeyPass
 
   // Each warp's part of the scores, over its numbers of the keys.
   union Scratch {
-    Bfloat16 factors[kOfTokens][kChunkTokens * (kBlock + kPadding) + kChunkTokens / kGroupRows * kBlock];
+    Bfloat16 factors[kScoreParts][kScaledSize];
     float in_group[kPairs][kWarp];  // over the numbers of each lane
   };
   struct Memory {
@@ -29,10 +30,11 @@ struct ChunkKeyScores : ChunkKeyPass<kRows> {
     KeyTokens<kRows> tokens;
     Scratch* scratch;
     float* parts;  // (warps, 3, 8, lanes)
+    Scores erase;
 
     FWP_BOTH Memory(Carver& carver, const ChunkKeyScores&)
         : starts(carver.take<const char*>(5)), tokens(carver), scratch(carver.take<Scratch>(kWarps)),
-          parts(carver.take<float>(kWarps * 3 * 8 * kWarp)) {}
+          parts(carver.take<float>(kWarps * 3 * 8 * kWarp)), erase(carver, 0, kErases) {}
   };
 
   FWP_DEVICE void run() const {
@@ -47,12 +49,17 @@ struct ChunkKeyScores : ChunkKeyPass<kRows> {
     __syncthreads();
     KeySlice keys;
     this->load_slice(memory.tokens, this->own_column(), keys);
-    Scratch& own = memory.scratch[this->warp()];
-    multiply_blocks<2>(keys, own, memory);
-    multiply_blocks<1>(keys, own, memory);
-    multiply_in_groups(keys, own);
-    __syncthreads();
-    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) give(n, b, memory);
+    Bfloat16* const to = scores + (this->head() * this->chunks() + n) * Pass::kScoreMatrices * kMatrix;
+    multiply_tokens(keys, memory);
+    FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) give_reads(b, memory, to);
+    if constexpr (kErases) {
+      this->load_readers(memory.tokens.key, this->own_column(), keys.query);
+      __syncthreads();
+      multiply_tokens(keys, memory);
+      FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) make_erase(b, memory);
+      __syncthreads();
+      give_erase(memory.erase, to + kScoreParts * kMatrix);
+    }
   }
 
  private:
@@ -61,19 +68,27 @@ struct ChunkKeyScores : ChunkKeyPass<kRows> {
     return memory.parts[((warp * 3 + b) * 8 + i) * kWarp + lane()];
   }
 
+  FWP_DEVICE void multiply_tokens(const KeySlice& keys, const Memory& memory) const {
+    Scratch& own = memory.scratch[this->warp()];
+    multiply_blocks<2>(keys, own, memory);
+    multiply_blocks<1>(keys, own, memory);
+    multiply_in_groups(keys, own);
+    __syncthreads();
+  }
+
   // The scores of tokens in neighboring blocks of kGroups groups.
   template <int kGroups>
   FWP_DEVICE void multiply_blocks(const KeySlice& keys, Scratch& own, const Memory& memory) const {
-    typename Pass::Scaled scaled;
-    FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) scaled[m] = {own.factors[m], kBlock + kPadding};
-    Pass::template put_scaled<kGroups>(keys, DecayProducts<kGroups>(keys), scaled);
+    Grouped<Bfloat16> scaled[kScoreParts];
+    FWP_UNROLL for (int m = 0; m < kScoreParts; ++m) scaled[m] = {own.factors[m], kBlock + kPadding};
+    put_scaled<kGroups>(keys, DecayProducts<kGroups>(keys), scaled);
     FWP_UNROLL for (int b = 0; b < (kGroups > 1 ? 1 : kChunkBlocks); ++b) {
       const int row = kGroups > 1 ? kBlock : b * kBlock, column = b * kBlock;
       Product product;
-      Factor left[kOfTokens];
+      Factor left[kScoreParts];
       clear(product);
-      FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) scaled[m].left(row, 0, left[m]);
-      multiply<kOfTokens>(product, left, [&](int m, Factor& right) { scaled[m].right_transposed(column, 0, right); });
+      FWP_UNROLL for (int m = 0; m < kScoreParts; ++m) scaled[m].left(row, 0, left[m]);
+      multiply<kScoreParts>(product, left, [&](int m, Factor& right) { scaled[m].right_transposed(column, 0, right); });
       FWP_UNROLL for (int i = 0; i < 8; ++i)
         part(memory, this->warp(), kGroups > 1 ? 2 : b, i) = product[i / 4][i % 4];
     }
@@ -90,10 +105,11 @@ struct ChunkKeyScores : ChunkKeyPass<kRows> {
     }
   }
 
-  // Sum block b over the warps, and store it.
-  FWP_DEVICE void give(int64_t n, int b, const Memory& memory) const {
-    const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
-    Product sum;
+  FWP_DEVICE static int first_row(int b) { return b > 0 ? kBlock : 0; }
+  FWP_DEVICE static int first_column(int b) { return b == 1 ? kBlock : 0; }
+
+  // Block b, summed over the warps; zeros above the diagonal.
+  FWP_DEVICE static void sum_block(int b, const Memory& memory, Product& sum) {
     clear(sum);
     FWP_UNROLL_BY(1) for (int w = 0; w < kWarps; ++w)
       FWP_UNROLL for (int h = 0; h < 2; ++h)
@@ -102,15 +118,8 @@ struct ChunkKeyScores : ChunkKeyPass<kRows> {
           if (b == 2 || r > h)
             sum[h][i] += part(memory, w, b, 4 * h + i);
           else if (r == h && s <= line())
-            sum[h][i] += sum_group(memory.scratch[w].in_group[pair_at(line(), s)] + (row + 8 * r));
+            sum[h][i] += sum_group(memory.scratch[w].in_group[pair_at(line(), s)] + (first_row(b) + 8 * r));
         }
-    Bfloat16* const to = scores + (this->head() * this->chunks() + n) * kScores;
-    for_pairs(sum, [&](int t, int s, float x, float y) {
-      uint32_t of_pair[kOfTokens];
-      split(x, y, of_pair);
-      FWP_UNROLL for (int m = 0; m < kOfTokens; ++m)
-        Shared{to + m * kChunkTokens * kChunkTokens, kChunkTokens}.put(row + t, column + s, of_pair[m]);
-    });
   }
   FWP_DEVICE static float sum_group(const float* of_lanes) {
     float sum = 0;
@@ -119,6 +128,37 @@ struct ChunkKeyScores : ChunkKeyPass<kRows> {
       sum += (piece.x[0] + piece.x[1]) + (piece.x[2] + piece.x[3]);
     }
     return sum;
+  }
+
+  FWP_DEVICE static void give_reads(int b, const Memory& memory, Bfloat16* to) {
+    Product sum;
+    sum_block(b, memory, sum);
+    for_pairs(sum, [&](int t, int s, float x, float y) {
+      uint32_t of_pair[kScoreParts];
+      split(x, y, of_pair);
+      FWP_UNROLL for (int m = 0; m < kScoreParts; ++m)
+        Shared{to + m * kMatrix, kChunkTokens}.put(first_row(b) + t, first_column(b) + s, of_pair[m]);
+    });
+  }
+
+  // -A below the diagonal blocks, and for a diagonal block the result of invert().
+  FWP_DEVICE static void make_erase(int b, const Memory& memory) {
+    Product sum;
+    sum_block(b, memory, sum);
+    for_pairs(sum, [&](int t, int s, float x, float y) {
+      if (b == 2) return Scores::put<kExact>(memory.erase.erase, kBlock + t, s, -x, -y);
+      float* const at = memory.erase.diagonal + b * Scores::kDiagonal + t * Scores::kLine + s;
+      at[0] = x, at[1] = y;
+    });
+    __syncwarp();
+    if (b < kChunkBlocks && lane() < kBlock) Pass::invert(memory.erase, b, lane());
+  }
+  FWP_DEVICE void give_erase(const Scores& from, Bfloat16* to) const {
+    constexpr int per_piece = 8, of_row = kChunkTokens / per_piece;
+    FWP_UNROLL for (int m = 0; m < kExact; ++m)
+      FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kMatrix / per_piece; at += kWarps * kWarp)
+        *reinterpret_cast<Piece<float>*>(to + m * kMatrix + at * per_piece) =
+            *reinterpret_cast<const Piece<float>*>(from.erase[m].at(at / of_row, at % of_row * per_piece));
   }
 };
 

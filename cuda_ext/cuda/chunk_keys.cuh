@@ -1,15 +1,17 @@
-// Shared by the passes on the tensor cores with decays by key: rules that erase nothing, in bfloat16, 32 tokens at a time. With
-// b the rates, and F_ts the product of the decays of tokens s + 1 to t, now a vector along the keys:
+// Shared by the passes on the tensor cores with decays by key, in bfloat16, 32 tokens at a time. With b the rates, K for the keys
+// and F_ts for the product of the decays of tokens s + 1 to t, now a vector along the keys:
 //
-//     P_ts = the sum over i of q_ti F_tsi b_s k_si  (s <= t)
-//     out = (c Q) S + P V        S' = f S + (w b K)^T V                        (c, w, f as in chunks.cuh, element by element)
+//     P_ts = the sum over i of q_ti F_tsi b_s k_si  (s <= t)        A_ts = the sum over i of k_ti F_tsi b_s k_si  (s < t)
+//     E = V - (c K) S - A E  (without erasing E = V)                  out = (c Q) S + P E        S' = f S + (w b K)^T E
+//
+// with c, w and f as in chunks.cuh, element by element.
 //
 // A group has 8 tokens. In one group, a lane multiplies token by token, in float32. Tokens of different groups: let h be 16 if t
 // and s are in different halves of the chunk, otherwise 8. Then s is in an even block of h tokens and t in the odd one after it.
 // So F_ts = c_t w_s, if c_t starts at the first token of its block and w_s ends at the last one of its block, and the scores are
 // products of matrices. There are no divisions or logarithms, so decays may be zero.
 //
-// ChunkKeyScores computes P, for all chunks in parallel. ChunkKeyStates goes from chunk to chunk, in both passes.
+// ChunkKeyScores computes P and A, for all chunks in parallel. ChunkKeyStates goes from chunk to chunk, in both passes.
 // ChunkKeyGradients computes the gradients of keys, queries and decays, again for all chunks in parallel.
 #pragma once
 
@@ -104,17 +106,43 @@ FWP_DEVICE void put_parts(const float (&x)[2], const Grouped<Bfloat16> (&to)[par
   FWP_UNROLL for (int n = 0; n < parts; ++n) to[n].put(token, i, of_pair[n]);
 }
 
-// kRows: a multiple of 16, at least Dk. The inputs `rate`, and `decay` along the keys.
-template <int kRows>
-struct ChunkKeyPass : ChunkPass<kRows, false, true> {
-  static constexpr int kLeastSegments = 2;  // a transition is a vector here, which costs little
-  using Scaled = Grouped<Bfloat16>[kOfTokens];
+// The tokens as factors for blocks of kGroups groups, in a matrix of 32 x 16 for this warp: c q where a token reads, w b k where it
+// writes.
+constexpr int kScaledSize = kChunkTokens * (kBlock + kPadding) + kChunkTokens / kGroupRows * kBlock;
+
+template <int kGroups, int parts>
+FWP_DEVICE void put_scaled(const KeySlice& keys, const DecayProducts<kGroups>& products, const Grouped<Bfloat16> (&to)[parts]) {
+  FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
+    float x[2];
+    FWP_UNROLL for (int e = 0; e < 2; ++e)
+      x[e] = reads<kGroups>() ? products.from_start[t][e] * keys.query[t][e] : products.to_end[t][e] * keys.key[t][e];
+    uint32_t of_pair[parts];
+    split(x[0], x[1], of_pair);
+    FWP_UNROLL for (int m = 0; m < parts; ++m) to[m].put(own_token(t), own_number(), of_pair[m]);
+  }
+  __syncwarp();
+}
+
+// kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. The inputs `rate`, and `decay`
+// along the keys.
+template <int kRows, bool kErases>
+struct ChunkKeyPass : ChunkPass<kRows, kErases, true> {
+  static constexpr int kLeastSegments = kErases ? 4 : 2;  // without erasing, a transition is a vector, which costs little
+  // The stored scores: P in parts, as exact as what depends on it, and then -A as in Scores.
+  static constexpr int kScoreParts = kErases ? kExact : kOfTokens;
+  static constexpr int kScoreMatrices = kScoreParts + (kErases ? kExact : 0);
 
   // The chunk of a block that has only one: then the slabs are chunks.
   FWP_DEVICE int64_t chunk() const { return blockIdx.x % unsigned(this->slabs); }
 
-  // An additional column, which begins with ones and where nothing is written, has the product of all decays.
-  FWP_BOTH int ends_columns() const { return this->value_columns() + kBlock; }
+  // Without erasing, an additional column, which begins with ones and where nothing is written, has the product of all decays.
+  FWP_BOTH int ends_columns() const { return this->value_columns() + (kErases ? kRows : kBlock); }
+  FWP_DEVICE void load_transition(typename ChunkPass<kRows, kErases, true>::State& state) const {
+    if constexpr (kErases)
+      this->load_identity(state);
+    else
+      this->for_state(state, [&](bool, int, int column, float& x) { x = column == this->value_columns() ? 1 : 0; });
+  }
 
   FWP_DEVICE void bring_tokens(const char* const* starts, int64_t n, const KeyTokens<kRows>& to) const {
     this->bring_keys(this->query, starts[0], n, to.query);
@@ -144,28 +172,22 @@ struct ChunkKeyPass : ChunkPass<kRows, false, true> {
       for_numbers([&](int t, int e) { to.decay[t][e] = from.decay.at(own_token(t), i)[e]; });
     else
       for_numbers([&](int t, int e) { to.decay[t][e] = number(from.decay_in_bfloat16().at(own_token(t), i)[e]); });
+    load_readers(from.query, first, to.query);
+    load_readers(from.key, first, to.key);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
-      const int token = own_token(t);
-      const uint32_t query = from.query.get(token, i), key = from.key.get(token, i);
-      const float rate = from.rate[token], source = from.source[token];
-      to.query[t][0] = low(query), to.query[t][1] = high(query);
-      to.key[t][0] = rate * low(key), to.key[t][1] = rate * high(key);
+      const float rate = from.rate[own_token(t)], source = from.source[own_token(t)];
+      to.key[t][0] *= rate, to.key[t][1] *= rate;
       if (source != float(DecaySource::given)) to.decay[t][0] = to.decay[t][1] = source;
     }
     to.find_whole();
   }
 
-  // The tokens as factors for blocks of kGroups groups, in a matrix of 32 x 16 for this warp: c q where a token reads, w b k
-  // where it writes.
-  template <int kGroups>
-  FWP_DEVICE static void put_scaled(const KeySlice& keys, const DecayProducts<kGroups>& products, const Scaled& to) {
+  // Queries, or keys without rates: what reads.
+  FWP_DEVICE static void load_readers(const Grouped<Bfloat16>& from, int first, KeyNumbers& to) {
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
-      float x[2];
-      FWP_UNROLL for (int e = 0; e < 2; ++e)
-        x[e] = reads<kGroups>() ? products.from_start[t][e] * keys.query[t][e] : products.to_end[t][e] * keys.key[t][e];
-      put_parts(x, to, own_token(t), own_number());
+      const uint32_t pair = from.get(own_token(t), first + own_number());
+      to[t][0] = low(pair), to[t][1] = high(pair);
     }
-    __syncwarp();
   }
 };
 

@@ -236,6 +236,14 @@ struct ChunkPass {
       x = token < tokens && column < size.columns ? data[token * size.columns + column] : 0;
     });
   }
+  FWP_DEVICE void store_errors(float* to, int64_t n, int t, Product& errors) const {
+    float* const data = to + first_token(n) * size.columns;
+    const int tokens = count(n), first = first_column() + own_column();
+    for_elements(errors, [&](int j, int s, float x) {
+      const int token = t * kBlock + s, column = first + j;
+      if (token < tokens && column < size.columns) data[token * size.columns + column] = x;
+    });
+  }
   // To shared memory, by the first warp.
   template <typename Stage>
   FWP_DEVICE void put_scalars(const Scalars& asked, const Stage& to) const {

@@ -1,4 +1,4 @@
-// The passes on the tensor cores of rules with decays by key that erase nothing.
+// The passes on the tensor cores with decays by key.
 #pragma once
 
 #include "chunk_key_gradients.cuh"
@@ -23,6 +23,10 @@ void set_one_chunk(Pass& pass) {
   pass.slabs = int(pass.chunks()), pass.warps = Pass::kWarps;
 }
 
+inline Tokens make_tokens(const Target& x, const Sizes& size) {
+  return {x.data, size.H * size.L * size.Dv, size.L * size.Dv, size.Dv, x.type};
+}
+
 // A pass from chunk to chunk, with its scores.
 template <typename Pass>
 Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value, const Bfloat16* scores, int columns,
@@ -34,16 +38,16 @@ Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value
   return pass;
 }
 
-template <int kRows>
-ChunkKeyGradients<kRows> make_key_gradients(const ScanSize& size, const Inputs& in) {
-  ChunkKeyGradients<kRows> pass{};
+template <int kRows, bool kErases>
+ChunkKeyGradients<kRows, kErases> make_key_gradients(const ScanSize& size, const Inputs& in) {
+  ChunkKeyGradients<kRows, kErases> pass{};
   set_keys(pass, size, in);
   set_one_chunk(pass);
   return pass;
 }
 
 // Device memory in bytes, and its parts.
-template <int kRows>
+template <int kRows, bool kErases>
 struct KeyMemory {
   SegmentMemory<kRows> segments;
   Bfloat16* scores;
@@ -52,81 +56,90 @@ struct KeyMemory {
 
   KeyMemory(const ScanSize& size, void* from, bool is_backward) : segments(sized(size), from) {
     const int64_t chunks = size.heads * sized(size).chunks();
-    scores = reinterpret_cast<Bfloat16*>(segments.take(chunks * kScores / 2));
+    scores = reinterpret_cast<Bfloat16*>(segments.take(chunks * ChunkKeyPass<kRows, kErases>::kScoreMatrices * kMatrix / 2));
     gradients = segments.take(is_backward ? chunks * size.rows * size.columns : 0);
     bytes = reinterpret_cast<size_t>(segments.next) - reinterpret_cast<size_t>(from);
   }
 
  private:
-  static ChunkKeyScores<kRows> sized(const ScanSize& size) {
-    ChunkKeyScores<kRows> pass{};
+  static ChunkKeyScores<kRows, kErases> sized(const ScanSize& size) {
+    ChunkKeyScores<kRows, kErases> pass{};
     set_size(pass, size);
     return pass;
   }
 };
 
-inline size_t chunk_keys_workspace(const Sizes& sizes, Type type, bool is_backward) {
+template <bool kErases>
+size_t chunk_keys_workspace(const Sizes& sizes, Type type, bool is_backward) {
   const ScanSize size = chunk_size(sizes);
   if (!choose_chunks(size, type)) return 0;
   return with_rows(size.rows, [&](auto rows) {
-    return KeyMemory<decltype(rows)::value>(size, nullptr, is_backward).bytes;
+    return KeyMemory<decltype(rows)::value, kErases>(size, nullptr, is_backward).bytes;
   });
 }
 
-inline bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
+template <bool kErases>
+bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
   return choose_chunks(size, type) && with_rows(size.rows, [&](auto rows) {
            constexpr int kRows = decltype(rows)::value;
-           ChunkKeyStates<kRows, false> states{};
-           states.warps = at_least_power_of_two((int64_t(size.columns) + kBlock - 1) / kBlock, kChunkWarps);
-           return chunk_bytes(states) <= gpu.shared_bytes &&
-                  chunk_bytes(make_key_gradients<kRows>(size, {})) <= gpu.shared_bytes;
+           ChunkKeyStates<kRows, kErases, false> forward{};
+           ChunkKeyStates<kRows, kErases, true> backward{};
+           forward.warps = backward.warps = at_least_power_of_two((int64_t(size.columns) + kBlock - 1) / kBlock, kChunkWarps);
+           const size_t most = std::max({chunk_bytes(forward), chunk_bytes(backward),
+                                         chunk_bytes(ChunkKeyScores<kRows, kErases>{}),
+                                         chunk_bytes(make_key_gradients<kRows, kErases>(size, {}))});
+           return most <= gpu.shared_bytes;
          });
 }
 
 // Compute the scores, then run the pass from chunk to chunk, in both directions. `start`: the state, or in reverse its gradient.
-template <int kRows, bool kReverse>
-const char* run_key_states(ChunkKeyStates<kRows, kReverse>& pass, const ScanSize& size, const Inputs& in, const Tokens& value,
-                           const KeyMemory<kRows>& memory, const Gpu& gpu, void* stream) {
-  ChunkKeyScores<kRows> scores{};
+template <int kRows, bool kErases, bool kReverse>
+const char* run_key_states(ChunkKeyStates<kRows, kErases, kReverse>& pass, const ScanSize& size, const Inputs& in, const Tokens& value,
+                           const KeyMemory<kRows, kErases>& memory, const Gpu& gpu, void* stream) {
+  ChunkKeyScores<kRows, kErases> scores{};
   set_keys(scores, size, in);
   set_one_chunk(scores);
   scores.scores = memory.scores;
   if (const char* error = launch_chunks(scores, gpu, stream)) return error;
   if (pass.log_segments > 0) {
-    using Ends = ChunkKeyStates<kRows, kReverse, true>;
-    const auto ends = make_key_states<Ends>(size, in, value, nullptr, pass.ends_columns(), gpu);
-    const char* const error =
-        find_boundaries(ends, memory.segments, pass.initial, Transition::rows, kReverse, gpu, stream);
+    using Ends = ChunkKeyStates<kRows, kErases, kReverse, true>;
+    const auto ends = make_key_states<Ends>(size, in, value, memory.scores, pass.ends_columns(), gpu);
+    const Transition transition = kErases ? Transition::matrix : Transition::rows;
+    const char* const error = find_boundaries(ends, memory.segments, pass.initial, transition, kReverse, gpu, stream);
     if (error) return error;
     pass.initial = memory.segments.matrices(size);
   }
   return launch_chunks(pass, gpu, stream);
 }
 
-inline const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
+template <bool kErases>
+const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs& to, const Gpu& gpu) {
   const ScanSize size = chunk_size(call);
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
-    const KeyMemory<kRows> memory(size, call.workspace, false);
-    auto pass = make_key_states<ChunkKeyStates<kRows, false>>(size, in, in.v, memory.scores, size.columns, gpu);
+    const KeyMemory<kRows, kErases> memory(size, call.workspace, false);
+    auto pass = make_key_states<ChunkKeyStates<kRows, kErases, false>>(size, in, in.v, memory.scores, size.columns, gpu);
     pass.initial = Maker<float>{call}.matrix(in.state);
-    pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept), pass.out = to.out;
+    pass.last = static_cast<float*>(to.state), pass.kept = static_cast<float*>(to.kept);
+    pass.out = to.out, pass.error = static_cast<float*>(to.retrieved);
     return run_key_states(pass, size, in, in.v, memory, gpu, call.stream);
   });
 }
 
-inline const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
+template <bool kErases>
+const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
                                        const Gpu& gpu) {
   const ScanSize size = chunk_size(call);
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
-    const KeyMemory<kRows> memory(size, call.workspace, true);
-    auto pass = make_key_states<ChunkKeyStates<kRows, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
+    const KeyMemory<kRows, kErases> memory(size, call.workspace, true);
+    auto pass = make_key_states<ChunkKeyStates<kRows, kErases, true>>(size, in, more.d_out, memory.scores, size.columns, gpu);
     pass.initial = Maker<float>{call}.matrix(more.d_state);
     pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
     if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
-    auto gradients = make_key_gradients<kRows>(size, in);
-    gradients.value = {in.v, size.columns}, gradients.d_out = {more.d_out, size.columns};
+    auto gradients = make_key_gradients<kRows, kErases>(size, in);
+    gradients.value = {kErases ? more.retrieved : in.v, size.columns}, gradients.d_out = {more.d_out, size.columns};
+    gradients.d_value = {make_tokens(to.v, call.size), size.columns};
     gradients.initial = static_cast<const float*>(in.state), gradients.kept = static_cast<const float*>(more.kept);
     gradients.gradients = memory.gradients;
     gradients.in_pairs = size.columns % 2 == 0 && reinterpret_cast<uintptr_t>(in.state) % 8 == 0 &&

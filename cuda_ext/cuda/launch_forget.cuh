@@ -109,28 +109,34 @@ const char* with_scans(Rule rule, F f) {
 #undef FWP_SCANS
 }
 
-// Rules with decays by head that have chunks, and whether they erase.
-inline bool has_chunks(Rule rule) { return rule == Rule::gated || rule == Rule::gated_delta; }
+// Calls f(erases, by_key), constants, for a rule that has chunks.
 template <typename F>
 auto with_chunks(Rule rule, F f) {
-  return rule == Rule::gated_delta ? f(std::true_type{}) : f(std::false_type{});
+  switch (rule) {
+    case Rule::gated: return f(std::false_type{}, std::false_type{});
+    case Rule::gated_delta: return f(std::true_type{}, std::false_type{});
+    case Rule::gated_by_key: return f(std::false_type{}, std::true_type{});
+    default: return f(std::true_type{}, std::true_type{});
+  }
 }
+inline bool has_chunks(Rule rule) { return rule != Rule::decay && rule != Rule::removal; }
 
 // Whether both passes use chunks.
 inline bool choose_chunks_forget(const Call& call, const Gpu& gpu) {
-  if (call.rule == Rule::gated_by_key) return choose_chunk_keys(chunk_size(call), call.type, gpu);
-  return has_chunks(call.rule) && with_chunks(call.rule, [&](auto erases) {
-           return choose_chunks_backward<erases(), true>(chunk_size(call), call.type, gpu);
+  return has_chunks(call.rule) && with_chunks(call.rule, [&](auto erases, auto by_key) {
+           if constexpr (by_key) return choose_chunk_keys<erases()>(chunk_size(call), call.type, gpu);
+           else return choose_chunks_backward<erases(), true>(chunk_size(call), call.type, gpu);
          });
 }
 
 inline const char* forget_forward(const Call& call, const Inputs& in, const Outputs& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_forget(call, gpu)) {
-    if (call.rule == Rule::gated_by_key) return chunk_keys_forward(call, in, to, gpu);
-    return with_chunks(call.rule, [&](auto erases) { return chunk_forward<erases(), true>(call, in, to); });
-  }
+  if (choose_chunks_forget(call, gpu))
+    return with_chunks(call.rule, [&](auto erases, auto by_key) {
+      if constexpr (by_key) return chunk_keys_forward<erases()>(call, in, to, gpu);
+      else return chunk_forward<erases(), true>(call, in, to);
+    });
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     return with_scans(call.rule, [&](auto fades, auto erases) {
@@ -160,9 +166,12 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
 // Memory for d_write, for the parts of a decay's gradient by head, and for sums over columns of several blocks. On tensor cores,
 // memory for states instead.
 inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_backward) {
-  size_t chunks = rule == Rule::gated_by_key ? chunk_keys_workspace(size, type, is_backward) : 0;
+  size_t chunks = 0;
   if (has_chunks(rule))
-    chunks = with_chunks(rule, [&](auto erases) { return chunk_workspace<erases(), true>(size, type, is_backward); });
+    chunks = with_chunks(rule, [&](auto erases, auto by_key) {
+      if constexpr (by_key) return chunk_keys_workspace<erases()>(size, type, is_backward);
+      else return chunk_workspace<erases(), true>(size, type, is_backward);
+    });
   Gpu gpu;
   if (!is_backward || query(&gpu)) return chunks;  // the launch reports an error of query()
   size_t scans = 0;
@@ -181,10 +190,11 @@ inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_
 inline const char* forget_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_forget(call, gpu)) {
-    if (call.rule == Rule::gated_by_key) return chunk_keys_backward(call, in, more, to, gpu);
-    return with_chunks(call.rule, [&](auto erases) { return chunk_backward<erases(), true>(call, in, more, to, gpu); });
-  }
+  if (choose_chunks_forget(call, gpu))
+    return with_chunks(call.rule, [&](auto erases, auto by_key) {
+      if constexpr (by_key) return chunk_keys_backward<erases()>(call, in, more, to, gpu);
+      else return chunk_backward<erases(), true>(call, in, more, to, gpu);
+    });
   return with_maker(call, [&](auto make) {
     using A = typename decltype(make)::Number;
     return with_scans(call.rule, [&](auto fades, auto erases) {

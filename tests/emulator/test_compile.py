@@ -15,10 +15,10 @@ GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255}
 # the forward scan in as many shapes, and the backward scan in four (two). Three kernels of sums. On tensor cores (L),
 # for each of four numbers of rows: both passes of four rules, and the states of the sum and the delta rule. For
 # segments, one kernel goes from segment to segment, and all rules except the sum have two more. With decays by key,
-# there are the scores, the gradients of keys, and in both directions the states and the ends of segments.
-KERNELS_BY_TYPE = {"f": 5 * 3 + 6 * (3 + 4) + 3, "d": 5 * 2 + 6 * (2 + 2) + 3, "L": (4 * 2 + 3 * 2 + 2 + 1 + 6) * 4}
+# two rules have the scores, the gradients of keys, and in both directions the states and the ends of segments.
+KERNELS_BY_TYPE = {"f": 5 * 3 + 6 * (3 + 4) + 3, "d": 5 * 2 + 6 * (2 + 2) + 3, "L": (4 * 2 + 3 * 2 + 2 + 1 + 2 * 6) * 4}
 # Bytes of local memory, at most: these passes of rules with rates use all registers, and keep some addresses outside.
-GREATEST_STACK = {"ILi64ELb1E": 16, "ILi128ELb1E": 160, "ILi128ELb0ELb1E": 80, "StatesILi128ELb0ELb0E": 16}
+GREATEST_STACK = {"ILi64ELb1E": 16, "ILi128ELb1E": 160, "ILi128ELb0ELb1E": 80, "StatesILi128ELb0ELb0E": 48}
 
 
 def type_of(usage):

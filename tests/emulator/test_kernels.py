@@ -8,7 +8,7 @@ from pairwise import looped
 from subjects import COMBINATIONS, relative_error
 
 every_rule = pytest.mark.parametrize("rule", CASES)
-fading_in_chunks = pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta"])
+fading_in_chunks = pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key"])
 
 
 def some_fast(*fast, among=CASES):
@@ -36,7 +36,7 @@ HOPPER = 227  # KiB of shared memory that a block has on an H100
 # Tensor cores truncate a sum after its last place; the reference rounds it.
 LAST_PLACE = torch.finfo(torch.float32).eps
 # Rules whose passes in bfloat16 are in chunks.
-IN_CHUNKS = ("sum", "delta", "gated", "gla", "gla_by_key", "gated_delta")
+IN_CHUNKS = ("sum", "delta", "gated", "gla", "gla_by_key", "gated_delta", "gated_delta_by_key")
 # There, gradients of gates in float32 are as exact as bfloat16.
 OF_GATE = torch.finfo(torch.bfloat16).eps
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
@@ -112,7 +112,7 @@ def check_accuracy(emulator, given, erases, of_sum=0.0, of_gate=0.0):
     gradients = cotangents_of(given)
     truth = reference(as_double(given), erases, [x.double() for x in gradients])
     expected = reference(given, erases, gradients)
-    found = emulator.results(given, erases, gradients)
+    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
     for name, x in truth.items():
         assert found[name].dtype == expected[name].dtype and found[name].isfinite().all(), name
         allowed = 2 * relative_error(expected[name], x)
@@ -138,7 +138,8 @@ def test_chunks_on_tensor_cores(emulator, rule, shape, state):
     given, erases = make_case(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
     gradients = cotangents_of(given)
-    check_other_orders_and_gpus(emulator, given, erases, gradients, emulator.results(given, erases, gradients))
+    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
+    check_other_orders_and_gpus(emulator, given, erases, gradients, found)
     check_absent_gradients(emulator, given, erases)
 
 
@@ -154,7 +155,8 @@ def test_segments_side_by_side(emulator, rule, shape, state):
     assert emulator.workspace_bytes(prepare(given, erases)[0], shape, torch.bfloat16, is_backward=False) > 0
     check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
     gradients = cotangents_of(given)
-    check_other_orders_and_gpus(emulator, given, erases, gradients, emulator.results(given, erases, gradients))
+    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
+    check_other_orders_and_gpus(emulator, given, erases, gradients, found)
     check_absent_gradients(emulator, given, erases)
 
 

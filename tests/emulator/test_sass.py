@@ -80,15 +80,16 @@ def kind_of(name: str) -> str:
 
 
 def pass_of(name: str) -> str:
-    """Return a pass in chunks with its rows, whether it has decays, and whether it only finds the ends of segments."""
+    """Return a pass in chunks with its rows, and what it has beyond others.
+
+    This is erasing with decays by key, or decays by head; or the pass only finds the ends of segments.
+    """
     if not (found := re.search(r"<(\w+)<(\d+)((?:, \w+)*)>", name)):
         return ""
-    flags = [flag == "true" for flag in found[3].split(", ")[1:]]
-    if found[1].startswith("ChunkKey"):
-        fades, ends = False, flags[1:] == [True]
-    else:
-        fades, ends = flags[1:] == [True] or flags[1:] == [True, False], flags[2:] == [True]
-    return f"{found[1]} {found[2]}{' fades' * fades}{' ends' * ends}"
+    erases, second, ends = ([flag == "true" for flag in found[3].split(", ")[1:]] + 3 * [False])[:3]
+    of_key = found[1].startswith("ChunkKey")
+    more = [" erases" * (of_key and erases), " fades" * (second and not of_key and not ends), " ends" * ends]
+    return f"{found[1]} {found[2]}{''.join(more)}"
 
 
 def ceiling(name: str) -> int | None:
