@@ -72,15 +72,14 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     this->load_slice(memory.tokens, this->own_column(), slice.keys);
     for_numbers([&](int t, int e) { slice.d_key[t][e] = slice.d_decay[t][e] = 0; });
     add_terms<false>(n, memory, slice);
-    KeyNumbers d_query;
+    put_pairs(slice.d_query, memory.tokens.query);
     if constexpr (kErases) {
-      for_numbers([&](int t, int e) { d_query[t][e] = slice.d_query[t][e]; });
       this->load_readers(memory.tokens.key, this->own_column(), slice.keys.query);
       for_numbers([&](int t, int e) { slice.keys.query[t][e] = -slice.keys.query[t][e]; });
       __syncthreads();
       add_terms<true>(n, memory, slice);
     }
-    put(memory, slice, kErases ? d_query : slice.d_query);
+    put_others(memory, slice);
     __syncthreads();
     give(n, memory);
   }
@@ -159,20 +158,15 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     float d_whole[2] = {};  // of rows line() and line() + 8
     FWP_UNROLL_BY(1) for (int j = 0; j < this->value_columns(); j += kBlock) {
       Factor before[kOfTokens], after[kOfTokens], left;
-      FWP_UNROLL for (int h = 0; h < 2; ++h)
-        FWP_UNROLL for (int r = 0; r < 2; ++r) {
-          float s[2], g[2];
-          const int row = this->own_column() + 8 * h + line(), column = j + 8 * r + pair();
-          uint32_t of_pair[kOfTokens];
-          load_pair(state, row, column, s);
-          split(s[0], s[1], of_pair);
-          FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) before[m][2 * h + r] = of_pair[m];
-          if constexpr (kOfErased) continue;
-          load_pair(gradient, row, column, g);
-          d_whole[h] = fma(s[0], g[0], fma(s[1], g[1], d_whole[h]));
-          split(g[0], g[1], of_pair);
-          FWP_UNROLL for (int m = 0; m < kOfTokens; ++m) after[m][2 * h + r] = of_pair[m];
-        }
+      Product s, g;
+      load_block(state, j, s);
+      if constexpr (!kOfErased) {
+        load_block(gradient, j, g);
+        FWP_UNROLL for (int h = 0; h < 2; ++h)
+          FWP_UNROLL for (int i = 0; i < 4; ++i) d_whole[h] = fma(s[h][i], g[h][i], d_whole[h]);
+        split(g, after);
+      }
+      split(s, before);
       FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) {
         d_out.left(t * kBlock, j, left);
         multiply(of_query[t], left, before);
@@ -209,15 +203,24 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     __syncwarp();
   }
 
-  FWP_DEVICE void load_pair(const float* matrix, int row, int column, float (&to)[2]) const {
-    const float* const from = matrix + row * this->size.columns + column;
-    const bool inside = matrix && row < this->size.rows;
+  // 16 of the own rows and columns from j on, in the layout of a right factor before split().
+  FWP_DEVICE void load_block(const float* matrix, int j, Product& to) const {
+    const float* const from = matrix + (this->own_column() + line()) * this->size.columns + j + pair();
+    const auto inside = [&](int h, int i) {
+      const int row = this->own_column() + 8 * h + line(), column = j + i / 2 * 8 + pair() + i % 2;
+      return matrix && row < this->size.rows && column < this->size.columns;
+    };
     if (in_pairs) {
-      const Numbers<float, 2> pair = inside && column < this->size.columns ? *reinterpret_cast<const Numbers<float, 2>*>(from)
-                                                                           : Numbers<float, 2>{};
-      to[0] = pair.x[0], to[1] = pair.x[1];
+      FWP_UNROLL for (int h = 0; h < 2; ++h)
+        FWP_UNROLL for (int i = 0; i < 4; i += 2) {
+          Numbers<float, 2> pair{};
+          if (inside(h, i)) pair = *reinterpret_cast<const Numbers<float, 2>*>(from + 8 * h * this->size.columns + 4 * i);
+          to[h][i] = pair.x[0], to[h][i + 1] = pair.x[1];
+        }
     } else {
-      FWP_UNROLL for (int e = 0; e < 2; ++e) to[e] = inside && column + e < this->size.columns ? from[e] : 0;
+      FWP_UNROLL for (int h = 0; h < 2; ++h)
+        FWP_UNROLL for (int i = 0; i < 4; ++i)
+          to[h][i] = inside(h, i) ? from[8 * h * this->size.columns + i / 2 * 8 + i % 2] : 0;
     }
   }
 
@@ -330,32 +333,35 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     }
   }
 
-  // Replace the tokens by their gradients. d_key is that of b K, and if the rule erases, d_query that of -K where it erases.
-  FWP_DEVICE void put(const Memory& memory, const Slice& slice, const KeyNumbers& d_query) const {
+  // Replace tokens by their gradients.
+  FWP_DEVICE void put_pairs(const KeyNumbers& x, const Grouped<Bfloat16>& to) const {
+    FWP_UNROLL for (int t = 0; t < kSpan; ++t)
+      to.put(own_token(t), this->own_column() + own_number(), pair_of(x[t][0], x[t][1]));
+  }
+  // d_key is the gradient of b K, and if the rule erases, d_query that of -K where it erases.
+  FWP_DEVICE void put_others(const Memory& memory, Slice& slice) const {
     const KeyTokens<kRows>& to = memory.tokens;
     const int i = this->own_column() + own_number();
+    KeyNumbers keys;
+    this->load_readers(to.key, this->own_column(), keys);
     FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
       const int token = own_token(t);
-      const uint32_t key = to.key.get(token, i);
-      const float rate = to.rate[token];
-      float d_key[2];
-      FWP_UNROLL for (int e = 0; e < 2; ++e) {
-        d_key[e] = rate * slice.d_key[t][e];
-        if constexpr (kErases) d_key[e] -= slice.d_query[t][e];
-      }
-      to.query.put(token, i, pair_of(d_query[t][0], d_query[t][1]));
-      to.key.put(token, i, pair_of(d_key[0], d_key[1]));
-      const bool given = to.source[token] == float(DecaySource::given);
-      const float x = given ? slice.d_decay[t][0] : 0, y = given ? slice.d_decay[t][1] : 0;
-      if (this->decay.type == Type::float32)
-        to.decay.at(token, i)[0] = x, to.decay.at(token, i)[1] = y;
-      else
-        to.decay_in_bfloat16().put(token, i, pair_of(x, y));
-      float sum = fma(low(key), slice.d_key[t][0], high(key) * slice.d_key[t][1]);
+      float sum = fma(keys[t][0], slice.d_key[t][0], keys[t][1] * slice.d_key[t][1]);
       FWP_UNROLL for (int distance = 1; distance < kSpan; distance *= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       if (own_number() == 0) memory.d_rate[this->warp() * kChunkTokens + token] = sum;
+      const bool given = to.source[token] == float(DecaySource::given);
+      FWP_UNROLL for (int e = 0; e < 2; ++e) {
+        slice.d_key[t][e] *= to.rate[token];
+        if constexpr (kErases) slice.d_key[t][e] -= slice.d_query[t][e];
+        if (!given) slice.d_decay[t][e] = 0;
+      }
     }
+    put_pairs(slice.d_key, to.key);
+    if (this->decay.type == Type::float32)
+      for_numbers([&](int t, int e) { to.decay.at(own_token(t), i)[e] = slice.d_decay[t][e]; });
+    else
+      put_pairs(slice.d_decay, to.decay_in_bfloat16());
   }
 
   FWP_DEVICE void give(int64_t n, const Memory& memory) const {

@@ -122,8 +122,10 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
         scaled(eraser, products.from_start, x);
         put_scaled_tokens<kEraserParts, false>(x, i, memory.eraser);
       }
-      FWP_UNROLL for (int e = 0; e < 2; ++e)
-        if (group() == kChunkTokens / kSpan - 1) memory.whole[i + e] = products.from_start[kSpan - 1][e];
+      FWP_UNROLL for (int e = 0; e < 2; ++e) {
+        const float whole = keys.product(e);
+        if (group() == 0) memory.whole[i + e] = whole;
+      }
     }
   }
 

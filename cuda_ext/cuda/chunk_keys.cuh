@@ -70,6 +70,20 @@ struct KeySlice {
       whole[1][e] = __shfl_xor_sync(0xffffffffu, own * whole[0][e], 2 * kSpan);
     }
   }
+  // f: the product of all decays of the chunk. It is computed with a rest, because an error of f would add up over the chunks.
+  // All lanes of a warp call it.
+  FWP_DEVICE float product(int e) const {
+    float product = decay[0][e], rest = 0;
+    const auto times = [&](float factor, float rest_of_factor) {
+      const float next = product * factor;
+      rest = fma(rest, factor, fma(product, rest_of_factor, fma(product, factor, -next)));
+      product = next;
+    };
+    FWP_UNROLL for (int t = 1; t < kSpan; ++t) times(decay[t][e], 0);
+    FWP_UNROLL for (int distance = kSpan; distance < kWarp; distance *= 2)
+      times(__shfl_xor_sync(0xffffffffu, product, distance), __shfl_xor_sync(0xffffffffu, rest, distance));
+    return product + rest;
+  }
 };
 
 // The products of decays from the start of each block of kGroups groups to each token, and of those after it to the end.

@@ -386,16 +386,15 @@ struct ChunkPass {
   FWP_DEVICE void store(const State& state, float* matrices, int64_t index) const {
     if (!matrices) return;
     const int column = first_column() + own_column() + line();
-    const bool inside[2] = {column < size.columns, column + 8 < size.columns};
+    int rows[2];  // of this lane's columns that exist
+    FWP_UNROLL for (int r = 0; r < 2; ++r) rows[r] = column + 8 * r < size.columns ? size.rows - pair() : 0;
     float* const first = matrices + (index * size.rows + pair()) * size.columns + column;
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i)
       FWP_UNROLL for (int h = 0; h < 2; ++h)
         FWP_UNROLL for (int e = 0; e < 2; ++e) {
           const int row = i * kBlock + 8 * h + e;
-          if (row + pair() >= size.rows) continue;
-          float* const to = first + row * size.columns;
           FWP_UNROLL for (int r = 0; r < 2; ++r)
-            if (inside[r]) to[8 * r] = state[i][h][2 * r + e];
+            if (row < rows[r]) first[row * size.columns + 8 * r] = state[i][h][2 * r + e];
         }
   }
   FWP_DEVICE void load_identity(State& state) const {

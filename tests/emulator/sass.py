@@ -201,7 +201,7 @@ def _target(load: Instruction) -> int:
 
 
 def measure(name: str, body: list[Instruction]) -> Kernel:
-    """Return the counts of one kernel. One that does most of its arithmetic outside of loops counts as a loop itself."""
+    """Return the counts of one kernel. If most of its arithmetic is outside of loops, it counts as one itself."""
     found = loops(body)
     arithmetic = [i for i, instruction in enumerate(body) if instruction.opcode.startswith(ARITHMETIC)]
     if 2 * len(set[int]().union(*found) & set(arithmetic)) < len(arithmetic):

@@ -17,8 +17,14 @@ GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255}
 # segments, one kernel goes from segment to segment, and all rules except the sum have two more. With decays by key,
 # two rules have the scores, the gradients of keys, and in both directions the states and the ends of segments.
 KERNELS_BY_TYPE = {"f": 5 * 3 + 6 * (3 + 4) + 3, "d": 5 * 2 + 6 * (2 + 2) + 3, "L": (4 * 2 + 3 * 2 + 2 + 1 + 2 * 6) * 4}
-# Bytes of local memory, at most: these passes of rules with rates use all registers, and keep some addresses outside.
-GREATEST_STACK = {"ILi64ELb1E": 16, "ILi128ELb1E": 160, "ILi128ELb0ELb1E": 80, "StatesILi128ELb0ELb0E": 48}
+# Bytes of local memory, at most: these passes use all registers, and keep some addresses outside.
+GREATEST_STACK = {
+    "Gradients": 112,
+    "ILi64ELb1E": 16,
+    "ILi128ELb1E": 160,
+    "ILi128ELb0ELb1E": 80,
+    "StatesILi128ELb0ELb0E": 48,
+}
 
 
 def type_of(usage):

@@ -27,6 +27,7 @@ class Expected(NamedTuple):
     in_flight: int = 0  # least number of simultaneous loads, unless there are asynchronous copies
 
 
+ROWS = (16, 32, 64, 128)  # of a state in chunks, as compiled
 # By rows and columns of a thread's tile; scans with a removal have half as much again.
 BACKWARD = {"8 x 1": 770, "8 x 2": 790, "8 x 4": 1120, "16 x 1": 1290}
 # A scan goes a token at a time; its tokens are copied meanwhile, 16 bytes at once where rows allow it, and else by
@@ -60,6 +61,35 @@ EXPECTED = {
         narrow=4,
         in_flight=4,
     ),
+    # With decays by key. A block of the scores and of the gradients has one chunk, and no loop over chunks.
+    "keys": Expected(
+        {
+            **{f"ChunkKeyScores {rows}": 1750 for rows in ROWS},
+            **{f"ChunkKeyScores {rows} erases": 3150 for rows in ROWS},
+            **{f"ChunkKeyStates {rows}": most for rows, most in zip(ROWS, (1800, 1900, 2150, 2650), strict=True)},
+            **{f"ChunkKeyStates {rows} ends": most for rows, most in zip(ROWS, (1200, 1250, 1300, 1400), strict=True)},
+            **{
+                f"ChunkKeyStates {rows} erases": most for rows, most in zip(ROWS, (2450, 2650, 3050, 3900), strict=True)
+            },
+            **{
+                f"ChunkKeyStates {rows} erases ends": most
+                for rows, most in zip(ROWS, (1950, 2100, 2450, 3100), strict=True)
+            },
+        },
+        frozenset(FEATURES),
+        narrow=4,
+        in_flight=4,
+    ),
+    # These load states as pairs of numbers, or as single ones.
+    "gradients": Expected(
+        {
+            **{f"ChunkKeyGradients {rows}": 4250 for rows in ROWS},
+            **{f"ChunkKeyGradients {rows} erases": 6450 for rows in ROWS},
+        },
+        frozenset(FEATURES),
+        narrow=36,
+        in_flight=8,
+    ),
     "other": Expected({}),
 }
 
@@ -76,6 +106,8 @@ TARGETS["gated_delta", GATED] = 1000
 def kind_of(name: str) -> str:
     if name.startswith("scan_kernel"):
         return "scan"
+    if name.startswith("chunk_kernel<ChunkKey"):
+        return "gradients" if "Gradients" in name else "keys"
     return "chunk" if name.startswith("chunk_kernel") else "other"
 
 
@@ -261,7 +293,7 @@ def test_narrow_loads_are_found(tmp_path):
     assert "must have F2FP.BF16, HMMA, LDGSTS, LDSM" in said
     assert "loads in flight must be at least 4" in said
     assert "loads of less than 16 bytes" in "\n".join(faults([kernel._replace(widths={2: 3, 4: 2})]))
-    assert "instructions a round" in "\n".join(faults([kernel._replace(instructions=551)]))
+    assert "instructions a round" in "\n".join(faults([kernel._replace(longest=551)]))
 
 
 @needs_nvcc

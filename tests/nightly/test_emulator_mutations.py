@@ -18,6 +18,9 @@ HALF_SHAPE = (1, 2, 38, 16, 24)
 CHUNK_SHAPE = (1, 2, 77, 24, 90)
 
 
+BY_KEY = ("gla_by_key", "gated_delta_by_key")
+
+
 @dataclass(frozen=True)
 class Mutation:
     file: str
@@ -177,6 +180,75 @@ MUTATIONS = {
     ),
     "removal_after_fading": Mutation("forget.cuh", "      g.add(row, of_found);\n", "", ("rwkv7",)),
     "document_not_begun": Mutation("forget.cuh", "            place.clear_if_begins(token, g);\n", "", ("gla",)),
+    "other_half_of_a_group": Mutation(
+        "chunk_key_scores.cuh",
+        "for (int i = 0; i < kSpan; i += kPiece)",
+        "for (int i = 0; i < kPiece; i += kPiece)",
+        BY_KEY,
+    ),
+    "scores_of_one_warp": Mutation("chunk_key_scores.cuh", "w < kWarps; ++w", "w < 1; ++w", BY_KEY),
+    "scores_above_the_diagonal": Mutation("chunk_key_scores.cuh", "r == h && s <= line()", "r == h", BY_KEY),
+    "erased_with_the_query": Mutation(
+        "chunk_key_scores.cuh",
+        "      this->load_readers(memory.tokens.key, this->own_column(), keys.query);\n",
+        "",
+        BY_KEY,
+    ),
+    "scores_not_waited_for": Mutation(
+        "chunk_key_scores.cuh",
+        "    multiply_in_groups(keys, own);\n    __syncthreads();\n",
+        "    multiply_in_groups(keys, own);\n",
+        BY_KEY,
+    ),
+    "decay_beyond_the_last_token": Mutation(
+        "chunk_keys.cuh", "return {0, float(DecaySource::one)};", "return {0, float(DecaySource::given)};", BY_KEY
+    ),
+    "document_not_begun_by_key": Mutation(
+        "chunk_keys.cuh",
+        "begins(documents, n) ? DecaySource::zero",
+        "begins(documents, n) ? DecaySource::given",
+        BY_KEY,
+    ),
+    "groups_not_joined": Mutation("chunk_keys.cuh", "if constexpr (kGroups > 2) join<2>(keys.whole[1]);", "", BY_KEY),
+    "block_not_whole": Mutation("chunk_keys.cuh", "own * whole[0][e], 2 * kSpan", "own, 2 * kSpan", BY_KEY),
+    "scaled_not_waited_for": Mutation(
+        "chunk_key_states.cuh",
+        "      scale(chunk.tokens, memory);\n      __syncthreads();\n",
+        "      scale(chunk.tokens, memory);\n",
+        BY_KEY,
+    ),
+    "state_not_faded_by_key": Mutation("chunk_key_states.cuh", "x *= memory.whole[i * kBlock + r];", "", BY_KEY),
+    "erased_in_one_order": Mutation("chunk_key_states.cuh", "kReverse ? kChunkBlocks - 1 - i : i", "i", BY_KEY),
+    "erasing_in_one_part": Mutation("chunk_key_states.cuh", "scores[kScoreParts + m]", "scores[kScoreParts]", BY_KEY),
+    "erased_added": Mutation(
+        "chunk_key_states.cuh", "add_write<kEraserParts, true>", "add_write<kEraserParts, false>", BY_KEY
+    ),
+    "score_of_a_token_with_itself": Mutation(
+        "chunk_key_gradients.cuh", "        if (kOfErased && t == s) x = 0;\n", "", BY_KEY
+    ),
+    "gradient_of_one_block": Mutation("chunk_key_gradients.cuh", "kGroups > 1 ? kBlock - row : row", "row", BY_KEY),
+    "pairs_of_a_group_twice": Mutation(
+        "chunk_key_gradients.cuh",
+        "        if (kGroups == 1) left[m][0] = left[m][3] = 0;  // pairs of tokens of one group\n",
+        "",
+        BY_KEY,
+    ),
+    "decay_of_the_state": Mutation(
+        "chunk_key_gradients.cuh", "d_products.from_start[kSpan - 1][e] += sums[own_number() + e];", "", BY_KEY
+    ),
+    "gradient_of_one_group": Mutation(
+        "chunk_key_gradients.cuh",
+        "      if constexpr (kGroups > 1) d_whole += __shfl_xor_sync(0xffffffffu, d_whole, kSpan);\n",
+        "",
+        BY_KEY,
+    ),
+    "state_of_this_chunk": Mutation(
+        "chunk_key_gradients.cuh", "whole + n - 1) * numbers", "whole + n) * numbers", BY_KEY
+    ),
+    "decay_of_the_first_token": Mutation(
+        "chunk_key_gradients.cuh", "t > 0 ? products.from_start[t - 1][e] : 1", "products.from_start[t][e]", BY_KEY
+    ),
+    "rate_of_one_warp": Mutation("chunk_key_gradients.cuh", "w < kWarps; ++w", "w < 1; ++w", BY_KEY),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
 
@@ -209,6 +281,21 @@ IN_SEGMENTS = {
     ),
     "identity_one_column_late": Mutation(
         "chunks.cuh", "column - value_columns() == row", "column - value_columns() == row + 1"
+    ),
+    "nothing_before_a_segment_by_key": Mutation(
+        "launch_chunk_keys.cuh", "    pass.initial = memory.segments.matrices(size);\n", ""
+    ),
+    "ones_one_column_late": Mutation(
+        "chunk_keys.cuh", "column == this->value_columns() ? 1", "column == this->value_columns() + 1 ? 1"
+    ),
+    "decays_without_rest": Mutation("chunk_keys.cuh", "return product + rest;", "return product;"),
+    "segment_without_decay": Mutation(
+        "chunk_segments.cuh",
+        "if (transition == Transition::rows) factor",
+        "if (transition == Transition::rows) factor = 1; else factor",
+    ),
+    "end_of_every_segment_stored_by_key": Mutation(
+        "chunk_key_states.cuh", "kReverse ? begin == 0 : end == this->chunks()", "true"
     ),
     "end_of_every_segment_stored": Mutation("chunk_forward.cuh", "else if (end == this->chunks())", "else"),
     "segment_one_chunk_short": Mutation(
@@ -246,11 +333,12 @@ def cases():
         ("delta", CHUNK_SHAPE),
         ("gated_delta", CHUNK_SHAPE),
         ("gla", CHUNK_SHAPE),
+        *((rule, CHUNK_SHAPE) for rule in BY_KEY),
         ("gated", HALF_SHAPE),
     ):
         given, erases = make_case(rule, shape, torch.bfloat16)
-        if rule in ("gated_delta", "gla"):  # the state before a chunk still matters after it
-            given["decay"] = (1 - 0.05 * torch.rand(shape[:3])).bfloat16()
+        if rule in ("gated_delta", "gla", *BY_KEY):  # the state before a chunk still matters after it
+            given["decay"] = (1 - 0.05 * torch.rand(given["decay"].shape)).bfloat16()
             given["first"] = torch.arange(shape[2]).eq(70).expand(shape[0], -1).contiguous()
         gradients = cotangents_of(given)
         truth = reference(as_double(given), erases, [x.double() for x in gradients])
@@ -312,23 +400,27 @@ def test_mistake_in_sums_is_found(name, wide_cases, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def long_case():
-    shape = (1, 1, 2100, 20, 24)
-    given, erases = make_case("gated_delta", shape, torch.bfloat16)
-    given["rate"] = (0.02 * torch.rand(shape[:3])).bfloat16()
-    given["decay"] = (1 - 0.004 * torch.rand(shape[:3])).bfloat16()
-    gradients = cotangents_of(given)
-    return "gated_delta", given, erases, gradients, reference(as_double(given), erases, [x.double() for x in gradients])
+def long_cases():
+    shape, found = (1, 1, 2100, 20, 24), []
+    for rule in ("gated_delta", *BY_KEY):
+        given, erases = make_case(rule, shape, torch.bfloat16)
+        if erases:
+            given["rate"] = (0.02 * torch.rand(shape[:3])).bfloat16()
+        given["decay"] = (1 - 0.004 * torch.rand(given["decay"].shape)).bfloat16()
+        gradients = cotangents_of(given)
+        truth = reference(as_double(given), erases, [x.double() for x in gradients])
+        found.append((rule, given, erases, gradients, truth))
+    return found
 
 
-def test_no_mistake_no_fault_in_segments(long_case):
-    assert faults(Emulator(build()), [long_case]) == ""
+def test_no_mistake_no_fault_in_segments(long_cases):
+    assert faults(Emulator(build()), long_cases) == ""
 
 
 @pytest.mark.parametrize("name", IN_SEGMENTS)
-def test_mistake_in_segments_is_found(name, long_case, tmp_path):
+def test_mistake_in_segments_is_found(name, long_cases, tmp_path):
     changed = mutated(IN_SEGMENTS[name], tmp_path)
-    assert faults(Emulator(build(changed, flags=["-O1", "-DEMULATOR_FORGET"], folder=tmp_path)), [long_case])
+    assert faults(Emulator(build(changed, flags=["-O1", "-DEMULATOR_FORGET"], folder=tmp_path)), long_cases)
 
 
 def test_address_sanitizer_watches_shared_memory(tmp_path):
