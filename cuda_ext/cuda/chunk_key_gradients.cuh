@@ -47,7 +47,8 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
         : starts(carver.take<const char*>(8)), tokens(carver), value(carver.matrix(kChunkTokens, pass.value_columns())),
           d_out(carver.matrix(kChunkTokens, pass.value_columns())),
           d_value(carver.matrix(kErases ? kChunkTokens : 0, pass.value_columns())),
-          in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)), d_rate(carver.take<float>(kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)) {
+          in_group(carver.take<float>(kChunkTokens / kSpan * kGroupSize)),
+          d_rate(carver.take<float>(kWarps * kChunkTokens)), scratch(carver.take<Scratch>(kWarps)) {
       FWP_UNROLL for (Shared& x : d_scores) x = carver.matrix(kChunkTokens, kChunkTokens);
     }
   };

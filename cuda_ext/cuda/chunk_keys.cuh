@@ -120,19 +120,18 @@ FWP_DEVICE void put_parts(const float (&x)[2], const Grouped<Bfloat16> (&to)[par
   FWP_UNROLL for (int n = 0; n < parts; ++n) to[n].put(token, i, of_pair[n]);
 }
 
-// The tokens as factors for blocks of kGroups groups, in a matrix of 32 x 16 for this warp: c q where a token reads, w b k where it
-// writes.
+// The size of a matrix of 32 x 16.
 constexpr int kScaledSize = kChunkTokens * (kBlock + kPadding) + kChunkTokens / kGroupRows * kBlock;
 
+// The tokens as factors for blocks of kGroups groups, in such a matrix for this warp: c q where a token reads, w b k where it
+// writes.
 template <int kGroups, int parts>
 FWP_DEVICE void put_scaled(const KeySlice& keys, const DecayProducts<kGroups>& products, const Grouped<Bfloat16> (&to)[parts]) {
   FWP_UNROLL for (int t = 0; t < kSpan; ++t) {
     float x[2];
     FWP_UNROLL for (int e = 0; e < 2; ++e)
       x[e] = reads<kGroups>() ? products.from_start[t][e] * keys.query[t][e] : products.to_end[t][e] * keys.key[t][e];
-    uint32_t of_pair[parts];
-    split(x[0], x[1], of_pair);
-    FWP_UNROLL for (int m = 0; m < parts; ++m) to[m].put(own_token(t), own_number(), of_pair[m]);
+    put_parts(x, to, own_token(t), own_number());
   }
   __syncwarp();
 }

@@ -23,7 +23,8 @@ void set_one_chunk(Pass& pass) {
   pass.slabs = int(pass.chunks()), pass.warps = Pass::kWarps;
 }
 
-inline Tokens make_tokens(const Target& x, const Sizes& size) {
+// A result with one vector of Dv per token, as an input.
+inline Tokens contiguous_tokens(const Target& x, const Sizes& size) {
   return {x.data, size.H * size.L * size.Dv, size.L * size.Dv, size.Dv, x.type};
 }
 
@@ -92,10 +93,10 @@ bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
          });
 }
 
-// Compute the scores, then run the pass from chunk to chunk, in both directions. `start`: the state, or in reverse its gradient.
+// Compute the scores, then run the pass from chunk to chunk.
 template <int kRows, bool kErases, bool kReverse>
-const char* run_key_states(ChunkKeyStates<kRows, kErases, kReverse>& pass, const ScanSize& size, const Inputs& in, const Tokens& value,
-                           const KeyMemory<kRows, kErases>& memory, const Gpu& gpu, void* stream) {
+const char* run_key_states(ChunkKeyStates<kRows, kErases, kReverse>& pass, const ScanSize& size, const Inputs& in,
+                           const Tokens& value, const KeyMemory<kRows, kErases>& memory, const Gpu& gpu, void* stream) {
   ChunkKeyScores<kRows, kErases> scores{};
   set_keys(scores, size, in);
   set_one_chunk(scores);
@@ -128,7 +129,7 @@ const char* chunk_keys_forward(const Call& call, const Inputs& in, const Outputs
 
 template <bool kErases>
 const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to,
-                                       const Gpu& gpu) {
+                                const Gpu& gpu) {
   const ScanSize size = chunk_size(call);
   return with_rows(size.rows, [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
@@ -139,7 +140,7 @@ const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backwa
     if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
     auto gradients = make_key_gradients<kRows, kErases>(size, in);
     gradients.value = {kErases ? more.retrieved : in.v, size.columns}, gradients.d_out = {more.d_out, size.columns};
-    gradients.d_value = {make_tokens(to.v, call.size), size.columns};
+    gradients.d_value = {contiguous_tokens(to.v, call.size), size.columns};
     gradients.initial = static_cast<const float*>(in.state), gradients.kept = static_cast<const float*>(more.kept);
     gradients.gradients = memory.gradients;
     gradients.in_pairs = size.columns % 2 == 0 && reinterpret_cast<uintptr_t>(in.state) % 8 == 0 &&

@@ -22,7 +22,8 @@ struct Tokens {
   Type type = Type::float32;
 };
 
-// A contiguous result with one entry per token. It is not computed if `data` is null.
+// A contiguous result with one entry per token. It is not computed if `data` is null, which out and the gradient
+// of v must not be.
 struct Target {
   void* data = nullptr;
   Type type = Type::float32;
