@@ -130,6 +130,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
       const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
       Product d_score, none;
+      // The pass of a rule that does not erase: one product.
       ChunkPass<kRows, false, true>::template multiply_rows<1>(d_out, d_out, memory.value, this->value_columns(), row, column,
                                                                d_score, none);
       for_elements(d_score, [&](int t, int s, float x) {

@@ -49,11 +49,14 @@ CHUNK_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("rule", ["sum", "delta"])
+@pytest.mark.parametrize("rule", ["sum", "delta", "gla", "gla_by_key", "gated_delta", "gated_delta_by_key"])
 @looped("shape", CHUNK_SHAPES, ids=str)
 @looped("state", [True, False], ids=["state", "no_state"])
 def test_chunks_on_tensor_cores(rule, shape, state):
-    """Errors against float64 are at most twice those of the bfloat16 reference, with enough heads to fill a GPU."""
+    """Errors against float64 are at most twice those of the bfloat16 reference, with enough heads to fill a GPU.
+
+    A sum of tensor cores is truncated after its last place, so a state may also be wrong by one.
+    """
     inputs = sample_inputs(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
     gradients = cotangents(inputs)
     exact = {name: None if x is None else x.double() for name, x in inputs.items()}
@@ -61,7 +64,10 @@ def test_chunks_on_tensor_cores(rule, shape, state):
     expected = results(RULES[rule].reference, inputs, gradients)
     for name, x in results(kernel(rule), inputs, gradients).items():
         assert x.isfinite().all(), name
-        assert relative_error(x, truth[name]) <= 2 * relative_error(expected[name], truth[name]), name
+        allowed = 2 * relative_error(expected[name], truth[name])
+        if name in ("state", "d_state"):
+            allowed = max(allowed, torch.finfo(torch.float32).eps)
+        assert relative_error(x, truth[name]) <= allowed, name
 
 
 @every_kernel
