@@ -133,7 +133,7 @@ constexpr int kLeastForChunks = 16, kMostRowsForChunks = 128;
 
 inline bool choose_chunks(const ScanSize& size, Type type) {
   return type == Type::bfloat16 && size.length >= kLengthForChunks && size.rows >= kLeastForChunks &&
-         size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks;
+         size.rows <= kMostRowsForChunks && size.columns >= kLeastForChunks && size.columns <= kGreatestSize;
 }
 
 // Number of segments of a sequence, and of chunks per segment. There are at least `least` of them, or one. The choice depends

@@ -8,10 +8,10 @@
 //
 // A erases with -K what P reads with Q, and D stands for dO. So the terms of dA are those of dP, computed again for other tokens.
 //
-// As in chunk_keys.cuh, the terms with F are products of matrices between groups, for each h. One product Z gives both: in an odd
-// block, the sum over s of dP_ts w_s k_s, so that c_t Z_t is a term of dQ_t and q_t Z_t is the gradient of c_t; in an even block,
-// the sum over t of dP_ts c_t q_t, likewise for dK_s and w_s. The gradients of all c and w, which are products of decays, give
-// those of the decays, step by step in reverse and without divisions.
+// As in chunk_keys.cuh, the terms with F are products of matrices between groups, for each h. One product Z gives both. In an odd
+// block, Z_t is the sum over s of dP_ts w_s k_s: c_t Z_t is a term of dQ_t, and q_t Z_t is the gradient of c_t. In an even block,
+// Z_s is the sum over t of dP_ts c_t q_t, likewise for dK_s and w_s. The gradients of all c and w, which are products of decays,
+// give those of the decays, step by step in reverse and without divisions.
 #pragma once
 
 #include "chunk_key_scores.cuh"

@@ -8,7 +8,7 @@
 //
 // A group has 8 tokens. In one group, a lane multiplies token by token, in float32. Tokens of different groups: let h be 16 if t
 // and s are in different halves of the chunk, otherwise 8. Then s is in an even block of h tokens and t in the odd one after it.
-// So F_ts = c_t w_s, if c_t starts at the first token of its block and w_s ends at the last one of its block, and the scores are
+// Let c_t start at the first token of its block, and w_s end at the last one of its block. So F_ts = c_t w_s, and the scores are
 // products of matrices. There are no divisions or logarithms, so decays may be zero.
 //
 // ChunkKeyScores computes P and A, for all chunks in parallel. ChunkKeyStates goes from chunk to chunk, in both passes.

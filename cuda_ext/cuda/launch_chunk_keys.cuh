@@ -79,14 +79,24 @@ size_t chunk_keys_workspace(const Sizes& sizes, Type type, bool is_backward) {
   });
 }
 
+// Shared memory of a pass from chunk to chunk, at most.
+template <typename Pass>
+size_t key_states_bytes(const ScanSize& size, bool ends) {
+  Pass pass{};
+  pass.size = size;
+  const int columns = ends ? pass.ends_columns() : size.columns;
+  pass.warps = at_least_power_of_two((int64_t(columns) + kBlock - 1) / kBlock, kChunkWarps);
+  return chunk_bytes(pass);
+}
+
 template <bool kErases>
 bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
   return choose_chunks(size, type) && with_rows(size.rows, [&](auto rows) {
            constexpr int kRows = decltype(rows)::value;
-           ChunkKeyStates<kRows, kErases, false> forward{};
-           ChunkKeyStates<kRows, kErases, true> backward{};
-           forward.warps = backward.warps = at_least_power_of_two((int64_t(size.columns) + kBlock - 1) / kBlock, kChunkWarps);
-           const size_t most = std::max({chunk_bytes(forward), chunk_bytes(backward),
+           const size_t most = std::max({key_states_bytes<ChunkKeyStates<kRows, kErases, false>>(size, false),
+                                         key_states_bytes<ChunkKeyStates<kRows, kErases, false, true>>(size, true),
+                                         key_states_bytes<ChunkKeyStates<kRows, kErases, true>>(size, false),
+                                         key_states_bytes<ChunkKeyStates<kRows, kErases, true, true>>(size, true),
                                          chunk_bytes(ChunkKeyScores<kRows, kErases>{}),
                                          chunk_bytes(make_key_gradients<kRows, kErases>(size, {}))});
            return most <= gpu.shared_bytes;

@@ -166,16 +166,17 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
 // Memory for d_write, for the parts of a decay's gradient by head, and for sums over columns of several blocks. On tensor cores,
 // memory for states instead.
 inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_backward) {
-  size_t chunks = 0;
-  if (has_chunks(rule))
-    chunks = with_chunks(rule, [&](auto erases, auto by_key) {
+  const Call call{size, type, rule, nullptr, nullptr, nullptr};
+  Gpu gpu;
+  if (query(&gpu)) return 0;  // the launch reports the error
+  if (choose_chunks_forget(call, gpu))
+    return with_chunks(rule, [&](auto erases, auto by_key) {
       if constexpr (by_key) return chunk_keys_workspace<erases()>(size, type, is_backward);
       else return chunk_workspace<erases(), true>(size, type, is_backward);
     });
-  Gpu gpu;
-  if (!is_backward || query(&gpu)) return chunks;  // the launch reports an error of query()
   size_t scans = 0;
-  with_maker(Call{size, type, rule, nullptr, nullptr, nullptr}, [&](auto make) {
+  if (!is_backward) return scans;
+  with_maker(call, [&](auto make) {
     return with_scans(rule, [&](auto fades, auto erases) -> const char* {
       using Scan = ForgetBackward<typename decltype(make)::Number, decltype(fades)::value, decltype(erases)::value>;
       const BackwardPlan by = plan_backward<Scan>(make.along_keys(), gpu);
@@ -184,7 +185,7 @@ inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_
       return nullptr;
     });
   });
-  return std::max(scans, chunks);
+  return scans;
 }
 
 inline const char* forget_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {

@@ -75,7 +75,7 @@ def fast_weights(
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
     on_tensor_cores = first is not None and q.is_cuda and q.dtype == torch.bfloat16
     if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
-        # There, only kernels with decays by head take several documents.
+        # There, only kernels with decays take several documents.
         decay = q.new_ones(()).expand(q.shape[:3])
     out, memory, _, _ = _operator(q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases)
     return out, memory

@@ -523,7 +523,9 @@ const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, 
     for (const std::string& word : {std::string(symbol.dli_sname), std::to_string(blocks), std::to_string(threads)})
       machine.plan += word + ' ';
     machine.plan += std::to_string(rounds_of(argument, 0)) + '\n';
-  } else if (shared_bytes > machine.shared_bytes)
+  } else if (blocks == 0)
+    emulator::fail("is launched without a block");
+  else if (shared_bytes > machine.shared_bytes)
     emulator::fail("asks for %zu bytes of shared memory", shared_bytes);
   else
     emulator::launch(blocks, threads, shared_bytes, [&] { kernel(argument); });

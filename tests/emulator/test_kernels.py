@@ -285,6 +285,9 @@ def test_empty_dimensions(emulator, rule):
         given, erases = make_case(rule, shape, torch.float64)
         for name, x in emulator.results(given, erases, cotangents_of(given)).items():
             assert not x.any(), name  # nor NaN
+    for shape in [(0, 2, 70, 16, 16), (2, 0, 2100, 16, 16)]:  # in chunks and segments
+        given, erases = make_case(rule, shape, torch.bfloat16)
+        assert emulator.results(given, erases, cotangents_of(given))["out"].shape == (*shape[:3], 16)
 
 
 @every_rule
@@ -301,6 +304,23 @@ def test_nan_stays_in_its_sequence_and_head(emulator, rule):
         for name, x in clean.items():
             assert torch.equal(spoilt[name][healthy], x[healthy]), name
         assert spoilt["out"][1, 1, 4:].isnan().all() and not spoilt["out"][1, 1, :4].isnan().any()
+
+
+@pytest.mark.parametrize("rule", IN_CHUNKS)
+def test_nan_in_chunks_stays_in_its_sequence_and_head(emulator, rule):
+    """In the forward pass, it does not reach earlier chunks either."""
+    given, erases = make_case(rule, (2, 2, 70, 24, 20), torch.bfloat16)
+    gradients = cotangents_of(given)
+    clean = emulator.results(given, erases, gradients)
+    given["v"] = given["v"].clone()
+    given["v"][1, 1, 40] = float("nan")
+    spoilt = emulator.results(given, erases, gradients)
+    healthy = torch.ones(2, 2, dtype=torch.bool)
+    healthy[1, 1] = False
+    for name, x in clean.items():
+        assert torch.equal(spoilt[name][healthy], x[healthy]), name
+    assert torch.equal(spoilt["out"][1, 1, :32], clean["out"][1, 1, :32])
+    assert spoilt["out"][1, 1, 40:].isnan().all()
 
 
 @pytest.mark.parametrize("rule", FADING)
