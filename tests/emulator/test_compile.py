@@ -19,7 +19,7 @@ GREATEST = {"f": 128, "wide f": 168, "backward f": 255, "d": 255, "L": 255}
 KERNELS_BY_TYPE = {"f": 5 * 3 + 6 * (3 + 4) + 3, "d": 5 * 2 + 6 * (2 + 2) + 3, "L": (4 * 2 + 3 * 2 + 2 + 1 + 2 * 6) * 4}
 # Bytes of local memory, at most: these passes use all registers, and keep some addresses outside.
 GREATEST_STACK = {
-    "Gradients": 112,
+    "Gradients": 160,
     "ILi64ELb1E": 16,
     "ILi128ELb1E": 160,
     "ILi128ELb0ELb1E": 80,

@@ -73,7 +73,7 @@ EXPECTED = {
             },
             **{
                 f"ChunkKeyStates {rows} erases ends": most
-                for rows, most in zip(ROWS, (1950, 2100, 2450, 3100), strict=True)
+                for rows, most in zip(ROWS, (2000, 2150, 2450, 3100), strict=True)
             },
         },
         frozenset(FEATURES),
