@@ -356,7 +356,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     __syncthreads();
     this->store_tokens(d_v, n, memory.d, 0, this->block_columns(), 0, this->size.columns, int(threadIdx.x),
                        this->warps * kWarp);
-    if constexpr (kRates) store_rate(n, memory.d_rate);
+    if constexpr (kRates) this->store_sums(d_rate, n, memory.d_rate);
     make_d_scores(chunk, memory);
     wait_state(n);
     __syncthreads();
@@ -434,12 +434,6 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     return x;
   }
 
-  FWP_DEVICE void store_rate(int64_t n, const float* parts) const {
-    if (this->warp() > 0) return;
-    float sum = 0;
-    FWP_UNROLL_BY(1) for (int w = 0; w < this->warps; ++w) sum += parts[w * kChunkTokens + lane()];
-    this->store_scalar(d_rate, n, sum);
-  }
   FWP_DEVICE void store_decay(const Memory& memory, int64_t n) const {
     if constexpr (kFades) {
       if (this->warp() > 0) return;
@@ -468,7 +462,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
 
   FWP_DEVICE void make_d_scores(const Stage& chunk, const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += this->warps) {
-      const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
+      const int row = row_of_block(b), column = column_of_block(b);
       Product d_read, d_erase;
       this->template multiply_rows<1>(chunk.d_out, memory.d, writes(chunk, memory), this->block_columns(), row, column,
                                       d_read, d_erase);

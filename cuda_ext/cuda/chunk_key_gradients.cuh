@@ -128,7 +128,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
   template <bool kOfErased>
   FWP_DEVICE void make_d_scores(const Shared& d_out, const Memory& memory) const {
     FWP_UNROLL_BY(1) for (int b = this->warp(); b < 3; b += kWarps) {
-      const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
+      const int row = row_of_block(b), column = column_of_block(b);
       Product d_score, none;
       // The pass of a rule that does not erase: one product.
       ChunkPass<kRows, false, true>::template multiply_rows<1>(d_out, d_out, memory.value, this->value_columns(), row, column,
@@ -374,10 +374,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
       this->store_keys(d_decay, n, tokens.decay);
     else
       this->store_keys(d_decay, n, tokens.decay_in_bfloat16());
-    if (this->warp() > 0) return;
-    float sum = 0;
-    FWP_UNROLL_BY(1) for (int w = 0; w < kWarps; ++w) sum += memory.d_rate[w * kChunkTokens + lane()];
-    this->store_scalar(d_rate, n, sum);
+    this->store_sums(d_rate, n, memory.d_rate);
   }
 };
 

@@ -105,9 +105,6 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
     }
   }
 
-  FWP_DEVICE static int first_row(int b) { return b > 0 ? kBlock : 0; }
-  FWP_DEVICE static int first_column(int b) { return b == 1 ? kBlock : 0; }
-
   // Block b, summed over the warps; zeros above the diagonal.
   FWP_DEVICE static void sum_block(int b, const Memory& memory, Product& sum) {
     clear(sum);
@@ -118,7 +115,7 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
           if (b == 2 || r > h)
             sum[h][i] += part(memory, w, b, 4 * h + i);
           else if (r == h && s <= line())
-            sum[h][i] += sum_group(memory.scratch[w].in_group[pair_at(line(), s)] + (first_row(b) + 8 * r));
+            sum[h][i] += sum_group(memory.scratch[w].in_group[pair_at(line(), s)] + (row_of_block(b) + 8 * r));
         }
   }
   FWP_DEVICE static float sum_group(const float* of_lanes) {
@@ -137,7 +134,7 @@ struct ChunkKeyScores : ChunkKeyPass<kRows, kErases> {
       uint32_t of_pair[kScoreParts];
       split(x, y, of_pair);
       FWP_UNROLL for (int m = 0; m < kScoreParts; ++m)
-        Shared{to + m * kMatrix, kChunkTokens}.put(first_row(b) + t, first_column(b) + s, of_pair[m]);
+        Shared{to + m * kMatrix, kChunkTokens}.put(row_of_block(b) + t, column_of_block(b) + s, of_pair[m]);
     });
   }
 

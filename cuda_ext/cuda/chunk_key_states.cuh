@@ -186,7 +186,8 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
           multiply<kOfTokens>(read[t], greatest<(kErases ? kOfTokens : 1)>(write[s]), [&](int m, Factor& right) {
             chunk.scores[m].right_transposed(t * kBlock, s * kBlock, right);
           });
-      if constexpr (kErases) store_errors(n, found);
+      if constexpr (kErases)
+        FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) this->store_errors(error, n, t, found[t]);
     }
     FWP_UNROLL for (int i = 0; i < kRows / kBlock; ++i) {
       for_elements(state[i], [&](int, int r, float& x) { x *= memory.whole[i * kBlock + r]; });
@@ -255,10 +256,6 @@ struct ChunkKeyStates : ChunkKeyPass<kRows, kErases> {
       minus ? subtract(state, product) : add(state, product);
       clear(product);
     }
-  }
-
-  FWP_DEVICE void store_errors(int64_t n, Product (&errors)[kChunkBlocks]) const {
-    FWP_UNROLL for (int t = 0; t < kChunkBlocks; ++t) Pass::store_errors(error, n, t, errors[t]);
   }
 };
 

@@ -69,7 +69,10 @@ struct Stages {
   }
 };
 
-// The products of a chunk's tokens with each other. Only blocks on and below the diagonal exist.
+// The products of a chunk's tokens with each other. Only blocks on and below the diagonal exist: two on it, then the one below.
+FWP_DEVICE int row_of_block(int b) { return b > 0 ? kBlock : 0; }
+FWP_DEVICE int column_of_block(int b) { return b == 1 ? kBlock : 0; }
+
 struct Scores {
   static constexpr int kLine = kBlock + 4;                   // of `diagonal`: a multiple of 16 bytes
   static constexpr int kDiagonal = kBlock * kLine + kBlock;  // the second block in other banks
@@ -278,7 +281,7 @@ struct ChunkPass {
   FWP_DEVICE void make_scores(const Shared& query, const Shared& key, const Decays& decays, const Scores& to,
                               Scaled scaled) const {
     FWP_UNROLL_BY(1) for (int b = warp(); b < 3; b += warps) {
-      const int row = b > 0 ? kBlock : 0, column = b == 1 ? kBlock : 0;
+      const int row = row_of_block(b), column = column_of_block(b);
       const bool diagonal = row == column;
       Product read, erase;
       multiply_rows<2, (of_read > 0)>(query, key, key, kRows, row, column, read, erase);
@@ -413,6 +416,14 @@ struct ChunkPass {
       for_elements(results[t], [&](int j, int s, float x) { through.put(t * kBlock + s, own_column() + j, x); });
     __syncwarp();
     store_tokens(to, n, through, own_column(), kBlock, first_column() + own_column(), size.columns, lane(), kWarp);
+  }
+
+  // Stores one number per token: the sum of those of all warps, (warps, 32). The first warp does it.
+  FWP_DEVICE void store_sums(const Output& to, int64_t n, const float* parts) const {
+    if (warp() > 0) return;
+    float sum = 0;
+    FWP_UNROLL_BY(1) for (int w = 0; w < warps; ++w) sum += parts[w * kChunkTokens + lane()];
+    store_scalar(to, n, sum);
   }
 
   // Stores `width` numbers of each token of chunk n from shared memory, 16 bytes at a time if possible: from `column` of `from`,

@@ -18,9 +18,12 @@ void set_keys(Pass& pass, const ScanSize& size, const Inputs& in) {
 
 // A pass with a block for each chunk.
 template <typename Pass>
-void set_one_chunk(Pass& pass) {
+Pass make_of_chunks(const ScanSize& size, const Inputs& in) {
+  Pass pass{};
+  set_keys(pass, size, in);
   pass.log_segments = 0, pass.chunks_of_segment = 1;
   pass.slabs = int(pass.chunks()), pass.warps = Pass::kWarps;
+  return pass;
 }
 
 // A result with one vector of Dv per token, as an input.
@@ -36,14 +39,6 @@ Pass make_key_states(const ScanSize& size, const Inputs& in, const Tokens& value
   set_keys(pass, size, in);
   set_columns(pass, columns, gpu);
   pass.value = {value, size.columns}, pass.scores = scores;
-  return pass;
-}
-
-template <int kRows, bool kErases>
-ChunkKeyGradients<kRows, kErases> make_key_gradients(const ScanSize& size, const Inputs& in) {
-  ChunkKeyGradients<kRows, kErases> pass{};
-  set_keys(pass, size, in);
-  set_one_chunk(pass);
   return pass;
 }
 
@@ -71,9 +66,8 @@ struct KeyMemory {
 };
 
 template <bool kErases>
-size_t chunk_keys_workspace(const Sizes& sizes, Type type, bool is_backward) {
+size_t chunk_keys_workspace(const Sizes& sizes, bool is_backward) {
   const ScanSize size = chunk_size(sizes);
-  if (!choose_chunks(size, type)) return 0;
   return with_rows(size.rows, [&](auto rows) {
     return KeyMemory<decltype(rows)::value, kErases>(size, nullptr, is_backward).bytes;
   });
@@ -98,7 +92,7 @@ bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
                                          key_states_bytes<ChunkKeyStates<kRows, kErases, true>>(size, false),
                                          key_states_bytes<ChunkKeyStates<kRows, kErases, true, true>>(size, true),
                                          chunk_bytes(ChunkKeyScores<kRows, kErases>{}),
-                                         chunk_bytes(make_key_gradients<kRows, kErases>(size, {}))});
+                                         chunk_bytes(make_of_chunks<ChunkKeyGradients<kRows, kErases>>(size, {}))});
            return most <= gpu.shared_bytes;
          });
 }
@@ -107,9 +101,7 @@ bool choose_chunk_keys(const ScanSize& size, Type type, const Gpu& gpu) {
 template <int kRows, bool kErases, bool kReverse>
 const char* run_key_states(ChunkKeyStates<kRows, kErases, kReverse>& pass, const ScanSize& size, const Inputs& in,
                            const Tokens& value, const KeyMemory<kRows, kErases>& memory, const Gpu& gpu, void* stream) {
-  ChunkKeyScores<kRows, kErases> scores{};
-  set_keys(scores, size, in);
-  set_one_chunk(scores);
+  auto scores = make_of_chunks<ChunkKeyScores<kRows, kErases>>(size, in);
   scores.scores = memory.scores;
   if (const char* error = launch_chunks(scores, gpu, stream)) return error;
   if (pass.log_segments > 0) {
@@ -148,7 +140,7 @@ const char* chunk_keys_backward(const Call& call, const Inputs& in, const Backwa
     pass.initial = Maker<float>{call}.matrix(more.d_state);
     pass.last = static_cast<float*>(to.state), pass.kept = memory.gradients, pass.out = to.v;
     if (const char* error = run_key_states(pass, size, in, more.d_out, memory, gpu, call.stream)) return error;
-    auto gradients = make_key_gradients<kRows, kErases>(size, in);
+    auto gradients = make_of_chunks<ChunkKeyGradients<kRows, kErases>>(size, in);
     gradients.value = {kErases ? more.retrieved : in.v, size.columns}, gradients.d_out = {more.d_out, size.columns};
     gradients.d_value = {contiguous_tokens(to.v, call.size), size.columns};
     gradients.initial = static_cast<const float*>(in.state), gradients.kept = static_cast<const float*>(more.kept);

@@ -171,11 +171,11 @@ inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_
   if (query(&gpu)) return 0;  // the launch reports the error
   if (choose_chunks_forget(call, gpu))
     return with_chunks(rule, [&](auto erases, auto by_key) {
-      if constexpr (by_key) return chunk_keys_workspace<erases()>(size, type, is_backward);
+      if constexpr (by_key) return chunk_keys_workspace<erases()>(size, is_backward);
       else return chunk_workspace<erases(), true>(size, type, is_backward);
     });
+  if (!is_backward) return 0;
   size_t scans = 0;
-  if (!is_backward) return scans;
   with_maker(call, [&](auto make) {
     return with_scans(rule, [&](auto fades, auto erases) -> const char* {
       using Scan = ForgetBackward<typename decltype(make)::Number, decltype(fades)::value, decltype(erases)::value>;

@@ -127,7 +127,7 @@ MUTATIONS = {
     "states_not_waited_for": Mutation(
         "chunk_backward.cuh", "chunk, memory);\n    wait_state(n);\n", "chunk, memory);\n", ("sum", "delta")
     ),
-    "columns_of_one_warp": Mutation("chunk_backward.cuh", "w < this->warps; ++w", "w < 1; ++w", ("delta",)),
+    "columns_of_one_warp": Mutation("chunks.cuh", "w < warps; ++w", "w < 1; ++w", ("delta",)),
     "d_scores_without_barrier": Mutation(
         "chunk_backward.cuh", "    wait_state(n);\n    __syncthreads();\n", "    wait_state(n);\n", ("sum", "delta")
     ),
@@ -248,7 +248,7 @@ MUTATIONS = {
     "decay_of_the_first_token": Mutation(
         "chunk_key_gradients.cuh", "t > 0 ? products.from_start[t - 1][e] : 1", "products.from_start[t][e]", BY_KEY
     ),
-    "rate_of_one_warp": Mutation("chunk_key_gradients.cuh", "w < kWarps; ++w", "w < 1; ++w", BY_KEY),
+    "rate_of_one_warp": Mutation("chunks.cuh", "w < warps; ++w", "w < 1; ++w", BY_KEY),
     "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
 }
 

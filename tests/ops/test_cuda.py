@@ -55,7 +55,7 @@ CHUNK_SHAPES = [
 def test_chunks_on_tensor_cores(rule, shape, state):
     """Errors against float64 are at most twice those of the bfloat16 reference, with enough heads to fill a GPU.
 
-    A sum of tensor cores is truncated after its last place, so a state may also be wrong by one.
+    A sum of tensor cores is truncated after its last place, so a state that fades may also be wrong by one.
     """
     inputs = sample_inputs(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
     gradients = cotangents(inputs)
@@ -65,7 +65,7 @@ def test_chunks_on_tensor_cores(rule, shape, state):
     for name, x in results(kernel(rule), inputs, gradients).items():
         assert x.isfinite().all(), name
         allowed = 2 * relative_error(expected[name], truth[name])
-        if name in ("state", "d_state"):
+        if name in ("state", "d_state") and rule not in ("sum", "delta"):
             allowed = max(allowed, torch.finfo(torch.float32).eps)
         assert relative_error(x, truth[name]) <= allowed, name
 
