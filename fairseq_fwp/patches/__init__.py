@@ -126,10 +126,16 @@ PATCHES = (
         "tests/nightly/faults/test_many_processes.py::test_states_in_mid_epoch_are_of_their_number_of_processes",
     ),
     Patch(
-        "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
+        "torch.load",
         reading.load_weights_only,
         "torch 2.4",
         "tests/nightly/faults/test_security.py::test_they_are_refused_where_torch_would_run_them",
+    ),
+    Patch(
+        "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
+        reading.explain_other_files,
+        FAIRSEQ,
+        "tests/patches/test_reading.py::test_a_damaged_checkpoint_is_named_with_its_size",
     ),
     Patch(
         "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
@@ -184,6 +190,24 @@ PATCHES = (
         configuration.evaluate_data_alone,
         FAIRSEQ,
         "tests/nightly/faults/test_security.py::test_a_configuration_is_no_code",
+    ),
+    Patch(
+        "fairseq.data.fasta_dataset.FastaDataset._build_index",
+        configuration.quote_path,
+        FAIRSEQ,
+        "tests/nightly/faults/test_security.py::test_the_name_of_a_text_is_no_command",
+    ),
+    Patch(
+        "torch.hub.load",
+        configuration.ask_before_code_of_hub,
+        "torch 2.4",
+        "tests/nightly/faults/test_security.py::test_a_data_folder_gets_no_code_of_a_repository",
+    ),
+    Patch(
+        "fairseq.file_utils.tarfile",
+        configuration.unpack_inside,
+        FAIRSEQ,
+        "tests/nightly/faults/test_security.py::test_a_model_is_unpacked_inside_its_folder",
     ),
     Patch(
         "fairseq.trainer.Trainer.state_dict",

@@ -1,31 +1,38 @@
 """Checkpoints that fairseq reads: no code runs, errors name damaged files, and training options are kept."""
 
-import contextlib
 import errno
 import os
 import pickle
 import re
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from fairseq_fwp.options import plain
 
-# Environment variable that torch.load reads.
-TRUST, DISTRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 2.6 and later
 Original = Callable[..., Any]
 
 
 def load_weights_only(load: Original) -> Any:
-    """torch 2.4 and 2.5 run code that is pickled in a file; a file cut short ends in an error of the zip reader."""
+    """torch 2.4 and 2.5 run code that is pickled in a file; fairseq never asks for weights only."""
+
+    def load_or_trust(f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
+        if kwargs.get("weights_only") is None and pickle_module is None:
+            kwargs["weights_only"] = os.environ.get(TRUST, "").lower() not in ("1", "y", "yes", "true")  # torch's words
+        return load(f, map_location, pickle_module, **kwargs)
+
+    return load_or_trust
+
+
+def explain_other_files(load: Original) -> Any:
+    """A file that is cut short, or no checkpoint, ends in an error of the zip or pickle reader."""
 
     def load_or_explain(path: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            with _weights_only():
-                return load(path, *args, **kwargs)
+            return load(path, *args, **kwargs)
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             # In a truncated zip archive, the reader seeks to places before the beginning.
             if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):
@@ -57,28 +64,10 @@ def load_weights_only(load: Original) -> Any:
     return load_or_explain
 
 
-@contextlib.contextmanager
-def _weights_only() -> Iterator[None]:
-    """Load only tensors unless the user trusts the file, as torch 2.6 and later do by default."""
-    if os.environ.get(TRUST, "").lower() in ("1", "y", "yes", "true"):  # torch's own words
-        yield
-        return
-    before = os.environ.get(DISTRUST)
-    os.environ[DISTRUST] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(DISTRUST)
-        if before is not None:
-            os.environ[DISTRUST] = before
-
-
 def _holds_model(path: str) -> bool:
     """Return whether a file seems to be a checkpoint of fairseq."""
     try:
-        with _weights_only(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warned just before that the file is trusted
-            found = torch.load(path, map_location="cpu")
+        found = torch.load(path, map_location="cpu")
     except Exception:  # a damaged pickle may raise anything
         return False
     return isinstance(found, dict) and "model" in found

@@ -1,22 +1,31 @@
 """Foreign files run no code: checkpoints, their configurations, paths, archives and settings."""
 
+import ast
 import hashlib
+import importlib
 import io
 import os
+import pickle
+import re
 import subprocess
 import sys
 import tarfile
+import warnings
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
-import fairseq.models
+import fairseq
+import fairseq_cli
 import pytest
 import torch
-from fairseq import checkpoint_utils, utils
-from fairseq.data import Dictionary
+from fairseq import checkpoint_utils, file_utils, utils
+from fairseq.data import Dictionary, FileAudioDataset, codedataset, data_utils
+from fairseq.data.audio.data_cfg import S2TDataConfig
+from fairseq.models.speech_to_text.hub_interface import S2THubInterface
 from small_text import write_text
 
-from fairseq_fwp.patches import configuration
+from fairseq_fwp.patches import configuration, reading
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
@@ -61,15 +70,17 @@ def test_they_are_refused_where_torch_would_run_them(tmp_path, canary, monkeypat
     """torch 2.4 and 2.5 run code by default."""
     load, path = torch.load, tmp_path / "checkpoint.pt"
 
-    def earlier(*args, **kwargs):
-        return load(*args, weights_only=os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD") == "1", **kwargs)
+    def earlier(*args, weights_only=None, **kwargs):
+        return load(*args, weights_only=bool(weights_only), **kwargs)
 
-    monkeypatch.setattr(torch, "load", earlier)
+    monkeypatch.setattr(torch, "load", reading.load_weights_only(earlier))
     for content in ({"model": Touch(canary)}, {"no model": Touch(canary)}):
         torch.save(content, path)
         with pytest.raises(RuntimeError, match="holds pickled objects"):
             checkpoint_utils.load_checkpoint_to_cpu(str(path))
-    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    torch.save(Touch(canary), tmp_path / "text.f0_stat.pt")  # a data set's file, which fairseq loads by itself
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(tmp_path / "text.f0_stat.pt")
 
 
 def test_they_are_run_where_they_are_trusted(tmp_path, monkeypatch):
@@ -140,7 +151,6 @@ def test_a_configuration_is_no_code(tmp_path, canary):
 def test_settings_mean_what_they_meant(text, value):
     assert configuration.evaluate(text) == value == eval(text)
     assert utils.eval_str_list("1,2.5") == [1.0, 2.5] and utils.eval_bool("True")
-    assert fairseq.models.transformer_lm.eval is configuration.evaluate
 
 
 @pytest.mark.parametrize(
@@ -242,3 +252,144 @@ def test_recipes_take_any_path(tmp_path, settings, more):
 def test_a_dictionary_runs_nothing(tmp_path, canary):
     (tmp_path / "dict.txt").write_text(f"$(touch {canary}) 1\n`touch {canary}` 1\n")
     assert len(Dictionary.load(str(tmp_path / "dict.txt"))) == 6
+
+
+CODE = "__import__('pathlib').Path({!r}).touch()"
+
+
+def test_masks_of_audio_are_no_code(tmp_path, canary):
+    """A task's setting precompute_mask_config."""
+    (tmp_path / "valid.tsv").write_text(f"{tmp_path}\n")
+    with pytest.raises(ValueError, match=r"got the code .*, which is not run"):
+        FileAudioDataset(tmp_path / "valid.tsv", 16000, feature_encoder_spec=CODE.format(str(canary)))
+
+
+def test_lines_of_a_manifest_are_no_code(tmp_path, canary):
+    (tmp_path / "train.txt").write_text(CODE.format(str(canary)))
+    with pytest.raises(ValueError, match=r"got the code .*, which is not run"):
+        codedataset.parse_manifest(tmp_path / "train.txt", Dictionary())
+
+
+def test_the_name_of_a_text_is_no_command(tmp_path, canary, monkeypatch):
+    """fairseq takes the languages of a translation from names of files."""
+    monkeypatch.chdir(tmp_path)
+    name = f"train.a-b;touch {canary.name};.a"
+    (tmp_path / f"{name}.fasta").write_text(">one\nACG\nT\n>two\nGG\n")
+    dictionary = Dictionary()
+    dataset = data_utils.load_indexed_dataset(name, dictionary, "fasta")
+    assert dataset.sizes.tolist() == [4, 2] and dataset.offsets.tolist() == [0, 11]
+
+
+def test_a_data_folder_gets_no_code_of_a_repository(tmp_path, monkeypatch):
+    """A voice that a data folder's configuration names: torch asks before it trusts a repository."""
+    (tmp_path / "config.yaml").write_text("hub: {tts_model_id: 'nobody/nothing:voice'}\n")
+    asked = []
+    monkeypatch.setattr(torch.hub, "_get_cache_or_reload", lambda *args, **kwargs: asked.append(args) or 1 / 0)
+    monkeypatch.setattr(S2THubInterface, "detokenize", lambda *args: "")
+    task = SimpleNamespace(data_cfg=S2TDataConfig(tmp_path / "config.yaml"))
+    generator = SimpleNamespace(generate=lambda *args, **kwargs: [[{"tokens": []}]])
+    with pytest.raises(ZeroDivisionError):
+        S2THubInterface.get_prediction(task, None, generator, None, synthesize_speech=True)
+    assert [args[2] for args in asked] == ["check"]  # torch 2.4 has another default
+    assert torch.hub.load.keywords == {"trust_repo": "check"}
+
+
+def test_a_data_folders_yaml_is_no_code(tmp_path, canary):
+    for call in ("!!python/object/apply:os.system", "!!python/object/new:os.system"):
+        (tmp_path / "config.yaml").write_text(f"{call} ['touch {canary}']\n")
+        with pytest.raises(Exception, match=r"Failed to load config from (.|\n)*could not determine a constructor"):
+            S2TDataConfig(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/{victim}/escaped", "model/../../escaped", "link"])
+def test_a_model_is_unpacked_inside_its_folder(tmp_path, name):
+    victim, path = tmp_path / "victim", tmp_path / "model.tar.gz"
+    victim.mkdir()
+    with tarfile.open(path, "w:gz") as archive:
+        member = tarfile.TarInfo(name.format(victim=victim))
+        member.type, member.linkname = (tarfile.SYMTYPE, str(victim)) if name == "link" else (tarfile.REGTYPE, "")
+        archive.addfile(member)
+    with pytest.raises(ValueError, match=r"model.tar.gz must have only files and folders below its own, got '"):
+        file_utils.load_archive_file(str(path))
+    assert path.exists() and not list(tmp_path.rglob("escaped*"))
+
+
+def test_a_model_is_unpacked(tmp_path):
+    with tarfile.open(tmp_path / "model.tar.gz", "w:gz") as archive:
+        (tmp_path / "model.pt").write_text("x")
+        archive.add(tmp_path / "model.pt", "model/model.pt")
+        archive.add(tmp_path / "model.pt", "model/dict.txt")
+    folder = Path(file_utils.load_archive_file(str(tmp_path / "model.tar.gz")))
+    assert {file.name for file in folder.iterdir()} == {"model.pt", "dict.txt"}
+
+
+# Functions that run code or programs, or make objects that a file names.
+RUNNERS = (
+    r"eval|exec|compile|__import__|globals|(\w+\.)*(import_module|find_spec|CDLL|load_library|hub\.load|jit\.load)|"
+    r"(torch|np|numpy|pickle|yaml|dill|joblib|marshal|shelve)\.((?!safe_)\w*load\w*|open|Unpickler)|(\w+\.)?(Unpickler|Popen)|"
+    r"subprocess\.\w+|os\.(system|popen|exec\w*|spawn\w*|posix_spawn\w*)|tarfile\.open|(\w+\.)*(extractall|unpack_archive)"
+)
+# Why no foreign file can use them, besides `eval`, `torch.load` and `np.load`, which are tested below.
+FILES, USER = "imports the files of a folder of fairseq's", "only the user names it, in a command"
+REASONS = {
+    "fairseq.criterions: importlib.import_module": FILES,
+    "fairseq.data.audio: importlib.import_module": FILES,
+    "fairseq.data.encoders: importlib.import_module": FILES,
+    "fairseq.model_parallel.criterions: importlib.import_module": FILES,
+    "fairseq.model_parallel.models: importlib.import_module": FILES,
+    "fairseq.models: importlib.import_module": FILES,
+    "fairseq.models.ema: importlib.import_module": FILES,
+    "fairseq.models.huggingface: importlib.import_module": FILES,
+    "fairseq.optim: importlib.import_module": FILES,
+    "fairseq.optim.lr_scheduler: importlib.import_module": FILES,
+    "fairseq.scoring: importlib.import_module": FILES,
+    "fairseq.tasks: importlib.import_module": FILES,
+    "fairseq.models: globals": FILES,
+    "fairseq.tasks: globals": FILES,
+    "fairseq.optim.fused_adam: importlib.import_module": "the name is in the code",
+    "fairseq.utils: importlib.import_module": f"a --user-dir: {USER}",
+    "fairseq_cli.eval_lm: eval": f"--model-overrides: {USER}",
+    "fairseq_cli.validate: eval": f"--model-overrides: {USER}",
+    "fairseq.tasks.audio_pretraining: subprocess.call": f"saves in training, with --post-save-script: {USER}",
+    "fairseq.data.fasta_dataset: subprocess.check_output": "patched: test_the_name_of_a_text_is_no_command",
+    "fairseq.models.speech_to_text.hub_interface: torch.hub.load": "patched: test_a_data_folder_gets_no_code_...",
+    "fairseq.file_utils: tarfile.open": "patched: test_a_model_is_unpacked_inside_its_folder",
+    "fairseq.file_utils: archive.extractall": "patched: test_a_model_is_unpacked_inside_its_folder",
+    "fairseq.data.audio.data_cfg: yaml.load": "PyYAML calls nothing: test_a_data_folders_yaml_is_no_code",
+    "fairseq.data.plasma_utils: subprocess.Popen": "a fixed program without a shell",
+    "fairseq.distributed.utils: subprocess.check_output": "a fixed program without a shell, with a variable of Slurm's",
+    "fairseq.distributed.utils: pickle.loads": "from another process of the same training",
+    "fairseq.logging.meters: globals": "a saved meter is made by a class of this file, without arguments",
+    "fairseq.modules.quantization.scalar.ops: globals": "the beginning of the function's name is in the code",
+}
+
+
+def parse(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in strings
+        return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def calls_that_could_run_code():
+    """Yield module, function and call; fairseq's examples are plug-ins, which only --user-dir names."""
+    for package in (fairseq, fairseq_cli):
+        root = Path(package.__file__).parent
+        for path in root.rglob("*.py"):
+            parts = path.relative_to(root.parent).with_suffix("").parts
+            if parts[1] == "examples":
+                continue
+            for node in ast.walk(parse(path)):
+                if isinstance(node, ast.Call) and re.fullmatch(RUNNERS, name := ast.unparse(node.func)):
+                    yield ".".join(parts).removesuffix(".__init__"), name, node
+
+
+def test_everything_in_fairseq_that_could_run_code_is_known():
+    found = list(calls_that_could_run_code())
+    for module, name, call in found:
+        if name in ("torch.load", "np.load"):  # without these arguments they load only tensors and numbers
+            assert not {"pickle_module", "weights_only", "allow_pickle"} & {word.arg for word in call.keywords}, module
+        elif name == "eval" and module.startswith("fairseq."):
+            assert importlib.import_module(module).eval is configuration.evaluate
+    others = {f"{module}: {name}" for module, name, _ in found if name not in ("torch.load", "np.load")}
+    assert {name for name in others if not re.fullmatch(r"fairseq\..*: eval", name)} == REASONS.keys()
+    assert sum(name == "eval" for _, name, _ in found) > 30
