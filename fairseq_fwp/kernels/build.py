@@ -22,6 +22,13 @@ LIBRARY = "kernels.so"
 SOURCES, HEADERS = (".cpp", ".cu"), (".h", ".cuh")
 # Environment variables that nvcc reads by itself.
 NVCC_VARIABLES = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+# What each level of x86-64 adds to the one before, in the names of /proc/cpuinfo.
+LEVELS = {
+    "x86-64": "",
+    "x86-64-v2": "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
+}
 
 # Run by a separate Python in the folder of the build: cpp_extension depends on the environment and on its constants,
 # which must not change here. It does not quote the folders that it links from, so `cuda` is a link to one.
@@ -35,7 +42,10 @@ cpp_extension.load(**json.loads(sys.argv[1]))
 
 
 def build_key(device_type: str) -> str:
-    """Return a hash of sources, flags, compiler, PyTorch and processor or GPUs. Raises BuildError without a GPU."""
+    """Return a hash of sources, flags, compiler, PyTorch and processor or GPUs.
+
+    Raises BuildError without a GPU, or if this processor cannot run FWP_CPU_ARCH.
+    """
     key = hashlib.sha256()
     for file in _files(device_type, SOURCES + HEADERS):
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -44,7 +54,7 @@ def build_key(device_type: str) -> str:
     if device_type == "cuda":
         environment = [os.environ.get(name, "") for name in NVCC_VARIABLES]
         parts += [str(torch.version.cuda), toolkit_release(), *_cuda_flags(), *environment]
-    else:
+    elif _cpu_arch() == "native":
         parts.append(_cpu_features())
     key.update("\0".join(parts).encode())
     return key.hexdigest()[:16]
@@ -115,6 +125,8 @@ def _build_error(said: str) -> BuildError:
     cure = "cuda_ext/README.md says which compilers work"
     if "-std=c++20" in reason:
         cure = "install g++ 10 or later, or set CXX"
+    if "-march" in reason:
+        cure = "set FWP_CPU_ARCH to a value that the compiler knows"
     if "Unsupported gpu architecture" in reason:
         # The driver translates PTX for GPUs that the toolkit does not know.
         cure = "install another CUDA toolkit, or set TORCH_CUDA_ARCH_LIST to what this one knows, as in '9.0+PTX'"
@@ -145,10 +157,44 @@ def _search_path() -> str:
 
 
 def _flags(device_type: str) -> list[str]:
-    native = "-march=native" if platform.machine() in ("x86_64", "i686") else "-mcpu=native"
     # PyTorch's CUDA headers include a file that only some builds have and only Windows needs.
-    own = {"cpu": ["-O3", native], "cuda": ["-O2", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]}[device_type]
+    own = ["-O3", _arch_flag(_cpu_arch())] if device_type == "cpu" else ["-O2", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
     return [*own, "-std=c++20", "-DAT_PER_OPERATOR_HEADERS", f"-DFWP_AUTOGRAD_KEY=Autograd{device_type.upper()}"]
+
+
+def _cpu_arch() -> str:
+    """Return FWP_CPU_ARCH, or native. Raises BuildError if this processor cannot run it.
+
+    The levels of x86-64 need no compiler to be checked, so a library of theirs loads without one.
+    """
+    arch = os.environ.get("FWP_CPU_ARCH") or "native"
+    if arch == "native":
+        return arch
+    if arch in LEVELS:
+        needed = list(LEVELS.values())[: list(LEVELS).index(arch) + 1]
+        missing = set(" ".join(needed).split()) - set(_cpu_features().split())
+    else:
+        missing = _instruction_sets(arch) - _instruction_sets("native")
+    if missing:
+        reason = f"FWP_CPU_ARCH must be a processor whose instructions this one has, got {arch}, which needs"
+        raise BuildError(f"{reason} {', '.join(sorted(missing))}", "choose an older one, or unset FWP_CPU_ARCH")
+    return arch
+
+
+def _arch_flag(arch: str) -> str:
+    x86 = platform.machine() in ("x86_64", "i686")
+    return "-mcpu=native" if arch == "native" and not x86 else f"-march={arch}"
+
+
+def _instruction_sets(arch: str) -> set[str]:
+    """Return the compiler's macros for a value of -march. Those in capitals name instruction sets."""
+    check_tools("cpu")
+    command = [*_compiler(), _arch_flag(arch), "-dM", "-E", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = f"FWP_CPU_ARCH must be a value of -march that {_compiler()[0]} knows, got {arch}"
+        raise BuildError(reason, "try x86-64-v2 or x86-64-v3, or unset FWP_CPU_ARCH")
+    return set(re.findall(r"(?m)^#define (__[A-Z0-9_]+) ", done.stdout))
 
 
 def _cuda_flags() -> list[str]:

@@ -134,8 +134,9 @@ def _folders(device_type: str) -> Iterator[Path]:
     if device_type not in DEVICES:
         raise BuildError(f"this version has no kernels for {device_type}", "use the CPU")
     name = f"fwp_{device_type}_{build_key(device_type)}"
-    root = os.environ.get("FWP_CACHE_DIR") or os.environ.get("TORCH_EXTENSIONS_DIR")
-    yield Path(root or Path.home() / ".cache" / "fairseq_fwp").expanduser().absolute() / name
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    root = os.environ.get("FWP_CACHE_DIR") or os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "fairseq_fwp"
+    yield Path(root).expanduser().absolute() / name
     temporary = Path(tempfile.gettempdir()).absolute() / f"fairseq_fwp_{os.getuid()}"
     with contextlib.suppress(OSError):
         temporary.mkdir(mode=0o700, exist_ok=True)

@@ -6,6 +6,7 @@ folder whose name has spaces, is marked slow.
 
 import errno
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -273,6 +274,13 @@ def test_no_compiler(tmp_path):
     assert found.stderr.count("RuntimeWarning") == 1 and sentence in found.stderr
 
 
+def test_an_unknown_processor(tmp_path):
+    found = run_isolated(REQUIRED, FWP_CPU_ARCH="no-such", CXX="", **cache(tmp_path))
+    sentence = "FWP_CPU_ARCH must be a value of -march that c++ knows, got no-such; try x86-64-v2 or x86-64-v3, or"
+    assert found.stdout.startswith(f"False\nno compiled kernel for cpu: {sentence}")
+    assert found.stderr.count("RuntimeWarning") == 1 and sentence in found.stderr
+
+
 def test_no_compiler_on_path(tmp_path):
     environment = {"PATH": str(tmp_path), "CXX": ""}
     found = run_isolated(REQUIRED, **environment, **cache(tmp_path))
@@ -349,6 +357,77 @@ def test_key_follows_what_the_machine_code_depends_on(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "0")
     keys.append(build.build_key("cpu"))
     assert len(set(keys)) == len(keys)
+
+
+def test_a_chosen_processor_replaces_the_one_at_hand(monkeypatch):
+    features = " ".join(list(build.LEVELS.values())[:3])
+    keys = set()
+    for arch in ("", "native", "x86-64-v2", "x86-64-v3"):
+        monkeypatch.setenv("FWP_CPU_ARCH", arch)
+        monkeypatch.setattr(build, "_cpu_features", lambda: features)
+        own = build.build_key("cpu")
+        keys.add(own)
+        monkeypatch.setattr(build, "_cpu_features", lambda: features + " one_more")
+        assert (build.build_key("cpu") == own) == arch.startswith("x86")
+        assert not arch.startswith("x86") or f"-march={arch}" in build._flags("cpu")
+    assert len(keys) == 3
+
+
+OLDER = "must be a processor whose instructions this one has, got "
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="values of -march for x86-64")
+@pytest.mark.parametrize(
+    ("arch", "sentence", "cure"),
+    [
+        ("x86-64-v3", f"{OLDER}x86-64-v3, which needs abm, avx, avx2, ", "choose an older one"),
+        ("haswell", f"{OLDER}haswell, which needs __AVX2__, __AVX__, ", "choose an older one"),
+        ("nehalem", None, None),
+        ("no-such", "must be a value of -march that c++ knows, got no-such", "try x86-64-v2"),
+        ("x86-64-v3 -O0", "must be a value of -march that c++ knows, got x86-64-v3 -O0", "try x86-64-v2"),
+    ],
+)
+def test_a_processor_that_this_one_cannot_replace(monkeypatch, arch, sentence, cure):
+    """The one at hand is made x86-64-v2. Levels are compared with /proc/cpuinfo, other values by the compiler."""
+    monkeypatch.setenv("FWP_CPU_ARCH", arch)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_cpu_features", lambda: " ".join(list(build.LEVELS.values())[:2]))
+    monkeypatch.setattr(build, "_arch_flag", lambda arch: "-march=" + arch.replace("native", "x86-64-v2"))
+    status = loading._status("cpu", build=False)
+    if sentence:
+        assert not status.built and status.reason.startswith(f"FWP_CPU_ARCH {sentence}") and cure in status.cure
+    else:
+        assert status.reason in ("", "not built yet")
+
+
+@pytest.mark.parametrize("arch", ["x86-64-v2", "nehalem"])
+def test_a_level_needs_no_compiler(monkeypatch, arch):
+    monkeypatch.setattr(build, "_cpu_features", lambda: " ".join(build.LEVELS.values()))
+    monkeypatch.setenv("FWP_CPU_ARCH", arch)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    if arch in build.LEVELS:
+        assert build.build_key("cpu")
+    else:
+        with pytest.raises(kernels.error.BuildError, match="no-such-compiler is not on PATH"):
+            build.build_key("cpu")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "home/.cache/fairseq_fwp"),
+        ({"XDG_CACHE_HOME": ""}, "home/.cache/fairseq_fwp"),
+        ({"XDG_CACHE_HOME": "xdg"}, "xdg/fairseq_fwp"),
+        ({"XDG_CACHE_HOME": "xdg", "TORCH_EXTENSIONS_DIR": "torch"}, "torch"),
+        ({"XDG_CACHE_HOME": "xdg", "TORCH_EXTENSIONS_DIR": "torch", "FWP_CACHE_DIR": "~/fwp"}, "home/fwp"),
+    ],
+)
+def test_the_folder_of_the_cache(monkeypatch, tmp_path, environment, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "FWP_CACHE_DIR"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    assert next(loading._folders("cpu")).parent == tmp_path / expected
 
 
 @pytest.mark.slow
