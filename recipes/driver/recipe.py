@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,10 +231,11 @@ class Recipe:
     def main(self) -> None:
         if self.stage == "evaluate" and self.extra:
             self.check_evaluation_flags()
+        if self.stage == "prepare":
+            self.prepare_once()
         if self.stage in ("train", "all"):
             self.check_flags()
-        if self.stage in ("prepare", "train", "all"):
-            self.prepare_once()
+            self.prepare_and_compile()
         if not self.data.is_dir():
             raise RecipeError(f"{self.data} must exist: run the stage prepare first.")
         if self.stage == "prepare":
@@ -261,6 +263,20 @@ class Recipe:
                 write(work / "source.txt", settings + "\n")
         elif settings:
             check_same(self.data / "source.txt", settings)
+
+    def prepare_and_compile(self) -> None:
+        """Prepare the data; compile the kernels meanwhile, because most of the preparation uses one core."""
+        import torch  # imported here: --help must work without the package
+
+        from fairseq_fwp.kernels import load_kernels
+
+        device = "cuda" if torch.cuda.is_available() and "--cpu" not in self.extra else "cpu"
+        compilation = threading.Thread(target=load_kernels, args=[device], daemon=True)
+        compilation.start()
+        self.prepare_once()
+        if compilation.is_alive():
+            print("The kernels are compiled, once for this machine.", flush=True)
+        compilation.join()
 
     def check_trained(self, model: Model) -> None:
         if not (model.folder / "trained").exists():

@@ -1,6 +1,8 @@
 """Recipes that train models: their models, stages and seeds, without a training; and language models."""
 
 import re
+import threading
+import time
 from pathlib import Path
 
 import conversion
@@ -13,6 +15,8 @@ import recipe as recipes
 import training
 from commands import RecipeError
 from recipe import Recipe
+
+from fairseq_fwp import kernels
 
 LINE = "the memory is a matrix that every token reads and writes\n"
 CONF = "arch: fwp_lm\ntask: language_modeling\n"
@@ -78,6 +82,25 @@ def test_stages_come_in_order_and_what_diverged_is_not_evaluated(start, capsys):
     made = start("prepare")
     made.main()
     assert made.done == [] and "run.sh train --out" in capsys.readouterr().err
+
+
+def test_kernels_are_compiled_while_the_data_is_prepared_and_before_a_training(start, monkeypatch):
+    prepared = threading.Event()
+
+    class Waiting(Kind):
+        def prepare(self, work):
+            super().prepare(work)
+            prepared.set()
+
+    def compile_kernels(device):
+        assert device == "cpu" and prepared.wait(60)
+        time.sleep(0.2)
+        made.done.append("compiled")
+
+    monkeypatch.setattr(kernels, "load_kernels", compile_kernels)
+    made = start("train", "--cpu", kind=Waiting)
+    made.main()
+    assert made.done == ["check", "prepare", "compiled", "train delta", "train sum"]
 
 
 def test_seeds_are_models_of_their_own(start, tmp_path):
