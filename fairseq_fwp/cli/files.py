@@ -37,10 +37,6 @@ def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | 
     """
     folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
     prefix = os.path.join(folder, subset)
-    if os.path.exists(f"{prefix}.bin") and not os.path.getsize(f"{prefix}.bin"):
-        raise ValueError(
-            f"the text {subset!r} in {folder} must have at least one token, got none: preprocess another file"
-        )
     dataset = data_utils.load_indexed_dataset(prefix, dictionary)
     if dataset is None:
         found = sorted({file.stem for file in Path(folder).glob("*.idx")})

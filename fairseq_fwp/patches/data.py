@@ -1,4 +1,4 @@
-"""Preprocessed texts: a damaged text is an error before training starts."""
+"""Preprocessed texts: a damaged text, or an index that does not fit it, is an error before training starts."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ Original = Callable[..., Any]
 
 
 def refuse_damaged_data(make: Original) -> Any:
-    """fairseq starts to train, without a message, on a text cut short or preprocessed with another dictionary."""
+    """fairseq trains, without a message, on a text that is cut short, has a false index or another dictionary."""
     from fairseq.data import indexed_dataset
 
     def make_or_explain(path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:
@@ -22,12 +22,22 @@ def refuse_damaged_data(make: Original) -> Any:
             raise ValueError(f"the text {text} must have at least one token, got none: preprocess another file")
         try:
             dataset = make(path, *args, dictionary=dictionary, **kwargs)
-        except (AssertionError, KeyError, ValueError, struct.error) as error:
+        except (AssertionError, KeyError, MemoryError, OverflowError, ValueError, struct.error) as error:
             raise ValueError(
                 f"{index} must be a complete index of a text, got a damaged or different file: {PREPROCESS}"
             ) from error
-        if isinstance(dataset, indexed_dataset.MMapIndexedDataset):
-            _check_text(text, dataset, dictionary)
+        if isinstance(dataset, indexed_dataset.IndexedDataset):
+            count, places, dtype = dataset._len, dataset.data_offsets, np.dtype(dataset.dtype)
+            _check_index(index, 48 + 8 * (2 * count + 2 + dataset.s), dtype, dataset.sizes, places, 1)
+            if dataset.element_size != dtype.itemsize or not np.array_equal(dataset.dim_offsets, np.arange(count + 1)):
+                raise _false(index, "the form of other data than text")
+            _check_text(text, dtype, dataset.sizes, dictionary, int(dataset.fix_lua_indexing))
+            if dataset.supports_prefetch:
+                dataset.prefetch(range(count))  # not every task does, and without it no sentence can be read
+        elif isinstance(dataset, indexed_dataset.MMapIndexedDataset):
+            dtype, places = np.dtype(dataset._index.dtype), dataset._index._pointers
+            _check_index(index, 26 + 12 * len(places), dtype, dataset.sizes, places, dtype.itemsize)
+            _check_text(text, dtype, dataset.sizes, dictionary)
         return dataset
 
     return make_or_explain
@@ -43,17 +53,35 @@ def close_what_is_open(close: Original) -> Any:
     return close_if_open
 
 
-def _check_text(path: str, dataset: Any, dictionary: Any) -> None:
-    dtype = np.dtype(dataset._index.dtype)
-    found, expected = os.path.getsize(path), int(dataset.sizes.sum(dtype=np.int64)) * dtype.itemsize
+def _check_index(path: str, size: int, dtype: Any, lengths: Any, places: Any, unit: int) -> None:
+    """Raise ValueError for an index that cannot be true: its size, lengths, or places in multiples of a unit."""
+    if (found := os.path.getsize(path)) != size:
+        raise _false(path, f"{found:,} bytes where its sentences need {size:,}")
+    if dtype.kind not in "iu":
+        raise _false(path, f"words of the type {dtype}")
+    if lengths.min(initial=0) < 0:
+        raise _false(path, f"the length {lengths.min()}")
+    if places[:1].any() or not np.array_equal(np.diff(places), lengths[: max(len(places) - 1, 0)] * np.int64(unit)):
+        raise _false(path, "a place that is not the sum of the lengths before it")
+
+
+def _false(path: str, found: str) -> ValueError:
+    return ValueError(f"{path} must have the true length and place of each sentence, got {found}: {PREPROCESS}")
+
+
+def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int = 0) -> None:
+    """Raise ValueError for a text of another size, or with words outside the dictionary, which begins at `first`."""
+    found, expected = os.path.getsize(path), int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     if found != expected:
         raise ValueError(
             f"{path} must have the {expected:,} bytes that its index counts, got {found:,}: it is truncated, or "
             f"belongs to another index; {PREPROCESS}"
         )
-    largest = int(np.frombuffer(dataset._bin_buffer, dtype).max(initial=0))
-    if dictionary is not None and largest >= len(dictionary):
+    words = np.memmap(path, dtype, mode="r")
+    low, high = int(words.min()) - first, int(words.max()) - first
+    if low < 0 or (dictionary is not None and high >= len(dictionary)):
+        limit = "" if dictionary is None else f" below {len(dictionary):,}, the size of the dictionary next to it"
         raise ValueError(
-            f"words in {path} must have numbers below {len(dictionary):,}, the size of the dictionary next to it, got "
-            f"{largest:,}: the text was preprocessed with another dictionary; {PREPROCESS}"
+            f"words in {path} must have numbers from 0{limit}, got {high if low >= 0 else low:,}: the text was "
+            f"preprocessed with another dictionary; {PREPROCESS}"
         )

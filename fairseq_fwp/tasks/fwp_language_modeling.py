@@ -90,8 +90,6 @@ class FwpLanguageModelingTask(LanguageModelingTask):
         """Load the text of a split in blocks. Raises FileNotFoundError, or ValueError for an empty text."""
         paths = utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
-        if os.path.exists(f"{path}.bin") and not os.path.getsize(f"{path}.bin"):
-            raise ValueError(f"the text {split!r} ({path}.bin) must have at least one token: preprocess another file")
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
         if lines is None:
             raise FileNotFoundError(

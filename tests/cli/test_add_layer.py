@@ -175,7 +175,7 @@ def test_refusals_write_nothing(folder, name, sentence):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "the text 'train' in .* must have at least one token, got none"),
+        ("", "the text .*train.bin must have at least one token, got none"),
         (None, "the text 'train' must exist in .*, got only test"),
     ],
 )
@@ -185,7 +185,8 @@ def test_there_has_to_be_a_training_text(folder, tmp_path, text, sentence):
     for file in data.glob("train.*"):
         file.unlink()
     if text is not None:
-        (data / "train.bin").touch()
+        for name in ("train.bin", "train.idx"):
+            (data / name).touch()
     path = folder / "local" / "checkpoint_last.pt"
     with pytest.raises(SystemExit, match=f"^fwp-add-layer: {sentence}"):
         add_layer.main([str(data), "--path", str(path), "--out", str(out)])

@@ -227,7 +227,7 @@ REFUSALS = {
     "no plug-in": (["delta.pt", "data", "--user-dir", "/none"], r"must be the folder of a plug-in, got /none"),
     "no dictionary": (["delta.pt", "text"], r"the data folder \S+ must hold dict\.txt"),
     "no such subset": (["delta.pt", "data", "--gen-subset", "valid"], r"'valid' must exist in .*, got .*test, train"),
-    "no text": (["delta.pt", "empty"], r"'test' in .*empty must have at least one token, got none: pre"),
+    "no text": (["delta.pt", "empty"], r"the text .*empty.test.bin must have at least one token, got none: pre"),
     "too long": (["delta.pt", "data", "--tokens-per-sample", 33], r"--tokens-per-sample must be at most 32, .*--mod"),
     "wide stride": (["delta.pt", "data", "--stride", 33], "--stride must be at most 32, .* a window, got 33"),
     "all is context": (["delta.pt", "data", "--context-window", 32], r"--context-window .* from 0 to 31, got 32"),

@@ -12,16 +12,58 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import Dictionary, data_utils
+from fairseq.data import Dictionary, data_utils, indexed_dataset
 from fairseq.file_io import PathManager
 from hypothesis import given
 from hypothesis import strategies as st
 from small_text import write_text
 
 import fairseq_fwp
+from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.patches import writing
 
+NO_INDEX, FALSE = "must be a complete index", "must have the true length and place of each sentence, got "
+# By format: statements that change an index, and words of the error. `head` is bytes; count[0], the sentences, is 100.
+LIES = {
+    "mmap": {
+        "head[0] = 0": NO_INDEX,
+        "head[9] = 2": NO_INDEX,  # the version
+        "head[17] = 11": NO_INDEX,  # the type of a word
+        "head[17] = 6": FALSE + "words of the type float64",
+        "count[0] = 0": FALSE + "1,226 bytes where its sentences need 26",
+        "count[0] = 99": FALSE + "1,226 bytes where its sentences need 1,214",
+        "count[0] = 101": NO_INDEX,
+        "count[0] = 2**40": NO_INDEX,
+        "count[0] = 2**64 - 1": NO_INDEX,
+        "sizes[:2] += [100, -100]": FALSE + r"the length -\d+",
+        "sizes[:2] += [1, -1]": FALSE + "a place that is not the sum of the lengths before it",
+        "places += 2": FALSE + "a place",
+        "places[:] = 0": FALSE + "a place",
+        "places[3] += 1": FALSE + "a place",
+        "places[-1] += 2**20": FALSE + "a place",
+        "places[1] = -2": FALSE + "a place",
+    },
+    "cached": {  # of fairseq 0.8 and earlier; its places are in words, and the last one is the end
+        "head[0] = 0": NO_INDEX,
+        "head[16] = 6": FALSE + "words of the type float64",
+        "head[24] = 2": FALSE + "the form of other data than text",  # the bytes of a word
+        "count[:] = 99": FALSE + "2,464 bytes where its sentences need 2,440",
+        "count[:] = 2**60": NO_INDEX,
+        "count[:] = 2**64 - 1": NO_INDEX,
+        "dims[1:] += 1": FALSE + "the form of other data than text",
+        "sizes[:2] += [100, -100]": FALSE + r"the length -\d+",
+        "places += 1": FALSE + "a place",
+        "places[:] = 0": FALSE + "a place",
+        "places[-1] += 2**20": FALSE + "a place",
+    },
+}
+PARTS = {
+    "mmap": {"head": ("u1", 18, 0), "count": ("u8", 1, 18), "sizes": ("i4", 100, 26), "places": ("i8", 100, 426)},
+    "cached": {"head": ("u1", 32, 0), "count": ("u8", 2, 32), "dims": ("i8", 101, 48)}
+    | {"places": ("i8", 101, 856), "sizes": ("i8", 100, 1664)},
+}
 DAMAGES = ["cut short", "longer", "empty", "index cut short", "index of zeros", "another dictionary"]
+DAMAGES += [f"mmap: {lie}" for lie in LIES["mmap"]]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +125,20 @@ def test_other_kinds_of_files(tmp_path, kind):
     assert refused(path)
 
 
+def change_index(folder, impl, statement):
+    """Change the index of the text `train`, which is written again in the old format if impl is "cached"."""
+    prefix = str(folder / "train")
+    if impl == "cached":
+        lines = list(data_utils.load_indexed_dataset(prefix))
+        builder = indexed_dataset.make_builder(f"{prefix}.bin", impl)
+        for line in lines:
+            builder.add_item(line)
+        builder.finalize(f"{prefix}.idx")
+    content = bytearray((folder / "train.idx").read_bytes())
+    exec(statement, {name: np.frombuffer(content, *part) for name, part in PARTS[impl].items()})
+    (folder / "train.idx").write_bytes(content)
+
+
 def damage_text(folder, damage):
     """Damage the text `train`; return words of the expected error."""
     text, index = folder / "train.bin", folder / "train.idx"
@@ -101,12 +157,16 @@ def damage_text(folder, damage):
     if damage == "index of zeros":
         index.write_bytes(bytes(index.stat().st_size))
         return r"train.idx must be a complete index"
+    if ": " in damage:
+        impl, lie = damage.split(": ")
+        change_index(folder, impl, lie)
+        return f"train.idx {LIES[impl][lie]}"
     lines = (folder / "dict.txt").read_text().splitlines(keepends=True)
     (folder / "dict.txt").write_text("".join(lines[: len(lines) // 2]))
-    return r"words in \S+train.bin must have numbers below \d+, the size of the dictionary next to it, got \d+"
+    return r"words in \S+train.bin must have numbers from 0 below \d+, the size of the dictionary next to it, got \d+"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES + [f"cached: {lie}" for lie in LIES["cached"]])
 def test_texts(tmp_path, damage):
     write_text(tmp_path)
     sentence = damage_text(tmp_path, damage)
@@ -122,6 +182,10 @@ def test_an_index_of_nothing_and_the_widest_dictionary(tmp_path):
     dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
     dataset = data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
     assert max(int(line.max()) for line in dataset) == len(dictionary) - 1
+    expected = [line.tolist() for line in dataset]
+    change_index(tmp_path, "cached", "")
+    old = data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
+    assert [line.tolist() for line in old] == expected
 
 
 TASKS = {
@@ -140,21 +204,33 @@ def last_line(log):
     return log.read_text().strip().splitlines()[-1]
 
 
+@pytest.fixture(scope="module", params=TASKS)
+def trained(request, commands, tmp_path_factory):
+    """The task, and a folder with data and save, the checkpoints of two updates."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "data").mkdir()
+    write_text(folder / "data")
+    flags = training(folder / "data", folder / "save", request.param, "--max-update", 2)
+    assert commands.run("fairseq-train", *flags, log=folder / "log") == 0
+    return request.param, folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_training_on_a_damaged_text_ends_at_once_and_leaves_what_was_saved(commands, tmp_path, task, damage):
-    data, save_dir = tmp_path / "data", tmp_path / "save"
-    data.mkdir()
-    write_text(data)
-    assert commands.run("fairseq-train", *training(data, save_dir, task, "--max-update", 2), log=tmp_path / "1") == 0
+def test_a_damaged_text_is_neither_trained_on_nor_scored(commands, trained, tmp_path, damage):
+    """Both commands end at once, in one sentence, and leave what was saved."""
+    task, folder = trained
+    data, save_dir = (Path(shutil.copytree(folder / name, tmp_path / name)) for name in ("data", "save"))
     saved = {path: path.read_bytes() for path in save_dir.iterdir()}
     sentence = damage_text(data, damage)
-    status = commands.run("fairseq-train", *training(data, save_dir, task, "--max-update", 4), log=tmp_path / "2")
+    scored = [str(data), "--path", str(save_dir / "checkpoint_last.pt"), "--gen-subset", "train", "--cpu"]
+    with pytest.raises(SystemExit, match=rf"fwp-eval-lm: .*({sentence}|must have the target dictionary)"):
+        eval_lm.main(scored)
+    status = commands.run("fairseq-train", *training(data, save_dir, task, "--max-update", 4), log=tmp_path / "log")
     assert status == 1
     if damage == "another dictionary":  # "valid" is read first
         sentence = sentence.replace("train.bin", "valid.bin")
-    assert re.search(sentence, last_line(tmp_path / "2")), last_line(tmp_path / "2")
+    assert re.search(sentence, last_line(tmp_path / "log")), last_line(tmp_path / "log")
     assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
 
 
