@@ -12,7 +12,7 @@ from torch import Tensor
 from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer, measure
 from fairseq_fwp.evaluation.scoring import Scorer, StreamScorer, WindowScorer, score
 from fairseq_fwp.evaluation.windows import Text, Window, batches, document_windows
-from fairseq_fwp.modules.onednn import OneDnnLinear
+from fairseq_fwp.modules.onednn import faster_linear
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def evaluate(
     dynamic = None if protocol.dynamic is None else DynamicScorer(scorer, protocol.dynamic)
     started = time.perf_counter()
     try:
-        with OneDnnLinear():
+        with faster_linear():
             found = score(dynamic or scorer, bar, len(text.tokens), getattr(bar, "log", lambda numbers: None))
     finally:
         if dynamic is not None:

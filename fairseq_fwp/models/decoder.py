@@ -25,6 +25,7 @@ from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
 from fairseq_fwp.modules.decoder_layer import DecoderLayer
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.options import option
 
@@ -273,18 +274,20 @@ class LanguageModelDecoder(StatefulDecoder):
         counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
         if first is not None:
             counts = counts - torch.where(first, counts - 1, 0).cummax(1).values
-        x = self.embed_scale * self.embed_tokens(tokens)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
-        x = self.dropout(x)
-        # A compiled graph takes one path for all inputs.
-        mask = padding if torch.compiler.is_compiling() or padding.any() else None
         layer_states = []
-        for index, layer in enumerate(self.layers):
-            kept = last if index == len(self.layers) - 1 else None
-            x = self._before_layer(index, x, counts)
-            x, layer_state = layer(x, state.layers[index] if state else None, mask, kept, first)
-            layer_states.append(layer_state)
+        # Here and not in each layer, and for many tokens: each call of torch costs more in this context.
+        with faster_linear(tokens.numel(), tokens.device):
+            x = self.embed_scale * self.embed_tokens(tokens)
+            if self.embed_positions is not None:
+                x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
+            x = self.dropout(x)
+            # A compiled graph takes one path for all inputs.
+            mask = padding if torch.compiler.is_compiling() or padding.any() else None
+            for index, layer in enumerate(self.layers):
+                kept = last if index == len(self.layers) - 1 else None
+                x = self._before_layer(index, x, counts)
+                x, layer_state = layer(x, state.layers[index] if state else None, mask, kept, first)
+                layer_states.append(layer_state)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
         return x, DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)

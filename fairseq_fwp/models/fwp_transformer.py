@@ -7,7 +7,6 @@ with any update rule. Each can be fairseq's softmax attention instead.
 
 import re
 from argparse import Namespace
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -37,7 +36,7 @@ from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLaye
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.onednn import OneDnnLinear, mkl_is_slow
+from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
@@ -152,9 +151,8 @@ class FwpTransformerModel(TrainedModel, TransformerModel):
         for module in self.modules():
             if isinstance(module, FeatureMap):
                 module.resample()
-        on_cpu = next(self.parameters()).device.type == "cpu"
-        # Batches repeat in every epoch, and so do their numbers of rows, for which oneDNN is prepared then.
-        with OneDnnLinear() if on_cpu and mkl_is_slow() else nullcontext():
+        # Batches repeat in every epoch, and so do their numbers of rows.
+        with faster_linear(device=next(self.parameters()).device):
             return super().forward(*args, **kwargs)
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.onednn import Linear
-
 # The paper does not give initial values; this is from its public code.
 PROJECTION_STD = 0.01
 
@@ -44,7 +42,7 @@ class AdaptiveInput(nn.Module):
             nn.Embedding(high - low, size, padding_idx if low == 0 else None)
             for (low, high), size in zip(pairwise(self.bounds), sizes, strict=True)
         )
-        self.projections: Any = nn.ModuleList(Linear(size, embed_dim, bias=False) for size in sizes)
+        self.projections: Any = nn.ModuleList(nn.Linear(size, embed_dim, bias=False) for size in sizes)
         self.initialize()
 
     def initialize(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.adaptive_input import PROJECTION_STD, AdaptiveInput, check_cutoffs
 from fairseq_fwp.modules.dropout import Dropout
-from fairseq_fwp.modules.onednn import Linear, linear
+from fairseq_fwp.modules.onednn import faster_linear
 from fairseq_fwp.modules.precision import at_least_float32
 
 # Rows whose logits are computed at once if only gradients are needed: 20 MB for 20,000 words.
@@ -62,7 +62,7 @@ class AdaptiveSoftmax(nn.Module):
             self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings))
         else:
             self.register_buffer("bias", torch.zeros(embedding.num_embeddings))
-        self.clusters = Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
+        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoffs), bias=biased) if cutoffs else None
         self.dropout = Dropout(dropout, self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -153,7 +153,8 @@ class AdaptiveSoftmax(nn.Module):
         """The logits of the words of a cluster, 0 = the head."""
         words = slice(self.bounds[index], self.bounds[index + 1])
         bias = self._masked(self.bias[words], words)
-        return at_least_float32(linear(self._project(index, flat), self._weight(index), bias))
+        with faster_linear(len(flat), flat.device):
+            return at_least_float32(F.linear(self._project(index, flat), self._weight(index), bias))
 
     def _masked(self, bias: Tensor, words: slice) -> Tensor:
         """The biases of some words, minus infinity for those that are absent."""
@@ -218,7 +219,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         super().__init__(embedding, embedding.bounds[1:-1], biased=biased, dropout=dropout)
         self.tables = embedding.tables
         dim = embedding.embedding_dim
-        head = Linear(dim, dim, bias=False) if biased else nn.Identity()
+        head = nn.Linear(dim, dim, bias=False) if biased else nn.Identity()
         self.projections: Any = nn.ModuleList([head, *list(embedding.projections)[1:]])
         self.initialize()
 
@@ -232,7 +233,7 @@ class ProjectedAdaptiveSoftmax(AdaptiveSoftmax):
         projection = self.projections[index]
         if isinstance(projection, nn.Identity):
             return flat.to(self._weight(index).dtype)
-        projected = linear(flat.to(projection.weight.dtype), projection.weight.T)
+        projected = F.linear(flat.to(projection.weight.dtype), projection.weight.T)
         return self.dropout(projected) if index else projected
 
     def _weight(self, index: int) -> Tensor:
@@ -244,7 +245,7 @@ class UntiedSoftmax(AdaptiveSoftmax):
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__(embedding, [], biased=False)
-        self.words = Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
+        self.words = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
 
     def _project(self, index: int, flat: Tensor) -> Tensor:
         return flat.to(self.words.weight.dtype)

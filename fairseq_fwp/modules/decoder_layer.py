@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from fairseq_fwp.modules.dropout import Dropout
-from fairseq_fwp.modules.onednn import Linear
 
 
 class DecoderLayer(nn.Module):
@@ -32,8 +31,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = attention
         self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
-        self.fc1 = Linear(embed_dim, ffn_embed_dim)
-        self.fc2 = Linear(ffn_embed_dim, embed_dim)
+        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
+        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)
         self.activation = activation
         self.dropout = Dropout(dropout, self)

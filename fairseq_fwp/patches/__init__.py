@@ -240,6 +240,12 @@ PATCHES = (
         "tests/test_commands.py::test_training_learns_and_says_nothing_alarming",
     ),
     Patch(
+        "fairseq.trainer._catalog_shared_params",
+        messages.name_shared_weights,
+        FAIRSEQ,
+        "tests/test_commands.py::test_training_learns_and_says_nothing_alarming",
+    ),
+    Patch(
         "logging.root.level",
         *(
             messages.hide_debugging,

@@ -5,6 +5,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -36,6 +38,16 @@ def hide_debugging() -> None:
     """One of fairseq's models sets the root logger to DEBUG at its import, before most commands set the level."""
     if "fairseq_cli" in sys.modules and logging.root.level == logging.DEBUG:
         logging.root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
+
+
+def name_shared_weights(find_shared: Callable[..., Any]) -> Callable[..., Any]:
+    """fairseq's trainer calls all biases that layers do not have one shared parameter, a line of the log for each."""
+
+    def find_shared_weights(module: Any, *args: Any) -> Any:
+        found = find_shared(module, *args)
+        return found and [names for names in found if attrgetter(names[0])(module) is not None]
+
+    return find_shared_weights
 
 
 def shorten_settings() -> None:

@@ -17,7 +17,7 @@ from timing import Contender, interleave
 
 from fairseq_fwp.evaluation.scoring import WindowScorer
 from fairseq_fwp.evaluation.windows import Text, batches, windows
-from fairseq_fwp.modules.onednn import OneDnnLinear
+from fairseq_fwp.modules.onednn import faster_linear
 
 ARCHS = ("delta_lm_wt103_medium", "softmax_lm_wt103_medium")
 VOCABULARY = 267_744
@@ -45,7 +45,7 @@ def sliding(model, text, stride):
     """Return the log-probabilities of WINDOWS windows."""
     scorer = WindowScorer(model, text)
     full = list(windows(len(text.tokens), CONTEXT, CONTEXT - stride))[1 : WINDOWS + 1]
-    with OneDnnLinear():
+    with faster_linear():
         return torch.cat([scorer(batch) for batch in batches(full, BATCH)])
 
 

@@ -11,7 +11,6 @@ from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from pairwise import looped
 
-from fairseq_fwp.models import fwp_transformer
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
 from fairseq_fwp.models.presets import MT_PRESETS
 from fairseq_fwp.modules import onednn
@@ -357,7 +356,7 @@ def test_training_takes_onednn_where_torch_is_slow(kind, monkeypatch):
     product = onednn._product
     monkeypatch.setattr(onednn, "_product", lambda *tensors: products.append(1) or product(*tensors))
     for slow in (False, True):
-        monkeypatch.setattr(fwp_transformer, "mkl_is_slow", lambda slow=slow: slow)
+        monkeypatch.setattr(onednn, "mkl_is_slow", lambda slow=slow: slow)
         copied = copy.deepcopy(model).train()
         for module in copied.modules():
             if isinstance(module, FairseqDropout):

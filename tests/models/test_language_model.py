@@ -8,9 +8,10 @@ import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 
+from fairseq_fwp.modules import onednn
 from fairseq_fwp.modules.attention import FORMER_NAMES
 
-from .conftest import random_tokens
+from .conftest import log_probs, random_tokens
 
 
 @pytest.mark.parametrize("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
@@ -19,6 +20,29 @@ def test_generation_is_not_bound_to_the_length_of_training_samples(build_model, 
     generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=2, min_len=20, max_len_b=20)
     ((best, _),) = generator.generate([model], {"net_input": {"src_tokens": prompt}}, prefix_tokens=prompt)
     assert len(best["tokens"]) == 21  # and the end of the line
+
+
+@pytest.mark.parametrize("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
+def test_many_tokens_take_onednn_where_torch_is_slow(build_model, arch, monkeypatch):
+    """Loss and gradients are the same; a step of decoding, for which it is not faster, does not take it."""
+    model, tokens = build_model(arch, adaptive_softmax_cutoff="20,40").float(), random_tokens(8, onednn.MIN_ROWS // 8)
+    found, products, product = [], [], onednn._product
+    monkeypatch.setattr(onednn, "_product", lambda *tensors: products.append(1) or product(*tensors))
+    for slow in (False, True):
+        monkeypatch.setattr(onednn, "mkl_is_slow", lambda slow=slow: slow)
+        loss = log_probs(model, tokens)[..., 7].sum()
+        found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+        # Of each linear layer: the product, the gradient of its input and that of its weight.
+        assert len(products) >= slow * 3 * 8
+        assert slow or not products
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+    model.make_generation_fast_()
+    state = {}
+    model(tokens, incremental_state=state)
+    products.clear()
+    model(torch.cat([tokens, tokens[:, :1]], 1), incremental_state=state)
+    assert not products
 
 
 @pytest.mark.parametrize(("kind", "former"), FORMER_NAMES, ids=lambda x: getattr(x, "__name__", None))

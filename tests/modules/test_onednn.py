@@ -1,5 +1,7 @@
 """oneDNN's linear layers: which ones are replaced, and equal results."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.modules import onednn
-from fairseq_fwp.modules.onednn import MIN_ROWS, Linear, OneDnnLinear
+from fairseq_fwp.modules.onednn import MIN_ROWS, OneDnnLinear, faster_linear
 
 
 class Calls(TorchDispatchMode):
@@ -114,8 +116,8 @@ def test_no_gradient_of_a_frozen_weight_is_computed():
 @pytest.mark.parametrize("rows", [MIN_ROWS - 1, MIN_ROWS])
 def test_a_layer_takes_onednn_where_it_is_faster(rows, is_slow, monkeypatch):
     monkeypatch.setattr(onednn, "mkl_is_slow", lambda: is_slow)
-    layer, x = Linear(24, 40), torch.randn(rows, 24, requires_grad=True)
-    with Calls() as calls:
+    layer, x = nn.Linear(24, 40), torch.randn(rows, 24, requires_grad=True)
+    with faster_linear(rows), Calls() as calls:
         out = layer(x)
         gradients = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
     products = [name for name in calls.names if "mkldnn" in name]
@@ -128,10 +130,38 @@ def test_a_layer_takes_onednn_where_it_is_faster(rows, is_slow, monkeypatch):
         torch.testing.assert_close(value.double(), reference, rtol=2e-5, atol=2e-5 * reference.abs().max().item())
 
 
-def test_autocast_keeps_its_type(monkeypatch):
-    monkeypatch.setattr(onednn, "mkl_is_slow", lambda: True)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert Linear(24, 40)(torch.randn(MIN_ROWS, 24)).dtype == torch.bfloat16
+@looped(
+    "flags, is_slow",
+    [
+        ("vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f avx512vl\n", True),
+        ("vendor_id : AuthenticAMD\nflags : fpu avx avx2\n", False),
+        ("vendor_id : GenuineIntel\nflags : fpu avx2 avx512f\n", False),
+    ],
+)
+def test_mkl_is_slow_where_it_leaves_wide_vectors_unused(flags, is_slow):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda self: flags)
+        assert onednn.mkl_is_slow.__wrapped__() == is_slow
+
+
+def test_autocast_keeps_its_type():
+    with OneDnnLinear(), torch.autocast("cpu", torch.bfloat16):
+        assert nn.Linear(24, 40)(torch.randn(MIN_ROWS, 24)).dtype == torch.bfloat16
+
+
+def test_transforms_of_functions_go_torchs_way():
+    """Gradients of each sample, forward mode, and vectors of a whole Jacobian at once."""
+    layer = nn.Linear(4, 3).requires_grad_(False)
+    x, tangent = torch.randn(5, MIN_ROWS, 4), torch.randn(5, MIN_ROWS, 4)
+    rows = x[0, :2]
+    with OneDnnLinear():
+        by_sample = torch.func.vmap(torch.func.grad(lambda x: layer(x).square().sum()))(x)
+        with torch.autograd.forward_ad.dual_level():
+            forward = torch.autograd.forward_ad.unpack_dual(layer(torch.autograd.forward_ad.make_dual(x, tangent)))
+        jacobian = torch.autograd.functional.jacobian(layer, rows, vectorize=True)
+    torch.testing.assert_close(by_sample, 2 * layer(x) @ layer.weight)
+    torch.testing.assert_close(forward.tangent, tangent @ layer.weight.T)
+    torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(layer, rows))
 
 
 def test_no_rows_have_gradients():

@@ -15,7 +15,6 @@ from fairseq_fwp.modules.attention.heads import Attention
 from fairseq_fwp.modules.attention.normalization import SumNormalization
 from fairseq_fwp.modules.attention.state import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.onednn import Linear
 from fairseq_fwp.modules.precision import at_least_float32
 
 
@@ -76,8 +75,8 @@ class DeltaRnn(Attention):
         self.feedforward.out_proj = nn.Identity()  # type: ignore[assignment]
         self.num_heads = num_heads
         self.backend = backend
-        self.recurrent_proj = Linear(embed_dim, 2 * embed_dim + num_heads, bias=False)
-        self.out_proj = Linear(embed_dim, embed_dim, bias=False)
+        self.recurrent_proj = nn.Linear(embed_dim, 2 * embed_dim + num_heads, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
     def forward(
         self,

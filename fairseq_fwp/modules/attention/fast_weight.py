@@ -17,7 +17,6 @@ from fairseq_fwp.modules.attention.normalization import (
 from fairseq_fwp.modules.attention.projection import RuleProjection
 from fairseq_fwp.modules.attention.state import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.onednn import Linear
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.update_rules import unit_length
 
@@ -77,7 +76,7 @@ class FastWeightAttention(RuleProjection):
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
         self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_output else None
-        self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.initialize()
 
     def forward(

@@ -13,7 +13,6 @@ from fairseq_fwp.modules.attention.heads import Attention, check_heads
 from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.attention.state import FastWeightState
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.onednn import Projection
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.ops import scores_are_cheaper
 
@@ -51,9 +50,9 @@ class LinearAttention(Attention):
         self.head_dim = embed_dim // num_heads
         self.feature_map = feature_map
         self.division = division.with_epsilon(feature_map.epsilon)
-        self.q_proj = Projection(embed_dim, embed_dim, bias=bias)
-        self.kv_proj = Projection(embed_dim if source_dim is None else source_dim, 2 * embed_dim, bias=bias)
-        self.out_proj = Projection(embed_dim, embed_dim, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.kv_proj = nn.Linear(embed_dim if source_dim is None else source_dim, 2 * embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         for projection in (self.q_proj, self.kv_proj, self.out_proj) if bias else ():
             nn.init.zeros_(projection.bias)
 

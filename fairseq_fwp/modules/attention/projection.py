@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.heads import Attention, check_heads, check_key_dim
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.onednn import Linear
 from fairseq_fwp.modules.precision import at_least_float32
 from fairseq_fwp.modules.update_rules import Gate, find_rule
 
@@ -59,13 +58,13 @@ class RuleProjection(Attention):
         gate_sizes = {gate.name: num_heads * (gate.size(*dims) if gate.size else 1) for gate in rule.gates}
         ranks = {gate.name: gate.rank(*dims) for gate in rule.gates if gate.rank}
         self.sizes = [(1 + rule.steps) * num_heads * key_dim, rule.steps * embed_dim, *(gate_sizes | ranks).values()]
-        self.in_proj = Linear(embed_dim, sum(self.sizes), bias=False)
+        self.in_proj = nn.Linear(embed_dim, sum(self.sizes), bias=False)
         self.bias = nn.Parameter(torch.zeros(sum(self.sizes[:2]))) if bias else None
         self.gate_biases = nn.ParameterDict(
             {gate.name: torch.zeros(gate_sizes[gate.name]) for gate in rule.gates if gate.bias or bias}
         )
         self.gate_expansions = nn.ModuleDict(
-            {name: Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
+            {name: nn.Linear(rank, gate_sizes[name], bias=False) for name, rank in ranks.items()}
         )
         self.gate_activations = nn.ModuleDict(
             {

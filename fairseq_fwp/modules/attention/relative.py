@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fairseq_fwp.modules.attention.alignment import Alignment, join_padding, reset_padding
 from fairseq_fwp.modules.attention.heads import Attention, check_heads
 from fairseq_fwp.modules.dropout import Dropout
-from fairseq_fwp.modules.onednn import Linear, linear
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
 # The paper does not give initial values; this is from its public code, for u, v and learned vectors.
@@ -96,7 +95,7 @@ class SinusoidalDistances(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, clamp_len: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.clamp_len = clamp_len
-        self.proj = Linear(embed_dim, embed_dim, bias=False)
+        self.proj = nn.Linear(embed_dim, embed_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
         self.position_bias = nn.Parameter(torch.empty(num_heads, embed_dim // num_heads))
         self.dropout = Dropout(dropout, self)
@@ -196,8 +195,8 @@ class RelativeAttention(Attention):
         self.positions = positions
         self.window = window
         self.dropout = dropout
-        self.in_proj = Linear(embed_dim, 3 * embed_dim, bias=False)
-        self.out_proj = Linear(embed_dim, embed_dim, bias=False)
+        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
 
     def forward(
         self, x: Tensor, state: Memory | RelativeCache | None = None, key_padding_mask: Tensor | None = None
@@ -227,7 +226,7 @@ class RelativeAttention(Attention):
     def cache(self, memory: Memory) -> RelativeCache:
         """Return the memory with its keys and values, for decoding; valid as long as the weights do not change."""
         embed_dim = self.in_proj.in_features
-        keys, values = self._heads(linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
+        keys, values = self._heads(F.linear(memory.hidden, self.in_proj.weight[embed_dim:])).unbind(0)
         distances = keys.new_zeros(self.num_heads, 0, self.positions.vector_size)
         return RelativeCache(keys, values, distances, memory.padding)
 

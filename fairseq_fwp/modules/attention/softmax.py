@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.alignment import join_padding, reset_padding
 from fairseq_fwp.modules.attention.heads import Attention, check_heads
-from fairseq_fwp.modules.onednn import Linear
 
 
 class KeyValueCache(NamedTuple):
@@ -62,8 +61,8 @@ class SoftmaxAttention(Attention):
         check_heads(embed_dim, num_heads)
         self.num_heads = num_heads
         self.dropout = dropout
-        self.in_proj = Linear(embed_dim, 3 * embed_dim, bias=bias)
-        self.out_proj = Linear(embed_dim, embed_dim, bias=bias)
+        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def forward(
         self, x: Tensor, state: KeyValueCache | None = None, key_padding_mask: Tensor | None = None
