@@ -281,8 +281,9 @@ class LanguageModelDecoder(StatefulDecoder):
             if self.embed_positions is not None:
                 x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
             x = self.dropout(x)
-            # A compiled graph takes one path for all inputs.
-            mask = padding if torch.compiler.is_compiling() or padding.any() else None
+            # A compiled graph, and a transform of torch.func, take one path for all inputs.
+            one_path = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            mask = padding if one_path or padding.any() else None
             for index, layer in enumerate(self.layers):
                 kept = last if index == len(self.layers) - 1 else None
                 x = self._before_layer(index, x, counts)

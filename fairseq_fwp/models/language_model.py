@@ -26,6 +26,12 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
     def build_model(cls, cfg: Any, task: Any) -> "LanguageModel":
         """Build the model. Raises ValueError that names the flag to change if it cannot be built."""
         cfg = fill_in_defaults(cfg, cls.config())
+        words = len(task.target_dictionary)
+        if words != len(getattr(task, "source_dictionary", task.target_dictionary)):
+            raise ValueError(
+                f"--output-dictionary-size must be left out with this model, which predicts every word that it reads, "
+                f"got {words}"
+            )
         decoder = cls.build_decoder(cfg, task.target_dictionary)
         warn_of_unused(cls.unused_flags(cfg))
         return cls(decoder)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fairseq_fwp.ops.dispatch import is_transformed
+
 # With fewer rows, oneDNN is not faster than MKL (measured with 128 to 512 columns).
 MIN_ROWS = 256
 
@@ -66,13 +68,8 @@ def _is_taken_over(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and _is_available()
-        and not _is_transformed()
+        and not is_transformed()
     )
-
-
-def _is_transformed() -> bool:
-    """Return whether torch.func (vmap, grad) or forward mode is at work: oneDNN has no rules for them."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _through_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -102,7 +99,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         # A graph of the gradients needs their own derivatives, and oneDNN cannot sum over zero rows.
-        product = F.linear if torch.is_grad_enabled() or not len(grad) or _is_transformed() else _product
+        product = F.linear if torch.is_grad_enabled() or not len(grad) or is_transformed() else _product
         return (
             product(grad, weight.T) if of_x else None,
             # The first factor is copied, so it is the narrower one.

@@ -6,7 +6,7 @@ key, Dv size of a value.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,11 @@ class UpdateRule(NamedTuple):
     steps: int = 1
     short: type[ops.SumScores] | None = None
     write_strength: Callable[..., Tensor | float] | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickle an entry of the table as its name: its functions may have none."""
+        names = [name for name, rule in UPDATE_RULES.items() if rule is self]
+        return (find_rule, (names[0],)) if names else (UpdateRule, tuple(self))
 
 
 def uniform_gate_bias(number: int) -> Tensor:

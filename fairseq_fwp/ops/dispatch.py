@@ -3,7 +3,9 @@
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..kernels import load_kernels
 
@@ -58,6 +60,13 @@ def _warn_once(device_type: str, reason: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func, or forward mode, is active."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def refuse_double_backward(op: Any) -> None:

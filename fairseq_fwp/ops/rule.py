@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 
 from . import chunks, self_check
 from .arguments import PER_KEY, PER_VALUE, Shape, check_arguments, first_state, retrieve, state_dtype
-from .dispatch import BACKENDS, require_kernel, too_large
+from .dispatch import BACKENDS, is_transformed, require_kernel, too_large
 
 Results = tuple[Tensor, Tensor]
+REFERENCE = "use backend='reference', which layers take too"
 SIZES = {"B", "H", "L", "N", "Dk", "Dv"}
 
 
@@ -82,8 +83,10 @@ class Rule:
         # they only run after it fails, to explain the error.
         try:
             return self._compute(*tokens, state=state, first=first)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             self.check(*tokens, state=state, first=first)
+            if is_transformed():
+                raise NotImplementedError(f"{self.name} has no derivative in torch.func: {REFERENCE}") from error
             raise
 
     def reference(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> Results:
@@ -152,4 +155,4 @@ class Rule:
     def _refuse_tangents(self, *arguments: Tensor | None) -> None:
         """Refuse forward-mode derivatives, which would silently be zero; loaded kernels refuse them themselves."""
         if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
-            raise NotImplementedError(f"{self.name} has no derivative in forward mode: use backend='reference'")
+            raise NotImplementedError(f"{self.name} has no derivative in forward mode: {REFERENCE}")

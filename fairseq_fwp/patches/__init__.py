@@ -23,6 +23,7 @@ from fairseq_fwp.patches import (
     processes,
     reading,
     stack,
+    training,
     writing,
 )
 
@@ -84,6 +85,12 @@ PATCHES = (
         legacy.give_hubert_its_option,
         "fairseq 0.12.3",
         "tests/patches/test_stock_models.py::test_hubert_is_fine_tuned",
+    ),
+    Patch(
+        "fairseq.utils.get_activation_fn",
+        legacy.name_the_linear_activation,
+        FAIRSEQ,
+        "tests/models/test_language_model.py::test_a_pickled_model_is_the_same",
     ),
     Patch(
         "fairseq.search.DiverseBeamSearch.step",
@@ -226,6 +233,30 @@ PATCHES = (
         dictionaries.refuse_at_resume,
         FAIRSEQ,
         "tests/nightly/faults/test_dictionaries.py::test_a_training_does_not_go_on_with_other_words",
+    ),
+    Patch(
+        "fairseq.trainer.Trainer.load_checkpoint",
+        training.average_from_loaded_weights,
+        FAIRSEQ,
+        "tests/patches/test_training.py::test_an_average_starts_from_the_weights_of_a_checkpoint",
+    ),
+    Patch(
+        "fairseq.models.ema.ema.EMA._step_internal",
+        training.average_each_tensor_once,
+        FAIRSEQ,
+        "tests/patches/test_training.py::test_averages_of_a_training",
+    ),
+    Patch(
+        "fairseq.criterions.label_smoothed_cross_entropy.label_smoothed_nll_loss",
+        training.smooth_over_possible_words,
+        FAIRSEQ,
+        "tests/patches/test_training.py::test_labels_are_smoothed_over_possible_words",
+    ),
+    Patch(
+        "fairseq.models.transformer.TransformerDecoderBase.upgrade_state_dict_named",
+        reading.add_no_projection,
+        FAIRSEQ,
+        "tests/models/test_fwp_transformer.py::test_tied_embeddings_with_an_adaptive_softmax",
     ),
     Patch(
         "warnings.filters",

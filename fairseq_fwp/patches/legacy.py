@@ -41,3 +41,12 @@ def give_hubert_its_option(init: Callable[..., Any]) -> Any:
         return None
 
     return init_with_option
+
+
+def name_the_linear_activation(get: Callable[..., Any]) -> Any:
+    """fairseq's activation function "linear" has no name, so a model with it cannot be pickled."""
+    return lambda activation: _linear if activation == "linear" else get(activation)
+
+
+def _linear(x: Any) -> Any:
+    return x

@@ -108,3 +108,15 @@ def show_what_a_model_refuses(load: Original) -> Any:
             raise
 
     return load_or_explain
+
+
+def add_no_projection(upgrade: Original) -> Any:
+    """fairseq adds shared output vectors to checkpoints of models that have an adaptive softmax instead."""
+
+    def upgrade_without_projection(self: Any, state_dict: dict[str, Any], name: str) -> Any:
+        upgrade(self, state_dict, name)
+        if self.output_projection is None:
+            state_dict.pop(f"{name}.output_projection.weight", None)
+        return state_dict
+
+    return upgrade_without_projection

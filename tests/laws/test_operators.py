@@ -486,6 +486,20 @@ def test_derivatives_in_forward_mode(rule):
             RULES[rule].function(**dual)
 
 
+@every_rule
+def test_gradients_of_torch_func(rule):
+    inputs = sample_inputs(rule, (2, 2, 7, 5, 6))
+
+    def loss(v, function):
+        return function(**inputs | {"v": v})[0].square().sum()
+
+    found = torch.func.grad(loss)(inputs["v"], RULES[rule].reference)
+    v = inputs["v"].clone().requires_grad_()
+    torch.testing.assert_close(found, torch.autograd.grad(loss(v, fastest(rule)), v)[0])
+    with pytest.raises(NotImplementedError, match=r"no derivative in torch\.func: use backend='reference'"):
+        torch.func.grad(loss)(inputs["v"], RULES[rule].function)
+
+
 def test_derivatives_in_forward_mode_before_anything_is_loaded():
     script = """
 import torch

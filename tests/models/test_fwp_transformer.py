@@ -104,6 +104,13 @@ def remember(model, source):
     return model.encoder.forward_torchscript({"src_tokens": source, "src_lengths": source.ne(1).sum(1)})
 
 
+@pytest.mark.parametrize("arch", ["fwp_transformer", "transformer"])
+def test_tied_embeddings_with_an_adaptive_softmax(arch):
+    """A checkpoint has the weights of the model, and no more."""
+    model = build(arch, adaptive_softmax_cutoff="20,40")
+    model.load_state_dict(model.state_dict(), strict=True)
+
+
 def test_incremental_equals_teacher_forced(model):
     source, target = random_tokens(3, 6), random_tokens(3, 7)
     whole = scores_of(model, source, target)

@@ -1,17 +1,24 @@
 """Properties that all language models share."""
 
+import copy
 import io
+import pickle
 import sys
+from argparse import Namespace
 from types import ModuleType
 
 import pytest
 import torch
+from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 
+from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
 from fairseq_fwp.modules import onednn
 from fairseq_fwp.modules.attention import FORMER_NAMES
 
-from .conftest import log_probs, random_tokens
+from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
+from .test_associative_retrieval import build as retrieval_model
+from .test_fwp_transformer import build as translation_model
 
 
 @pytest.mark.parametrize("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
@@ -43,6 +50,36 @@ def test_many_tokens_take_onednn_where_torch_is_slow(build_model, arch, monkeypa
     products.clear()
     model(torch.cat([tokens, tokens[:, :1]], 1), incremental_state=state)
     assert not products
+
+
+MODELS = {
+    **{name: {} for name in ("delta_favor_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium", "fwl_xl_lm_wt103")},
+    "fwp_lm": {"activation_fn": "linear", "softmax_layers": "1"},
+    "fwp_transformer": {"activation_fn": "linear"},
+    "transformer": {"activation_fn": "linear"},
+    "delta_retrieval": {},
+}
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_a_pickled_model_is_the_same(build_model, arch):
+    """As torch.save of a model, and processes that are spawned, need it."""
+    if "transformer" in arch:
+        model, inputs = translation_model(arch, **MODELS[arch]), (random_tokens(2, 5), None, random_tokens(2, 5))
+    elif "retrieval" in arch:
+        model, inputs = retrieval_model(**RETRIEVAL_PRESETS[arch]), [torch.randint(6, (2, 5)) for _ in range(3)]
+    else:
+        model, inputs = build_model(arch, **MODELS[arch]), (random_tokens(2, 5),)
+    for same in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        for found, expected in zip(same(*inputs)[:1], model(*inputs)[:1], strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("arch", ["fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"])
+def test_a_smaller_output_dictionary_is_refused(arch):
+    task = Namespace(source_dictionary=make_dictionary(50), target_dictionary=make_dictionary(30))
+    with pytest.raises(ValueError, match=r"--output-dictionary-size must be left out .* got 30"):
+        ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **SMALL), task)
 
 
 @pytest.mark.parametrize(("kind", "former"), FORMER_NAMES, ids=lambda x: getattr(x, "__name__", None))

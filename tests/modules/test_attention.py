@@ -1,6 +1,7 @@
 """Laws of the attention layers: every rule and map of the tables, softmax, local and Transformer-XL's."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -68,6 +69,36 @@ def build(kind, **options):
 @pytest.fixture(params=KINDS, ids="-".join)
 def layer(request):
     return build(request.param)
+
+
+def test_a_pickled_layer_is_the_same(layer):
+    """Processes that are spawned, and torch.save of a module, pickle it; a copy keeps the rule itself."""
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    for same in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert torch.equal(same(x)[0], layer(x)[0])
+        assert getattr(same, "rule", None) is getattr(layer, "rule", None)
+
+
+def test_function_transforms(layer):
+    """Gradients of each sample by vmap, and derivatives in forward mode, are those of autograd."""
+    x, parameters = torch.randn(3, 1, 5, DIM, dtype=torch.float64), dict(layer.named_parameters())
+    values = {name: parameter.detach() for name, parameter in parameters.items()}
+    along = {name: torch.randn_like(value) for name, value in values.items()}
+    for module in layer.modules():
+        if hasattr(module, "backend"):
+            module.backend = "reference"
+
+    def loss(values, sample):
+        return torch.func.functional_call(layer, values, (sample,))[0].square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
+    _, slopes = torch.func.jvp(lambda values: torch.stack([loss(values, sample) for sample in x]), (values,), (along,))
+    for i, sample in enumerate(x):
+        gradients = torch.autograd.grad(loss(parameters, sample), list(parameters.values()))
+        for name, expected in zip(parameters, gradients, strict=True):
+            torch.testing.assert_close(found[name][i], expected)
+        slope = sum((gradient * along[name]).sum() for name, gradient in zip(parameters, gradients, strict=True))
+        torch.testing.assert_close(slopes[i], slope)
 
 
 def test_two_pieces_with_the_carried_state_equal_the_whole(layer):

@@ -1,6 +1,7 @@
 """Gates as in the papers, keys of length one, and rates up to 2."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ def test_a_rule_from_outside_need_not_know_documents(monkeypatch):
     layer.load_state_dict(expected.state_dict())
     state = layer(x)[1]
     torch.testing.assert_close(layer(x, state)[0], expected(x, state)[0])
+
+
+def test_a_layer_with_a_rule_from_outside_is_pickled_by_its_name(monkeypatch):
+    rule = ops.Rule("halving_rule", lambda memory, k, v: memory / 2 + ops.outer(k, v))
+    monkeypatch.setitem(UPDATE_RULES, "halving", UpdateRule(rule, write_strength=lambda: 1))
+    layer, x = build("halving"), torch.randn(2, 5, 16)
+    file = pickle.dumps(layer)
+    same = pickle.loads(file)
+    assert same.rule is layer.rule and torch.equal(same(x)[0], layer(x)[0])
+    monkeypatch.delitem(UPDATE_RULES, "halving")
+    with pytest.raises(ValueError, match=r"update rule must be one of .* got 'halving': if a plug-in has it"):
+        pickle.loads(file)
 
 
 LEAKY = ops.Rule(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_fwp.modules.attention.alignment import Alignment
-from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention, extend
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention, attend, extend
 
 
 class LocalAttention(SoftmaxAttention):
@@ -64,7 +64,7 @@ class LocalAttention(SoftmaxAttention):
         # A padded query sees itself: a row without visible keys would be NaN.
         visible = (band & ~padding.unsqueeze(2)) | (distance == 0)
         queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
-        y = F.scaled_dot_product_attention(  # (B n, H, b, d)
+        y = attend(  # (B n, H, b, d)
             queries,
             keys,
             values,

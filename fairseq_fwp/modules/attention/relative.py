@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.alignment import Alignment, join_padding, reset_padding
 from fairseq_fwp.modules.attention.heads import Attention, check_heads
+from fairseq_fwp.modules.attention.softmax import attend
 from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.sinusoidal_positions import sinusoids
 
@@ -239,7 +240,7 @@ class RelativeAttention(Attention):
         content, position = self.positions.queries(q)
         scores = position * q.shape[-1] ** -0.5 @ distances.flip(1).transpose(-1, -2)
         visible = _visible(q.shape[2], keys.shape[2], self.window, padding, q.device)
-        return F.scaled_dot_product_attention(
+        return attend(
             content,
             keys,
             values,

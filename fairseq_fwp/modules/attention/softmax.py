@@ -3,7 +3,7 @@
 Shapes: B batch, L tokens, S tokens seen so far, H heads, D embed_dim, d = D / H.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.alignment import join_padding, reset_padding
 from fairseq_fwp.modules.attention.heads import Attention, check_heads
+from fairseq_fwp.ops.dispatch import is_transformed
 
 
 class KeyValueCache(NamedTuple):
@@ -72,7 +73,7 @@ class SoftmaxAttention(Attention):
         past = 0 if state is None else state.keys.shape[2]
         cache = extend(state, k, v, key_padding_mask)
         mask = _attention_mask(x.shape[1], past, cache.padding, x.device)
-        y = F.scaled_dot_product_attention(
+        y = attend(
             q,
             cache.keys,
             cache.values,
@@ -89,6 +90,16 @@ class SoftmaxAttention(Attention):
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in the keys and values of a sequence of `length` tokens."""
         return 2 * length * self.out_proj.in_features
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    """Return torch's attention of queries, keys and values. Its kernels have no forward mode, and no vmap."""
+    if not is_transformed():
+        return F.scaled_dot_product_attention(q, keys, values, **options)
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # which would import the compiler at every start
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, keys, values, **options)
 
 
 def extend(state: KeyValueCache | None, k: Tensor, v: Tensor, padding: Tensor | None) -> KeyValueCache:

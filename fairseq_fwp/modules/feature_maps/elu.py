@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.ops.dispatch import is_transformed
 
 
 class EluPlusOne(FeatureMap):
@@ -23,15 +24,16 @@ class EluPlusOne(FeatureMap):
         self.feature_dim = head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return _EluPlusOne.apply(at_least_float32(x))
+        x = at_least_float32(x)
+        # Literally, ELU(x) + 1 loses all digits if exp(x) is below the rounding error of 1.
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp()) if is_transformed() else _EluPlusOne.apply(x)
 
 
 class _EluPlusOne(torch.autograd.Function):
-    """The map with its own backward pass: autograd's takes several times as long."""
+    """The map with its own backward pass, which torch.func does not take: autograd's takes several times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        # ELU(x) + 1 computed literally loses all digits if exp(x) is below the rounding error of 1.
         features = x.clamp(max=0).exp_().add_(x.clamp(min=0))
         ctx.save_for_backward(features)
         return features

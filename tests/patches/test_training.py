@@ -1,0 +1,102 @@
+"""Averages of weights over a training, and smoothed labels, are what their definitions say."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from command_server import Commands
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from pairwise import looped
+from small_text import write_text
+
+DECAY, START = 0.75, 2
+AVERAGE = ["--store-ema", "--ema-decay", DECAY, "--ema-start-update", START]
+BIAS = "decoder.adaptive_softmax.bias"
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    server = Commands()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def train(commands, tmp_path_factory):
+    """A function train(folder, updates, *flags) -> the checkpoint of each update, of a tied model with FAVOR+."""
+    data = write_text(tmp_path_factory.mktemp("text"))
+    size = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16]
+    size += ["--decoder-attention-heads", 2, "--favor-features", 4, "--tokens-per-sample", 16]
+    flags = ["--task", "language_modeling", "--arch", "delta_favor_lm_wt103", *size, "--batch-size", 8]
+    flags += ["--optimizer", "adam", "--lr", "0.05", "--save-interval-updates", 1, "--cpu", "--num-workers", 0]
+
+    def train(folder, updates, *more):
+        log = folder.with_suffix(".log")
+        save = ["--save-dir", folder, "--max-update", updates]
+        assert commands.run("fairseq-train", data, *flags, *save, *more, log=log) == 0, log.read_text()
+        saved = sorted(folder.glob("checkpoint_1_*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
+        return [torch.load(path, weights_only=True) for path in saved]
+
+    return train
+
+
+def check_averages(checkpoints, mean):
+    """Compare the averages of checkpoints with those of their weights, from the average before the first."""
+    for number, checkpoint in enumerate(checkpoints, 1):
+        weights, found = checkpoint["model"], checkpoint["extra_state"]["ema"]
+        mean = {
+            name: DECAY * mean[name] + (1 - DECAY) * x if number >= START and x.is_floating_point() else x
+            for name, x in weights.items()
+        }
+        assert found.keys() == weights.keys()
+        torch.testing.assert_close(found, mean)
+        assert torch.equal(found["decoder.embed_tokens.weight"], found["decoder.adaptive_softmax.weight"])
+    assert any("draws" in name for name in mean)  # a whole number
+
+
+@pytest.mark.parametrize("flags", [[], ["--ema-fp32"], ["--ema-fp32", "--bf16"]], ids=" ".join)
+def test_averages_of_a_training(train, tmp_path, flags):
+    train(tmp_path / "run", 2, *AVERAGE, *flags)
+    checkpoints = train(tmp_path / "run", 4, *AVERAGE, *flags)
+    assert len(checkpoints) == 4
+    if "--bf16" not in flags:  # there, averages and weights are rounded
+        check_averages(checkpoints, checkpoints[0]["model"])
+    else:
+        precise = checkpoints[3]["extra_state"]["ema_fp32_params"]
+        assert torch.equal(precise["decoder.embed_tokens.weight"], precise["decoder.adaptive_softmax.weight"])
+
+
+@pytest.fixture(scope="module")
+def start(train, tmp_path_factory):
+    """A checkpoint without an average, of a model that cannot predict two words, as a converted one."""
+    folder = tmp_path_factory.mktemp("start")
+    (checkpoint,) = train(folder / "run", 1)
+    checkpoint["model"][BIAS][[0, 1]] = -torch.inf
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    return folder / "checkpoint.pt"
+
+
+@looped("flags", [[], ["--ema-fp32"]])
+def test_an_average_starts_from_the_weights_of_a_checkpoint(train, start, tmp_path, flags):
+    folder = tmp_path / f"run{len(flags)}"
+    checkpoints = train(folder, 3, "--finetune-from-model", start, *AVERAGE, *flags)
+    check_averages(checkpoints, torch.load(start, weights_only=True)["model"])
+    assert checkpoints[2]["extra_state"]["ema"][BIAS].isneginf().nonzero().flatten().tolist() == [0, 1]
+
+
+def test_labels_are_smoothed_over_possible_words(train, start, tmp_path):
+    """The loss is that of a vocabulary without the others; a model without words for them trains."""
+    scores = torch.randn(6, 9, dtype=torch.float64)
+    few, target = scores[:, 2:].log_softmax(-1), torch.tensor([2, 8, 3, 7, 3, 5])
+    impossible = scores.index_fill(1, torch.tensor([0, 1]), -torch.inf).requires_grad_()
+    for ignored, reduce in product((None, 3), (True, False)):
+        expected = label_smoothed_nll_loss(few, target - 2, 0.1, ignored and ignored - 2, reduce)
+        found = label_smoothed_nll_loss(impossible.log_softmax(-1), target, 0.1, ignored, reduce)
+        torch.testing.assert_close(found, expected)
+    found[0].sum().backward()
+    assert impossible.grad.isfinite().all()
+    flags = ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1, "--finetune-from-model", start]
+    (checkpoint,) = train(tmp_path / "run", 1, *flags)
+    assert all(x.isfinite().all() for name, x in checkpoint["model"].items() if name != BIAS)
+    assert "loss=inf" not in (tmp_path / "run.log").read_text()
