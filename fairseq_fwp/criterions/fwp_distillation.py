@@ -256,7 +256,15 @@ def same_words(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the sum over rows of KL(teacher | student), of log-probabilities (N, V)."""
+    """Return the sum over rows of KL(teacher | student), of log-probabilities (N, V).
+
+    Raises ValueError for a student without some of the teacher's words: its divergence is infinite.
+    """
     # Entries without a word have probability 0 in both, and 0 log 0 would be NaN.
-    least = torch.finfo(teacher.dtype).min
-    return (teacher.exp() * (teacher.clamp(min=least) - student.clamp(min=least))).sum()
+    divergence = torch.where(teacher.isneginf(), 0, teacher.exp() * (teacher - student)).sum()
+    if divergence.isinf():
+        raise ValueError(
+            "the model must give a probability to every word that its teacher predicts, got 0 for some: choose a teacher "
+            "with the words of the model, or another --criterion"
+        )
+    return divergence

@@ -161,6 +161,8 @@ def test_words_that_both_give_no_probability(build_model, criterion):  # noqa: F
     loss.backward()
     assert loss.isfinite() and loss > 0 and log["nll_loss"].isinf()
     assert all(x.grad is None or x.grad.isfinite().all() for x in student.parameters())
+    with pytest.raises(ValueError, match="must give a probability to every word that its teacher predicts, got 0"):
+        criterion(build_model("softmax_lm_wt103"))(student, sample)
 
 
 @looped("distillation", ["attention", "distribution"])

@@ -563,6 +563,17 @@ MUTANTS = [
     Mutant("fairseq_fwp/patches/dictionaries.py", "if not different:", "if different:"),
     Mutant("fairseq_fwp/patches/reading.py", "if before is not None:", "if before is None:"),
     Mutant(
+        "fairseq_fwp/patches/training.py",
+        "if name in self.skip_keys or not mean.is_floating_point() or self.decay == 0:",
+        "if name in self.skip_keys or not mean.is_floating_point() or self.decay != 0:",
+    ),
+    Mutant("fairseq_fwp/patches/training.py", "if place in averaged:", "if not place:"),
+    Mutant(
+        "fairseq_fwp/patches/training.py",
+        "share = epsilon / (possible.sum(-1) - 1).clamp(min=1).view_as(nll_loss)",
+        "share = epsilon / possible.sum(-1).clamp(min=1).view_as(nll_loss)",
+    ),
+    Mutant(
         "fairseq_fwp/tasks/fwp_associative_retrieval.py",
         "if update <= progress.evaluated_update or update % self.cfg.updates_per_epoch:",
         "if update <= progress.evaluated_update and update % self.cfg.updates_per_epoch:",

@@ -55,7 +55,9 @@ def check_averages(checkpoints, mean):
     assert any("draws" in name for name in mean)  # a whole number
 
 
-@pytest.mark.parametrize("flags", [[], ["--ema-fp32"], ["--ema-fp32", "--bf16"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [[], ["--ema-fp32"], pytest.param(["--ema-fp32", "--bf16"], marks=pytest.mark.slow)], ids=" ".join
+)
 def test_averages_of_a_training(train, tmp_path, flags):
     train(tmp_path / "run", 2, *AVERAGE, *flags)
     checkpoints = train(tmp_path / "run", 4, *AVERAGE, *flags)
