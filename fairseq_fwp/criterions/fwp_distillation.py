@@ -264,7 +264,7 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     divergence = torch.where(teacher.isneginf(), 0, teacher.exp() * (teacher - student)).sum()
     if divergence.isinf():
         raise ValueError(
-            "the model must give a probability to every word that its teacher predicts, got 0 for some: choose a teacher "
-            "with the words of the model, or another --criterion"
+            "the model must give a probability to every word that its teacher predicts, got 0 for some: choose a "
+            "teacher with the words of the model, or another --criterion"
         )
     return divergence
