@@ -16,6 +16,8 @@ from small_text import write_text
 from test_contributing import environment
 
 from fairseq_fwp.cli import add_layer, convert, eval_lm, info, plot
+from fairseq_fwp.evaluation import Protocol, Text, evaluate
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -120,6 +122,17 @@ def test_the_python_of_the_library_page(trained):
     for number, example in enumerate(examples):
         given = {"__name__": "__main__", "CHECKPOINT": str(trained / "checkpoint_last.pt"), "DATA": str(trained)}
         exec(compile(example, f"library.md, block {number}", "exec"), given)
+
+
+def test_the_score_of_a_line_has_no_end_of_the_line(trained):
+    """`evaluate` takes the model that `from_pretrained` has prepared for inference, and scores the end too."""
+    lm = FwpLanguageModel.from_pretrained(str(trained), "checkpoint_last.pt", data_name_or_path=str(trained))
+    tokens = lm.encode("w1 w2 w3")
+    scores = evaluate(lm.models[0], Text.after(2, tokens), Protocol(64)).log_probs
+    assert len(scores) == 4
+    assert lm.score("w1 w2 w3")["positional_scores"].tolist() == pytest.approx(scores[:3].tolist(), rel=1e-5)
+    with pytest.raises(ValueError, match="a text to score must have at least one token, got none"):
+        lm.score("")
 
 
 def pattern(line):

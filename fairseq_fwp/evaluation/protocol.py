@@ -134,7 +134,8 @@ def evaluate(
     started = time.perf_counter()
     try:
         with faster_linear():
-            found = score(dynamic or scorer, bar, len(text.tokens), getattr(bar, "log", lambda numbers: None))
+            word = model.decoder.dictionary.__getitem__
+            found = score(dynamic or scorer, bar, text.tokens, word, getattr(bar, "log", lambda numbers: None))
     finally:
         if dynamic is not None:
             dynamic.restore()

@@ -87,14 +87,17 @@ def target_log_prob(model: Any, output: Tensor, tokens: Tensor) -> Tensor:
 def score(
     scorer: Callable[[list[Window]], Tensor],
     plan: Iterable[list[Window]],
-    length: int,
+    tokens: Tensor,
+    word: Callable[[int], str] = str,
     report: Callable[[dict[str, float]], None] = lambda numbers: None,
 ) -> Tensor:
-    """Return the log-probabilities (N,), float64, of a text of N = length tokens.
+    """Return the log-probabilities (N,), float64, of the tokens (N,) of a text.
 
-    report gets {"tokens", "ppl"}, the perplexity so far, after each batch of the plan. Raises RuntimeError unless the
-    plan scores every token once, ValueError at a log-probability that is not finite.
+    word: the name of a token, for an error. report gets {"tokens", "ppl"}, the perplexity so far, after each batch of
+    the plan. Raises RuntimeError unless the plan scores every token once, ValueError at a log-probability that is not
+    finite.
     """
+    length = len(tokens)
     log_probs = torch.zeros(length, dtype=torch.float64)
     times = torch.zeros(length, dtype=torch.int64)
     total = 0.0
@@ -104,10 +107,11 @@ def score(
         times[scored] += 1
         total += float(log_probs[scored].sum())
         if not math.isfinite(total):
+            first = scored.start + int(log_probs[scored].isfinite().logical_not().nonzero()[0])
             raise ValueError(
-                f"probabilities must be above 0, got 0 or NaN in the tokens {scored.start:,} to {scored.stop:,}: the "
-                "model diverged or overflows, or its vocabulary lacks a word of the text (in a converted model perhaps "
-                "the end of a line)"
+                f"probabilities must be above 0, got {log_probs[first].exp():g} for the token "
+                f"{word(int(tokens[first]))!r}: the model diverged or overflows, or its vocabulary lacks this word (in "
+                "a converted model perhaps the end of a line)"
             )
         report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
     wrong = int(times.ne(1).sum())

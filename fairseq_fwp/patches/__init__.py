@@ -18,6 +18,7 @@ from fairseq_fwp.patches import (
     configuration,
     data,
     dictionaries,
+    generation,
     legacy,
     messages,
     processes,
@@ -121,6 +122,42 @@ PATCHES = (
         ),
     ),
     Patch(
+        "fairseq.sequence_scorer.SequenceScorer.generate",
+        batches.refuse_impossible_tokens,
+        FAIRSEQ,
+        "tests/cli/test_eval_lm.py::test_an_impossible_token_is_named",
+    ),
+    Patch(
+        "fairseq.data.lm_context_window_dataset.LMContextWindowDataset.collater",
+        batches.read_context_from_the_text,
+        FAIRSEQ,
+        "tests/patches/test_batches.py::test_a_context_is_that_of_the_text",
+    ),
+    Patch(
+        "fairseq.data.iterators.EpochBatchIterator.__init__",
+        batches.copy_data_in_each_epoch,
+        FAIRSEQ,
+        "tests/tasks/test_sequence_problems.py::test_workers_make_the_samples_of_each_epoch",
+    ),
+    Patch(
+        "fairseq.tasks.language_modeling.LanguageModelingTask.inference_step",
+        generation.separate_prompts,
+        FAIRSEQ,
+        "tests/patches/test_generation.py::test_a_prompt_does_not_depend_on_its_batch",
+    ),
+    Patch(
+        "fairseq.sequence_generator.SequenceGenerator._prefix_tokens",
+        generation.forbid_in_each_sentence,
+        FAIRSEQ,
+        "tests/patches/test_generation.py::test_a_prompt_does_not_depend_on_its_batch",
+    ),
+    Patch(
+        "fairseq.models.BaseFairseqModel.make_generation_fast_",
+        generation.return_the_model,
+        FAIRSEQ,
+        "tests/patches/test_generation.py::test_a_model_prepared_for_inference_is_evaluated",
+    ),
+    Patch(
         "fairseq.distributed.utils.infer_init_method",
         processes.join_launched_processes,
         FAIRSEQ,
@@ -179,6 +216,12 @@ PATCHES = (
         data.refuse_damaged_data,
         FAIRSEQ,
         "tests/nightly/faults/test_damaged_files.py::test_texts",
+    ),
+    Patch(
+        "fairseq.data.Dictionary.encode_line",
+        data.refuse_padding_in_text,
+        FAIRSEQ,
+        "tests/cli/test_eval_lm.py::test_padding_in_a_text_is_refused",
     ),
     Patch(
         f"{INDEXED}.__del__",

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+# The key of a batch whose scores are averaged.
+EVERY_TOKEN = "every_token"
 Original = Callable[..., Any]
 
 
@@ -45,8 +47,35 @@ def keep_batches_of_first_epoch(get_batch_iterator: Original) -> Any:
     return get_with_seed_of_first_epoch
 
 
+def copy_data_in_each_epoch(init: Original) -> Any:
+    """Workers that outlive an epoch keep their copy of the data set, which makes the first epoch's samples again."""
+
+    def without_persistent_workers(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.persistent_workers = False
+
+    return without_persistent_workers
+
+
+def read_context_from_the_text(collater: Original) -> Any:
+    """fairseq takes what a worker or a shard read last for the context of a block, instead of the text before it."""
+
+    def collate(self: Any, samples: list[dict[str, Any]]) -> Any:
+        if not samples:  # a shard without a last batch
+            return {}
+        context, block = np.empty(0, dtype=np.int64), int(samples[0]["id"])
+        while block > 0 and len(context) < self.context_window:
+            block -= 1
+            context = np.concatenate([self.dataset[block]["source"].numpy(), context])
+        self.prev_tokens = context[-self.context_window :]
+        return collater(self, samples)
+
+    return collate
+
+
 def refuse_unscored_tokens(eval_lm_dataloader: Original) -> Any:
     """fairseq-eval-lm leaves out blocks longer than the model takes and reports the perplexity of the rest."""
+    from fairseq.data.iterators import CountingIterator
 
     def check_lengths(
         self: Any, dataset: Any, *args: Any, max_positions: Any = None, context_window: int = 0, **kwargs: Any
@@ -61,8 +90,31 @@ def refuse_unscored_tokens(eval_lm_dataloader: Original) -> Any:
                 f"pass --tokens-per-sample {limit} with --sample-break-mode none, or allow more with "
                 f"--model-overrides \"{{'max_target_positions': {longest}}}\""
             )
-        return eval_lm_dataloader(
+        found = eval_lm_dataloader(
             self, dataset, *args, max_positions=max_positions, context_window=context_window, **kwargs
         )
+        return CountingIterator(({**sample, EVERY_TOKEN: True} for sample in found), start=0, total=len(found))
 
     return check_lengths
+
+
+def refuse_impossible_tokens(generate: Original) -> Any:
+    """fairseq-eval-lm leaves out tokens of probability zero; the mean of no token is NaN."""
+
+    def score(self: Any, models: Any, sample: Any, **kwargs: Any) -> Any:
+        scored = generate(self, models, sample, **kwargs)
+        for (hypothesis,) in scored:
+            log_probs, tokens = hypothesis["positional_scores"], hypothesis["tokens"]
+            if not sample.get(EVERY_TOKEN):
+                if not len(tokens):
+                    raise ValueError("a text to score must have at least one token, got none")
+            elif not log_probs.isfinite().all():
+                first = int(log_probs.isfinite().logical_not().nonzero()[0])
+                raise ValueError(
+                    f"probabilities must be above 0, got {log_probs[first].exp():g} for the token "
+                    f"{models[0].decoder.dictionary[int(tokens[first])]!r}: the model diverged or overflows, or its "
+                    "vocabulary lacks this word (in a converted model perhaps the end of a line)"
+                )
+        return scored
+
+    return score

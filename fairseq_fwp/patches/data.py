@@ -23,6 +23,8 @@ def refuse_damaged_data(make: Original) -> Any:
         try:
             dataset = make(path, *args, dictionary=dictionary, **kwargs)
         except (AssertionError, KeyError, MemoryError, OverflowError, ValueError, struct.error) as error:
+            if not os.path.exists(index):  # a text that is not binarised
+                raise
             raise ValueError(
                 f"{index} must be a complete index of a text, got a damaged or different file: {PREPROCESS}"
             ) from error
@@ -53,6 +55,20 @@ def close_what_is_open(close: Original) -> Any:
     return close_if_open
 
 
+def refuse_padding_in_text(encode_line: Original) -> Any:
+    """fairseq reads a literal <pad> in a text as padding: it is not scored, and shifts the scores after it."""
+
+    def encode_words(self: Any, line: str, *args: Any, **kwargs: Any) -> Any:
+        numbers = encode_line(self, line, *args, **kwargs)
+        if numbers.eq(getattr(self, "pad_index", -1)).any():
+            raise ValueError(
+                f"words of a text must not be {self.pad_word}, which fairseq reads as padding, got it in {line[:60]!r}"
+            )
+        return numbers
+
+    return encode_words
+
+
 def _check_index(path: str, size: int, dtype: Any, lengths: Any, places: Any, unit: int) -> None:
     """Raise ValueError for an index that cannot be true: its size, lengths, or places in multiples of a unit."""
     if (found := os.path.getsize(path)) != size:
@@ -70,7 +86,7 @@ def _false(path: str, found: str) -> ValueError:
 
 
 def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int = 0) -> None:
-    """Raise ValueError for a text of another size, or with words outside the dictionary, which begins at `first`."""
+    """Raise ValueError for another size, for words outside the dictionary, which begins at `first`, and for padding."""
     found, expected = os.path.getsize(path), int(lengths.sum(dtype=np.int64)) * dtype.itemsize
     if found != expected:
         raise ValueError(
@@ -84,4 +100,9 @@ def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int
         raise ValueError(
             f"words in {path} must have numbers from 0{limit}, got {high if low >= 0 else low:,}: the text was "
             f"preprocessed with another dictionary; {PREPROCESS}"
+        )
+    if dictionary is not None and (pads := np.count_nonzero(words == first + getattr(dictionary, "pad_index", -1))):
+        raise ValueError(
+            f"words in {path} must not be {dictionary.pad_word}, which fairseq reads as padding, got {pads:,} of them: "
+            "remove them from the text, and run fairseq-preprocess again"
         )

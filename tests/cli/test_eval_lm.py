@@ -103,9 +103,9 @@ def evaluate(folder, *arguments, data="data", path="delta.pt"):
     return json.loads(out.read_text())
 
 
-def fairseqs_bits(folder, path, context):
-    """Return the loss (base 2) of fairseq-eval-lm, one block at a time, as --context-window needs."""
-    arguments = [folder / "data", "--path", folder / path, "--cpu", "--gen-subset", "test", "--batch-size", 1]
+def fairseqs_bits(folder, path, context, data="data", batch_size=3):
+    """Return the loss (base 2) of fairseq-eval-lm."""
+    arguments = [folder / data, "--path", folder / path, "--cpu", "--gen-subset", "test", "--batch-size", batch_size]
     arguments += ["--tokens-per-sample", SIZE, "--context-window", context, "--log-format", "none"]
     parser = options.get_eval_lm_parser()
     args = options.parse_args_and_arch(parser, input_args=[str(argument) for argument in arguments])
@@ -116,6 +116,32 @@ def fairseqs_bits(folder, path, context):
 def test_it_agrees_with_fairseq(folder, path, context):
     found = evaluate(folder, "--context-window", context, path=path)
     assert found["loss_base_2"] == pytest.approx(fairseqs_bits(folder, path, context), rel=1e-6)
+
+
+def test_reserved_symbols_are_scored_as_what_they_are(folder):
+    """Not so padding, which is refused."""
+    text = folder / "text" / "reserved.txt"
+    text.write_text("w1 <s> w2 </s> w3 <unk> w4\n" * 9)
+    preprocess(folder / "text" / "train.txt", text, folder / "reserved")
+    found = evaluate(folder, "--context-window", 10, data="reserved")
+    assert found["loss_base_2"] == pytest.approx(fairseqs_bits(folder, "delta.pt", 10, "reserved"), rel=1e-6)
+    assert found["tokens"] == 72
+
+
+def test_padding_in_a_text_is_refused(damaged):
+    """In both commands, and in fairseq-preprocess with the plugin."""
+    with pytest.raises(ValueError, match=r"words in \S+test.bin must not be <pad>, .*, got 1 of them: remove"):
+        fairseqs_bits(damaged, "delta.pt", 0, "padded")
+    text = damaged / "text" / "padded.txt"
+    text.write_text("w1 <pad> w2\n")
+    with pytest.raises(ValueError, match=r"words of a text must not be <pad>, .*, got it in 'w1 <pad> w2"):
+        preprocess(damaged / "text" / "train.txt", text, damaged / "none")
+
+
+def test_an_impossible_token_is_named(damaged):
+    """In both commands: fwp-eval-lm's refusal is one of those below."""
+    with pytest.raises(ValueError, match="probabilities must be above 0, got 0 for the token '</s>': the model"):
+        fairseqs_bits(damaged, "impossible.pt", 0)
 
 
 def test_the_default_is_the_sliding_window(folder):
@@ -218,7 +244,9 @@ REFUSALS = {
     "a list for weights": (["list.pt", "data"], r"list\.pt must be a checkpoint of fairseq, got .* a model"),
     "other settings": (["settings.pt", "data"], r"settings\.pt must be a checkpoint of fairseq, got .* its settings"),
     "half a checkpoint": (["half.pt", "data"], r"half\.pt must be a complete checkpoint"),
-    "diverged": (["diverged.pt", "data"], r"probabilities must be above 0, .* the model diverged"),
+    "diverged": (["diverged.pt", "data"], r"probabilities must be above 0, got nan for the token '\w+': the model"),
+    "impossible": (["impossible.pt", "data"], r"probabilities must be above 0, got 0 for the token '</s>': the model"),
+    "padding": (["delta.pt", "padded"], r"words in \S+test.bin must not be <pad>, .*, got 1 of them: remove"),
     "translation": (["translation.pt", "data"], r"must be a language model, got 'transformer'"),
     "begins of samples": (["bos.pt", "data"], r"without --add-bos-token or with --task .*, got .* fairseq-eval-lm can"),
     "a plugin's": (["plugin.pt", "data"], r"needs the model 'my_lm' and the task .*: give the plugin"),
@@ -295,11 +323,12 @@ def damaged(folder):
     torch.save({"weight": torch.zeros(3)}, folder / "foreign.pt")
     (folder / "bytes").mkdir()
     (folder / "bytes" / "dict.txt").write_bytes(b"\xff\xfe 1\n")
-    (folder / "empty").mkdir()
-    (folder / "empty" / "dict.txt").write_text((folder / "data" / "dict.txt").read_text())
-    builder = MMapIndexedDatasetBuilder(str(folder / "empty" / "test.bin"))
-    builder.add_item(torch.tensor([], dtype=torch.int64))
-    builder.finalize(str(folder / "empty" / "test.idx"))
+    for name, tokens in (("empty", []), ("padded", [5, 1, 6, 2])):
+        (folder / name).mkdir()
+        (folder / name / "dict.txt").write_text((folder / "data" / "dict.txt").read_text())
+        builder = MMapIndexedDatasetBuilder(str(folder / name / "test.bin"))
+        builder.add_item(torch.tensor(tokens, dtype=torch.int64))
+        builder.finalize(str(folder / name / "test.idx"))
 
     def edited(name, edit):
         state = torch.load(folder / "delta.pt")
@@ -307,6 +336,7 @@ def damaged(folder):
         torch.save(state, folder / name)
 
     edited("diverged.pt", lambda state: state["model"]["decoder.embed_tokens.weight"].fill_(math.nan))
+    edited("impossible.pt", lambda state: state["model"]["decoder.adaptive_softmax.bias"][2].fill_(-math.inf))
     edited("translation.pt", lambda state: state["cfg"]["model"].update(_name="transformer"))
     edited("bos.pt", lambda state: state["cfg"]["task"].update(add_bos_token=True))
     edited("list.pt", lambda state: state.update(model=[1]))

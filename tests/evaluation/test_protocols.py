@@ -121,11 +121,13 @@ def test_every_token_counts_once():
 
     for gap in ([[Window(0, 0, 4)], [Window(5, 5, 8)]], [[Window(0, 0, 5)], [Window(4, 4, 8)]]):
         with pytest.raises(RuntimeError, match="every token must be scored exactly once, got 1 of 8"):
-            score(scorer, gap, 8)
-    with pytest.raises(ValueError, match="probabilities must be above 0, got 0 or NaN in the tokens 0 to 8"):
-        score(lambda batch: torch.tensor([-1.0] * 7 + [-torch.inf]), [[Window(0, 0, 8)]], 8)
-    reports = []
-    score(lambda batch: torch.tensor([-1.0] * 4), [[Window(0, 0, 4)], [Window(4, 4, 8)]], 8, reports.append)
+            score(scorer, gap, torch.arange(8))
+    for wrong, got in ((-torch.inf, "0"), (torch.nan, "nan")):
+        with pytest.raises(ValueError, match=f"probabilities must be above 0, got {got} for the token 'w6'"):
+            found = torch.tensor([-1.0] * 6 + [wrong] * 2)
+            score(lambda batch, found=found: found, [[Window(0, 0, 8)]], torch.arange(8), "w{}".format)
+    reports, plan = [], [[Window(0, 0, 4)], [Window(4, 4, 8)]]
+    score(lambda batch: torch.tensor([-1.0] * 4), plan, torch.arange(8), report=reports.append)
     assert reports == [{"tokens": 4, "ppl": math.e}, {"tokens": 8, "ppl": math.e}]
 
 

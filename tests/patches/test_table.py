@@ -46,7 +46,7 @@ def test_the_table_is_what_is_patched():
     """In fairseq's modules, the package replaces only the symbols of the table."""
     code = f"""
 import inspect, sys
-import fairseq_cli.train, fairseq
+import fairseq_cli.train, fairseq_cli.eval_lm, fairseq
 {inspect.getsource(attributes)}
 before = attributes()
 owners = before.keys() | sys.modules.keys()

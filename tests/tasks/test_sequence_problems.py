@@ -72,6 +72,17 @@ def test_sequences_follow_from_seed_split_and_epoch(problem):
     assert len(seen) == 15
 
 
+def test_workers_make_the_samples_of_each_epoch():
+    """A process that reads ahead has a copy of the data set, and of its epoch."""
+    epochs = []
+    for workers in (0, 1):
+        task = make_task(train_sequences=2, rebuild_batches=False)
+        task.load_dataset("train")
+        iterator = task.get_batch_iterator(task.dataset("train"), max_sentences=2, num_workers=workers)
+        epochs.append([batch["target"].tolist() for _ in range(2) for batch in iterator.next_epoch_itr(shuffle=False)])
+    assert epochs[0] == epochs[1] and epochs[0][0] != epochs[0][1]
+
+
 def test_a_batch_asks_where_there_is_an_answer_and_nowhere_else():
     task = make_task(problem="mqar", length=12, pairs=3, symbols=4)
     task.load_dataset("valid")
