@@ -97,6 +97,8 @@ def test_resumed_training_goes_on_as_if_never_stopped(data, trained, tmp_path):
     second = train(data, tmp_path, *ADAPTIVE, updates=6)
     assert "Loaded checkpoint" in second
     assert losses(first) + losses(second) == losses(log)
+    finished = train(data, tmp_path, *ADAPTIVE, updates=6)
+    assert finished.count("training is finished with --max-update 6, nothing is changed") == 1 and not losses(finished)
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """Checkpoints that fairseq reads: no code runs, errors name damaged files, and training options are kept."""
 
 import errno
+import logging
+import math
 import os
 import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +17,7 @@ from fairseq_fwp.options import plain
 
 TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 2.6 and later
 Original = Callable[..., Any]
+logger = logging.getLogger(__name__)
 
 
 def load_weights_only(load: Original) -> Any:
@@ -120,3 +124,36 @@ def add_no_projection(upgrade: Original) -> Any:
         return state_dict
 
     return upgrade_without_projection
+
+
+def end_what_is_finished(load: Original) -> Any:
+    """fairseq looks at the limits of a training only after an update: a finished one trains on when started again."""
+
+    def load_or_end(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+        extra_state, batches = load(cfg, trainer, **kwargs)
+        limits, hours = trainer.cfg.optimization, trainer._previous_training_time / 3600
+        for flag, reached, limit in (
+            ("--max-update", trainer.get_num_updates(), limits.max_update),
+            ("--max-epoch", batches.next_epoch_idx - 1, limits.max_epoch),
+            ("--stop-time-hours", hours, limits.stop_time_hours),
+        ):
+            if 0 < (limit or 0) <= reached:
+                logger.info(f"training is finished with {flag} {limit}, nothing is changed: a larger value trains on")
+                return extra_state, SimpleNamespace(next_epoch_idx=math.nan)  # no epoch, so that none begins
+        return extra_state, batches
+
+    return load_or_end
+
+
+def step_after_validation(load: Original) -> Any:
+    """fairseq saves before --lr-scheduler reduce_lr_on_plateau changes the rate, and a resumed run lacks the change."""
+
+    def load_and_step(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+        extra_state, batches = load(cfg, trainer, **kwargs)
+        if extra_state is not None and trainer.get_num_updates() and not cfg.reset_lr_scheduler:
+            ended = extra_state["train_iterator"].get("iterations_in_epoch") == 0
+            if ended and extra_state.get("val_loss") is not None:
+                trainer.lr_step(extra_state["train_iterator"]["epoch"] - 1, extra_state["val_loss"])
+        return extra_state, batches
+
+    return load_and_step

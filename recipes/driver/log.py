@@ -16,8 +16,6 @@ ENTRY = re.compile(r"\| (\{\".*\})\s*$")
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
 # fairseq's message for a gradient that is NaN or infinite (with --fp16: at every scale of the loss).
 NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale)", re.MULTILINE)
-# fairseq's messages when all updates are done, and when their checkpoint is written.
-AT_ITS_END = re.compile(r"Stopping training due to num_updates.*\| Saved checkpoint ", re.DOTALL)
 
 
 def read_entry(line: str) -> dict[str, float]:
@@ -91,11 +89,6 @@ def read_training(log: Path) -> Training:
     not_finite = NOT_FINITE.search(starts[-1]) is not None
     hours = sum(map(hours_of, starts))
     return Training(int(parameters[1].replace(",", "")), updates, hours, seconds, validations, not_finite)
-
-
-def is_complete(log: Path) -> bool:
-    """Return whether the last update is reached and saved; if resumed there, fairseq would train one more."""
-    return log.exists() and bool(AT_ITS_END.search(START.split(log.read_text(encoding="utf-8", errors="replace"))[-1]))
 
 
 def hours_of(start: str) -> float:

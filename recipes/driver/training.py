@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from commands import RecipeError, check_same, show, write
-from log import is_complete, read_training
+from log import read_training
 from progress import Progress
 from sizes import describe
 
@@ -30,8 +30,7 @@ def train(folder: Path, data: Path, flags: list[str]) -> None:
         print(f"{name} diverged before: {diverged.read_text(encoding='utf-8').strip()}.")
         return
     log = folder / "train.log"
-    if trained.exists() or ((folder / "checkpoint_last.pt").exists() and is_complete(log)):
-        trained.touch()
+    if trained.exists():
         print(f"{name} is trained already: {folder / 'checkpoint_best.pt'}, train.log.")
         return
     command = [str(data), *(() if "--user-dir" in flags else PLUGIN), *flags]

@@ -268,20 +268,6 @@ def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch):
             train(name, "--seed", "2")
 
 
-def test_a_training_killed_after_its_last_checkpoint_is_not_resumed(tmp_path, monkeypatch):
-    """fairseq would train one more update."""
-    end = made_up.log((60, 8.0)) + "x | Stopping training due to num_updates: 60 >= max_update: 60\n"
-    for name, text, runs in (("saved", end + "x | INFO | fairseq | Saved checkpoint there\n", 1), ("not yet", end, 2)):
-        stand_in(tmp_path, monkeypatch, text)
-        training.train(tmp_path / name, tmp_path, [])
-        (tmp_path / name / "trained").unlink()
-        (tmp_path / name / "checkpoint_last.pt").touch()
-        training.train(tmp_path / name, tmp_path, [])
-        assert len((tmp_path / "runs").read_text().splitlines()) == runs
-        (tmp_path / "runs").unlink()
-        assert (tmp_path / name / "trained").exists()
-
-
 def test_launch_starts_several_processes(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, made_up.log((60, 8.0)) + "| done training")
     monkeypatch.setenv("LAUNCH", "env TRIED=1")

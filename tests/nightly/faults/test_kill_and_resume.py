@@ -106,3 +106,42 @@ def test_killed_in_the_midst_of_saving(whole, data, commands, tmp_path, place):
     assert_every_checkpoint_is_whole(folder)
     assert commands.run(*command, log=folder / "log") == 0
     assert_same_run(folder, expected)
+
+
+ENDS = {
+    "updates": ["--max-update", 4],
+    "epochs": ["--max-epoch", 2],
+    "time": ["--stop-time-hours", 1e-9],
+    "learning rate": ["--stop-min-lr", 4e-4],
+}
+LONGER = {"updates": ["--max-update", 7], "epochs": ["--max-epoch", 3], "learning rate": ["--stop-min-lr", 4e-5]}
+# The rate falls to a tenth after each epoch, because no loss is so much better than the last one.
+FALLING = ["--lr-scheduler", "reduce_lr_on_plateau", "--lr-shrink", 0.1, "--lr-threshold", 10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_finished_training_changes_nothing(data, commands, tmp_path, task, end):
+    """It says so in one line; with a higher limit it goes on as if it had never ended."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    for made in (folder, whole):
+        made.mkdir()
+
+    def train(folder, limit, name):
+        flags = [*arguments(data, folder, task)[:-2], *(FALLING if end == "learning rate" else ()), *limit]
+        assert commands.run("fairseq-train", *flags, log=folder / name) == 0
+        return (folder / name).read_text()
+
+    train(folder, ENDS[end], "log")
+    saved = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    log = train(folder, ENDS[end], "again")
+    line = "stopping training because" if end == "learning rate" else f"training is finished with {ENDS[end][0]} "
+    assert log.count(line) == 1 and "train_inner" not in log
+    (folder / "again").unlink()
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == saved
+    if end in LONGER:
+        train(folder, LONGER[end], "log")
+        train(whole, LONGER[end], "log")
+        one, other = (load(path / "checkpoint_last.pt")["model"] for path in (folder, whole))
+        assert all(torch.equal(one[name], other[name]) for name in one)
