@@ -556,11 +556,27 @@ MUTANTS = [
         "return known[name] if known[name] else {}",
     ),
     Mutant(
+        "fairseq_fwp/patches/batches.py",
+        "while block > 0 and len(context) < self.context_window:",
+        "while block > 1 and len(context) < self.context_window:",
+    ),
+    Mutant("fairseq_fwp/patches/batches.py", "self.persistent_workers = False", "self.persistent_workers = True"),
+    Mutant(
         "fairseq_fwp/patches/configuration.py",
         "case ast.Dict() if None not in node.keys:",
         "case ast.Dict() if None in node.keys:",
     ),
     Mutant("fairseq_fwp/patches/dictionaries.py", "if not different:", "if different:"),
+    Mutant(
+        "fairseq_fwp/patches/generation.py",
+        "forbidden += [self.eos] * (step < self.min_len)",
+        "forbidden += [self.eos] * (step <= self.min_len)",
+    ),
+    Mutant(
+        "fairseq_fwp/patches/generation.py",
+        "if limited and len(lengths.unique()) > 1:",
+        "if limited and len(lengths.unique()) > 99:",
+    ),
     Mutant("fairseq_fwp/patches/reading.py", "if before is not None:", "if before is None:"),
     Mutant(
         "fairseq_fwp/patches/training.py",
