@@ -29,7 +29,7 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
         state["model"].saved = saved._replace(overridden=bool(overrides))
     check_kind(path, cfg)
     task = setup_task(cfg, data)
-    if task.target_dictionary is not task.source_dictionary:
+    if len(task.target_dictionary) != len(task.source_dictionary):
         raise ValueError(
             f"{path} must score every word, got a model trained with --output-dictionary-size: train without this flag"
         )
