@@ -12,7 +12,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 assert ARCH_MODEL_REGISTRY["delta_lm_wt103"] is FwpLanguageModel and "fwp_language_modeling" in TASK_REGISTRY
-assert checkpoint_utils.load_checkpoint_to_cpu.patches == ("load_weights_only", "keep_saved_options")
+assert checkpoint_utils.load_checkpoint_to_cpu.patches == ("explain_other_files", "keep_saved_options")
 assert len([finder for finder in sys.meta_path if type(finder).__module__ == "fairseq_fwp.registration"]) == 0
 """
 
