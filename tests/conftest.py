@@ -47,6 +47,15 @@ def pytest_report_header():
     return f"FWP_TEST_SEED={SEED}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report):
+    """Say what a process of pytest-xdist died of: other signals than a kill print a fatal error."""
+    report.longrepr += (
+        "; without a fatal error above, the system killed it, mostly for lack of memory: see dmesg, and use fewer "
+        "processes (--numprocesses 1)"
+    )
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
