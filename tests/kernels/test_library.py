@@ -388,7 +388,7 @@ OLDER = "must be a processor whose instructions this one has, got "
     ],
 )
 def test_a_processor_that_this_one_cannot_replace(monkeypatch, arch, sentence, cure):
-    """The one at hand is made x86-64-v2. Levels are compared with /proc/cpuinfo, other values by the compiler."""
+    """The available one is made x86-64-v2. Levels are compared with /proc/cpuinfo, other values by the compiler."""
     monkeypatch.setenv("FWP_CPU_ARCH", arch)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "_cpu_features", lambda: " ".join(list(build.LEVELS.values())[:2]))
