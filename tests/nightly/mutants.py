@@ -577,7 +577,7 @@ MUTANTS = [
         "if limited and len(lengths.unique()) > 1:",
         "if limited and len(lengths.unique()) > 99:",
     ),
-    Mutant("fairseq_fwp/patches/reading.py", "if before is not None:", "if before is None:"),
+    Mutant("fairseq_fwp/patches/reading.py", "0 < (limit or 0) <= reached", "0 < (limit or 0) < reached"),
     Mutant(
         "fairseq_fwp/patches/training.py",
         "if name in self.skip_keys or not mean.is_floating_point() or self.decay == 0:",
