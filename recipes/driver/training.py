@@ -13,6 +13,9 @@ from progress import Progress
 from sizes import describe
 
 ROOT = Path(__file__).resolve().parents[2]
+# Otherwise glibc gives the freed memory of an update on a CPU back to the system, and the next update fetches it again,
+# page by page. torch asks for large pages.
+MEMORY = {"MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_MMAP_MAX_": "0", "THP_MEM_ALLOC_ENABLE": "1"}
 PLUGIN = ["--user-dir", str(ROOT / "fairseq_fwp")]
 
 
@@ -69,7 +72,12 @@ def fairseq_train(flags: list[str], log: Path, label: str) -> bool:
         file.write("+ " + shlex.join(command) + "\n")
         file.flush()
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
+            command,
+            env={**MEMORY, **os.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
         )
         assert process.stdout is not None
         try:
