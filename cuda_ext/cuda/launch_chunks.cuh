@@ -138,12 +138,13 @@ size_t chunk_workspace(const Sizes& sizes, Type type, bool is_backward) {
   });
 }
 
-// The pass that computes the states before each chunk, or the ends of segments.
+// The pass that computes the ends of segments, or the states before each chunk.
 template <int kRows, bool kErases>
-ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in) {
+ChunkStates<kRows, kErases> make_states(const ScanSize& size, const Tokens& key, const Tokens& value, const Inputs& in,
+                                        const Gpu& gpu) {
   ChunkStates<kRows, kErases> pass{};
   set_size(pass, size);
-  pass.warps = sized_backward<kRows, kErases, false>(size).warps, pass.slabs = 1;
+  set_columns(pass, size.columns, gpu);
   pass.key = {key, size.rows}, pass.value = {value, size.columns}, pass.rate = {in.rate, 1};
   return pass;
 }
@@ -186,7 +187,7 @@ const char* chunk_forward(const Call& call, const Inputs& in, const Outputs& to)
         set_columns(ends, ends.ends_columns(), gpu);
         error = find_boundaries(ends, memory, pass.initial, Transition::matrix, false, gpu, call.stream);
       } else {
-        const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in);
+        const auto ends = make_states<kRows, kErases>(size, in.k, in.v, in, gpu);
         error = find_boundaries(ends, memory, pass.initial, Transition::one, false, gpu, call.stream);
       }
       if (error) return error;
@@ -218,8 +219,9 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
     if constexpr (kFades) {
       pass.initial = static_cast<const float*>(in.state), pass.kept = static_cast<const float*>(more.kept);
     } else {
-      const auto ends = make_states<kRows, kErases>(size, in.k, value, in);
+      const auto ends = make_states<kRows, kErases>(size, in.k, value, in, gpu);
       auto before = ends;
+      before.warps = pass.warps, before.slabs = pass.slabs;  // it writes the states as `pass` reads them
       before.initial = make.matrix(in.state);
       pass.states = before.states = reinterpret_cast<Bfloat16*>(memory.next);
       if (in_segments) {
@@ -237,7 +239,7 @@ const char* chunk_backward(const Call& call, const Inputs& in, const Backward& m
         set_columns(ends, ends.ends_columns(), gpu);
         error = find_boundaries(ends, memory, pass.d_last, Transition::matrix, true, gpu, call.stream);
       } else {  // G = G + Q^T d_out is a state, too
-        const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in);
+        const auto ends = make_states<kRows, kErases>(size, in.q, more.d_out, in, gpu);
         error = find_boundaries(ends, memory, pass.d_last, Transition::one, true, gpu, call.stream);
       }
       if (error) return error;

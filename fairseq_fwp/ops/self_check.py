@@ -32,8 +32,11 @@ SIZES = (
     {"B": 1, "H": 2, "L": 66, "N": 2, "Dk": 64, "Dv": 64},
     {"B": 1, "H": 1, "L": 67, "N": 2, "Dk": 100, "Dv": 16},
 )
-# Few and long enough for segments that run at once, in bfloat16.
-LONG = {"B": 1, "H": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16}
+# Few and long enough for segments that run at once, in bfloat16. Wide values are spread over several blocks.
+LONG = (
+    {"B": 1, "H": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16},
+    {"B": 1, "H": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 160},
+)
 WITH_SEGMENTS = ("sum", "delta", "gated", "gla", "gated_delta")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -108,14 +111,14 @@ def _check_all(device: torch.device) -> Faults:
 
 def _check(rule: Any, device: torch.device) -> str:
     """Return where the kernel of a rule differs from the reference, or an empty string."""
-    all_sizes = (*SIZES, LONG) if rule.name in WITH_SEGMENTS else SIZES
+    all_sizes = (*SIZES, *LONG) if rule.name in WITH_SEGMENTS else SIZES
     for sizes, gates in itertools.product(all_sizes, itertools.product(*rule.gates.values())):
         shapes = {"q": PER_KEY, "k": rule.key, "v": rule.value, **dict(zip(rule.gates, gates, strict=True))}
         shapes |= {"state": ("B", "H", "Dk", "Dv"), "d_out": PER_VALUE, "d_state": ("B", "H", "Dk", "Dv")}
         given = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
         documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
         usual = ((None, tuple(LIMITS)), (documents, (torch.float32, torch.bfloat16)))
-        for first, dtypes in ((None, (torch.bfloat16,)),) if sizes is LONG else usual:
+        for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
             truth = _results(rule.reference, given, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
                 try:
