@@ -1,7 +1,7 @@
 """Shared parts of every test: random numbers from one seed, and a reason for each skipped GPU test."""
 
-import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +12,15 @@ from fairseq_fwp.patches.messages import (
     silence_known_warnings,  # before any test imports fairseq, so that its import prints nothing
 )
 
-# The laws hold for any inputs: FWP_TEST_SEED=$RANDOM bash tests/run.sh uses others.
-SEED = int(os.environ.get("FWP_TEST_SEED", "0"))
+# A failed assert of a helper shows its values, too. A package's name stands for all its modules.
+pytest.register_assert_rewrite(
+    *(
+        path.parent.name if path.stem == "__init__" else path.stem
+        for path in Path(__file__).parent.rglob("*.py")
+        if not path.name.startswith(("test_", "conftest"))
+    )
+)
+from subjects import SEED  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

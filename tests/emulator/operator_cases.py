@@ -28,9 +28,9 @@ def as_double(given: Given) -> Given:
     return {name: x if name == "first" else x.double() for name, x in given.items()}
 
 
-def cotangents_of(given: Given) -> tuple[Tensor, Tensor]:
+def cotangents_of(given: Given, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Return random gradients of out and of the new state."""
-    return cotangents(given)
+    return cotangents(given, seed)
 
 
 def reference(given: Given, erases: bool, gradients: Sequence[Tensor]) -> Given:

@@ -5,7 +5,7 @@ import torch
 from emulator import RULES, EmulatorError, prepare
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
 from pairwise import looped
-from subjects import COMBINATIONS, relative_error
+from subjects import COMBINATIONS, check_errors, relative_error
 
 every_rule = pytest.mark.parametrize("rule", CASES)
 fading_in_chunks = pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key"])
@@ -33,12 +33,16 @@ SHAPES = [
     (1, 1, 3, 512, 128),
 ]
 HOPPER = 227  # KiB of shared memory that a block has on an H100
-# Tensor cores truncate a sum after its last place; the reference rounds it.
-LAST_PLACE = torch.finfo(torch.float32).eps
 # Rules whose passes in bfloat16 are in chunks.
 IN_CHUNKS = ("sum", "delta", "gated", "gla", "gla_by_key", "gated_delta", "gated_delta_by_key")
 # There, gradients of gates in float32 are as exact as bfloat16.
-OF_GATE = torch.finfo(torch.bfloat16).eps
+OF_GATE = dict.fromkeys(("d_decay", "d_rate"), torch.finfo(torch.bfloat16).eps)
+# Few and long enough for segments; the sum needs fewer tokens. Wide values take several slabs of columns.
+SEGMENTED = [
+    *((rule, *case) for rule in IN_CHUNKS for case in (((1, 1, 2100, 20, 33), True), ((1, 2, 2300, 16, 16), False))),
+    *(("sum", (1, 1, 1100, 16, 160), True), ("sum", (1, 2, 1100, 16, 256), False)),
+    *(pytest.param(rule, (1, 1, 2100, 16, 160), True, marks=pytest.mark.slow) for rule in IN_CHUNKS[1:]),
+]
 UNIT = {torch.float64: 1e-14, torch.float32: 5e-6}
 
 
@@ -103,31 +107,31 @@ def test_documents_in_one_sequence(emulator, rule):
         check_other_orders_and_gpus(emulator, given, erases, gradients, found)
 
 
-def check_accuracy(emulator, given, erases, of_sum=0.0, of_gate=0.0):
-    """Check that errors against float64, on the same rounded inputs, are at most twice those of the reference.
+def check_accuracy(emulator, rule, shape, dtype, change=lambda given: None, floors=None, **options):
+    """Check the errors as on the CPU; return the inputs of the first draw. `change` changes the given arguments."""
 
-    of_sum: the error of a sum that the hardware allows in float32. of_gate: an error allowed in the gradient of a gate
-    in float32.
-    """
-    gradients = cotangents_of(given)
-    truth = reference(as_double(given), erases, [x.double() for x in gradients])
-    expected = reference(given, erases, gradients)
-    found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
-    for name, x in truth.items():
-        assert found[name].dtype == expected[name].dtype and found[name].isfinite().all(), name
-        allowed = 2 * relative_error(expected[name], x)
-        if name in ("state", "d_state"):
-            allowed = max(allowed, of_sum)
-        if name in ("d_decay", "d_rate") and found[name].dtype == torch.float32:
-            allowed = max(allowed, of_gate)
-        assert relative_error(found[name], x) <= allowed, name
+    def make(n):
+        given, erases = make_case(rule, shape, dtype, seed=2 * n, **options)
+        change(given)
+        return given, erases
+
+    def draw(n):
+        given, erases = make(n) if n else first
+        gradients = cotangents_of(given, 2 * n + 1)
+        truth = reference(as_double(given), erases, [x.double() for x in gradients])
+        found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
+        return truth, reference(given, erases, gradients), found
+
+    first = make(0)
+    check_errors(f"{rule}, {shape}, {dtype}, {options}", draw, floors or {})
+    return first
 
 
 @every_rule
 def test_as_accurate_as_the_reference(emulator, rule):
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
-        of_gate = OF_GATE if dtype == torch.bfloat16 and rule == "gated" else 0.0
-        check_accuracy(emulator, *make_case(rule, (1, 2, 130, 24, 40), dtype), of_gate=of_gate)
+        floors = OF_GATE if dtype == torch.bfloat16 and rule == "gated" else {}
+        check_accuracy(emulator, rule, (1, 2, 130, 24, 40), dtype, floors=floors)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 70, 16, 16), (2, 1, 95, 64, 40), (1, 1, 77, 128, 33), (1, 2, 300, 100, 17)])
@@ -135,25 +139,27 @@ def test_as_accurate_as_the_reference(emulator, rule):
 @pytest.mark.parametrize("rule", IN_CHUNKS)
 def test_chunks_on_tensor_cores(emulator, rule, shape, state):
     """In bfloat16, with rows of whole 16-byte pieces and without, the state and its gradient are exact."""
-    given, erases = make_case(rule, shape, torch.bfloat16, state=state, layout="tokens_first")
-    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
+    given, erases = check_accuracy(
+        emulator, rule, shape, torch.bfloat16, floors=OF_GATE, state=state, layout="tokens_first"
+    )
     gradients = cotangents_of(given)
     found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
     check_other_orders_and_gpus(emulator, given, erases, gradients, found)
     check_absent_gradients(emulator, given, erases)
 
 
-@pytest.mark.parametrize("rule", IN_CHUNKS)
-@pytest.mark.parametrize(("shape", "state"), [((1, 1, 2100, 20, 33), True), ((1, 2, 2300, 16, 16), False)], ids=str)
+@pytest.mark.parametrize(("rule", "shape", "state"), SEGMENTED, ids=str)
 def test_segments_side_by_side(emulator, rule, shape, state):
     """Few long sequences; what was written long ago still matters, across several segments."""
-    given, erases = make_case(rule, shape, torch.bfloat16, state=state)
-    if erases:
-        given["rate"] = (0.02 * torch.rand(shape[:3])).bfloat16()
-    if "decay" in given:
-        given["decay"] = 1 - 0.001 * torch.rand(given["decay"].shape)
+
+    def remember(given):
+        if "delta" in rule:
+            given["rate"] = (0.02 * torch.rand(given["rate"].shape)).bfloat16()
+        if "decay" in given:
+            given["decay"] = 1 - 0.001 * torch.rand(given["decay"].shape)
+
+    given, erases = check_accuracy(emulator, rule, shape, torch.bfloat16, remember, OF_GATE, state=state)
     assert emulator.workspace_bytes(prepare(given, erases)[0], shape, torch.bfloat16, is_backward=False) > 0
-    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
     gradients = cotangents_of(given)
     found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
     check_other_orders_and_gpus(emulator, given, erases, gradients, found)
@@ -163,38 +169,45 @@ def test_segments_side_by_side(emulator, rule, shape, state):
 @fading_in_chunks
 def test_chunks_with_gates_in_float32(emulator, rule):
     """Decays close to 1, which bfloat16 would round to 1. The gradients of gates are as exact as bfloat16."""
-    given, erases = make_case(rule, (1, 2, 300, 64, 40), torch.bfloat16)
-    given["decay"] = 1 - 0.01 * torch.rand(given["decay"].shape)
-    given["rate"] = torch.rand(1, 2, 300)
-    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
+
+    def remember(given):
+        given["decay"] = 1 - 0.01 * torch.rand(given["decay"].shape)
+        given["rate"] = torch.rand(1, 2, 300)
+
+    check_accuracy(emulator, rule, (1, 2, 300, 64, 40), torch.bfloat16, remember, OF_GATE)
 
 
 @fading_in_chunks
 def test_chunks_with_long_memory(emulator, rule):
     """Decays that bfloat16 rounds to 1 or 1 - 1/256: an error of their products would add up over the chunks."""
-    given, erases = make_case(rule, (1, 1, 900, 20, 24), torch.bfloat16)
-    given["decay"] = (1 - 0.004 * torch.rand(given["decay"].shape)).bfloat16()
-    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
+
+    def remember(given):
+        given["decay"] = (1 - 0.004 * torch.rand(given["decay"].shape)).bfloat16()
+
+    check_accuracy(emulator, rule, (1, 1, 900, 20, 24), torch.bfloat16, remember)
 
 
 @fading_in_chunks
 @pytest.mark.parametrize("decay", [0.0, 1.0])
 def test_chunks_that_keep_all_or_nothing(emulator, rule, decay):
-    given, erases = make_case(rule, (1, 2, 95, 24, 40), torch.bfloat16)
-    given["decay"] = torch.where(torch.rand(given["decay"].shape) < 0.3, decay, given["decay"])
-    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE)
+    def keep(given):
+        given["decay"] = torch.where(torch.rand(given["decay"].shape) < 0.3, decay, given["decay"])
+
+    check_accuracy(emulator, rule, (1, 2, 95, 24, 40), torch.bfloat16, keep)
 
 
 @pytest.mark.parametrize("rule", IN_CHUNKS)
 @pytest.mark.parametrize("shape", [(2, 2, 165, 24, 40), (1, 1, 2100, 16, 16)], ids=str)
 def test_documents_in_chunks(emulator, rule, shape):
     """One may begin at any token of a chunk. A rule without decays gets decays of one, as in ``fast_weights``."""
-    given, erases = make_case(rule, shape, torch.bfloat16)
-    of_decay = given["decay"].shape if "decay" in given else shape[:3]
-    given["decay"] = (1 - 0.05 * torch.rand(of_decay) * ("decay" in given)).bfloat16()
-    given["first"] = torch.rand(shape[0], shape[2]) < 2 / shape[2]
-    given["first"][0, [0, 32, 33, 63, 90]] = True
-    check_accuracy(emulator, given, erases, of_sum=LAST_PLACE, of_gate=OF_GATE)
+
+    def begin(given):
+        of_decay = given["decay"].shape if "decay" in given else shape[:3]
+        given["decay"] = (1 - 0.05 * torch.rand(of_decay) * ("decay" in given)).bfloat16()
+        given["first"] = torch.rand(shape[0], shape[2]) < 2 / shape[2]
+        given["first"][0, [0, 32, 33, 63, 90]] = True
+
+    given, erases = check_accuracy(emulator, rule, shape, torch.bfloat16, begin, OF_GATE)
     gradients = cotangents_of(given)
     found = emulator.results(given, erases, gradients, shared_kib=HOPPER)
     check_other_orders_and_gpus(emulator, given, erases, gradients, found)
@@ -204,7 +217,7 @@ def test_documents_in_chunks(emulator, rule, shape):
 @every_rule
 def test_sums_over_hundreds_of_rows_are_as_accurate(emulator, rule):
     for shape in [(2, 4, 12, 512, 24), (2, 4, 12, 24, 512)]:
-        check_accuracy(emulator, *make_case(rule, shape, torch.float32))
+        check_accuracy(emulator, rule, shape, torch.float32)
 
 
 FADING = [rule for rule in CASES if rule not in ("sum", "delta")]
@@ -217,9 +230,10 @@ FADING = [rule for rule in CASES if rule not in ("sum", "delta")]
     "shape", [(32, 16, 11, 9, 64), (4, 33, 11, 57, 62), (4, 16, 35, 64, 64), (1, 4, 70, 300, 128)], ids=str
 )
 def test_sums_over_columns(emulator, rule, shape):
-    given, erases = make_case(rule, shape, torch.float32)
-    given["first"] = torch.rand(shape[0], shape[2]) < 0.05
-    check_accuracy(emulator, given, erases)
+    def begin(given):
+        given["first"] = torch.rand(shape[0], shape[2]) < 0.05
+
+    given, erases = check_accuracy(emulator, rule, shape, torch.float32, begin)
     gradients = cotangents_of(given)
     found = emulator.results(given, erases, gradients)
     for how in ({"reverse": 1, "multiprocessors": 1}, {"shared_kib": 99}, {"shared_kib": HOPPER}):
@@ -230,11 +244,11 @@ def test_sums_over_columns(emulator, rule, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "forgetful"), [*((rule, False) for rule in CASES), ("delta", True)])
 def test_no_drift_over_4096_tokens(emulator, rule, forgetful):
-    check_accuracy(emulator, *make_case(rule, (1, 1, 4096, 16, 16), torch.float32, forgetful=forgetful))
+    check_accuracy(emulator, rule, (1, 1, 4096, 16, 16), torch.float32, forgetful=forgetful)
 
 
 def test_no_drift_of_chunks(emulator):
-    check_accuracy(emulator, *make_case("delta", (1, 1, 8192, 16, 16), torch.bfloat16, forgetful=True))
+    check_accuracy(emulator, "delta", (1, 1, 8192, 16, 16), torch.bfloat16, forgetful=True)
 
 
 @every_rule

@@ -37,6 +37,13 @@ MUTANTS = [
         "for (int64_t j = 1; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];",
     ),
     Mutant(
+        "cuda_ext/cpu/delta.h",
+        "for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];",
+        "for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = e[j] - (1 - rate) * e[j];",
+    ),
+    # One running sum.
+    Mutant("cuda_ext/cpu/state_block.h", "constexpr int64_t kSumRows = 32;", "constexpr int64_t kSumRows = 1 << 20;"),
+    Mutant(
         "cuda_ext/cpu/delta_short.h",
         "u.row[r].scale(beta[std::min(t + r, length - 1)]);",
         "u.row[r].scale(beta[std::min(t - r, length - 1)]);",
