@@ -4,8 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <optional>
+
+#include "token_tensors.h"
 
 namespace fwp {
 
@@ -25,8 +26,7 @@ inline void check(const char* name, const Optional& x, at::IntArrayRef sizes, at
   if (x) check(name, *x, sizes, type, device);
 }
 
-struct Sizes {
-  int64_t B, H, L, Dk, Dv;
+struct Sizes : Lengths {
   Sizes(const Tensor& q, const Tensor& values) {
     TORCH_CHECK(q.dim() == 4 && values.dim() == 4, "q and v must have 4 dimensions, got ", q.dim(), ", ", values.dim());
     const auto type = q.scalar_type();
@@ -34,10 +34,6 @@ struct Sizes {
                 "q must be float32, float64, bfloat16 or float16, got ", type);
     B = q.size(0), H = q.size(1), L = q.size(2), Dk = q.size(3), Dv = values.size(3);
   }
-  std::array<int64_t, 4> keys() const { return {B, H, L, Dk}; }
-  std::array<int64_t, 4> values() const { return {B, H, L, Dv}; }
-  std::array<int64_t, 4> state() const { return {B, H, Dk, Dv}; }
-  std::array<int64_t, 3> rates() const { return {B, H, L}; }
 };
 
 // The arguments of fwp::fast_weights, in its order and with its names (fairseq_fwp/ops/fast_weights.py). `v` is absent

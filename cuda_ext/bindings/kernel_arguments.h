@@ -16,24 +16,7 @@ inline Tensor prepare(const Tensor& x, std::optional<at::ScalarType> type = {}) 
   return same.dim() == 3 || same.stride(-1) == 1 || same.size(-1) == 1 ? same : same.contiguous();
 }
 
-// `length` tokens from `first` on, of `batches` sequences from `batch` on. An undefined tensor stays undefined.
-inline Tensor tokens_of(const Tensor& x, int64_t batch, int64_t batches, int64_t first, int64_t length) {
-  if (!x.defined()) return x;
-  return (batches == x.size(0) ? x : x.narrow(0, batch, batches)).narrow(2, first, length);
-}
-
-// Tensors that kernels read or write for each token; undefined if the rule does not have them.
-struct TokenTensors {
-  Tensor q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
-
-  TokenTensors part(int64_t batch, int64_t batches, int64_t first, int64_t length) const {
-    TokenTensors part = *this;
-    for (Tensor* x : {&part.q, &part.k, &part.v, &part.key_decay, &part.value_decay, &part.head_decay, &part.rate,
-                      &part.removal, &part.removal_key})
-      *x = tokens_of(*x, batch, batches, first, length);
-    return part;
-  }
-};
+using TokenTensors = TokenTensorsOf<Tensor>;
 
 // An operator cannot return an undefined tensor: a tensor of shape (0,) stands for it.
 inline Tensor or_nothing(const Tensor& x, const Tensor& like) { return x.defined() ? x : at::empty({0}, like.options()); }

@@ -151,8 +151,8 @@ struct DeltaBackwardWrites {
     }
   }
 
-  template <int T, bool kLast>
-  FWP_INLINE void run(int64_t t) {
+  template <int T>
+  FWP_INLINE void run(int64_t t, bool last) {
     Group<A, NV> d_read[T], d_write[T], error_of[T], earlier[kGroup];
     RowSums<A, NV, T> d_value_sums(block.rows);
     auto& d_value = d_value_sums.total;
@@ -170,7 +170,7 @@ struct DeltaBackwardWrites {
       earlier[s] = late[s];
     }
     const Gram<T, A> gram(key, block.rows);
-    const Ahead<A, T, 6> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
+    const Ahead<A, T, 6> ahead(!last && block.rows > kDeltaFewRows, t + kTokensAhead, q, k, d_k, d_out, error, d_v);
     block.change_rows(false, ahead, [&](int64_t i, Group<A, NV>& g) __attribute__((always_inline)) {
       Vector<A> product[kGroup] = {};
       FWP_UNROLL for (int s = 0; s < kGroup; ++s) g.subtract(earlier_key[s][i], earlier[s]);
@@ -240,8 +240,8 @@ struct DeltaBackwardReads {
   Tokens<A> d_q, d_k;
   A* scratch;  // kGroup x rows
 
-  template <int T, bool kLast>
-  FWP_INLINE void run(int64_t t) {
+  template <int T>
+  FWP_INLINE void run(int64_t t, bool last) {
     Group<A, NV> key[T];
     RowSums<A, NV, T> d_query(block.rows), d_key(block.rows);
     const A *write[T], *d_read[T], *d_value[T];
@@ -254,8 +254,8 @@ struct DeltaBackwardReads {
       const A rate = beta[t + s];
       for (int64_t j = 0; j < block.rows; ++j) scratch[s * block.rows + j] = rate * e[j];
     }
-    const Ahead<A, T, 6> ahead(!kLast && block.rows > kDeltaFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
-    block.change_rows(kLast, ahead, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
+    const Ahead<A, T, 6> ahead(!last && block.rows > kDeltaFewRows, t + kTokensAhead, d_out, error, d_v, k, d_q, d_k);
+    block.change_rows(last, ahead, [&](int64_t j, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         d_key.total[s].subtract(d_value[s][j], w);
         w.add(write[s][j], key[s]);

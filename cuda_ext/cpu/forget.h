@@ -69,16 +69,36 @@ struct ForgetForward {
   void run_chunks(int64_t length) {
     for (first = 0; first < length; first += kChunk) {
       last = std::min(first + kChunk, length) - 1;
-      if constexpr (K::retrieves) start();
-      for_token_groups<kGroup>(last + 1 - first, *this);
+      if constexpr (K::retrieves) {
+        start();
+        for_token_groups<kGroup>(last + 1 - first, *this);
+      } else {
+        for_like_groups<kGroup>(last + 1 - first, *this);
+      }
       if (first + kChunk > length) return;
       block.read_rows([&](int64_t i, const Group<A, NV>& w) { w.store_to(kept[i], block.columns); }, [] {});
       kept.data = kept[block.rows];
     }
   }
 
+  // A sequence of one token: less to compile than run_chunks.
+  void run_token() {
+    if constexpr (K::retrieves) start();
+    run_group<1, false>(0, true);
+  }
+
   template <int T, bool kLast>
   FWP_INLINE void run(int64_t from) {
+    run_group<T, !kLast>(from, kLast);
+  }
+  template <int T>
+  FWP_INLINE void run(int64_t from, bool last) {
+    run_group<T, false>(from, last);
+  }
+
+ private:
+  template <int T, bool kReadsAhead>
+  FWP_INLINE void run_group(int64_t from, bool is_last) {
     const int64_t t = first + from;
     Group<A, NV> value[T], fade[T], removed[T];
     RowSums<A, NV, T> read(block.rows);
@@ -97,9 +117,9 @@ struct ForgetForward {
     const A* reader[2] = {};
     A scale[2];
     RowSums<A, NV, K::retrieves ? 2 : 1> next(block.rows);
-    if constexpr (K::retrieves && !kLast) prepare(t + T, reader, scale);
+    if constexpr (kReadsAhead) prepare(t + T, reader, scale);
     const auto ahead = ahead_of<T>(t, block.rows > kFewRows);
-    block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+    block.change_rows(is_last, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         if constexpr (K::fades == Fades::kHead)
           w.scale(share[s]);
@@ -111,18 +131,17 @@ struct ForgetForward {
         w.add(key[s][i], value[s]);
         read.total[s].add(query[s][i], w);
       }
-      if constexpr (K::retrieves && !kLast)
+      if constexpr (kReadsAhead)
         FWP_UNROLL for (int s = 0; s < 2; ++s) next.total[s].add(reader[s][i], w);
     }, [&]() __attribute__((always_inline)) {
       read.settle();
-      if constexpr (K::retrieves && !kLast) next.settle();
+      if constexpr (kReadsAhead) next.settle();
     });
     read.finish();
     FWP_UNROLL for (int s = 0; s < T; ++s) read.total[s].store_to(out[t + s], block.columns);
-    if constexpr (K::retrieves && !kLast) keep_found(next, scale);
+    if constexpr (kReadsAhead) keep_found(next, scale);
   }
 
- private:
   // Turn the values of a group into its sequential writes, and store what they retrieve.
   template <int T>
   FWP_INLINE void solve(int64_t t, Group<A, NV> (&value)[T], Group<A, NV> (&removed)[T]) {

@@ -274,16 +274,24 @@ FWP_INLINE void with_block(int64_t rows, int64_t columns, Matrix<const A> initia
     run(width);
 }
 
-// Call scan.run<T, is this the last group>(first token) for all groups of T = kGroup tokens; the last may be smaller.
+// Call scan.run<T>(first token, is this the last group) for all groups of T = kGroup tokens; the last may be smaller.
 template <int kGroup = kTokens, typename Scan>
+FWP_INLINE void for_like_groups(int64_t length, Scan& scan) {
+  int64_t t = 0;
+  for (; t + kGroup <= length; t += kGroup) scan.template run<kGroup>(t, t + kGroup == length);
+  if constexpr (kGroup == 4) {
+    if (length - t == 3) scan.template run<3>(t, true);
+    if (length - t == 2) scan.template run<2>(t, true);
+  }
+  if (length - t == 1) scan.template run<1>(t, true);
+}
+
+// The same for scans whose last pass has less to do: it calls scan.run<T, is this the last group>(first token).
+template <int kGroup, typename Scan>
 FWP_INLINE void for_token_groups(int64_t length, Scan& scan) {
   int64_t t = 0;
   for (; t + kGroup < length; t += kGroup) scan.template run<kGroup, false>(t);
-  static_assert(kGroup == 4 || kGroup == 2);
-  if constexpr (kGroup == 4) {
-    if (length - t == 4) scan.template run<4, true>(t);
-    if (length - t == 3) scan.template run<3, true>(t);
-  }
+  static_assert(kGroup == 2);
   if (length - t == 2) scan.template run<2, true>(t);
   if (length - t == 1) scan.template run<1, true>(t);
 }

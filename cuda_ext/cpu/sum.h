@@ -12,8 +12,8 @@ struct SumScan {
   Tokens<const A> q, k, v;
   Tokens<A> out;
 
-  template <int T, bool kLast>
-  FWP_INLINE void run(int64_t t) {
+  template <int T>
+  FWP_INLINE void run(int64_t t, bool last) {
     Group<A, NV> value[T];
     RowSums<A, NV, T> read(block.rows);
     const A *key[T], *query[T];
@@ -22,8 +22,8 @@ struct SumScan {
       query[s] = q[t + s];
       value[s].load_from(v[t + s], block.columns);
     }
-    const Ahead<A, T, 4> ahead(!kLast && block.rows > kFewRows, t + kTokensAhead, q, k, v, out);
-    block.change_rows(kLast, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
+    const Ahead<A, T, 4> ahead(!last && block.rows > kFewRows, t + kTokensAhead, q, k, v, out);
+    block.change_rows(last, ahead, [&](int64_t i, Group<A, NV>& w) __attribute__((always_inline)) {
       FWP_UNROLL for (int s = 0; s < T; ++s) {
         w.add(key[s][i], value[s]);
         read.total[s].add(query[s][i], w);

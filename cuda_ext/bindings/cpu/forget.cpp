@@ -7,13 +7,13 @@ namespace fwp::cpu {
 namespace {
 
 // Number of tokens in quadratic form: see short_decay_tokens.
-int64_t length_of_start(const Sizes& size, const Tensor& initial) {
+int64_t length_of_start(const Lengths& size, const View& initial) {
   return initial.defined() ? 0 : std::min(size.L, short_decay_tokens(size.Dk, size.Dv));
 }
 
 template <Fades fades>
 void start_forward(const Forward& pass) {
-  FWP_DISPATCH(pass.type, {
+  FWP_DISPATCH(pass.item, {
     const InputHeads<A> of(pass.in);
     const Heads<A> out(pass.out), state(pass.final);
     for_short_heads<ForgetShort<A, fades>>(pass.size, [&](int64_t h, ForgetShort<A, fades>& rule) {
@@ -24,7 +24,7 @@ void start_forward(const Forward& pass) {
 
 template <Fades fades>
 void start_backward(const Backward& pass) {
-  FWP_DISPATCH(pass.type, {
+  FWP_DISPATCH(pass.item, {
     const InputHeads<A> of(pass.in);
     const GradientHeads<A> to(pass.to);
     const Heads<const A> d_out(pass.d_out), d_state(pass.d_final);
@@ -39,8 +39,8 @@ template <Fades fades>
 void forward(const Forward& pass) {
   const int64_t L = pass.size.L, start = length_of_start(pass.size, pass.initial);
   if (start == 0) return forget_scan<fades, Erases::kNothing>(pass);
-  const Tensor middle = start < L ? pass.kept.select(2, start / kChunk - 1) : pass.final;
-  start_forward<fades>(pass.part(0, start, Tensor(), middle));
+  const View middle = start < L ? pass.kept.select(2, start / kChunk - 1) : pass.final;
+  start_forward<fades>(pass.part(0, start, View(), middle));
   if (start < L) forget_scan<fades, Erases::kNothing>(pass.part(start, L - start, middle, pass.final));
 }
 
@@ -48,13 +48,13 @@ template <Fades fades>
 void backward(const Backward& pass) {
   const int64_t L = pass.size.L, start = length_of_start(pass.size, pass.initial);
   if (start == 0) return forget_scan_backward<fades, Erases::kNothing>(pass);
-  Tensor d_middle = pass.d_final;
+  View d_middle = pass.d_final;
   if (start < L) {
-    const Tensor middle = pass.kept.select(2, start / kChunk - 1);
-    d_middle = at::empty(pass.size.state(), pass.kept.options());
+    const View middle = pass.kept.select(2, start / kChunk - 1);
+    d_middle = empty(pass.size.state(), pass.item);
     forget_scan_backward<fades, Erases::kNothing>(pass.part(start, L - start, middle, pass.d_final, d_middle));
   }
-  start_backward<fades>(pass.part(0, start, Tensor(), d_middle, Tensor()));
+  start_backward<fades>(pass.part(0, start, View(), d_middle, View()));
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ template <typename A, typename Tokens_>
 struct ForgetHeads {
   const Heads<A> q, k, v, key_decay, value_decay, head_decay, rate, removal, removal_key;
 
-  explicit ForgetHeads(const TokenTensors& x)
+  explicit ForgetHeads(const TokenViews& x)
       : q(x.q), k(x.k), v(x.v), key_decay(x.key_decay), value_decay(x.value_decay), head_decay(x.head_decay),
         rate(x.rate), removal(x.removal), removal_key(x.removal_key) {}
 
@@ -37,17 +37,20 @@ template <typename A>
 using GradientHeads = ForgetHeads<A, ForgetGradients<A>>;
 
 // Columns of a block in the backward pass: two vectors if there are enough registers.
-inline int64_t backward_width(const Sizes& size, at::ScalarType type) {
-  const int64_t lanes = type == at::kDouble ? kLanes<double> : kLanes<float>;
+inline int64_t backward_width(const Lengths& size, int64_t item) {
+  const int64_t lanes = kVectorBytes / item;
   return kTokens == 4 && size.Dk > lanes ? 2 * lanes : lanes;
 }
 
 // The forward scan. `kept` receives the state after each whole chunk.
 template <Fades fades, Erases erases>
 void forget_scan(const Forward& pass) {
-  const Sizes& size = pass.size;
+  const Lengths& size = pass.size;
   using K = Kind<fades, erases>;
-  FWP_DISPATCH(pass.type, {
+  // Each block reads all keys, queries and key decays. Wider blocks halve these reads, which outweighs passes of only
+  // two tokens.
+  constexpr bool wide = kTokens == 4 && !K::retrieves;
+  FWP_DISPATCH(pass.item, {
     const InputHeads<A> of(pass.in);
     const Heads<const A> initial(pass.initial);
     const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
@@ -60,18 +63,19 @@ void forget_scan(const Forward& pass) {
           return block.finish();
         }
       }
-      ForgetForward<A, NV, K>{block,
-                              of.at(h, 0, j),
-                              out.tokens(h).from(j),
-                              retrieved.tokens(h).from(j),
-                              {kept.tokens(h).data + j, size.Dv},
-                              work + size.Dk * block.kWidth}
-          .run_chunks(size.L);
+      ForgetForward<A, NV, K> scan{block,
+                                   of.at(h, 0, j),
+                                   out.tokens(h).from(j),
+                                   retrieved.tokens(h).from(j),
+                                   {kept.tokens(h).data + j, size.Dv},
+                                   work + size.Dk * block.kWidth};
+      if constexpr (NV == 4 && !wide)
+        scan.run_token();
+      else
+        scan.run_chunks(size.L);
       block.finish();
     };
-    // Each block reads all keys, queries and key decays. Wider blocks halve these reads, which outweighs passes of only
-    // two tokens.
-    if (kTokens == 4 && !K::retrieves)
+    if constexpr (wide)
       for_blocks<A, 4>(size, size.Dk, size.Dv, run_block);
     else
       for_blocks<A>(size, size.Dk, size.Dv, run_block);
@@ -80,25 +84,25 @@ void forget_scan(const Forward& pass) {
 
 // The reverse scan, over blocks of key columns. `d_retrieved` is d_v or d_removed of a rule that retrieves.
 template <Fades fades, Erases erases>
-void forget_scan_backward(const Backward& pass, const Tensor& d_retrieved = {}) {
-  const Sizes& size = pass.size;
+void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
+  const Lengths& size = pass.size;
   using K = Kind<fades, erases>;
-  const int64_t width = backward_width(size, pass.type);
+  const int64_t width = backward_width(size, pass.item);
   const SharedHeads shared(size, size.Dk, width);
   // Gradients that are summed over the blocks of a head.
-  TokenTensors sums = pass.to;
+  TokenViews sums = pass.to;
   if (erases != Erases::kKey) sums.v = shared.in_parts(pass.to.v);
   sums.value_decay = shared.in_parts(pass.to.value_decay);
   sums.head_decay = shared.in_parts(pass.to.head_decay);
   sums.rate = shared.in_parts(pass.to.rate);
   const auto of_part = [&](int64_t part) {
-    TokenTensors to = pass.to;
-    const auto select = [&](const Tensor& x) { return x.defined() ? x.select(0, part) : x; };
+    TokenViews to = pass.to;
+    const auto select = [&](const View& x) { return x.defined() ? x.select(0, part) : x; };
     if (erases != Erases::kKey) to.v = select(sums.v);
     to.value_decay = select(sums.value_decay), to.head_decay = select(sums.head_decay), to.rate = select(sums.rate);
     return to;
   };
-  FWP_DISPATCH(pass.type, {
+  FWP_DISPATCH(pass.item, {
     const InputHeads<A> of(pass.in);
     const Heads<const A> initial(pass.initial), d_final(pass.d_final), kept(pass.kept), d_out(pass.d_out);
     const Heads<const A> retrieved(pass.retrieved), d_retrieved_(d_retrieved);
@@ -141,16 +145,15 @@ void forget_scan_backward(const Backward& pass, const Tensor& d_retrieved = {}) 
                                           ForgetBackwardSquare<A, fades>::scratch());
     shared.for_blocks<A>(size.L * size.Dk * size.Dv, scratch_size,
                          [&](int64_t h, int64_t part, int64_t block, bool add, A* work) {
-      if (width == kLanes<A>)
-        run_block(h, part, block * width, add, std::integral_constant<int, 1>{}, work);
-      else
-        run_block(h, part, block * width, add, std::integral_constant<int, 2>{}, work);
+      with_vectors<kTokens / 2>(width / kLanes<A>, [&](auto vectors) {
+        run_block(h, part, block * width, add, vectors, work);
+      });
     });
+    if (erases != Erases::kKey) shared.add_parts<A>(pass.to.v, sums.v);
+    shared.add_parts<A>(pass.to.value_decay, sums.value_decay);
+    shared.add_parts<A>(pass.to.head_decay, sums.head_decay);
+    shared.add_parts<A>(pass.to.rate, sums.rate);
   })
-  if (erases != Erases::kKey) shared.add_parts(pass.to.v, sums.v);
-  shared.add_parts(pass.to.value_decay, sums.value_decay);
-  shared.add_parts(pass.to.head_decay, sums.head_decay);
-  shared.add_parts(pass.to.rate, sums.rate);
 }
 
 }  // namespace fwp::cpu

@@ -1,10 +1,31 @@
 // The operator on CPU tensors: converts its arguments to those of a kernel.
 
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "../kernel_arguments.h"
 #include "passes.h"
 
 namespace fwp::cpu {
+
+// Must not outlive `x`.
+static View view(const Tensor& x) {
+  View seen;
+  if (!x.defined()) return seen;
+  seen.data = static_cast<char*>(x.mutable_data_ptr()), seen.item = x.element_size(), seen.dims = x.dim();
+  std::copy(x.sizes().begin(), x.sizes().end(), seen.sizes.begin());
+  std::copy(x.strides().begin(), x.strides().end(), seen.strides.begin());
+  return seen;
+}
+
+View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t item) {
+  const auto type = item == sizeof(double) ? at::kDouble : at::kFloat;
+  const auto memory = std::make_shared<Tensor>(at::empty({sizes.data(), size_t(dims)}, type));
+  View seen = view(*memory);
+  seen.owner = memory;
+  return seen;
+}
+
 namespace {
 
 // Each document of a sequence has its own state. Call f(sequence, first token, number of tokens, whether the document
@@ -43,19 +64,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const T
   const auto type = state_type(q);
   const auto options = q.options().dtype(type);
   const Rule rule = rule_of(given);
-  Forward pass{size, type, prepare_all(given, size, type), state.value_or(Tensor())};
-  pass.out = at::empty(size.values(), options), pass.final = at::empty(size.state(), options);
-  if (given.retrieves()) pass.retrieved = at::empty(size.values(), options);
-  if (given.keeps_states()) pass.kept = at::empty({size.B, size.H, size.L / kChunk, size.Dk, size.Dv}, options);
+  const TokenTensors in = prepare_all(given, size, type);
+  const Tensor out = at::empty(size.values(), options), final = at::empty(size.state(), options);
+  Tensor retrieved, kept;
+  if (given.retrieves()) retrieved = at::empty(size.values(), options);
+  if (given.keeps_states()) kept = at::empty({size.B, size.H, size.L / kChunk, size.Dk, size.Dv}, options);
+  const Forward pass{size, out.element_size(), in.map(view), view(state.value_or(Tensor())), view(out), view(final),
+                     view(retrieved), view(kept)};
   if (!first || size.L == 0)
     run(rule, pass);
   else
     for_documents(*first, [&](int64_t b, int64_t begin, int64_t length, bool goes_on) {
-      const Tensor before = goes_on && state ? state->narrow(0, b, 1) : Tensor();
+      const View before = goes_on && state ? pass.initial.narrow(0, b, 1) : View();
       run(rule, pass.part(b, 1, begin, length, before, pass.final.narrow(0, b, 1)));
     });
-  return {pass.out.to(q.scalar_type()), pass.final, or_nothing(pass.retrieved, pass.out),
-          or_nothing(pass.kept, pass.out)};
+  return {out.to(q.scalar_type()), final, or_nothing(retrieved, out), or_nothing(kept, out)};
 }
 
 NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
@@ -75,29 +98,28 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   check("grad_out", grad_out, size.values(), q.scalar_type());
   check("grad_state", grad_state, size.state(), type);
   const auto like = [&](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), options) : x; };
-  Backward pass{size, type, prepare_all(given, size, type), state.value_or(Tensor())};
-  if (given.retrieves()) pass.retrieved = prepare(retrieved, type);
-  if (given.keeps_states()) pass.kept = kept;
-  pass.d_out = grad_out ? prepare(*grad_out, type) : at::zeros(size.values(), options);
-  pass.d_final = grad_state ? prepare(*grad_state, type) : Tensor();
-  const TokenTensors& in = pass.in;
-  TokenTensors& to = pass.to;
-  to.q = like(in.q), to.k = like(in.k), to.v = at::empty(size.values(), options);
-  to.key_decay = like(in.key_decay), to.value_decay = like(in.value_decay), to.head_decay = like(in.head_decay);
-  to.rate = like(in.rate), to.removal = like(in.removal), to.removal_key = like(in.removal_key);
-  if (state) pass.d_initial = at::empty(size.state(), options);
+  const TokenTensors in = prepare_all(given, size, type);
+  TokenTensors to = in.map(like);
+  to.v = at::empty(size.values(), options);
+  const Tensor errors = given.retrieves() ? prepare(retrieved, type) : Tensor();
+  const Tensor d_out = grad_out ? prepare(*grad_out, type) : at::zeros(size.values(), options);
+  const Tensor d_final = grad_state ? prepare(*grad_state, type) : Tensor();
+  const Tensor d_initial = state ? at::empty(size.state(), options) : Tensor();
+  const Backward pass{size, to.v.element_size(), in.map(view), view(state.value_or(Tensor())), view(errors),
+                      view(given.keeps_states() ? kept : Tensor()), view(d_out), view(d_final), to.map(view),
+                      view(d_initial)};
   const Rule rule = rule_of(given);
   if (!first || size.L == 0) {
     run(rule, pass);
   } else {
-    if (state) pass.d_initial.zero_();
+    if (state) d_initial.zero_();
     for_documents(*first, [&](int64_t b, int64_t begin, int64_t length, bool goes_on) {
-      const auto some = [&](const Tensor& x, bool wanted) { return wanted && x.defined() ? x.narrow(0, b, 1) : Tensor(); };
+      const auto some = [&](const View& x, bool wanted) { return wanted && x.defined() ? x.narrow(0, b, 1) : View(); };
       run(rule, pass.part(b, 1, begin, length, some(pass.initial, goes_on),
                           some(pass.d_final, begin + length == size.L), some(pass.d_initial, goes_on)));
     });
   }
-  return gradients(given, in, to, pass.d_initial);
+  return gradients(given, in, to, d_initial);
 }
 
 }  // namespace

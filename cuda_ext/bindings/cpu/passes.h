@@ -7,51 +7,51 @@ namespace fwp::cpu {
 
 // Inputs and results of a forward pass. `initial` may be undefined.
 struct Forward {
-  Sizes size;
-  at::ScalarType type;
-  TokenTensors in;
-  Tensor initial, out, final, retrieved, kept;
+  Lengths size;
+  int64_t item;  // bytes of a number in every tensor
+  TokenViews in;
+  View initial, out, final, retrieved, kept;
 
   // A range of tokens of some sequences, with the states before and after it.
-  Forward part(int64_t batch, int64_t batches, int64_t first, int64_t length, const Tensor& before,
-               const Tensor& after) const {
+  Forward part(int64_t batch, int64_t batches, int64_t first, int64_t length, const View& before,
+               const View& after) const {
     Forward part = *this;
     part.size.B = batches, part.size.L = length;
-    part.in = in.part(batch, batches, first, length);
+    part.in = tokens_of(in, batch, batches, first, length);
     part.initial = before, part.final = after;
     part.out = tokens_of(out, batch, batches, first, length);
     part.retrieved = tokens_of(retrieved, batch, batches, first, length);
     part.kept = tokens_of(kept, batch, batches, first / kChunk, length / kChunk);
     return part;
   }
-  Forward part(int64_t first, int64_t length, const Tensor& before, const Tensor& after) const {
+  Forward part(int64_t first, int64_t length, const View& before, const View& after) const {
     return part(0, size.B, first, length, before, after);
   }
 };
 
 // Inputs and results of a backward pass. `d_initial` and members of `to` are undefined if the gradient is not needed.
 struct Backward {
-  Sizes size;
-  at::ScalarType type;
-  TokenTensors in;
-  Tensor initial, retrieved, kept, d_out, d_final;
-  TokenTensors to;
-  Tensor d_initial;
+  Lengths size;
+  int64_t item;  // bytes of a number in every tensor
+  TokenViews in;
+  View initial, retrieved, kept, d_out, d_final;
+  TokenViews to;
+  View d_initial;
 
-  Backward part(int64_t batch, int64_t batches, int64_t first, int64_t length, const Tensor& before,
-                const Tensor& d_after, const Tensor& d_before) const {
+  Backward part(int64_t batch, int64_t batches, int64_t first, int64_t length, const View& before,
+                const View& d_after, const View& d_before) const {
     Backward part = *this;
     part.size.B = batches, part.size.L = length;
-    part.in = in.part(batch, batches, first, length);
-    part.to = to.part(batch, batches, first, length);
+    part.in = tokens_of(in, batch, batches, first, length);
+    part.to = tokens_of(to, batch, batches, first, length);
     part.initial = before, part.d_final = d_after, part.d_initial = d_before;
     part.d_out = tokens_of(d_out, batch, batches, first, length);
     part.retrieved = tokens_of(retrieved, batch, batches, first, length);
     part.kept = tokens_of(kept, batch, batches, first / kChunk, length / kChunk);
     return part;
   }
-  Backward part(int64_t first, int64_t length, const Tensor& before, const Tensor& d_after,
-                const Tensor& d_before) const {
+  Backward part(int64_t first, int64_t length, const View& before, const View& d_after,
+                const View& d_before) const {
     return part(0, size.B, first, length, before, d_after, d_before);
   }
 };

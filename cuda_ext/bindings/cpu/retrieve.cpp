@@ -7,13 +7,13 @@ namespace {
 
 // In reverse over blocks of value columns: the gradients of written or removed values, and of the rates.
 template <Fades fades, Erases erases>
-void retrieved_backward(const Backward& pass, const Tensor& d_retrieved) {
-  const Sizes& size = pass.size;
+void retrieved_backward(const Backward& pass, const View& d_retrieved) {
+  const Lengths& size = pass.size;
   const int64_t L = size.L;
-  FWP_DISPATCH(pass.type, {
+  FWP_DISPATCH(pass.item, {
     const int64_t vectors = block_vectors<A>(size.Dk, size.Dv, 2), width = vectors * kLanes<A>;
     const SharedHeads shared(size, size.Dv, width);
-    const Tensor d_rate_parts = shared.in_parts(pass.to.rate);
+    const View d_rate_parts = shared.in_parts(pass.to.rate);
     const InputHeads<A> of(pass.in);
     const Heads<const A> d_out(pass.d_out), d_final(pass.d_final), retrieved(pass.retrieved);
     const Heads<A> to(d_retrieved);
@@ -36,19 +36,36 @@ void retrieved_backward(const Backward& pass, const Tensor& d_retrieved) {
             .run();
       });
     });
-    shared.add_parts(pass.to.rate, d_rate_parts);
+    shared.add_parts<A>(pass.to.rate, d_rate_parts);
   })
+}
+
+// The errors times the rates: the written values, identical to the last bit.
+View written_values(const Backward& pass) {
+  const Lengths& size = pass.size;
+  const View written = empty(size.values(), pass.item);
+  FWP_DISPATCH(pass.item, {
+    const Heads<const A> error(pass.retrieved), rate(pass.in.rate);
+    const Heads<A> to(written);
+    for_tokens(size.B * size.H * size.L, size.Dv, [&](int64_t token) {
+      const int64_t h = token / size.L, t = token % size.L;
+      const A* from = error.tokens(h)[t];
+      A *row = to.tokens(h)[t], factor = rate.rates(h)[t];
+      for (int64_t j = 0; j < size.Dv; ++j) row[j] = from[j] * factor;
+    });
+  })
+  return written;
 }
 
 template <Fades fades, Erases erases>
 void backward(const Backward& pass) {
   Backward scan = pass;
-  Tensor d_retrieved = pass.to.v;
-  if (erases == Erases::kRemoval) d_retrieved = at::empty(pass.size.values(), pass.retrieved.options());
+  View d_retrieved = pass.to.v;
+  if (erases == Erases::kRemoval) d_retrieved = empty(pass.size.values(), pass.item);
   retrieved_backward<fades, erases>(pass, d_retrieved);
   if (erases == Erases::kKey) {
-    scan.in.v = pass.retrieved.mul(pass.in.rate.unsqueeze(-1));  // the written values, identical to the last bit
-    scan.to.rate = Tensor();
+    scan.in.v = written_values(pass);
+    scan.to.rate = View();
   }
   forget_scan_backward<fades, erases>(scan, d_retrieved);
 }

@@ -10,9 +10,9 @@ namespace {
 // out_t = q_t W_t with W_t = W_{t-1} + k_t^T v_t, for tensors of any roles. `initial` is W_0, its transpose, or
 // undefined. `final` may be undefined.
 template <typename A>
-void scan(const Sizes& size, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& initial, bool transposed,
-          bool reverse, const Tensor& out, const Tensor& final) {
-  const int64_t rows = k.size(3), columns = v.size(3), length = size.L;
+void scan(const Lengths& size, const View& q, const View& k, const View& v, const View& initial, bool transposed,
+          bool reverse, const View& out, const View& final) {
+  const int64_t rows = k.sizes[3], columns = v.sizes[3], length = size.L;
   const auto ordered = [&](auto x) { return reverse ? x.reversed(length) : x; };
   const Heads<const A> q_(q), k_(k), v_(v), initial_(initial);
   const Heads<A> out_(out), final_(final);
@@ -22,9 +22,9 @@ void scan(const Sizes& size, const Tensor& q, const Tensor& k, const Tensor& v, 
     SumScan<A, NV> scan{block, ordered(q_.tokens(head)), ordered(k_.tokens(head)),
                         ordered(v_.tokens(head).from(column)), ordered(out_.tokens(head).from(column))};
     if constexpr (NV == 4)
-      scan.template run<1, true>(0);
+      scan.template run<1>(0, true);
     else
-      for_token_groups(length, scan);
+      for_like_groups(length, scan);
     block.finish();
   });
 }
@@ -32,15 +32,15 @@ void scan(const Sizes& size, const Tensor& q, const Tensor& k, const Tensor& v, 
 }  // namespace
 
 void sum_forward(const Forward& pass) {
-  const TokenTensors& in = pass.in;
-  FWP_DISPATCH(pass.type,
+  const TokenViews& in = pass.in;
+  FWP_DISPATCH(pass.item,
                scan<A>(pass.size, in.q, in.k, in.v, pass.initial, false, false, pass.out, pass.final);)
 }
 
 void sum_backward(const Backward& pass) {
-  const TokenTensors &in = pass.in, &to = pass.to;
-  const Tensor none;
-  FWP_DISPATCH(pass.type, {
+  const TokenViews &in = pass.in, &to = pass.to;
+  const View none;
+  FWP_DISPATCH(pass.item, {
     scan<A>(pass.size, pass.d_out, in.v, in.k, pass.initial, true, false, to.q, none);
     scan<A>(pass.size, in.v, pass.d_out, in.q, pass.d_final, true, true, to.k, none);
     scan<A>(pass.size, in.k, in.q, pass.d_out, pass.d_final, false, true, to.v, pass.d_initial);

@@ -2,18 +2,13 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <memory>
 #include <new>
-#include <tuple>
 #include <type_traits>
 
-#include "../../cpu/state_block.h"
-#include "../kernel_arguments.h"
+#include "view.h"
 
 namespace fwp::cpu {
 
@@ -22,11 +17,10 @@ namespace fwp::cpu {
 template <typename A>
 class Heads {
  public:
-  explicit Heads(const Tensor& x) {
+  explicit Heads(const View& x) : data_(reinterpret_cast<A*>(x.data)) {
     if (!x.defined()) return;
-    data_ = x.mutable_data_ptr<std::remove_const_t<A>>();
-    heads_ = x.size(1), batch_stride_ = x.stride(0), head_stride_ = x.stride(1), stride_ = x.stride(2);
-    if (x.dim() > 3) column_stride_ = x.stride(3);
+    heads_ = x.sizes[1], batch_stride_ = x.strides[0], head_stride_ = x.strides[1], stride_ = x.strides[2];
+    if (x.dims > 3) column_stride_ = x.strides[3];
   }
   Tokens<A> tokens(int64_t head) const {
     return {address(data_, head / heads_ * batch_stride_ + head % heads_ * head_stride_), stride_};
@@ -78,7 +72,7 @@ void with_vectors(int64_t vectors, F f) {
 // Call f(head, first column, number of columns, vectors per row, scratch) for blocks that cover `columns` of every
 // head. The scratch holds a block and kTokens columns of it. Blocks are narrower if that gives every thread one.
 template <typename A, int widest, typename F>
-void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
+void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   const int64_t heads = size.B * size.H;
   int64_t vectors = block_vectors<A>(rows, columns, widest);
   while (vectors > 1 && heads * blocks_of(columns, vectors * kLanes<A>) < at::get_num_threads()) vectors /= 2;
@@ -97,11 +91,20 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
 // For a group of tokens, the registers hold two vectors per row. For a single token they hold four. Reading the state
 // is then the whole cost, and longer pieces are faster.
 template <typename A, typename F>
-void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
+void for_blocks(const Lengths& size, int64_t rows, int64_t columns, F f) {
   if (size.L == 1)
     for_blocks<A, 4>(size, rows, columns, f);
   else
     for_blocks<A, 2>(size, rows, columns, f);
+}
+
+// Call f(index) for the tokens of all heads, on threads. Each costs `work` operations.
+template <typename F>
+void for_tokens(int64_t tokens, int64_t work, F f) {
+  at::parallel_for(0, tokens, std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, work)),
+                   [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) f(token);
+  });
 }
 
 // Sums over the blocks of columns of a head. Threads share the blocks of a head only if there are fewer heads than
@@ -109,22 +112,37 @@ void for_blocks(const Sizes& size, int64_t rows, int64_t columns, F f) {
 struct SharedHeads {
   int64_t heads, blocks, parts;
 
-  SharedHeads(const Sizes& size, int64_t columns, int64_t width) : heads(size.B * size.H) {
+  SharedHeads(const Lengths& size, int64_t columns, int64_t width) : heads(size.B * size.H) {
     blocks = std::max<int64_t>(1, blocks_of(columns, width));
     const int64_t wanted = heads ? (at::get_num_threads() + heads - 1) / heads : 1;
     parts = std::min(wanted, blocks);
   }
 
   // Memory for all parts of a sum, one after the other. With one part, it is the sum itself.
-  Tensor in_parts(const Tensor& sum) const {
-    if (!sum.defined()) return sum;
-    if (parts == 1) return sum.unsqueeze(0);
-    auto sizes = sum.sizes().vec();
-    sizes.insert(sizes.begin(), parts);
-    return at::empty(sizes, sum.options());
+  View in_parts(const View& sum) const {
+    View all = sum;
+    const int64_t columns = sum.dims == 4 ? sum.sizes[3] : 1;
+    if (sum.defined() && parts > 1)
+      return empty({parts, sum.sizes[0], sum.sizes[1], sum.sizes[2], columns}, 5, sum.item);
+    std::copy_backward(sum.sizes.begin(), sum.sizes.end() - 1, all.sizes.end());
+    std::copy_backward(sum.strides.begin(), sum.strides.end() - 1, all.strides.end());
+    ++all.dims;
+    return all;
   }
-  void add_parts(const Tensor& sum, const Tensor& in_parts) const {
-    if (sum.defined() && parts > 1) sum.copy_(in_parts.sum(0));
+  template <typename A>
+  void add_parts(const View& sum, const View& in_parts) const {
+    if (!sum.defined() || parts == 1) return;
+    const Heads<A> to(sum);
+    const int64_t length = in_parts.sizes[3], columns = in_parts.sizes[4], count = heads * length * columns;
+    const A* from = reinterpret_cast<const A*>(in_parts.data);
+    for_tokens(heads * length, parts * columns, [&](int64_t token) {
+      A* row = to.tokens(token / length)[token % length];
+      for (int64_t i = 0; i < columns; ++i) {
+        A total = 0;
+        for (int64_t part = 0; part < parts; ++part) total += from[part * count + token * columns + i];
+        row[i] = total;
+      }
+    });
   }
 
   // Call f(head, part, block, whether the part has seen a block before, scratch) for all blocks, on threads. The blocks
@@ -145,7 +163,7 @@ struct SharedHeads {
 
 // Call f(head, rule) for every head, on threads. Rule is a quadratic form.
 template <typename Rule, typename F>
-void for_short_heads(const Sizes& size, F f) {
+void for_short_heads(const Lengths& size, F f) {
   // As in for_blocks: a thread costs as much as 2^18 multiply-adds, a few of them in a vector.
   const int64_t work = size.L * (size.L * (size.Dk + size.Dv) + size.Dk * size.Dv);
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, work));
@@ -162,12 +180,12 @@ void for_short_heads(const Sizes& size, F f) {
 
 // Whether the state is kept in registers.
 template <typename A>
-bool is_square(const Sizes& size) {
+bool is_square(const Lengths& size) {
   return size.Dk == kLanes<A> && size.Dv == kLanes<A>;
 }
 
-#define FWP_DISPATCH(type, ...)     \
-  if (type == at::kDouble) {        \
+#define FWP_DISPATCH(item, ...)     \
+  if (item == sizeof(double)) {     \
     using A = double;               \
     __VA_ARGS__                     \
   } else {                          \
