@@ -2,8 +2,8 @@
 
 import argparse
 import shlex
+import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -266,17 +266,18 @@ class Recipe:
 
     def prepare_and_compile(self) -> None:
         """Prepare the data; compile the kernels meanwhile, because most of the preparation uses one core."""
-        import torch  # imported here: --help must work without the package
-
-        from fairseq_fwp.kernels import load_kernels
-
-        device = "cuda" if torch.cuda.is_available() and "--cpu" not in self.extra else "cpu"
-        compilation = threading.Thread(target=load_kernels, args=[device], daemon=True)
-        compilation.start()
-        self.prepare_once()
-        if compilation.is_alive():
-            print("The kernels are compiled, once for this machine.", flush=True)
-        compilation.join()
+        if self.data.is_dir():
+            return self.prepare_once()
+        # Whatever goes wrong there, the training says.
+        with subprocess.Popen(["fwp-info", "--build"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as build:
+            try:
+                self.prepare_once()
+            except BaseException:
+                build.terminate()
+                raise
+            if build.poll() is None:
+                print("The kernels are being compiled, once for this machine.", flush=True)
+        return None
 
     def check_trained(self, model: Model) -> None:
         if not (model.folder / "trained").exists():

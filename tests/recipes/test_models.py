@@ -1,8 +1,7 @@
 """Recipes that train models: their models, stages and seeds, without a training; and language models."""
 
+import os
 import re
-import threading
-import time
 from pathlib import Path
 
 import conversion
@@ -15,8 +14,6 @@ import recipe as recipes
 import training
 from commands import RecipeError
 from recipe import Recipe
-
-from fairseq_fwp import kernels
 
 LINE = "the memory is a matrix that every token reads and writes\n"
 CONF = "arch: fwp_lm\ntask: language_modeling\n"
@@ -60,7 +57,11 @@ def recipe(tmp_path):
 
 
 @pytest.fixture
-def start(recipe, tmp_path):
+def start(recipe, tmp_path, monkeypatch):
+    (tmp_path / "fwp-info").write_text("#!/bin/sh\n")  # which would compile the kernels
+    (tmp_path / "fwp-info").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
     def start(*words, kind=Kind, settings=("--models", "delta", "sum")):
         made = kind(["--recipe", str(recipe), *settings, "--", *map(str, words), "--out", str(tmp_path / "out")])
         made.done = []
@@ -84,23 +85,24 @@ def test_stages_come_in_order_and_what_diverged_is_not_evaluated(start, capsys):
     assert made.done == [] and "run.sh train --out" in capsys.readouterr().err
 
 
-def test_kernels_are_compiled_while_the_data_is_prepared_and_before_a_training(start, monkeypatch):
-    prepared = threading.Event()
+def test_kernels_are_compiled_while_the_data_is_prepared_and_before_a_training(start, tmp_path, monkeypatch):
+    """The command ends only after the preparation, and the training begins only after the command."""
+    monkeypatch.chdir(tmp_path)
+    waiting = "for i in $(seq 600); do [ ! -e prepared ] || break; sleep 0.1; done; sleep 0.2; mv -- prepared $1"
+    (tmp_path / "fwp-info").write_text(f"#!/bin/sh\n{waiting}\n")
 
     class Waiting(Kind):
         def prepare(self, work):
             super().prepare(work)
-            prepared.set()
+            Path("prepared").touch()
 
-    def compile_kernels(device):
-        assert device == "cpu" and prepared.wait(60)
-        time.sleep(0.2)
-        made.done.append("compiled")
+        def train(self, model):
+            assert Path("--build").exists()
+            super().train(model)
 
-    monkeypatch.setattr(kernels, "load_kernels", compile_kernels)
-    made = start("train", "--cpu", kind=Waiting)
+    made = start("train", kind=Waiting)
     made.main()
-    assert made.done == ["check", "prepare", "compiled", "train delta", "train sum"]
+    assert made.done == ["check", "prepare", "train delta", "train sum"]
 
 
 def test_seeds_are_models_of_their_own(start, tmp_path):
