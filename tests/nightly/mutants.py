@@ -198,8 +198,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/evaluation/protocol.py",
-        'found = score(dynamic or scorer, bar, len(text.tokens), getattr(bar, "log", lambda numbers: None))',
-        'found = score(dynamic and scorer, bar, len(text.tokens), getattr(bar, "log", lambda numbers: None))',
+        'found = score(dynamic or scorer, bar, text.tokens, word, getattr(bar, "log", lambda numbers: None))',
+        'found = score(dynamic and scorer, bar, text.tokens, word, getattr(bar, "log", lambda numbers: None))',
     ),
     Mutant("fairseq_fwp/evaluation/scoring.py", "total = 0.0", "total = 1.0"),
     Mutant(
