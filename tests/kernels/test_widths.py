@@ -1,7 +1,7 @@
 """The laws of the operators with vectors of other widths than this machine's own.
 
 The fast tests take x86-64-v3 where the own width is AVX-512's. On a machine with AVX2 v3 is the own width, which
-tests/laws has. All widths that the machine can run are slow tests. Other machines: tests/nightly/test_other_processors.py.
+tests/laws has. All widths that the machine can run are slow tests. tests/nightly/test_other_processors.py has others.
 """
 
 import subprocess
