@@ -26,9 +26,8 @@ setup(
     package_dir={"fairseq_fwp.cuda_ext": "cuda_ext"},
     package_data={"fairseq_fwp.cuda_ext": ["**/*"]},
     install_requires=[
-        # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; fairseq-fixed does.
-        'fairseq-fixed; python_version >= "3.11"',
-        'fairseq; python_version < "3.11"',
+        # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; this one imports on 3.10 too.
+        "fairseq-fixed==0.12.3.1",
         "torch>=2.4,<2.14",  # 2.13 is tested
         "numpy",
         "PyYAML",

@@ -108,7 +108,8 @@ make_venv() {
 }
 
 try_pip() {
-  "$python" -m pip install --quiet "$@" >"$log" 2>&1 && return
+  # Python compiles what is imported; pip would compile all of PyTorch, three quarters of the time that it takes.
+  "$python" -m pip install --no-compile --quiet "$@" >"$log" 2>&1 && return
   ! grep -qF 'Retrying (Retry(total=0' "$log" ||
     die "the package index does not answer: check the network and pip's settings, then run this again."
   return 1
@@ -151,19 +152,30 @@ install() {
   echo "torch==$torch" >"$state/constraints.txt"
   set -- --constraint "$state/constraints.txt"
   pip_install "the build tools" "$@" setuptools wheel cython numpy ninja
-  say "fairseq may have to be built, which takes some minutes"
-  if "$python" -c 'import sys; raise SystemExit(sys.version_info >= (3, 11))'; then
-    # Later versions of pip refuse the metadata of a package that fairseq 0.12.2 needs.
-    pip_install "an older pip" 'pip<24.1'
-    # Its archive lacks the sources of an extension that it builds where it sees torch: an isolated build sees none.
-    pip_install fairseq "$@" fairseq==0.12.2
-  else
-    # An isolated build would fetch a second torch.
-    pip_install fairseq "$@" --no-build-isolation fairseq-fixed==0.12.3.1
-  fi
+  install_fairseq "$@"
   pip_install fairseq_fwp "$@" --no-build-isolation --editable "$root${extras:+[$extras]}"
+  # fairseq asks for torchaudio of any version and runs without: pip may bring one that cannot be loaded.
+  if ! "$python" -I -c 'import torchaudio' 2>/dev/null; then
+    say "removing torchaudio, which this PyTorch cannot load"
+    "$python" -m pip uninstall --yes torchaudio >>"$log" 2>&1 || die "pip could not remove torchaudio: see $log."
+  fi
   link_plugin
   install_nvcc
+}
+
+# Three of fairseq's extensions include all C++ headers of PyTorch, which takes a minute each. Those that they use take a
+# third of it. An isolated build would fetch a second PyTorch.
+install_fairseq() {
+  local headers=$state/headers/torch
+  local -x CFLAGS="${CFLAGS:-} -g0 -O1 -I'$state/headers'"
+  mkdir -p "$headers"
+  printf '#include <torch/%s.h>\n' types csrc/utils/pybind | tee "$headers/torch.h" >"$headers/extension.h"
+  set -- "$@" --no-deps --no-build-isolation "$(grep -o 'fairseq-fixed==[0-9.]*' "$root/setup.py")"
+  say "fairseq may have to be built, which takes a minute or two"
+  pip_install fairseq "$@"
+  # The index has one for Python 3.12, and pip keeps what it built: either may be for another PyTorch.
+  "$python" -I -c 'import torch, alignment_train_cpu_binding' 2>/dev/null ||
+    pip_install "fairseq for this PyTorch" --force-reinstall --no-cache-dir --no-binary fairseq-fixed "$@"
 }
 
 # The kernels are compiled for a GPU by the nvcc of PyTorch's CUDA, which pip has from CUDA 13 on. Without one all else runs.

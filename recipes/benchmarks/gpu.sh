@@ -18,7 +18,7 @@ fetch_wheels() { # fetch_wheels FOLDER [PYTHON]
   local folder=${1:?"gpu.sh wheels: name a folder"} version=${2:-3.12} platforms=() tag
   [ -z "$(ls -A "$folder" 2>/dev/null)" ] || die "$folder must be new or empty: pip takes no two versions of a package."
   # What fairseq needs at import, and a peer. Its other needs are there wherever models are trained.
-  set -- "$(grep -o 'fairseq-fixed==[0-9.]*' "$root/recipes/setup.sh")" hydra-core==1.3.2 omegaconf==2.3.0 bitarray fla-core
+  set -- "$(grep -o 'fairseq-fixed==[0-9.]*' "$root/setup.py")" hydra-core==1.3.2 omegaconf==2.3.0 bitarray fla-core
   for tag in 2_28 2_27 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${tag}_x86_64"); done
   run "$python" -m pip download --quiet --no-deps --dest "$folder" --only-binary=:all: --python-version "$version" \
     --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 "$@"

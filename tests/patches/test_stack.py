@@ -1,6 +1,8 @@
 """Parts of fairseq that today's Python, numpy and torch break."""
 
 import argparse
+import importlib
+import importlib.util
 import io
 import pickle
 
@@ -18,6 +20,20 @@ def test_blocks_of_one_token():
     text = [torch.tensor([5]), torch.tensor([6, 7])]
     blocks = TokenBlockDataset(text, [1, 2], 1, pad=1, eos=2, include_targets=True)
     assert [part.tolist() for part in blocks[0]] == [[2], [5], [1, 2]]
+
+
+def test_the_set_up_leaves_no_broken_package():
+    """fairseq's extensions, built by recipes/setup.sh; a broken torchaudio would break `import transformers`, too."""
+    libbase, libnat, alignment = map(
+        importlib.import_module, ("fairseq.libbase", "fairseq.libnat", "alignment_train_cpu_binding")
+    )
+    assert libnat.compute_ed2([[1, 2, 3], [4]], [[1, 3], [4]]) == [1, 0]
+    assert libbase.balanced_assignment(torch.tensor([[3.0, 1], [2, 0], [0, 5], [1, 4]])).tolist() == [0, 1, 2, 3]
+    aligned = torch.zeros(1, 1, 2)
+    alignment.alignment_train_cpu(torch.full((1, 1, 2), 0.5), aligned, 1e-6)
+    assert aligned.tolist() == [[[0.5, 0.25]]]
+    if importlib.util.find_spec("torchaudio"):
+        importlib.import_module("torchaudio")
 
 
 def test_numpy_compat():
