@@ -56,10 +56,10 @@ def pytest_report_header():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report):
-    """Say what a process of pytest-xdist died of: other signals than a kill print a fatal error."""
+    """Say what a process of pytest-xdist died of: a fault in its own code prints a fatal error."""
     report.longrepr += (
-        "; without a fatal error above, the system killed it, mostly for lack of memory: see dmesg, and use fewer "
-        "processes (--numprocesses 1)"
+        "; without a fatal error above, a signal from outside ended it: SIGKILL for lack of memory (see dmesg, and use "
+        "--numprocesses 1), or an alarm that an earlier test left"
     )
 
 

@@ -3,6 +3,7 @@ refusals, records, goals, floors, tables, pictures, peers."""
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -604,6 +605,7 @@ def test_refuses_without_a_gpu_and_keeps_what_is_there(gpu, monkeypatch, tmp_pat
     with pytest.raises(SystemExit, match=r"^no CUDA device: PyTorch \S+ sees no NVIDIA GPU; run.sh measures on the"):
         gpu.main(["ours", "--out", str(tmp_path)])
     assert (tmp_path / "gpu_ours.csv").read_text() == "an earlier one"
+    assert signal.alarm(0) == 0  # an alarm that is left would kill this process, some minutes later
 
 
 def test_refuses_without_kernels(gpu, monkeypatch, tmp_path):
@@ -611,6 +613,7 @@ def test_refuses_without_kernels(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "load_kernels", lambda device: ops.KernelStatus(False, reason="no nvcc", cure="get it"))
     with pytest.raises(SystemExit, match=r"^no CUDA kernels: no nvcc; get it\.$"):
         gpu.main(["models", "--out", str(tmp_path)])
+    assert signal.alarm(0) == 0
 
 
 def test_kernels_for_a_gpu_that_is_elsewhere(gpu, monkeypatch, capsys):
