@@ -247,6 +247,7 @@ def test_no_drift_over_4096_tokens(emulator, rule, forgetful):
     check_accuracy(emulator, rule, (1, 1, 4096, 16, 16), torch.float32, forgetful=forgetful)
 
 
+@pytest.mark.slow
 def test_no_drift_of_chunks(emulator):
     check_accuracy(emulator, "delta", (1, 1, 8192, 16, 16), torch.bfloat16, forgetful=True)
 

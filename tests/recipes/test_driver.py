@@ -282,9 +282,9 @@ def test_updates_do_not_fetch_memory_again(tmp_path, monkeypatch):
 for update in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(4096, 4096)
-print("faults:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
+print("faults:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""  # in a folder with a space, too
     stand_in(tmp_path, monkeypatch, "")
-    (tmp_path / "bin" / "fairseq-train").write_text(f"#!{sys.executable}\n{code}\n")
+    (tmp_path / "bin" / "fairseq-train").write_text(f"#!/bin/sh\n'{sys.executable}' -c '{code}'\n")
     assert training.fairseq_train([], tmp_path / "log", "model")
     assert int((tmp_path / "log").read_text().rpartition("faults: ")[2]) < 100
 
