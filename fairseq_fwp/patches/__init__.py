@@ -302,6 +302,18 @@ PATCHES = (
         "tests/patches/test_training.py::test_averages_of_a_training",
     ),
     Patch(
+        "fairseq.optim.lr_scheduler.reduce_lr_on_plateau.ReduceLROnPlateauLRSchedule.state_dict",
+        training.save_bad_epochs,
+        FAIRSEQ,
+        "tests/patches/test_training.py::test_a_resumed_training_counts_epochs_without_progress",
+    ),
+    Patch(
+        "fairseq.optim.lr_scheduler.reduce_lr_on_plateau.ReduceLROnPlateauLRSchedule.load_state_dict",
+        training.load_bad_epochs,
+        FAIRSEQ,
+        "tests/patches/test_training.py::test_a_resumed_training_counts_epochs_without_progress",
+    ),
+    Patch(
         "fairseq.criterions.label_smoothed_cross_entropy.label_smoothed_nll_loss",
         training.smooth_over_possible_words,
         FAIRSEQ,

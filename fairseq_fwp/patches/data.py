@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 PREPROCESS = "run fairseq-preprocess again, or copy its folder again"
+PART = 2**24  # words that are compared at once: a comparison needs a byte for each
 Original = Callable[..., Any]
 
 
@@ -101,7 +102,8 @@ def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int
             f"words in {path} must have numbers from 0{limit}, got {high if low >= 0 else low:,}: the text was "
             f"preprocessed with another dictionary; {PREPROCESS}"
         )
-    if dictionary is not None and (pads := np.count_nonzero(words == first + getattr(dictionary, "pad_index", -1))):
+    pad, parts = first + getattr(dictionary, "pad_index", -1), range(0, len(words), PART)
+    if dictionary is not None and (pads := sum(np.count_nonzero(words[i : i + PART] == pad) for i in parts)):
         raise ValueError(
             f"words in {path} must not be {dictionary.pad_word}, which fairseq reads as padding, got {pads:,} of them: "
             "remove them from the text, and run fairseq-preprocess again"

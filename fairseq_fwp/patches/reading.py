@@ -131,6 +131,8 @@ def end_what_is_finished(load: Original) -> Any:
 
     def load_or_end(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
         extra_state, batches = load(cfg, trainer, **kwargs)
+        if not trainer.get_num_updates():  # a new training from the weights of another one, whose hours do not count
+            trainer._previous_training_time = 0
         limits, hours = trainer.cfg.optimization, trainer._previous_training_time / 3600
         for flag, reached, limit in (
             ("--max-update", trainer.get_num_updates(), limits.max_update),

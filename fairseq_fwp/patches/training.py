@@ -1,4 +1,4 @@
-"""Averages of weights, and losses with smoothed labels."""
+"""Averages of weights, losses with smoothed labels, and the state of a learning rate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -74,3 +74,18 @@ def smooth_over_possible_words(loss_of: Original) -> Any:
         return (loss.sum(), nll_loss.sum()) if reduce else (loss, nll_loss)
 
     return smoothed
+
+
+def save_bad_epochs(state_dict: Original) -> Any:
+    """fairseq does not save the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts."""
+    return lambda self: {**state_dict(self), "num_bad_epochs": self.lr_scheduler.num_bad_epochs}
+
+
+def load_bad_epochs(load_state_dict: Original) -> Any:
+    """fairseq does not save the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts."""
+
+    def load(self: Any, saved: dict[str, Any]) -> None:
+        load_state_dict(self, saved)
+        self.lr_scheduler.num_bad_epochs = saved.get("num_bad_epochs", 0)
+
+    return load

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from command_server import Commands
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
+from fairseq.optim.sgd import SGD
 from pairwise import looped
 from small_text import write_text
 
@@ -102,3 +105,24 @@ def test_labels_are_smoothed_over_possible_words(train, start, tmp_path):
     (checkpoint,) = train(tmp_path / "run", 1, *flags)
     assert all(x.isfinite().all() for name, x in checkpoint["model"].items() if name != BIAS)
     assert "loss=inf" not in (tmp_path / "run.log").read_text()
+
+
+def test_a_resumed_training_counts_epochs_without_progress():
+    """--lr-patience 2: with a resume at any epoch, saved before its step, the rates are those of one run."""
+    losses = [5, 4, 4.5, 4.6, 4.7, 4.7, 4.8, 4.9, 3, 4]
+
+    def plateau(rate):
+        settings = {"lr": [rate], "momentum": 0.0, "weight_decay": 0.0, "lr_patience": 2, "lr_shrink": 0.5}
+        settings |= {"lr_threshold": 1e-4, "warmup_updates": 0, "warmup_init_lr": -1}
+        cfg = SimpleNamespace(**settings, maximize_best_checkpoint_metric=False)
+        return ReduceLROnPlateauLRSchedule(cfg, SGD(cfg, [torch.nn.Parameter(torch.zeros(1))]))
+
+    whole, rates, saved = plateau(1.2), [], []
+    for epoch, loss in enumerate(losses, 1):
+        saved.append((whole.optimizer.get_lr(), whole.state_dict()))
+        rates.append(whole.step(epoch, loss))
+    assert rates == [1.2] * 4 + [0.6] * 3 + [0.3] * 3
+    for cut, (rate, state) in enumerate(saved):
+        resumed = plateau(rate)
+        resumed.load_state_dict(state)
+        assert [resumed.step(cut + i, loss) for i, loss in enumerate(losses[cut:], 1)] == rates[cut:], cut
