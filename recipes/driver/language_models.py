@@ -74,7 +74,7 @@ class LanguageModels(Recipe):
     def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
         hidden = argparse.SUPPRESS
         parser.add_argument("--text", choices=TEXTS, required=True, help=hidden)
-        parser.add_argument("--merges", type=whole_number, default=0, help=hidden)  # of byte-pair encoding; 0: whole words
+        parser.add_argument("--merges", type=whole_number, default=0, help=hidden)  # of BPE; 0: whole words
         parser.add_argument("--prompt", help=hidden)
         parser.add_argument("--per-word", action="store_true", help=hidden)
         parser.add_argument(

@@ -303,11 +303,13 @@ def test_wrong_arguments_of_a_text(language, words, said):
         language(*words, data=False)
 
 
-@pytest.mark.parametrize("lines", ["abc", "0"])
-def test_lines_are_a_number(language, lines, capsys):
+@pytest.mark.parametrize(
+    ("flag", "number"), [("--lines", "abc"), ("--lines", "0"), ("--merges", "-5"), ("--merges", "0")]
+)
+def test_lines_and_merges_are_numbers(language, flag, number, capsys):
     with pytest.raises(SystemExit):
-        language("all", "--lines", lines)
-    assert f"--lines: must be a whole number of at least 1, got '{lines}'" in capsys.readouterr().err
+        language("all", flag, number)
+    assert f"{flag}: must be a whole number of at least 1, got '{number}'" in capsys.readouterr().err
 
 
 def test_the_command_line_replaces_the_way_of_reading(language, recipe, capsys):
