@@ -267,7 +267,8 @@ class Recipe:
     def prepare_and_compile(self) -> None:
         """Prepare the data; compile the kernels meanwhile, because most of the preparation uses one core."""
         if self.data.is_dir():
-            return self.prepare_once()
+            self.prepare_once()
+            return
         # Whatever goes wrong there, the training says.
         with subprocess.Popen(["fwp-info", "--build"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as build:
             try:
@@ -277,7 +278,6 @@ class Recipe:
                 raise
             if build.poll() is None:
                 print("The kernels are being compiled, once for this machine.", flush=True)
-        return None
 
     def check_trained(self, model: Model) -> None:
         if not (model.folder / "trained").exists():

@@ -5,8 +5,6 @@ import re
 import pytest
 from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
 
-# Half a minute each.
-ARCHITECTURES = ["80", "90a", "100"]
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
 # three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
 # passes on the tensor cores, whose threads hold 64 numbers of the state where it has 128 rows, have one block of 256.
@@ -48,7 +46,7 @@ def faults(usages):
 
 @needs_nvcc
 @pytest.mark.slow  # test_sass.py compiles them for 90a in the fast suite
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["80", "90a", "100"])
 def test_registers_hold_everything(architecture):
     usages = parse_report(kept_cubin(architecture).report)
     of_types = [type_of(usage) for usage in usages]
