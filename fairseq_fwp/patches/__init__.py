@@ -201,6 +201,18 @@ PATCHES = (
     ),
     Patch(
         "fairseq.checkpoint_utils.load_checkpoint",
+        training.load_patience,
+        FAIRSEQ,
+        "tests/patches/test_training.py::test_a_resumed_training_counts_its_patience",
+    ),
+    Patch(
+        "fairseq.trainer.Trainer.save_checkpoint",
+        training.save_patience,
+        FAIRSEQ,
+        "tests/patches/test_training.py::test_a_resumed_training_counts_its_patience",
+    ),
+    Patch(
+        "fairseq.checkpoint_utils.load_checkpoint",
         reading.end_what_is_finished,
         FAIRSEQ,
         "tests/nightly/faults/test_kill_and_resume.py::test_a_finished_training_changes_nothing",

@@ -130,14 +130,18 @@ def end_what_is_finished(load: Original) -> Any:
     """fairseq looks at the limits of a training only after an update: a finished one trains on when started again."""
 
     def load_or_end(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+        from fairseq_cli.train import should_stop_early
+
         extra_state, batches = load(cfg, trainer, **kwargs)
         if not trainer.get_num_updates():  # a new training from the weights of another one, whose hours do not count
             trainer._previous_training_time = 0
         limits, hours = trainer.cfg.optimization, trainer._previous_training_time / 3600
+        without_progress = vars(should_stop_early).get("num_runs", 0)
         for flag, reached, limit in (
             ("--max-update", trainer.get_num_updates(), limits.max_update),
             ("--max-epoch", batches.next_epoch_idx - 1, limits.max_epoch),
             ("--stop-time-hours", hours, limits.stop_time_hours),
+            ("--patience", without_progress, cfg.patience),
         ):
             if 0 < (limit or 0) <= reached:
                 logger.info(f"training is finished with {flag} {limit}, nothing is changed: a larger value trains on")

@@ -1,4 +1,4 @@
-"""Averages of weights, losses with smoothed labels, and the state of a learning rate."""
+"""Averages of weights, losses with smoothed labels, and the progress that a resumed training counts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -89,3 +89,30 @@ def load_bad_epochs(load_state_dict: Original) -> Any:
         self.lr_scheduler.num_bad_epochs = saved.get("num_bad_epochs", 0)
 
     return load
+
+
+def save_patience(save: Original) -> Any:
+    """fairseq does not save the validations without progress, which --patience counts."""
+
+    def save_with_patience(self: Any, filename: str, extra_state: dict[str, Any]) -> Any:
+        from fairseq_cli.train import should_stop_early  # which keeps its counts as attributes
+
+        return save(self, filename, {**extra_state, "patience": dict(vars(should_stop_early))})
+
+    return save_with_patience
+
+
+def load_patience(load: Original) -> Any:
+    """fairseq does not save the validations without progress, which --patience counts."""
+
+    def load_with_patience(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+        from fairseq_cli.train import should_stop_early
+
+        extra_state, batches = load(cfg, trainer, **kwargs)
+        counts = vars(should_stop_early)
+        counts.clear()  # of another training of this process
+        if trainer.get_num_updates() and not (cfg.reset_optimizer or cfg.reset_meters):
+            counts.update(extra_state.get("patience", {}))
+        return extra_state, batches
+
+    return load_with_patience

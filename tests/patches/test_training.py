@@ -126,3 +126,12 @@ def test_a_resumed_training_counts_epochs_without_progress():
         resumed = plateau(rate)
         resumed.load_state_dict(state)
         assert [resumed.step(cut + i, loss) for i, loss in enumerate(losses[cut:], 1)] == rates[cut:], cut
+
+
+def test_a_resumed_training_counts_its_patience(train, tmp_path):
+    """--patience 2 without progress ends after three validations, also of two runs; with 3 it goes on for one more."""
+    folder, flags = tmp_path / "run", ["--arch", "delta_lm_wt103", "--lr", 0, "--patience"]
+    updates = [len(train(folder, limit, *flags, patience)) for limit, patience in ((2, 2), (9, 2), (9, 2), (9, 3))]
+    assert updates == [2, 3, 3, 4]
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("training is finished with --patience 2, nothing is changed") == 1
