@@ -1,9 +1,12 @@
-"""Run fairseq's commands in forks of a process that has imported everything, so that one can be killed every second.
+"""Run commands in forks of a process that has imported everything: they begin at once, not after ten seconds.
 
 The process reads one command a line, a JSON object as `Commands.start` writes it. It answers with the number of the
 process that runs the command. When that has ended, it answers with an exit status, or the negative number of a signal.
 """
 
+import atexit
+import functools
+import gc
 import io
 import json
 import os
@@ -13,10 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
+PLUGIN = ROOT / "fairseq_fwp"
 
 
 class Commands:
@@ -37,15 +44,20 @@ class Commands:
         die_at: str = "",
         file_size: int | None = None,
         processes: int = 1,
+        user_dir: Path | str = PLUGIN,
+        folder: Path | None = None,
+        stdin: str = "",
+        environment: dict[str, str] | None = None,
     ) -> int:
         """Start a command and return its process number. Output is appended to `log`, of other ranks to `log`.RANK.
 
         die_at: the place where the command kills itself, see `_die_at`; file_size: greatest size of a file in bytes;
-        processes: the number of processes that train together.
+        processes: the number of processes that train together; folder: the one that it runs in.
         """
-        words = [program, *map(str, arguments), "--user-dir", str(ROOT / "fairseq_fwp")]
-        order = {"arguments": words, "log": str(log), "die_at": die_at}
-        order |= {"file_size": file_size, "processes": processes}
+        words = [program, *map(str, arguments)]
+        words += ["--user-dir", str(user_dir)] if program.startswith("fairseq-") else []
+        order = {"arguments": words, "log": str(log), "die_at": die_at, "folder": folder and str(folder)}
+        order |= {"file_size": file_size, "processes": processes, "stdin": stdin, "environment": environment or {}}
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(order) + "\n")
         self.server.stdin.flush()
@@ -68,6 +80,32 @@ class Commands:
     def _answer(self) -> str:
         assert self.server.stdout is not None
         return self.server.stdout.readline().strip()
+
+
+@functools.cache
+def shared() -> Commands:
+    """Return the server of this process of pytest."""
+    server = Commands()
+    atexit.register(server.close)
+    return server
+
+
+def run(
+    program: str,
+    *arguments: object,
+    user_dir: Path | str = PLUGIN,
+    cwd: Path | None = None,
+    status: int = 0,
+    stdin: str = "",
+    **environment: str,
+) -> str:
+    """Return the output of a command, both streams together; fail unless it exits with a status of that kind."""
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        options = {"user_dir": user_dir, "folder": cwd, "stdin": stdin, "environment": environment}
+        found = shared().run(program, *arguments, log=Path(log.name), **options)
+        said = log.read()
+    assert (found == 0) == (status == 0), said
+    return said
 
 
 def _die_at(place: str, folder: str) -> None:
@@ -137,21 +175,26 @@ def _train_together(order: dict) -> None:
 
 def _obey(order: dict) -> None:
     """Run a command in this process."""
-    from fairseq_cli import eval_lm, generate, train
-
     if order["processes"] > 1:
         _train_together(order)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
+    with tempfile.TemporaryFile() as given:
+        given.write(order["stdin"].encode())
+        given.seek(0)
+        os.dup2(given.fileno(), 0)
+    sys.stdin = os.fdopen(0)
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"] or ".")
     arguments = order["arguments"]
     if order["file_size"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], order["file_size"]))
     if order["die_at"]:
         _die_at(order["die_at"], arguments[arguments.index("--save-dir") + 1])
     sys.argv = arguments
-    main = {"fairseq-train": train, "fairseq-eval-lm": eval_lm, "fairseq-generate": generate}[arguments[0]].cli_main
-    main()
+    (program,) = entry_points(group="console_scripts", name=arguments[0])
+    sys.exit(program.load()())
 
 
 def _run(order: dict) -> NoReturn:
@@ -161,6 +204,8 @@ def _run(order: dict) -> NoReturn:
         _obey(order)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
@@ -169,13 +214,12 @@ def _run(order: dict) -> NoReturn:
 
 
 def _serve() -> None:
-    import fairseq_cli.eval_lm
-    import fairseq_cli.generate
-    import fairseq_cli.train  # noqa: F401
-
-    import fairseq_fwp  # noqa: F401
-
     answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # modules log while they are imported
+    # Training first, because it sets the form of the log. Optimizers import _dynamo.
+    for name in ("fairseq_cli.train", "fairseq_cli.eval_lm", "fairseq_cli.generate", "torch._dynamo", "fairseq_fwp"):
+        import_module(name)
+    gc.freeze()  # or every command would look through all that is imported, and copy it
     print("ready", file=answers)
     for line in sys.stdin:
         child = os.fork()

@@ -10,31 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_server import PLUGIN, run
 from pairwise import looped
 
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 
-PLUGIN = Path(__file__).resolve().parents[1] / "fairseq_fwp"
 SIZE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "48"]
 BATCH = ["--tokens-per-sample", "32", "--batch-size", "4", "--required-batch-size-multiple", "1"]
 OPTIMIZATION = ["--optimizer", "adam", "--lr", "1e-3", "--log-format", "simple", "--log-interval", "1"]
 ADAPTIVE = ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]
-
-
-def run(command, *args, user_dir=PLUGIN, cwd=None, status=0, stdin="", **environment):
-    """Output of a fairseq command with the plugin, both streams together; fails unless it exits with `status`."""
-    program = Path(sys.executable).with_name(command)
-    result = subprocess.run(
-        [program, *map(str, args), "--user-dir", str(user_dir)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        input=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert (result.returncode == 0) == (status == 0), result.stdout
-    return result.stdout
 
 
 def train(data, save_dir, *args, arch="delta_lm_wt103", updates=6, size=SIZE, **kwargs):

@@ -1,13 +1,11 @@
 """Conversion in three stages with fairseq-train: attention, distribution, words; each stopped in its middle as well."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from test_commands import ADAPTIVE, data, losses, run, train  # noqa: F401  (a fixture)
+from command_server import run
+from test_commands import ADAPTIVE, data, losses, train  # noqa: F401  (a fixture)
 
 from tests.convert.test_gpt2 import WORDS, Folder, make_tensors
 
@@ -31,7 +29,7 @@ def converted(data, teacher, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("converted") / "delta"
     flags = ["--decoder-update-rule", "delta", "--decoder-feature-map", "elu", "--sum-normalization"]
     arguments = [teacher, "--source", "fwp-lm", "--vocabulary", data / "dict.txt", "--out", folder, *flags]
-    subprocess.run([Path(sys.executable).with_name("fwp-convert"), *arguments], check=True, capture_output=True)
+    run("fwp-convert", *arguments)
     return folder / "checkpoint.pt", (folder / "flags.txt").read_text().split()
 
 

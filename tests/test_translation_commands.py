@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 from cli.test_eval_lm import train_model
+from command_server import run
 from fairseq import options
 from fairseq_cli import generate
-from test_commands import run
 
 SIZE = [f"--{side}-{size}" for side in ("encoder", "decoder") for size in ("layers", "embed-dim", "ffn-embed-dim")]
 SIZE = [word for flag, value in zip(SIZE, (2, 16, 24) * 2, strict=True) for word in (flag, str(value))]

@@ -4,26 +4,15 @@ import math
 import random
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from command_server import run
 from pairwise import looped
 
 from fairseq_fwp.convert import checkpoint
 from fairseq_fwp.modules.dropout import Dropout
 from tests.convert.conftest import WORDS, Converter, build, load, read_vector, score
-
-PLUGIN = Path(__file__).resolve().parents[2] / "fairseq_fwp"
-
-
-def run(command, *args):
-    program = [Path(sys.executable).with_name(command)] if isinstance(command, str) else [sys.executable, *command]
-    result = subprocess.run([*program, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert result.returncode == 0, result.stdout
-    return result.stdout
 
 
 @pytest.mark.parametrize("name", ["schlag-lm/type25", "transformer-xl/wt103_div_val"])
@@ -117,11 +106,11 @@ def converted(tmp_path_factory):
 
 
 @pytest.mark.slow
-@looped("command", ["fairseq-eval-lm", ("-m", "fairseq_fwp.cli.eval_lm")], ids=["fairseq", "fwp"])
+@looped("command", ["fairseq-eval-lm", "fwp-eval-lm"])
 def test_it_is_scored(converted, command):
     folder, data, expected = converted
     arguments = ["--path", folder / "checkpoint.pt", "--gen-subset", "valid", "--tokens-per-sample", 11]
-    log = run(command, data, *arguments, "--context-window", 0, "--user-dir", PLUGIN, "--cpu")
+    log = run(command, data, *arguments, "--context-window", 0, "--cpu")
     assert "Evaluated 80 tokens" in log
     assert float(re.search(r"Loss \(base 2\): ([\d.]+)", log)[1]) == pytest.approx(expected, abs=2e-4)
 
@@ -134,6 +123,6 @@ def test_fairseq_trains_it(converted, tmp_path, option):
     training = ["--optimizer", "adam", "--lr", 0, "--weight-decay", 0.01]
     training += ["--batch-size", 4, "--max-update", 1, "--log-format", "simple"]
     files = ["--save-dir", tmp_path, "--no-epoch-checkpoints", option, folder / "checkpoint.pt"]
-    log = run("fairseq-train", data, *flags, *training, *files, "--user-dir", PLUGIN, "--cpu")
+    log = run("fairseq-train", data, *flags, *training, *files, "--cpu")
     assert re.search(r"Loaded checkpoint .*checkpoint\.pt", log)
     assert float(re.search(r"valid on 'valid' subset \| loss ([\d.]+)", log)[1]) == pytest.approx(expected, abs=2e-3)

@@ -1,14 +1,13 @@
 """fairseq's own models: `--user-dir fairseq_fwp` trains and resumes them on today's stack."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
-from command_server import Commands
+from command_server import shared
 from small_text import write_text
 
 
@@ -60,15 +59,8 @@ def write_audio(folder: Path) -> None:
 WRITERS = {"translation": write_translation, "language_modeling": write_text}
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    server = Commands()
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def train(commands, tmp_path):
+def train(tmp_path):
     """A function train(folder, updates, *flags) -> the last checkpoint; data and log are in tmp_path."""
 
     def train(folder, updates, *flags):
@@ -76,7 +68,7 @@ def train(commands, tmp_path):
         flags += ("--batch-size", "4", "--optimizer", "adam", "--lr", "1e-3", "--cpu", "--no-epoch-checkpoints")
         flags += ("--log-format", "simple", "--log-interval", "1", "--num-workers", "0")
         save = ["--save-dir", tmp_path / folder, "--max-update", updates]
-        assert commands.run("fairseq-train", tmp_path, *flags, *save, log=log) == 0, log.read_text()
+        assert shared().run("fairseq-train", tmp_path, *flags, *save, log=log) == 0, log.read_text()
         return torch.load(tmp_path / folder / "checkpoint_last.pt", weights_only=True)
 
     return train

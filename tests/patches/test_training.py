@@ -1,12 +1,11 @@
 """Averages of weights over a training, and smoothed labels, are what their definitions say."""
 
-from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from command_server import Commands
+from command_server import shared
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.optim.sgd import SGD
@@ -19,14 +18,7 @@ BIAS = "decoder.adaptive_softmax.bias"
 
 
 @pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    server = Commands()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def train(commands, tmp_path_factory):
+def train(tmp_path_factory):
     """A function train(folder, updates, *flags) -> the checkpoint of each update, of a tied model with FAVOR+."""
     data = write_text(tmp_path_factory.mktemp("text"))
     size = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16]
@@ -37,7 +29,7 @@ def train(commands, tmp_path_factory):
     def train(folder, updates, *more):
         log = folder.with_suffix(".log")
         save = ["--save-dir", folder, "--max-update", updates]
-        assert commands.run("fairseq-train", data, *flags, *save, *more, log=log) == 0, log.read_text()
+        assert shared().run("fairseq-train", data, *flags, *save, *more, log=log) == 0, log.read_text()
         saved = sorted(folder.glob("checkpoint_1_*.pt"), key=lambda path: int(path.stem.split("_")[-1]))
         return [torch.load(path, weights_only=True) for path in saved]
 

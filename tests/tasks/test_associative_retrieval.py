@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from test_commands import run
+from command_server import run
 
 from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
 from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS

@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from test_commands import run
+from command_server import run
 
 from fairseq_fwp.tasks.fwp_sequence_problems import FwpSequenceProblemsConfig, FwpSequenceProblemsTask
 from fairseq_fwp.tasks.sequence_problems import NOT_ASKED, PROBLEMS, Setting

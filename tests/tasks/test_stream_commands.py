@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_server import PLUGIN, run
 from fairseq.data import Dictionary
-from test_commands import ADAPTIVE, OPTIMIZATION, PLUGIN, SIZE, losses, run
+from test_commands import ADAPTIVE, OPTIMIZATION, SIZE, losses
 
 from .conftest import WORDS, random_lines, write_text
 
