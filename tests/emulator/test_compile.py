@@ -1,9 +1,11 @@
 """nvcc compiles the kernels for every generation of GPUs, without local memory."""
 
 import re
+import subprocess
 
 import pytest
 from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
+from emulator import KERNELS
 
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
 # three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
@@ -45,7 +47,15 @@ def faults(usages):
 
 
 @needs_nvcc
-@pytest.mark.slow  # test_sass.py compiles them for 90a in the fast suite
+def test_the_compiler_takes_the_kernels(tmp_path):
+    """Without its optimisations, which take minutes."""
+    command = ["nvcc", "-std=c++17", "-arch=sm_90a", "-ptx", "-Xcicc", "-O0", "-Werror", "all-warnings"]
+    done = subprocess.run([*command, KERNELS / "kernels.cu", "-o", tmp_path / "k.ptx"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_nvcc
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["80", "90a", "100"])
 def test_registers_hold_everything(architecture):
     usages = parse_report(kept_cubin(architecture).report)

@@ -13,8 +13,6 @@ from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
 from emulator import RULES, Emulator, Launch
 from sass import FEATURES, Kernel, disassemble, measure_all, readable
 
-ARCHITECTURES = ["90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("80", "100"))]
-
 
 class Expected(NamedTuple):
     """The limits of a kind of kernel."""
@@ -223,7 +221,8 @@ def estimates(emulator: Emulator, kernels: dict[str, Kernel]) -> str:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["80", "90a", "100"])
 def test_kernels_keep_to_the_gate(architecture, emulator):
     cubin = kept_cubin(architecture)
     by_key = measure_all(disassemble(cubin.path))
