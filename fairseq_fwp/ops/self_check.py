@@ -1,9 +1,11 @@
 """Compare the kernels of a library with the reference before their first use, and remember the rules that fail.
 
 A compiler can be wrong, and kernels for a GPU are compiled on machines where the tests never ran. So outputs, new
-states and all gradients of every rule are compared with the reference in float64 on small inputs, in a second. If the
-kernel of a rule fails, it is not used. The result is stored next to the library, by the name of the GPU; a new library
-is checked again.
+states and all gradients of every rule are compared with the reference in float64 on small inputs, in a few seconds. If
+the kernel of a rule fails, it is not used. The result is stored next to the library, by the name of the GPU; a new
+library is checked again.
+
+The check runs in another process, because an illegal access makes a GPU unusable for the process that made it.
 """
 
 import contextlib
@@ -11,9 +13,10 @@ import hashlib
 import itertools
 import json
 import os
+import subprocess
+import sys
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +84,15 @@ def _load_and_check(device: str) -> Faults:
     status = load_kernels(device.partition(":")[0])
     if status.path is None:
         return {}
-    library, on_gpu = Path(status.path), device.startswith("cuda")
-    known, name = read_faults(library), torch.cuda.get_device_name(device) if on_gpu else device
+    library, name = Path(status.path), torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    known = read_faults(library)
     if name not in known:
-        if on_gpu and torch.cuda.is_current_stream_capturing():  # results cannot be read
-            said = "the kernels are not checked, because their first call is being captured: call a rule once before"
+        try:
+            known[name] = _check_apart(device)
+        except RuntimeError as error:
+            said = f"the kernels are used on {device} without a check, which another process could not make: {error}"
             warnings.warn(said, RuntimeWarning, stacklevel=7)
             return {}
-        # A separate thread is not affected by the caller's modes: no_grad, autocast, inference, fake tensors.
-        with ThreadPoolExecutor(1) as pool:
-            known[name] = pool.submit(_check_all, torch.device(device)).result()
         with contextlib.suppress(OSError):  # if it cannot be written, each process checks
             part = library.with_name(f"checked.{os.getpid()}")
             part.write_text(json.dumps({"library": _digest(library), "faults": known}, indent=1), encoding="utf-8")
@@ -102,11 +104,46 @@ def _digest(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
-def _check_all(device: torch.device) -> Faults:
+def _rules() -> dict[str, Any]:
     from . import decay, delta, delta_product, gated, gated_delta, gla, rwkv7, sum  # which import this module
 
     rules = [module.RULE for module in (sum, gated, gla, decay, delta, gated_delta, delta_product, rwkv7)]
-    return {rule.name: reason for rule in (*rules, delta_product.WITH_DECAY) if (reason := _check(rule, device))}
+    return {rule.name: rule for rule in (*rules, delta_product.WITH_DECAY)}
+
+
+CHILD = "from fairseq_fwp.ops.self_check import check_in_child; check_in_child()"
+
+
+def _check_apart(device: str) -> Faults:
+    """Return the faults on a device, found by child processes; raise RuntimeError if they cannot run the check."""
+    left, faults = list(_rules()), {}
+    while left:
+        command = [sys.executable, "-c", CHILD, device, *left]
+        child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+        found = dict(json.loads(line) for line in child.stdout.splitlines() if line.startswith('["'))
+        left = left[len(found) :]
+        if child.returncode > 0 or (child.returncode == 0 and not found):
+            raise RuntimeError((child.stderr.strip() or "no output").splitlines()[-1])
+        if child.returncode < 0:
+            found[left.pop(0)] = f"its check was ended by signal {-child.returncode}"
+        faults |= {name: reason for name, reason in found.items() if reason}
+    return faults
+
+
+def check_in_child() -> None:
+    """Check rules on a device, and print each result; end after an error, after which a GPU may not work."""
+    _, device, *names = sys.argv
+    torch.zeros(1, device=device)  # without this, the first rule would be blamed for a device that does not work
+    for name in names:
+        try:
+            reason, ended = _check(_rules()[name], torch.device(device)), False
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason, ended = str(error).partition("\n")[0], True
+        print(json.dumps([name, reason]), flush=True)
+        if ended:
+            return
 
 
 def _check(rule: Any, device: torch.device) -> str:
@@ -121,12 +158,7 @@ def _check(rule: Any, device: torch.device) -> str:
         for first, dtypes in ((None, (torch.bfloat16,)),) if sizes in LONG else usual:
             truth = _results(rule.reference, given, torch.float64, torch.device("cpu"), first)
             for dtype in dtypes:
-                try:
-                    found = _results(rule.family, given, dtype, device, first)
-                except torch.cuda.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:
-                    return str(error).partition("\n")[0]
+                found = _results(rule.family, given, dtype, device, first)
                 for name, x in found.items():
                     distance = float((x - truth[name]).norm() / truth[name].norm())
                     if not distance <= LIMITS[dtype]:
