@@ -58,6 +58,8 @@ setup(
             # Where there is nvcc, the tests read what it makes of the kernels.
             'nvidia-cuda-nvdisasm; platform_system == "Linux"',
         ],
+        # Triton kernels for --fwp-backend fla.
+        "fla": ["fla-core>=0.6"],
         # Has no wheels; recipes/setup.sh builds it.
         "peers": ["pytorch-fast-transformers"],
     },

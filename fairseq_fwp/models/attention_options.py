@@ -93,9 +93,10 @@ class MemoryOptions(FairseqDataclass):
     norm_read_out: bool = option(
         False, "apply layer normalisation to the output of each head", argument="norm_output", of="attention"
     )
-    fwp_backend: ChoiceEnum(["auto", "kernel", "reference"]) = option(  # type: ignore[valid-type]
+    fwp_backend: ChoiceEnum(["auto", "kernel", "fla", "reference"]) = option(  # type: ignore[valid-type]
         "auto",
-        "kernel: C++ and CUDA operators; reference: their definition in PyTorch; auto: kernels where they can be built",
+        "kernel: C++ and CUDA operators; fla: Triton kernels of the package fla-core, in bfloat16 or float16 on CUDA; "
+        "reference: their definition in PyTorch; auto: kernel where it can be built, else reference",
         argument="backend",
         of=("attention", "all"),
         same_function=True,

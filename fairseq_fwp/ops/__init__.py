@@ -9,13 +9,14 @@ That operator has kernels (cuda_ext/, built at first use). All rules have the sa
         float64, bfloat16 or float16 (under autocast too: nothing is cast here).
     state: (B, H, Dk, Dv) before the first token, float32 (float64 for float64 inputs); None is zeros.
     first: (B, L), bool: tokens that begin a document, where the memory starts empty; None is nowhere.
-    backend: "auto", "kernel" or "reference" (a loop over the step).
+    backend: "auto", "kernel", "fla" (Triton kernels of flash-linear-attention, on CUDA: see ``fla.py``) or "reference"
+        (a loop over the step).
 
     out: (B, H, L, Dv) in v's dtype, the output of each token, after its own write.
     state: the new state, after the last token. Both are differentiable once, with the reference any number of times.
 
     ValueError, TypeError: a shape, device, backend or dtype does not fit.
-    RuntimeError: ``backend="kernel"``, but the kernel cannot be built or used.
+    RuntimeError: ``backend="kernel"`` or ``"fla"``, but the kernel cannot be built, found or used.
 
 A rule of your own is ``Rule("my_rule", step, {"gate": (PER_TOKEN,)})``, which is called in the same way. Gradients,
 checks and the operator of PyTorch come with it. ``fairseq_fwp.testing.check_rule(my_rule)`` tests it against the laws

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from ..kernels import load_kernels
 
-BACKENDS = ("auto", "kernel", "reference")
+BACKENDS = ("auto", "kernel", "fla", "reference")
 # Greatest size of a key or a value, if kernels have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
 GREATEST_SIZE = {"cuda": 512}
 _warned: set[str] = set()

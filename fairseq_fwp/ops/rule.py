@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import chunks, self_check
+from . import chunks, fla, self_check
 from .arguments import PER_KEY, PER_VALUE, Shape, check_arguments, first_state, retrieve, state_dtype
 from .dispatch import BACKENDS, is_transformed, require_kernel, too_large
 
@@ -67,6 +67,9 @@ class Rule:
         """Return the same for q, k, v and the gates in their order."""
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if backend == "fla":
+            self.check(*tokens, state=state, first=first)
+            return fla.run(self.name, dict(zip(("q", "k", "v", *self.gates), tokens, strict=True)), state, first)
         if backend == "kernel":
             self._require_kernel(tokens[0])
         if backend == "reference" or (

@@ -271,7 +271,7 @@ OVERRIDES = {
     "{'seed': 1.5}": r"seed must be a whole number, got 1\.5$",
     "{'dropout': None}": r"dropout must be a number, got None$",
     "{'sum_normalization': 'x'}": r"sum_normalization must be True or False, got 'x'$",
-    "{'fwp_backend': 'gpu'}": r"fwp_backend must be one of auto, kernel, reference, got 'gpu'$",
+    "{'fwp_backend': 'gpu'}": r"fwp_backend must be one of auto, kernel, fla, reference, got 'gpu'$",
     "{'decoder_update_rule': 'x'}": r"the update rule must be one of .*, got 'x'",
     "{'decoder_layers': 3}": r"holds .* --decoder-layers 2, but --model-overrides asks for --decoder-layers 3, which",
 }

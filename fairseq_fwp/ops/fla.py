@@ -1,0 +1,117 @@
+"""The Triton kernels of flash-linear-attention on a CUDA device: ``backend="fla"``, with the package ``fla-core``.
+
+Its functions take (B, L, H, D), logarithms of decays, and documents as one row of tokens with the places where they
+start. FORMS has a function and its arguments for each rule. Our own kernels take what these do not: decays of exactly
+zero, float32 and float64, and keys of any size. They also give the same bits in every run.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICES, DTYPES, GREATEST_KEY = ("cuda",), (torch.bfloat16, torch.float16), 256
+DECAYS = ("gate", "decay")  # arguments of which fla takes the logarithm
+Form = tuple[str, dict[str, Any]]  # a function, by module and name, and its arguments
+
+
+def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Form:
+    written = ((1 - gate.float()).unsqueeze(-1) * k).to(k.dtype)
+    return "simple_gla.chunk_simple_gla", {"q": q, "k": written, "v": v, "g": gate.float().log()}
+
+
+def _gla(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Form:
+    function = "gla.chunk_gla" if decay.dim() == 4 else "simple_gla.chunk_simple_gla"
+    return function, {"q": q, "k": k, "v": v, "g": decay.float().log()}
+
+
+def _gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Form:
+    function = "kda.chunk_kda" if decay.dim() == 4 else "gated_delta_rule.chunk_gated_delta_rule"
+    return function, {"q": q, "k": k, "v": v, "g": decay.float().log(), "beta": beta}
+
+
+def _delta_product(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None = None) -> Form:
+    # (B, L, H, N, ...) -> (B, L N, H, ...)
+    steps = {name: x.transpose(2, 3).flatten(1, 2) for name, x in {"k": k, "v": v, "beta": beta}.items()}
+    more = {"g": None if decay is None else decay.float().log(), "num_householder": k.shape[3]}
+    return "gated_delta_product.chunk_gated_delta_product", {"q": q, **steps, **more}
+
+
+def _rwkv7(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor) -> Form:
+    removes = {"a": -removal_key, "b": removal_rate * removal_key}
+    tokens = {"r": q, "k": k, "v": v} | {name: x.to(k.dtype) for name, x in removes.items()}
+    return "rwkv7.chunk_rwkv7", {**tokens, "w": decay.float().log()}
+
+
+FORMS: dict[str, Callable[..., Form]] = {
+    "sum_rule": lambda q, k, v: ("linear_attn.chunk_linear_attn", {"q": q, "k": k, "v": v, "normalize": False}),
+    "gated_rule": _gated,
+    "gla_rule": _gla,
+    "delta_rule": lambda q, k, v, beta: ("delta_rule.chunk_delta_rule", {"q": q, "k": k, "v": v, "beta": beta}),
+    "gated_delta_rule": _gated_delta,
+    "delta_product_rule": _delta_product,
+    "rwkv7_rule": _rwkv7,
+}
+
+
+def run(
+    rule: str, given: dict[str, Tensor], state: Tensor | None = None, first: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) of a rule for its arguments by name.
+
+    ValueError, TypeError: what fla's kernels do not take. RuntimeError: there is no such kernel, device or package.
+    """
+    _check(rule, given)
+    function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in given.values()))
+    places, last = None, slice(None)
+    if first is not None:
+        places, begins, last = _documents(first)
+        arguments = {name: _one_row(x) for name, x in arguments.items()}
+        if state is not None:
+            kept = state.masked_fill(first[:, 0, None, None, None], 0)
+            state = state.new_zeros((len(places) - 1, *state.shape[1:])).index_copy(0, begins, kept)
+    call = _load(function)
+    out, memory = call(**arguments, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=places)
+    B, _, L = given["q"].shape[:3]
+    return out.view(B, L, *out.shape[2:]).transpose(1, 2), memory[last]
+
+
+def _documents(first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the places of the documents of all rows in one row, and the numbers of each row's first and last."""
+    starts = first.clone()
+    starts[:, 0] = True
+    numbers = starts.flatten().cumsum(0).view_as(starts) - 1
+    places = starts.flatten().nonzero().flatten()
+    return torch.cat((places, places.new_tensor([first.numel()]))), numbers[:, 0], numbers[:, -1]
+
+
+def _one_row(x: Any) -> Any:
+    return x.flatten(0, 1).unsqueeze(0) if isinstance(x, Tensor) else x
+
+
+def _check(rule: str, given: dict[str, Tensor]) -> None:
+    q = given["q"]
+    said = f"{rule} with backend='fla': "
+    if rule not in FORMS:
+        raise RuntimeError(f"{said}the rule must be one of {', '.join(FORMS)}; use backend='auto'")
+    if q.device.type not in DEVICES:
+        raise RuntimeError(f"{said}tensors must be on a CUDA device, got {q.device}; use backend='auto'")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"{said}q must be bfloat16 or float16, got {q.dtype}; use backend='auto' for others")
+    if not 0 < q.shape[3] <= GREATEST_KEY or not given["v"].shape[-1] or not q.shape[2]:
+        raise ValueError(f"{said}there must be tokens, with keys of at most {GREATEST_KEY}, got q {tuple(q.shape)}")
+    for name in DECAYS:
+        if name in given and rule == "delta_product_rule" and given[name].dim() == 4:
+            raise ValueError(f"{said}{name} must have shape (B, H, L), got {tuple(given[name].shape)}")
+        if name in given and not (given[name] > 0).all():
+            raise ValueError(f"{said}{name} must be above 0, got {given[name].min().item():g}; use backend='auto'")
+
+
+def _load(function: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    module, _, name = function.rpartition(".")
+    try:
+        return getattr(import_module(f"fla.ops.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"backend='fla' needs the package fla-core, got {error}: pip install fla-core") from error
