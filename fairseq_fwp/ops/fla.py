@@ -65,7 +65,8 @@ def run(
     """
     _check(rule, given)
     function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in given.values()))
-    places, last = None, slice(None)
+    places: Tensor | None = None
+    last: Any = slice(None)
     if first is not None:
         places, begins, last = _documents(first)
         arguments = {name: _one_row(x) for name, x in arguments.items()}

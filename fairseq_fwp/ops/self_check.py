@@ -116,7 +116,8 @@ CHILD = "from fairseq_fwp.ops.self_check import check_in_child; check_in_child()
 
 def _check_apart(device: str) -> Faults:
     """Return the faults on a device, found by child processes; raise RuntimeError if they cannot run the check."""
-    left, faults = list(_rules()), {}
+    left = list(_rules())
+    faults: Faults = {}
     while left:
         command = [sys.executable, "-c", CHILD, device, *left]
         child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
