@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "../cuda/launchers.h"
+#include "autograd.h"
 #include "kernel_arguments.h"
 
 namespace fwp::cuda {

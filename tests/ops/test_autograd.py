@@ -1,4 +1,4 @@
-"""Autograd of the compiled operators, which is compiled with their kernels (cuda_ext/bindings/autograd.cpp).
+"""Autograd of the compiled operators, which is compiled with their kernels (cuda_ext/bindings/autograd.h).
 
 Gradients are tested in tests/laws; here are the other promises of autograd.
 """

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "../autograd.h"
 #include "../kernel_arguments.h"
 #include "passes.h"
 

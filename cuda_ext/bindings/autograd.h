@@ -1,6 +1,6 @@
 // Autograd of the operator, for the device whose kernels are built; FWP_AUTOGRAD_KEY is its dispatch key.
 // fairseq_fwp/ops registers the same in Python for all devices, but that takes as long as the kernels on small inputs.
-// This is a separate file because its headers take 15 seconds to compile.
+#pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
