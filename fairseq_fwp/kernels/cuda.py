@@ -15,9 +15,14 @@ OLDEST = (8, 0)
 
 
 def architecture_flags() -> list[str]:
-    """nvcc's flags for TORCH_CUDA_ARCH_LIST, or else for the GPUs that this process sees. Raises BuildError."""
+    """nvcc's flags for TORCH_CUDA_ARCH_LIST. Without it, or if it is "native": for the GPUs that this process sees.
+
+    Raises BuildError.
+    """
     gpus = _visible_gpus()
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(map(_dotted, gpus))
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST") or "native"
+    if listed == "native":  # as in PyTorch
+        listed = " ".join(map(_dotted, gpus))
     found = re.findall(r"(\d+)\.(\d)[af]?(\+PTX)?", listed)
     # Such lists are often made for many libraries: capabilities too old for the kernels are skipped.
     chosen = {(*gpu, bool(ptx)) for *digits, ptx in found if (gpu := tuple(map(int, digits))) >= OLDEST}

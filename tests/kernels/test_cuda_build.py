@@ -126,6 +126,7 @@ def test_nothing_is_built_by_asking(machine):
         ([A100, H200], "", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
         ([H200, H200], "", ["compute_90a,code=sm_90a"]),
         ([A100, T4], "", ["compute_80,code=sm_80"]),
+        ([A100, H200], "native", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
         ([H200], "8.0;9.0a", ["compute_80,code=sm_80", "compute_90a,code=sm_90a"]),
         ([H200], "7.5 8.0+PTX", ["compute_80,code=sm_80", "compute_80,code=compute_80"]),
         ([("NVIDIA L4", (8, 9))], "8.0, 8.6", ["compute_80,code=sm_80", "compute_86,code=sm_86"]),
