@@ -117,7 +117,7 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   if (given.keeps_states()) check("kept", kept, pass.kept_sizes(), pass.state_type, device);
   check("grad_out", grad_out, pass.size.values(), q.scalar_type(), device);
   check("grad_state", grad_state, pass.size.state(), pass.state_type, device);
-  const Tensor found = given.retrieves() ? prepare(retrieved) : Tensor(), d_out = grad_out ? prepare(*grad_out) : Tensor();
+  const Tensor found = given.retrieves() ? retrieved.contiguous() : Tensor(), d_out = grad_out ? prepare(*grad_out) : Tensor();
   const Tensor states = given.keeps_states() ? kept.contiguous() : Tensor(), d_state = contiguous(grad_state);
   const TokenTensors& in = pass.in;
   const auto like = [](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), x.options()) : Tensor(); };
