@@ -257,6 +257,24 @@ def test_layout_changes_nothing(rule, form):
             assert torch.equal(expanded[name], x), (name, case)
 
 
+def at_odd_offset(x):
+    """Return the same numbers in a storage in which they begin one number later, so not at a multiple of 16 bytes."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+@every_subject
+def test_alignment_changes_nothing(rule, form):
+    """The last shape is long enough for a GPU's tensor cores in bfloat16."""
+    shapes = [*FEW[form], *[(1, 2, 70, 16, 24)] * (form == "scan")]
+    for case in pairwise(shape=shapes, dtype=[torch.float32, torch.bfloat16], state=[False, True]):
+        inputs = sample_inputs(rule, case["shape"], case["dtype"], state=case["state"])
+        gradients = cotangents(inputs)
+        expected = results(fastest(rule), inputs, gradients)
+        odd = {name: None if x is None else at_odd_offset(x) for name, x in inputs.items()}
+        for name, x in results(fastest(rule), odd, tuple(map(at_odd_offset, gradients))).items():
+            assert torch.equal(x, expected[name]), (name, case)
+
+
 @every_subject
 def test_the_number_of_threads_changes_no_bit_of_heads_and_little_of_columns(rule, form, device):
     """Several sequences are split by sequence and head, one sequence with one head by columns of the value."""
