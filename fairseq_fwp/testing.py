@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.ops.arguments import Shape
-from fairseq_fwp.ops.rule import Results, Rule
+from fairseq_fwp.ops.arguments import Results, Shape
+from fairseq_fwp.ops.rule import Rule
 
 SIZES = {"B": 2, "H": 2, "L": 9, "Dk": 4, "Dv": 3, "N": 2}
 CUT = 4

@@ -16,12 +16,11 @@ from fairseq.utils import import_user_module
 
 import fairseq_fwp
 from fairseq_fwp.cli.flags import MODELS, first_line, flags_of, page
-from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels
+from fairseq_fwp.kernels import DEVICES, kernel_status, load_kernels, self_check
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import ATTENTIONS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES, find_rule
-from fairseq_fwp.ops import self_check
 
 PACKAGES = ("fairseq_fwp", "fairseq-fixed", "fairseq", "torch", "numpy", "omegaconf", "hydra-core")
 

@@ -95,8 +95,8 @@ class MemoryOptions(FairseqDataclass):
     )
     fwp_backend: ChoiceEnum(["auto", "kernel", "fla", "reference"]) = option(  # type: ignore[valid-type]
         "auto",
-        "kernel: C++ and CUDA operators; fla: Triton kernels of the package fla-core, in bfloat16 or float16 on CUDA; "
-        "reference: their definition in PyTorch; auto: kernel where it can be built, else reference",
+        "kernel: C++ and CUDA operators; fla: Triton kernels of fla-core, in half precision on CUDA; reference: their "
+        "definition in PyTorch; auto: kernels where they can be built",
         argument="backend",
         of=("attention", "all"),
         same_function=True,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fairseq_fwp.ops.dispatch import is_transformed
+from fairseq_fwp.ops.rule import is_transformed
 
 # With fewer rows, oneDNN is not faster than MKL (measured with 128 to 512 columns).
 MIN_ROWS = 256

@@ -1,7 +1,7 @@
 """Update rules of fast weight programmers as pure functions of tensors: state in, state out, no parameters.
 
-Each rule is one file: its equation, the step that defines it, and its form as a case of one operator, ``fast_weights``.
-That operator has kernels (cuda_ext/, built at first use). All rules have the same call:
+``rules.py`` defines each by its equation, its step, and its form as a case of one operator, ``fast_weights``, which has
+kernels (cuda_ext/, built at first use). All rules have the same call:
 
     out, state = <name>_rule(q, k, v, <gates>, state=None, *, first=None, backend="auto")
 
@@ -27,17 +27,19 @@ from functools import partial
 
 from ..kernels import KernelStatus, kernel_status
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve
-from .decay import decay_rule
-from .delta import delta_rule
-from .delta_product import delta_product_rule
-from .fwm import fwm_rule
-from .gated import gated_rule
-from .gated_delta import gated_delta_rule
-from .gla import gla_rule
 from .rule import Rule
-from .rwkv7 import rwkv7_rule
+from .rules import (
+    decay_rule,
+    delta_product_rule,
+    delta_rule,
+    fwm_rule,
+    gated_delta_rule,
+    gated_rule,
+    gla_rule,
+    rwkv7_rule,
+    sum_rule,
+)
 from .short import SumScores, scores_are_cheaper
-from .sum import sum_rule
 
 decay_rule_reference = partial(decay_rule, backend="reference")
 delta_rule_reference = partial(delta_rule, backend="reference")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Results = tuple[Tensor, Tensor]  # out and the new state
 Shape = tuple[str, ...]
 PER_TOKEN: Shape = ("B", "H", "L")
 PER_KEY: Shape = ("B", "H", "L", "Dk")

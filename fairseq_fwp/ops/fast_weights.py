@@ -10,15 +10,15 @@ Schema, fake implementation, checks and autograd of all rules with kernels are h
 of a key, Dv size of a value.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import chunks
-from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, outer, retrieve, state_dtype
-from .dispatch import kernel_ready, refuse_double_backward
-from .rule import Results, Rule
+from ..kernels.backend import kernel_ready
+from . import reference
+from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, check_arguments, outer, retrieve, state_dtype
 
 # Tokens between two states that kernels keep for the backward pass of a forgetting rule: kChunk of cuda_ext.
 KEPT_EVERY = 32
@@ -33,7 +33,7 @@ SCHEMA = ", ".join(f"Tensor? {name}" for name in (*OPTIONAL, "state", "first")) 
 
 
 class Inputs(NamedTuple):
-    """The operator's arguments, in their order; shapes and dtypes are checked by :func:`_rule`."""
+    """The operator's arguments, in their order; shapes and dtypes are checked by :func:`_check`."""
 
     q: Tensor
     k: Tensor
@@ -103,14 +103,14 @@ def step(
     return after - outer(removal_rate * removal_key, retrieve(removal_key, memory))
 
 
-def _rule(given: Inputs) -> Rule:
-    """Return the rule that these inputs define; it checks them, and runs without a kernel."""
+def reference_of(given: Inputs) -> Callable[..., Results]:
+    """Return the definition for these inputs: (*given.tokens, state=, first=) -> out and the new state."""
     names = [name for name in OPTIONAL if getattr(given, name) is not None]
 
     def named_step(memory: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         return step(memory, k, v, **dict(zip(names, gates, strict=True)), erases=given.erases)
 
-    return Rule("fast_weights", named_step, {name: OPTIONAL[name] for name in names}, fast_weights)
+    return lambda *tokens, state, first: reference.loop("fast_weights", named_step, tokens, state, first)
 
 
 def _check(given: Inputs) -> None:
@@ -121,7 +121,9 @@ def _check(given: Inputs) -> None:
         raise ValueError("fast_weights: erases must be False with removal_key and removal_rate, got True")
     if given.value_decay is not None and (given.rate is not None or given.erases or removes):
         raise ValueError("fast_weights: value_decay must be None with a rate, erasing or removal, got a tensor")
-    _rule(given).check(*given.tokens, state=given.state, first=given.first)
+    shapes = {"q": (PER_KEY,), "k": (PER_KEY,), "v": (PER_VALUE,), **OPTIONAL}
+    tensors = {name: (getattr(given, name), shapes[name]) for name in shapes if getattr(given, name) is not None}
+    check_arguments("fast_weights", tensors, given.state, given.first)
 
 
 @torch.library.custom_op(
@@ -142,7 +144,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if kernel_ready(given.q.device.type):
         return torch.ops.fwp.fast_weights(*given)
     _, _, retrieved, kept = _allocate(given)
-    out, state, _ = chunks.forward(_rule(given).reference, given.tokens, given.state, given.first)
+    out, state, _ = reference.forward(reference_of(given), given.tokens, given.state, given.first)
     if given.erases:
         retrieved.copy_(given.v)
     return out, state, retrieved, kept
@@ -183,9 +185,9 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
         return torch.ops.fwp.fast_weights_backward(*inputs)
     if given.erases:
         given = given._replace(v=retrieved.to(given.q.dtype))
-    loop, tokens = _rule(given).reference, given.tokens
-    starts = chunks.forward(loop, tokens, given.state, given.first)[2]
-    found = iter(chunks.backward(loop, tokens, given.first, starts, grad_out, grad_state))
+    run, tokens = reference_of(given), given.tokens
+    starts = reference.forward(run, tokens, given.state, given.first)[2]
+    found = iter(reference.backward(run, tokens, given.first, starts, grad_out, grad_state))
     grads = _allocate_gradients(given, retrieved)
     return tuple(x if given[i] is None else next(found) for i, x in enumerate(grads))
 
@@ -217,5 +219,5 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None,
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
-refuse_double_backward(_backward)
+reference.refuse_double_backward(_backward)
 _operator = torch.ops.fwp.fast_weights.default

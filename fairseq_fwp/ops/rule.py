@@ -11,13 +11,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import chunks, fla, self_check
-from .arguments import PER_KEY, PER_VALUE, Shape, check_arguments, first_state, retrieve, state_dtype
-from .dispatch import BACKENDS, is_transformed, require_kernel, too_large
+from ..kernels import self_check
+from ..kernels.backend import require_kernel, too_large
+from . import fla
+from .arguments import PER_KEY, PER_VALUE, Results, Shape, check_arguments
+from .reference import allocate, backward, forward, loop, refuse_double_backward
 
-Results = tuple[Tensor, Tensor]
+BACKENDS = ("auto", "kernel", "fla", "reference")
 REFERENCE = "use backend='reference', which layers take too"
 SIZES = {"B", "H", "L", "N", "Dk", "Dv"}
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func, or forward mode, is active."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +52,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         self._check_form()
-        object.__setattr__(self, "_compute", self.family or chunks.make_operator(self))
+        object.__setattr__(self, "_compute", self.family or make_operator(self))
         object.__setattr__(self, "__doc__", self.step.__doc__)
 
     def __call__(self, *arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
@@ -94,27 +103,7 @@ class Rule:
 
     def reference(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> Results:
         """Return the result of a loop over the step, which is differentiable any number of times."""
-        q, _, v = tokens[:3]
-        reads: list[Tensor] = []
-        memory = like = first_state(q, v, state)
-        with torch.autocast(q.device.type, enabled=False):
-            for q_t, *token, is_first in self.unbind(*tokens, first=first):
-                if is_first is not None:
-                    memory = memory.masked_fill(is_first, 0)
-                memory = self.step(memory, *token)
-                if not reads:
-                    self._check_step(memory, like)
-                reads.append(retrieve(q_t, memory))
-        out = torch.stack(reads, 2).to(v.dtype) if reads else v.flatten(2, -2).clone()
-        return out, memory
-
-    def unbind(self, *tokens: Tensor, first: Tensor | None = None) -> Any:
-        """Iterate over the tokens: q_t, k_t, v_t, the gates (B, H, 1) or wider, and first (B, 1, 1, 1) or None."""
-        dtype = state_dtype(tokens[0].dtype)
-        # unbind, because the backward pass of indexing token by token is quadratic in L.
-        parts = [(x.unsqueeze(-1) if x.dim() == 3 else x).to(dtype).unbind(2) for x in tokens]
-        firsts = [None] * tokens[0].shape[2] if first is None else first[:, None, :, None, None].unbind(2)
-        return zip(*parts, firsts, strict=True)
+        return loop(self.name, self.step, tokens, state, first)
 
     def check(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> None:
         """Raise ValueError or TypeError, in one sentence, unless the arguments fit one another."""
@@ -135,13 +124,6 @@ class Rule:
                     f"{self.name}: the shapes of {gate} must be a tuple such as (ops.PER_TOKEN,), got {shapes!r}"
                 )
 
-    def _check_step(self, memory: Any, like: Tensor) -> None:
-        """Check the shape of a step's result: a wrong one would be broadcast silently."""
-        got = f"{tuple(memory.shape)} of {memory.dtype}" if isinstance(memory, Tensor) else type(memory).__name__
-        expected = f"{tuple(like.shape)} of {like.dtype}"
-        if got != expected:
-            raise TypeError(f"{self.name}: the step must return the memory, {expected}, got {got}")
-
     def _require_kernel(self, q: Any) -> None:
         if self.family is None:
             raise RuntimeError(f"{self.name} has no compiled kernel: use backend='auto' or 'reference'")
@@ -159,3 +141,62 @@ class Rule:
         """Refuse forward-mode derivatives, which would silently be zero; loaded kernels refuse them themselves."""
         if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments):
             raise NotImplementedError(f"{self.name} has no derivative in forward mode: {REFERENCE}")
+
+
+def _free_name(name: str) -> str:
+    """Return the name, with a number if such an operator exists already, from this package or the same rule."""
+    free, number = name, 1
+    while any(hasattr(torch.ops.fwp, taken) for taken in (free, f"{free}_backward")):
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
+def make_operator(rule: Rule) -> Callable[..., Results]:
+    """Return the rule as an operator ``fwp::<name>`` of PyTorch, with its fake and its autograd."""
+    name, names = _free_name(rule.name), ("q", "k", "v", *rule.gates)
+    tensors = ", ".join(f"Tensor {tensor}" for tensor in names)
+    schema = f"({tensors}, Tensor? state, Tensor? first) -> (Tensor, Tensor, Tensor)"
+
+    @torch.library.custom_op(f"fwp::{name}", mutates_args=(), schema=schema)
+    def op(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tokens, state, first = given
+        rule.check(*tokens, state=state, first=first)
+        return forward(rule.reference, tuple(tokens), state, first)
+
+    @op.register_fake
+    def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tokens, state, first = given
+        rule.check(*tokens, state=state, first=first)
+        return allocate(tokens[0], tokens[2])
+
+    schema = f"({tensors}, Tensor? first, Tensor starts, Tensor? grad_out, Tensor? grad_state) -> Tensor[]"
+
+    @torch.library.custom_op(f"fwp::{name}_backward", mutates_args=(), schema=schema)
+    def op_backward(*given: Any) -> list[Tensor]:
+        *tokens, first, starts, grad_out, grad_state = given
+        return backward(rule.reference, tuple(tokens), first, starts, grad_out, grad_state)
+
+    @op_backward.register_fake
+    def _(*given: Any) -> list[Tensor]:
+        *tokens, _, _, _, _ = given
+        return [*(x.new_empty(x.shape) for x in tokens), allocate(tokens[0], tokens[2])[1]]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tokens, state, first = inputs
+        ctx.has_state = state is not None
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*tokens, first, output[2])
+
+    def differentiate(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Any, ...]:
+        *grads, of_state = op_backward(*ctx.saved_tensors, grad_out, grad_state)
+        return *grads, of_state if ctx.has_state else None, None
+
+    op.register_autograd(differentiate, setup_context=setup_context)
+    refuse_double_backward(op_backward)
+
+    def run(*tokens: Tensor, state: Tensor | None, first: Tensor | None) -> Results:
+        return op(*tokens, state, first)[:2]
+
+    return run

@@ -7,7 +7,7 @@ from emulator import NAMES, Given
 from subjects import COMBINATIONS, RULES, cotangents, operands, sample_combination, sample_inputs
 from torch import Tensor
 
-from fairseq_fwp.ops.fast_weights import Inputs, _rule
+from fairseq_fwp.ops.fast_weights import Inputs, reference_of
 
 CASES = [name for name, rule in RULES.items() if rule.kernel and not name.startswith("delta_product")]
 
@@ -37,7 +37,7 @@ def reference(given: Given, erases: bool, gradients: Sequence[Tensor]) -> Given:
     """Return outputs and all gradients, by name."""
     leaves = {name: x if name == "first" else x.detach().requires_grad_() for name, x in given.items()}
     inputs = Inputs(**leaves, erases=erases)
-    out, state = _rule(inputs).reference(*inputs.tokens, state=inputs.state, first=inputs.first)
+    out, state = reference_of(inputs)(*inputs.tokens, state=inputs.state, first=inputs.first)
     of = {name: x for name, x in leaves.items() if name != "first"}
     found = torch.autograd.grad((out, state), list(of.values()), gradients, materialize_grads=True)
     outputs = {"out": out.detach(), "state": state.detach()}

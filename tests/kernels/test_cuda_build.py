@@ -16,9 +16,8 @@ from isolated import run_isolated
 from subjects import sample_inputs
 
 from fairseq_fwp import ops
-from fairseq_fwp.kernels import build, cuda
+from fairseq_fwp.kernels import backend, build, cuda
 from fairseq_fwp.kernels import library as loading
-from fairseq_fwp.ops import dispatch
 
 H200, A100, T4 = ("NVIDIA H200", (9, 0)), ("NVIDIA A100", (8, 0)), ("Tesla T4", (7, 5))
 LIMITS = build._source_folder() / "cuda" / "launchers.h"
@@ -233,21 +232,21 @@ def test_a_build_that_fails(machine):
 def test_auto_says_once_why_it_runs_the_reference(machine, monkeypatch):
     machine.see()
     monkeypatch.setattr(loading, "_statuses", {})
-    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(backend, "_warned", set())
     with pytest.warns(RuntimeWarning, match=r"on cuda as slow loops in Python: PyTorch sees no NVIDIA GPU; check"):
-        assert not dispatch.kernel_ready("cuda")
+        assert not backend.kernel_ready("cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not dispatch.kernel_ready("cuda")
+        assert not backend.kernel_ready("cuda")
     with pytest.raises(RuntimeError, match="no compiled kernel for cuda: PyTorch sees no NVIDIA GPU; check"):
-        dispatch.require_kernel("cuda")
+        backend.require_kernel("cuda")
 
 
 def test_auto_leaves_sizes_beyond_the_kernels_to_the_reference(monkeypatch):
     (limit,) = re.findall(r"kGreatestSize = (\d+);", LIMITS.read_text())
-    assert {"cuda": int(limit)} == dispatch.GREATEST_SIZE
-    monkeypatch.setattr(dispatch, "GREATEST_SIZE", {"cpu": 4})
-    monkeypatch.setattr(dispatch, "_warned", set())
+    assert {"cuda": int(limit)} == backend.GREATEST_SIZE
+    monkeypatch.setattr(backend, "GREATEST_SIZE", {"cpu": 4})
+    monkeypatch.setattr(backend, "_warned", set())
     inputs = sample_inputs("delta", (1, 1, 3, 5, 4))
     with pytest.warns(
         RuntimeWarning,

@@ -508,7 +508,7 @@ MUTANTS = [
         "return torch.exp(F.logsigmoid(x) * 16)",
     ),
     Mutant(
-        "fairseq_fwp/ops/decay.py",
+        "fairseq_fwp/ops/rules.py",
         "return outer(key_decay, value_decay) * memory + outer(k, v)",
         "return outer(key_decay, value_decay) + memory + outer(k, v)",
     ),
@@ -523,17 +523,17 @@ MUTANTS = [
         "if given.value_decay is None and (given.rate is not None or given.erases or removes):",
     ),
     Mutant(
-        "fairseq_fwp/ops/fwm.py",
+        "fairseq_fwp/ops/rules.py",
         "filled = memory.detach().abs().sum((-2, -1), keepdim=True) != 0",
         "filled = memory.detach().abs().sum((-2, -1), keepdim=False) != 0",
     ),
     Mutant(
-        "fairseq_fwp/ops/fwm.py",
+        "fairseq_fwp/ops/rules.py",
         "return written / torch.where(writes & filled & (square > 1), square, 1.0).sqrt()",
         "return written * torch.where(writes & filled & (square > 1), square, 1.0).sqrt()",
     ),
     Mutant(
-        "fairseq_fwp/ops/gla.py",
+        "fairseq_fwp/ops/rules.py",
         "return decay.unsqueeze(-1) * memory + outer(k, v)",
         "return decay.unsqueeze(-1) + memory + outer(k, v)",
     ),
@@ -548,17 +548,17 @@ MUTANTS = [
         "if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is None for x in arguments):",
     ),
     Mutant(
-        "fairseq_fwp/ops/self_check.py",
+        "fairseq_fwp/kernels/self_check.py",
         "if not distance <= LIMITS[dtype]:",
         "if distance > LIMITS[dtype]:",
     ),
     Mutant(
-        "fairseq_fwp/ops/self_check.py",
+        "fairseq_fwp/kernels/self_check.py",
         'if found["library"] == _digest(library):',
         'if found["library"]:',
     ),
     Mutant(
-        "fairseq_fwp/ops/self_check.py",
+        "fairseq_fwp/kernels/self_check.py",
         "return _faults.setdefault(device, known[name])",
         "return known[name] if known[name] else {}",
     ),

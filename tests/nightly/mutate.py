@@ -22,13 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
 TESTS = {
     "cuda_ext": ["laws", "ops", "modules"],
+    "fairseq_fwp/kernels": ["kernels", "ops"],
     "fairseq_fwp/ops": ["laws", "ops", "modules"],
     "fairseq_fwp/modules": ["modules", "models", "tasks"],
     "fairseq_fwp/models": ["models", "tasks", "evaluation", "convert", "modules"],
     "fairseq_fwp/evaluation": ["evaluation", "cli"],
     "fairseq_fwp/tasks": ["tasks", "models"],
     "fairseq_fwp/convert": ["convert"],
-    "fairseq_fwp/patches": ["patches", "cli", "tasks", "faults", "nightly/faults"],
+    "fairseq_fwp/patches": ["patches", "cli", "tasks", "nightly/faults"],
     "fairseq_fwp/criterions": ["criterions", "tasks", "models"],
     "fairseq_fwp/cli": ["cli", "evaluation"],
 }

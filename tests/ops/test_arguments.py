@@ -7,8 +7,8 @@ import torch
 from pairwise import looped
 from subjects import PER_KEY, RULES, WITH_KERNEL, operands, sample_inputs
 
+from fairseq_fwp import ops
 from fairseq_fwp.ops.fast_weights import fast_weights
-from fairseq_fwp.ops.gla import RULE
 
 SHAPE = (2, 3, 4, 5, 6)
 KEY, VALUE = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 6)
@@ -64,8 +64,11 @@ def test_the_list_of_arguments():
         ((q, k, v), {"first": first}, "3 by position"),
     ):
         with pytest.raises(TypeError, match=f"^{names}{got}$"):
-            RULE(*given, **named)
-    assert RULE(q, k, v, decay=decay, first=first)[0].shape == RULE(q, k, v, decay, state, first=first)[0].shape
+            ops.gla_rule(*given, **named)
+    assert (
+        ops.gla_rule(q, k, v, decay=decay, first=first)[0].shape
+        == ops.gla_rule(q, k, v, decay, state, first=first)[0].shape
+    )
 
 
 @looped("backend", ["auto", "reference"])
@@ -97,7 +100,7 @@ def test_other_numbers_and_backends_are_refused(rule, gradients):
         for dtype in (torch.uint8, torch.int64, torch.bool, torch.complex64):
             with pytest.raises(TypeError, match=f"q must be float32, .*got {dtype}"):
                 RULES[rule].function(**{name: x.to(dtype) for name, x in inputs.items()})
-        with pytest.raises(ValueError, match="auto, kernel, reference, got 'fast'"):
+        with pytest.raises(ValueError, match="auto, kernel, fla, reference, got 'fast'"):
             RULES[rule].function(**inputs, backend="fast")
 
 

@@ -141,7 +141,7 @@ def test_rules_of_one_name_stay_what_they_are():
     assert torch.equal(one(**inputs)[0], before) and not torch.equal(other(**inputs)[0], before)
     for taken in ("fast_weights", "fast_weights_backward"):  # operators of the package
         check_rule(ops.Rule(taken, leaky, KEEP))
-    check_rule(ops.delta.RULE)
+    check_rule(ops.delta_rule.rule)
 
 
 def test_an_argument_is_given_once():

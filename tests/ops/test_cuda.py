@@ -16,7 +16,7 @@ from subjects import (
 from test_memory import BOUND
 
 from fairseq_fwp import ops
-from fairseq_fwp.ops import self_check
+from fairseq_fwp.kernels import self_check
 
 pytestmark = pytest.mark.cuda
 every_kernel = pytest.mark.parametrize("rule", WITH_KERNEL)

@@ -8,8 +8,8 @@ import torch
 from pairwise import looped
 
 from fairseq_fwp import ops
-from fairseq_fwp.ops import dispatch
-from fairseq_fwp.ops.chunks import CHUNK
+from fairseq_fwp.kernels import backend
+from fairseq_fwp.ops.reference import CHUNK
 
 every_backend = pytest.mark.parametrize("backend", ["reference", "auto"])
 
@@ -218,7 +218,7 @@ def test_without_a_kernel(monkeypatch):
     def refuse(device_type):
         raise AssertionError("asked for a kernel")
 
-    monkeypatch.setattr(dispatch, "load_kernels", refuse)
+    monkeypatch.setattr(backend, "load_kernels", refuse)
     tensors = tokens(3)
     with pytest.raises(RuntimeError, match=r"no compiled kernel: use backend='auto'"):
         ops.fwm_rule(*tensors, backend="kernel")

@@ -20,7 +20,7 @@ from subjects import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_fwp import ops
-from fairseq_fwp.ops.fast_weights import Inputs, _rule, fast_weights
+from fairseq_fwp.ops.fast_weights import Inputs, fast_weights, reference_of
 
 
 @looped("shape", [(2, 2, 45, 5, 20), (1, 2, 40, 16, 16)], ids=str)
@@ -30,7 +30,7 @@ def test_every_combination_is_the_step_of_the_family(name, shape):
 
     def by_step(**given):
         made = Inputs(**given, erases=erases)
-        return _rule(made).reference(*made.tokens, state=made.state)
+        return reference_of(made)(*made.tokens, state=made.state, first=None)
 
     gradients = cotangents(inputs)
     found = results(lambda **given: fast_weights(**given, erases=erases), inputs, gradients)

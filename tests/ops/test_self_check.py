@@ -9,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_fwp import kernels, ops
 from fairseq_fwp.cli import info
-from fairseq_fwp.ops import delta, self_check
+from fairseq_fwp.kernels import self_check
+from fairseq_fwp.ops.rules import RULES
 
 CPU = torch.device("cpu")
+DELTA = ops.delta_rule.rule
 CHECK_APART = self_check._check_apart
 FAULT = "the gradient of q in float64 is off by 1"
 
@@ -32,7 +34,7 @@ def library(tmp_path, monkeypatch):
 
 def check_here(device):
     """Check all rules in this process, whose kernels a test can make wrong."""
-    found = {name: self_check._check(rule, torch.device(device)) for name, rule in self_check._rules().items()}
+    found = {rule.name: self_check._check(rule, torch.device(device)) for rule in RULES if rule.family}
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -45,12 +47,12 @@ def forget(monkeypatch):
 @pytest.fixture
 def wrong(monkeypatch):
     """Make only the gradient of the delta rule's kernel wrong."""
-    right = delta.in_family
+    right = DELTA.family
 
     def family(q, *rest, **named):
         return right(q + (q - q.detach()), *rest, **named)
 
-    monkeypatch.setitem(delta.RULE.__dict__, "family", family)
+    monkeypatch.setitem(DELTA.__dict__, "family", family)
 
 
 def call(rule=ops.delta_rule, **options):
@@ -63,11 +65,12 @@ def test_kernels_are_right():
 
 PREPARED = """
 import os, signal
-from fairseq_fwp.ops import self_check
+from fairseq_fwp.kernels import self_check
+from fairseq_fwp.ops.rules import RULES
 self_check.SIZES = ({"B": 1, "H": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},)
 self_check.WITH_SEGMENTS = ()
 """
-SMALL = f"{PREPARED}self_check.check_in_child()"
+SMALL = f"{PREPARED}self_check.check_in_child(RULES)"
 BROKEN = f"""{PREPARED}
 right = self_check._check
 def _check(rule, device):
@@ -77,7 +80,7 @@ def _check(rule, device):
         os.kill(os.getpid(), signal.SIGABRT)
     return "off" if rule.name == "rwkv7_rule" else right(rule, device)
 self_check._check = _check
-self_check.check_in_child()
+self_check.check_in_child(RULES)
 """
 
 
@@ -114,9 +117,9 @@ def test_a_check_that_cannot_run_blames_no_rule(library, monkeypatch, child, rea
     ],
 )
 def test_what_is_wrong_is_found(monkeypatch, change, reason):
-    right = delta.in_family
-    monkeypatch.setitem(delta.RULE.__dict__, "family", lambda *x, **named: change(*right(*x, **named)))
-    assert reason in self_check._check(delta.RULE, CPU)
+    right = DELTA.family
+    monkeypatch.setitem(DELTA.__dict__, "family", lambda *x, **named: change(*right(*x, **named)))
+    assert reason in self_check._check(DELTA, CPU)
 
 
 def test_a_rule_that_fails_runs_as_the_reference(library, wrong):

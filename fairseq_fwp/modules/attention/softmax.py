@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fwp.modules.attention.alignment import join_padding, reset_padding
 from fairseq_fwp.modules.attention.heads import Attention, check_heads
-from fairseq_fwp.ops.dispatch import is_transformed
+from fairseq_fwp.ops.rule import is_transformed
 
 
 class KeyValueCache(NamedTuple):

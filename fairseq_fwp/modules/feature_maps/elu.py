@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
 from fairseq_fwp.modules.precision import at_least_float32
-from fairseq_fwp.ops.dispatch import is_transformed
+from fairseq_fwp.ops.rule import is_transformed
 
 
 class EluPlusOne(FeatureMap):

@@ -1,15 +1,12 @@
-"""Choose the implementation that runs an update rule: the compiled kernel, or Python."""
+"""Whether compiled kernels run on a device: what they take, and what to say where there are none."""
 
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..kernels import load_kernels
+from .library import load_kernels
 
-BACKENDS = ("auto", "kernel", "fla", "reference")
 # Greatest size of a key or a value, if kernels have a limit: kGreatestSize of cuda_ext/cuda/launchers.h.
 GREATEST_SIZE = {"cuda": 512}
 _warned: set[str] = set()
@@ -60,19 +57,3 @@ def _warn_once(device_type: str, reason: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def is_transformed() -> bool:
-    """Return whether a transform of torch.func, or forward mode, is active."""
-    if torch.compiler.is_compiling():
-        return False
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
-def refuse_double_backward(op: Any) -> None:
-    """Make differentiating a backward operator an error: it has no derivative, and silence would be a wrong one."""
-
-    def raise_error(ctx: Any, *grads: Tensor | None) -> None:
-        raise RuntimeError(f"{op._qualname} cannot be differentiated: for second derivatives use backend='reference'")
-
-    op.register_autograd(raise_error)

@@ -17,14 +17,14 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import load_kernels
-from .arguments import PER_KEY, PER_VALUE, state_dtype
+from .library import load_kernels
 
 # Not the CPU: tests cover it with common compilers, and a check costs a second for each new library.
 CHECKED = ("cuda",)
@@ -104,55 +104,65 @@ def _digest(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
-def _rules() -> dict[str, Any]:
-    from . import decay, delta, delta_product, gated, gated_delta, gla, rwkv7, sum  # which import this module
-
-    rules = [module.RULE for module in (sum, gated, gla, decay, delta, gated_delta, delta_product, rwkv7)]
-    return {rule.name: rule for rule in (*rules, delta_product.WITH_DECAY)}
-
-
-CHILD = "from fairseq_fwp.ops.self_check import check_in_child; check_in_child()"
+CHILD = """
+from fairseq_fwp.kernels.self_check import check_in_child
+from fairseq_fwp.ops.rules import RULES
+check_in_child(RULES)
+"""
 
 
 def _check_apart(device: str) -> Faults:
-    """Return the faults on a device, found by child processes; raise RuntimeError if they cannot run the check."""
-    left = list(_rules())
+    """Return the faults on a device, found by child processes; raise RuntimeError if they cannot run the check.
+
+    A child writes a line for each rule that it begins to check, and one when it has checked it. After an error it ends,
+    and another child checks the other rules.
+    """
     faults: Faults = {}
-    while left:
-        command = [sys.executable, "-c", CHILD, device, *left]
+    begun, ended = 0, False
+    while not ended:
+        command = [sys.executable, "-c", CHILD, device, str(begun)]
         child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-        found = dict(json.loads(line) for line in child.stdout.splitlines() if line.startswith('["'))
-        left = left[len(found) :]
-        if child.returncode > 0 or (child.returncode == 0 and not found):
+        lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("[")]
+        if child.returncode > 0 or not lines:
             raise RuntimeError((child.stderr.strip() or "no output").splitlines()[-1])
+        faults |= {name: reason for name, reason in lines if reason}
+        begun += sum(reason is None for _, reason in lines)
         if child.returncode < 0:
-            found[left.pop(0)] = f"its check was ended by signal {-child.returncode}"
-        faults |= {name: reason for name, reason in found.items() if reason}
+            faults[lines[-1][0]] = f"its check was ended by signal {-child.returncode}"
+        ended = child.returncode == 0 and lines[-1][0] == ALL
     return faults
 
 
-def check_in_child() -> None:
-    """Check rules on a device, and print each result; end after an error, after which a GPU may not work."""
-    _, device, *names = sys.argv
+ALL = "all"  # the line after the last rule
+
+
+def check_in_child(rules: Sequence[Any]) -> None:
+    """Check rules from a number on, and print each result."""
+    _, device, begun = sys.argv
     torch.zeros(1, device=device)  # without this, the first rule would be blamed for a device that does not work
-    for name in names:
+    for rule in [rule for rule in rules if rule.family][int(begun) :]:
+        _print(rule.name, None)
         try:
-            reason, ended = _check(_rules()[name], torch.device(device)), False
+            _print(rule.name, _check(rule, torch.device(device)))
         except torch.cuda.OutOfMemoryError:
             raise
-        except RuntimeError as error:
-            reason, ended = str(error).partition("\n")[0], True
-        print(json.dumps([name, reason]), flush=True)
-        if ended:
+        except RuntimeError as error:  # after which a GPU may not work
+            _print(rule.name, str(error).partition("\n")[0])
             return
+    _print(ALL, "")
+
+
+def _print(name: str, reason: str | None) -> None:
+    print(json.dumps([name, reason]), flush=True)
 
 
 def _check(rule: Any, device: torch.device) -> str:
     """Return where the kernel of a rule differs from the reference, or an empty string."""
     all_sizes = (*SIZES, *LONG) if rule.name in WITH_SEGMENTS else SIZES
     for sizes, gates in itertools.product(all_sizes, itertools.product(*rule.gates.values())):
-        shapes = {"q": PER_KEY, "k": rule.key, "v": rule.value, **dict(zip(rule.gates, gates, strict=True))}
-        shapes |= {"state": ("B", "H", "Dk", "Dv"), "d_out": PER_VALUE, "d_state": ("B", "H", "Dk", "Dv")}
+        token, state = ("B", "H", "L"), ("B", "H", "Dk", "Dv")
+        shapes = {"q": (*token, "Dk"), "k": rule.key, "v": rule.value, **dict(zip(rule.gates, gates, strict=True))}
+        shapes |= {"state": state, "d_out": (*token, "Dv"), "d_state": state}
         given = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
         documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)
         usual = ((None, tuple(LIMITS)), (documents, (torch.float32, torch.bfloat16)))
@@ -180,7 +190,7 @@ def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor
 
 def _results(compute: Any, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device, first: Any) -> Any:
     """Return out, the new state and all gradients by name, in float64 on the CPU."""
-    of_state = state_dtype(dtype)
+    of_state = torch.promote_types(dtype, torch.float32)
     moved = {name: x.to(device, of_state if "state" in name else dtype) for name, x in given.items()}
     gradients = moved.pop("d_out"), moved.pop("d_state")
     leaves = {name: x.detach().requires_grad_() for name, x in moved.items()}
