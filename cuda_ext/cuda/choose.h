@@ -159,11 +159,11 @@ struct ChunkPlan {
   int warps, slabs;  // of the columns of a head
 };
 
-// Each slab computes its own scores, so there are only as many slabs as fill the GPU.
+// Each slab computes its own scores, so there are only as many slabs as the multiprocessors take at once.
 inline ChunkPlan choose_chunk_plan(const ScanSize& size, int columns, int most_warps, int multiprocessors) {
   const auto slabs = [&](int warps) { return (size.columns + warps * columns - 1) / (warps * columns); };
   int warps = at_least_power_of_two(slabs(1), most_warps);
-  while (warps > 1 && size.heads * slabs(warps) < multiprocessors) warps /= 2;
+  while (warps > 1 && 2 * size.heads * slabs(warps) <= multiprocessors) warps /= 2;
   return {warps, slabs(warps)};
 }
 

@@ -267,11 +267,10 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     commit_copies();
   }
   FWP_DEVICE void fill_exact(const StateBefore<kRows, kFades>& to, const float* from) const {
-    constexpr int per_piece = 4;
-    const int pieces = this->block_columns() / per_piece, columns = this->size.columns;
-    const int column = int(threadIdx.x) % pieces * per_piece;
+    constexpr int per_piece = 4, pieces = kBlock / per_piece;  // each warp copies its own columns
+    const int column = this->own_column() + lane() % pieces * per_piece, columns = this->size.columns;
     const bool by_pieces = from && columns % per_piece == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
-    FWP_UNROLL_BY(1) for (int row = int(threadIdx.x) / pieces; row < kRows; row += this->warps * kWarp / pieces) {
+    FWP_UNROLL_BY(1) for (int row = lane() / pieces; row < kRows; row += kWarp / pieces) {
       const bool inside = row < this->size.rows && column < columns;
       float* const target = to.exact + row * to.pitch + column;
       if (by_pieces)
@@ -354,8 +353,7 @@ struct ChunkBackward : ChunkPass<kRows, kErases, kFades> {
     const Memory memory = find_memory();
     const Stage chunk = memory.stages[n];
     __syncthreads();
-    this->store_tokens(d_v, n, memory.d, 0, this->block_columns(), 0, this->size.columns, int(threadIdx.x),
-                       this->warps * kWarp);
+    this->store_tokens(d_v, n, memory.d, this->own_column(), kBlock, this->own_column(), this->size.columns, lane(), kWarp);
     if constexpr (kRates) this->store_sums(d_rate, n, memory.d_rate);
     make_d_scores(chunk, memory);
     wait_state(n);

@@ -98,7 +98,7 @@ struct ChunkKeyGradients : ChunkKeyPass<kRows, kErases> {
   FWP_DEVICE Scratch& scratch(const Memory& memory) const { return memory.scratch[this->warp()]; }
 
   FWP_DEVICE void bring_columns(const Brought& from, const char* start, int64_t n, const Shared& to) const {
-    this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to);
+    this->bring(from, start, n, 0, this->size.columns, this->value_columns(), to, 0, int(threadIdx.x), kWarps * kWarp);
   }
   FWP_DEVICE void load_errors(const char* start, int64_t n, const Shared& to) const {
     const int columns = this->size.columns, width = this->value_columns(), tokens = this->count(n);

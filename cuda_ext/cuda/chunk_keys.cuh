@@ -146,7 +146,7 @@ struct ChunkKeyPass : ChunkPass<kRows, kErases, true> {
   static constexpr int kScoreMatrices = kScoreParts + (kErases ? kExact : 0);
 
   // The chunk of a block that has only one: then the slabs are chunks.
-  FWP_DEVICE int64_t chunk() const { return blockIdx.x % unsigned(this->slabs); }
+  FWP_DEVICE int64_t chunk() const { return this->slab(); }
 
   // Without erasing, an additional column, which begins with ones and where nothing is written, has the product of all decays.
   FWP_BOTH int ends_columns() const { return this->value_columns() + (kErases ? kRows : kBlock); }
@@ -166,16 +166,15 @@ struct ChunkKeyPass : ChunkPass<kRows, kErases, true> {
       this->bring_keys(this->decay, starts[2], n, to.decay_in_bfloat16());
   }
 
-  // The scalars of chunk n, as ChunkPass::ask(); `decay` is a DecaySource.
+  // As in ChunkPass, but the decays are among the tokens.
   FWP_DEVICE Scalars ask(const char* rates, const char* documents, int64_t n) const {
-    if (int(threadIdx.x) >= this->count(n)) return {0, float(DecaySource::one)};
-    const int64_t token = n * kChunkTokens + int(threadIdx.x);
-    return {this->scalar(this->rate, rates, token),
-            float(this->begins(documents, n) ? DecaySource::zero : DecaySource::given)};
+    return ChunkPass<kRows, kErases, true>::ask(rates, nullptr, documents, n);
   }
   FWP_DEVICE void put_scalars(const Scalars& asked, const KeyTokens<kRows>& to) const {
     if (this->warp() > 0) return;
-    to.rate[lane()] = asked.rate, to.source[lane()] = asked.decay;
+    to.rate[lane()] = number_of(this->rate.type, asked.rate);
+    to.source[lane()] =
+        float(!asked.there ? DecaySource::one : asked.begins ? DecaySource::zero : DecaySource::given);
   }
 
   // 16 numbers of the keys, from `first` on.

@@ -32,6 +32,20 @@ struct Brought : Input {
       : Input(from), by_pieces(in_pieces(from.data, from.type, width, from.batch, from.head, from.token)) {}
 };
 
+// Divides numbers below 2^31 by a positive number with a multiplication, because a division takes about 80 cycles. `factor` is 2^k /
+// number, rounded up, with 2^(k - 32) at least `number`: so the error of a quotient is below 1 / number.
+struct Divisor {
+  int number = 1, shift = 32;
+  uint64_t factor = uint64_t(1) << 32;
+
+  Divisor() = default;
+  Divisor(int number_) : number(number_), shift(32) {
+    while (int64_t(1) << (shift - 32) < number) ++shift;
+    factor = ((uint64_t(1) << shift) + number - 1) / number;
+  }
+  FWP_BOTH friend unsigned operator/(unsigned x, const Divisor& by) { return unsigned(x * by.factor >> by.shift); }
+};
+
 // Allocates shared memory: in the kernel from its start, on the host from null, to count it.
 struct Carver {
   unsigned char* next;
@@ -124,9 +138,12 @@ struct Decays {
   }
 };
 
-// The scalars of a token. They are loaded one chunk ahead.
+// The scalars of a token, as stored in memory. They are loaded one chunk ahead: no instruction waits for them before
+// put_scalars().
 struct Scalars {
-  float rate, decay;
+  uint32_t rate = 0, decay = 0;
+  bool there = false;
+  char begins = 0;  // not zero: the first token of a document
 };
 
 // kRows: a multiple of 16, at least Dk. kErases: whether the rule erases what the key retrieves. kFades: whether there is a
@@ -140,15 +157,17 @@ struct ChunkPass {
   static constexpr int kParts = kRates ? kExact : 1;  // of a write: values of the sum rule are exact in one
 
   ScanSize size;
-  int warps, slabs;                // of columns: warps a power of two
+  int warps;                            // of columns: a power of two
+  Divisor slabs;                        // of columns
   int log_segments, chunks_of_segment;  // of tokens: segments of one head run in parallel
   Brought query, key, rate, decay;
 
   FWP_BOTH int block_columns() const { return warps * kBlock; }
   FWP_DEVICE int warp() const { return int(threadIdx.x) / kWarp; }
-  FWP_DEVICE unsigned sequence() const { return blockIdx.x / unsigned(slabs); }  // a segment of a head
+  FWP_DEVICE unsigned sequence() const { return blockIdx.x / slabs; }  // a segment of a head
   FWP_DEVICE int64_t head() const { return sequence() >> log_segments; }
-  FWP_DEVICE int first_column() const { return int(blockIdx.x % unsigned(slabs)) * block_columns(); }
+  FWP_DEVICE unsigned slab() const { return blockIdx.x - sequence() * unsigned(slabs.number); }
+  FWP_DEVICE int first_column() const { return int(slab()) * block_columns(); }
   FWP_DEVICE int own_column() const { return warp() * kBlock; }  // the warp's first one in the block
 
   FWP_BOTH unsigned segments() const { return 1u << log_segments; }
@@ -184,17 +203,18 @@ struct ChunkPass {
     __syncthreads();
   }
 
-  // Starts to copy `width` numbers of each token of chunk n, from `first` on, with zeros beyond the last token and `limit`.
+  // Starts to copy `width` numbers of each token of chunk n: from `first` on, with zeros beyond the last token and `limit`, to
+  // `column` of `to`. This thread takes pieces `thread`, `thread` + `threads`, ...
   template <typename To>
-  FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width,
-                        const To& to) const {
+  FWP_DEVICE void bring(const Brought& from, const char* start, int64_t n, int first, int limit, int width, const To& to,
+                        int column, int thread, int threads) const {
     using T = typename To::Number;
     constexpr int per_piece = 16 / sizeof(T);
-    const T* const data = reinterpret_cast<const T*>(start) + n * kChunkTokens * from.token + first;
+    const T* const data = in_global_memory(reinterpret_cast<const T*>(start)) + n * kChunkTokens * from.token + first;
     const int tokens = from.data ? count(n) : 0, pieces = width / per_piece;
-    FWP_UNROLL_BY(1) for (int at = int(threadIdx.x); at < kChunkTokens * pieces; at += warps * kWarp) {
+    FWP_UNROLL_BY(1) for (int at = thread; at < kChunkTokens * pieces; at += threads) {
       const int t = at / pieces, i = at % pieces * per_piece;
-      T* const target = to.at(t, i);
+      T* const target = to.at(t, column + i);
       if (from.by_pieces) {
         const bool inside = t < tokens && first + i < limit;
         copy_later(target, inside ? data + t * from.token + i : data, inside);
@@ -206,33 +226,36 @@ struct ChunkPass {
   }
   template <typename To>
   FWP_DEVICE void bring_keys(const Brought& from, const char* start, int64_t n, const To& to) const {
-    bring(from, start, n, 0, size.rows, kRows, to);
+    bring(from, start, n, 0, size.rows, kRows, to, 0, int(threadIdx.x), warps * kWarp);
   }
+  // Each warp copies its own columns.
   FWP_DEVICE void bring_values(const Brought& from, const char* start, int64_t n, const Shared& to) const {
-    bring(from, start, n, first_column(), size.columns, block_columns(), to);
+    bring(from, start, n, first_column() + own_column(), size.columns, kBlock, to, own_column(), lane(), kWarp);
   }
 
-  // Loads the scalars of chunk n, one token per lane of the first warp. Beyond the last token, rate 0 and decay 1 change
-  // nothing.
+  // Loads the scalars of chunk n, one token per lane of the first warp. `decays` may be null.
   FWP_DEVICE Scalars ask(const char* rates, const char* decays, const char* documents, int64_t n) const {
-    Scalars asked{0, 1};
-    if (int(threadIdx.x) >= count(n)) return asked;
+    Scalars asked;
+    asked.there = int(threadIdx.x) < count(n);
+    if (!asked.there) return asked;
     const int64_t token = n * kChunkTokens + int(threadIdx.x);
-    if constexpr (kRates) asked.rate = scalar(rate, rates, token);
-    if constexpr (kFades) asked.decay = begins(documents, n) ? 0 : scalar(decay, decays, token);
+    if constexpr (kRates) asked.rate = raw(rate, rates, token);
+    if (kFades && decays) asked.decay = raw(decay, decays, token);
+    if (kFades && documents) asked.begins = in_global_memory(documents)[token];
     return asked;
+  }
+  FWP_DEVICE static uint32_t raw(const Brought& from, const char* start, int64_t token) {
+    const int64_t at = token * from.token;
+    if (from.type == Type::float32) return in_global_memory(reinterpret_cast<const uint32_t*>(start))[at];
+    return in_global_memory(reinterpret_cast<const uint16_t*>(start))[at];
   }
   // Whether a document begins at this thread's token of chunk n.
   FWP_DEVICE bool begins(const char* documents, int64_t n) const {
-    return documents && int(threadIdx.x) < count(n) && documents[n * kChunkTokens + int(threadIdx.x)];
-  }
-  FWP_DEVICE static float scalar(const Brought& from, const char* start, int64_t token) {
-    if (from.type == Type::float32) return reinterpret_cast<const float*>(start)[token * from.token];
-    return number(reinterpret_cast<const Bfloat16*>(start)[token * from.token]);
+    return documents && int(threadIdx.x) < count(n) && in_global_memory(documents)[n * kChunkTokens + int(threadIdx.x)];
   }
   // This lane's part of the transposed errors of block t, directly from global memory: no other lane needs it.
   FWP_DEVICE void load_errors(const char* start, int64_t n, int t, Product& to) const {
-    const float* const data = reinterpret_cast<const float*>(start) + n * kChunkTokens * size.columns;
+    const float* const data = in_global_memory(reinterpret_cast<const float*>(start)) + n * kChunkTokens * size.columns;
     const int tokens = count(n), first = first_column() + own_column();
     for_elements(to, [&](int j, int s, float& x) {
       const int token = t * kBlock + s, column = first + j;
@@ -247,12 +270,12 @@ struct ChunkPass {
       if (token < tokens && column < size.columns) data[token * size.columns + column] = x;
     });
   }
-  // To shared memory, by the first warp.
+  // To shared memory, by the first warp. Beyond the last token, rate 0 and decay 1 change nothing.
   template <typename Stage>
   FWP_DEVICE void put_scalars(const Scalars& asked, const Stage& to) const {
     if (!kRates || warp() > 0) return;
-    to.rate[lane()] = asked.rate;
-    if constexpr (kFades) to.decays.put(asked.decay);
+    to.rate[lane()] = number_of(rate.type, asked.rate);
+    if constexpr (kFades) to.decays.put(!asked.there ? 1 : asked.begins ? 0 : number_of(decay.type, asked.decay));
   }
 
   // read = rows of `query` from `row` on times rows of `other` from `column` on. The same with `key` for `erase`, if the rule

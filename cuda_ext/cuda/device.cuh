@@ -68,6 +68,13 @@ FWP_DEVICE void load_matrices_transposed(const void* row, uint32_t (&x)[4]) {
                : "memory");
 }
 
+// x, a pointer into global memory. The compiler does not know that of a pointer that was kept in shared memory.
+template <typename T>
+FWP_DEVICE const T* in_global_memory(const T* x) {
+  __builtin_assume(__isGlobal(x));
+  return x;
+}
+
 // Starts to copy 16 bytes from global to shared memory, both aligned to 16; zeros if `wanted` is false. commit_copies() groups
 // the copies since the last call. wait_copies<n>() waits for all groups of this thread except the n newest. Other threads see
 // the copies after a barrier.

@@ -138,7 +138,6 @@ const char* with_maker(const Call& call, F f) {
 
 inline size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 inline size_t state_bytes(Type type) { return type == Type::float64 ? 8 : 4; }
-inline bool in_state_type(Type type) { return type == Type::float32 || type == Type::float64; }
 inline size_t bytes_of_tokens(const Sizes& size, Type type, int64_t width) {
   return aligned(size_t(size.B * size.H * size.L * width) * state_bytes(type));
 }

@@ -54,7 +54,7 @@ void set_columns(Pass& pass, int columns, const Gpu& gpu) {
 
 template <typename Pass>
 const char* launch_chunks(const Pass& pass, const Gpu& gpu, void* stream) {
-  const int64_t blocks = pass.size.heads * pass.segments() * pass.slabs;
+  const int64_t blocks = pass.size.heads * pass.segments() * pass.slabs.number;
   if (blocks == 0) return nullptr;
   if (const char* error = check_blocks(blocks)) return error;
   return launch_kernel(chunk_kernel<Pass>, gpu, blocks, pass.warps * kWarp, chunk_bytes(pass), stream, pass);

@@ -19,13 +19,11 @@ inline const char* delta_forward(const Call& call, const Inputs& in, const Outpu
   });
 }
 
-// Memory for d_write, and for half of d_k if d_k is not in the state's type. On tensor cores, for states instead.
+// Memory for d_write and for half of d_k. On tensor cores, for states instead.
 inline size_t delta_workspace(const Sizes& size, Type type, bool is_backward) {
   const size_t chunks = chunk_workspace<true, false>(size, type, is_backward);
   if (!is_backward) return chunks;
-  const size_t scans =
-      bytes_of_tokens(size, type, size.Dv) + (in_state_type(type) ? 0 : bytes_of_tokens(size, type, size.Dk));
-  return std::max(scans, chunks);
+  return std::max(bytes_of_tokens(size, type, size.Dv) + bytes_of_tokens(size, type, size.Dk), chunks);
 }
 
 inline const char* delta_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
@@ -37,7 +35,7 @@ inline const char* delta_backward(const Call& call, const Inputs& in, const Back
     using A = typename decltype(make)::Number;
     Workspace workspace(call);
     void* const d_write = workspace.tokens(call.size.Dv);
-    void* const half = in_state_type(call.type) ? to.k.data : workspace.tokens(call.size.Dk);
+    void* const half = workspace.tokens(call.size.Dk);
     const Tokens write = make.scratch(d_write, call.size.Dv), first_half = make.scratch(half, call.size.Dk);
     const Tokens &error = more.retrieved, &d_out = more.d_out;
     const DeltaBackwardValues<A> values{

@@ -32,6 +32,13 @@ using Wide = Numbers<T, kOf16Bytes<T>>;
 
 FWP_BOTH constexpr int bytes_of(Type type) { return type == Type::float64 ? 8 : type == Type::float32 ? 4 : 2; }
 
+// A number that was loaded as it is stored in memory.
+FWP_DEVICE double number_of(Type, double x) { return x; }
+FWP_DEVICE float number_of(Type type, uint32_t bits) {
+  if (type == Type::float32) return float_of_bits(bits);
+  return type == Type::bfloat16 ? number(Bfloat16{uint16_t(bits)}) : number(Float16{uint16_t(bits)});
+}
+
 // Whether rows of `width` numbers with these strides can be copied 16 bytes at a time.
 template <typename... Strides>
 bool in_pieces(const void* data, Type type, Strides... strides) {
@@ -477,11 +484,6 @@ struct Place {
       return reinterpret_cast<const double*>(data)[at];
     else
       return from.log_bytes == 2 ? reinterpret_cast<const uint32_t*>(data)[at] : reinterpret_cast<const uint16_t*>(data)[at];
-  }
-  static FWP_DEVICE double number_of(Type, double x) { return x; }
-  static FWP_DEVICE float number_of(Type type, uint32_t bits) {
-    if (type == Type::float32) return float_of_bits(bits);
-    return type == Type::bfloat16 ? number(Bfloat16{uint16_t(bits)}) : number(Float16{uint16_t(bits)});
   }
 
   // Stores the outputs of a stage, from buffer `at`.

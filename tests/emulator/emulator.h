@@ -426,6 +426,10 @@ namespace fwp::cuda {
 
 inline unsigned char* shared_memory() { return emulator::machine().shared; }
 inline int unknown_zero() { return 0; }
+template <typename T>
+const T* in_global_memory(const T* x) {
+  return x;
+}
 
 inline float float_of_bits(uint32_t bits) {
   float x;

@@ -140,7 +140,7 @@ MUTATIONS = {
     "a_grid_beyond_the_numbers": Mutation("fragments.cuh", "power + (16u << 23)", "power + (24u << 23)", ("gla",)),
     "small_parts_added_twice": Mutation("chunks.cuh", "        clear(product);\n      }\n", "      }\n", ("gla",)),
     "a_document_in_chunks_not_forgotten": Mutation(
-        "chunks.cuh", "begins(documents, n) ? 0 : scalar(", "scalar(", ("gla",)
+        "chunks.cuh", "asked.begins ? 0 : number_of", "number_of", ("gla",)
     ),
     "decay_of_a_document": Mutation(
         "chunk_backward.cuh", "this->begins(memory.starts[6], n) ? 0 : found", "found", ("gla",)
@@ -201,12 +201,12 @@ MUTATIONS = {
         BY_KEY,
     ),
     "decay_beyond_the_last_token": Mutation(
-        "chunk_keys.cuh", "return {0, float(DecaySource::one)};", "return {0, float(DecaySource::given)};", BY_KEY
+        "chunk_keys.cuh", "!asked.there ? DecaySource::one", "!asked.there ? DecaySource::given", BY_KEY
     ),
     "document_not_begun_by_key": Mutation(
         "chunk_keys.cuh",
-        "begins(documents, n) ? DecaySource::zero",
-        "begins(documents, n) ? DecaySource::given",
+        "asked.begins ? DecaySource::zero",
+        "asked.begins ? DecaySource::given",
         BY_KEY,
     ),
     "groups_not_joined": Mutation("chunk_keys.cuh", "if constexpr (kGroups > 2) join<2>(keys.whole[1]);", "", BY_KEY),
