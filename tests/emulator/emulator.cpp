@@ -68,6 +68,9 @@ static void pretend(const Pretended& how) {
   emulator::machine().error[0] = 0;
 }
 
+// Sends launches to another library, or with null to the fibers.
+extern "C" void emulator_send_launches(emulator::Launcher launcher) { emulator::machine().launcher = launcher; }
+
 extern "C" size_t emulator_workspace_bytes(const Pretended* how, const Call* call, bool is_backward) {
   pretend(*how);
   return workspace_bytes(call->rule, call->size, call->type, is_backward);

@@ -128,6 +128,10 @@ struct Fiber {
   std::vector<size_t> groups;
 };
 
+// Returns an error, or null. A kernel has its mangled name, and one argument.
+using Launcher = const char* (*)(const char* kernel, int64_t blocks, int threads, size_t shared_bytes,
+                                 const void* argument);
+
 // What runs now. One launch at a time.
 struct Machine {
   bool reversed = false;       // the order in which threads take their turns
@@ -135,6 +139,7 @@ struct Machine {
   size_t shared_bytes = 0;     // that it claims to have for a block
   char error[256] = "";        // the first one
   bool only_plans = false;     // kernels do not run: `plan` gets a line for each launch
+  Launcher launcher = nullptr;  // executes kernels instead of the fibers
   std::string plan;            // mangled name, blocks, threads, tokens or chunks that a block goes through
   std::vector<Fiber> fibers;
   int threads = 0, running = 0;
@@ -522,8 +527,8 @@ const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, 
                           Argument argument) {
   emulator::Machine& machine = emulator::machine();
   Dl_info symbol;
+  dladdr(reinterpret_cast<void*>(kernel), &symbol);
   if (machine.only_plans) {
-    dladdr(reinterpret_cast<void*>(kernel), &symbol);
     for (const std::string& word : {std::string(symbol.dli_sname), std::to_string(blocks), std::to_string(threads)})
       machine.plan += word + ' ';
     machine.plan += std::to_string(rounds_of(argument, 0)) + '\n';
@@ -531,6 +536,8 @@ const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, 
     emulator::fail("is launched without a block");
   else if (shared_bytes > machine.shared_bytes)
     emulator::fail("asks for %zu bytes of shared memory", shared_bytes);
+  else if (machine.launcher)
+    return machine.launcher(symbol.dli_sname, blocks, threads, shared_bytes, &argument);
   else
     emulator::launch(blocks, threads, shared_bytes, [&] { kernel(argument); });
   return failure();

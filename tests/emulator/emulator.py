@@ -39,14 +39,15 @@ def build(
     kernels: Path = KERNELS,
     *,
     program: bool = False,
+    source: Path = HERE / "emulator.cpp",
     flags: Sequence[str] = ("-O1", "-Wall", "-Werror"),
     folder: Path = CACHE,
 ) -> Path:
     """Build a library of the kernels, or a program that runs them, unless it exists and no source has changed."""
     assert shutil.which(compiler()[0]), "the emulator needs a C++ compiler: install g++ 10 or later, or set CXX"
     key = hashlib.sha256(repr((compiler(), tuple(flags), program)).encode())
-    for source in sorted([*kernels.iterdir(), *HERE.glob("emulator.[hc]*")]):
-        key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for path in sorted({*kernels.iterdir(), *HERE.glob("*.[hc]*"), *source.parent.glob("*.[hc]*")}):
+        key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     target = folder / f"emulator_{key.hexdigest()[:16]}"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def build(
             made = Path(scratch) / "emulator"
             subprocess.run(
                 [*compiler(), "-std=c++17", *native, *flags, *kind, "-ffp-contract=off"]
-                + ["-include", str(HERE / "emulator.h"), f"-I{kernels}", str(HERE / "emulator.cpp"), "-o", str(made)],
+                + ["-include", str(HERE / "emulator.h"), f"-I{kernels}", str(source), "-o", str(made)],
                 check=True,
             )
             os.replace(made, target)

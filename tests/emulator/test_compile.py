@@ -4,8 +4,8 @@ import re
 import subprocess
 
 import pytest
-from cubin import compile_cubin, kept_cubin, needs_nvcc, parse_report
 from emulator import KERNELS
+from nvcc import compile_source, compiled_kernels, needs_nvcc, parse_report
 
 # By the type of the computation. 128 registers leave room for four blocks of 128 threads in a multiprocessor, 168 for
 # three; float64 takes two for each number. The backward scan of a fading rule has a state and its gradient. The
@@ -58,7 +58,7 @@ def test_the_compiler_takes_the_kernels(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["80", "90a", "100"])
 def test_registers_hold_everything(architecture):
-    usages = parse_report(kept_cubin(architecture).report)
+    usages = parse_report(compiled_kernels(architecture).report)
     of_types = [type_of(usage) for usage in usages]
     by_type = {number: of_types.count(number) for number in KERNELS_BY_TYPE}
     assert by_type == KERNELS_BY_TYPE
@@ -77,7 +77,7 @@ def test_local_memory_is_found(tmp_path):
         "}\n"
         "template __global__ void kernel(float* x, const int* at);\n"
     )
-    (usage,) = faults(parse_report(compile_cubin(source, "80", tmp_path).report))
+    (usage,) = faults(parse_report(compile_source(source, "80", tmp_path).report))
     assert usage.stack_bytes == 256
 
 

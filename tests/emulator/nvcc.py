@@ -1,4 +1,4 @@
-"""Compile the kernels with nvcc once for all tests, and read the report of ptxas."""
+"""Compile the kernels with nvcc once for all tests: their PTX, and what ptxas reports of them."""
 
 import fcntl
 import hashlib
@@ -14,8 +14,12 @@ from emulator import CACHE, KERNELS
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc of CUDA 12 or later on PATH")
 
 
-class Cubin(NamedTuple):
-    path: Path
+# Optimised, with the lines of the sources. The folder of the result keeps the PTX.
+COMMAND = ("nvcc", "-std=c++17", "-cubin", "-keep", "-lineinfo", "-Xptxas", "-v", "-Werror", "all-warnings")
+
+
+class Compiled(NamedTuple):
+    ptx: Path
     report: str  # of ptxas -v
 
 
@@ -41,28 +45,27 @@ def parse_report(report: str) -> list[Usage]:
     return found
 
 
-def compile_cubin(source: Path, architecture: str, folder: Path) -> Cubin:
-    """Compile one file. `compute_90a` brings Hopper's own instructions."""
+def compile_source(source: Path, architecture: str, folder: Path) -> Compiled:
+    """Compile one file. `90a` brings Hopper's own instructions."""
     code = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-    command = ["nvcc", "-std=c++17", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", code]
-    made = folder / "kernels.cubin"
-    done = subprocess.run([*command, str(source), "-o", str(made)], capture_output=True, text=True, check=False)
+    command = [*COMMAND, code, "-keep-dir", str(folder), str(source), "-o", str(folder / "kernels.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (folder / "ptxas.txt").write_text(done.stderr, encoding="utf-8")
-    return Cubin(made, done.stderr)
+    return Compiled(folder / f"{source.stem}.ptx", done.stderr)
 
 
-def kept_cubin(architecture: str) -> Cubin:
+def compiled_kernels(architecture: str) -> Compiled:
     """Compile the kernels, or use earlier ones if neither sources nor nvcc have changed."""
-    version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(version + architecture.encode())
+    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    key = hashlib.sha256(repr((version, architecture, COMMAND)).encode())
     for source in sorted(KERNELS.iterdir()):
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    folder = CACHE / f"cubin_{key.hexdigest()[:16]}"
+    folder = CACHE / f"nvcc_{key.hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     # Tests in other processes wait for this compilation and use its files; the report is written last.
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "ptxas.txt").exists():
-            return compile_cubin(KERNELS / "kernels.cu", architecture, folder)
-    return Cubin(folder / "kernels.cubin", (folder / "ptxas.txt").read_text(encoding="utf-8"))
+            return compile_source(KERNELS / "kernels.cu", architecture, folder)
+    return Compiled(folder / "kernels.ptx", (folder / "ptxas.txt").read_text(encoding="utf-8"))
