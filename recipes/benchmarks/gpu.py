@@ -1,446 +1,329 @@
-"""Speed and memory on one NVIDIA GPU in three calls, `python gpu.py ours`, `peers` and `models`; gpu.sh prepares them.
+"""Speed, memory and errors on one NVIDIA GPU, by calls of `gpu.sh`: see "One GPU" in RESULTS.md.
 
-Each call writes gpu_PART.csv to --out, every number at once, so that nothing is lost if it is killed. The most
-important numbers come first. Numbers for which --seconds leaves no time are noted. `publish` puts all three calls into
-RESULTS.md, if ours passed its checks.
-
-Times are CUDA events around one call, after the second-level cache was overwritten: the median of the calls of a round.
-In a round all contenders take turns. A contender is timed as called from Python and, if it can be captured, as a
-replayed graph, without the time of Python and of launches. bfloat16 unless a name says float32.
+A call writes gpu_PART.csv to --out, every number at once. A job is a process: a kernel that hangs, or after which the
+GPU does not work, ends only its job. A contender is a rule and a backend, in bfloat16 or as named. A time is the median
+of CUDA events around some calls, with a cold second-level cache, as called from Python and, if possible, as a graph,
+without gaps between launches. In a round all contenders of a rule take turns.
 """
 
 import argparse
+import importlib.metadata
+import itertools
+import math
+import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
-import gpu_checks
-import gpu_models
-import gpu_peers
-import gpu_report
 import inputs
 import torch
-from gpu_report import CALLED, CONTEXTS, GRAPH, OURS, PARTS, SHAPES, STEP_SHAPE, SWEEP, WRONG, context_of, swept
 from inputs import FORWARD, STEP, TRAINING
-from record import BYTES, RESULTS, Record, commit, publish, say
+from record import BYTES, HERE, RESULTS, Goal, Record, commit, compare, publish, table
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from fairseq_fwp.kernels import load_kernels
+from fairseq_fwp.kernels.self_check import find_faults
+from fairseq_fwp.ops.fla import FORMS as IN_FLA
 
-DEVICE = "cuda"
-GRACE = 30  # seconds after the deadline at which the call is killed
-# Shares of a call's time: each tool of compute-sanitizer, the tests, the peers' first calls.
-SANITIZING, TESTING, WARMING = 0.1, 0.4, 0.5
-ROUNDS = 5
-SECONDS_A_ROUND = 0.02
-CALLS = (3, 100)  # calls of a contender in a round: least, greatest number
-# Greatest relative error against the float64 reference, of out and of each gradient.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+CALLED, GRAPH, ERROR, ERROR_OF_ALL = "seconds as called", "seconds of a graph", "error", "error of all tokens"
+HALF, SINGLE, SDPA = torch.bfloat16, torch.float32, "scaled_dot_product_attention"
+ATTENTION = {SDPA: (partial(scaled_dot_product_attention, is_causal=True), "sum")}  # and the form of its inputs
+# Shares of a call's time: the build and fla's first calls, a job (killed GRACE seconds later), the checks.
+FIRST_CALLS, JOB, GRACE, CHECKS = 0.4, 0.3, 20, {"laws": 0.65, "memcheck": 0.15, "racecheck": 0.15}
+CAPTURED = re.compile(".*, kernel|(delta|sum)[^_]*, fla|scaled_dot")  # fla looks at decays, which a graph cannot do
+FIRST = ("delta", "gated_delta, decay per head", "gated_delta, decay per key dimension")
+FORMS = (*FIRST, *(form for form in inputs.FORMS if form not in (*FIRST, "fwm")))
+# Shapes (B, H, L, Dk, Dv), and the least ratio of fla's time to ours for delta.
+GOALS = {(96, 8, 256, 16, 16): 3, (56, 8, 384, 32, 32): 3, (8, 16, 4096, 64, 64): 2.5, (1, 16, 32768, 128, 128): 2}
+SHAPES = (*GOALS, (1, 16, 8192, 128, 128), (1, 32, 8192, 128, 128))
+LONG = 2048  # tokens from which kernels have segments: then out of all tokens is compared, not only of the first 256
+DEVICE, ROUNDS, RATE = "cuda", 5, 8192  # RATE: rows of the matrices copied and multiplied
+STEP_SHAPE, CONTEXTS, SPARE = (32, 16, 1, 64, 64), (1, 1024, 16384, 65536), 1000  # SPARE: most steps after a context
+MODELS = ("delta_lm_wt103", "gated_delta_lm_wt103", "softmax_lm_wt103")
+SAMPLES, TOKENS, WORDS, FLAGS = 96, 256, 267_744, ("--bf16",)  # of an update; words of WikiText-103, with symbols
+TESTS = ("tests/laws", "tests/ops", "-k", "cuda", "-n", "auto")
+if "FWP_TINY" in os.environ:  # the tests of this script, on a CPU
+    DEVICE, ROUNDS, RATE, LONG, SAMPLES, TOKENS, WORDS = "cpu", 2, 64, 16, 2, 16, 1000
+    FORMS, SHAPES, STEP_SHAPE, CONTEXTS = FORMS[:2], ((1, 2, 24, 8, 8),), (2, 2, 1, 8, 8), (1, 9)
+    FLAGS = ("--cpu", "--decoder-layers", "1", "--adaptive-softmax-cutoff", "500")
+    TESTS = ("tests/laws/test_operators.py", "-k", "returned_state and cpu-delta")
+ON_GPU = DEVICE == "cuda"
+WITH_FLA = tuple(form for form in FORMS if f"{inputs.FORMS[form][0]}_rule" in IN_FLA)
+FORKS = multiprocessing.get_context("forkserver")  # processes begin with these imports, and without CUDA
+with suppress(ImportError):
+    import triton.testing  # its times are in milliseconds; it also tries hundreds of configurations of fla's kernels
 
-
-class Contender(NamedTuple):
-    """`build()` returns the function, or raises gpu_peers.Missing; it takes the inputs of `form`.
-
-    exact: whether it must agree with that form. tokens_first: whether it takes (B, L, H, D).
-    """
-
-    form: str
-    build: object
-    exact: bool = True
-    dtype: torch.dtype = torch.bfloat16
-    tokens_first: bool = False
-    ours: bool = False
-
-    def layout(self, x):
-        return x.transpose(1, 2) if self.tokens_first else x
-
-    def inputs(self, shape):
-        """Return its inputs in its own layout."""
-        drawn = inputs.draw(self.form, shape, self.dtype, DEVICE).values()
-        return [self.layout(x).contiguous().requires_grad_() for x in drawn]
-
-
-def contenders(part, delta_peer=None, decay_peer=None):
-    """Return {name: Contender} of a call, ours first: all of ours, or the peers and our forms of the same rules."""
-    found = {rule: Contender(rule, partial(inputs.call, rule), ours=True) for rule in OURS}
-    for rule in ("delta", "decay"):
-        found[f"{rule} float32"] = found[rule]._replace(dtype=torch.float32)
-    found["FLA delta"] = Contender("delta", gpu_peers.fla_delta, tokens_first=True)
-    found["FLA sum"] = Contender("sum", gpu_peers.fla_sum, tokens_first=True)
-    found["flash attention"] = Contender("sum", lambda: gpu_peers.flash_attention, exact=False)
-    for rule, build, folder in (
-        ("delta", gpu_peers.published_delta, delta_peer),
-        ("decay", gpu_peers.published_decay, decay_peer),
-    ):
-        found[f"published {rule}"] = Contender(rule, partial(build, folder), dtype=torch.float32)
-    opposed = {(x.form, x.dtype) for x in found.values() if not x.ours}
-    return {name: x for name, x in found.items() if (x.ours if part == "ours" else (x.form, x.dtype) in opposed)}
+    triton.testing.do_bench = partial(triton.testing.do_bench, warmup=5, rep=20)
 
 
-def ends(x):
-    """Return the first and last two of all heads as one sequence: (B, H, ...) -> (1, 4 or fewer, ...)."""
-    heads = x.flatten(0, 1)
-    return heads[[i for i in range(len(heads)) if i < 2 or i >= len(heads) - 2]].unsqueeze(0)
+def resume(path):
+    """Return the record in a file, to which other processes may have written."""
+    return Record(Record.read(path.stem, path.parent).rows if path.exists() else (), path)
 
 
-def usable(contender, shape):
-    """Return the function, and the error of its results or "". Raises gpu_peers.Missing for a wrong peer."""
-    function, wrong = contender.build(), ""
-    if contender.exact:
-        how = {"heads": ends, "layout": contender.layout}
-        for of, error in inputs.errors(function, contender.form, shape, contender.dtype, DEVICE, **how).items():
-            if not error <= TOLERANCE[contender.dtype]:
-                wrong = wrong or f"its {of} differs from the float64 reference by {error:.1e}"
-    if wrong and not contender.ours:
-        raise gpu_peers.Missing(wrong)
-    return function, wrong
-
-
-class Clock:
-    """Measure the seconds of a call on the device, from a cold second-level cache."""
-
-    def __init__(self):
-        # More than any GPU's cache holds.
-        self.cache = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
-
-    def times(self, call, count):
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for start, end in events:
-            self.cache.zero_()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in events]
-
-    def round(self, call):
-        """Return the median of calls that take about SECONDS_A_ROUND together."""
-        estimate = median(self.times(call, 2))
-        count = min(max(int(SECONDS_A_ROUND / max(estimate, 1e-6)), CALLS[0]), CALLS[1])
-        return median(self.times(call, count))
-
-
-def replay_of(call):
-    """Return the replay of a graph of the call, or None if it cannot be captured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
-    return graph.replay
-
-
-def peak_bytes(call):
-    """Return the peak memory of a call beyond the memory in use before it."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def call_of(stage, function, chosen):
-    """Return the timed call: the function without gradients, or with the gradients of its inputs."""
-
-    def forward():
-        with torch.no_grad():
-            return function(*chosen)
-
-    if stage == FORWARD:
-        return forward
-    return partial(inputs.training_step, function, chosen, torch.randn_like(forward()))
+def seconds_of(call):
+    of_cpu = Timer("call()", globals={"call": call})
+    return triton.testing.do_bench(call, return_mode="median") / 1e3 if ON_GPU else of_cpu.timeit(1).median
 
 
 class Session:
-    """One call of this script: record, contenders, clock, and deadline in seconds of time.monotonic()."""
+    """The measurements of one process, until `end` in seconds of time.monotonic()."""
 
-    def __init__(self, record, deadline, found):
-        self.record, self.deadline, self.found = record, deadline, found
-        self.cold = {}  # {(name, sizes of a head): why its first call failed}
-        self.clock = Clock()
-
-    def left(self):
-        return self.deadline - time.monotonic()
-
-    def in_time(self, where, stage, names):
-        """Return whether there is time left; otherwise record what is left out."""
-        if self.left() > 0:
-            say(f"{self.left():4.0f} s left: {stage}, {where}: {', '.join(names)}")
-            return True
-        for name in names:
-            self.record.miss(where, stage, name, "no time was left for it")
-        return False
-
-    def take_turns(self, where, stage, calls):
-        """Time every call, directly and as a graph, in the same number of rounds, at least one."""
-        kinds = {}
-        for name, call in calls.items():
-            if not (call and self.in_time(where, stage, [name])):
-                continue
-            for _ in range(3):
-                call()
-            kinds[name, CALLED] = call
-            replay = replay_of(call)
-            if replay:
-                kinds[name, GRAPH] = replay
-            else:
-                say(f"{name} cannot be captured as a graph at {where}, {stage}: its time is as called")
-        for i in range(ROUNDS):
-            if i and self.left() < 0:
-                break
-            for (name, what), call in kinds.items():
-                self.record.add(where, stage, name, [self.clock.round(call)], what)
+    def __init__(self, path, end):
+        self.record, self.end = resume(path), end
+        if ON_GPU:
+            torch.cuda.set_stream(torch.cuda.Stream())  # graphs need one for the calls before they are captured
 
     def attempt(self, where, stage, name, build):
-        """Return the call that `build()` makes after running it once; None with a record of the reason if it fails."""
+        """Return the call that build() makes, after two calls; None with a record of the reason if there is none."""
+        if time.monotonic() > self.end:
+            return self.record.miss(where, stage, name, "no time was left for it")
         try:
             call = build()
             call()
-            self.record.add(where, stage, name, [peak_bytes(call)], BYTES)
+            if ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                call()
+                torch.cuda.synchronize()
+                self.record.add(where, stage, name, [torch.cuda.max_memory_allocated() - before], BYTES)
             return call
-        except Exception as error:  # any reason: the report shows it next to those that run
-            self.record.miss(where, stage, name, gpu_peers.reason(error))
-            return None
+        except Exception as error:  # any reason: the table shows it next to those that run
+            self.record.miss(where, stage, name, repr(error)[:200])
+            if ON_GPU:
+                torch.cuda.synchronize()  # raises the error again if the GPU does not work: then this job ends
 
-    def checked(self, where, stage, name, shape):
-        """Return the call of a contender whose results are right."""
-        contender, place = self.found[name], (name, shape[3:])
-        if place in self.cold:
-            raise gpu_peers.Missing(self.cold[place])
-        function, wrong = usable(contender, shape)
-        if wrong:  # the first times of a new kernel are useful even so
-            self.record.add(where, stage, name, [wrong], WRONG)
-        return call_of(stage, function, contender.inputs(shape))
+    def take_turns(self, where, stage, calls):
+        """Time every call, and the graphs of those that can be captured, in the same number of rounds."""
+        kinds = {(name, CALLED): call for name, call in calls.items() if call}
+        for name in [name for name, _ in kinds if ON_GPU and CAPTURED.match(name)]:
+            with suppress(RuntimeError):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    calls[name]()
+                kinds[name, GRAPH] = graph.replay
+        for i in range(ROUNDS):
+            if i == 0 or time.monotonic() < self.end:
+                for (name, what), call in kinds.items():
+                    self.record.add(where, stage, name, [seconds_of(call)], what)
 
-    def operators(self, shape, stage, names, where=None):
-        """Time the contenders that work at a shape."""
-        where = where or shape
-        calls = {
-            name: self.attempt(where, stage, name, partial(self.checked, where, stage, name, shape))
-            for name in names
-            if self.in_time(where, stage, [name])
-        }
-        self.take_turns(where, stage, calls)
-        del calls
-        torch.cuda.empty_cache()
+    def operators(self, stage, forms, dtype, late):
+        """Time the contenders of each form at each shape; late: {(form, shape): why fla is not called}."""
+
+        def build(shape, name, function, form):
+            if name.endswith(", fla") and (form, shape) in late:
+                raise RuntimeError(f"its first call: {late[form, shape]}")
+            tensors = inputs.leaves(form, shape, dtype, DEVICE)
+            if stage == TRAINING:
+                return partial(inputs.training_step, function, tensors, torch.randn_like(tensors[2]))
+            state = [torch.randn(*shape[:2], *shape[3:], device=DEVICE)] if stage == STEP else []
+            return torch.no_grad()(partial(function, *tensors, *state))
+
+        for shape, form in itertools.product([STEP_SHAPE] if stage == STEP else SHAPES, forms):
+            found = {f"{form}, kernel" + ", float32" * (dtype == SINGLE): (inputs.call(form), form)}
+            if dtype == HALF and stage != STEP:
+                found |= {f"{form}, fla": (inputs.call(form, "fla"), form)} if form in WITH_FLA else {}
+                found |= ATTENTION if form == "delta" else {}
+            calls = {x: self.attempt(shape, stage, x, partial(build, shape, x, *found[x])) for x in found}
+            self.take_turns(shape, stage, calls)
+            for name in [x for x, call in calls.items() if call and stage == TRAINING and x != SDPA]:
+                with suppress(RuntimeError):  # such as too little memory for float64: errors stop nothing
+                    errors = inputs.errors(*found[name], shape, dtype, DEVICE, whole=shape[2] >= LONG)
+                    self.record.add(shape, stage, name, [errors.pop("out of all tokens", math.nan)], ERROR_OF_ALL)
+                    self.record.add(shape, stage, name, [torch.tensor([*errors.values()]).max().item()], ERROR)
+            torch.cuda.empty_cache()
 
     def rates(self):
-        """Measure the speed of a copy and of a matrix product, for the floors."""
-        source = torch.randn(1 << 30, device=DEVICE)
-        target = torch.empty_like(source)
-        matrix = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-        for name, call, work in (
-            ("copy", partial(target.copy_, source), 2 * source.nbytes),
-            ("product", partial(torch.mm, matrix, matrix), 2 * 8192**3),
-        ):
-            call()
-            self.record.add("machine", "", name, [work / self.clock.round(call) for _ in range(ROUNDS)], "per second")
+        """Measure a copy of device memory and a matrix product, for the floors."""
+        source = torch.randn(16, RATE, RATE, device=DEVICE)
+        matrix = torch.randn(RATE, RATE, device=DEVICE, dtype=HALF)
+        copy, product = partial(torch.empty_like(source).copy_, source), partial(torch.mm, matrix, matrix)
+        for name, call, work in (("copy", copy, 2 * source.nbytes), ("product", product, 2 * RATE**3)):
+            self.record.add("machine", "", name, [work / seconds_of(call) for _ in range(ROUNDS)], "per second")
 
-    def sweep(self, names):
-        for length in SWEEP:
-            self.operators(swept(length), TRAINING, names, f"{length} tokens")
+    def whole_models(self):
+        """Time updates of fairseq's own trainer, and a step of decoding after each context."""
+        import models
+        from fairseq.trainer import Trainer
 
-    @torch.no_grad()
-    def steps(self, where, shape, context, rules):
-        """Time one more token, (B, H, 1, Dk, Dv): of each rule from a state, and of attention over a cached context."""
-        names = [*rules, "attention"]
-        if not self.in_time(where, STEP, names):
-            return
-        B, H, _, Dk, Dv = shape
-        draw = partial(inputs.draw, dtype=torch.bfloat16, device=DEVICE)
+        def update(name):
+            built = models.build(WORDS, "--arch", name, "--tokens-per-sample", TOKENS, *FLAGS)
+            built.cfg.common.tpu = False  # fairseq sets it with --bf16
+            trainer = Trainer(*built)
+            trainer.begin_epoch(1)
+            return partial(trainer.train_step, [models.sample(WORDS, SAMPLES, TOKENS)])
 
-        def step(rule):
-            written = inputs.step(rule, draw(rule, (1, H, context, Dk, Dv)), None)()[1]
-            return inputs.step(rule, draw(rule, shape), written.expand(B, -1, -1, -1).contiguous())
+        @torch.no_grad()
+        def decode(name, context):
+            built = models.build(WORDS, "--arch", name, "--tokens-per-sample", context + SPARE, *FLAGS)
+            decoder = built.model.eval().to(DEVICE, HALF if ON_GPU else SINGLE).decoder
+            tokens = models.sample(WORDS, 1, context + SPARE)["net_input"]["src_tokens"].to(DEVICE)
+            state, ends = {}, iter(range(context + 1, context + SPARE))
+            decoder(tokens[:, :context], incremental_state=state, features_only=True)
+            return torch.no_grad()(lambda: decoder(tokens[:, : next(ends)], incremental_state=state))
 
-        def attention():
-            token, read = draw("sum", shape), draw("sum", (1, H, context, Dk, Dv))
-            cache = [x.expand(B, -1, -1, -1).contiguous() for x in (read["k"], read["v"])]
-            return partial(torch.nn.functional.scaled_dot_product_attention, token["q"], *cache)
-
-        builds = {rule: partial(step, rule) for rule in rules} | {"attention": attention}
-        self.take_turns(where, STEP, {name: self.attempt(where, STEP, name, build) for name, build in builds.items()})
-
-    def decoding(self):
-        for context in CONTEXTS:
-            self.steps(context_of(context), STEP_SHAPE, context, ["delta"])
-
-    def check(self, folder, seconds):
-        """Run compute-sanitizer and the tests, and record the verdicts: after a failure nothing is published."""
-        for tool in gpu_checks.TOOLS:
-            self.record.note(tool, gpu_checks.sanitize(tool, folder, min(SANITIZING * seconds, self.left())))
-        self.record.note(gpu_checks.LAWS, gpu_checks.laws(folder, min(TESTING * seconds, self.left())))
-
-    def warm(self, flags, seconds):
-        """Run every peer's first call at every shape, all at once in separate processes.
-
-        Triton compiles about 100 versions of a peer's kernels and keeps them on disk. The choice of the fastest is not
-        kept, because other processes use the GPU here.
-        """
-        os.environ["FLA_CACHE_RESULTS"] = "0"
-        end = time.monotonic() + min(WARMING * seconds, self.left())
-        peers = [name for name, x in self.found.items() if not x.ours and x.exact]
-
-        def first_call(job):
-            name, shape = job
-            command = [sys.executable, __file__, "warm", *flags, "--peer", name, "--shape", SHAPES.index(shape)]
-            with tempfile.NamedTemporaryFile() as log:
-                status = gpu_checks.limited(command, end - time.monotonic(), log.name)
-                return status, gpu_checks.last_line(log.name)
-
-        jobs = [(name, shape) for name in peers for shape in SHAPES]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for (name, shape), (status, said) in zip(jobs, pool.map(first_call, jobs), strict=True):
-                if status != 0:
-                    self.cold[name, shape[3:]] = "its first call took too long" if status is None else said
+        place = f"{SAMPLES} x {TOKENS} tokens", "update"
+        self.take_turns(*place, {name: self.attempt(*place, name, partial(update, name)) for name in MODELS})
+        for name, context in itertools.product((MODELS[0], MODELS[-1]), CONTEXTS):
+            place = f"context {context}", STEP
+            self.take_turns(*place, {name: self.attempt(*place, name, partial(decode, name, context))})
 
 
-def stages(session, part):
-    """Yield the measurements of a call, most important first. Foreign kernels come last: they may break the GPU."""
-    if part == "models":
-        yield partial(gpu_models.measure, session.record, session.in_time)
-        return
-    half, single = (
-        [name for name, x in session.found.items() if x.dtype == dtype] for dtype in (torch.bfloat16, torch.float32)
-    )
-    yield session.rates
-    for shape in SHAPES:
-        yield partial(session.operators, shape, TRAINING, half)
-    if part == "ours":
-        yield session.decoding
-    yield partial(session.sweep, [name for name in half if session.found[name].form in ("delta", "sum")])
-    for shape in SHAPES:
-        yield partial(session.operators, shape, FORWARD, half)
-    if part == "ours":
-        for B, H, L, *sizes in SHAPES:
-            yield partial(session.steps, (B, H, L, *sizes), (B, H, 1, *sizes), L, OURS)
-    for shape in SHAPES:
-        yield partial(session.operators, shape, TRAINING, single)
+def work(path, end, method, *args):
+    getattr(Session(path, end), method)(*args)
 
 
-def describe(record, kernels):
-    """Record device, driver and versions; kernels: the path of our library."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        driver = "unknown"
-    about = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit(), "GPU": torch.cuda.get_device_name(0)}
-    about |= {"kernels": Path(kernels).parent.name, "driver": driver} | gpu_peers.versions()
-    for name, text in about.items():
-        record.note(name, text)
+def first_call(form, shape):
+    """Compile fla's kernels. The choice of the fastest is not kept, because other processes use the GPU now."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    tensors = inputs.leaves(form, shape, HALF, DEVICE)
+    inputs.training_step(inputs.call(form, "fla"), tensors, torch.randn_like(tensors[2]))
 
 
-def require_kernels():
-    """Return the path of our kernels, building them if no cache has them; exit with the reason otherwise."""
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no CUDA device: PyTorch {torch.__version__} sees no NVIDIA GPU; run.sh measures on the CPU.")
-    status = load_kernels("cuda")
-    if not status.built:
-        raise SystemExit(f"no CUDA kernels: {status.reason}; {status.cure}.")
-    return status.path
+def run(jobs, seconds, at_once=1):
+    """Run {name: (function, *arguments)} in processes, first ones first; return {name: why it failed}."""
+    failed, end = {}, time.monotonic() + seconds
+    with FORKS.Pool(at_once, maxtasksperchild=1) as pool:  # kills its processes at the end
+        results = {name: pool.apply_async(function, args) for name, (function, *args) in jobs.items()}
+        for name, result in results.items():
+            try:
+                result.get(max(end - time.monotonic(), 0))
+            except Exception as error:
+                failed[name] = repr(error)[:200]
+    return failed
 
 
-def build():
-    """Compile our kernels for another machine's GPU, the first of TORCH_CUDA_ARCH_LIST."""
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    digits = re.match(r"(\d+)\.(\d)", listed)
-    if not digits:
-        raise SystemExit(f"TORCH_CUDA_ARCH_LIST must name the GPU to build for, as in 9.0, got '{listed}'.")
-    capability = int(digits[1]), int(digits[2])
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
-    torch.cuda.get_device_capability, torch.cuda.get_device_name = (lambda _: capability), (lambda _: "a GPU")
-    print(require_kernels())
+def run_jobs(path, seconds, end, jobs):
+    """Run {name: (a method of Session, *arguments)}, at most `seconds` each; note those that fail."""
+    describe(path)
+    for name, job in jobs.items():
+        until = min(end, time.monotonic() + seconds)
+        for why in run({name: (work, path, until, *job)}, max(until - time.monotonic(), 0) + GRACE).values():
+            resume(path).note(name, why)
 
 
-def warm(args):
-    """Run the first call of a peer, for Session.warm."""
-    contender, shape = contenders("peers", args.delta_peer, args.decay_peer)[args.peer], SHAPES[args.shape]
-    try:
-        function, _ = usable(contender, shape)
-        call_of(TRAINING, function, contender.inputs(shape))()
-        torch.cuda.synchronize()
-    except Exception as error:
-        raise SystemExit(gpu_peers.reason(error)) from error
+def measure(path, seconds, end):
+    calls = {(form, shape): (first_call, form, shape) for form in WITH_FLA for shape in SHAPES}
+    late = run({"faults": (find_faults, f"{DEVICE}:0")} | calls, FIRST_CALLS * seconds, os.cpu_count())
+    jobs = {"rates": ("rates",)} | {form: ("operators", TRAINING, [form], HALF, late) for form in FORMS}
+    jobs |= {FORWARD: ("operators", FORWARD, FORMS, HALF, late), "float32": ("operators", TRAINING, FORMS, SINGLE, {})}
+    run_jobs(path, JOB * seconds, end, jobs | {STEP: ("operators", STEP, FORMS, HALF, {})})
 
 
-def publish_all(folder):
-    """Write the results of the calls in a folder to RESULTS.md, unless a check has failed."""
-    found = gpu_report.read_parts(folder)
-    refusal = gpu_report.refusal(found)
-    if refusal:
-        raise SystemExit(f"nothing is published: {refusal}.")
-    merged = gpu_report.merge(found.values())
-    how = {"head": gpu_report.provenance(merged), "script": "gpu.sh", "panels": gpu_report.PANELS}
-    publish("gpu", merged, gpu_report.goals(merged), *gpu_report.paragraphs(merged), **how)
+def laws(path, seconds, _):
+    """Run the tests, and compute-sanitizer over `cases`; note a verdict of each."""
+    record = describe(path)  # with the check of kernels, which would take minutes under compute-sanitizer
+    options = ["--error-exitcode", "86", "--report-api-errors", "no", "--launch-timeout", "0", "--target-processes"]
+    options += ["application-only", "--kernel-name", "kernel_substring=fwp", sys.executable, __file__, "cases"]
+    for name, share in CHECKS.items():
+        command, found = ["compute-sanitizer", "--tool", name, *options], 86
+        if name == "laws":
+            command, found = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--maxprocesses=8", *TESTS], 1
+        log = path.with_name(f"gpu_{name}.txt")
+        with log.open("w") as file:
+            command = ["timeout", "-k", "9", f"{seconds * share:.0f}", *command]  # kills also what it has started
+            status = subprocess.call(command, stdout=file, stderr=subprocess.STDOUT, cwd=HERE.parents[1])
+        words = {0: "passed", found: "failed", 124: "not finished", 127: "not run"}
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        record.note(name, f"{words.get(status, f'ended with status {status}')}: {lines[-1].strip('= ')[:200]}")
 
 
-def arguments(argv=None):
-    parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "part", choices=[*PARTS, "publish", "build", "warm"], metavar="ours, peers, models, publish, build"
-    )
-    parser.add_argument("--seconds", type=float, default=490, help="time for the call (default: 490)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: results)")
-    for rule, what in (("delta", "lmtool-fwp/src"), ("decay", "T2FW")):
-        variable = f"FWP_{rule.upper()}_PEER"
-        peer = f"folder {what} with the published {rule} kernel (default: ${variable}), see gpu_peers.py"
-        parser.add_argument(f"--{rule}-peer", metavar="FOLDER", default=os.environ.get(variable), help=peer)
-    for flag, kind in (("--peer", str), ("--shape", int)):
-        parser.add_argument(flag, type=kind, help=argparse.SUPPRESS)  # of `warm`
-    return parser.parse_args(argv)
+def cases(*_):
+    """Run kernels on tensor cores, segments, ragged sizes and scans, and few others: inputs are drawn on the CPU."""
+    wide = itertools.product(FIRST, ((1, 1, 77, 128, 33), (1, 1, 2100, 64, 64), (1, 2, 2100, 128, 128)), [HALF])
+    for form, shape, dtype in [*wide, *itertools.product(FORMS, [(1, 2, 70, 16, 24)], [HALF, SINGLE])]:
+        tensors = [x.to(DEVICE).requires_grad_() for x in inputs.draw(form, shape, dtype).values()]
+        results = inputs.training_step(inputs.call(form), tensors, torch.ones_like(tensors[2]))
+        print(form, shape, dtype, *(f"{x.float().norm().item():.3g}" for x in results), flush=True)
 
 
-def measure(args):
-    """Measure one part, within its seconds."""
-    deadline = time.monotonic() + args.seconds
-    kernels, record = require_kernels(), Record(path=args.out / f"gpu_{args.part}.csv")
-    try:
-        describe(record, kernels)
-        session = Session(record, deadline, contenders(args.part, args.delta_peer, args.decay_peer))
-        if args.part == "ours":
-            session.check(args.out, args.seconds)
-        if args.part == "peers":
-            session.warm(["--delta-peer", args.delta_peer or "", "--decay-peer", args.decay_peer or ""], args.seconds)
-        for stage in stages(session, args.part):
-            stage()
-    except BaseException as error:
-        record.note("ended early:", gpu_peers.first_line(error))
-        raise
-    finally:
-        print(gpu_report.provenance(record), *gpu_report.paragraphs(record), sep="\n")
+def describe(path):
+    """Return a record with notes of GPU, versions, our library and its faults; exit if there is no library."""
+    status = load_kernels(DEVICE)
+    if not status.path:
+        raise SystemExit(f"no kernels for {DEVICE}: {status.reason}; {status.cure}.")
+    path.unlink(missing_ok=True)
+    record, found = Record(path=path), find_faults(f"{DEVICE}:0")
+    record.note("date", time.strftime("%Y-%m-%d %H:%M"))
+    record.note("commit", os.environ.get("FWP_COMMIT") or commit())
+    record.note("kernels", Path(status.path).parent.name)
+    record.note("faults", "; ".join(f"{rule}: {fault}" for rule, fault in found.items()) or "none")
+    query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader --id=0"
+    record.note("GPU and driver", subprocess.getoutput(query))
+    packages = [x for x in importlib.metadata.distributions() if x.name in ("torch", "triton", "fla-core")]
+    record.note("versions", ", ".join(f"{x.name} {x.version}" for x in packages))
+    return record
 
 
-def end_at_the_deadline(args):
-    """Measure one part. If something hangs, the process is killed, and all measurements are on disk."""
-    signal.alarm(int(args.seconds) + GRACE)
-    try:
-        measure(args)
-    finally:
-        signal.alarm(0)
+def least_seconds(form, stage, shape, size, copy, product):
+    """Return the floor: inputs, results and a step's state at the speed of a copy, for delta its products in chunks."""
+    B, H, L, Dk, Dv = shape
+    names, sizes = inputs.FORMS[form][1].split(), {"Dk": Dk, "Dv": Dv, "N": 2}
+    given = sum(math.prod(sizes[size] for size in inputs.TENSORS[name][0].split()) for name in names)
+    # Backward reads the inputs and the gradient of out, and writes a gradient for each input.
+    numbers = given + Dv + (2 * given + Dv if stage == TRAINING else 0)
+    flops = L * (30 * min(Dk, 64) * Dk + 20 * Dk * Dk) if (form, stage) == ("delta", TRAINING) else 0
+    return B * H * max((L * numbers * size + (8 * Dk * Dv if stage == STEP else 0)) / copy, flops / product)
 
 
-def main(argv=None):
-    args = arguments(argv)
-    other = {"publish": partial(publish_all, args.out), "build": build, "warm": partial(warm, args)}
-    other.get(args.part, partial(end_at_the_deadline, args))()
+def row(record, rates, where, stage, name):
+    """Return a row of the table."""
 
+    def cell(what, scale=1e6, digits=".1f"):
+        values = record.values(where, stage, name, what)
+        return "-" if isinstance(values, str) else format(median(values) * scale, digits)
+
+    found, floor = [cell(GRAPH), cell(CALLED)], ["-", "-"]
+    form, missed = re.sub(", (kernel|fla).*", "", name), record.values(where, stage, name, CALLED)
+    if form in inputs.FORMS:
+        shape = [int(n) for n in re.findall(r"\d+", where)]
+        least = 1e6 * least_seconds(form, stage, shape, 4 if "float32" in name else 2, *rates)
+        floor = [f"{least:.1f}", *(f"{float(x) / least:.1f}" for x in found if x != "-"), "-"][:2]
+    numbers = [*found, *floor, cell(BYTES, 1e-6, ".0f"), cell(ERROR, 1, ".1e"), cell(ERROR_OF_ALL, 1, ".1e")]
+    return [where, stage, name, *numbers, missed.partition(": ")[2] if isinstance(missed, str) else ""]
+
+
+def publish_all(path, *_):
+    """Write the calls in a folder to RESULTS.md, unless a check failed or they are not of one GPU and version."""
+    parts = [part for part in ("measure", "models", "laws") if path.with_name(f"gpu_{part}.csv").exists()]
+    found = [Record.read(f"gpu_{part}", path.parent) for part in parts]
+    for about in ("GPU and driver", "commit", "kernels"):
+        if len(seen := sorted({record.notes().get(about, "none") for record in found})) != 1:
+            raise SystemExit(f"nothing is published: {about} must be the same in all calls, got {seen or 'no call'}.")
+    record = Record(line for part in found for line in part.rows)
+    notes = {"laws": "not run"} | record.notes()
+    for name in CHECKS:
+        if notes.get(name, "").startswith("failed"):
+            raise SystemExit(f"nothing is published: {name} {notes[name]}.")
+    rates = [record.values("machine", "", name, "per second") for name in ("copy", "product")]
+    rates = [math.nan if isinstance(found, str) else max(found) for found in rates]
+    header = ["where", "stage", "contender", "us", "us as called", "floor us", "times the floor", "MB"]
+    places = dict.fromkeys(tuple(line[:3]) for line in record.rows if line[0] != "machine")
+    text = table([*header, ERROR, ERROR_OF_ALL, "note"], [row(record, rates, *place) for place in places])
+    notes |= {"copy": f"{rates[0] / 1e12:.2f} TB/s", "product": f"{rates[1] / 1e12:.0f} TFLOP/s"}
+    head = ", ".join(f"{name} {said}" for name, said in notes.items()) + "."
+    pairs = [*((f"{form}, fla", f"{form}, kernel") for form in WITH_FLA), (SDPA, "delta, kernel")]
+    goals = []
+    for (slower, faster), shape in itertools.product(pairs, SHAPES):
+        goal = Goal(f"{slower} vs {faster}", str(shape), GOALS.get(shape) if slower == "delta, fla" else None)
+        goals.append(compare(record, goal, (shape, TRAINING, slower), (shape, TRAINING, faster), (GRAPH, CALLED)))
+    publish("gpu", record, goals, text, head=head, script="gpu.sh")
+
+
+models = partial(run_jobs, jobs={"whole models": ("whole_models",)})
+PARTS = {"measure": measure, "models": models, "laws": laws, "publish": publish_all, "cases": cases}
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__.partition("\n")[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--seconds", type=float, default=490, help="time for the call (default: 490)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: results)")
+    args = parser.parse_args()
+    PARTS[args.part](args.out.resolve() / f"gpu_{args.part}.csv", args.seconds, time.monotonic() + args.seconds)

@@ -1,54 +1,37 @@
 #!/usr/bin/env bash
-# Speed and memory on one NVIDIA GPU, in three calls of less than nine minutes each. See "One GPU" in RESULTS.md.
-#   gpu.sh wheels FOLDER [PYTHON]          with a network: the packages that a GPU machine lacks, for its Python (3.12)
-#   gpu.sh ours | peers | models [FLAGS]   on the GPU machine; --wheels FOLDER (or FWP_WHEELS) installs only from there
-#   gpu.sh publish [--out FOLDER]          anywhere: writes the results of the calls in FOLDER into RESULTS.md
-#   gpu.sh build                           without a GPU: the kernels for TORCH_CUDA_ARCH_LIST, into FWP_CACHE_DIR
-# Flags: gpu.sh ours --help.
+# Speed, memory and errors on one NVIDIA GPU, in calls of less than nine minutes. See "One GPU" in RESULTS.md.
+#   gpu.sh wheels FOLDER [PYTHON]             with a network: the packages that a GPU machine lacks, for its Python (3.12)
+#   gpu.sh measure | models | laws [FLAGS]    on the GPU machine; --wheels FOLDER (or FWP_WHEELS) installs only from there
+#   gpu.sh publish [--out FOLDER]             anywhere: writes the results of the calls in FOLDER into RESULTS.md
+#   gpu.sh build                              without a GPU: the kernels for TORCH_CUDA_ARCH_LIST, into FWP_CACHE_DIR
+# Flags: gpu.sh measure --help.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 python=${PYTHON:-python3}
+part=${1:-}
 wheels=${FWP_WHEELS:-}
-
-run() { printf '+%s\n' "$(printf ' %q' "$@")" >&2; "$@"; }
 die() { echo "gpu.sh: $*" >&2; exit 1; }
 
 fetch_wheels() { # fetch_wheels FOLDER [PYTHON]
   local folder=${1:?"gpu.sh wheels: name a folder"} version=${2:-3.12} platforms=() tag
   [ -z "$(ls -A "$folder" 2>/dev/null)" ] || die "$folder must be new or empty: pip takes no two versions of a package."
-  # What fairseq needs at import, and a peer. Its other needs are there wherever models are trained.
+  # What fairseq needs at import, and fla. Their other needs are there wherever models are trained.
   set -- "$(grep -o 'fairseq-fixed==[0-9.]*' "$root/setup.py")" hydra-core==1.3.2 omegaconf==2.3.0 bitarray fla-core
   for tag in 2_28 2_27 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${tag}_x86_64"); done
-  run "$python" -m pip download --quiet --no-deps --dest "$folder" --only-binary=:all: --python-version "$version" \
+  "$python" -m pip download --quiet --no-deps --dest "$folder" --only-binary=:all: --python-version "$version" \
     --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 "$@"
   # No index has a wheel of it. It is pure Python, so any Python can build it.
-  run "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" antlr4-python3-runtime==4.9.3
+  "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" antlr4-python3-runtime==4.9.3
 }
 
-# Prints the modules that cannot be imported. Status 3 where PyTorch has CUDA: such a machine need not have a network.
-missing_modules() {
-  "$python" -c 'from importlib import import_module
-missing, cuda = [], None
-for name in ("torch", "matplotlib", "pytest", "hypothesis", "fairseq"):
-    try:
-        module = import_module(name)
-        cuda = cuda or name == "torch" and module.version.cuda
-    except ModuleNotFoundError as error:
-        missing.append(error.name)
-print(*missing)
-raise SystemExit(3 if cuda else 0)'
-}
-
-case ${1:-} in
+case $part in
   wheels) fetch_wheels "${@:2}"; exit ;;
-  ours | peers | models | publish | build) ;;
+  measure | models | laws | publish | build) shift ;;
   -h | --help) sed -n '2,/^set/ s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
-  *) die "the first word must be wheels, ours, peers, models, publish or build, got '${1:-}'" ;;
+  *) die "the first word must be wheels, measure, models, laws, publish or build, got '$part'" ;;
 esac
-
-part=$1 flags=()
-shift
+flags=()
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=${2:?"gpu.sh: --wheels needs a folder"}; shift ;;
@@ -57,24 +40,24 @@ while [ $# -gt 0 ]; do
   shift
 done
 
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:/usr/local/cuda/bin
 # A folder on the path, not a virtual environment: one made from another sees none of the packages of that, as PyTorch.
-site=
 if [ -n "$wheels" ]; then
-  [ -n "$(ls "$wheels"/*.whl 2>/dev/null)" ] || die "--wheels must be a folder with wheels, got $wheels: gpu.sh wheels makes one."
+  [ -n "$(ls "$wheels"/*.whl 2>/dev/null)" ] || die "--wheels must be a folder of gpu.sh wheels, got $wheels"
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
-  run "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
+  export PYTHONPATH=$site:$PYTHONPATH
 fi
-export PYTHONPATH=${site:+$site:}$root${PYTHONPATH:+:$PYTHONPATH}
-
-status=0
-missing=$(missing_modules) || status=$?
-if [ -n "$missing" ]; then
-  if [ -n "$wheels" ] || [ "$status" -ne 0 ]; then
-    die "$python lacks ${missing// /, }: name a folder that gpu.sh wheels has made with --wheels, or install it there."
-  fi
-  # shellcheck source=recipes/env.sh
-  . "$root/recipes/env.sh" plots dev --
-  python=python
+"$python" -c 'import torch, matplotlib, pytest, xdist, hypothesis, fairseq' ||
+  die "install what $python lacks, by recipes/setup.sh or from a folder of gpu.sh wheels with --wheels."
+if [ "$part" = build ]; then
+  "$python" -c 'import sys, torch
+digits = sys.argv[1].split(".")
+torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+torch.cuda.get_device_capability, torch.cuda.get_device_name = (lambda _: (int(digits[0]), int(digits[1][0]))), str
+from fairseq_fwp.kernels import load_kernels
+print(load_kernels("cuda"))' "${TORCH_CUDA_ARCH_LIST:?"gpu.sh build: it must name the GPU to build for, as in 9.0"}"
+else
+  "$python" "$root/recipes/benchmarks/gpu.py" "$part" ${flags[@]+"${flags[@]}"}
 fi
-run "$python" "$root/recipes/benchmarks/gpu.py" "$part" ${flags[@]+"${flags[@]}"}

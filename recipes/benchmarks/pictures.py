@@ -9,8 +9,8 @@ from record import MISSED, SECONDS
 from fairseq_fwp.cli.plot_style import MARKERS, PUBLISHED, colour_of, load_pyplot, save, use_log_scale
 
 # First words of names that do not begin with a rule, with the rule whose colour they get; and dashed lines.
-RULES = {"transformer_lm": "softmax", "attention": "softmax", "flash": "softmax", "favor": "sum", "dpfp": "sum"}
-DASHES = {"softmax, cache in place": "--", "FLA delta": "--", "FLA sum": "--"}
+RULES = {"transformer_lm": "softmax", "attention": "softmax", "favor": "sum", "dpfp": "sum"}
+DASHES = {"softmax, cache in place": "--"}
 ALL_MARKERS = MARKERS + "*<>dp"  # readable without colours
 IN_A_ROW = 4
 
