@@ -57,7 +57,8 @@ digits = sys.argv[1].split(".")
 torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
 torch.cuda.get_device_capability, torch.cuda.get_device_name = (lambda _: (int(digits[0]), int(digits[1][0]))), str
 from fairseq_fwp.kernels import load_kernels
-print(load_kernels("cuda"))' "${TORCH_CUDA_ARCH_LIST:?"gpu.sh build: it must name the GPU to build for, as in 9.0"}"
+print(status := load_kernels("cuda"))
+sys.exit(not status.built)' "${TORCH_CUDA_ARCH_LIST:?"gpu.sh build: it must name the GPU to build for, as in 9.0"}"
 else
   "$python" "$root/recipes/benchmarks/gpu.py" "$part" ${flags[@]+"${flags[@]}"}
 fi
