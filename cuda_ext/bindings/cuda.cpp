@@ -71,12 +71,13 @@ struct Pass {
   void run(bool is_backward, F launch) const {
     const Sizes sizes{size.B, size.H, size.L, size.Dk, size.Dv};
     const Type type = type_of(in.q.scalar_type());
-    const int64_t bytes = workspace_bytes(rule, sizes, type, is_backward);
-    // The workspace may be freed before the kernels have run: only later work of this stream gets its memory.
-    const Tensor workspace = at::empty({bytes}, in.q.options().dtype(at::kByte));
     void* const stream = c10::cuda::getCurrentCUDAStream(in.q.device().index()).stream();
     const bool* const starts = first.defined() ? first.const_data_ptr<bool>() : nullptr;
-    const char* const failure = launch(Call{sizes, type, rule, starts, memory(workspace), stream});
+    Call call{sizes, type, rule, starts, nullptr, stream};
+    // The workspace may be freed before the kernels have run: only later work of this stream gets its memory.
+    const Tensor workspace = at::empty({int64_t(workspace_bytes(call, is_backward))}, in.q.options().dtype(at::kByte));
+    call.workspace = memory(workspace);
+    const char* const failure = launch(call);
     TORCH_CHECK(failure == nullptr, failure);
   }
 

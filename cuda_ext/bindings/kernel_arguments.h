@@ -44,7 +44,7 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::
   };
   const Rule rule = rule_of(given);
   const bool fades = rule == Rule::kForget || rule == Rule::kRetrieve;
-  if (!in.rate.defined() && (given.erases || (fades && !type))) in.rate = ones(size.rates());
+  if (!in.rate.defined() && (given.erases || !type)) in.rate = ones(size.rates());
   if (!fades) return in;
   if (given.removes()) {
     in.removal_key = ready(given.removal_key);

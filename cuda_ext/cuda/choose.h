@@ -17,8 +17,7 @@ struct ShapeSize {
 };
 
 constexpr ShapeSize kWide{8, 4}, kMedium{8, 2}, kNarrow{8, 1};
-template <typename A>
-constexpr ShapeSize kTall{16, sizeof(A) == 8 ? 1 : 2};  // for more rows than 32 lanes can hold otherwise
+constexpr ShapeSize kTall{16, 1};  // for more rows than 32 lanes can hold otherwise
 
 // Below this number of warps per multiprocessor, more threads help more than fewer reads.
 constexpr int64_t kWarpsToFill = 4;

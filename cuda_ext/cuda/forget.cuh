@@ -1,5 +1,5 @@
-// Rules with decays or removals: a scan forward and one in reverse. README.md derives the backward pass. The decays are a along
-// the keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
+// All rules: a scan forward and one in reverse. README.md derives the backward pass. The decays, if there are any, are a along the
+// keys and z along the values. k is the key, b the rate, y the key of a removal, and p the vector that is removed:
 //     W' = (a^T z) * W_{t-1}      e = v - k W', or v      s = y W_{t-1}      W = W' + k^T b e - p^T s      out = q W
 // The columns of W are independent.
 #pragma once
@@ -8,15 +8,16 @@
 
 namespace fwp::cuda {
 
-enum class Fades { kHead, kKey, kKeyAndValue };
+enum class Fades { kNothing, kHead, kKey, kKeyAndValue };
 enum class Erases { kNothing, kKey, kRemoval };
+FWP_BOTH constexpr bool fades_by_key(Fades fades) { return fades == Fades::kKey || fades == Fades::kKeyAndValue; }
 
 // Multiply x by the decays of a token of `Scan`.
 template <typename Scan, typename Place, typename A, int kRows, int kColumns>
 FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns>& x) {
   if constexpr (Scan::kFades == Fades::kHead) {
     x.scale(place.scalar(token, Scan::kHeadDecay));
-  } else {
+  } else if constexpr (fades_by_key(Scan::kFades)) {
     A row[kRows], column[kColumns];
     place.load_row(token, Scan::kKeyDecay, row);
     if constexpr (Scan::kFades == Fades::kKeyAndValue) {
@@ -29,11 +30,11 @@ FWP_DEVICE void fade(const Place& place, const A* token, Tile<A, kRows, kColumns
 }
 
 template <typename A, Fades fades, Erases kErases>
-struct ForgetForward : Scan<A, 2 + (fades != Fades::kHead) + 2 * (kErases == Erases::kRemoval),
+struct ForgetForward : Scan<A, 2 + fades_by_key(fades) + 2 * (kErases == Erases::kRemoval),
                             1 + (fades == Fades::kKeyAndValue), 1 + (fades == Fades::kHead),
                             1 + (kErases != Erases::kNothing)> {
   static constexpr Fades kFades = fades;
-  enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + (kFades != Fades::kHead), kRemoval };
+  enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + fades_by_key(kFades), kRemoval };
   enum Columns { kValue, kValueDecay };
   enum Scalars { kRate, kHeadDecay };
   enum Outputs { kOut, kRetrieved };
@@ -66,6 +67,7 @@ struct ForgetForward : Scan<A, 2 + (fades != Fades::kHead) + 2 * (kErases == Era
         place.load_row(token, kRemoval, row);
         state.subtract(row, found);
       }
+      if (!this->arrays.outputs[kOut].data) return;  // only the states are wanted
       place.load_row(token, kQuery, row);
       state.read(row, read);
       add_lanes(read, place.plan.lanes);
@@ -79,7 +81,7 @@ struct ForgetForward : Scan<A, 2 + (fades != Fades::kHead) + 2 * (kErases == Era
 };
 
 // The backward pass, in reverse, with W and its gradient G. It goes back through groups of tokens, the stages of its plan. From a
-// state that the forward pass kept, it computes W again before each pair of groups. In each pair it then computes W before each
+// state that a forward scan kept, it computes W again before each pair of groups. In each pair it then computes W before each
 // group, and in each group before each token.
 //
 // Results along the values, sums over keys: d_write = k G, d_v = b d_write, d_s = -p G, d_z = a (G' * W_{t-1}).
@@ -89,16 +91,17 @@ struct ForgetForward : Scan<A, 2 + (fades != Fades::kHead) + 2 * (kErases == Era
 template <typename A, Fades fades, Erases kErases>
 struct ForgetBackward {
   static constexpr Fades kFades = fades;
-  static constexpr bool kByHead = kFades == Fades::kHead, kByValue = kFades == Fades::kKeyAndValue;
+  static constexpr bool kByHead = kFades == Fades::kHead, kByKey = fades_by_key(kFades);
+  static constexpr bool kByValue = kFades == Fades::kKeyAndValue, kDecays = kFades != Fades::kNothing;
   static constexpr bool kRemoves = kErases == Erases::kRemoval;
-  enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + !kByHead, kRemoval };
+  enum Rows { kKey, kQuery, kKeyDecay, kRemovalKey = kKeyDecay + kByKey, kRemoval };
   enum Columns { kDOut, kError, kValueDecay, kFound = kValueDecay };  // kError: the value if the rule does not erase
   enum Scalars { kRate, kHeadDecay };
   enum Outputs { kDV, kDWrite, kDValueDecay };
-  enum RowOutputs { kDQ, kDK, kDDecay, kDRemovalKey, kDRemoval };  // kDDecay by head: a part for each row
+  enum RowOutputs { kDQ, kDK, kDDecay, kDRemovalKey = kDDecay + kDecays, kDRemoval };  // kDDecay by head: a part for each row
   using Number = A;
-  using Arrays = TokenArrays<2 + !kByHead + 2 * kRemoves, 2 + (kByValue || kRemoves), 1 + kByHead, 2 + kByValue,
-                             3 + 2 * kRemoves>;
+  using Arrays = TokenArrays<2 + kByKey + 2 * kRemoves, 2 + (kByValue || kRemoves), 1 + kByHead, 2 + kByValue,
+                             2 + kDecays + 2 * kRemoves>;
 
   ScanSize size;
   Plan plan;
@@ -285,18 +288,7 @@ struct ForgetBackward {
       before.read_rows(of_found, d_row);
       place.put_rows(token, kDRemovalKey, d_row);
     }
-    before.multiply(g);
-    if constexpr (kByValue) {
-      place.load_column(token, kValueDecay, column);
-      before.read_rows(column, d_row);
-      place.load_row(token, kKeyDecay, row);
-      before.read(row, column);
-      add_lanes(column, plan.lanes);
-      place.put_columns(token, kDValueDecay, column);
-    } else {
-      before.add_columns(d_row);
-    }
-    place.put_rows(token, kDDecay, d_row);
+    if constexpr (kDecays) give_decay(place, token, before, g);
     fade<ForgetBackward>(place, token, g);
     if constexpr (kRemoves) {
       place.load_row(token, kRemovalKey, row);
@@ -304,16 +296,34 @@ struct ForgetBackward {
     }
   }
 
+  // The gradients of the decays. They overwrite `before`.
+  template <typename Place, int kRows, int kColumns>
+  FWP_DEVICE static void give_decay(const Place& place, A* token, Tile<A, kRows, kColumns>& before,
+                                    const Tile<A, kRows, kColumns>& g) {
+    A row[kRows], column[kColumns], d_row[kRows];
+    before.multiply(g);
+    if constexpr (kByValue) {
+      place.load_column(token, kValueDecay, column);
+      before.read_rows(column, d_row);
+      place.load_row(token, kKeyDecay, row);
+      before.read(row, column);
+      add_lanes(column, place.plan.lanes);
+      place.put_columns(token, kDValueDecay, column);
+    } else {
+      before.add_columns(d_row);
+    }
+    place.put_rows(token, kDDecay, d_row);
+  }
+
   // d_k -= d_e W'
   template <typename Place, int kRows, int kColumns>
   FWP_DEVICE void correct_key(const Place& place, const A* token, const Tile<A, kRows, kColumns>& before,
                               const A (&d_error)[kColumns], A (&d_key)[kRows]) const {
     A decay[kRows], found[kRows];
-    if constexpr (kByHead) {
-      FWP_UNROLL for (int r = 0; r < kRows; ++r) decay[r] = place.scalar(token, kHeadDecay);
-    } else {
+    if constexpr (kByKey)
       place.load_row(token, kKeyDecay, decay);
-    }
+    else
+      FWP_UNROLL for (int r = 0; r < kRows; ++r) decay[r] = kByHead ? place.scalar(token, kHeadDecay) : A(1);
     before.read_rows(d_error, found);
     FWP_UNROLL for (int r = 0; r < kRows; ++r) d_key[r] = fma(-decay[r], found[r], d_key[r]);
   }

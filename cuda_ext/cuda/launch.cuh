@@ -48,17 +48,16 @@ inline const char* check_blocks(int64_t blocks) {
   return nullptr;
 }
 
-template <typename A>
-ShapeSize tile_of(Shape shape, int tall_columns) {
-  if (shape == Shape::tall) return {kTall<A>.rows, tall_columns};
+inline ShapeSize tile_of(Shape shape) {
+  if (shape == Shape::tall) return kTall;
   return shape == Shape::wide ? kWide : shape == Shape::medium ? kMedium : kNarrow;
 }
 
 // Call f(rows, columns), integral constants, with the tile of a scan.
-template <typename A, int tall_columns, bool sums_columns, typename F>
+template <typename A, bool sums_columns, typename F>
 const char* with_tile(Shape shape, F f) {
   if (shape == Shape::tall)
-    return f(std::integral_constant<int, kTall<A>.rows>{}, std::integral_constant<int, tall_columns>{});
+    return f(std::integral_constant<int, kTall.rows>{}, std::integral_constant<int, kTall.columns>{});
   if constexpr (sizeof(A) < 8)
     if (shape == Shape::wide)
       return f(std::integral_constant<int, kWide.rows>{}, std::integral_constant<int, kWide.columns>{});
@@ -84,21 +83,17 @@ const char* launch_planned(Scan scan, const ScanNeeds& needs, const Gpu& gpu, vo
 }
 
 // Launch a scan that keeps only tokens in shared memory.
-template <int tall_columns, typename Scan>
+template <typename Scan>
 const char* launch_scan(Scan scan, void* stream) {
   using A = typename Scan::Number;
   Gpu gpu;
   if (const char* error = query(&gpu)) return error;
   const Shape shape = choose_shape<A>(scan.size, gpu);
-  const ScanNeeds needs{tile_of<A>(shape, tall_columns), Scan::Arrays::parts(), sizeof(A), 0, 0};
+  const ScanNeeds needs{tile_of(shape), Scan::Arrays::parts(), sizeof(A), 0, 0};
   scan.plan = choose_plan(scan.size, needs, gpu);
-  return with_tile<A, tall_columns, false>(shape, [&](auto rows, auto columns) {
+  return with_tile<A, false>(shape, [&](auto rows, auto columns) {
     return launch_planned<rows(), columns()>(scan, needs, gpu, stream);
   });
-}
-template <typename Scan>
-const char* launch(const Scan& scan, void* stream) {
-  return launch_scan<kTall<typename Scan::Number>.columns>(scan, stream);
 }
 
 // Makes the arguments of scans from those of the launchers.

@@ -1,4 +1,4 @@
-// Rules with decays or removals: the scans of their passes.
+// The passes of a rule: on tensor cores, or its scans.
 #pragma once
 
 #include "forget.cuh"
@@ -12,9 +12,6 @@ __global__ void __launch_bounds__(kThreadsPerBlock) sums_kernel(const Sums sums)
 }
 
 namespace detail {
-
-// Tall tiles have half the columns, because these scans hold more in registers than the sum and the delta rule.
-constexpr int kTallColumns = 1;
 
 // Tokens of a group in the backward pass. If they do not fit, fewer.
 constexpr int kGroup = 4;
@@ -33,7 +30,7 @@ template <typename Scan>
 BackwardPlan plan_backward(const ScanSize& size, const Gpu& gpu) {
   using A = typename Scan::Number;
   const Shape shape = choose_summing_shape<A>(size);
-  ScanNeeds needs{tile_of<A>(shape, kTallColumns), Scan::Arrays::parts(), sizeof(A), 0, 0};
+  ScanNeeds needs{tile_of(shape), Scan::Arrays::parts(), sizeof(A), 0, 0};
   Plan plan{};
   for (int group = kGroup; group > 0; group /= 2) {
     needs.states = Scan::states(group), needs.stage = group;
@@ -81,7 +78,7 @@ const char* launch_backward(Scan scan, const BackwardPlan& by, const Gpu& gpu, W
       scan.arrays.row_outputs[n] = by.part_bytes ? RowSink{part, sums.count(), sums.first, sums.tokens}
                                                  : RowSink{to[n], 0, 0, scan.size.length};
     }
-    const char* error = with_tile<A, kTallColumns, true>(by.shape, [&](auto rows, auto columns) {
+    const char* error = with_tile<A, true>(by.shape, [&](auto rows, auto columns) {
       return launch_planned<rows(), columns()>(scan, by.needs, gpu, stream);
     });
     if (!error && by.part_bytes) error = launch_sums(sums, stream);
@@ -92,64 +89,68 @@ const char* launch_backward(Scan scan, const BackwardPlan& by, const Gpu& gpu, W
   return nullptr;
 }
 
-// Call f with the scans of the rule.
-template <typename F>
-const char* with_scans(Rule rule, F f) {
-  const auto call = [&](auto fades, auto erases) { return f(fades, erases); };
-#define FWP_SCANS(fades, erases) \
-  return call(std::integral_constant<Fades, Fades::fades>{}, std::integral_constant<Erases, Erases::erases>{})
+constexpr Fades fades_of(Rule rule) {
   switch (rule) {
-    case Rule::gated: FWP_SCANS(kHead, kNothing);
-    case Rule::gated_by_key: FWP_SCANS(kKey, kNothing);
-    case Rule::decay: FWP_SCANS(kKeyAndValue, kNothing);
-    case Rule::gated_delta: FWP_SCANS(kHead, kKey);
-    case Rule::gated_delta_by_key: FWP_SCANS(kKey, kKey);
-    default: FWP_SCANS(kKey, kRemoval);
-  }
-#undef FWP_SCANS
-}
-
-// Calls f(erases, by_key), constants, for a rule that has chunks.
-template <typename F>
-auto with_chunks(Rule rule, F f) {
-  switch (rule) {
-    case Rule::gated: return f(std::false_type{}, std::false_type{});
-    case Rule::gated_delta: return f(std::true_type{}, std::false_type{});
-    case Rule::gated_by_key: return f(std::false_type{}, std::true_type{});
-    default: return f(std::true_type{}, std::true_type{});
+    case Rule::sum: case Rule::delta: return Fades::kNothing;
+    case Rule::gated: case Rule::gated_delta: return Fades::kHead;
+    case Rule::decay: return Fades::kKeyAndValue;
+    default: return Fades::kKey;
   }
 }
-inline bool has_chunks(Rule rule) { return rule != Rule::decay && rule != Rule::removal; }
-
-// Whether both passes use chunks.
-inline bool choose_chunks_forget(const Call& call, const Gpu& gpu) {
-  return has_chunks(call.rule) && with_chunks(call.rule, [&](auto erases, auto by_key) {
-           if constexpr (by_key) return choose_chunk_keys<erases()>(chunk_size(call), call.type, gpu);
-           else return choose_chunks_backward<erases(), true>(chunk_size(call), call.type, gpu);
-         });
+constexpr Erases erases_of(Rule rule) {
+  switch (rule) {
+    case Rule::delta: case Rule::gated_delta: case Rule::gated_delta_by_key: return Erases::kKey;
+    case Rule::removal: return Erases::kRemoval;
+    default: return Erases::kNothing;
+  }
 }
 
-inline const char* forget_forward(const Call& call, const Inputs& in, const Outputs& to) {
-  Gpu gpu;
-  if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_forget(call, gpu))
-    return with_chunks(call.rule, [&](auto erases, auto by_key) {
-      if constexpr (by_key) return chunk_keys_forward<erases()>(call, in, to, gpu);
-      else return chunk_forward<erases(), true>(call, in, to);
-    });
-  return with_maker(call, [&](auto make) {
-    using A = typename decltype(make)::Number;
-    return with_scans(call.rule, [&](auto fades, auto erases) {
-      using Scan = ForgetForward<A, decltype(fades)::value, decltype(erases)::value>;
+// A rule, and the kernels that it needs.
+template <Rule rule>
+struct Kernels {
+  static constexpr Fades kFades = fades_of(rule);
+  static constexpr Erases kErases = erases_of(rule);
+  static constexpr bool kDecays = kFades != Fades::kNothing, kByHead = kFades == Fades::kHead;
+  static constexpr bool kByKey = kFades == Fades::kKey, kErasesKey = kErases == Erases::kKey;
+  static constexpr bool kHasChunks = rule != Rule::decay && rule != Rule::removal;
+  template <typename A>
+  using Forward = ForgetForward<A, kFades, kErases>;
+  template <typename A>
+  using Backward = ForgetBackward<A, kFades, kErases>;
+  // Rebuilds the states of a rule without decays from what it has written.
+  template <typename A>
+  using States = ForgetForward<A, Fades::kNothing, Erases::kNothing>;
+
+  // Whether a pass is in chunks. With decays both are or none. Without, the forward pass leaves nothing that depends on it, and
+  // documents have no chunks.
+  static bool in_chunks(const Call& call, const Gpu& gpu, bool is_backward) {
+    const ScanSize size = chunk_size(call);
+    if constexpr (!kHasChunks) return false;
+    else if constexpr (kByKey) return choose_chunk_keys<kErasesKey>(size, call.type, gpu);
+    else if (!kDecays && call.first) return false;
+    else if (!kDecays && !is_backward) return choose_chunks(size, call.type);
+    else return choose_chunks_backward<kErasesKey, kDecays>(size, call.type, gpu);
+  }
+
+  static const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
+    Gpu gpu;
+    if (const char* error = query(&gpu)) return error;
+    if constexpr (kHasChunks)
+      if (in_chunks(call, gpu, false)) {
+        if constexpr (kByKey) return chunk_keys_forward<kErasesKey>(call, in, to, gpu);
+        else return chunk_forward<kErasesKey, kDecays>(call, in, to);
+      }
+    return with_maker(call, [&](auto make) {
+      using Scan = Forward<typename decltype(make)::Number>;
       Scan scan{{make.along_keys()}};
       scan.arrays.row(Scan::kKey) = in.k;
       scan.arrays.row(Scan::kQuery) = in.q;
       scan.arrays.column(Scan::kValue) = in.v;
       scan.arrays.scalars[Scan::kRate] = in.rate;
-      if constexpr (fades == Fades::kHead) scan.arrays.scalars[Scan::kHeadDecay] = in.head_decay;
-      if constexpr (fades != Fades::kHead) scan.arrays.row(Scan::kKeyDecay) = in.key_decay;
-      if constexpr (fades == Fades::kKeyAndValue) scan.arrays.column(Scan::kValueDecay) = in.value_decay;
-      if constexpr (erases == Erases::kRemoval) {
+      if constexpr (kByHead) scan.arrays.scalars[Scan::kHeadDecay] = in.head_decay;
+      if constexpr (fades_by_key(kFades)) scan.arrays.row(Scan::kKeyDecay) = in.key_decay;
+      if constexpr (kFades == Fades::kKeyAndValue) scan.arrays.column(Scan::kValueDecay) = in.value_decay;
+      if constexpr (kErases == Erases::kRemoval) {
         scan.arrays.row(Scan::kRemovalKey) = in.removal_key;
         scan.arrays.row(Scan::kRemoval) = in.removal;
       }
@@ -157,62 +158,61 @@ inline const char* forget_forward(const Call& call, const Inputs& in, const Outp
       scan.last = make.matrix(to.state);
       scan.kept = make.matrix(to.kept);
       scan.arrays.outputs[Scan::kOut] = to.out;
-      if constexpr (erases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] = make.raw(to.retrieved);
-      return launch_scan<kTallColumns>(scan, call.stream);
+      if constexpr (kErases != Erases::kNothing) scan.arrays.outputs[Scan::kRetrieved] = make.raw(to.retrieved);
+      return launch_scan(scan, call.stream);
     });
-  });
-}
+  }
 
-// Memory for d_write, for the parts of a decay's gradient by head, and for sums over columns of several blocks. On tensor cores,
-// memory for states instead.
-inline size_t forget_workspace(Rule rule, const Sizes& size, Type type, bool is_backward) {
-  const Call call{size, type, rule, nullptr, nullptr, nullptr};
-  Gpu gpu;
-  if (query(&gpu)) return 0;  // the launch reports the error
-  if (choose_chunks_forget(call, gpu))
-    return with_chunks(rule, [&](auto erases, auto by_key) {
-      if constexpr (by_key) return chunk_keys_workspace<erases()>(size, is_backward);
-      else return chunk_workspace<erases(), true>(size, type, is_backward);
-    });
-  if (!is_backward) return 0;
-  size_t scans = 0;
-  with_maker(call, [&](auto make) {
-    return with_scans(rule, [&](auto fades, auto erases) -> const char* {
-      using Scan = ForgetBackward<typename decltype(make)::Number, decltype(fades)::value, decltype(erases)::value>;
+  // In the order of the scan's workspace: d_write, the parts of a decay's gradient by head, states of a rule without decays, and
+  // sums over columns of several blocks. On tensor cores, memory for states and scores.
+  static size_t workspace(const Call& call, bool is_backward) {
+    Gpu gpu;
+    if (query(&gpu)) return 0;  // the launch reports the error
+    if constexpr (kHasChunks)
+      if (in_chunks(call, gpu, is_backward)) {
+        if constexpr (kByKey) return chunk_keys_workspace<kErasesKey>(call.size, is_backward);
+        else return chunk_workspace<kErasesKey, kDecays>(call.size, call.type, is_backward);
+      }
+    if (!is_backward) return 0;
+    size_t bytes = 0;
+    with_maker(call, [&](auto make) -> const char* {
+      using Scan = Backward<typename decltype(make)::Number>;
       const BackwardPlan by = plan_backward<Scan>(make.along_keys(), gpu);
-      scans = bytes_of_tokens(size, type, size.Dv) + Scan::kByHead * bytes_of_tokens(size, type, size.Dk) +
-              size_t(by.needs.parts.row_outputs) * by.part_bytes + by.carry_bytes;
+      bytes = bytes_of_tokens(call.size, call.type, call.size.Dv) + kByHead * bytes_of_tokens(call.size, call.type, call.size.Dk) +
+              !kDecays * bytes_of_kept(call) + size_t(by.needs.parts.row_outputs) * by.part_bytes + by.carry_bytes;
       return nullptr;
     });
-  });
-  return scans;
-}
+    return bytes;
+  }
+  static size_t bytes_of_kept(const Call& call) {
+    const Sizes& size = call.size;
+    return aligned(size_t(size.B * size.H * (size.L / kChunk) * size.Dk * size.Dv) * state_bytes(call.type));
+  }
 
-inline const char* forget_backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
-  Gpu gpu;
-  if (const char* error = query(&gpu)) return error;
-  if (choose_chunks_forget(call, gpu))
-    return with_chunks(call.rule, [&](auto erases, auto by_key) {
-      if constexpr (by_key) return chunk_keys_backward<erases()>(call, in, more, to, gpu);
-      else return chunk_backward<erases(), true>(call, in, more, to, gpu);
-    });
-  return with_maker(call, [&](auto make) {
-    using A = typename decltype(make)::Number;
-    return with_scans(call.rule, [&](auto fades, auto erases) {
-      using Scan = ForgetBackward<A, decltype(fades)::value, decltype(erases)::value>;
+  static const char* backward(const Call& call, const Inputs& in, const fwp::cuda::Backward& more, const Gradients& to) {
+    Gpu gpu;
+    if (const char* error = query(&gpu)) return error;
+    if constexpr (kHasChunks)
+      if (in_chunks(call, gpu, true)) {
+        if constexpr (kByKey) return chunk_keys_backward<kErasesKey>(call, in, more, to, gpu);
+        else return chunk_backward<kErasesKey, kDecays>(call, in, more, to, gpu);
+      }
+    return with_maker(call, [&](auto make) {
+      using A = typename decltype(make)::Number;
+      using Scan = Backward<A>;
       const Sizes& size = call.size;
-      const Tokens& error = erases == Erases::kKey ? more.retrieved : in.v;
+      const Tokens& error = kErasesKey ? more.retrieved : in.v;
       Workspace workspace(call);
       void* const d_write = workspace.tokens(size.Dv);
-      void* const d_decay = Scan::kByHead ? workspace.tokens(size.Dk) : nullptr;  // a part for each row
+      void* const d_decay = kByHead ? workspace.tokens(size.Dk) : nullptr;  // a part for each row
       Scan scan{make.along_keys()};
       scan.arrays.row(Scan::kKey) = in.k;
       scan.arrays.row(Scan::kQuery) = in.q;
       scan.arrays.column(Scan::kDOut) = more.d_out;
       scan.arrays.column(Scan::kError) = error;
       scan.arrays.scalars[Scan::kRate] = in.rate;
-      if constexpr (Scan::kByHead) scan.arrays.scalars[Scan::kHeadDecay] = in.head_decay;
-      if constexpr (!Scan::kByHead) scan.arrays.row(Scan::kKeyDecay) = in.key_decay;
+      if constexpr (kByHead) scan.arrays.scalars[Scan::kHeadDecay] = in.head_decay;
+      if constexpr (Scan::kByKey) scan.arrays.row(Scan::kKeyDecay) = in.key_decay;
       if constexpr (Scan::kByValue) {
         scan.arrays.column(Scan::kValueDecay) = in.value_decay;
         scan.arrays.outputs[Scan::kDValueDecay] = to.value_decay;
@@ -221,25 +221,33 @@ inline const char* forget_backward(const Call& call, const Inputs& in, const Bac
       scan.arrays.outputs[Scan::kDWrite] = make.raw(d_write);
       scan.initial = make.matrix(in.state), scan.kept = make.matrix(more.kept);
       scan.d_last = make.matrix(more.d_state), scan.d_first = make.matrix(to.state);
-      Target rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k, Scan::kByHead ? make.raw(d_decay) : to.key_decay};
+      Target rows[Scan::Arrays::parts().row_outputs] = {to.q, to.k};
+      if constexpr (kDecays) rows[Scan::kDDecay] = kByHead ? make.raw(d_decay) : to.key_decay;
       if constexpr (Scan::kRemoves) {
         scan.arrays.row(Scan::kRemovalKey) = in.removal_key;
         scan.arrays.row(Scan::kRemoval) = in.removal;
         scan.arrays.column(Scan::kFound) = more.retrieved;
         rows[Scan::kDRemovalKey] = to.removal_key, rows[Scan::kDRemoval] = to.removal;
       }
+      const char* text = nullptr;
+      if constexpr (!kDecays) {
+        void* const kept = workspace.take(bytes_of_kept(call));
+        const States<A> states{{make.along_keys(), {}, {{in.k, in.k, error}, {in.rate}}, scan.initial}, make.matrix(kept)};
+        text = launch_scan(states, call.stream);
+        scan.kept = make.matrix(static_cast<const void*>(kept));
+      }
       const BackwardPlan by = plan_backward<Scan>(scan.size, gpu);
-      const char* text = launch_backward(scan, by, gpu, workspace, rows, call.stream);
+      if (!text) text = launch_backward(scan, by, gpu, workspace, rows, call.stream);
       const auto sum = [&](const void* x, const Tokens& y, int64_t width, const Target& out) -> const char* {
         if (!out.data) return nullptr;
         const int64_t tokens = size.B * size.H * size.L;
         return launch_sums(TokenSums<A>{static_cast<const A*>(x), y, size.H, size.L, tokens, int(width), out}, call.stream);
       };
       if (!text) text = sum(d_write, error, size.Dv, to.rate);
-      return text || !Scan::kByHead ? text : sum(d_decay, {}, size.Dk, to.head_decay);
+      return text || !kByHead ? text : sum(d_decay, {}, size.Dk, to.head_decay);
     });
-  });
-}
+  }
+};
 
 }  // namespace detail
 

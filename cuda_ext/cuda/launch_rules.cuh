@@ -1,28 +1,35 @@
-// The functions of launchers.h: choose the scans of each rule.
+// The functions of launchers.h.
 #pragma once
 
-#include "launch_delta.cuh"
 #include "launch_forget.cuh"
-#include "launch_sum.cuh"
 
 namespace fwp::cuda {
 
-size_t workspace_bytes(Rule rule, const Sizes& size, Type type, bool is_backward) {
-  if (rule == Rule::sum) return detail::chunk_workspace<false, false>(size, type, is_backward);
-  if (rule == Rule::delta) return detail::delta_workspace(size, type, is_backward);
-  return detail::forget_workspace(rule, size, type, is_backward);
+// Call f with the kernels of a rule.
+template <typename F>
+auto with_kernels(Rule rule, F f) {
+  switch (rule) {
+    case Rule::sum: return f(detail::Kernels<Rule::sum>{});
+    case Rule::delta: return f(detail::Kernels<Rule::delta>{});
+    case Rule::gated: return f(detail::Kernels<Rule::gated>{});
+    case Rule::gated_by_key: return f(detail::Kernels<Rule::gated_by_key>{});
+    case Rule::decay: return f(detail::Kernels<Rule::decay>{});
+    case Rule::gated_delta: return f(detail::Kernels<Rule::gated_delta>{});
+    case Rule::gated_delta_by_key: return f(detail::Kernels<Rule::gated_delta_by_key>{});
+    default: return f(detail::Kernels<Rule::removal>{});
+  }
+}
+
+size_t workspace_bytes(const Call& call, bool is_backward) {
+  return with_kernels(call.rule, [&](auto rule) { return rule.workspace(call, is_backward); });
 }
 
 const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
-  if (call.rule == Rule::sum) return detail::sum_forward(call, in, to);
-  if (call.rule == Rule::delta) return detail::delta_forward(call, in, to);
-  return detail::forget_forward(call, in, to);
+  return with_kernels(call.rule, [&](auto rule) { return rule.forward(call, in, to); });
 }
 
 const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
-  if (call.rule == Rule::sum) return detail::sum_backward(call, in, more, to);
-  if (call.rule == Rule::delta) return detail::delta_backward(call, in, more, to);
-  return detail::forget_backward(call, in, more, to);
+  return with_kernels(call.rule, [&](auto rule) { return rule.backward(call, in, more, to); });
 }
 
 }  // namespace fwp::cuda

@@ -48,7 +48,7 @@ struct Call {
   void* stream;       // cudaStream_t
 };
 
-// The inputs of a rule. All rules except sum have a rate. head_decay: gated and gated_delta. key_decay: the other rules with
+// The inputs of a rule. All rules have a rate; sum and delta have no decays. head_decay: gated and gated_delta. key_decay: the other rules with
 // decays, and removal. value_decay: decay. removal_key and `removal`, the vector that is removed: removal. `state` may be null.
 struct Inputs {
   Tokens q, k, v, head_decay, key_decay, value_decay, rate, removal_key, removal;
@@ -79,8 +79,8 @@ constexpr int64_t kGreatestSize = 512;
 // Tokens between two kept states: KEPT_EVERY of fairseq_fwp/ops/fast_weights.py.
 constexpr int64_t kChunk = 32;
 
-// Device memory in bytes that a pass needs while it runs, in addition to its arguments.
-size_t workspace_bytes(Rule rule, const Sizes& size, Type type, bool is_backward);
+// Device memory in bytes that a pass needs while it runs, in addition to its arguments. call.workspace is not read.
+size_t workspace_bytes(const Call& call, bool is_backward);
 
 // Both return null, or an error message (an unsupported size or the text of a CUDA error). The message stays valid until the
 // same thread calls again. Results are contiguous, need not be initialized, and must not overlap the inputs. They are

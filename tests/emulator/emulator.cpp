@@ -7,49 +7,25 @@
 #define EMULATOR_SUM
 #define EMULATOR_DELTA
 #define EMULATOR_FORGET
+#endif
+
+#ifdef EMULATOR_FORGET
 #include "launch_rules.cuh"
 #else
-#ifdef EMULATOR_SUM
-#include "launch_sum.cuh"
-#endif
-#ifdef EMULATOR_DELTA
-#include "launch_delta.cuh"
-#endif
-#ifdef EMULATOR_FORGET
 #include "launch_forget.cuh"
-#endif
 
 namespace fwp::cuda {
 
 #ifdef EMULATOR_SUM
-size_t workspace_bytes(Rule, const Sizes& size, Type type, bool is_backward) {
-  return detail::chunk_workspace<false, false>(size, type, is_backward);
-}
-const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return detail::sum_forward(call, in, to); }
-const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
-  return detail::sum_backward(call, in, more, to);
-}
-#elif defined(EMULATOR_DELTA)
-size_t workspace_bytes(Rule, const Sizes& size, Type type, bool is_backward) {
-  return detail::delta_workspace(size, type, is_backward);
-}
-const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
-  return detail::delta_forward(call, in, to);
-}
-const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
-  return detail::delta_backward(call, in, more, to);
-}
+using Only = detail::Kernels<Rule::sum>;
 #else
-size_t workspace_bytes(Rule rule, const Sizes& size, Type type, bool is_backward) {
-  return detail::forget_workspace(rule, size, type, is_backward);
-}
-const char* forward(const Call& call, const Inputs& in, const Outputs& to) {
-  return detail::forget_forward(call, in, to);
-}
-const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
-  return detail::forget_backward(call, in, more, to);
-}
+using Only = detail::Kernels<Rule::delta>;
 #endif
+size_t workspace_bytes(const Call& call, bool is_backward) { return Only::workspace(call, is_backward); }
+const char* forward(const Call& call, const Inputs& in, const Outputs& to) { return Only::forward(call, in, to); }
+const char* backward(const Call& call, const Inputs& in, const Backward& more, const Gradients& to) {
+  return Only::backward(call, in, more, to);
+}
 
 }  // namespace fwp::cuda
 #endif
@@ -73,7 +49,7 @@ extern "C" void emulator_send_launches(emulator::Launcher launcher) { emulator::
 
 extern "C" size_t emulator_workspace_bytes(const Pretended* how, const Call* call, bool is_backward) {
   pretend(*how);
-  return workspace_bytes(call->rule, call->size, call->type, is_backward);
+  return workspace_bytes(*call, is_backward);
 }
 
 extern "C" const char* emulator_forward(const Pretended* how, const Call* call, const Inputs* in, const Outputs* to) {
@@ -166,7 +142,8 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   if (by_head) in.head_decay = view(1, type), to.head_decay = target(1, type);
   if (by_key) in.key_decay = view(size.Dk, type), to.key_decay = target(size.Dk, type);
   if (by_value) in.value_decay = view(size.Dv, type), to.value_decay = target(size.Dv, type);
-  if (rule != Rule::sum) in.rate = view(1, type), to.rate = target(1, type);
+  in.rate = view(1, type);
+  if (rule != Rule::sum) to.rate = target(1, type);
   if (removes) {
     in.removal_key = view(size.Dk, type), in.removal = view(size.Dk, of_state);
     to.removal_key = target(size.Dk, of_state), to.removal = target(size.Dk, of_state);
@@ -177,11 +154,11 @@ const char* run(Rule rule, const Sizes& size, Type type, bool documents, const P
   more.d_out = view(size.Dv, type), more.d_state = states(1);
   const Outputs out{target(size.Dv, type), states(1), const_cast<void*>(more.retrieved.data),
                     const_cast<void*>(more.kept)};
-  const Call sized{size, type, rule, nullptr, nullptr, nullptr};
-  std::vector<unsigned char> workspace(emulator_workspace_bytes(&how, &sized, true));
   const std::unique_ptr<bool[]> first(new bool[size_t(size.B * size.L)]());
   for (int64_t b = 0; b < size.B && size.L > 1; ++b) first[size_t(b * size.L + 1)] = true;
-  const Call call{size, type, rule, documents ? first.get() : nullptr, workspace.data(), nullptr};
+  Call call{size, type, rule, documents ? first.get() : nullptr, nullptr, nullptr};
+  std::vector<unsigned char> workspace(emulator_workspace_bytes(&how, &call, true));
+  call.workspace = workspace.data();
   const char* const error = emulator_forward(&how, &call, &in, &out);
   return error ? error : emulator_backward(&how, &call, &in, &more, &to);
 }

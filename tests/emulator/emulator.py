@@ -249,11 +249,12 @@ class Emulator:
         q, first = given["q"], given.get("first")
         sizes = (*q.shape, given["v"].shape[3])
         is_backward = function is self._library.emulator_backward
-        need = self.workspace_bytes(rule, sizes, q.dtype, is_backward, multiprocessors, shared_kib)
-        workspace = self._empty((-(-need // 4),), torch.float32)
-        pointers = (None if first is None else first.data_ptr(), workspace.data_ptr() if need else None)
-        call = _Call(_Sizes(*sizes), TYPES[q.dtype], RULES.index(rule), *pointers)
+        start = None if first is None else first.data_ptr()
+        call = _Call(_Sizes(*sizes), TYPES[q.dtype], RULES.index(rule), start)
         how = _Pretended(reverse, multiprocessors, shared_kib)
+        need = self._library.emulator_workspace_bytes(ctypes.byref(how), ctypes.byref(call), is_backward)
+        workspace = self._empty((-(-need // 4),), torch.float32)
+        call.workspace = workspace.data_ptr() if need else None
         error = function(*map(ctypes.byref, (how, call, *structures)))
         if error is not None:
             raise EmulatorError(error.decode())
@@ -266,8 +267,7 @@ def prepare(given: Given, erases: bool) -> tuple[str, Given]:
     q, decay = given["q"], given.get("decay")
     parts = {name: x for name, x in given.items() if name in (*PARTS, "state")}
     fades = decay is not None or "value_decay" in given or "removal_key" in given or ("rate" in given and not erases)
-    if erases or fades:
-        parts.setdefault("rate", torch.ones((), dtype=q.dtype).expand(q.shape[:3]))
+    parts.setdefault("rate", torch.ones((), dtype=q.dtype).expand(q.shape[:3]))
     if not fades:
         return "delta" if erases else "sum", parts
     if decay is None and ("value_decay" in given or "removal_key" in given):

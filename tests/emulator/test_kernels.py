@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulator import RULES, EmulatorError, prepare
+from emulator import CHUNK, RULES, EmulatorError, prepare
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
 from pairwise import looped
 from subjects import COMBINATIONS, check_errors, relative_error
@@ -441,9 +441,11 @@ def test_what_a_gpu_has_no_shared_memory_for_is_refused(emulator, rule, multipro
 def test_workspace_is_of_the_order_of_the_tokens(emulator):
     """The memory is for 8,192 tokens of 8 heads and Dk = Dv = 64, in sizes of q + k + v + out.
 
-    Sums over columns of several blocks take at most 32 MiB more.
+    Sums over columns of several blocks take at most 32 MiB more. Sum and delta in float32 rebuild the states there that
+    other rules have kept: one for each 32 tokens.
     """
     for dtype, most in ((torch.float32, 0.5), (torch.bfloat16, 1.0)):
         of_tokens = 4 * 8 * 8192 * 64 * dtype.itemsize
         for rule in RULES:
-            assert emulator.workspace_bytes(rule, (1, 8, 8192, 64, 64), dtype) <= most * of_tokens + 2**25
+            states = 8 * 8192 // CHUNK * 64 * 64 * 4 if rule in ("sum", "delta") and dtype == torch.float32 else 0
+            assert emulator.workspace_bytes(rule, (1, 8, 8192, 64, 64), dtype) <= most * of_tokens + states + 2**25

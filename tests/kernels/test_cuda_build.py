@@ -26,7 +26,7 @@ SOURCES = (
     "bindings/cuda.cpp",
     "bindings/arguments.h",
     "cuda/kernels.cu",
-    "cuda/delta.cuh",
+    "cuda/forget.cuh",
     "cuda/launchers.h",
 )
 

@@ -86,15 +86,14 @@ MUTATIONS = {
         "scan.cuh", "distance < lanes; distance *= 2", "2 * distance < lanes; distance *= 2"
     ),
     "shuffle_of_some_lanes": Mutation(
-        "sum.cuh",
-        "      add_lanes(read, place.plan.lanes);",
-        "      if (place.lane > 0) add_lanes(read, place.plan.lanes);",
+        "forget.cuh",
+        "      add_lanes(read, place.plan.lanes);\n      place.put_columns(token, kOut",
+        "      if (place.lane > 0) add_lanes(read, place.plan.lanes);\n      place.put_columns(token, kOut",
         complaint="does not take part",
     ),
-    "write_after_read": Mutation(
-        "sum.cuh",
-        "      state.add(key, value);\n      state.read(query, read);",
-        "      state.read(query, read);\n      state.add(key, value);",
+    "read_with_the_key": Mutation("forget.cuh", "      place.load_row(token, kQuery, row);\n", ""),
+    "states_not_rebuilt": Mutation(
+        "launch_forget.cuh", "        scan.kept = make.matrix(static_cast<const void*>(kept));\n", ""
     ),
     "chunks_without_barrier": Mutation("chunk_forward.cuh", "be filled.\n      __syncthreads();", "be filled."),
     "scores_without_barrier": Mutation(
@@ -139,9 +138,7 @@ MUTATIONS = {
     ),
     "a_grid_beyond_the_numbers": Mutation("fragments.cuh", "power + (16u << 23)", "power + (24u << 23)", ("gla",)),
     "small_parts_added_twice": Mutation("chunks.cuh", "        clear(product);\n      }\n", "      }\n", ("gla",)),
-    "a_document_in_chunks_not_forgotten": Mutation(
-        "chunks.cuh", "asked.begins ? 0 : number_of", "number_of", ("gla",)
-    ),
+    "a_document_in_chunks_not_forgotten": Mutation("chunks.cuh", "asked.begins ? 0 : number_of", "number_of", ("gla",)),
     "decay_of_a_document": Mutation(
         "chunk_backward.cuh", "this->begins(memory.starts[6], n) ? 0 : found", "found", ("gla",)
     ),
@@ -249,7 +246,7 @@ MUTATIONS = {
         "chunk_key_gradients.cuh", "t > 0 ? products.from_start[t - 1][e] : 1", "products.from_start[t][e]", BY_KEY
     ),
     "rate_of_one_warp": Mutation("chunks.cuh", "w < warps; ++w", "w < 1; ++w", BY_KEY),
-    "rate_forgotten": Mutation("delta.cuh", "      scaled(beta, d_write, d_write);\n", "", ("delta",)),
+    "rate_forgotten": Mutation("forget.cuh", "    scaled(rate, d_row, d_row);\n", "", ("delta",)),
 }
 
 

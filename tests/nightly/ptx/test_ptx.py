@@ -20,12 +20,6 @@ NOT_EXECUTED = re.compile(r"segments_kernelILi(32|64|128)E|(Forward|Backward|Key
 SYNCS = ("bar.sync", "bar.warp.sync", "cp.async.wait_group")
 # By the next line of the source. Without decays, this function has nothing to store.
 REDUNDANT = {"ChunkBackward bar.sync store_decay(find_memory(), this->begin());"}
-RACE = "DeltaBackwardKeys reads columns of d_k that it does not use, while the neighbouring block writes them"
-
-
-def scanned(rules):
-    race = pytest.mark.xfail(raises=EmulatorError, strict=True, reason=RACE)
-    return [pytest.param(rule, marks=race if rule == "delta" else ()) for rule in rules]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +36,7 @@ def test_chunks(interpreter, rule, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("rule", scanned(CASES))
+@pytest.mark.parametrize("rule", CASES)
 def test_scans(interpreter, rule, dtype):
     for seed, shape in enumerate(SCANS):
         given, erases = make_case(rule, shape, dtype)
