@@ -63,29 +63,6 @@ extern "C" const char* emulator_backward(const Pretended* how, const Call* call,
   return backward(*call, *in, *more, *to);
 }
 
-// The launches of a pass, a line each, or an error.
-extern "C" const char* emulator_plan(const Pretended* how, const Call* call, bool is_backward) {
-  pretend(*how);
-  emulator::machine().only_plans = true;
-  emulator::machine().plan.clear();
-  alignas(16) static char memory[16];
-  const Sizes& size = call->size;
-  const auto tokens = [&](int64_t width) {
-    return Tokens{memory, size.H * size.L * width, size.L * width, width, call->type};
-  };
-  const Tokens keys = tokens(size.Dk), values = tokens(size.Dv), each = tokens(1);
-  const Inputs in{keys, keys, values, each, keys, values, each, keys, keys, memory};
-  const Target target{memory, call->type};
-  Call planned = *call;
-  planned.workspace = memory;
-  const char* const error =
-      is_backward ? backward(planned, in, {values, values, memory, memory},
-                             {target, target, target, target, target, target, target, target, target, memory})
-                  : forward(planned, in, {target, memory, memory, memory});
-  emulator::machine().only_plans = false;
-  return error ? error : emulator::machine().plan.c_str();
-}
-
 #ifdef EMULATOR_PROGRAM
 
 namespace {

@@ -16,7 +16,6 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "gpu.h"
@@ -138,9 +137,7 @@ struct Machine {
   int multiprocessors = 132;   // that it claims to have
   size_t shared_bytes = 0;     // that it claims to have for a block
   char error[256] = "";        // the first one
-  bool only_plans = false;     // kernels do not run: `plan` gets a line for each launch
   Launcher launcher = nullptr;  // executes kernels instead of the fibers
-  std::string plan;            // mangled name, blocks, threads, tokens or chunks that a block goes through
   std::vector<Fiber> fibers;
   int threads = 0, running = 0;
   unsigned block = 0;
@@ -512,31 +509,16 @@ inline const char* query(Gpu* gpu) {
   return failure();
 }
 
-// Tokens, or chunks, that a block goes through.
-template <typename Argument>
-auto rounds_of(const Argument& x, int) -> decltype(int64_t(x.chunks_of_segment)) { return x.chunks_of_segment; }
-template <typename Argument>
-auto rounds_of(const Argument& x, int) -> decltype(int64_t(x.end - x.first)) { return x.end - x.first; }
-template <typename Argument>
-auto rounds_of(const Argument& x, long) -> decltype(int64_t(x.plan.stage)) { return x.size.length; }
-template <typename Argument>
-int64_t rounds_of(const Argument&, ...) { return 0; }
-
 template <typename Argument>
 const char* launch_kernel(void (*kernel)(Argument), const Gpu&, int64_t blocks, int threads, size_t shared_bytes, void*,
                           Argument argument) {
   emulator::Machine& machine = emulator::machine();
   Dl_info symbol;
-  dladdr(reinterpret_cast<void*>(kernel), &symbol);
-  if (machine.only_plans) {
-    for (const std::string& word : {std::string(symbol.dli_sname), std::to_string(blocks), std::to_string(threads)})
-      machine.plan += word + ' ';
-    machine.plan += std::to_string(rounds_of(argument, 0)) + '\n';
-  } else if (blocks == 0)
+  if (blocks == 0)
     emulator::fail("is launched without a block");
   else if (shared_bytes > machine.shared_bytes)
     emulator::fail("asks for %zu bytes of shared memory", shared_bytes);
-  else if (machine.launcher)
+  else if (machine.launcher && dladdr(reinterpret_cast<void*>(kernel), &symbol))
     return machine.launcher(symbol.dli_sname, blocks, threads, shared_bytes, &argument);
   else
     emulator::launch(blocks, threads, shared_bytes, [&] { kernel(argument); });

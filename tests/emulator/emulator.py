@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from subjects import state_dtype
@@ -63,13 +63,6 @@ def build(
             )
             os.replace(made, target)
     return target
-
-
-class Launch(NamedTuple):
-    kernel: str  # its mangled name
-    blocks: int
-    threads: int  # of a block
-    rounds: int  # tokens, or chunks of tokens, that a block goes through
 
 
 class _Structure(ctypes.Structure):
@@ -161,7 +154,6 @@ class Emulator:
         self._library = ctypes.CDLL(str(library))
         self._library.emulator_forward.restype = self._library.emulator_backward.restype = ctypes.c_char_p
         self._library.emulator_workspace_bytes.restype = ctypes.c_size_t
-        self._library.emulator_plan.restype = ctypes.c_char_p
 
     def forward(self, given: Given, erases: bool, **how: int) -> Given:
         """Return out, the state, and for the backward pass retrieved and kept."""
@@ -215,14 +207,6 @@ class Emulator:
         how = _Pretended(0, multiprocessors, shared_kib)
         call = _Call(_Sizes(*sizes), TYPES[dtype], RULES.index(rule))
         return self._library.emulator_workspace_bytes(ctypes.byref(how), ctypes.byref(call), is_backward)
-
-    def plan(
-        self, rule: str, sizes: Sequence[int], dtype: torch.dtype, is_backward: bool, shared_kib: int
-    ) -> list[Launch]:
-        """Return the launches of a pass, which does not run."""
-        how, call = _Pretended(0, 132, shared_kib), _Call(_Sizes(*sizes), TYPES[dtype], RULES.index(rule))
-        lines = self._library.emulator_plan(ctypes.byref(how), ctypes.byref(call), is_backward).decode().splitlines()
-        return [Launch(name, *map(int, numbers)) for name, *numbers in map(str.split, lines)]
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of NaN, with a guard on both sides."""

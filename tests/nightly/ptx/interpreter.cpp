@@ -1,8 +1,8 @@
-// Executes kernels in nvcc's PTX on the CPU and looks for races. ptx.py makes their text; the emulator sends the launches.
+// Executes kernels in nvcc's PTX on the CPU and finds races. interpreter.py makes their text, the emulator launches.
 //
-// Threads take turns of random lengths. Only a barrier of the block (bar.sync) or of the warp (bar.warp.sync) orders the
-// accesses of two threads, and cp.async.wait_group those of a copy. Shuffles and matrix products order nothing. Barriers
-// have whole blocks or warps, so a vector clock is two numbers: how many of each kind a thread has passed.
+// Threads take turns of random lengths. Only a barrier of the block (bar.sync) or of the warp (bar.warp.sync) orders
+// accesses of two threads, and cp.async.wait_group those of a copy. Shuffles and matrix products order nothing.
+// Barriers have whole blocks or warps, so a vector clock is two numbers: how many of each kind a thread has passed.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -10,13 +10,14 @@
 #include <random>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <unordered_map>
 
 namespace {
 
 using Address = uint64_t;
 constexpr int kWarp = 32, kLongestTurn = 400;       // threads, instructions
-constexpr Address kSharedMemory = 4096, kCell = 2;  // its start, as in ptx.py; bytes of the smallest number written
+constexpr Address kSharedMemory = 4096, kCell = 2;  // as in interpreter.py; bytes that are written at least
 
 struct Thread;
 struct Instruction;
@@ -43,8 +44,7 @@ struct Point {
   size_t at = 0;
 };
 struct Copy {
-  Address to, from;
-  uint32_t bytes;
+  Address to, from, bytes;
   int group;
 };
 struct Thread : Point {
@@ -90,8 +90,9 @@ void put(Thread& t, int number, T x) {
 void check_order(const Point& p, const Thread& t, Use use) {
   const bool in_warp = p.warp == t.warp && (p.syncs < t.syncs || p.thread == t.thread);
   if (p.block < 0 || (p.block == t.block && (p.barriers < t.barriers || in_warp))) return;
-  const std::string who = "warp " + std::to_string(p.warp) + " of block " + std::to_string(p.block);
-  fail(t, (use == Use::read ? "races: reads what " : "races: writes what ") + who + " uses at " + kernel->code[p.at].place);
+  const std::string what = use == Use::read ? "reads" : "writes", who = "warp " + std::to_string(p.warp);
+  const std::string where = std::to_string(p.block) + " uses at " + kernel->code[p.at].place;
+  fail(t, "races: it " + what + " what " + who + " of block " + where);
 }
 
 void record(Cell& cell, const Thread& t, Use use) {
@@ -163,6 +164,7 @@ void end(Thread* t, const Instruction&) {
 void shuffle(Thread* lanes, const Instruction& i) {
   uint32_t given[kWarp];
   for (int n = 0; n < kWarp; ++n) given[n] = get<uint32_t>(lanes[n], i.operands[2]);
+  if (get<int>(*lanes, i.operands[5]) != -1) fail(*lanes, "shuffles a part of a warp");
   for (int n = 0; n < kWarp; ++n) put(lanes[n], i.operands[0], given[n ^ get<int>(lanes[n], i.operands[3])]);
 }
 
@@ -328,11 +330,11 @@ extern "C" void interpreter_load(const char* text) {
 }
 
 // Returns null, or what went wrong.
-extern "C" const char* interpreter_launch(const char* name, int64_t blocks, int count, size_t bytes, const void* given) {
+extern "C" const char* interpreter_launch(const char* name, int64_t blocks, int count, size_t bytes, const char* x) {
   static std::string error;
   try {
     kernel = &kernels.at(name);
-    argument = static_cast<const char*>(given);
+    argument = x;
     shared.resize(bytes);
     global_cells.clear();
     for (int64_t block = 0; block < blocks; ++block) run_block(int(block), size_t(count));

@@ -56,22 +56,13 @@ class Kernel:
         assert len(offsets) < 2 or not any(offsets), operands
         assert not name.startswith("bar") or operands in ("0", "-1"), operands  # the whole block, or warp
         numbers = [self.number(x) for x in re.findall(r"[^\s,|{}]+", ADDRESS.sub(r"\1", operands))]
-        fields = (
-            self.place,
-            name,
-            space,
-            count,
-            int(bool(negated)),
-            self.number(predicate or "1"),
-            sum(offsets) % 2**64,
-        )
-        self.lines.append(" ".join(map(str, (*fields, len(numbers), *numbers))))
+        fields = (self.place, name, space, count, int(bool(negated)), self.number(predicate or "1"))
+        self.lines.append(" ".join(map(str, (*fields, sum(offsets) % 2**64, len(numbers), *numbers))))
 
     def text(self) -> str:
         values = [f"{number} {self.value(x)}" for x, number in self.registers.items() if x[0] != "%"]
-        return "\n".join(
-            [f"{self.name} {len(self.registers)} {len(values)} {len(self.lines)}", *values, *self.lines, ""]
-        )
+        sizes = f"{len(self.registers)} {len(values)} {len(self.lines)}"
+        return "\n".join([f"{self.name} {sizes}", *values, *self.lines, ""])
 
 
 def translate(ptx: str) -> dict[str, str]:
