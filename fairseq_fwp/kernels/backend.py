@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .library import load_kernels
@@ -24,6 +25,14 @@ def too_large(q: Any, v: Any) -> bool:
         f"keys and values must have at most {greatest} dimensions for its kernels, got {sizes}; use smaller heads",
     )
     return True
+
+
+def warn_of_float16(q: Tensor) -> None:
+    """Warn once that the CUDA kernels on tensor cores take bfloat16, and not float16."""
+    if q.dtype == torch.float16 and "float16" not in _warned and not torch.compiler.is_compiling():
+        _warned.add("float16")
+        said = "fairseq_fwp runs float16 without tensor cores: use bfloat16 (--bf16, not --fp16), which runs on them"
+        warnings.warn(said, RuntimeWarning, stacklevel=3)
 
 
 def require_kernel(device_type: str) -> None:

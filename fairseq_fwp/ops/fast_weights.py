@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.backend import kernel_ready
+from ..kernels.backend import kernel_ready, warn_of_float16
 from . import reference
 from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, check_arguments, outer, retrieve, state_dtype
 
@@ -73,10 +73,12 @@ def fast_weights(
     erases: bool = False,
 ) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) for the inputs of :class:`Inputs`."""
-    on_tensor_cores = first is not None and q.is_cuda and q.dtype == torch.bfloat16
-    if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
-        # There, only kernels with decays take several documents.
-        decay = q.new_ones(()).expand(q.shape[:3])
+    if q.is_cuda:
+        warn_of_float16(q)
+        on_tensor_cores = first is not None and q.dtype == torch.bfloat16
+        if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
+            # There, only kernels with decays take several documents.
+            decay = q.new_ones(()).expand(q.shape[:3])
     out, memory, _, _ = _operator(q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases)
     return out, memory
 
