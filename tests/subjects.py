@@ -197,6 +197,11 @@ def results(
     }
 
 
+def at_odd_offset(x: Tensor) -> Tensor:
+    """Return the same numbers in a storage in which they begin one number later, so not at a multiple of 16 bytes."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
 def relative_error(found: Tensor, truth: Tensor) -> float:
     """Return the root mean square of the error, divided by that of the truth."""
     if truth.numel() == 0:

@@ -5,7 +5,7 @@ import torch
 from emulator import CHUNK, RULES, EmulatorError, prepare
 from operator_cases import CASES, as_double, cotangents_of, make_case, make_combination, reference
 from pairwise import looped
-from subjects import COMBINATIONS, check_errors, relative_error
+from subjects import COMBINATIONS, at_odd_offset, check_errors, relative_error
 
 every_rule = pytest.mark.parametrize("rule", CASES)
 fading_in_chunks = pytest.mark.parametrize("rule", ["gla", "gla_by_key", "gated_delta", "gated_delta_by_key"])
@@ -274,11 +274,6 @@ def test_layout_changes_nothing(emulator, rule, layout, dtype):
     strided = of_out.transpose(1, 2).contiguous().transpose(1, 2)
     for name, x in emulator.results(given, erases, (strided, of_state)).items():
         assert torch.equal(expected[name], x), name
-
-
-def at_odd_offset(x):
-    """Return the same numbers in a storage in which they begin one number later, so not at a multiple of 16 bytes."""
-    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
 
 @every_rule

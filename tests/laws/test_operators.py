@@ -21,6 +21,7 @@ from subjects import (
     LAYOUTS,
     RULES,
     WITH_KERNEL,
+    at_odd_offset,
     check_accuracy,
     check_errors,
     check_gradient_of_one_output,
@@ -255,11 +256,6 @@ def test_layout_changes_nothing(rule, form):
         expanded = results(fastest(rule), inputs, ones)
         for name, x in results(fastest(rule), inputs, (ones[0].contiguous(), ones[1])).items():
             assert torch.equal(expanded[name], x), (name, case)
-
-
-def at_odd_offset(x):
-    """Return the same numbers in a storage in which they begin one number later, so not at a multiple of 16 bytes."""
-    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
 
 @every_subject
