@@ -109,6 +109,7 @@ from fairseq_fwp.kernels.self_check import check_in_child
 from fairseq_fwp.ops.rules import RULES
 check_in_child(RULES)
 """
+ALL = "all"  # a child's line after the last rule
 
 
 def _check_apart(device: str) -> Faults:
@@ -131,9 +132,6 @@ def _check_apart(device: str) -> Faults:
             faults[lines[-1][0]] = f"its check was ended by signal {-child.returncode}"
         ended = child.returncode == 0 and lines[-1][0] == ALL
     return faults
-
-
-ALL = "all"  # the line after the last rule
 
 
 def check_in_child(rules: Sequence[Any]) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import Results
+
 DEVICES, DTYPES, GREATEST_KEY = ("cuda",), (torch.bfloat16, torch.float16), 256
 DECAYS = ("gate", "decay")  # arguments of which fla takes the logarithm
 Form = tuple[str, dict[str, Any]]  # a function, by module and name, and its arguments
@@ -56,9 +58,7 @@ FORMS: dict[str, Callable[..., Form]] = {
 }
 
 
-def run(
-    rule: str, given: dict[str, Tensor], state: Tensor | None = None, first: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def run(rule: str, given: dict[str, Tensor], state: Tensor | None = None, first: Tensor | None = None) -> Results:
     """Return out (B, H, L, Dv) and the new state (B, H, Dk, Dv) of a rule for its arguments by name.
 
     ValueError, TypeError: what fla's kernels do not take. RuntimeError: there is no such kernel, device or package.
@@ -103,14 +103,15 @@ def _check(rule: str, given: dict[str, Tensor]) -> None:
         raise TypeError(f"{said}q must be bfloat16 or float16, got {q.dtype}; use backend='auto' for others")
     if not 0 < q.shape[3] <= GREATEST_KEY or not given["v"].shape[-1] or not q.shape[2]:
         raise ValueError(f"{said}there must be tokens, with keys of at most {GREATEST_KEY}, got q {tuple(q.shape)}")
-    for name in DECAYS:
-        if name in given and rule == "delta_product_rule" and given[name].dim() == 4:
-            raise ValueError(f"{said}{name} must have shape (B, H, L), got {tuple(given[name].shape)}")
-        if name in given and not (given[name] > 0).all():
-            raise ValueError(f"{said}{name} must be above 0, got {given[name].min().item():g}; use backend='auto'")
+    decays = {name: given[name] for name in DECAYS if name in given}
+    if rule == "delta_product_rule" and any(x.dim() == 4 for x in decays.values()):
+        raise ValueError(f"{said}decay must have shape (B, H, L), got {tuple(decays['decay'].shape)}")
+    for name, x in decays.items():
+        if not (x > 0).all():
+            raise ValueError(f"{said}{name} must be above 0, got {x.min().item():g}; use backend='auto'")
 
 
-def _load(function: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def _load(function: str) -> Callable[..., Results]:
     module, _, name = function.rpartition(".")
     try:
         return getattr(import_module(f"fla.ops.{module}"), name)
