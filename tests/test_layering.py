@@ -27,7 +27,7 @@ ROOMS = {
     "modules": {"torch", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp.options"},
     # They only use a model's methods.
-    "evaluation": {"torch", "fairseq_fwp.modules.onednn"},
+    "evaluation": {"torch", "fairseq_fwp.modules.layers"},
     "tasks": CONFIG | {"fairseq_fwp.options"},
     "criterions": CONFIG | {"fairseq_fwp.options"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.patches"},
@@ -138,7 +138,7 @@ def tree(root: Path, path: str, source: str) -> Path:
         ("fairseq_fwp/ops/sum.py", "from fairseq_fwp import modules as m", "fairseq_fwp.modules"),
         ("fairseq_fwp/ops/sum.py", "def f():\n    import numpy.linalg", "numpy.linalg"),
         ("fairseq_fwp/ops/sum.py", "import importlib\nimportlib.import_module('fairseq.utils')", "fairseq.utils"),
-        ("fairseq_fwp/modules/feature_maps/elu.py", "from ...models import x", "fairseq_fwp.models.x"),
+        ("fairseq_fwp/modules/attention/linear.py", "from ...models import x", "fairseq_fwp.models.x"),
         ("fairseq_fwp/modules/layer.py", "from fairseq.modules import LayerNorm", "fairseq.modules.LayerNorm"),
         ("fairseq_fwp/modules/layer.py", "from torch_of_mine import x", "torch_of_mine.x"),
         ("fairseq_fwp/models/lm.py", "from fairseq_fwp.ops import sum_rule", "fairseq_fwp.ops.sum_rule"),
@@ -163,7 +163,7 @@ def test_checker_finds(tmp_path, path, source, named):
     [
         ("fairseq_fwp/ops/sum.py", "import math, torch.nn\nfrom . import sum\nfrom ..kernels import load_kernels"),
         (
-            "fairseq_fwp/modules/feature_maps/elu.py",
+            "fairseq_fwp/modules/attention/linear.py",
             "from ...ops import sum_rule\nfrom torch.nn import LayerNorm",
         ),
         ("fairseq_fwp/models/lm.py", "from ..modules import x\nfrom fairseq import utils\nfrom omegaconf import II"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from fairseq_fwp.cli.plot_style import COLOURS, load_pyplot, save
-from fairseq_fwp.modules.feature_maps.dpfp import Dpfp
+from fairseq_fwp.modules.feature_maps import Dpfp
 
 POINTS = 101  # along each side of the plane
 PARTS = ["k₁", "k₂", "-k₁", "-k₂"]

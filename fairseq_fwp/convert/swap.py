@@ -47,7 +47,7 @@ from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, layer_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.look_up import look_up
+from fairseq_fwp.modules.layers import look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 # Seed of random weights: repeated conversions give the same model.

@@ -22,12 +22,10 @@ from typing import Any, NamedTuple, Optional
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
-from fairseq_fwp.modules.attention.heads import check_heads, check_key_dim
+from fairseq_fwp.modules.attention.base import check_heads, check_key_dim
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.feature_maps.favor import DRAWS
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.look_up import look_up
+from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, FeatureMap
+from fairseq_fwp.modules.layers import look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 

@@ -14,19 +14,17 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import naming_flags
-from fairseq_fwp.modules.adaptive_input import AdaptiveInput
 from fairseq_fwp.modules.adaptive_softmax import (
+    AdaptiveInput,
     AdaptiveSoftmax,
     ProjectedAdaptiveSoftmax,
     TiedAdaptiveSoftmax,
     UntiedSoftmax,
 )
 from fairseq_fwp.modules.attention import ATTENTIONS, FORMER_NAMES
-from fairseq_fwp.modules.decoder_layer import DecoderLayer
-from fairseq_fwp.modules.dropout import Dropout
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.onednn import faster_linear
-from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.attention.base import detach, reorder, reset
+from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.layers import DecoderLayer, Dropout, at_least_float32, faster_linear
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)
@@ -99,17 +97,15 @@ class DecoderState(NamedTuple):
 
     def detach(self) -> "DecoderState":
         """The same values, detached from the graph."""
-        return DecoderState(tuple(layer.detach() for layer in self.layers), self.positions)
+        return DecoderState(detach(self.layers), self.positions)
 
     def reorder(self, new_order: Tensor) -> "DecoderState":
         """The rows new_order (B',) of the batch, as beam search selects them."""
-        layers = tuple(layer.reorder(new_order) for layer in self.layers)
-        return DecoderState(layers, self.positions.index_select(0, new_order))
+        return DecoderState(reorder(self.layers, new_order), reorder(self.positions, new_order))
 
     def reset(self, rows: Tensor) -> "DecoderState":
         """The state, empty (as before the first token) in the rows of the batch that are True. rows: (B,) bool."""
-        layers = tuple(layer.reset(rows) for layer in self.layers)
-        return DecoderState(layers, self.positions.masked_fill(rows, 0))
+        return DecoderState(reset(self.layers, rows), reset(self.positions, rows))
 
 
 STATES: set[Any] = {DecoderState, *(state for attention in ATTENTIONS.values() for state in attention.states)}

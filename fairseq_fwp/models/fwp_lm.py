@@ -22,10 +22,9 @@ from fairseq_fwp.models.attention_options import (
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
-from fairseq_fwp.modules.dropout import Dropout
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.learned_positions import LearnedPositions
-from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions, VaswaniPositions
+from fairseq_fwp.modules.layers import Dropout
+from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions, VaswaniPositions
 from fairseq_fwp.options import option
 
 

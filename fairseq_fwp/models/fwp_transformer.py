@@ -34,10 +34,9 @@ from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.trained_model import TrainedModel
 from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.onednn import faster_linear
-from fairseq_fwp.modules.sinusoidal_positions import CountedPositions
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap
+from fairseq_fwp.modules.layers import faster_linear
+from fairseq_fwp.modules.positions import CountedPositions
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
 

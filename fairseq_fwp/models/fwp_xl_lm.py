@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from fairseq_fwp.models.attention_options import SIZES, naming_flags
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, initialize
 from fairseq_fwp.models.language_model import LanguageModel, forgets_segments
-from fairseq_fwp.modules.attention.heads import check_heads
+from fairseq_fwp.modules.attention.base import check_heads
 from fairseq_fwp.modules.attention.relative import LearnedDistances, Memory, RelativeAttention, SinusoidalDistances
 from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
-from fairseq_fwp.modules.learned_positions import LearnedPositions
-from fairseq_fwp.modules.sinusoidal_positions import SinusoidalPositions
+from fairseq_fwp.modules.positions import LearnedPositions, SinusoidalPositions
 from fairseq_fwp.options import option
 
 logger = logging.getLogger(__name__)

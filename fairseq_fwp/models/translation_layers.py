@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import AttentionOptions, build_attention, build_map, construct, naming_flags
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
-from fairseq_fwp.modules.attention.heads import check_heads
+from fairseq_fwp.modules.attention.base import check_heads, reorder
 from fairseq_fwp.modules.attention.normalization import Division
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
+from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 IncrementalState: TypeAlias = dict[str, Any] | None
@@ -25,7 +25,7 @@ class SourceMemory(dict[nn.Module, FastWeightState]):
 
     def reorder(self, new_order: Tensor) -> "SourceMemory":
         """The rows new_order (B',) of the batch, as beam search selects them."""
-        return SourceMemory({attention: state.reorder(new_order) for attention, state in self.items()})
+        return SourceMemory(reorder(dict(self), new_order))
 
 
 class EncoderAttention(LinearAttention):
@@ -114,7 +114,7 @@ class CausalAttention(FairseqIncrementalDecoder):
         """Keep the rows new_order of the decoding state, as beam search selects them."""
         state = self.get_incremental_state(incremental_state, "state")
         if state is not None:
-            self.set_incremental_state(incremental_state, "state", state.reorder(new_order))
+            self.set_incremental_state(incremental_state, "state", reorder(state, new_order))
 
     def _get_input_buffer(self, incremental_state: IncrementalState) -> dict[str, Any]:
         """Return no past keys, which fairseq's layer asks for."""

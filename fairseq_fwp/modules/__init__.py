@@ -1,1 +1,10 @@
-"""Layers built from plain arguments: feature maps, update rules, normalisations, attention, decoder layer, softmax."""
+"""Building blocks of models: PyTorch modules made from plain arguments, without fairseq's configurations."""
+
+import sys
+
+from fairseq_fwp.modules import feature_maps, layers
+
+# Plug-ins may import these by the names of the files in which they were.
+for former in ("feature_map", "elu", "dpfp", "favor", "relu", "identity", "tanh"):
+    sys.modules[f"{feature_maps.__name__}.{former}"] = feature_maps
+sys.modules[f"{__name__}.precision"] = layers

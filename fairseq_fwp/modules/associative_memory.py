@@ -29,8 +29,8 @@ from fairseq_fwp.modules.attention.normalization import (
     fit_normalizations,
     running_sum,
 )
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.layers import at_least_float32
 from fairseq_fwp.modules.update_rules import Gate, find_rule
 
 

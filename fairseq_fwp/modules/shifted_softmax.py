@@ -2,8 +2,12 @@
 
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.adaptive_input import AdaptiveInput
-from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_softmax import (
+    AdaptiveInput,
+    AdaptiveSoftmax,
+    ProjectedAdaptiveSoftmax,
+    TiedAdaptiveSoftmax,
+)
 
 
 class ShiftedSoftmax(AdaptiveSoftmax):

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.look_up import look_up
-from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.layers import at_least_float32, look_up
 
 
 class Gate(NamedTuple):

@@ -17,7 +17,7 @@ from timing import Contender, interleave
 
 from fairseq_fwp.evaluation.scoring import WindowScorer
 from fairseq_fwp.evaluation.windows import Text, batches, windows
-from fairseq_fwp.modules.onednn import faster_linear
+from fairseq_fwp.modules.layers import faster_linear
 
 ARCHS = ("delta_lm_wt103_medium", "softmax_lm_wt103_medium")
 VOCABULARY = 267_744

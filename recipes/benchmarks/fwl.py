@@ -20,7 +20,7 @@ from fairseq_fwp.evaluation.dynamic import DynamicRule, DynamicScorer
 from fairseq_fwp.evaluation.scoring import StreamScorer, WindowScorer
 from fairseq_fwp.evaluation.windows import Window
 from fairseq_fwp.models.presets import FWL_PRESETS
-from fairseq_fwp.modules.onednn import faster_linear
+from fairseq_fwp.modules.layers import faster_linear
 
 MEMORY = {"mem_len": 1600, "clamp_len": 1000, "same_length": True}
 LOCAL = ("fwl_local_lm_wt103", "fwp_lm", FWL_PRESETS["fwl_local_lm_wt103"])

@@ -11,7 +11,7 @@ from command_server import run
 from pairwise import looped
 
 from fairseq_fwp.convert import checkpoint
-from fairseq_fwp.modules.dropout import Dropout
+from fairseq_fwp.modules.layers import Dropout
 from tests.convert.conftest import WORDS, Converter, build, load, read_vector, score
 
 

@@ -17,7 +17,7 @@ from pairwise import looped
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.presets import PRESETS
-from fairseq_fwp.modules.dropout import Dropout
+from fairseq_fwp.modules.layers import Dropout
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens

@@ -13,7 +13,7 @@ from pairwise import looped
 
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, base_architecture
 from fairseq_fwp.models.presets import MT_PRESETS
-from fairseq_fwp.modules import onednn
+from fairseq_fwp.modules import layers
 from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -360,10 +360,10 @@ def test_training_takes_onednn_where_torch_is_slow(kind, monkeypatch):
     """Loss, gradients and generation are the same."""
     model, source, target = build(**KINDS[kind]).float(), random_tokens(3, 5), random_tokens(3, 6)
     found, products = [], []
-    product = onednn._product
-    monkeypatch.setattr(onednn, "_product", lambda *tensors: products.append(1) or product(*tensors))
+    product = layers._product
+    monkeypatch.setattr(layers, "_product", lambda *tensors: products.append(1) or product(*tensors))
     for slow in (False, True):
-        monkeypatch.setattr(onednn, "mkl_is_slow", lambda slow=slow: slow)
+        monkeypatch.setattr(layers, "mkl_is_slow", lambda slow=slow: slow)
         copied = copy.deepcopy(model).train()
         for module in copied.modules():
             if isinstance(module, FairseqDropout):

@@ -11,7 +11,7 @@ from pairwise import looped
 
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
-from fairseq_fwp.modules.dropout import Dropout
+from fairseq_fwp.modules.layers import Dropout
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
 from .stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states

@@ -13,7 +13,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 
 from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
-from fairseq_fwp.modules import onednn
+from fairseq_fwp.modules import layers
 from fairseq_fwp.modules.attention import FORMER_NAMES
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
@@ -32,11 +32,11 @@ def test_generation_is_not_bound_to_the_length_of_training_samples(build_model, 
 @pytest.mark.parametrize("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
 def test_many_tokens_take_onednn_where_torch_is_slow(build_model, arch, monkeypatch):
     """Loss and gradients are the same; a step of decoding, for which it is not faster, does not take it."""
-    model, tokens = build_model(arch, adaptive_softmax_cutoff="20,40").float(), random_tokens(8, onednn.MIN_ROWS // 8)
-    found, products, product = [], [], onednn._product
-    monkeypatch.setattr(onednn, "_product", lambda *tensors: products.append(1) or product(*tensors))
+    model, tokens = build_model(arch, adaptive_softmax_cutoff="20,40").float(), random_tokens(8, layers.MIN_ROWS // 8)
+    found, products, product = [], [], layers._product
+    monkeypatch.setattr(layers, "_product", lambda *tensors: products.append(1) or product(*tensors))
     for slow in (False, True):
-        monkeypatch.setattr(onednn, "mkl_is_slow", lambda slow=slow: slow)
+        monkeypatch.setattr(layers, "mkl_is_slow", lambda slow=slow: slow)
         loss = log_probs(model, tokens)[..., 7].sum()
         found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
         # Of each linear layer: the product, the gradient of its input and that of its weight.

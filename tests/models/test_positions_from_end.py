@@ -4,7 +4,7 @@ import pytest
 import torch
 from pairwise import looped
 
-from fairseq_fwp.modules.sinusoidal_positions import VaswaniPositions
+from fairseq_fwp.modules.positions import VaswaniPositions
 
 from .conftest import log_probs, random_tokens
 

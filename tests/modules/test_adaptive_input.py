@@ -3,7 +3,7 @@ import torch
 from pairwise import looped
 from torch import nn
 
-from fairseq_fwp.modules.adaptive_input import AdaptiveInput
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput
 
 VOCABULARY, DIM = 30, 32
 

@@ -5,8 +5,12 @@ from pairwise import looped
 from torch import nn
 
 from fairseq_fwp.modules import adaptive_softmax
-from fairseq_fwp.modules.adaptive_input import AdaptiveInput
-from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax, UntiedSoftmax
+from fairseq_fwp.modules.adaptive_softmax import (
+    AdaptiveInput,
+    ProjectedAdaptiveSoftmax,
+    TiedAdaptiveSoftmax,
+    UntiedSoftmax,
+)
 
 VOCABULARY, DIM = 30, 5
 

@@ -12,8 +12,7 @@ from pairwise import looped
 from torch import nn
 
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.modules.adaptive_input import AdaptiveInput
-from fairseq_fwp.modules.adaptive_softmax import ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
 from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer
 from fairseq_fwp.modules.fast_weight_layer.layer import PACE, STEP_SIZE
 from fairseq_fwp.modules.fast_weight_layer.start import DAMPING, SPREAD

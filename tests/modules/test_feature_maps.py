@@ -7,11 +7,7 @@ import pytest
 import torch
 from pairwise import looped
 
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.feature_maps.dpfp import Dpfp
-from fairseq_fwp.modules.feature_maps.favor import DRAWS, Favor
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.feature_maps.relu import LearnedRelu
+from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, Dpfp, Favor, FeatureMap, LearnedRelu
 
 HEAD_DIM = 6
 HALF = [torch.float16, torch.bfloat16]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from pairwise import looped
 
+from fairseq_fwp.modules.attention.base import reorder
 from fairseq_fwp.modules.attention.linear import LinearAttention
 from fairseq_fwp.modules.attention.normalization import Division
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.feature_maps.favor import Favor
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, Favor
 
 DIM, HEADS, SOURCE_DIM = 12, 3, 10
 POSITIVE = [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive]
@@ -124,7 +124,7 @@ def test_the_summary_is_as_large_for_any_source_and_can_be_reordered(layer):
         source = random(3, length, SOURCE_DIM)
         state = layer.summarize(source)
         sizes.add(tuple(None if part is None else tuple(part.shape) for part in state))
-        torch.testing.assert_close(layer.read(x[order], state.reorder(order)), layer(x, source)[order])
+        torch.testing.assert_close(layer.read(x[order], reorder(state, order)), layer(x, source)[order])
     assert len(sizes) == 1
 
 

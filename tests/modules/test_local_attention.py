@@ -4,8 +4,7 @@ import pytest
 import torch
 from pairwise import looped
 
-from fairseq_fwp.modules.attention.local import LocalAttention
-from fairseq_fwp.modules.attention.softmax import SoftmaxAttention
+from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
 
 DIM, HEADS = 12, 3
 

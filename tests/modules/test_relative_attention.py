@@ -7,6 +7,7 @@ import torch
 from pairwise import looped
 from torch.func import functional_call
 
+from fairseq_fwp.modules.attention.base import detach, reorder
 from fairseq_fwp.modules.attention.relative import (
     LearnedDistances,
     Memory,
@@ -139,13 +140,13 @@ def test_a_cache_gives_what_the_memory_gives(positions, pieces):
 def test_a_cache_is_cut_reordered_and_detached():
     layer, memory, more = build(), Memory(random(3, 6, DIM)), random(2, 2, DIM)
     order = torch.tensor([2, 0])
-    expected = layer(more, memory.last(4).reorder(order))[0]
+    expected = layer(more, reorder(memory.last(4), order))[0]
     cache = layer(random(3, 1, DIM), layer.cache(memory))[1]
 
-    for kept in (layer.cache(memory.last(4)).reorder(order), layer.cache(memory).last(4).reorder(order)):
+    for kept in (reorder(layer.cache(memory.last(4)), order), reorder(layer.cache(memory).last(4), order)):
         torch.testing.assert_close(layer(more, kept)[0], expected)
     assert cache.last(3).distances.shape[1] == cache.last(3).keys.shape[2] == 3
-    assert not any(part.requires_grad for part in cache.detach() if part is not None)
+    assert not any(part.requires_grad for part in detach(cache) if part is not None)
 
 
 def test_padding_between_tokens_puts_no_distance_between_them():

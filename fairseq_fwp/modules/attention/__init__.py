@@ -1,16 +1,14 @@
 """Attentions: each is an nn.Module, built from plain arguments. A new one is one file here and one line below.
 
-A causal one is attention(x, state, key_padding_mask) -> (y, state): see `heads.Attention`.
+A causal one is attention(x, state, key_padding_mask) -> (y, state): see `base.Attention`.
 """
 
+from fairseq_fwp.modules.attention.base import Attention
 from fairseq_fwp.modules.attention.delta_rnn import DeltaRnn
-from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
-from fairseq_fwp.modules.attention.heads import Attention
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.linear import LinearAttention
-from fairseq_fwp.modules.attention.local import LocalAttention
 from fairseq_fwp.modules.attention.relative import Memory, RelativeAttention
-from fairseq_fwp.modules.attention.softmax import KeyValueCache, SoftmaxAttention
-from fairseq_fwp.modules.attention.state import FastWeightState
+from fairseq_fwp.modules.attention.softmax import KeyValueCache, LocalAttention, SoftmaxAttention
 
 # The name of softmax among update rules and feature maps too.
 SOFTMAX = "softmax"
@@ -27,6 +25,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
 # Types of states under their names in files that were written before these modules moved.
 FORMER_NAMES = (
     (FastWeightState, "fairseq_fwp.modules.fast_weight_attention.FastWeightState"),
+    (FastWeightState, "fairseq_fwp.modules.attention.state.FastWeightState"),
     (KeyValueCache, "fairseq_fwp.modules.softmax_attention.KeyValueCache"),
     (Memory, "fairseq_fwp.modules.relative_attention.Memory"),
 )

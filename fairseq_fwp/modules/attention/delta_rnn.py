@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention
-from fairseq_fwp.modules.attention.heads import Attention
+from fairseq_fwp.modules.attention.base import Attention, reset
+from fairseq_fwp.modules.attention.fast_weight import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.normalization import SumNormalization
-from fairseq_fwp.modules.attention.state import FastWeightState
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.layers import at_least_float32
 
 
 class DeltaRnnState(NamedTuple):
@@ -24,18 +23,6 @@ class DeltaRnnState(NamedTuple):
     weights: Tensor
     recurrent: Tensor
     output: Tensor
-
-    def detach(self) -> "DeltaRnnState":
-        """The same values, detached from the graph."""
-        return DeltaRnnState(*(part.detach() for part in self))
-
-    def reorder(self, new_order: Tensor) -> "DeltaRnnState":
-        """The rows new_order (B',) of the batch, as beam search selects them."""
-        return DeltaRnnState(*(part.index_select(0, new_order) for part in self))
-
-    def reset(self, rows: Tensor) -> "DeltaRnnState":
-        """Return the state, empty in the rows of the batch that are True. rows: (B,) bool."""
-        return DeltaRnnState(*(empty_rows(part, rows) for part in self))
 
 
 class DeltaRnn(Attention):
@@ -95,7 +82,7 @@ class DeltaRnn(Attention):
         outs = []
         for t in range(x.shape[1]):
             if first is not None:
-                memory, y = empty_rows(memory, first[:, t]), empty_rows(y, first[:, t])
+                memory, y = reset((memory, y), first[:, t])
             token = slice(t, t + 1)
             fed_back = y.softmax(-1).unsqueeze(2)
             out, written = ops.delta_rule(
@@ -121,8 +108,3 @@ class DeltaRnn(Attention):
         """Numbers in both memories and the last output."""
         head_dim = self.out_proj.in_features // self.num_heads
         return self.feedforward.state_size(length) + self.num_heads * head_dim * (head_dim + 1)
-
-
-def empty_rows(part: Tensor, rows: Tensor) -> Tensor:
-    """Return `part` (B, ...) with zeros in the rows of the batch that are True. rows: (B,) bool."""
-    return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.feature_maps import FeatureMap
+from fairseq_fwp.modules.layers import at_least_float32
 from fairseq_fwp.modules.update_rules import UpdateRule
 
 # DPFP can map a vector to zero: it stays zero, and neither writes nor reads. fast-transformers adds 1e-6 to z . q,

@@ -13,11 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.attention.alignment import Alignment, join_padding, reset_padding
-from fairseq_fwp.modules.attention.heads import Attention, check_heads
+from fairseq_fwp.modules.attention.base import (
+    Alignment,
+    Attention,
+    check_heads,
+    join_padding,
+    reorder,
+    reset_padding,
+)
 from fairseq_fwp.modules.attention.softmax import attend
-from fairseq_fwp.modules.dropout import Dropout
-from fairseq_fwp.modules.sinusoidal_positions import sinusoids
+from fairseq_fwp.modules.layers import Dropout
+from fairseq_fwp.modules.positions import sinusoids
 
 # The paper does not give initial values; this is from its public code, for u, v and learned vectors.
 POSITION_STD = 0.02
@@ -26,24 +32,15 @@ POSITION_STD = 0.02
 class Memory(NamedTuple):
     """The memory: the layer's inputs before the segment, hidden (B, M, D), and their padding (B, M), None = no padding.
 
-    Padding is on the left. The paper's SG, no gradient into the memory, is `detach()`: call it between two segments of
+    Padding is on the left. The paper's SG, no gradient into the memory, is `detach`: call it between two segments of
     training.
     """
 
     hidden: Tensor
     padding: Tensor | None = None
 
-    def detach(self) -> "Memory":
-        """The same values, detached from the graph."""
-        return Memory(self.hidden.detach(), self.padding)
-
-    def reorder(self, new_order: Tensor) -> "Memory":
-        """The rows new_order (B',) of the batch, as beam search selects them."""
-        padding = None if self.padding is None else self.padding.index_select(0, new_order)
-        return Memory(self.hidden.index_select(0, new_order), padding)
-
     def reset(self, rows: Tensor) -> "Memory":
-        """Return the state with an empty memory in the rows of the batch that are True. rows: (B,) bool."""
+        """Return the state with padding in the rows of the batch that are True. rows: (B,) bool."""
         return Memory(self.hidden, reset_padding(self.padding, rows, self.hidden.shape[1]))
 
     def last(self, count: int) -> "Memory":
@@ -63,18 +60,9 @@ class RelativeCache(NamedTuple):
     distances: Tensor
     padding: Tensor | None = None
 
-    def detach(self) -> "RelativeCache":
-        """The same values, detached from the graph."""
-        return RelativeCache(self.keys.detach(), self.values.detach(), self.distances.detach(), self.padding)
-
-    def reorder(self, new_order: Tensor) -> "RelativeCache":
-        """The rows new_order (B',) of the batch, as beam search selects them."""
-        return RelativeCache(
-            self.keys.index_select(0, new_order),
-            self.values.index_select(0, new_order),
-            self.distances,
-            None if self.padding is None else self.padding.index_select(0, new_order),
-        )
+    def reorder(self, rows: Tensor) -> "RelativeCache":
+        """Return the rows (B',) of the batch; distances are those of all rows."""
+        return RelativeCache(*reorder((self.keys, self.values), rows), self.distances, reorder(self.padding, rows))
 
     def last(self, count: int) -> "RelativeCache":
         """The newest `count` tokens, or all if there are fewer."""

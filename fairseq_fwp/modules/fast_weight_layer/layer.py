@@ -11,7 +11,7 @@ from fairseq_fwp.modules.causal_sum import Number
 from fairseq_fwp.modules.fast_weight_layer.start import HEIGHT, be_identity, white_bases
 from fairseq_fwp.modules.fast_weight_layer.state import FastWeightLayerState, Gradients
 from fairseq_fwp.modules.fast_weight_layer.update import FAST_WEIGHTS, Update, end_segment
-from fairseq_fwp.modules.look_up import look_up
+from fairseq_fwp.modules.layers import look_up
 
 # Initial step sizes are from the public code (google-research, fwl); the paper does not give them. Neither gives an
 # initial gamma: here, a segment counts 9 tenths of the next one.

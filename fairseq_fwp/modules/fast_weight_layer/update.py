@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fairseq_fwp.modules.causal_sum import Number, causal_sum, cumulative_sum
 from fairseq_fwp.modules.fast_weight_layer.state import Gradients
-from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.layers import at_least_float32
 
 FIRST = ("first.weight", "first.bias")
 SECOND = ("second.weight", "second.bias", "norm.weight", "norm.bias")

@@ -9,10 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fairseq_fwp.modules.attention import FastWeightAttention
-from fairseq_fwp.modules.attention.heads import check_heads
+from fairseq_fwp.modules.attention.base import check_heads
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
-from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.modules.feature_maps.favor import DRAWS
+from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
 every_map = pytest.mark.parametrize("name", FEATURE_MAPS)

@@ -1,4 +1,4 @@
-"""Absolute sinusoidal positions for any integers, so that decoding and streams can continue from a count."""
+"""Absolute positions for any integers, so that decoding and streams can continue from a count."""
 
 import math
 from typing import Any
@@ -6,6 +6,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class LearnedPositions(nn.Module):
+    """Vectors (B, L, embed_dim) of positions (B, L), 0 = the first token.
+
+    count: the number of positions. Raises ValueError for a position without a vector.
+    """
+
+    def __init__(self, count: int, embed_dim: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(count, embed_dim)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        count = self.table.num_embeddings
+        # A compiled graph takes one path for all inputs: it has only the error of the lookup.
+        if not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= count:
+            raise ValueError(
+                f"the text must have at most {count} tokens, the positions that the model has learned, got "
+                f"{int(positions.max()) + 1}"
+            )
+        found: Tensor = self.table(positions)
+        return found
 
 
 class SinusoidalPositions(nn.Module):

@@ -1,6 +1,7 @@
-"""FAVOR+: positive random features whose products estimate the softmax kernel, the feature map of the Performer.
+"""Feature maps: each is an nn.Module from (..., head_dim) to (..., feature_dim), applied to each token separately.
 
-Shapes: d head_dim, m num_features, R (m, d) the random feature vectors, one a row.
+`FEATURE_MAPS[name](head_dim, **arguments)` builds one, a `FeatureMap`.
+A new map is one class here and one line of the table.
 """
 
 import math
@@ -8,11 +9,90 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional
 
-from fairseq_fwp.modules.feature_maps.feature_map import FeatureMap
-from fairseq_fwp.modules.precision import at_least_float32
+from fairseq_fwp.modules.layers import at_least_float32
+from fairseq_fwp.ops.rule import is_transformed
+
+
+class FeatureMap(nn.Module):
+    """A module from (..., head_dim) to (..., feature_dim) that maps each vector by itself.
+
+    feature_dim: the size of its output;
+    positive: whether features are never negative, which division by a sum of features needs;
+    epsilon: the lower bound of such a sum; scale: a factor of its input vectors, applied first.
+
+    A map that learns has `initialize()`, which draws its initial values.
+    """
+
+    feature_dim: int
+    positive: bool
+    epsilon: float = 1e-6
+    scale: float = 1.0
+
+    def resample(self) -> None:
+        """Draw random features again, for each mini-batch in training, never in evaluation. By default do nothing."""
+
+
+class EluPlusOne(FeatureMap):
+    """The map phi(x) = ELU(x) + 1, that is x + 1 for x > 0 and exp(x) otherwise.
+
+    Katharopoulos et al. 2020, arXiv 2006.16236, Eq. 7; Schlag et al. 2021, arXiv 2102.11174, Eq. 30.
+    Maps (..., head_dim) of any floating dtype to (..., feature_dim = head_dim) in float32 (float64 stays), > 0.
+    """
+
+    positive = True
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.feature_dim = head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        # Literally, ELU(x) + 1 loses all digits if exp(x) is below the rounding error of 1.
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp()) if is_transformed() else _EluPlusOne.apply(x)
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """The map with its own backward pass, which torch.func does not take: autograd's takes several times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        features = x.clamp(max=0).exp_().add_(x.clamp(min=0))
+        ctx.save_for_backward(features)
+        return features
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # The derivative is phi(x) itself where phi(x) < 1, and 1 elsewhere.
+        return grad * ctx.saved_tensors[0].clamp(max=1)
+
+
+class Dpfp(FeatureMap):
+    """The map phi_(i nu)(x) = r([x; -x])_i r([x; -x])_(i - nu) with r(a) = max(a, 0), for shifts 1 to nu.
+
+    Schlag et al. 2021, arXiv 2102.11174, Eq. 37, in the order of its Listing 1 (App. C).
+    Maps (..., head_dim) of any floating dtype to (..., feature_dim = 2 head_dim nu) in float32 (float64 stays),
+    >= 0. A vector with no two positive neighbours maps to zero.
+
+    Raises ValueError if nu is not in 1 ... 2 head_dim - 1, where every shift pairs different elements.
+    """
+
+    positive = True
+
+    def __init__(self, head_dim: int, nu: int = 1) -> None:
+        super().__init__()
+        if not 1 <= nu <= 2 * head_dim - 1:
+            raise ValueError(f"`nu` must be from 1 to 2 * key dimension - 1 = {2 * head_dim - 1}, got {nu}")
+        self.nu = nu
+        self.feature_dim = 2 * head_dim * nu
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        x = torch.cat([x, -x], dim=-1).relu()
+        return torch.cat([x * x.roll(shift, dims=-1) for shift in range(1, self.nu + 1)], dim=-1)
+
 
 # torch's CPU generator only uses these bits of its seed.
 SEED_RANGE = 2**32
@@ -91,7 +171,7 @@ class Favor(FeatureMap):
         x = at_least_float32(x)
         with torch.autocast(x.device.type, enabled=False):
             vectors = self.projection.to(x.dtype) * self.scale
-            products = functional.linear(x, torch.cat([vectors, -vectors]))
+            products = F.linear(x, torch.cat([vectors, -vectors]))
         log_scale = (x.square().sum(-1, keepdim=True) * self.scale**2 + math.log(self.feature_dim)) / 2
         features = (products - log_scale).exp_()
         return features + self.offset * self.feature_dim**-0.5 if self.offset else features
@@ -181,3 +261,80 @@ def _orthogonal_blocks(rows: int, columns: int, generator: torch.Generator, haar
 
 
 DRAWS = {"orthogonal": orthogonal_draw, "gaussian": gaussian_draw, "authors": authors_draw}
+
+
+class LearnedRelu(FeatureMap):
+    """The map phi(x) = ReLU(W x + b) with W (num_features, head_dim) and b learned.
+
+    Kasai et al. 2021, arXiv 2103.13076, Sec. 2.2 (T2R); the baseline of Mao 2022, arXiv 2210.04243. One W and b serve
+    the queries and keys of all heads of a layer: a map sees one vector at a time, not which head it belongs to. They
+    start as PyTorch's linear layers do, uniform within 1 / sqrt(head_dim).
+
+    Maps (..., head_dim) of any floating dtype to (..., feature_dim = num_features, default head_dim) in float32
+    (float64 stays), >= 0. A vector on the negative side of every row of W maps to zero.
+
+    Raises ValueError if num_features is not positive.
+    """
+
+    positive = True
+
+    def __init__(self, head_dim: int, num_features: int | None = None) -> None:
+        super().__init__()
+        num_features = head_dim if num_features is None else num_features
+        if num_features < 1:
+            raise ValueError(f"`num_features` must be at least 1, got {num_features}")
+        self.feature_dim = num_features
+        self.linear = nn.Linear(head_dim, num_features)
+
+    def initialize(self) -> None:
+        """Draw W and b again."""
+        self.linear.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self.linear.weight.to(x.dtype), self.linear.bias.to(x.dtype)).relu()
+
+
+class Identity(FeatureMap):
+    """The map phi(x) = x, as in Schlag et al. 2021, Sec. 3.1 (attention without softmax) and in Mao 2022.
+
+    Maps (..., head_dim) to itself. Its features have either sign, so no normalisation by a sum applies to it.
+    """
+
+    positive = False
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.feature_dim = head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Tanh(FeatureMap):
+    """The map phi(x) = tanh(x), element by element.
+
+    Schlag, Munkhdalai & Schmidhuber 2021, arXiv 2011.07831; the baseline of Schlag et al. 2021, arXiv 2102.11174,
+    Sec. 6.1.2. Maps (..., head_dim) of any floating dtype to (..., feature_dim = head_dim) in float32 (float64 stays).
+    Its features have either sign, so no normalisation by a sum applies to it.
+    """
+
+    positive = False
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.feature_dim = head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return at_least_float32(x).tanh()
+
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "elu": EluPlusOne,
+    "favor": Favor,
+    "dpfp": Dpfp,
+    "relu": LearnedRelu,
+    "identity": Identity,
+    "tanh": Tanh,
+}

@@ -1,0 +1,134 @@
+"""The base class of all attentions: their heads, the interface that a decoder uses, states and padding.
+
+A state is an immutable tree of tensors (B, ...). Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, S columns,
+of which the last L are queried.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+State = TypeVar("State")
+
+
+class Attention(nn.Module):
+    """Attention with several heads. Causal attention is attention(x, state, key_padding_mask) -> (y, new state).
+
+    constant_state: whether the size of the state has a bound, so that a stream may have any length;
+    packs_documents: whether it takes `first`, so that a segment may hold several documents;
+    named_as_rule: whether models select it as an update rule, because it has none;
+    states: the types of its state.
+    """
+
+    constant_state = True
+    packs_documents = False
+    named_as_rule = False
+    states: tuple[type[Any], ...] = ()
+    num_heads: int
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Return x (B, L, D) as (B, H, L, d)."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def merge_heads(self, x: Tensor) -> Tensor:
+        """Return x (B, H, L, d) as (B, L, D)."""
+        return x.transpose(1, 2).flatten(2)
+
+    def state_size(self, length: int, carried: bool = False) -> int:
+        """Return the numbers in the state of a sequence of `length` tokens, or of such segments if it is carried."""
+        raise NotImplementedError
+
+
+def check_heads(embed_dim: int, num_heads: int) -> None:
+    """Raise ValueError unless num_heads divides embed_dim and heads are not empty."""
+    if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+        raise ValueError(f"`embed_dim` must be divisible by `num_heads`, got {embed_dim} and {num_heads}")
+
+
+def check_key_dim(key_dim: int) -> None:
+    """Raise ValueError unless key_dim is at least 1."""
+    if key_dim < 1:
+        raise ValueError(f"`key_dim` must be at least 1, got {key_dim}")
+
+
+def detach(state: State) -> State:
+    """Return the state detached from the graph (truncated back-propagation through time)."""
+    return tree_map(lambda part: part.detach() if isinstance(part, Tensor) else part, state)
+
+
+def reorder(state: State, rows: Tensor) -> State:
+    """Return the rows (B',) of the batch, as beam search selects them. A part with the method `reorder` does it."""
+
+    def select(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.index_select(0, rows)
+        return part.reorder(rows) if hasattr(part, "reorder") else part
+
+    return tree_map(select, state, is_leaf=lambda part: hasattr(part, "reorder"))
+
+
+def reset(state: State, rows: Tensor) -> State:
+    """Return the state, empty in the rows (B,) that are True. A part with the method `reset` does it."""
+
+    def empty(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0)
+        return part.reset(rows) if hasattr(part, "reset") else part
+
+    return tree_map(empty, state, is_leaf=lambda part: hasattr(part, "reset"))
+
+
+class Alignment:
+    """An alignment of rows: tokens move to the right in their order, padding to the left.
+
+    padding (B, S): True at padding; length: L. Afterwards `padding` holds the moved mask.
+    """
+
+    def __init__(self, padding: Tensor, length: int) -> None:
+        past = padding.shape[1] - length
+        self._columns = (~padding).to(torch.uint8).argsort(dim=1, stable=True)
+        # Queries of columns from the past, and outputs at padding, are never read.
+        self._queries = (self._columns[:, past:] - past).clamp(min=0)
+        self._outputs = (self._columns.argsort(dim=1)[:, past:] - past).clamp(min=0)
+        self.padding = padding.gather(1, self._columns)
+
+    def align(self, x: Tensor) -> Tensor:
+        """Return x (B, ..., S, d) with its columns moved."""
+        return _take(x, self._columns)
+
+    def align_queries(self, x: Tensor) -> Tensor:
+        """Return x (B, ..., L, d) moved to the last L columns."""
+        return _take(x, self._queries)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return x (B, ..., L, d) moved from the last L columns back to the places of the queries."""
+        return _take(x, self._outputs)
+
+
+def join_padding(past: Tensor | None, past_length: int, new: Tensor | None, length: int) -> Tensor | None:
+    """Return the masks (B, past_length) and (B, length) joined; None means no padding."""
+    if past is None and new is None:
+        return None
+    known = past if past is not None else new
+    assert known is not None
+    return torch.cat(
+        [
+            part if part is not None else known.new_zeros(known.shape[0], size)
+            for part, size in ((past, past_length), (new, length))
+        ],
+        dim=1,
+    )
+
+
+def reset_padding(padding: Tensor | None, rows: Tensor, length: int) -> Tensor:
+    """Return the mask (B, length), None = no padding, with all tokens padded in the rows (B,) that are True."""
+    padded = rows.unsqueeze(1).expand(-1, length)
+    return padded if padding is None else padding | padded
+
+
+def _take(x: Tensor, columns: Tensor) -> Tensor:
+    """Return the columns (B, n) of x (B, ..., m, d)."""
+    index = columns.reshape(columns.shape[0], *[1] * (x.dim() - 3), -1, 1)
+    return x.gather(-2, index.expand(*x.shape[:-2], -1, x.shape[-1]))
