@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
-    """Return a field with a default and its help text; metadata of attention: see models/attention_options.py.
+    """Return a field with a default and its help text.
 
     same_function: whether trained weights compute the same function with every value.
     """

@@ -18,10 +18,12 @@ from fairseq.models import (
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 
-from fairseq_fwp.models.attention_options import flag, parts
+from fairseq_fwp.models.attention_options import CAUSAL, LINEAR, NORMALIZATIONS, by_argument, flag, is_of_attention
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
-from fairseq_fwp.modules.attention import ATTENTIONS
+from fairseq_fwp.modules.attention import ATTENTIONS, LinearAttention
+from fairseq_fwp.modules.fast_weight_layer import FastWeightLayer
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.options import as_given
 
 HEAD = """# Flags and architectures
@@ -41,19 +43,12 @@ MODELS: dict[str, type[Any]] = {
     for name in (*PRESETS_OF_MODELS, "fwp_associative_retrieval")
 }
 # The causal attentions of a model; a language model without an entry has all of ATTENTIONS but those in OTHERS.
-CAUSAL = {
+CAUSAL_ATTENTIONS = {
     "fwp_xl_lm": ("softmax", "relative"),
     "fwp_transformer": ("fast_weight",),
     "fwp_associative_retrieval": ("fast_weight",),
 }
 OTHERS = ("linear", "relative")
-# The user of an option, by its `parts`, if it is neither an attention nor a map.
-PARTS = {
-    "division": "linear",
-    "sum_normalization": "`--sum-normalization`",
-    "attention_normalization": "`--attention-normalization`",
-    "fast_weight_layer": "fast weight layer",
-}
 
 
 def page() -> str:
@@ -112,16 +107,24 @@ def differences(arch: str) -> dict[str, Any]:
     return {name: value for name, value in vars(preset).items() if value != known[name]}
 
 
-def users(field: Field, models: list[str]) -> Iterator[str]:
+def users(name: str, models: list[str]) -> Iterator[str]:
     """Yield what uses an option: attentions whose constructors have the argument, maps, and other flags."""
-    argument = field.metadata.get("argument", field.name)
-    causal = {name for model in models for name in CAUSAL.get(model, ATTENTIONS.keys() - OTHERS)}
-    for part in parts(field):
-        if part == "attention":
-            accepting = (name for name, kind in ATTENTIONS.items() if argument in signature(kind).parameters)
-            yield from (name for name in accepting if name in causal)
-        elif part != "all":
-            yield PARTS.get(part, part if part in ATTENTIONS else f"map {part}")
+
+    def takes(kind: Any, *prefixes: str) -> bool:
+        arguments = by_argument(MODELS[models[0]], *prefixes)
+        return any(arguments.get(argument) == name for argument in signature(kind).parameters)
+
+    if is_of_attention(name):
+        causal = {kind for model in models for kind in CAUSAL_ATTENTIONS.get(model, ATTENTIONS.keys() - OTHERS)}
+        yield from (kind for kind in ATTENTIONS if kind in causal and takes(ATTENTIONS[kind], *CAUSAL))
+        if takes(LinearAttention, *LINEAR):
+            yield "linear"
+    for normalization, (_, arguments) in NORMALIZATIONS.items():
+        if name in arguments:
+            yield "linear" if normalization == "division" else f"`{flag(normalization)}`"
+    yield from (f"map {kind}" for kind in FEATURE_MAPS if name.startswith(f"{kind}_"))
+    if takes(FastWeightLayer, "fwl_"):
+        yield "fast weight layer"
 
 
 def plain(value: Any) -> str:
@@ -141,7 +144,7 @@ def _model_sections() -> Iterator[str]:
         yield from _head(f"Flags of {', '.join(models)}", owner, "used by", "same function")
         for field, cells in _described(owner, MODEL_REGISTRY[models[0]]):
             same = "yes" if field.metadata.get("same_function") else ""
-            yield _row(*cells, ", ".join(dict.fromkeys(users(field, models))), same)
+            yield _row(*cells, ", ".join(dict.fromkeys(users(field.name, models))), same)
 
 
 def _other_sections() -> Iterator[str]:

@@ -1,35 +1,32 @@
 """Every option of attention, described once, for flags, warnings, checks of checkpoints and docs/flags.md.
 
-An option is one field: its default, its help text, and its metadata:
+An option is one field. Its name says what uses it: the argument of that name.
 
-    of: the part that has the argument: "attention" (causal), "linear" (of translation), a normalisation, or the name
-        of a feature map. With "all" there is never a warning that it has no effect;
-    argument: the name of that argument, by default the name of the option;
-    same_function: whether trained weights compute the same function with every value.
+    attention: the argument `key_dim` is --key-dim or --decoder-key-dim, `dropout` is --attention-dropout, and `backend`
+        --fwp-backend: see CAUSAL;
+    feature map: options begin with the map's name: `features` of the map favor is --favor-features;
+    normalisation: see NORMALIZATIONS.
 
-An attention uses the options that its constructor has arguments for, and those of the map and the normalisations
-chosen. A new option is a field here and an argument there.
+A new option is a field here and an argument there. Metadata `same_function`: see options.py.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from inspect import signature
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
 from fairseq_fwp.modules.attention.base import check_heads, check_key_dim
-from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
+from fairseq_fwp.modules.attention.normalization import AttentionNormalization, Division, SumNormalization
 from fairseq_fwp.modules.feature_maps import DRAWS, FEATURE_MAPS, FeatureMap
 from fairseq_fwp.modules.layers import look_up
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
-
-DIVISIONS = ("sum_normalization", "attention_normalization", "division")
 
 
 @dataclass
@@ -37,66 +34,39 @@ class MemoryOptions(FairseqDataclass):
     """Feature maps, normalisations and backend, of attention and of the memory of the retrieval task."""
 
     dpfp_nu: int = option(
-        1,
-        "capacity nu of the dpfp map, from 1 to 2 * key dimension - 1; it has 2 * key dimension * nu features",
-        argument="nu",
-        of="dpfp",
+        1, "capacity nu of the dpfp map, from 1 to 2 * key dimension - 1; it has 2 * key dimension * nu features"
     )
     favor_features: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None,
         "number m of random vectors of the favor map, at least 1; it has 2 m features; none: half the key dimension",
-        argument="num_features",
-        of="favor",
     )
     favor_draw: ChoiceEnum(list(DRAWS)) = option(  # type: ignore[valid-type]
         "orthogonal",
         "how the favor map draws its vectors: orthogonal, gaussian (independent), or authors (as the papers' "
         "public code)",
-        argument="draw",
-        of="favor",
     )
     favor_offset: float = option(
-        0.0,
-        "number added to the exponentials of the favor map, at least 0: 0 in the papers, 1e-4 in their public code",
-        argument="offset",
-        of="favor",
+        0.0, "number added to the exponentials of the favor map, at least 0: 0 in the papers, 1e-4 in their public code"
     )
     favor_redraw: int = option(
-        1,
-        "number of training mini-batches after which the favor map draws new vectors; 0: never",
-        argument="redraw",
-        of="favor",
-        same_function=True,
+        1, "number of training mini-batches after which the favor map draws new vectors; 0: never", same_function=True
     )
     favor_softmax_scale: bool = option(
-        False,
-        "scale keys and queries of the favor map so that it estimates exp(q . k / sqrt(d)) (Choromanski 2021)",
-        argument="softmax_scale",
-        of="favor",
+        False, "scale keys and queries of the favor map so that it estimates exp(q . k / sqrt(d)) (Choromanski 2021)"
     )
     relu_features: Optional[int] = option(  # noqa: UP045
-        None,
-        "number of features of the learned relu map, at least 1; none: the key dimension",
-        argument="num_features",
-        of="relu",
+        None, "number of features of the learned relu map, at least 1; none: the key dimension"
     )
-    sum_normalization: bool = option(
-        False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)", of="attention"
-    )
+    sum_normalization: bool = option(False, "divide mapped keys and queries by their sums (Schlag 2021, Eq. 29)")
     attention_normalization: bool = option(
         False,
         "divide the output by z . q, and the value that delta and fwm retrieve by z . k (Schlag 2021, Eqs. 26-28)",
-        of="attention",
     )
-    norm_read_out: bool = option(
-        False, "apply layer normalisation to the output of each head", argument="norm_output", of="attention"
-    )
+    norm_read_out: bool = option(False, "apply layer normalisation to the output of each head")
     fwp_backend: ChoiceEnum(["auto", "kernel", "fla", "reference"]) = option(  # type: ignore[valid-type]
         "auto",
         "kernel: C++ and CUDA operators; fla: Triton kernels of fla-core, in half precision on CUDA; reference: their "
         "definition in PyTorch; auto: kernels where they can be built",
-        argument="backend",
-        of=("attention", "all"),
         same_function=True,
     )
 
@@ -107,67 +77,56 @@ class AttentionOptions(MemoryOptions):
 
     # Plain strings: `add_choices` reads the choices from the tables later, so that plug-ins can add some.
     decoder_update_rule: str = option(
-        "delta",
-        "how a token writes into the fast weights; softmax: attention to all past tokens",
-        argument="update_rule",
-        of=("attention", "all"),
+        "delta", "how a token writes into the fast weights; softmax: attention to all past tokens"
     )
-    decoder_feature_map: str = option("elu", "feature map of keys and queries", argument="feature_map", of="attention")
+    decoder_feature_map: str = option("elu", "feature map of keys and queries")
     decoder_key_dim: Optional[int] = option(  # noqa: UP045
-        None,
-        "size of a head's keys and queries before the map, at least 1; none: embedding dimension / heads",
-        argument="key_dim",
-        of="attention",
+        None, "size of a head's keys and queries before the map, at least 1; none: embedding dimension / heads"
     )
     attention_normalization_read_out_only: bool = option(
-        False,
-        "with --attention-normalization: divide only the output, as the paper's public code does by default",
-        argument="output_only",
-        of="attention_normalization",
+        False, "with --attention-normalization: divide only the output, as the paper's public code does by default"
     )
     normalization_epsilon: Optional[float] = option(  # noqa: UP045
-        None,
-        "smallest divisor of both normalisations, above 0; none: 1e-6, or 1e-24 for features of the favor map",
-        argument="epsilon",
-        of=DIVISIONS,
+        None, "smallest divisor of both normalisations, above 0; none: 1e-6, or 1e-24 for features of the favor map"
     )
     add_normalization_epsilon: bool = option(
-        False,
-        "add the epsilon to every divisor, as public code does, instead of using it as the smallest divisor",
-        argument="add_epsilon",
-        of=DIVISIONS,
+        False, "add the epsilon to every divisor, as public code does, instead of using it as the smallest divisor"
     )
     sum_normalization_epsilon: Optional[float] = option(  # noqa: UP045
-        None,
-        "another epsilon for --sum-normalization, above 0; none: --normalization-epsilon",
-        argument="epsilon",
-        of="sum_normalization",
+        None, "another epsilon for --sum-normalization, above 0; none: --normalization-epsilon"
     )
     scale_read_out: bool = option(
-        False,
-        "multiply the output by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do",
-        argument="scale_output",
-        of="attention",
+        False, "multiply the output by 1 / sqrt(head dimension), as the CUDA layers of the papers' public code do"
     )
     l2_normalization: bool = option(
-        False, "divide mapped keys and queries by their lengths, as modern delta networks do", of="attention"
+        False, "divide mapped keys and queries by their lengths, as modern delta networks do"
     )
     negative_eigenvalues: bool = option(
-        False,
-        "let the rate beta of the delta rules go up to 2 instead of 1, for keys of length one (Grazzi 2025)",
-        of="attention",
+        False, "let the rate beta of the delta rules go up to 2 instead of 1, for keys of length one (Grazzi 2025)"
     )
     attention_bias: bool = option(
-        False,
-        "add biases to the projections of attention, as fairseq and GPT-2 have them, and to gates without one",
-        argument="bias",
-        of=("attention", "linear"),
+        False, "add biases to the projections of attention, as fairseq and GPT-2 have them, and to gates without one"
     )
 
 
-# The arguments of every attention, and the options of a decoder that set them.
+# Words before the name of a causal attention's argument in that of its option; the last option counts.
+CAUSAL = ("", "fwp_", "decoder_", "attention_", "attention_normalization_")
+LINEAR = ("attention_",)  # the same for the linear attentions of translation
 SIZES = {"embed_dim": "decoder_embed_dim", "num_heads": "decoder_attention_heads"}
-NORMALIZATIONS = {"sum_normalization": SumNormalization, "attention_normalization": AttentionNormalization}
+
+EPSILONS = {"normalization_epsilon": "epsilon", "add_normalization_epsilon": "add_epsilon"}
+# The options of each normalisation, and their arguments; of two for one argument the last counts that is not None.
+NORMALIZATIONS: dict[str, tuple[Any, dict[str, str]]] = {
+    "sum_normalization": (SumNormalization, {**EPSILONS, "sum_normalization_epsilon": "epsilon"}),
+    "attention_normalization": (
+        AttentionNormalization,
+        {**EPSILONS, "attention_normalization_read_out_only": "read_out_only"},
+    ),
+    "division": (Division, EPSILONS),  # of linear attention
+}
+OF_ATTENTION = {"update_rule", "feature_map", *(field.name for field in fields(AttentionOptions) if field.metadata)}
+# No warning says that these have no effect: they choose the attention, or who computes it.
+ALWAYS_USED = {"decoder_update_rule", "update_rule", "fwp_backend"}
 
 
 def attention_name(cfg: Any) -> str:
@@ -195,36 +154,22 @@ def add_choices(parser: Any, options: type, choices: Mapping[str, Iterable[str]]
             parser.add_argument(flag(field.name), choices=list(choices[field.name]), help=field.metadata["help"])
 
 
-def arguments(options: type, cfg: Any, part: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the arguments of `part` in the configuration, and the option that sets each.
+def by_argument(options: type, *prefixes: str) -> dict[str, str]:
+    """Return the options that begin with a prefix, by the rest of their names; later prefixes count more."""
+    names = [field.name for field in fields(options)]
+    return {name.removeprefix(prefix): name for prefix in prefixes for name in names if name.startswith(prefix)}
 
-    If two options set one argument, the later one counts, unless it is None.
+
+def construct(kind: Any, cfg: Any, options: Mapping[str, str], *first: Any, **given: Any) -> Any:
+    """Return kind(*first, ...) with the arguments that it takes, given or from options; errors name flags.
+
+    options: names by argument.
     """
-    values: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for field in fields(options):
-        if part in parts(field):
-            argument = field.metadata.get("argument", field.name)
-            value = getattr(cfg, field.name)
-            if value is not None or argument not in values:
-                values[argument] = str(value) if isinstance(value, Enum) else value
-                names[argument] = field.name
-    return values, names
-
-
-def parts(field: Field) -> tuple[str, ...]:
-    """Return the parts that have the argument of an option; () for options of other things."""
-    of = field.metadata.get("of", ())
-    return (of,) if isinstance(of, str) else of
-
-
-def construct(kind: Any, options: type, cfg: Any, part: str, **given: Any) -> Any:
-    """Return kind(...) with the given arguments and those from the options of `part`; errors name flags."""
-    values, names = arguments(options, cfg, part)
     accepted = signature(kind).parameters
-    others = {field.metadata.get("argument", field.name): field.name for field in fields(options) if parts(field)}
-    with naming_flags({**SIZES, **others, **names}):
-        return kind(**{name: value for name, value in {**values, **given}.items() if name in accepted})
+    values = {argument: getattr(cfg, name) for argument, name in options.items() if argument in accepted}
+    values = {argument: str(value) if isinstance(value, Enum) else value for argument, value in values.items()}
+    with naming_flags(options):
+        return kind(*first, **{name: value for name, value in {**values, **given}.items() if name in accepted})
 
 
 @contextmanager
@@ -247,16 +192,16 @@ def build_attention(options: type, cfg: Any, name: str | None = None) -> Any:
 
     name: of ATTENTIONS, None = the one that the options select.
     """
-    kind = ATTENTIONS[name or attention_name(cfg)]
+    kind, names = ATTENTIONS[name or attention_name(cfg)], {**by_argument(options, *CAUSAL), **SIZES}
     given = {"embed_dim": cfg.decoder_embed_dim, "num_heads": cfg.decoder_attention_heads}
     if "feature_map" in signature(kind).parameters:
-        with naming_flags({**SIZES, "key_dim": "decoder_key_dim"}):
+        with naming_flags(names):
             check_heads(**given)
             key_dim = given["embed_dim"] // given["num_heads"] if cfg.decoder_key_dim is None else cfg.decoder_key_dim
             check_key_dim(key_dim)
         given |= {"key_dim": key_dim, "feature_map": build_map(options, cfg, cfg.decoder_feature_map, key_dim)}
-        given |= build_normalizations(options, cfg)
-    return construct(kind, options, cfg, "attention", **given)
+        given |= build_normalizations(cfg)
+    return construct(kind, cfg, names, **given)
 
 
 def build_map(options: type, cfg: Any, name: str, key_dim: int, besides: str = "") -> FeatureMap:
@@ -265,56 +210,52 @@ def build_map(options: type, cfg: Any, name: str, key_dim: int, besides: str = "
     besides: words for further choices in the error.
     """
     kind = look_up("feature map", name, FEATURE_MAPS, besides)
-    values, names = arguments(options, cfg, name)
-    with naming_flags(names):
-        return kind(key_dim, **values)
+    feature_map: FeatureMap = construct(kind, cfg, by_argument(options, f"{name}_"), key_dim)
+    return feature_map
 
 
-def build_normalizations(options: type, cfg: Any) -> dict[str, Any]:
-    """Return the two normalisations by the names of their arguments; None means off."""
-    built = {
-        name: construct(kind, options, cfg, name) if getattr(cfg, name) else None
-        for name, kind in NORMALIZATIONS.items()
-    }
+def build_normalizations(cfg: Any) -> dict[str, Any]:
+    """Return sum and attention normalisation by the names of their arguments; None means off."""
+    names = ("sum_normalization", "attention_normalization")
+    built = {name: build_division(cfg, name) if getattr(cfg, name) else None for name in names}
     if built["attention_normalization"] is None and getattr(cfg, "attention_normalization_read_out_only", False):
         raise ValueError("--attention-normalization must be on with --attention-normalization-read-out-only, got off")
     return built
 
 
-class Use(NamedTuple):
-    """An attention of a model: the part whose options it takes, its class, map and rule."""
-
-    part: str
-    kind: Any
-    feature_map: str
-    update_rule: str = ""
+def build_division(cfg: Any, name: str = "division") -> Any:
+    """Return the normalisation of that name."""
+    kind, options = NORMALIZATIONS[name]
+    given = {argument: option for option, argument in options.items() if getattr(cfg, option, None) is not None}
+    return construct(kind, cfg, given)
 
 
-def unused_options(options: type, cfg: Any, uses: Iterable[Use]) -> list[str]:
-    """Return the options that are not at their defaults and that none of these attentions uses."""
-    used = {field.name for field in fields(options) if "all" in parts(field)}
-    for use in uses:
-        used.update(_used_options(options, cfg, use))
+def used_options(options: type, cfg: Any, kind: Any, feature_map: str, prefixes: tuple[str, ...] = CAUSAL) -> set[str]:
+    """Return the options that an attention of this class with this map uses."""
+    accepted, names = signature(kind).parameters, by_argument(options, *prefixes)
+    used = {name for argument, name in names.items() if argument in accepted}
+    if "feature_map" in accepted:
+        used.update(by_argument(options, f"{feature_map}_").values())
+    for normalization, (_, arguments) in NORMALIZATIONS.items():
+        if normalization in accepted and getattr(cfg, normalization, True):
+            used.update(arguments)
+    # None for a checkpoint whose plug-in is not loaded.
+    rule = UPDATE_RULES.get(getattr(cfg, names["update_rule"])) if "update_rule" in names else None
+    if rule and not (rule.retrieves or rule.normalizer):
+        used.discard("attention_normalization_read_out_only")  # it only normalises its output in any case
+    return used
+
+
+def unused_options(options: type, cfg: Any, used: Iterable[set[str]]) -> list[str]:
+    """Return the options of attention that are not at their defaults and that no attention uses."""
+    known = ALWAYS_USED.union(*used)
     return [
         field.name
         for field in fields(options)
-        if parts(field) and field.name not in used and getattr(cfg, field.name) != field.default
+        if is_of_attention(field.name) and field.name not in known and getattr(cfg, field.name) != field.default
     ]
 
 
-def _used_options(options: type, cfg: Any, use: Use) -> Iterator[str]:
-    accepted = signature(use.kind).parameters
-    rule = UPDATE_RULES.get(use.update_rule)  # None for a checkpoint whose plug-in is not loaded
-    for field in fields(options):
-        argument = field.metadata.get("argument", field.name)
-        for part in parts(field):
-            if part == use.part:
-                looked_at = argument in accepted
-            elif part in DIVISIONS:
-                looked_at = part in accepted and getattr(cfg, part, True)
-            else:
-                looked_at = part == use.feature_map and "feature_map" in accepted
-            if argument == "output_only" and rule and not (rule.retrieves or rule.normalizer):
-                looked_at = False  # it only normalises its output in any case
-            if looked_at:
-                yield field.name
+def is_of_attention(name: str) -> bool:
+    """Return whether the option of that name is only an argument of attentions, maps or normalisations."""
+    return name.startswith("attention_") or name in OF_ATTENTION

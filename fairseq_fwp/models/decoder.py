@@ -50,8 +50,6 @@ class DecoderConfig(FairseqDataclass):
     attention_dropout: float = option(
         0.0,
         "dropout probability of softmax attention weights, from 0 to 1",
-        argument="dropout",
-        of="attention",
         same_function=True,
     )
     activation_dropout: float = option(

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fairseq_fwp.models.attention_options import (
+    CAUSAL,
     MemoryOptions,
-    Use,
     add_choices,
     build_map,
     build_normalizations,
+    by_argument,
     construct,
     unused_options,
+    used_options,
 )
 from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
@@ -41,10 +43,8 @@ class FwpAssociativeRetrievalConfig(MemoryOptions):
     """Memory of the retrieval task. Defaults: the sum rule with ELU+1 and no normalisation."""
 
     # Plain strings: `add_args` reads the choices from the tables later, so that plug-ins can add some.
-    update_rule: str = option(
-        "sum", "how a key-value pair is written; softmax: attention to all pairs", of=("attention", "all")
-    )
-    feature_map: str = option("elu", "feature map of keys and queries", of="attention")
+    update_rule: str = option("sum", "how a key-value pair is written; softmax: attention to all pairs")
+    feature_map: str = option("elu", "feature map of keys and queries")
     key_dim: int = option(64, "size of keys and queries before the map, at least 1")
     embed_dim: Optional[int] = option(None, "size of a key's embedding, at least 1; none: 2.2 * --num-keys")  # noqa: UP045
 
@@ -81,8 +81,7 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
         embed_dim = int(2 * num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
         memory = build_memory(cfg, num_keys)
         options = FwpAssociativeRetrievalConfig
-        use = Use("attention", type(memory), cfg.feature_map, cfg.update_rule)
-        warn_of_unused(unused_options(options, cfg, [use]))
+        warn_of_unused(unused_options(options, cfg, [used_options(options, cfg, type(memory), cfg.feature_map)]))
         return cls(memory, num_keys, embed_dim, cfg.key_dim)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
@@ -107,7 +106,5 @@ def build_memory(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> FastWei
     if cfg.update_rule == SOFTMAX:
         return SoftmaxMemory(num_values)
     feature_map = build_map(options, cfg, cfg.feature_map, cfg.key_dim)
-    normalizations = build_normalizations(options, cfg)
-    return construct(
-        FastWeightMemory, options, cfg, "attention", num_values=num_values, **normalizations, feature_map=feature_map
-    )
+    names, normalizations = by_argument(options, *CAUSAL), build_normalizations(cfg)
+    return construct(FastWeightMemory, cfg, names, feature_map=feature_map, num_values=num_values, **normalizations)

@@ -15,7 +15,7 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, register_model
 from torch import Tensor, nn
 
-from fairseq_fwp.models.attention_options import construct
+from fairseq_fwp.models.attention_options import by_argument, construct
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, StatefulDecoder, initialize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlDecoder, FwpXlLanguageModel, FwpXlLanguageModelConfig
@@ -38,55 +38,39 @@ class FwpFwlLanguageModelConfig(FwpLanguageModelConfig, FwpXlLanguageModelConfig
         None,
         "hidden units of the fast weight layer, at least 2 * embedding dimension unless it starts at random; "
         "none: 4 * embedding dimension",
-        argument="hidden_dim",
-        of="fast_weight_layer",
     )
     fwl_map_inputs: bool = option(
         False,
         "add a linear map before the layer, with which fwp-add-layer whitens its inputs; not in the paper",
-        argument="map_inputs",
-        of="fast_weight_layer",
     )
     fwl_random_start: bool = option(
         False,
         "start from random weights, 0.05 N(0, 1), as the paper's public code does, instead of the identity",
-        argument="random_start",
-        of="fast_weight_layer",
         same_function=True,
     )
     fwl_fast_weights: ChoiceEnum(list(FAST_WEIGHTS)) = option(  # type: ignore[valid-type]
         "both",
         "weights that change while reading: of both layers, of the first or second, the bias of the output "
         "softmax, or none",
-        argument="fast",
-        of="fast_weight_layer",
     )
     fwl_step_size: Optional[float] = option(  # noqa: UP045
         None,
         "fixed step size of all fast weights, at least 0; none: learned for each weight, from 0.01",
-        argument="step_size",
-        of="fast_weight_layer",
     )
     fwl_decay: Optional[float] = option(  # noqa: UP045
         None,
         "fixed factor, from 0 to 1, that keeps the updates of earlier segments; none: learned for each "
         "weight, from 0.9",
-        argument="decay",
-        of="fast_weight_layer",
     )
     fwl_gradients_at: ChoiceEnum(list(GRADIENTS_AT)) = option(  # type: ignore[valid-type]
         "trained",
         "weights at which gradients are taken; trained: as in the paper; carried: those at the start of the "
         "segment, as in dynamic evaluation",
-        argument="gradients_at",
-        of="fast_weight_layer",
     )
     fwl_divide_gradients_by: float = option(
         1.0,
         "divisor of gradients, above 0; 1: gradients of single tokens, as in the paper; its public code has "
         "the tokens of a batch",
-        argument="divisor",
-        of="fast_weight_layer",
     )
 
 
@@ -240,10 +224,9 @@ def build_base(cfg: "FwpFwlLanguageModelConfig", dictionary: Any) -> LanguageMod
 
 def build_layer(cfg: "FwpFwlLanguageModelConfig", bias_entries: int) -> FastWeightLayer:
     """Return the layer of the configuration. Raises ValueError that names the flag for an invalid one."""
-    given = {"embed_dim": cfg.decoder_embed_dim, "bias_entries": bias_entries}
-    if cfg.fwl_hidden_dim is None:
-        given["hidden_dim"] = 4 * cfg.decoder_embed_dim
-    layer: FastWeightLayer = construct(FastWeightLayer, FwpFwlLanguageModelConfig, cfg, "fast_weight_layer", **given)
+    options, dim = by_argument(FwpFwlLanguageModelConfig, "fwl_"), cfg.decoder_embed_dim
+    given = {"hidden_dim": 4 * dim} if cfg.fwl_hidden_dim is None else {}
+    layer: FastWeightLayer = construct(FastWeightLayer, cfg, options, dim, bias_entries=bias_entries, **given)
     return layer.apply(initialize)
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import (
     AttentionOptions,
-    Use,
     add_choices,
     attention_name,
     build_attention,
     rule_choices,
     softmax_name,
     unused_options,
+    used_options,
 )
 from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
@@ -40,13 +40,10 @@ class FwpLanguageModelConfig(DecoderConfig, AttentionOptions):
     attention_window: Optional[int] = option(  # noqa: UP045  (fairseq's parser reads no other form)
         None,
         "number of tokens, itself included, that a token sees in softmax attention, at least 1; none: all past tokens",
-        argument="window",
-        of="attention",
     )
     softmax_layers: Optional[str] = option(  # noqa: UP045
         None,
         "layers with softmax instead of fast weights: ascending numbers from 0, separated by commas; none: no layer",
-        of=("attention", "all"),
     )
     no_token_positional_embeddings: bool = option(False, "no absolute positions")
     decoder_learned_pos: bool = option(False, "learned positions, --max-target-positions of them, instead of sinusoids")
@@ -83,11 +80,9 @@ class FwpLanguageModel(LanguageModel):
     @classmethod
     def unused_flags(cls, cfg: FwpLanguageModelConfig) -> list[str]:
         """The options that are not at their defaults and that no layer's attention uses."""
-        uses = [
-            Use("attention", ATTENTIONS[name], cfg.decoder_feature_map, cfg.decoder_update_rule)
-            for name in set(layer_attentions(cfg))
-        ]
-        return unused_options(FwpLanguageModelConfig, cfg, uses)
+        options, kinds = FwpLanguageModelConfig, [ATTENTIONS[name] for name in set(layer_attentions(cfg))]
+        used = (used_options(options, cfg, kind, cfg.decoder_feature_map) for kind in kinds)
+        return unused_options(options, cfg, used)
 
     def max_decoder_positions(self) -> int:
         """Longest generation: learned positions have an end, other positions do not."""

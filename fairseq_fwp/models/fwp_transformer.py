@@ -24,11 +24,12 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import Tensor, nn
 
 from fairseq_fwp.models.attention_options import (
+    LINEAR,
     AttentionOptions,
-    Use,
     add_choices,
     attention_name,
     unused_options,
+    used_options,
 )
 from fairseq_fwp.models.language_model import warn_of_unused
 from fairseq_fwp.models.trained_model import TrainedModel
@@ -45,11 +46,9 @@ from fairseq_fwp.options import option
 class FastWeightOptions(AttentionOptions):
     """Translation: the maps of the other two attentions. All of fairseq's flags of a Transformer stay."""
 
-    encoder_feature_map: str = option(
-        "elu", "feature map of the encoder's self-attention; softmax: softmax attention", of="all"
-    )
+    encoder_feature_map: str = option("elu", "feature map of the encoder's self-attention; softmax: softmax attention")
     cross_feature_map: str = option(
-        "elu", "feature map of the decoder's attention to the source; softmax: softmax attention", of="all"
+        "elu", "feature map of the decoder's attention to the source; softmax: softmax attention"
     )
 
 
@@ -267,11 +266,12 @@ def has_softmax(cfg: Any) -> bool:
     return attention_name(cfg) == SOFTMAX
 
 
-def linear_attentions(cfg: Any) -> list[Use]:
-    """Return those of the three attentions that are not fairseq's own."""
-    causal = Use("attention", ATTENTIONS[attention_name(cfg)], cfg.decoder_feature_map, cfg.decoder_update_rule)
-    maps = (name for name in (cfg.encoder_feature_map, cfg.cross_feature_map) if name != SOFTMAX)
-    return [*(() if has_softmax(cfg) else (causal,)), *(Use("linear", LinearAttention, name) for name in maps)]
+def linear_attentions(cfg: Any) -> list[set[str]]:
+    """Return the options that each of the three attentions uses that is not fairseq's own."""
+    kind, options = ATTENTIONS[attention_name(cfg)], FastWeightOptions
+    causal = [] if has_softmax(cfg) else [used_options(options, cfg, kind, cfg.decoder_feature_map)]
+    maps = [name for name in (cfg.encoder_feature_map, cfg.cross_feature_map) if name != SOFTMAX]
+    return causal + [used_options(options, cfg, LinearAttention, name, LINEAR) for name in maps]
 
 
 @register_model_architecture("fwp_transformer", "fwp_transformer")

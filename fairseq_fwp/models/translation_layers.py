@@ -10,10 +10,18 @@ from fairseq.models import FairseqIncrementalDecoder
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from fairseq_fwp.models.attention_options import AttentionOptions, build_attention, build_map, construct, naming_flags
+from fairseq_fwp.models.attention_options import (
+    LINEAR,
+    AttentionOptions,
+    build_attention,
+    build_division,
+    build_map,
+    by_argument,
+    construct,
+    naming_flags,
+)
 from fairseq_fwp.modules.attention import SOFTMAX, FastWeightAttention, FastWeightState, LinearAttention
 from fairseq_fwp.modules.attention.base import check_heads, reorder
-from fairseq_fwp.modules.attention.normalization import Division
 from fairseq_fwp.modules.feature_maps import FeatureMap
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
@@ -172,13 +180,9 @@ def build_linear_attention(
 ) -> LinearAttention:
     """A linear attention with the map of that name."""
     feature_map_ = build_map(AttentionOptions, cfg, feature_map, embed_dim // num_heads, besides="softmax or ")
-    division = construct(Division, AttentionOptions, cfg, "division")
     attention: LinearAttention = construct(
-        *(kind, AttentionOptions, cfg, "linear"),
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        feature_map=feature_map_,
-        division=division,
+        *(kind, cfg, by_argument(AttentionOptions, *LINEAR), embed_dim, num_heads, feature_map_),
+        division=build_division(cfg),
         **options,
     )
     k, v = attention.kv_proj.weight.chunk(2)

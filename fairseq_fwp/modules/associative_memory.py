@@ -68,7 +68,7 @@ class FastWeightMemory(nn.Module):
     feature_map: a map built for d; update_rule: a key of `UPDATE_RULES`; num_values: S;
     sum_normalization: of mapped q and k;
     attention_normalization: of the output, and of what a rule retrieves before it writes;
-    norm_output: layer normalisation of the output without weights, which the public code has for the rule fwm;
+    norm_read_out: layer normalisation of the output without weights, which the public code has for the rule fwm;
     backend: of the operators.
 
     Raises ValueError for an unknown rule, and a rule of several keys a token. Also for a normalisation that the rule
@@ -83,7 +83,7 @@ class FastWeightMemory(nn.Module):
         *,
         sum_normalization: SumNormalization | None = None,
         attention_normalization: AttentionNormalization | None = None,
-        norm_output: bool = False,
+        norm_read_out: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class FastWeightMemory(nn.Module):
             )
         self.feature_map = feature_map
         self.num_values = num_values
-        self.norm_output = norm_output
+        self.norm_read_out = norm_read_out
         self.backend = backend
         self.gate_activations = nn.ModuleDict(
             {gate.name: gate.learned(1, self._size(gate)) for gate in self.rule.gates if gate.learned}
@@ -153,7 +153,7 @@ class FastWeightMemory(nn.Module):
             out = distribute(weights * scale, values, self.num_values)
         if self.attention_normalization:
             out = out / self.attention_normalization.bound(self._divisor(q, k, opened, out))
-        return functional.layer_norm(out, out.shape[-1:]) if self.norm_output else out
+        return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
 
     def activation(self, gate: Gate) -> Callable[[Tensor], Tensor]:
         """Return the function from logits (..., 1, size) to the gate."""

@@ -104,7 +104,7 @@ class Favor(FeatureMap):
     Choromanski et al. 2021, arXiv 2009.14794, as in Schlag et al. 2021, arXiv 2102.11174, Eqs. 31 and 32. By default
     there is no factor d^(-1/4) on q and k as in Choromanski's paper: projections can learn it.
 
-    num_features: m, by default half of head_dim (rounded up): feature_dim = 2 m is that of ELU+1 (Schlag, Table 2);
+    features: m, by default half of head_dim (rounded up): feature_dim = 2 m is that of ELU+1 (Schlag, Table 2);
     draw: a key of `DRAWS`, the distribution of R;
     offset: added to the exponentials; 0 in both papers and 1e-4 in Schlag's public code;
     redraw: every redraw-th call of `resample` draws R again, 0 = never;
@@ -125,7 +125,7 @@ class Favor(FeatureMap):
     the same model from one seed draw the same matrices, and a resumed run continues the sequence. A state dict that
     contains a projection, as in a converted model, is loaded and saved with it until the next draw.
 
-    Raises ValueError if num_features is not positive, draw is unknown, offset is not in [0, infinity), or redraw is
+    Raises ValueError if features is not positive, draw is unknown, offset is not in [0, infinity), or redraw is
     negative.
     """
 
@@ -139,16 +139,16 @@ class Favor(FeatureMap):
     def __init__(
         self,
         head_dim: int,
-        num_features: int | None = None,
+        features: int | None = None,
         draw: str = "orthogonal",
         offset: float = 0.0,
         redraw: int = 1,
         softmax_scale: bool = False,
     ) -> None:
         super().__init__()
-        num_features = (head_dim + 1) // 2 if num_features is None else num_features
+        num_features = (head_dim + 1) // 2 if features is None else features
         if num_features < 1:
-            raise ValueError(f"`num_features` must be at least 1, got {num_features}")
+            raise ValueError(f"`features` must be at least 1, got {num_features}")
         if draw not in DRAWS:
             raise ValueError(f"`draw` must be one of {', '.join(DRAWS)}, got {draw!r}")
         if not 0 <= offset < math.inf:
@@ -202,7 +202,7 @@ class Favor(FeatureMap):
             raise ValueError(
                 f"{prefix}projection must be {tuple(self.projection.shape)}, got {given}, because the checkpoint "
                 f"has {given[0]} random vectors of size {given[-1]}: build the map with this "
-                "`num_features` and key dimension"
+                "`features` and key dimension"
             )
         else:
             self.projection = projection.to(self.projection)
@@ -264,25 +264,25 @@ DRAWS = {"orthogonal": orthogonal_draw, "gaussian": gaussian_draw, "authors": au
 
 
 class LearnedRelu(FeatureMap):
-    """The map phi(x) = ReLU(W x + b) with W (num_features, head_dim) and b learned.
+    """The map phi(x) = ReLU(W x + b) with W (features, head_dim) and b learned.
 
     Kasai et al. 2021, arXiv 2103.13076, Sec. 2.2 (T2R); the baseline of Mao 2022, arXiv 2210.04243. One W and b serve
     the queries and keys of all heads of a layer: a map sees one vector at a time, not which head it belongs to. They
     start as PyTorch's linear layers do, uniform within 1 / sqrt(head_dim).
 
-    Maps (..., head_dim) of any floating dtype to (..., feature_dim = num_features, default head_dim) in float32
+    Maps (..., head_dim) of any floating dtype to (..., feature_dim = features, default head_dim) in float32
     (float64 stays), >= 0. A vector on the negative side of every row of W maps to zero.
 
-    Raises ValueError if num_features is not positive.
+    Raises ValueError if features is not positive.
     """
 
     positive = True
 
-    def __init__(self, head_dim: int, num_features: int | None = None) -> None:
+    def __init__(self, head_dim: int, features: int | None = None) -> None:
         super().__init__()
-        num_features = head_dim if num_features is None else num_features
+        num_features = head_dim if features is None else features
         if num_features < 1:
-            raise ValueError(f"`num_features` must be at least 1, got {num_features}")
+            raise ValueError(f"`features` must be at least 1, got {num_features}")
         self.feature_dim = num_features
         self.linear = nn.Linear(head_dim, num_features)
 

@@ -10,7 +10,7 @@ from fairseq.models import MODEL_REGISTRY
 from pairwise import looped
 
 from fairseq_fwp.cli import flags
-from fairseq_fwp.models.attention_options import flag, naming_flags, parts
+from fairseq_fwp.models.attention_options import flag, is_of_attention, naming_flags
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_tasks_criterions_and_architectures_stand_on_the_page():
 
 def test_attentions_that_use_a_flag_are_those_that_the_models_have():
     of = {
-        option.name: set(flags.users(option, models))
+        option.name: set(flags.users(option.name, models))
         for owner, models in flags.owners(flags.MODELS).items()
         for option in flags.own(owner)
     }
@@ -55,6 +55,10 @@ def test_attentions_that_use_a_flag_are_those_that_the_models_have():
     assert of["feature_map"] == {"fast_weight"}
     assert of["attention_bias"] == {"fast_weight", "softmax", "local", "linear"}
     assert of["favor_draw"] == {"map favor"}
+    assert of["fwl_decay"] == {"fast weight layer"}
+    assert of["add_normalization_epsilon"] == {"`--sum-normalization`", "`--attention-normalization`", "linear"}
+    assert all(users for name, users in of.items() if is_of_attention(name)), "no attention has the argument"
+    assert not of["decoder_embed_dim"] and not of["dropout"] and not of["softmax_layers"]
 
 
 def raised(path):
@@ -75,22 +79,6 @@ def test_errors_below_models_name_arguments_and_no_flags(path):
 
 
 def test_arguments_become_flags():
-    names = {"num_features": "favor_features"}
+    names = {"features": "favor_features"}
     with pytest.raises(ValueError, match=r"^--favor-features must be at least 1; `plain` stays$"), naming_flags(names):
-        raise ValueError("`num_features` must be at least 1; `plain` stays")
-
-
-@looped("options", list(flags.MODELS.values()))
-def test_options_of_attention_say_whose_they_are(options):
-    known = {
-        "all",
-        "attention",
-        "linear",
-        "sum_normalization",
-        "attention_normalization",
-        "division",
-        "fast_weight_layer",
-    }
-    known |= {"dpfp", "favor", "relu"}
-    for option in fields(options):
-        assert set(parts(option)) <= known, option.name
+        raise ValueError("`features` must be at least 1; `plain` stays")

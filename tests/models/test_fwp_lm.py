@@ -144,10 +144,10 @@ FAVOR = {"decoder_feature_map": "favor"}
     [
         ({"decoder_key_dim": 5}, "key_dim", 5),
         ({"sum_normalization": True}, "sum_normalization.epsilon", 1e-6),
-        ({"attention_normalization": True}, "attention_normalization.output_only", False),
+        ({"attention_normalization": True}, "attention_normalization.read_out_only", False),
         (
             {"attention_normalization": True, "attention_normalization_read_out_only": True},
-            "attention_normalization.output_only",
+            "attention_normalization.read_out_only",
             True,
         ),
         ({"sum_normalization": True, "normalization_epsilon": 0.5}, "sum_normalization.epsilon", 0.5),

@@ -323,9 +323,7 @@ def test_presets(arch):
 
 @looped("m, nu, features", [(128, 2, 256), (192, 3, 384), (256, 4, 512)])
 def test_features_of_table_6(m, nu, features):
-    assert (
-        FEATURE_MAPS["favor"](64, num_features=m).feature_dim == FEATURE_MAPS["dpfp"](64, nu=nu).feature_dim == features
-    )
+    assert FEATURE_MAPS["favor"](64, features=m).feature_dim == FEATURE_MAPS["dpfp"](64, nu=nu).feature_dim == features
 
 
 def train(model, updates):

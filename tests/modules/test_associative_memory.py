@@ -136,7 +136,7 @@ def test_softmax():
 
 
 def test_layer_normalisation_of_the_read_out():
-    memory, plain = make("fwm", "tanh", norm_output=True), make("fwm", "tanh")
+    memory, plain = make("fwm", "tanh", norm_read_out=True), make("fwm", "tanh")
     q, k, values, gates = inputs(memory)
     read = plain(q, k, values, gates)
     centred = read - read.mean(-1, keepdim=True)

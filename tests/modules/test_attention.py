@@ -23,7 +23,7 @@ NORMALIZATIONS = {
     "sum": {"sum_normalization": SumNormalization()},
     "attention": {"attention_normalization": AttentionNormalization()},
     "both": {"sum_normalization": SumNormalization(), "attention_normalization": AttentionNormalization()},
-    "output": {"attention_normalization": AttentionNormalization(output_only=True)},
+    "output": {"attention_normalization": AttentionNormalization(read_out_only=True)},
 }
 
 
@@ -291,7 +291,8 @@ def test_a_padded_token_leaves_the_memory_alone():
 def test_options_of_the_public_code():
     x = torch.randn(2, 5, DIM, dtype=torch.float64)
     plain, scaled, normed = (
-        build(("delta", "elu", "both"), **options) for options in ({}, {"scale_output": True}, {"norm_output": True})
+        build(("delta", "elu", "both"), **options)
+        for options in ({}, {"scale_read_out": True}, {"norm_read_out": True})
     )
     for layer in (scaled, normed):
         layer.load_state_dict(plain.state_dict(), strict=False)
@@ -375,7 +376,7 @@ def test_long_memories_survive_half_precision(rule, logit):
 @looped("dtype", [torch.bfloat16, torch.float16])
 @looped("normalization", NORMALIZATIONS)
 def test_options_in_half_precision(normalization, dtype):
-    layer = build(("delta", "elu", normalization), backend="auto", norm_output=True, scale_output=True).to(dtype)
+    layer = build(("delta", "elu", normalization), backend="auto", norm_read_out=True, scale_read_out=True).to(dtype)
     out = layer(torch.randn(2, 6, DIM).to(dtype))[0]
     assert out.dtype == dtype and out.isfinite().all()
 

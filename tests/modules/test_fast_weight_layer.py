@@ -319,7 +319,7 @@ def test_one_fixed_step_size_and_decay():
 @looped("graph", [True, False])
 @looped("gradients_at", GRADIENTS_AT)
 def test_divided_gradients_are_smaller_steps(gradients_at, graph):
-    layer, softmax = build(divisor=7, gradients_at=gradients_at)
+    layer, softmax = build(divide_gradients_by=7, gradients_at=gradients_at)
     segments = [(random_features(2, 5), random_tokens(2, 5)) for _ in range(2)]
 
     def read():
@@ -357,8 +357,8 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="`map_inputs` must be on"):
         FastWeightLayer(DIM, HIDDEN).whiten(torch.zeros(DIM), torch.eye(DIM), torch.eye(DIM))
     for divisor in (0, -1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"`divisor` must be above 0, got {divisor}"):
-            FastWeightLayer(DIM, HIDDEN, divisor=divisor)
+        with pytest.raises(ValueError, match=f"`divide_gradients_by` must be above 0, got {divisor}"):
+            FastWeightLayer(DIM, HIDDEN, divide_gradients_by=divisor)
     for step_size in (-0.1, math.inf, math.nan):
         with pytest.raises(ValueError, match=f"`step_size` must be at least 0, got {step_size}"):
             FastWeightLayer(DIM, HIDDEN, step_size=step_size)

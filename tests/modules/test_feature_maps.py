@@ -20,13 +20,13 @@ HAND_COMPUTED = {
     "dpfp": ({"nu": 2}, {}, [1.0, -2.0, 3.0], [0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 6, 0]),
     # |x|^2 / 2 = 1, R x = (3, 1), 2 m = 4
     "favor": (
-        {"num_features": 2},
+        {"features": 2},
         {"projection": [[2.0, -1.0], [0.5, -0.5]]},
         [1.0, -1.0],
         [math.exp(exponent) / 2 for exponent in (2, 0, -4, -2)],
     ),
     "relu": (
-        {"num_features": 3},
+        {"features": 3},
         {"linear.weight": [[1.0, 2.0], [0.5, 3.0], [0.0, 1.0]], "linear.bias": [0.25, 0.5, 2.0]},
         [2.0, -1.0],
         [0.25, 0.0, 1.0],
@@ -78,12 +78,12 @@ def test_dpfp_pairs_every_neighbour_within_reach():
     "name, arguments, message",
     [
         *[("dpfp", {"nu": nu}, f"`nu` must be from 1 to 2 \\* key dimension - 1 = 11, got {nu}") for nu in (0, -1, 12)],
-        ("favor", {"num_features": 0}, "`num_features` must be at least 1, got 0"),
+        ("favor", {"features": 0}, "`features` must be at least 1, got 0"),
         ("favor", {"draw": "sobol"}, "`draw` must be one of orthogonal, gaussian, authors, got 'sobol'"),
         ("favor", {"offset": -0.1}, "`offset` must be a number of at least 0, got -0.1"),
         ("favor", {"offset": math.nan}, "`offset` must be a number of at least 0, got nan"),
         ("favor", {"redraw": -1}, "`redraw` must be a number of mini-batches, or 0 for never, got -1"),
-        ("relu", {"num_features": -1}, "`num_features` must be at least 1, got -1"),
+        ("relu", {"features": -1}, "`features` must be at least 1, got -1"),
     ],
 )
 def test_refusals_name_the_argument(name, arguments, message):

@@ -159,7 +159,7 @@ def test_epsilons_reach_the_divisor():
 
 def test_favor_estimates_softmax_attention():
     """With many random features it is close to softmax attention."""
-    layer = LinearAttention(8, 1, Favor(8, num_features=20_000)).double()
+    layer = LinearAttention(8, 1, Favor(8, features=20_000)).double()
     with torch.no_grad():
         for projection in (layer.q_proj, layer.kv_proj):
             projection.weight.mul_(0.5)

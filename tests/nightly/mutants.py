@@ -320,8 +320,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/modules/attention/normalization.py",
-        "if rule.normalizer and not self.output_only:",
-        "if rule.normalizer and self.output_only:",
+        "if rule.normalizer and not self.read_out_only:",
+        "if rule.normalizer and self.read_out_only:",
     ),
     Mutant(
         "fairseq_fwp/modules/attention/normalization.py",
@@ -330,8 +330,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/modules/attention/normalization.py",
-        "if rule.retrieves and not self.output_only:",
-        "if rule.retrieves or not self.output_only:",
+        "if rule.retrieves and not self.read_out_only:",
+        "if rule.retrieves or not self.read_out_only:",
     ),
     Mutant(
         "fairseq_fwp/modules/attention/normalization.py",
@@ -348,7 +348,9 @@ MUTANTS = [
         "return self.bound(divisor.squeeze(-1)), k, v, z.squeeze(-1)",
         "return self.bound(divisor.squeeze(-2)), k, v, z.squeeze(-1)",
     ),
-    Mutant("fairseq_fwp/modules/attention/normalization.py", "output_only: bool = False", "output_only: bool = True"),
+    Mutant(
+        "fairseq_fwp/modules/attention/normalization.py", "read_out_only: bool = False", "read_out_only: bool = True"
+    ),
     Mutant(
         "fairseq_fwp/modules/attention/normalization.py",
         "return past if first is None else past.masked_fill(first[:, None, :, None], 0)",
@@ -462,8 +464,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/modules/feature_maps.py",
-        "num_features = (head_dim + 1) // 2 if num_features is None else num_features",
-        "num_features = (head_dim + 2) // 2 if num_features is None else num_features",
+        "num_features = (head_dim + 1) // 2 if features is None else features",
+        "num_features = (head_dim + 2) // 2 if features is None else features",
     ),
     Mutant(
         "fairseq_fwp/modules/feature_maps.py",

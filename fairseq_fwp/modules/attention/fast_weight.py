@@ -39,8 +39,8 @@ class FastWeightAttention(Attention):
     sum_normalization: of mapped q and k;
     l2_normalization: divide mapped q and k by their lengths (Yang et al. 2024, arXiv 2406.06484, Sec. 3.3);
     attention_normalization: of the output, and of values that the rule retrieves;
-    scale_output: times 1 / sqrt(D / H), as in the paper's public CUDA layers, not in its equations;
-    norm_output: layer normalisation of each head's output, as in the public code of the rule fwm;
+    scale_read_out: times 1 / sqrt(D / H), as in the paper's public CUDA layers, not in its equations;
+    norm_read_out: layer normalisation of each head's output, as in the public code of the rule fwm;
     bias: of q, k, v and the output, and of gates to which the rule gives none, from zero;
     negative_eigenvalues: rates of delta's family up to 2 instead of 1 (Grazzi et al. 2025, arXiv 2411.12537);
     backend: of the operators.
@@ -63,8 +63,8 @@ class FastWeightAttention(Attention):
         sum_normalization: SumNormalization | None = None,
         l2_normalization: bool = False,
         attention_normalization: AttentionNormalization | None = None,
-        scale_output: bool = False,
-        norm_output: bool = False,
+        scale_read_out: bool = False,
+        norm_read_out: bool = False,
         bias: bool = False,
         negative_eigenvalues: bool = False,
         backend: str = "auto",
@@ -116,13 +116,13 @@ class FastWeightAttention(Attention):
         self.key_normalizations: list[Any] = [self.sum_normalization] if self.sum_normalization else []
         if l2_normalization:
             self.key_normalizations.append(unit_length)
-        self.scale = self.head_dim**-0.5 if scale_output else 1.0
+        self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
         self.backend = backend
         # A rule of a plug-in may not support documents.
         self.packs_documents = "first" in signature(self.rule.operator).parameters
         # Features that do not sum to one, and gradients through a small divisor, can overflow float16.
         self.overflows = attention_normalization is not None or sum_normalization is None
-        self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_output else None
+        self.read_out_norm = nn.LayerNorm(self.head_dim) if norm_read_out else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.initialize()
 

@@ -66,10 +66,10 @@ class SumNormalization(Division):
 class AttentionNormalization(Division):
     """Attention normalisation: divide outputs by z . q, and values retrieved for writes by z . k (Eqs. 26-28).
 
-    output_only: divide only the output (Eq. 28), as the paper's public code does by default.
+    read_out_only: divide only the output (Eq. 28), as the paper's public code does by default.
     """
 
-    output_only: bool = False
+    read_out_only: bool = False
 
     def check(self, name: str, rule: UpdateRule) -> None:
         """Raise ValueError if this normalisation is not defined for the rule of that name."""
@@ -78,10 +78,10 @@ class AttentionNormalization(Division):
                 f"`attention_normalization` must be left out for the update rule {name}, where it is not defined: "
                 "use `sum_normalization`"
             )
-        if rule.normalizer and not self.output_only:
+        if rule.normalizer and not self.read_out_only:
             raise ValueError(
-                f"`output_only` must be given with `attention_normalization` for the update rule {name}: it erases and "
-                "forgets, so only its output can be normalised"
+                f"`read_out_only` must be given with `attention_normalization` for the update rule {name}: it erases "
+                "and forgets, so only its output can be normalised"
             )
 
     def apply(
@@ -109,7 +109,7 @@ class AttentionNormalization(Division):
         first = options.get("first")
         sums = running_sum(k, z, first)
         divisor = self.output_divisor(q, sums)
-        if rule.retrieves and not self.output_only:
+        if rule.retrieves and not self.read_out_only:
             k, v = self.normalize_retrieval(k, v, sums, first)
         return divisor, k, v, sums[:, :, -1].clone()  # a slice would keep all sums in memory
 

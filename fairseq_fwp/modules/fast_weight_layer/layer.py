@@ -60,10 +60,10 @@ class FastWeightLayer(nn.Module):
 
     embed_dim: D; hidden_dim: F; map_inputs: a linear map before U, see `whiten`;
     random_start: U and W are drawn as in the public code, instead of the identity;
-    fast: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", the number of entries of that bias;
+    fast_weights: a key of FAST_WEIGHTS; bias_entries: with "softmax-bias", the number of entries of that bias;
     gradients_at: one of GRADIENTS_AT, "trained" in the paper;
     step_size, decay: one fixed number for all weights, instead of a learned one for each;
-    divisor: gradients are divided by it; 1 in the paper.
+    divide_gradients_by: a divisor; 1 in the paper.
 
     The public code of the paper divides by the number of losses in the batch. A divisor equal to the tokens in a
     training batch does the same in training, and then steps in evaluation do not depend on its batches.
@@ -76,11 +76,11 @@ class FastWeightLayer(nn.Module):
         self,
         embed_dim: int,
         hidden_dim: int,
-        fast: str = "both",
+        fast_weights: str = "both",
         bias_entries: int = 0,
         step_size: float | None = None,
         decay: float | None = None,
-        divisor: float = 1.0,
+        divide_gradients_by: float = 1.0,
         map_inputs: bool = False,
         gradients_at: str = "trained",
         random_start: bool = False,
@@ -95,8 +95,8 @@ class FastWeightLayer(nn.Module):
                 f"`hidden_dim` must be at least {2 * embed_dim}, got {hidden_dim}: a layer that starts as the identity "
                 "needs two units for each feature"
             )
-        if not 0 < divisor < math.inf:
-            raise ValueError(f"`divisor` must be above 0, got {divisor}")
+        if not 0 < divide_gradients_by < math.inf:
+            raise ValueError(f"`divide_gradients_by` must be above 0, got {divide_gradients_by}")
         if step_size is not None and not 0 <= step_size < math.inf:
             raise ValueError(f"`step_size` must be at least 0, got {step_size}")
         if decay is not None and not 0 <= decay <= 1:
@@ -107,9 +107,9 @@ class FastWeightLayer(nn.Module):
         self.first = nn.Linear(embed_dim, hidden_dim)
         self.second = nn.Linear(hidden_dim, embed_dim)
         self.norm = nn.LayerNorm(embed_dim)
-        self.fast = look_up("choice of fast weights", fast, FAST_WEIGHTS)
+        self.fast = look_up("choice of fast weights", fast_weights, FAST_WEIGHTS)
         self.bias_entries = bias_entries
-        self.divisor = divisor
+        self.divisor = divide_gradients_by
         self.gradients_at = gradients_at
         self.random_start = random_start
         self.fixed_step_size, self.fixed_decay = step_size, decay

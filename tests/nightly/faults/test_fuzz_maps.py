@@ -19,11 +19,11 @@ every_map = pytest.mark.parametrize("name", FEATURE_MAPS)
 ARGUMENTS = {
     "dpfp": {"nu": st.integers(-1, 12)},
     "favor": {
-        "num_features": st.none() | st.integers(-1, 20),
+        "features": st.none() | st.integers(-1, 20),
         "draw": st.sampled_from([*DRAWS, "none"]),
         "offset": st.sampled_from([0.0, 1e-4, -1.0, math.nan, math.inf]),
     },
-    "relu": {"num_features": st.none() | st.integers(-1, 20)},
+    "relu": {"features": st.none() | st.integers(-1, 20)},
 }
 head_dims = st.integers(1, 40)
 leading = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -95,8 +95,8 @@ def is_defined(rule, normalization):
 
 def normalizations(name, *epsilon):
     """Return the arguments of a layer; epsilon: the number, and whether it is added."""
-    output_only = name == "read-out"
-    attention = AttentionNormalization(*epsilon, output_only=output_only)
+    read_out_only = name == "read-out"
+    attention = AttentionNormalization(*epsilon, read_out_only=read_out_only)
     return {
         **({"sum_normalization": SumNormalization(*epsilon)} if name in ("sum", "both") else {}),
         **({"attention_normalization": attention} if name in ("attention", "both", "read-out") else {}),
