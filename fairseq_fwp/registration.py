@@ -4,11 +4,8 @@
 run as soon as anything imports fairseq.
 """
 
-import contextlib
-import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -37,11 +34,8 @@ class _AfterFairseq(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "fairseq":
             return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)  # a search does not always import it
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -50,21 +44,13 @@ class _AfterFairseq(MetaPathFinder):
             from fairseq_fwp.patches.messages import silence_known_warnings
 
             silence_known_warnings()
-            with _root_logger_as_it_is():
-                execute(module)
+            level, handlers = logging.root.level, logging.root.handlers[:]
+            execute(module)
+            # A model of fairseq sets the root logger to DEBUG when it is imported.
+            logging.root.setLevel(level)
+            logging.root.handlers[:] = handlers
             sys.meta_path.remove(self)
             _register()
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
-
-
-@contextlib.contextmanager
-def _root_logger_as_it_is() -> Iterator[None]:
-    """Keep the level of the root logger: a model of fairseq sets it to DEBUG when it is imported."""
-    level, handlers = logging.root.level, logging.root.handlers[:]
-    try:
-        yield
-    finally:
-        logging.root.setLevel(level)
-        logging.root.handlers[:] = handlers

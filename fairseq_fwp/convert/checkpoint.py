@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from fairseq_fwp.convert.source import Conversion
-from fairseq_fwp.patches.dictionaries import KEY, fingerprints
+from fairseq_fwp.patches.checkpoints import KEY, fingerprints
 
 # The seed of FAVOR+'s draws, if they do not come with the weights: repeated conversions give the same model.
 SEED = 1

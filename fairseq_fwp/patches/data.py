@@ -1,73 +1,55 @@
-"""Preprocessed texts: a damaged text, or an index that does not fit it, is an error before training starts."""
+"""Data folders, settings, names and archives from others: read as data, never run as code, and refused if damaged."""
 
+import ast
 import contextlib
 import os
+import shlex
 import struct
-from collections.abc import Callable
+import sys
+import tarfile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from fairseq_fwp.patches.patch import patch
+
 PREPROCESS = "run fairseq-preprocess again, or copy its folder again"
 PART = 2**24  # words that are compared at once: a comparison needs a byte for each
-Original = Callable[..., Any]
+INDEXED = "fairseq.data.indexed_dataset.MMapIndexedDataset"
+OPTION = "the value of an option must be a number, a string, a list or a dictionary of them, got"
+REMEDY = "write the value itself into the configuration"
 
 
-def refuse_damaged_data(make: Original) -> Any:
-    """fairseq trains, without a message, on a text that is cut short, has a false index or another dictionary."""
+@patch("fairseq.data.indexed_dataset.make_dataset")
+def refuse_damaged_data(make: Any, path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:
+    """Refuse a text that is cut short, or has a false index or another dictionary: fairseq trains on it silently."""
     from fairseq.data import indexed_dataset
 
-    def make_or_explain(path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:
-        text, index = indexed_dataset.data_file_path(path), indexed_dataset.index_file_path(path)
-        if os.path.exists(index) and os.path.exists(text) and not os.path.getsize(text):
-            raise ValueError(f"the text {text} must have at least one token, got none: preprocess another file")
-        try:
-            dataset = make(path, *args, dictionary=dictionary, **kwargs)
-        except (AssertionError, KeyError, MemoryError, OverflowError, ValueError, struct.error) as error:
-            if not os.path.exists(index):  # a text that is not binarised
-                raise
-            raise ValueError(
-                f"{index} must be a complete index of a text, got a damaged or different file: {PREPROCESS}"
-            ) from error
-        if isinstance(dataset, indexed_dataset.IndexedDataset):
-            count, places, dtype = dataset._len, dataset.data_offsets, np.dtype(dataset.dtype)
-            _check_index(index, 48 + 8 * (2 * count + 2 + dataset.s), dtype, dataset.sizes, places, 1)
-            if dataset.element_size != dtype.itemsize or not np.array_equal(dataset.dim_offsets, np.arange(count + 1)):
-                raise _false(index, "the form of other data than text")
-            _check_text(text, dtype, dataset.sizes, dictionary, int(dataset.fix_lua_indexing))
-            if dataset.supports_prefetch:
-                dataset.prefetch(range(count))  # not every task does, and without it no sentence can be read
-        elif isinstance(dataset, indexed_dataset.MMapIndexedDataset):
-            dtype, places = np.dtype(dataset._index.dtype), dataset._index._pointers
-            _check_index(index, 26 + 12 * len(places), dtype, dataset.sizes, places, dtype.itemsize)
-            _check_text(text, dtype, dataset.sizes, dictionary)
-        return dataset
-
-    return make_or_explain
-
-
-def close_what_is_open(close: Original) -> Any:
-    """A data set that could not be opened fails again when it is deleted, after the error that says why."""
-
-    def close_if_open(self: Any) -> None:
-        with contextlib.suppress(AttributeError):
-            close(self)
-
-    return close_if_open
-
-
-def refuse_padding_in_text(encode_line: Original) -> Any:
-    """fairseq reads a literal <pad> in a text as padding: it is not scored, and shifts the scores after it."""
-
-    def encode_words(self: Any, line: str, *args: Any, **kwargs: Any) -> Any:
-        numbers = encode_line(self, line, *args, **kwargs)
-        if numbers.eq(getattr(self, "pad_index", -1)).any():
-            raise ValueError(
-                f"words of a text must not be {self.pad_word}, which fairseq reads as padding, got it in {line[:60]!r}"
-            )
-        return numbers
-
-    return encode_words
+    text, index = indexed_dataset.data_file_path(path), indexed_dataset.index_file_path(path)
+    if os.path.exists(index) and os.path.exists(text) and not os.path.getsize(text):
+        raise ValueError(f"the text {text} must have at least one token, got none: preprocess another file")
+    try:
+        dataset = make(path, *args, dictionary=dictionary, **kwargs)
+    except (AssertionError, KeyError, MemoryError, OverflowError, ValueError, struct.error) as error:
+        if not os.path.exists(index):  # a text that is not binarised
+            raise
+        raise ValueError(
+            f"{index} must be a complete index of a text, got a damaged or different file: {PREPROCESS}"
+        ) from error
+    if isinstance(dataset, indexed_dataset.IndexedDataset):
+        count, places, dtype = dataset._len, dataset.data_offsets, np.dtype(dataset.dtype)
+        _check_index(index, 48 + 8 * (2 * count + 2 + dataset.s), dtype, dataset.sizes, places, 1)
+        if dataset.element_size != dtype.itemsize or not np.array_equal(dataset.dim_offsets, np.arange(count + 1)):
+            raise _false(index, "the form of other data than text")
+        _check_text(text, dtype, dataset.sizes, dictionary, int(dataset.fix_lua_indexing))
+        if dataset.supports_prefetch:
+            dataset.prefetch(range(count))  # not every task does, and without it no sentence can be read
+    elif isinstance(dataset, indexed_dataset.MMapIndexedDataset):
+        dtype, places = np.dtype(dataset._index.dtype), dataset._index._pointers
+        _check_index(index, 26 + 12 * len(places), dtype, dataset.sizes, places, dtype.itemsize)
+        _check_text(text, dtype, dataset.sizes, dictionary)
+    return dataset
 
 
 def _check_index(path: str, size: int, dtype: Any, lengths: Any, places: Any, unit: int) -> None:
@@ -108,3 +90,100 @@ def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int
             f"words in {path} must not be {dictionary.pad_word}, which fairseq reads as padding, got {pads:,} of them: "
             "remove them from the text, and run fairseq-preprocess again"
         )
+
+
+@patch("fairseq.data.Dictionary.encode_line")
+def refuse_padding_in_text(encode_line: Any, self: Any, line: str, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a literal <pad> in a text: fairseq takes it for padding, which shifts the scores after it."""
+    numbers = encode_line(self, line, *args, **kwargs)
+    if numbers.eq(getattr(self, "pad_index", -1)).any():
+        raise ValueError(
+            f"words of a text must not be {self.pad_word}, which fairseq reads as padding, got it in {line[:60]!r}"
+        )
+    return numbers
+
+
+@patch(f"{INDEXED}.Index.__del__")
+@patch(f"{INDEXED}.__del__")
+def close_what_is_open(close: Any, self: Any) -> None:
+    """Close what is open: a data set that could not be opened fails again, after the error that says why."""
+    with contextlib.suppress(AttributeError):
+        close(self)
+
+
+@patch("fairseq.data.fasta_dataset.FastaDataset._build_index")
+def quote_path(build: Any, self: Any, path: str) -> Any:
+    """Quote the path of a FASTA file: fairseq gives it to a shell, and a name in a data folder can be a command."""
+    return build(self, shlex.quote(os.path.abspath(path)))
+
+
+@patch("torch.hub.load", since="torch 2.4")
+def ask_before_code_of_hub(load: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ask before code is run of a GitHub repository that a data folder names: torch 2.4 does not."""
+    return load(*args, **{"trust_repo": "check", **kwargs})
+
+
+@patch("fairseq.file_utils.tarfile")
+def unpack_inside() -> None:
+    """Unpack an archive into its folder only: fairseq unpacks wherever its names lead, such as `../.bashrc`."""
+    import fairseq.file_utils
+
+    fairseq.file_utils.tarfile = INSIDE
+
+
+def open_inside(path: str, mode: str) -> tarfile.TarFile:
+    """Open an archive. Raises ValueError if it has links, devices, or names of places outside its folder."""
+    archive = tarfile.open(path, mode)  # type: ignore[call-overload]  # noqa: SIM115  (the caller closes it)
+    for member in archive.getmembers():
+        inside = not os.path.isabs(member.name) and ".." not in member.name.split("/")
+        if not inside or not (member.isfile() or member.isdir()):
+            raise ValueError(
+                f"the archive {path} must have only files and folders below its own, got {member.name!r}: it was not "
+                "unpacked; unpack it yourself if you trust its source"
+            )
+    return archive
+
+
+INSIDE = SimpleNamespace(open=open_inside)
+
+
+@patch("fairseq.*.eval")
+def evaluate_data_alone() -> None:
+    """Evaluate lists, numbers and dictionaries only: fairseq runs some strings of checkpoints and data as code."""
+    import fairseq.tasks  # noqa: F401  (and with it all models, criterions, optimizers and data sets)
+
+    evaluating = ("fairseq.utils", "fairseq.models.", "fairseq.optim.", "fairseq.criterions.", "fairseq.data.")
+    for name, module in list(sys.modules.items()):
+        if name.startswith(evaluating):
+            module.eval = evaluate  # type: ignore[attr-defined]  # a module's own name comes before Python's
+
+
+def evaluate(text: str) -> Any:
+    """Return the value of numbers, strings, lists, tuples and dictionaries, their sums and multiples: "[(512, 3)] * 4".
+
+    Raises ValueError for anything else, and, as `eval`, TypeError for an argument that is not a string. fairseq uses
+    the TypeError to find out whether an option has been evaluated.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"the argument of evaluate must be a string, got {type(text).__name__}")
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{OPTION} {text[:80]!r}: {REMEDY}") from error
+
+
+def _value(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Tuple() | ast.List():
+            return (tuple if isinstance(node, ast.Tuple) else list)(map(_value, node.elts))
+        case ast.Dict() if None not in node.keys:
+            return dict(zip(map(_value, filter(None, node.keys)), map(_value, node.values), strict=True))
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand)
+        case ast.BinOp(op=ast.Add()):
+            return _value(node.left) + _value(node.right)
+        case ast.BinOp(op=ast.Mult()):
+            return _value(node.left) * _value(node.right)
+    raise ValueError(f"{OPTION} the code {ast.unparse(node)!r}, which is not run: {REMEDY}")

@@ -5,13 +5,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from fairseq_fwp.options import plain
+from fairseq_fwp.patches.patch import patch
 
 COMMANDS = ("train", "validate", "eval_lm", "generate", "interactive")
 
@@ -27,31 +27,31 @@ KNOWN_WARNINGS = (
 )
 
 
+@patch("warnings.filters", since="torch 2.4, hydra 1.1")
 def silence_known_warnings() -> None:
-    """fairseq's own imports and calls print warnings at each start, and a speech task asks for tensorboardX."""
+    """Hide warnings of fairseq's own imports and calls at each start, and that a speech task lacks tensorboardX."""
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
     for message, category in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
 
 
+@patch("fairseq.trainer._catalog_shared_params")
+def name_shared_weights(find_shared: Any, module: Any, *args: Any) -> Any:
+    """Leave out biases that layers do not have: fairseq's trainer logs each of them as one shared parameter."""
+    found = find_shared(module, *args)
+    return found and [names for names in found if attrgetter(names[0])(module) is not None]
+
+
+@patch("logging.root.level")
 def hide_debugging() -> None:
-    """One of fairseq's models sets the root logger to DEBUG at its import, before most commands set the level."""
+    """Undo the level DEBUG of the root logger, which a model of fairseq sets when it is imported."""
     if "fairseq_cli" in sys.modules and logging.root.level == logging.DEBUG:
         logging.root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
 
 
-def name_shared_weights(find_shared: Callable[..., Any]) -> Callable[..., Any]:
-    """fairseq's trainer calls all biases that layers do not have one shared parameter, a line of the log for each."""
-
-    def find_shared_weights(module: Any, *args: Any) -> Any:
-        found = find_shared(module, *args)
-        return found and [names for names in found if attrgetter(names[0])(module) is not None]
-
-    return find_shared_weights
-
-
+@patch("logging.getLogger")
 def shorten_settings() -> None:
-    """fairseq's commands first print one line with all settings: 6,000 characters, most of them defaults."""
+    """Print the settings that differ from the defaults: fairseq's commands print all of them, 6,000 characters."""
     for command in COMMANDS:
         logging.getLogger(f"fairseq_cli.{command}").addFilter(_keep_settings_given)
 

@@ -1,26 +1,28 @@
-"""Patches for the parts of fairseq that today's Python, numpy and torch break."""
+"""Parts of fairseq that today's Python and packages break, or that do not work with the rest of fairseq."""
 
 import argparse
 import codecs
 import importlib.util
+import os
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-Original = Callable[..., Any]
+from fairseq_fwp.patches.patch import patch
 
 
+@patch("numpy.compat", since="numpy 2.0")
 def restore_numpy_compat() -> None:
-    """numpy 2 has no `np.compat`; fairseq's `--sample-break-mode eos` reads `np.compat.long`."""
+    """Define `np.compat.long`: fairseq's `--sample-break-mode eos` reads it, and numpy 2 has no `np.compat`."""
     if not hasattr(np, "compat"):
         np.compat = argparse.Namespace(long=int)  # type: ignore[attr-defined]
 
 
+@patch("torch.serialization", since="torch 2.6")
 def allow_checkpoint_types() -> None:
-    """torch >= 2.6 unpickles tensors only; fairseq's checkpoints and object broadcasts hold other types too."""
+    """Allow the types in fairseq's checkpoints and object broadcasts: torch >= 2.6 unpickles tensors only."""
     from fairseq.data import Dictionary
     from fairseq.distributed import utils as distributed_utils
     from omegaconf import DictConfig, ListConfig, base, nodes
@@ -37,37 +39,71 @@ def allow_checkpoint_types() -> None:
     )
 
 
-def count_below_zero(best_fitting: Original) -> Any:
-    """fairseq's ends of blocks are unsigned and stay so in numpy 2: in a block of one token, 1 - 2 becomes 65,535."""
-    return lambda largest: np.int64
+@patch("fairseq.data.token_block_dataset.best_fitting_int_dtype", since="numpy 2.0")
+def count_below_zero(best_fitting: Any, largest: int) -> type:
+    """Count ends of blocks with a sign: in a block of one token, fairseq's 1 - 2 becomes 65,535 in numpy 2."""
+    return np.int64
 
 
-def forget_tpu(call_main: Original) -> Any:
-    """fairseq treats --bf16 as a run on a TPU and stops where torch_xla is not installed."""
-
-    def call_without_tpu(cfg: Any, main: Any, **kwargs: Any) -> Any:
-        if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
-            cfg.common.tpu = False
-        return call_main(cfg, main, **kwargs)
-
-    return call_without_tpu
+@patch("fairseq.distributed.utils.call_main")
+def forget_tpu(call_main: Any, cfg: Any, main: Any, **kwargs: Any) -> Any:
+    """Run --bf16 on the present device: fairseq takes it for a TPU, and stops where torch_xla is not installed."""
+    if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
+        cfg.common.tpu = False
+    return call_main(cfg, main, **kwargs)
 
 
-def count_diverse_beams_by_batch(step: Original) -> Any:
-    """Diverse beam search uses sentence numbers of the data set as rows of the batch. It fails or mixes them up."""
+@patch("fairseq.distributed.utils.infer_init_method")
+def join_launched_processes(infer: Any, cfg: Any, *args: Any, **kwargs: Any) -> None:
+    """Join the processes of torchrun: with at most one GPU each, fairseq trains them separately, into one folder."""
+    launched = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
+    together = int(os.environ["WORLD_SIZE"]) if launched else 1
+    if together == 1 or cfg.distributed_init_method is not None or cfg.tpu:
+        return infer(cfg, *args, **kwargs)
+    cfg.distributed_world_size = together  # 1 tells fairseq that there is only one process
+    if torch.cuda.device_count():
+        return infer(cfg, *args, **kwargs)
+    cfg.distributed_init_method, cfg.distributed_no_spawn = "env://", True
+    cfg.distributed_rank, cfg.device_id = int(os.environ["RANK"]), 0
+    return None
 
-    def step_by_row(
-        self: Any,
-        number: int,
-        lprobs: Any,
-        scores: Any,
-        prev_output_tokens: Any = None,
-        original_batch_idxs: Any = None,
-    ) -> Any:
-        if number == 0:
-            self.sentences = original_batch_idxs
-        # The row in the whole batch of each sentence that is still in the batch.
-        rows = (original_batch_idxs.unsqueeze(1) == self.sentences).int().argmax(1)
-        return step(self, number, lprobs, scores, prev_output_tokens, rows)
 
-    return step_by_row
+@patch("bitarray.util.rindex", since="bitarray 3.0")
+def restore_rindex() -> None:
+    """Define `bitarray.util.rindex`: fairseq finds the end of Huffman codes with it, and bitarray 3 has none."""
+    from bitarray import util
+
+    if not hasattr(util, "rindex"):
+        util.rindex = lambda bits, value=1: bits.index(value, right=True)  # type: ignore[attr-defined]
+
+
+@patch("fairseq.data.legacy.masked_lm_dictionary.MaskedLMDictionary.load", since="fairseq 0.12.3")
+def load_masked_dictionary(load: Any, cls: Any, f: Any, add_special_symbols: bool = True) -> Any:
+    """Accept an argument with which fairseq 0.12.3 loads every dictionary: those of masked models refuse it."""
+    dictionary = cls()
+    dictionary.add_from_file(f)
+    return dictionary
+
+
+@patch("fairseq.models.hubert.hubert_asr.HubertEncoder.__init__", since="fairseq 0.12.3")
+def give_hubert_its_option(init: Any, self: Any, cfg: Any, task: Any) -> None:
+    """Build a HuBERT model with CTC: fairseq 0.12.3 reads an option that only sequence-to-sequence models have."""
+    from omegaconf import open_dict
+
+    if "autoregressive" in cfg:
+        return init(self, cfg, task)
+    with open_dict(cfg):
+        cfg.autoregressive = False
+        init(self, cfg, task)
+        del cfg.autoregressive  # the checkpoint's configuration stays that of the model
+    return None
+
+
+@patch("fairseq.utils.get_activation_fn")
+def name_the_linear_activation(get: Any, activation: str) -> Any:
+    """Return a function with a name for "linear": a model with fairseq's, which has none, cannot be pickled."""
+    return _linear if activation == "linear" else get(activation)
+
+
+def _linear(x: Any) -> Any:
+    return x

@@ -1,118 +1,230 @@
-"""Averages of weights, losses with smoothed labels, and the progress that a resumed training counts."""
+"""Training: averages, smoothed labels, files that are complete, and a resumed run that goes on where it ended."""
 
-from collections.abc import Callable
+import contextlib
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Original = Callable[..., Any]
+from fairseq_fwp.patches.patch import patch
+
+# Number of tries, as in fairseq, and seconds between them: network file systems fail for moments.
+ATTEMPTS, PAUSE = 3, 2.5
+PLATEAU = "fairseq.optim.lr_scheduler.reduce_lr_on_plateau.ReduceLROnPlateauLRSchedule"
+logger = logging.getLogger(__name__)
 
 
-def average_each_tensor_once(step: Original) -> Any:
-    """fairseq's --store-ema averages a tensor once for each of its names, tied weights twice. Whole numbers fail."""
-
-    def average(self: Any, new_model: Any, updates: int | None = None) -> None:
-        known, found, averaged = self.fp32_params if self.config.ema_fp32 else self.model.state_dict(), {}, set()
-        for name, x in new_model.state_dict().items():
-            if not isinstance(x, Tensor) or "version" in name:
-                continue
-            mean = found[name] = known[name] if name in known else known.setdefault(name, x.clone())
-            place = mean.data_ptr(), mean.shape, mean.stride()
-            if place in averaged:
-                continue
-            averaged.add(place)
-            # A decay of zero is a copy: in biases, 0 times minus infinity is not a number.
-            if name in self.skip_keys or not mean.is_floating_point() or self.decay == 0:
-                mean.copy_(x)
-            else:
-                mean.mul_(self.decay).add_(x.to(mean.dtype), alpha=1 - self.decay)
-        self.restore(found)
-
-    return average
+@patch("fairseq.models.ema.ema.EMA._step_internal")
+def average_each_tensor_once(step: Any, self: Any, new_model: Any, updates: int | None = None) -> None:
+    """Average each tensor once: fairseq's --store-ema averages tied weights twice, and fails for whole numbers."""
+    known, found, averaged = self.fp32_params if self.config.ema_fp32 else self.model.state_dict(), {}, set()
+    for name, x in new_model.state_dict().items():
+        if not isinstance(x, Tensor) or "version" in name:
+            continue
+        mean = found[name] = known[name] if name in known else known.setdefault(name, x.clone())
+        place = mean.data_ptr(), mean.shape, mean.stride()
+        if place in averaged:
+            continue
+        averaged.add(place)
+        # A decay of zero is a copy: in biases, 0 times minus infinity is not a number.
+        if name in self.skip_keys or not mean.is_floating_point() or self.decay == 0:
+            mean.copy_(x)
+        else:
+            mean.mul_(self.decay).add_(x.to(mean.dtype), alpha=1 - self.decay)
+    self.restore(found)
 
 
-def average_from_loaded_weights(load: Original) -> Any:
-    """fairseq deletes the weights of a checkpoint without an average before --store-ema starts one from them."""
-
-    def load_and_average(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = self.cfg.ema
-        wanted, settings.store_ema = settings.store_ema, False
-        try:
-            extra_state = load(self, *args, **kwargs)
-        finally:
-            settings.store_ema = wanted
-        if wanted and extra_state is not None:
-            saved = extra_state.get("ema") or self.get_model().state_dict()
-            self.ema.restore(saved)
-            if settings.ema_fp32:
-                self.ema.build_fp32_params(extra_state.get("ema_fp32_params", saved))
-        return extra_state
-
-    return load_and_average
+@patch("fairseq.trainer.Trainer.load_checkpoint")
+def average_from_loaded_weights(load: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Start an average from a checkpoint's weights: without an average in it, --store-ema finds them deleted."""
+    settings = self.cfg.ema
+    wanted, settings.store_ema = settings.store_ema, False
+    try:
+        extra_state = load(self, *args, **kwargs)
+    finally:
+        settings.store_ema = wanted
+    if wanted and extra_state is not None:
+        saved = extra_state.get("ema") or self.get_model().state_dict()
+        self.ema.restore(saved)
+        if settings.ema_fp32:
+            self.ema.build_fp32_params(extra_state.get("ema_fp32_params", saved))
+    return extra_state
 
 
-def smooth_over_possible_words(loss_of: Original) -> Any:
-    """fairseq smooths labels over all words. The loss is infinite if a model gives some words no probability.
+@patch("fairseq.criterions.label_smoothed_cross_entropy.label_smoothed_nll_loss")
+def smooth_over_possible_words(
+    loss_of: Any, lprobs: Tensor, target: Tensor, epsilon: float, ignore_index: int | None = None, reduce: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Smooth labels over words with a probability: over all words, one without makes fairseq's loss infinite.
 
     Over the other words it is the loss of the same model with a vocabulary that lacks these words.
     """
-
-    def smoothed(
-        lprobs: Tensor, target: Tensor, epsilon: float, ignore_index: int | None = None, reduce: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        loss, nll_loss = loss_of(lprobs, target, epsilon, ignore_index, reduce)
-        if loss.isfinite().all():
-            return loss, nll_loss
-        _, nll_loss = loss_of(lprobs, target, 0, ignore_index, reduce=False)
-        possible = lprobs.isneginf().logical_not()
-        share = epsilon / (possible.sum(-1) - 1).clamp(min=1).view_as(nll_loss)
-        others = -torch.where(possible, lprobs, 0).sum(-1).view_as(nll_loss)
-        if ignore_index is not None:
-            others = others.masked_fill(target.view_as(nll_loss) == ignore_index, 0)
-        loss = (1 - epsilon - share) * nll_loss + share * others
-        return (loss.sum(), nll_loss.sum()) if reduce else (loss, nll_loss)
-
-    return smoothed
+    loss, nll_loss = loss_of(lprobs, target, epsilon, ignore_index, reduce)
+    if loss.isfinite().all():
+        return loss, nll_loss
+    _, nll_loss = loss_of(lprobs, target, 0, ignore_index, reduce=False)
+    possible = lprobs.isneginf().logical_not()
+    share = epsilon / (possible.sum(-1) - 1).clamp(min=1).view_as(nll_loss)
+    others = -torch.where(possible, lprobs, 0).sum(-1).view_as(nll_loss)
+    if ignore_index is not None:
+        others = others.masked_fill(target.view_as(nll_loss) == ignore_index, 0)
+    loss = (1 - epsilon - share) * nll_loss + share * others
+    return (loss.sum(), nll_loss.sum()) if reduce else (loss, nll_loss)
 
 
-def save_bad_epochs(state_dict: Original) -> Any:
-    """fairseq does not save the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts."""
-    return lambda self: {**state_dict(self), "num_bad_epochs": self.lr_scheduler.num_bad_epochs}
+@patch("fairseq.checkpoint_utils.save_checkpoint")
+def save_for_every_process(
+    save_checkpoint: Any, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Collect the states of streams in all processes: fairseq asks only the first what a checkpoint must hold."""
+    if hasattr(epoch_itr, "collect_states"):
+        epoch_itr.collect_states(trainer.data_parallel_process_group)
+    return save_checkpoint(cfg, trainer, epoch_itr, *args, **kwargs)
 
 
-def load_bad_epochs(load_state_dict: Original) -> Any:
-    """fairseq does not save the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts."""
-
-    def load(self: Any, saved: dict[str, Any]) -> None:
-        load_state_dict(self, saved)
-        self.lr_scheduler.num_bad_epochs = saved.get("num_bad_epochs", 0)
-
-    return load
-
-
-def save_patience(save: Original) -> Any:
-    """fairseq does not save the validations without progress, which --patience counts."""
-
-    def save_with_patience(self: Any, filename: str, extra_state: dict[str, Any]) -> Any:
-        from fairseq_cli.train import should_stop_early  # which keeps its counts as attributes
-
-        return save(self, filename, {**extra_state, "patience": dict(vars(should_stop_early))})
-
-    return save_with_patience
+@patch("fairseq.checkpoint_utils.load_checkpoint")
+def step_after_validation(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+    """Make a step of reduce_lr_on_plateau that a checkpoint lacks: fairseq saves before it, and resumes without it."""
+    extra_state, batches = load(cfg, trainer, **kwargs)
+    if extra_state is not None and trainer.get_num_updates() and not cfg.reset_lr_scheduler:
+        ended = extra_state["train_iterator"].get("iterations_in_epoch") == 0
+        if ended and extra_state.get("val_loss") is not None:
+            trainer.lr_step(extra_state["train_iterator"]["epoch"] - 1, extra_state["val_loss"])
+    return extra_state, batches
 
 
-def load_patience(load: Original) -> Any:
-    """fairseq does not save the validations without progress, which --patience counts."""
+@patch(f"{PLATEAU}.state_dict")
+def save_bad_epochs(state_dict: Any, self: Any) -> Any:
+    """Save the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts: fairseq does not."""
+    return {**state_dict(self), "num_bad_epochs": self.lr_scheduler.num_bad_epochs}
 
-    def load_with_patience(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
-        from fairseq_cli.train import should_stop_early
 
-        extra_state, batches = load(cfg, trainer, **kwargs)
-        counts = vars(should_stop_early)
-        counts.clear()  # of another training of this process
-        if trainer.get_num_updates() and not (cfg.reset_optimizer or cfg.reset_meters):
-            counts.update(extra_state.get("patience", {}))
-        return extra_state, batches
+@patch(f"{PLATEAU}.load_state_dict")
+def load_bad_epochs(load_state_dict: Any, self: Any, saved: dict[str, Any]) -> None:
+    """Load the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts: fairseq does not."""
+    load_state_dict(self, saved)
+    self.lr_scheduler.num_bad_epochs = saved.get("num_bad_epochs", 0)
 
-    return load_with_patience
+
+@patch("fairseq.trainer.Trainer.save_checkpoint")
+def save_patience(save: Any, self: Any, filename: str, extra_state: dict[str, Any]) -> Any:
+    """Save the validations without progress, which --patience counts: fairseq does not."""
+    return save(self, filename, {**extra_state, "patience": dict(_patience())})
+
+
+@patch("fairseq.checkpoint_utils.load_checkpoint")
+def load_patience(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+    """Load the validations without progress, which --patience counts: fairseq does not."""
+    extra_state, batches = load(cfg, trainer, **kwargs)
+    counts = _patience()
+    counts.clear()  # of another training of this process
+    if trainer.get_num_updates() and not (cfg.reset_optimizer or cfg.reset_meters):
+        counts.update(extra_state.get("patience", {}))
+    return extra_state, batches
+
+
+@patch("fairseq.checkpoint_utils.load_checkpoint")
+def end_what_is_finished(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+    """End a finished training that is started again: fairseq looks at the limits only after one more update."""
+    extra_state, batches = load(cfg, trainer, **kwargs)
+    if not trainer.get_num_updates():  # a new training from the weights of another one, whose hours do not count
+        trainer._previous_training_time = 0
+    limits = trainer.cfg.optimization
+    for flag, reached, limit in (
+        ("--max-update", trainer.get_num_updates(), limits.max_update),
+        ("--max-epoch", batches.next_epoch_idx - 1, limits.max_epoch),
+        ("--stop-time-hours", trainer._previous_training_time / 3600, limits.stop_time_hours),
+        ("--patience", _patience().get("num_runs", 0), cfg.patience),
+    ):
+        if 0 < (limit or 0) <= reached:
+            logger.info(f"training is finished with {flag} {limit}, nothing is changed: a larger value trains on")
+            return extra_state, SimpleNamespace(next_epoch_idx=math.nan)  # no epoch, so that none begins
+    return extra_state, batches
+
+
+def _patience() -> dict[str, Any]:
+    """Return the counts of fairseq's early stop, which are attributes of its function."""
+    from fairseq_cli.train import should_stop_early
+
+    return vars(should_stop_early)
+
+
+@patch("fairseq.checkpoint_utils.torch_persistent_save")
+def save_whole(save: Any, obj: Any, filename: str, async_write: bool = False) -> None:
+    """Write a complete file or none: fairseq appends a retry to the incomplete file, and leaves both on the disk."""
+    from fairseq.file_io import PathManager
+
+    if async_write or PathManager.path_requires_pathmanager(filename):
+        return save(obj, filename, async_write)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with _in_place_of(filename) as unfinished, open(unfinished, "wb") as file:
+                torch.save(obj, file)
+                file.flush()
+                os.fsync(file.fileno())
+            return None
+        except (OSError, RuntimeError) as error:
+            if attempt == ATTEMPTS:
+                raise _not_saved(filename, error) from error
+            time.sleep(PAUSE)
+    return None
+
+
+@patch("fairseq.file_io.PathManager.copy")
+def copy_whole(copy: Any, src_path: str, dst_path: str, overwrite: bool = False) -> Any:
+    """Replace a file by a complete copy: a run that is killed while fairseq copies cannot be resumed."""
+    from fairseq.file_io import PathManager
+
+    if any(map(PathManager.path_requires_pathmanager, (src_path, dst_path))):
+        return copy(src_path, dst_path, overwrite)
+    try:
+        with _in_place_of(dst_path) as unfinished:
+            shutil.copyfile(src_path, unfinished)
+    except OSError as error:
+        raise _not_saved(dst_path, error) from error
+    return True
+
+
+@patch("fairseq.distributed.utils.call_main")
+def make_folder_of_log(call_main: Any, cfg: Any, main: Any, **kwargs: Any) -> Any:
+    """Make the folder of --log-file: fairseq opens the file before it makes the folder of --save-dir."""
+    if log := getattr(cfg.common, "log_file", None):
+        os.makedirs(os.path.dirname(os.path.abspath(log)), exist_ok=True)
+    return call_main(cfg, main, **kwargs)
+
+
+@contextlib.contextmanager
+def _in_place_of(path: str) -> Iterator[str]:
+    """Yield a temporary path next to `path`: the file written there replaces it in one step, or is removed."""
+    unfinished = f"{path}.tmp"
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        raise
+
+
+def _not_saved(path: str, error: BaseException) -> OSError:
+    return OSError(
+        f"{path} could not be saved ({_reason(error)}); earlier checkpoints are complete. Free some space or give "
+        "another --save-dir, and run the same command to resume"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the message of the operating system: the message of torch's writer only gives a position."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).partition("\n")[0]

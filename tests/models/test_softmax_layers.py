@@ -11,7 +11,7 @@ from pairwise import looped
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel, FwpLanguageModelConfig
 from fairseq_fwp.modules.attention import DeltaRnn, FastWeightAttention, LocalAttention, SoftmaxAttention
 from fairseq_fwp.options import plain
-from fairseq_fwp.patches.reading import Saved
+from fairseq_fwp.patches.checkpoints import Saved
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
 from .stream_laws import check_beam_search, check_decoding, check_padding, check_rows_of_states

@@ -9,7 +9,7 @@ from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
 from fairseq_fwp.options import plain
-from fairseq_fwp.patches.reading import Saved
+from fairseq_fwp.patches.checkpoints import Saved
 
 from .conftest import SMALL, configure, log_probs, random_tokens
 

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
+from fairseq_fwp.patches.checkpoints import show_what_a_model_refuses
 from fairseq_fwp.patches.messages import silence_known_warnings
-from fairseq_fwp.patches.reading import show_what_a_model_refuses
 
 
 def test_only_known_warnings_are_silenced():
@@ -40,4 +40,4 @@ def test_an_error_that_says_what_is_wrong_is_not_replaced_by_its_cause():
 
     for kind, said in ((Exception, "the model says why"), (ValueError, "what is reported")):
         with pytest.raises(ValueError, match=said):
-            show_what_a_model_refuses(load)(kind)
+            show_what_a_model_refuses(load, kind)

@@ -1,4 +1,4 @@
-"""Parts of fairseq that today's Python, numpy and torch break."""
+"""Parts of fairseq that today's packages break: blocks of one token, checkpoints, Huffman codes, old dictionaries."""
 
 import argparse
 import importlib
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import TokenBlockDataset
+from fairseq.data.huffman import HuffmanCodeBuilder
+from fairseq.data.legacy import BertDictionary, MaskedLMDictionary
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import OmegaConf
 from pairwise import looped
@@ -80,3 +82,19 @@ def test_bf16_is_not_taken_for_a_tpu(monkeypatch, bf16, expected):
     monkeypatch.setattr(distributed_utils, "infer_init_method", lambda *_: None)
     distributed_utils.call_main(config, lambda cfg: seen.append(cfg.common.tpu))
     assert seen == [expected]
+
+
+def test_huffman_codes():
+    builder, words = HuffmanCodeBuilder(), ["a", "b", "a", "c", "a"]
+    builder.add_symbols(*words)
+    coder = builder.build_code()
+    assert [node.symbol for node in coder.decode(coder.encode(words))] == words
+
+
+@pytest.mark.parametrize("kind", [MaskedLMDictionary, BertDictionary])
+def test_dictionaries_of_masked_models(kind, tmp_path):
+    dictionary = kind()
+    dictionary.add_symbol("word", 3)
+    dictionary.save(str(tmp_path / "dict.txt"))
+    loaded = kind.load(str(tmp_path / "dict.txt"))
+    assert loaded.symbols == dictionary.symbols and loaded.count[loaded.index("word")] == 3

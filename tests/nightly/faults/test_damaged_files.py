@@ -20,7 +20,6 @@ from small_text import write_text
 
 import fairseq_fwp
 from fairseq_fwp.cli import eval_lm
-from fairseq_fwp.patches import writing
 
 NO_INDEX, FALSE = "must be a complete index", "must have the true length and place of each sentence, got "
 # By format: statements that change an index, and words of the error. `head` is bytes; count[0], the sentences, is 100.
@@ -286,7 +285,7 @@ def test_a_save_is_tried_again_from_its_beginning(tmp_path, monkeypatch):
         save(obj, file)
 
     monkeypatch.setattr(torch, "save", fail_twice)
-    monkeypatch.setattr(writing, "PAUSE", 0)
+    monkeypatch.setattr("fairseq_fwp.patches.training.PAUSE", 0)
     checkpoint_utils.torch_persistent_save({"a": 1}, str(tmp_path / "checkpoint.pt"))
     assert len(set(map(id, calls))) == 3 and torch.load(tmp_path / "checkpoint.pt") == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]

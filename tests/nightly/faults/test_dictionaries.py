@@ -14,7 +14,7 @@ from small_text import write_text
 from test_damaged_files import training
 
 from fairseq_fwp.cli import eval_lm
-from fairseq_fwp.patches import dictionaries
+from fairseq_fwp.patches import checkpoints
 
 
 def train(data, save_dir, *flags):
@@ -109,7 +109,7 @@ def test_checkpoints_that_say_nothing_of_a_dictionary_are_loaded(data, save_dir)
     path = save_dir / "checkpoint_last.pt"
     state = torch.load(path)
     for place in ("task_state", "extra_state"):
-        assert state[place].pop(dictionaries.KEY).keys() == {"source_dictionary", "target_dictionary"}
+        assert state[place].pop(checkpoints.KEY).keys() == {"source_dictionary", "target_dictionary"}
     torch.save(state, path)
     rewrite(data, reverse)
     load_to_evaluate(save_dir, data)
@@ -120,7 +120,7 @@ def test_fingerprints_where_earlier_versions_saved_them(data, save_dir):
     path = save_dir / "checkpoint_last.pt"
     state = torch.load(path)
     for place in ("task_state", "extra_state"):
-        state[place]["dictionaries"] = state[place].pop(dictionaries.KEY)
+        state[place]["dictionaries"] = state[place].pop(checkpoints.KEY)
     torch.save(state, path)
     load_to_evaluate(save_dir, data)
     rewrite(data, reverse)
@@ -139,7 +139,7 @@ def dictionary(*words):
 
 def test_what_a_fingerprint_tells_apart():
     def prints(source, target):
-        return dictionaries.fingerprints(Namespace(source_dictionary=source, target_dictionary=target))
+        return checkpoints.fingerprints(Namespace(source_dictionary=source, target_dictionary=target))
 
     plain = prints(dictionary("a", "b"), dictionary("a", "b"))
     assert plain["source_dictionary"] == plain["target_dictionary"]
@@ -155,10 +155,10 @@ def test_each_language_is_compared_with_itself():
     words = {"de": dictionary("a"), "en": dictionary("b")}
     trained = Namespace(dicts=words, source_dictionary=words["de"], target_dictionary=words["de"])
     evaluated = Namespace(dicts=words, target_dictionary=words["en"], cfg=Namespace(data="folder"))
-    saved = dictionaries.fingerprints(trained)
-    assert dictionaries.difference(evaluated, saved) == ""
+    saved = checkpoints.fingerprints(trained)
+    assert checkpoints.difference(evaluated, saved) == ""
     evaluated.dicts = words | {"en": dictionary("c")}
-    assert dictionaries.difference(evaluated, saved).startswith(
+    assert checkpoints.difference(evaluated, saved).startswith(
         "folder must have the dictionary of en of the model's training (5 words, "
     )
 
@@ -166,4 +166,4 @@ def test_each_language_is_compared_with_itself():
 def test_a_task_without_a_dictionary_has_no_fingerprint():
     config = tasks.TASK_DATACLASS_REGISTRY["fwp_associative_retrieval"](seed=1, update_freq=[1])
     task = tasks.TASK_REGISTRY["fwp_associative_retrieval"].setup_task(config)
-    assert dictionaries.fingerprints(task) == {} and dictionaries.difference(task, {"source_dictionary": "x"}) == ""
+    assert checkpoints.fingerprints(task) == {} and checkpoints.difference(task, {"source_dictionary": "x"}) == ""

@@ -1,6 +1,7 @@
 """Foreign files run no code: checkpoints, their configurations, paths, archives and settings."""
 
 import ast
+import functools
 import hashlib
 import importlib
 import io
@@ -25,7 +26,7 @@ from fairseq.data.audio.data_cfg import S2TDataConfig
 from fairseq.models.speech_to_text.hub_interface import S2THubInterface
 from small_text import write_text
 
-from fairseq_fwp.patches import configuration, reading
+from fairseq_fwp.patches import checkpoints, data
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
@@ -73,7 +74,7 @@ def test_they_are_refused_where_torch_would_run_them(tmp_path, canary, monkeypat
     def earlier(*args, weights_only=None, **kwargs):
         return load(*args, weights_only=bool(weights_only), **kwargs)
 
-    monkeypatch.setattr(torch, "load", reading.load_weights_only(earlier))
+    monkeypatch.setattr(torch, "load", functools.partial(checkpoints.load_weights_only, earlier))
     for content in ({"model": Touch(canary)}, {"no model": Touch(canary)}):
         torch.save(content, path)
         with pytest.raises(RuntimeError, match="holds pickled objects"):
@@ -149,7 +150,7 @@ def test_a_configuration_is_no_code(tmp_path, canary):
     ],
 )
 def test_settings_mean_what_they_meant(text, value):
-    assert configuration.evaluate(text) == value == eval(text)
+    assert data.evaluate(text) == value == eval(text)
     assert utils.eval_str_list("1,2.5") == [1.0, 2.5] and utils.eval_bool("True")
 
 
@@ -161,13 +162,13 @@ def test_code_is_refused(text):
         ValueError,
         match=r"got the code .*, which is not run|must be a number, a string, a list or a dictionary of them",
     ):
-        configuration.evaluate(text)
+        data.evaluate(text)
 
 
 def test_options_that_are_no_strings_are_left_to_fairseq():
     """Some options are evaluated twice, as --left-pad-source: then a TypeError is expected."""
     with pytest.raises(TypeError, match="evaluate must be a string, got bool"):
-        configuration.evaluate(True)
+        data.evaluate(True)
     assert utils.eval_bool(True, default=True) and utils.eval_str_list(0.5) == [0.5]
 
 
@@ -291,7 +292,7 @@ def test_a_data_folder_gets_no_code_of_a_repository(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         S2THubInterface.get_prediction(task, None, generator, None, synthesize_speech=True)
     assert [args[2] for args in asked] == ["check"]  # torch 2.4 has another default
-    assert torch.hub.load.keywords == {"trust_repo": "check"}
+    assert data.ask_before_code_of_hub(lambda *args, **kwargs: kwargs, "a repository") == {"trust_repo": "check"}
 
 
 def test_a_data_folders_yaml_is_no_code(tmp_path, canary):
@@ -389,7 +390,7 @@ def test_everything_in_fairseq_that_could_run_code_is_known():
         if name in ("torch.load", "np.load"):  # without these arguments they load only tensors and numbers
             assert not {"pickle_module", "weights_only", "allow_pickle"} & {word.arg for word in call.keywords}, module
         elif name == "eval" and module.startswith("fairseq."):
-            assert importlib.import_module(module).eval is configuration.evaluate
+            assert importlib.import_module(module).eval is data.evaluate
     others = {f"{module}: {name}" for module, name, _ in found if name not in ("torch.load", "np.load")}
     assert {name for name in others if not re.fullmatch(r"fairseq\..*: eval", name)} == REASONS.keys()
     assert sum(name == "eval" for _, name, _ in found) > 30

@@ -1,0 +1,217 @@
+"""Checkpoints that fairseq reads: no code runs, errors name damaged files, and options and dictionaries are kept.
+
+With another dictionary of the same size, each number would be another word.
+"""
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import pickle
+import re
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+
+from fairseq_fwp.options import plain
+from fairseq_fwp.patches.patch import patch
+
+TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 2.6 and later
+KEY = "dictionary_fingerprints"
+OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list
+logger = logging.getLogger(__name__)
+
+
+@patch("torch.load", since="torch 2.4")
+def load_weights_only(load: Any, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
+    """Load weights only, unless the user trusts the file: torch 2.4 and 2.5 run code that is pickled in it."""
+    if kwargs.get("weights_only") is None and pickle_module is None:
+        kwargs["weights_only"] = os.environ.get(TRUST, "").lower() not in ("1", "y", "yes", "true")  # torch's words
+    return load(f, map_location, pickle_module, **kwargs)
+
+
+@patch("fairseq.checkpoint_utils.load_checkpoint_to_cpu")
+def explain_other_files(load: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+    """Name a file that is cut short, or no checkpoint: fairseq shows an error of the zip or pickle reader."""
+    try:
+        return load(path, *args, **kwargs)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        # In a truncated zip archive, the reader seeks to places before the beginning.
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EISDIR):
+            raise
+        # Complete, but with objects that are not tensors.
+        if untrusted := re.search(r"GLOBAL (\S+)|unrecognized|only build", str(error)):
+            raise RuntimeError(
+                f"{path} holds pickled objects ({untrusted[1] or 'of unknown types'}), which could run any "
+                f"code: if you trust its source, set {TRUST}=1"
+            ) from error
+        size = os.path.getsize(path) if os.path.exists(path) else 0
+        raise RuntimeError(
+            f"{path} must be a complete checkpoint, got a truncated or different file of {size:,} bytes: copy it "
+            "again, or use another checkpoint of the same folder"
+        ) from error
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if not _holds_model(path):
+            raise RuntimeError(
+                f"{path} must be a checkpoint of fairseq, got another file: give one that fairseq-train wrote, or "
+                "convert it with fwp-convert"
+            ) from error
+        if isinstance(error, KeyError):
+            raise RuntimeError(
+                f"{path} must have everything that fairseq saves with a model, got a file without {error}: it is "
+                "damaged, or from another program; copy it again, or use another checkpoint of the same folder"
+            ) from error
+        raise
+
+
+def _holds_model(path: str) -> bool:
+    """Return whether a file seems to be a checkpoint of fairseq."""
+    try:
+        found = torch.load(path, map_location="cpu")
+    except Exception:  # a damaged pickle may raise anything
+        return False
+    return isinstance(found, dict) and "model" in found
+
+
+class Saved(NamedTuple):
+    """A checkpoint's path, the options of its model, and whether other options were given in evaluation."""
+
+    path: str
+    options: dict[str, Any]
+    overridden: bool
+
+
+@patch("fairseq.checkpoint_utils.load_checkpoint_to_cpu")
+def keep_saved_options(load: Any, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Give a model the options of its training: with other options, weights load too, but compute something else."""
+    state = load(path, arg_overrides, *args, **kwargs)
+    trained = load(path, None, *args, **kwargs) if arg_overrides else state
+    options = getattr(trained.get("cfg"), "model", None)
+    if options is not None and isinstance(state.get("model"), OrderedDict):
+        state["model"].saved = Saved(path, plain(options), bool(arg_overrides))
+    return state
+
+
+@patch("fairseq.checkpoint_utils.load_checkpoint")
+def show_what_a_model_refuses(load: Any, *args: Any, **kwargs: Any) -> Any:
+    """Show the model's own message: in training, fairseq reports every loading error as a different architecture."""
+    try:
+        return load(*args, **kwargs)
+    except Exception as error:
+        # Errors that already explain themselves may also have such a cause.
+        if isinstance(error.__context__, ValueError) and not isinstance(error, ValueError):
+            raise error.__context__ from None
+        raise
+
+
+@patch("fairseq.models.transformer.TransformerDecoderBase.upgrade_state_dict_named")
+def add_no_projection(upgrade: Any, self: Any, state_dict: dict[str, Any], name: str) -> Any:
+    """Add shared output vectors only to models that have them: fairseq does so with an adaptive softmax too."""
+    upgrade(self, state_dict, name)
+    if self.output_projection is None:
+        state_dict.pop(f"{name}.output_projection.weight", None)
+    return state_dict
+
+
+@patch("fairseq.trainer.Trainer.state_dict")
+def save_fingerprints(state_dict: Any, self: Any) -> Any:
+    """Save which words a model is trained with: fairseq does not.
+
+    They are saved in two places: evaluation reads one, resumed training the other.
+    """
+    state = state_dict(self)
+    for place in ("task_state", "extra_state"):
+        state[place] = {**state[place], KEY: fingerprints(self.task)}
+    return state
+
+
+@patch("fairseq.tasks.FairseqTask.load_state_dict")
+def refuse_in_evaluation(load: Any, self: Any, state_dict: dict[str, Any]) -> None:
+    """Refuse to evaluate with another dictionary of the same size: fairseq notices only another size."""
+    rest = dict(state_dict)
+    saved = take_fingerprints(rest)
+    load(self, rest)  # it may hold the task's dictionaries
+    if sentence := difference(self, saved):
+        raise ValueError(sentence)
+
+
+@patch("fairseq.trainer.Trainer.load_checkpoint")
+def refuse_at_resume(
+    load: Any, self: Any, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse to resume with another dictionary of the same size: fairseq notices only another size.
+
+    With a new optimizer another training begins, which may replace words: that is a warning, not an error.
+    A dictionary of another size never fits the weights. fairseq reports this as another architecture.
+    """
+    loaded = False
+    try:
+        extra_state = load(self, filename, reset_optimizer, *args, **kwargs)
+        loaded = True
+        sentence = difference(self.task, take_fingerprints(extra_state or {}))
+    except Exception:
+        sentence = difference(self.task, _saved_fingerprints(filename))
+        if not sentence:
+            raise
+    if sentence and not reset_optimizer:
+        raise ValueError(f"{filename} cannot be resumed: {sentence}, or give a new training another --save-dir")
+    if not loaded:
+        raise ValueError(f"{filename} cannot be loaded: {sentence}")
+    if sentence:
+        logger.warning("%s: %s", filename, sentence)
+    return extra_state
+
+
+def fingerprints(task: Any) -> dict[str, str]:
+    """Return the size of each dictionary of a task, and a digest of its words in their order."""
+    from fairseq.data import Dictionary
+
+    found = {}
+    for name, dictionary in _dictionaries(task).items():
+        if isinstance(dictionary, Dictionary):
+            digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
+            found[name] = f"{len(dictionary):,} words, {digest[:12]}"
+    return found
+
+
+def _dictionaries(task: Any) -> dict[str, Any]:
+    """Return a task's dictionaries; for a multilingual task by language, since source and target depend on the pair."""
+    if by_language := getattr(task, "dicts", None):
+        return {f"dictionary of {language}": dictionary for language, dictionary in by_language.items()}
+    found = {}
+    for name in ("source_dictionary", "target_dictionary"):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            found[name] = getattr(task, name)
+    return found
+
+
+def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
+    """Remove the fingerprints from a saved state and return them; {} if there are none."""
+    key = KEY if KEY in state else OLD_KEY
+    return state.pop(key) if isinstance(state.get(key), dict) else {}
+
+
+def _saved_fingerprints(filename: str) -> dict[str, str]:
+    """Return the fingerprints in a checkpoint that could not be loaded; {} if it cannot be read or has none."""
+    from fairseq import checkpoint_utils
+
+    with contextlib.suppress(Exception):
+        return take_fingerprints(checkpoint_utils.load_checkpoint_to_cpu(filename)["extra_state"])
+    return {}
+
+
+def difference(task: Any, saved: dict[str, str]) -> str:
+    """Return the error message for a model trained with other dictionaries; "" for the same or unknown ones."""
+    now = fingerprints(task) if saved else {}
+    different = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
+    if not different:
+        return ""
+    name = max(different)  # the target's, if both differ
+    data = getattr(task.args if task.cfg is None else task.cfg, "data", None)
+    return (
+        f"{data} must have the {name.replace('_', ' ')} of the model's training ({saved[name]}), got another "
+        f"({now[name]}): pass the data folder of the training, or preprocess the text with the dictionary from there "
+        "(fairseq-preprocess --srcdict, --tgtdict)"
+    )

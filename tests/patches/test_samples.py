@@ -1,0 +1,104 @@
+"""No sample is dropped, a block has the context that the text has, and a prompt does not depend on its batch."""
+
+import copy
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from models.conftest import (
+    build_model,  # noqa: F401  (a fixture)
+    make_dictionary,
+)
+from omegaconf import OmegaConf
+from pairwise import looped
+
+
+@looped("multiple", [1, 2, 8])
+@looped("count", [0, 1, 7, 16, 60])
+def test_every_index_is_in_one_batch(multiple, count):
+    sizes = np.random.randint(1, 9, count)
+    for arguments in ({"max_sentences": 8}, {"max_tokens": 50}):
+        batches = data_utils.batch_by_size(
+            np.arange(count), lambda index: sizes[index], required_batch_size_multiple=multiple, **arguments
+        )
+        assert [index for batch in batches for index in batch] == list(range(count))
+
+
+@looped("context", [1, 7])
+@looped("mode", ["none", "complete"])
+@looped("batch_size, shards, workers", [(1, 1, 0), (5, 1, 0), (1, 1, 2), (2, 2, 1), (1, 3, 0)])
+def test_a_context_is_that_of_the_text(context, mode, batch_size, shards, workers):
+    """Every block once, after the last tokens before it, however blocks are divided over batches and processes."""
+    lines = [torch.cat([torch.randint(4, 50, (length,)), torch.tensor([2])]) for length in (2, 4, 0, 0, 3, 1, 4, 3)]
+    dictionary, sizes = make_dictionary(50), [len(line) for line in lines]
+    blocks = TokenBlockDataset(lines, sizes, 5, 1, 2, mode, include_targets=True)
+    dataset = MonolingualDataset(blocks, blocks.sizes, dictionary, targets=["future"])
+    task = LanguageModelingTask(Namespace(tokens_per_sample=5, seed=1), dictionary)
+    text, found = torch.cat(lines), []
+    for shard in range(shards):
+        division = {"batch_size": batch_size, "num_shards": shards, "shard_id": shard, "num_workers": workers}
+        for batch in task.eval_lm_dataloader(dataset, context_window=context, **division):
+            if "id" in batch:  # not so after the last batch of a shard
+                rows = zip(batch["net_input"]["src_tokens"], batch["target"], batch["start_indices"], strict=True)
+                found += zip(batch["id"].tolist(), rows, strict=True)
+    end, inputs = 0, torch.cat([torch.tensor([2]), text])
+    for block, (number, (tokens, target, start)) in enumerate(sorted(found, key=lambda row: row[0])):
+        begin, end = end, end + int(blocks.sizes[block])
+        assert number == block and start == min(begin, context)
+        assert tokens[tokens != 1].tolist() == inputs[begin - start : end].tolist()
+        assert target[start : start + end - begin].tolist() == text[begin:end].tolist()
+    assert end == len(text)
+
+
+PROMPTS = ("", "w1", "w2 w3 w1 w5 w6 w7 w2 w3", "w4 w4", "w3")
+SETTINGS = (
+    {"min_len": 0, "beam": 1},
+    {"min_len": 1},
+    {"min_len": 6},
+    {"min_len": 6, "sampling": True, "sampling_topk": 1, "beam": 1},
+    {"min_len": 7, "diverse_beam_groups": 2, "beam": 4},
+    {"max_len_a": 0.5, "max_len_b": 6},
+    {"match_source_len": True},
+)
+
+
+@pytest.fixture
+def model(build_model):  # noqa: F811
+    return build_model("delta_lm_wt103", vocabulary=12)
+
+
+@looped("settings", SETTINGS)
+@looped("bos", [False, True])
+def test_a_prompt_does_not_depend_on_its_batch(model, settings, bos):
+    """One of them has no start symbol, as the second block of a text in fairseq-generate."""
+    dictionary = model.decoder.dictionary
+    task = LanguageModelingTask(Namespace(add_bos_token=bos), dictionary)
+    settings = {"beam": 2, "min_len": 1, "max_len_b": 14, **settings}
+    generator = task.build_generator([model], Namespace(**settings))
+    generator.token_indices_to_suppress = dictionary.encode_line("w7", append_eos=False).long()
+    lines = [dictionary.encode_line(line, add_if_not_exist=False).long() for line in PROMPTS]
+    dataset = task.build_dataset_for_inference(lines, [len(line) for line in lines])
+    items = [dataset[index] for index in range(len(lines))]
+    items[3] = {**items[3], "net_input.src_tokens": lines[3][:-1], "net_input.src_lengths": len(lines[3]) - 1}
+
+    def generate(items):
+        found = task.inference_step(generator, [model], dataset.collater(items))
+        return [[(one["tokens"].tolist(), float(one["score"])) for one in hypotheses] for hypotheses in found]
+
+    together = generate(items)
+    for number, item in enumerate(items):
+        (alone,) = generate([item])
+        assert [tokens for tokens, _ in together[number]] == [tokens for tokens, _ in alone]
+        assert [score for _, score in together[number]] == pytest.approx([score for _, score in alone])
+        assert all(len(tokens) > settings["min_len"] for tokens, _ in alone) or "max_len_a" in settings
+
+
+def test_a_model_prepared_for_inference_is_evaluated(model):
+    model.prepare_for_inference_(OmegaConf.create({"generation": {}}))
+    copied = copy.deepcopy(model)
+    assert model.eval() is model and copied.eval() is copied is not model
+    with pytest.raises(RuntimeError, match="cannot be trained"):
+        model.train()
