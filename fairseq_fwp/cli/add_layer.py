@@ -18,9 +18,7 @@ from omegaconf import OmegaConf
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
-from fairseq_fwp.cli.argument_types import output_file, positive
-from fairseq_fwp.cli.checkpoint import architecture, load_model, load_state
-from fairseq_fwp.cli.files import load_text, write_whole
+from fairseq_fwp.cli.loading import architecture, load_model, load_state, load_text, output_file, positive, write_whole
 from fairseq_fwp.convert.fast_weight_layer import add_layer, read_moments
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
-from fairseq_fwp.cli.files import import_plugin
+from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.convert import SOURCES
 from fairseq_fwp.convert.checkpoint import CHECKPOINT, FLAGS, check, vocabularies, write
 from fairseq_fwp.convert.source import Options

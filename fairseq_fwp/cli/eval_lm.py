@@ -27,9 +27,17 @@ from fairseq.logging.progress_bar import progress_bar
 
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
-from fairseq_fwp.cli.argument_types import dictionary_of_settings, non_negative, output_file, positive
-from fairseq_fwp.cli.checkpoint import load_model
-from fairseq_fwp.cli.files import import_plugin, load_text, refuse_inputs, write_whole
+from fairseq_fwp.cli.loading import (
+    dictionary_of_settings,
+    import_plugin,
+    load_model,
+    load_text,
+    non_negative,
+    output_file,
+    positive,
+    refuse_inputs,
+    write_whole,
+)
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
 from fairseq_fwp.tasks.text_blocks import BLANK_LINE

@@ -10,17 +10,16 @@ is Figure 1 of Schlag et al. 2021, and no logs are read. What was written is pri
 
 import argparse
 import csv
-import json
 import math
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
-from fairseq_fwp.cli.dpfp_figure import draw_dpfp
-from fairseq_fwp.cli.plot_style import MARKERS, check_path, colours, load_pyplot, save, use_log_scale
+import torch
+
+from fairseq_fwp.cli.logs import Run, find_log, read_log
+from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, check_path, colours, load_pyplot, save, use_log_scale
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 
 # Quantities that can be drawn: the name in the logs, and in words.
 METRICS = {
@@ -28,105 +27,8 @@ METRICS = {
     "loss": "loss as logged (of text: bits per token)",
     "bleu": "BLEU",
 }
-TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
-JSON = re.compile(r"\{.*\}$")
-PAIRS = re.compile(r"(\w+)[= ](-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
-# With `--log-format none` only this is logged of a validation, once for each checkpoint.
-SAVED = re.compile(r"Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
-# The settings: all of them as fairseq prints them, or those given as this package does (patches/messages.py).
-SCORED_BY = re.compile(r"best_checkpoint_metric(?:': '|=)(\w+)")
-# Criterions whose loss is the logarithm of the perplexity; label smoothing adds to it.
-PLAIN_LOSS = re.compile(r"\bcriterion(?:': \{'_name': '|=)(adaptive_loss|cross_entropy)\b")
-
-
-@dataclass
-class Run:
-    """One training run: a metric in training and validation, and hours of training so far, by the number of updates."""
-
-    label: str
-    metric: str = "ppl"
-    train: dict[int, float] = field(default_factory=dict)
-    valid: dict[int, float] = field(default_factory=dict)
-    hours: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def best(self) -> int:
-        """The update with the best validation: the highest BLEU, or the lowest value of another metric."""
-        finite = [update for update, value in self.valid.items() if math.isfinite(value)]
-        return (max if self.metric == "bleu" else min)(finite, key=lambda update: self.valid[update])
-
-
-def read_entry(line: str) -> tuple[str, dict[str, float]]:
-    """Return the kind of a log line (inner: updates, epoch, valid, saved) and its numbers by name."""
-    if found := SAVED.search(line):
-        return "saved", {"num_updates": float(found[1]), "score": float(found[2])}
-    if found := JSON.search(line):
-        try:
-            entry = json.loads(found[0])
-        except ValueError:
-            return "", {}
-        prefix = next((prefix for prefix in ("valid_", "train_") if f"{prefix}num_updates" in entry), "")
-        about = {"valid_": "valid", "train_": "epoch", "": "inner"}[prefix]
-        text = " ".join(f"{name.removeprefix(prefix)}={value}" for name, value in entry.items())
-    elif " | valid on '" in line:
-        about, text = "valid" if "| valid on 'valid' subset |" in line else "", line
-    else:
-        about, text = "epoch" if " | num_updates " in line else "inner", line
-    return about, {name: float(number) for name, number in PAIRS.findall(text)}
-
-
-def read_log(label: str, path: Path, metric: str = "ppl") -> Run:
-    """Read a log of fairseq-train; ValueError if it holds no validation of this metric."""
-    try:
-        log = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"the log {path} cannot be read: {error.strerror}.") from error
-    found: dict[str, dict[int, float]] = {about: {} for about in ("inner", "epoch", "valid", "saved")}
-    hours: dict[int, float] = {}
-    named = SCORED_BY.search(log)
-    scored_by = named[1] if named else "loss"
-    start, seconds, wall = None, 0.0, 0.0
-    for line in log.splitlines():
-        if time := TIME.match(line):
-            now = datetime.fromisoformat(time[1])
-            start = start or now
-            seconds = (now - start).total_seconds()
-        about, entry = read_entry(line)
-        if about == "saved" and metric == "ppl" and scored_by == "loss" and PLAIN_LOSS.search(log):
-            entry["ppl"] = 2 ** entry["score"]
-        elif about == "saved":
-            entry[scored_by] = entry["score"]
-        wall = entry.get("wall", wall)
-        if about not in found or metric not in entry or not math.isfinite(entry.get("num_updates", math.nan)):
-            continue
-        update = int(entry["num_updates"])
-        for earlier in (*found.values(), hours):
-            # A resumed run starts from its last checkpoint: later updates of the stopped run no longer count.
-            for undone in [number for number in earlier if number > update]:
-                del earlier[undone]
-        found[about][update], hours[update] = entry[metric], (wall or seconds) / 3600
-    # Means since the last line of training; a log with progress bars has only means of epochs.
-    run = Run(label, metric, found["inner"] or found["epoch"], found["valid"] or found["saved"])
-    if not any(map(math.isfinite, run.valid.values())):
-        raise ValueError(
-            f"the log {path} must hold a validation {metric} that is a number, got none. It must be the log of a "
-            "fairseq-train run that reached its first validation. With --log-format none a --log-file has no numbers: "
-            "train with --log-format simple or json."
-        )
-    run.hours = {update: hours[update] for update in hours if update in run.train or update in run.valid}
-    return run
-
-
-def find_log(path: Path) -> Path:
-    """Return the log that a path names: a folder's train.log or only .log file; ValueError where there is none."""
-    if not path.is_dir():
-        return path
-    logs = [path / "train.log"] if (path / "train.log").exists() else sorted(path.glob("*.log"))
-    if len(logs) != 1:
-        raise ValueError(
-            f"the folder {path} must hold a train.log or one other .log file, got {len(logs)}: name the log."
-        )
-    return logs[0]
+POINTS = 101  # of the picture of DPFP, along each side of the plane
+PARTS = ["k₁", "k₂", "-k₁", "-k₂"]
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:
@@ -172,6 +74,30 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
     axes.set_ylabel(METRICS[metric])
     axes.set_title("Validation" + (" (dashed: training)" if train else ""))
     axes.legend(title="run: best validation")
+    save(figure, path)
+
+
+def draw_dpfp(path: Path) -> None:
+    """Draw DPFP (nu = 1) from two dimensions to four, with r(a) = max(a, 0).
+
+    Schlag et al. 2021, arXiv 2102.11174, Figure 1: every vector has at most one feature that is not zero, so that
+    vectors of different quadrants are orthogonal.
+    """
+    side = torch.linspace(-1, 1, POINTS)
+    first, second = torch.meshgrid(side, side, indexing="ij")
+    features = FEATURE_MAPS["dpfp"](2, nu=1)(torch.stack([first, second], dim=-1))
+    figure, axes = load_pyplot().subplots(figsize=(6.4, 4.8), subplot_kw={"projection": "3d"})
+    look = {"shade": False, "edgecolor": "white", "linewidth": 0.3, "alpha": 0.9}
+    for index, (feature, colour) in enumerate(zip(features.unbind(-1), COLOURS.values(), strict=False)):
+        # Zeros are left out: the four surfaces would hide each other there.
+        surface = (first, second, torch.where(feature > 0, feature, float("nan")))
+        label = f"r({PARTS[index]}) r({PARTS[index - 1]})"
+        axes.plot_surface(*(x.numpy() for x in surface), color=colour, label=label, **look)
+    ticks = [-1, 0, 1]
+    axes.set(xlabel="k₁", ylabel="k₂", zlabel="feature φ(k)", xticks=ticks, yticks=ticks, zticks=[0, 0.5, 1])
+    axes.set_title("DPFP from 2 to 4 dimensions")
+    axes.view_init(elev=38, azim=-72)  # no surface is seen edge-on
+    figure.legend(loc="outside right upper")
     save(figure, path)
 
 

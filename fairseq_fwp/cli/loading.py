@@ -1,0 +1,251 @@
+"""Read and write the files of a command, in the order of its steps: arguments, plug-in, model, text, results."""
+
+import argparse
+import ast
+import dataclasses
+import math
+import os
+import pickle
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable
+from enum import EnumMeta
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import torch
+from fairseq import checkpoint_utils, tasks, utils
+from fairseq.data import data_utils
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.utils import overwrite_args_by_name
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, FairseqLanguageModel
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import fairseq_fwp
+from fairseq_fwp.evaluation import Text, document_starts
+from fairseq_fwp.tasks.text_blocks import BLANK_LINE
+
+
+def output_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"it must be a file in a folder that exists, got {text}")
+    return path
+
+
+def dictionary_of_settings(text: str) -> dict[str, Any]:
+    try:
+        found = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise argparse.ArgumentTypeError(
+            f"it must be a dictionary of settings like {{'max_target_positions': 512}}, got {text!r}"
+        )
+    return found
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it must be an integer above 0, got {text!r}")
+    return int(text)
+
+
+def non_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"it must be a number of at least 0, got {text!r}")
+    return number
+
+
+def refuse_inputs(data: str, checkpoint: str, outputs: dict[str, Path | None]) -> None:
+    """Raise ValueError if an output, by its flag, is the checkpoint, or a dictionary or text in the data folder."""
+    folders = {Path(folder).resolve() for folder in utils.split_paths(data)}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        found = path.resolve()
+        is_data = found.name.startswith("dict.") or found.suffix in (".bin", ".idx")
+        if found == Path(checkpoint).resolve() or (found.parent in folders and is_data):
+            raise ValueError(f"{flag} must be another file than those that are read, got {path}: give another name")
+
+
+def import_plugin(folder: str | None) -> None:
+    """Import the --user-dir, unless it is this package: fairseq would take it for another one of the same name.
+
+    Raises ValueError where there is no such folder.
+    """
+    if folder is None or Path(folder).resolve() == Path(fairseq_fwp.__file__).resolve().parent:
+        return
+    if os.path.isfile(folder):
+        raise ValueError(f"--user-dir must be the folder of a plug-in, got the file {folder}")
+    try:
+        utils.import_user_module(Namespace(user_dir=folder))
+    except FileNotFoundError as error:
+        raise ValueError(f"--user-dir must be the folder of a plug-in, got {error}, which does not exist") from error
+
+
+def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Load the language model of a checkpoint, its task on the data folder, and the configuration of both.
+
+    Raises ValueError or OSError where that is impossible; the message says what to do.
+    """
+    state = load_state(path)
+    cfg, state["args"] = state["cfg"], None  # checkpoints of an earlier fairseq have both
+    overwrite_args_by_name(cfg, {**read_overrides(path, cfg, overrides), "data": data})
+    if saved := getattr(state["model"], "saved", None):
+        state["model"].saved = saved._replace(overridden=bool(overrides))
+    check_kind(path, cfg)
+    task = setup_task(cfg, data)
+    if len(task.target_dictionary) != len(task.source_dictionary):
+        raise ValueError(
+            f"{path} must score every word, got a model trained with --output-dictionary-size: train without this flag"
+        )
+    try:
+        (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
+    except RuntimeError as error:
+        mismatch = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"{path} does not fit its settings or {data}, a dictionary of {len(task.source_dictionary):,} words "
+            f"({textwrap.shorten(mismatch, 200)}): pass the data folder that it was trained on"
+        ) from error
+    return model, task, cfg
+
+
+def load_state(path: str) -> dict[str, Any]:
+    """Load a checkpoint of fairseq, with its settings as "cfg". Raises ValueError or OSError for any other file."""
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no checkpoint {path}" + (": it is a folder" if os.path.isdir(path) else ""))
+    try:
+        state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got another file") from error
+    weights, cfg = state.get("model"), state.get("cfg") or {}
+    tensors = isinstance(weights, dict) and all(isinstance(weight, torch.Tensor) for weight in weights.values())
+    if not tensors or not {"model", "task"} <= cfg.keys():
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without a model or without its settings")
+    return state
+
+
+def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the overrides in the types of their settings.
+
+    Raises ValueError for a name that is not a setting of the checkpoint, and for a value of another type.
+    """
+    unknown = overrides.keys() - option_names(cfg)
+    if unknown:
+        spelling = ": write names with _ in place of -" if any("-" in name for name in unknown) else ""
+        raise ValueError(
+            f"--model-overrides must name settings of the model in {path}, got {', '.join(sorted(unknown))}{spelling}"
+        )
+    read = dict(overrides)
+    model = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(architecture(cfg)))
+    task = tasks.TASK_DATACLASS_REGISTRY.get(cfg.task._name)
+    groups = (group.type for group in dataclasses.fields(FairseqConfig))
+    for group in filter(dataclasses.is_dataclass, (*groups, model, task)):
+        settings = OmegaConf.structured(group)
+        for name in overrides.keys() & settings.keys():
+            try:
+                settings[name] = overrides[name]
+            except OmegaConfBaseException:
+                expected = describe(group.__dataclass_fields__[name].type)
+                raise ValueError(f"--model-overrides: {name} must be {expected}, got {overrides[name]!r}") from None
+            read[name] = settings[name]
+    return read
+
+
+def option_names(settings: Any) -> set[str]:
+    """The names of all settings of a configuration at any depth, without the names of groups."""
+    if isinstance(settings, DictConfig):
+        settings = OmegaConf.to_container(settings)
+    if isinstance(settings, Namespace):
+        settings = vars(settings)
+    names: set[str] = set()
+    for name, value in settings.items():
+        names |= option_names(value) if isinstance(value, dict | Namespace) else {name}
+    return names
+
+
+def describe(annotation: Any) -> str:
+    """The values that a setting of this type takes."""
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
+    if isinstance(annotation, EnumMeta):
+        return "one of " + ", ".join(annotation.__members__)
+    if get_origin(annotation) is Union:
+        return " or ".join(map(describe, get_args(annotation)))
+    return names.get(annotation, str(annotation))
+
+
+def architecture(cfg: Any) -> str:
+    """The name of the model's architecture."""
+    return getattr(cfg.model, "arch", None) or cfg.model._name
+
+
+def check_kind(path: str, cfg: Any) -> None:
+    """Check that the model is a language model and that it and its task are registered; raise ValueError otherwise."""
+    arch, task = architecture(cfg), cfg.task._name
+    if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
+        raise ValueError(
+            f"{path} needs the model {arch!r} and the task {task!r}: give the plugin that has them as --user-dir"
+        )
+    if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
+        raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
+    # Our task reads this token only once, before the text.
+    if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
+        raise ValueError(
+            f"{path} must be trained without --add-bos-token or with --task fwp_language_modeling, got a model of the "
+            f"task {task} with this flag: fairseq-eval-lm can evaluate it"
+        )
+
+
+def setup_task(cfg: Any, data: str) -> Any:
+    """The task on a data folder. Raises ValueError or OSError for one without a dictionary that can be read."""
+    if not data:
+        raise ValueError(
+            "the data folder must be named, got an empty name: give the folder that the model was trained on"
+        )
+    if not os.path.exists(os.path.join(data, "dict.txt")):
+        raise ValueError(f"the data folder {data} must hold dict.txt: give the folder that the model was trained on")
+    try:
+        return tasks.setup_task(cfg.task, from_checkpoint=True)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # fairseq raises it for another encoding or a repeated word
+        raise ValueError(f"the dictionary in {data} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | None = None) -> Text:
+    """Return a subset of the text, read after the symbol `first`; documents end with the symbol reset_after.
+
+    Raises ValueError for a subset that is not there or empty, and for a symbol that is not in the dictionary.
+    """
+    folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
+    prefix = os.path.join(folder, subset)
+    dataset = data_utils.load_indexed_dataset(prefix, dictionary)
+    if dataset is None:
+        found = sorted({file.stem for file in Path(folder).glob("*.idx")})
+        raise ValueError(f"the text {subset!r} must exist in {folder}, got only {', '.join(found) or 'other files'}")
+    tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
+    if reset_after is None:
+        return Text.after(first, tokens)
+    if reset_after != BLANK_LINE and reset_after not in dictionary:
+        raise ValueError(f"--reset-after must be a symbol of the dictionary or {BLANK_LINE}, got {reset_after!r}")
+    empty_lines = reset_after == BLANK_LINE
+    separator = dictionary.eos() if empty_lines else dictionary.index(reset_after)
+    return Text.after(first, tokens, document_starts(tokens, separator, empty_lines))
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name first, so that a file of this name is always complete."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
