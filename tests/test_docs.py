@@ -68,7 +68,8 @@ def commands(block):
 def unknown_flags(program, words):
     """Return the flags among the words that the program does not have with this task, architecture and criterion."""
     if program in PARSERS:
-        actions = PARSERS[program].parser()._actions
+        source = words[words.index("--source") + 1 :][:1] if program == "fwp-convert" and "--source" in words else []
+        actions = PARSERS[program].parser(*source)._actions
         known = {flag for action in actions for flag in action.option_strings}
         return [word for word in words if word.startswith("--") and word not in known]
     if program == "fairseq-preprocess":

@@ -29,8 +29,8 @@ ROOMS = {
     # They only use a model's methods.
     "evaluation": {"torch", "fairseq_fwp.modules.layers"},
     "tasks": CONFIG | {"fairseq_fwp.options"},
-    "criterions": CONFIG | {"fairseq_fwp.options"},
-    "convert": PEOPLE | ABOVE | {"fairseq_fwp.patches"},
+    "criterions": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.options"},
+    "convert": PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
     "cli": PEOPLE | {"fairseq_fwp"},
 }
 

@@ -1,17 +1,17 @@
-"""Checkpoints from elsewhere as fairseq's: one file for each source, and one line in `SOURCES`. See cli/convert.py.
+"""Checkpoints from elsewhere as fairseq's: one line of `SOURCES` each. See cli/convert.py.
 
-swap.py replaces softmax attention by another attention, and swap_translation.py does so in translation models.
+linearize.py replaces softmax attention by another attention.
 """
 
-from fairseq_fwp.convert import fairseq_lm, fairseq_mt, fwp_lm, gpt2, schlag_lm, transformer_xl
+from fairseq_fwp.convert import fairseq, gpt2, schlag, transformer_xl
 
 SOURCES = {
-    "schlag-lm": schlag_lm.SOURCE,
+    "schlag-lm": schlag.SOURCE,
     "transformer-xl": transformer_xl.SOURCE,
-    "fairseq-lm": fairseq_lm.SOURCE,
-    "fairseq-mt": fairseq_mt.SOURCE,
+    "fairseq-lm": fairseq.LM,
+    "fairseq-mt": fairseq.TRANSLATION,
     "gpt2": gpt2.SOURCE,
-    "fwp-lm": fwp_lm.SOURCE,
+    "fwp-lm": fairseq.FWP_LM,
 }
 
 __all__ = ["SOURCES"]

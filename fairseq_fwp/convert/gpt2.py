@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fairseq_fwp.convert.source import Conversion, Entry, Options, Source, check_equal, convert_tensors
-from fairseq_fwp.convert.vocabulary import arrange
+from fairseq_fwp.convert.files import Conversion, Options, Source, Tensors, arrange
 from fairseq_fwp.modules.attention import SOFTMAX
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -54,18 +53,20 @@ EXPECTED = {
     "tie_word_embeddings": (True, "its output has embeddings of its own"),
 }
 
-# For every layer: our name -> their name, and whether their weight is (in, out).
-LAYER = {
-    "self_attn.in_proj": ("attn.c_attn", True),
-    "self_attn.out_proj": ("attn.c_proj", True),
-    "self_attn_layer_norm": ("ln_1", False),
-    "fc1": ("mlp.c_fc", True),
-    "fc2": ("mlp.c_proj", True),
-    "final_layer_norm": ("ln_2", False),
+NAMES = {
+    r"h\.(\d+)\.attn\.c_attn\.": r"decoder.layers.\1.self_attn.in_proj.",
+    r"h\.(\d+)\.attn\.c_proj\.": r"decoder.layers.\1.self_attn.out_proj.",
+    r"h\.(\d+)\.ln_1\.": r"decoder.layers.\1.self_attn_layer_norm.",
+    r"h\.(\d+)\.mlp\.c_fc\.": r"decoder.layers.\1.fc1.",
+    r"h\.(\d+)\.mlp\.c_proj\.": r"decoder.layers.\1.fc2.",
+    r"h\.(\d+)\.ln_2\.": r"decoder.layers.\1.final_layer_norm.",
+    r"ln_f\.": "decoder.layer_norm.",
+    r"wpe\.": "decoder.embed_positions.table.",
 }
-
+# Weights (in, out) there and (out, in) here.
+TRANSPOSED = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 # Constants: the causal mask, and the number at masked places.
-MASKS = r"h\.\d+\.attn\.(masked_)?bias"
+MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -150,54 +151,34 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         raise ValueError(
             f"activation_function in {CONFIG} must be one of {known}, got {options.get('activation_function')!r}"
         )
-    vocabulary = arrange(words)
-    table = [
-        *(entry for index in range(options.get("n_layer")) for entry in layer(index)),
-        Entry("decoder.layer_norm.weight", ("ln_f.weight",)),
-        Entry("decoder.layer_norm.bias", ("ln_f.bias",)),
-        Entry("decoder.embed_positions.table.weight", ("wpe.weight",)),
-        Entry("decoder.embed_tokens.weight", ("wte.weight",), lambda table: vocabulary.place(table, fill=0.0)),
+    rest = Tensors(
+        (name, tensor.t().contiguous() if TRANSPOSED.fullmatch(name) else tensor)
+        for name, tensor in tensors.items()
+        if not MASKS.fullmatch(name)
+    )
+    positions, vocabulary = len(rest["wpe.weight"]), arrange(words)
+    table = rest.take("wte.weight")
+    if len(table) != len(words):
+        raise ValueError(f"wte.weight must have the {len(words)} words of {CONFIG}, got {len(table)}")
+    if "lm_head.weight" in rest:
+        rest.take_equal("lm_head.weight", table, "lm_head")
+    weights = {
+        **rest.rename(NAMES),
+        "decoder.embed_tokens.weight": vocabulary.place(table, fill=0.0),
         # Symbols of fairseq's dictionary that GPT-2 lacks get probability 0, and are not learned.
-        Entry(
-            "decoder.adaptive_softmax.bias",
-            ("wte.weight",),
-            lambda table: vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf),
-        ),
-        *(Entry(None, (name,)) for name in tensors if re.fullmatch(MASKS, name)),
-        *(
-            Entry(None, pair, check_equal("lm_head"))
-            for pair in [("wte.weight", "lm_head.weight")]
-            if pair[1] in tensors
-        ),
-    ]
-    if "wte.weight" in tensors and len(tensors["wte.weight"]) != len(words):
-        raise ValueError(f"wte.weight must have the {len(words)} words of {CONFIG}, got {len(tensors['wte.weight'])}")
-    weights = convert_tensors(table, tensors)
-    return Conversion("fwp_lm", flags(options, tensors), weights, vocabulary.words, notes(options))
+        "decoder.adaptive_softmax.bias": vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf),
+    }
+    return Conversion("fwp_lm", flags(options, positions), weights, vocabulary.words, notes(options))
 
 
-def layer(index: int) -> list[Entry]:
-    """The entries of a layer."""
-    found = []
-    for ours, (theirs, across) in LAYER.items():
-        target, source = f"decoder.layers.{index}.{ours}", f"h.{index}.{theirs}"
-        turn = [lambda tensor: tensor.t().contiguous()] if across else []
-        found += [
-            Entry(f"{target}.weight", (f"{source}.weight",), *turn),
-            Entry(f"{target}.bias", (f"{source}.bias",)),
-        ]
-    return found
-
-
-def flags(options: Options, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def flags(options: Options, positions: int) -> dict[str, Any]:
     """The flags of the softmax model."""
-    positions = len(tensors["wpe.weight"])
     return {
         "decoder_layers": options.get("n_layer"),
         "decoder_embed_dim": options.get("n_embd"),
-        "decoder_ffn_embed_dim": options.get("n_inner", 4 * options.get("n_embd")),
+        "decoder_ffn_embed_dim": options.get("n_inner", 4 * options["n_embd"]),
         "decoder_attention_heads": options.get("n_head"),
-        "activation_fn": ACTIVATIONS[options.get("activation_function")],
+        "activation_fn": ACTIVATIONS[options["activation_function"]],
         "dropout": options.get("resid_pdrop"),
         "attention_dropout": options.get("attn_pdrop"),
         "decoder_update_rule": SOFTMAX,

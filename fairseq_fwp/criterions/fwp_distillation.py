@@ -27,6 +27,7 @@ from fairseq.modules import AdaptiveSoftmax
 from omegaconf import II
 from torch import Tensor, nn
 
+from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.options import option
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
@@ -253,18 +254,3 @@ def same_words(student: Tensor, teacher: Tensor) -> Tensor:
             f"{teacher.shape[-1]}: give the teacher's --adaptive-softmax-cutoff and data"
         )
     return teacher
-
-
-def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the sum over rows of KL(teacher | student), of log-probabilities (N, V).
-
-    Raises ValueError for a student without some of the teacher's words: its divergence is infinite.
-    """
-    # Entries without a word have probability 0 in both, and 0 log 0 would be NaN.
-    divergence = torch.where(teacher.isneginf(), 0, teacher.exp() * (teacher - student)).sum()
-    if divergence.isinf():
-        raise ValueError(
-            "the model must give a probability to every word that its teacher predicts, got 0 for some: choose a "
-            "teacher with the words of the model, or another --criterion"
-        )
-    return divergence

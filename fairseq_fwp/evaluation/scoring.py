@@ -118,3 +118,18 @@ def score(
     if wrong:
         raise RuntimeError(f"every token must be scored exactly once, got {wrong:,} of {length:,} that were not")
     return log_probs
+
+
+def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the sum over rows of KL(teacher | student), of log-probabilities (N, V).
+
+    Raises ValueError for a student without some of the teacher's words: its divergence is infinite.
+    """
+    # Entries without a word have probability 0 in both, and 0 log 0 would be NaN.
+    divergence = torch.where(teacher.isneginf(), 0, teacher.exp() * (teacher - student)).sum()
+    if divergence.isinf():
+        raise ValueError(
+            "the model must give a probability to every word that its teacher predicts, got 0 for some: choose a "
+            "teacher with the words of the model, or another --criterion"
+        )
+    return divergence

@@ -10,7 +10,7 @@ import torch
 from command_server import run
 from pairwise import looped
 
-from fairseq_fwp.convert import checkpoint
+from fairseq_fwp.convert import files
 from fairseq_fwp.modules.layers import Dropout
 from tests.convert.conftest import WORDS, Converter, build, load, read_vector, score
 
@@ -28,7 +28,7 @@ def test_a_written_checkpoint_is_the_model(convert, name, capsys):
     torch.testing.assert_close(losses, vector.losses, rtol=0, atol=1e-6)
     # Only the flags are needed for the same model.
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    cfg = checkpoint.configure(flags.split(), folder)
+    cfg = files.configure(flags.split(), folder)
     assert {key: saved["cfg"]["model"][key] for key in cfg.model if key != "activation_fn"} == {
         key: getattr(cfg.model[key], "value", cfg.model[key]) for key in cfg.model if key != "activation_fn"
     }

@@ -24,9 +24,9 @@ def shifted(name):
 
 # vector, changed options, change of the state dict, the sentence
 REFUSALS = {
-    "missing": ("type24", {}, without("layers.1.pos_ff.CoreNet.3.bias"), r"lacks layers\.1\.pos_ff\.CoreNet\.3\.bias"),
+    "missing": ("type24", {}, without("layers.1.pos_ff.CoreNet.3.bias"), r"decoder\.layers\.1\.fc2\.bias is missing"),
     "unknown": ("type24", {}, replaced(r_emb=torch.zeros(2)), r"has also r_emb"),
-    "other type": ("type24", {"attn_type": 34}, None, r"lacks layers\.0\.dec_attn\.qkv_net\.weight, .* and has also "),
+    "other type": ("type24", {"attn_type": 34}, None, r"lacks layers\.0\.dec_attn\.qkv_net\.weight;"),
     "no type": (
         "type24",
         {"attn_type": None},

@@ -323,12 +323,12 @@ def added(name, *shape):
 R_W, R_R, QKV = "transformer/r_w_bias", "transformer/r_r_bias", "transformer/layer_1/rel_attn/qkv/kernel"
 # case, changed options, change of the variables, the sentence
 REFUSALS = {
-    "missing": ("wt103", {}, without(QKV), rf"lacks {QKV}; check"),
+    "missing": ("wt103", {}, without(QKV), r"decoder\.layers\.1\.self_attn\.in_proj\.weight is missing"),
     "no layers": (
         "wt103",
         {},
         lambda variables: {name: value for name, value in variables.items() if "/layer_" not in name},
-        r"lacks transformer/layer_0/",
+        r"lacks layers\.0\.dec_attn\.o_net\.weight;",
     ),
     "missing layer": (
         "wt103",
@@ -336,7 +336,7 @@ REFUSALS = {
         lambda variables: {
             name.replace("transformer/layer_1/", "transformer/layer_7/"): value for name, value in variables.items()
         },
-        r"lacks transformer/layer_1/.* and has also transformer/layer_7/",
+        r"r_w_bias must have the biases of 8 layers, got the shape \(2, 2, 4\)",
     ),
     "unknown": ("wt103", {}, added("transformer/more", 2), r"has also transformer/more"),
     "another model": (

@@ -177,47 +177,43 @@ def test_every_rule(tmp_path_factory, rule):
     assert kinds(model) == {"decoder"} and logits(model, batch()).isfinite().all()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "sentence"),
     [
-        (
-            ["--encoder-feature-map", "dpfp", "--state-size", "24"],
-            "--state-size must be 16 or a multiple of it for the map dpfp .*",
-        ),
-        (["--encoder-feature-map", "dpfp", "--state-size", "0"], "--state-size must be 16 or a .*, got 0"),
-        (
-            ["--encoder-feature-map", "favor", "--state-size", "5"],
-            "--state-size must be an even number of at least 2 for .*, got 5",
-        ),
-        (
-            ["--encoder-feature-map", "relu", "--state-size", "0"],
-            "--state-size must be at least 1 for the map relu .*, got 0",
-        ),
-        (["--encoder-feature-map", "elu", "--state-size", "4"], "--state-size must be 8 for the map elu .*, got 4"),
-        (["--decoder-update-rule", "decay", "--decay-spans", "4"], "--decay-spans must be left out for translation"),
-        (
-            ["--cross-feature-map", "elu", "--attention-window", "4"],
-            "--attention-window must be left out for translation",
-        ),
-        (
-            ["--cross-feature-map", "elu", "--attention-normalization"],
-            "--decoder-update-rule must be given with --attention-normalization",
-        ),
+        ("--encoder-feature-map dpfp --state-size 24", "--state-size must be 16 for the map dpfp, got 24"),
+        ("--encoder-feature-map dpfp --state-size 0", "--dpfp-nu must be from 1 to .*, got 0"),
+        ("--encoder-feature-map favor --state-size 5", "--state-size must be 4 for the map favor, got 5"),
+        ("--encoder-feature-map relu --state-size 0", "--relu-features must be at least 1, got 0"),
+        ("--encoder-feature-map elu --state-size 4", "--state-size must be 8 for the map elu, got 4"),
     ],
 )
-def test_targets_that_cannot_be(saved, arguments, sentence):
+def test_targets_that_cannot_be(tmp_path_factory, arguments, sentence):
+    saved = Saved(tmp_path_factory.mktemp("saved"))
     with pytest.raises(SystemExit, match=f"^fwp-convert: {sentence}"):
-        saved.convert(*arguments)
+        saved.convert(*arguments.split())
     assert not (saved.folder / "out").exists()
 
 
-def test_arguments_without_sense(saved, capsys):
-    with pytest.raises(SystemExit):
-        saved.convert("--encoder-feature-map", "softmax", "--state-size", "4")
-    assert "--cross-feature-map and --decoder-update-rule must be other than softmax, got" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--source", "gpt2", "folder", "--out", "out", "--cross-feature-map", "elu"])
-    assert "--cross-feature-map need --source fairseq-mt" in capsys.readouterr().err
+@looped(
+    ("arguments", "sentence"),
+    [
+        ("--decoder-update-rule decay --decay-spans 4", "--decay-spans must be left out for translation"),
+        ("--cross-feature-map elu --attention-window 4", "unrecognized arguments: --attention-window 4"),
+        ("--cross-feature-map elu --decoder-attention-heads 1", "--decoder-attention-heads must be left out: only opt"),
+        ("--cross-feature-map elu --attention-normalization", "--decoder-update-rule must be given with --attention-n"),
+        (
+            "--encoder-feature-map softmax --state-size 4",
+            "and --decoder-update-rule must be other than softmax, got no",
+        ),
+        ("--source gpt2 --cross-feature-map elu", "unrecognized arguments: --cross-feature-map elu"),
+        ("--source gpt2 --decoder-update-rule sum --no-scale-embedding", "--no-scale-embedding must be left out"),
+    ],
+)
+def test_arguments_without_sense(capsys, arguments, sentence):
+    """They are refused before anything is read."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["--source", "fairseq-mt", "none.pt", "--out", "out", *arguments.split()])
+    assert stopped.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_files_that_are_not_whole(saved):
@@ -252,9 +248,7 @@ def test_sizes_that_are_not_the_encoders(tmp_path):
     saved = Saved(tmp_path, decoder_ffn_embed_dim=2048, encoder_attention_heads=4)
     model, sample = saved.convert(), batch()
     torch.testing.assert_close(logits(model, sample), logits(saved.model, sample))
-    with pytest.raises(
-        SystemExit, match=r"must be one number for encoder and decoder, got . and ., because their heads differ"
-    ):
+    with pytest.raises(SystemExit, match=r"--state-size must be 16 for the map dpfp, got 32"):  # of other heads
         saved.convert("--encoder-feature-map", "dpfp", "--cross-feature-map", "dpfp", "--state-size", "32", out="other")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pairwise import looped
 
-from fairseq_fwp.convert.vocabulary import arrange, read_words
+from fairseq_fwp.convert.files import arrange, given_words
 from tests.convert.conftest import WORDS, build, read_vector
 
 
@@ -49,13 +49,13 @@ def test_a_special_in_a_later_cluster():
 def test_words_are_read_line_by_line(tmp_path):
     file = tmp_path / "words.txt"
     file.write_bytes("<eos>\ncafé 12\r\na\x0bb\n\n".encode())
-    assert read_words(file) == ["<eos>", "café", "a"]
+    assert given_words(file, file) == ["<eos>", "café", "a"]
     file.write_bytes(b"a\n\nb\n")
     with pytest.raises(ValueError, match=r"line 2 of the vocabulary .* must hold a word, got an empty line"):
-        read_words(file)
+        given_words(file, file)
     for broken in (tmp_path / "none", tmp_path):
         with pytest.raises(ValueError, match="cannot be read"):
-            read_words(broken)
+            given_words(broken, broken)
 
 
 @looped("name", ["schlag-lm/type24", "schlag-lm/type24_div_val", "transformer-xl/enwik8"])

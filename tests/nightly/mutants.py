@@ -131,9 +131,9 @@ MUTANTS = [
         'first = dictionary.bos() if getattr(cfg.task, "add_bos_token", True) else dictionary.eos()',
     ),
     Mutant(
-        "fairseq_fwp/convert/fairseq_lm.py",
-        'name = re.sub(r"\\.layer_norms\\.0\\.", ".self_attn_layer_norm.", name)',
-        'name = re.sub(r"\\.layer_norms\\.1\\.", ".self_attn_layer_norm.", name)',
+        "fairseq_fwp/convert/fairseq.py",
+        r"""r"(decoder\.layers\.\d+)\.layer_norms\.0\.": r"\1.self_attn_layer_norm.",""",
+        r"""r"(decoder\.layers\.\d+)\.layer_norms\.1\.": r"\1.self_attn_layer_norm.",""",
     ),
     Mutant(
         "fairseq_fwp/convert/fast_weight_layer.py",
@@ -141,7 +141,7 @@ MUTANTS = [
         "length = max(decoder.sample_length, len(tokens) // STREAMS)",
     ),
     Mutant(
-        "fairseq_fwp/convert/fwp_lm.py",
+        "fairseq_fwp/convert/fairseq.py",
         'flags = {name: value for name, value in settings.items() if value != known[name] and not name.startswith("_")}',
         'flags = {name: value for name, value in settings.items() if value != known[name] and name.startswith("_")}',
     ),
@@ -151,11 +151,15 @@ MUTANTS = [
         "if eos is not None and not (isinstance(eos, int) and 1 <= eos < words):",
     ),
     Mutant(
-        "fairseq_fwp/convert/swap.py",
-        "if target.state_size not in (None, size):",
-        "if target.state_size in (None, size):",
+        "fairseq_fwp/convert/linearize.py",
+        "if size not in (None, found):",
+        "if size in (None, found):",
     ),
-    Mutant("fairseq_fwp/convert/swap.py", "if target.update_rule == SOFTMAX:", "if target.update_rule != SOFTMAX:"),
+    Mutant(
+        "fairseq_fwp/convert/linearize.py",
+        'if given["decoder_update_rule"] == SOFTMAX:',
+        'if given["decoder_update_rule"] != SOFTMAX:',
+    ),
     Mutant(
         "fairseq_fwp/convert/transformer_xl.py",
         "if frequencies.shape != ours.shape or ((frequencies.double() - ours).abs() > 1e-3 * ours + 1e-6).any():",
@@ -163,13 +167,13 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/convert/transformer_xl.py",
-        "cutoffs = torch.tensor([0] + [len(table) for table in tables[:-1]]).cumsum(0)[1:].tolist()",
-        "cutoffs = torch.tensor([0] - [len(table) for table in tables[:-1]]).cumsum(0)[1:].tolist()",
+        "cutoffs = list(accumulate(sizes_of(tensors, TABLES)[:-1]))",
+        "cutoffs = list(accumulate(sizes_of(tensors, TABLES)[:-2]))",
     ),
     Mutant(
         "fairseq_fwp/convert/transformer_xl.py",
-        "return torch.cat([vectors[index], biases[index].unsqueeze(-1)], dim=-1)[-count:].flip(0).transpose(0, 1)",
-        "return torch.cat([vectors[index], biases[index].unsqueeze(-1)], dim=-1)[-count:].flip(0).transpose(0, 2)",
+        "tables = torch.cat([vectors, biases.unsqueeze(-1)], dim=-1)[:, -count:].flip(1).transpose(1, 2)",
+        "tables = torch.cat([vectors, biases.unsqueeze(-1)], dim=-1)[:, -count:].flip(0).transpose(1, 2)",
     ),
     Mutant(
         "fairseq_fwp/criterions/fwp_squared_error.py",

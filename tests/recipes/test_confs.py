@@ -17,7 +17,7 @@ from flags import read_flags, read_yaml, value_of
 from recipe import runs
 
 from fairseq_fwp.cli import convert, eval_lm
-from fairseq_fwp.convert.swap import INITIALISATIONS
+from fairseq_fwp.convert.linearize import INITIALISATIONS
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModelConfig
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -192,12 +192,12 @@ def test_rows_of_a_conversion_are_what_the_commands_take(corpus, ablations):
         assert "from" not in row or row["from"] in {other["run"] for other in stages}
         parser = convert.parser()
         args = parser.parse_args(["x.pt", "--source", "fwp-lm", "--out", "y", *row.get("target", "").split()])
-        targets[row["run"]] = convert.read_target(parser, args)
+        targets[row["run"]] = convert.read_attention(parser, args)
         assert row["paper"].keys() <= set(found["measures"])
     kept = {"softmax", *(row["run"] for row in stages if "from" in row)}
     assert {name for name, target in targets.items() if target is None} <= kept
     of_tables = [targets[row["run"]] for row in found["rows"]]
-    assert len(set(of_tables)) == len(of_tables)
+    assert len(set(map(str, of_tables))) == len(of_tables)
     for measure in found["measures"]:
         split, context = measure.split()
         assert split in ("valid", "test") and 0 <= int(context) < found.get("tokens", 1024)

@@ -11,7 +11,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairseq_fwp.convert.checkpoint import configure
+from fairseq_fwp.convert.files import configure
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES

@@ -15,9 +15,9 @@ from pairwise import looped
 from rule_inputs import rule_inputs
 
 from fairseq_fwp.cli.convert import main
-from fairseq_fwp.convert import checkpoint
-from fairseq_fwp.convert.source import Conversion
-from fairseq_fwp.convert.swap import SCORE_SCALE, Target, fewer_features, swap
+from fairseq_fwp.convert import files
+from fairseq_fwp.convert.files import Conversion
+from fairseq_fwp.convert.linearize import SCORE_SCALE, Method, fewer_features, linearize
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
@@ -40,7 +40,7 @@ def build(conversion):
     """Return the model of a conversion, in evaluation."""
     flags = {"max_target_positions": None, "add_bos_token": False, "fwp_backend": "reference", **conversion.flags}
     cfg = OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), flags)
-    return checkpoint.build(conversion, cfg, checkpoint.make_task(conversion)).eval()
+    return files.build(conversion, cfg, files.make_task(conversion)).eval()
 
 
 @pytest.fixture(params=[True, False], ids=["biases", "no biases"])
@@ -57,6 +57,13 @@ def source(request):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return Conversion("fwp_lm", flags, dict(model.named_parameters()), WORDS, [])
+
+
+def target(rule, feature_map=None, state_size=None, **settings):
+    """Return the options of the new attention, and how it is made."""
+    method = Method(state_size, **{name: settings.pop(name) for name in Method._fields if name in settings})
+    given = {"decoder_update_rule": rule, "decoder_feature_map": feature_map, **settings}
+    return {name: value for name, value in given.items() if value is not None}, method
 
 
 def attention_of(conversion):
@@ -81,8 +88,12 @@ def test_every_rule_and_map_takes_its_place(source, rule):
         normalized = feature_map.positive
         of_output = normalized and UPDATE_RULES[rule].normalizes
         only_it = of_output and UPDATE_RULES[rule].normalizer is not None
-        settings = {"sum_normalization": normalized, "attention_normalization": of_output, "read_out_only": only_it}
-        converted = swap(source, Target(rule, name, 4, **settings))
+        settings = {
+            "sum_normalization": normalized,
+            "attention_normalization": of_output,
+            "attention_normalization_read_out_only": only_it,
+        }
+        converted = linearize(source, *target(rule, name, 4, **settings))
         model = build(converted)
         assert model.decoder.layers[0].self_attn.feature_map.feature_dim == 4
         assert model.decoder.state_size(LENGTH) == 2 * 4 * DIM  # of either layer m D numbers
@@ -93,14 +104,14 @@ def test_every_rule_and_map_takes_its_place(source, rule):
                 assert torch.equal(converted.weights[key], weight)
         kept = "decoder.layers.1.self_attn.out_proj.weight"
         assert torch.equal(converted.weights[kept], source.weights[kept])
-        assert "attention_dropout" not in checkpoint.command_line(converted)
+        assert "attention_dropout" not in files.command_line(converted)
 
 
 @looped("size", [HEAD, None])
 def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(source, size):
     x = random_input()
     q, k, v = projected(source, x)
-    attention = attention_of(swap(source, Target("gated", state_size=size)))
+    attention = attention_of(linearize(source, *target("gated", state_size=size)))
     new_q, new_k, new_v, _ = rule_inputs(attention, x)
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
     torch.testing.assert_close(new_v, v)
@@ -109,7 +120,7 @@ def test_with_as_many_features_as_dimensions_the_scores_are_those_of_softmax(sou
 def test_a_map_sees_the_queries_of_softmax(source):
     x = random_input()
     q, k, _ = projected(source, x)
-    attention = attention_of(swap(source, Target("gated", "elu", attention_normalization=True)))
+    attention = attention_of(linearize(source, *target("gated", "elu", attention_normalization=True)))
     mapped = [attention.feature_map(part) for part in (q / math.sqrt(HEAD), k)]
     for found, expected in zip(rule_inputs(attention, x)[:2], mapped, strict=True):
         torch.testing.assert_close(found, expected)
@@ -136,18 +147,18 @@ def test_fewer_features_keep_the_scores_as_well_as_they_can(source):
 def test_features_beyond_the_dimensions_change_no_score(source):
     x = random_input()
     q, k, _ = projected(source, x)
-    new_q, new_k, *_ = rule_inputs(attention_of(swap(source, Target("gated", state_size=HEAD + 3))), x)
+    new_q, new_k, *_ = rule_inputs(attention_of(linearize(source, *target("gated", state_size=HEAD + 3))), x)
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), q @ k.transpose(-1, -2) * SCALE)
     assert new_q[..., HEAD:].eq(0).all() and new_k[..., HEAD:].ne(0).all()
 
 
 def test_one_head_has_one_state_of_the_same_size(source):
-    converted = swap(source, Target("decay", state_size=4, heads=1))
+    converted = linearize(source, *target("decay", state_size=4, decoder_attention_heads=1))
     model = build(converted)
     assert model.decoder.layers[1].self_attn.num_heads == 1 and model.decoder.state_size(LENGTH) == 2 * 4 * DIM
     x = random_input()
     q, k, _ = projected(source, x)
-    whole = swap(source, Target("gated", state_size=DIM, heads=1))
+    whole = linearize(source, *target("gated", state_size=DIM, decoder_attention_heads=1))
     new_q, new_k, *_ = rule_inputs(attention_of(whole), x)
     expected = (q @ k.transpose(-1, -2)).sum(1, keepdim=True) * SCALE
     torch.testing.assert_close(new_q @ new_k.transpose(-1, -2), expected)
@@ -155,7 +166,7 @@ def test_one_head_has_one_state_of_the_same_size(source):
 
 def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
     x = random_input()
-    attention = attention_of(swap(source, Target("decay", state_size=4)))
+    attention = attention_of(linearize(source, *target("decay", state_size=4)))
     for gate, size in (("key_decay", 4 * HEADS), ("value_decay", DIM)):
         opened = attention.gate_biases[gate].sigmoid()
         assert opened.shape == (size,) and opened.min() >= 1 / size and opened.max() <= 1 - 1 / size
@@ -170,7 +181,7 @@ def test_decay_begins_with_uniform_gates_and_values_that_add_up_to_one(source):
 def test_decay_that_begins_with_spans(source, size):
     """Scores are the nearest to softmax's, except the last feature, whose output is a mean of the values."""
     longest, x = 81, random_input()
-    attention = attention_of(swap(source, Target("decay", state_size=size, decay_spans=longest)))
+    attention = attention_of(linearize(source, *target("decay", state_size=size, decay_spans=longest)))
     q, k, v, _ = rule_inputs(attention, x)
     spans = longest ** ((torch.arange(size, dtype=torch.float64) + 0.5) / size)
     spans[-1] = 9
@@ -193,25 +204,25 @@ def test_decay_that_begins_with_spans(source, size):
 @looped(("normalized", "scale"), [(False, 1 / 512), (True, 1.0)])
 def test_additive_values_without_normalisation_are_a_512th(source, normalized, scale):
     x = random_input()
-    attention = attention_of(swap(source, Target("sum", "relu", 4, attention_normalization=normalized)))
+    attention = attention_of(linearize(source, *target("sum", "relu", 4, attention_normalization=normalized)))
     torch.testing.assert_close(rule_inputs(attention, x)[2], projected(source, x)[2] * scale)
 
 
 @pytest.mark.parametrize("rule", ["delta", "fwm"])
 def test_delta_begins_with_small_writes(source, rule):
-    attention = attention_of(swap(source, Target(rule, "relu", 4, sum_normalization=True)))
+    attention = attention_of(linearize(source, *target(rule, "relu", 4, sum_normalization=True)))
     k, v = rule_inputs(attention, random_input())[1:3]
     (beta,) = rule_inputs(attention, random_input())[3]
     assert beta.min() > 0.004 and beta.max() < 0.012 and beta.mean().item() == pytest.approx(0.007, abs=0.001)
     assert k.sum(-1).le(1 + 1e-6).all() and v.std() > 0.5
-    for gate in (swap(source, Target("gated", state_size=4)),):
+    for gate in (linearize(source, *target("gated", state_size=4)),):
         assert rule_inputs(attention_of(gate), random_input())[3][0].mean().item() == pytest.approx(0.5, abs=0.05)
 
 
 @looped("rule", ["gated_delta", "kda"])
 def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
     """A head remembers s tokens if its decay is s / (1 + s) without an input."""
-    attention = attention_of(swap(source, Target(rule, state_size=4)))
+    attention = attention_of(linearize(source, *target(rule, state_size=4)))
     decay = attention.gate_activations["decay"](torch.zeros(1, 1, HEADS, 1 if rule == "gated_delta" else 4))
     spans = torch.tensor([16 * 32**0.25, 16 * 32**0.75])
     torch.testing.assert_close(decay[0, 0].float(), (spans / (1 + spans)).unsqueeze(1).expand_as(decay[0, 0]))
@@ -222,7 +233,8 @@ def test_gated_delta_begins_with_memories_of_many_tokens(source, rule):
 def test_a_rule_of_several_steps_begins_as_delta(source):
     """The last step has the pretrained key; the step before writes very little."""
     several, one = (
-        attention_of(swap(source, Target(rule, "elu", sum_normalization=True))) for rule in ("delta_product", "delta")
+        attention_of(linearize(source, *target(rule, "elu", sum_normalization=True)))
+        for rule in ("delta_product", "delta")
     )
     x = random_input()
     q, k, v, (beta,) = rule_inputs(several, x)
@@ -236,7 +248,7 @@ def test_a_rule_of_several_steps_begins_as_delta(source):
 
 
 def test_local_attention_has_the_same_weights(source):
-    converted = swap(source, Target("softmax", window=5))
+    converted = linearize(source, *target("softmax", attention_window=5))
     whole, local = build(source), build(converted)
     tokens = torch.randint(4, 50, (2, LENGTH))
     scores, expected = (model(tokens)[0] for model in (local, whole))
@@ -246,7 +258,7 @@ def test_local_attention_has_the_same_weights(source):
 
 
 def test_one_conversion_is_like_the_other(source):
-    first, second = (swap(source, Target("decay", "relu", 4)).weights for _ in range(2))
+    first, second = (linearize(source, *target("decay", "relu", 4)).weights for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     first, second = (first[f"decoder.layers.{layer}.self_attn.gate_biases.key_decay"] for layer in (0, 1))
     assert not torch.equal(first, second)
@@ -255,40 +267,46 @@ def test_one_conversion_is_like_the_other(source):
 @looped(
     ("target", "sentence"),
     [
-        (Target("sum", "favor", 5, attention_normalization=True), "--state-size must be 4 for the map favor, got 5"),
-        (Target("sum", "dpfp", 7), "--state-size must be 6 for the map dpfp, got 7"),
-        (Target("decay", state_size=0), "must be at least 1, got 0"),
-        (Target("decay", window=4), "fast weights have no window"),
-        (Target("decay", "identity", 4, attention_normalization=True), "features must not be negative"),
-        (Target("decay", state_size=4, heads=3), "must be divisible by --decoder-attention-heads, got"),
+        (target("sum", "favor", 5, attention_normalization=True), "--state-size must be 4 for the map favor, got 5"),
+        (target("sum", "dpfp", 7), "--state-size must be 6 for the map dpfp, got 7"),
+        (target("decay", state_size=0), "must be at least 1, got 0"),
+        (target("decay", attention_window=4), "fast weights have no window"),
+        (target("decay", "identity", 4, attention_normalization=True), "features must not be negative"),
         (
-            Target("gated", decay_spans=8),
+            target("decay", state_size=4, decoder_attention_heads=3),
+            "must be divisible by --decoder-attention-heads, got",
+        ),
+        (
+            target("gated", decay_spans=8),
             "--decay-spans must be left out unless --decoder-update-rule is decay and --decoder-feature-map is",
         ),
         (
-            Target("decay", "relu", decay_spans=8),
+            target("decay", "relu", decay_spans=8),
             "--decay-spans must be left out unless --decoder-update-rule is decay and --decoder-feature-map is",
         ),
-        (Target("decay", decay_spans=0), "--decay-spans must be at least 1 token, got 0"),
-        (Target("leaky"), "the update rule must be softmax or one of sum, .*, got 'leaky'"),
-        (Target("sum", "cosine"), "the feature map must be one of elu, .*, got 'cosine'"),
+        (target("decay", decay_spans=0), "--decay-spans must be at least 1 token, got 0"),
+        (target("leaky"), "the update rule must be softmax or one of sum, .*, got 'leaky'"),
+        (target("sum", "cosine"), "the feature map must be one of elu, .*, got 'cosine'"),
     ],
 )
 def test_targets_that_cannot_be(source, target, sentence):
     with pytest.raises(ValueError, match=sentence):
-        swap(source, target)
+        linearize(source, *target)
 
 
 def test_sources_without_softmax(source):
-    for other in (swap(source, Target("decay", state_size=4)), swap(source, Target("softmax", window=4))):
+    for other in (
+        linearize(source, *target("decay", state_size=4)),
+        linearize(source, *target("softmax", attention_window=4)),
+    ):
         with pytest.raises(ValueError, match="attention over all past tokens, got a model without it"):
-            swap(other, Target("decay"))
+            linearize(other, *target("decay"))
 
 
 @pytest.fixture
 def saved(source, tmp_path):
     """Return the folder of a softmax model as the command writes it."""
-    checkpoint.write(source, tmp_path / "softmax")
+    files.write(source, tmp_path / "softmax")
     return tmp_path / "softmax"
 
 
@@ -303,7 +321,7 @@ def test_as_many_heads_as_a_model_has_by_default():
     flags = {name: value for name, value in FLAGS.items() if name != "decoder_attention_heads"}
     weights = {f"decoder.layers.{layer}.self_attn.{name}": torch.randn(shape) for layer in (0, 1) for name, shape in (
         ("in_proj.weight", (3 * DIM, DIM)), ("out_proj.weight", (DIM, DIM)))}  # fmt: skip
-    converted = swap(Conversion("fwp_lm", flags, weights, WORDS, []), Target("gated", state_size=2))
+    converted = linearize(Conversion("fwp_lm", flags, weights, WORDS, []), *target("gated", state_size=2))
     name = "decoder.layers.1.self_attn.in_proj.weight"
     found, before = converted.weights[name], weights[name]
     torch.testing.assert_close(found[:16] * 2**0.5 / SCORE_SCALE, before[:16])  # as many queries as before: d = m = 2
@@ -316,7 +334,7 @@ def test_the_command(saved, source, tmp_path):
     torch.testing.assert_close(same(tokens)[0], build(source).double()(tokens)[0], rtol=0, atol=1e-5)
     flags = ["--decoder-update-rule", "decay", "--state-size", 4]
     recurrent = convert(saved, tmp_path / "decay", *flags)
-    expected = build(swap(source, Target("decay", state_size=4))).double()
+    expected = build(linearize(source, *target("decay", state_size=4))).double()
     torch.testing.assert_close(recurrent(tokens)[0], expected(tokens)[0], rtol=0, atol=1e-5)
     state = {}
     for end in range(1, LENGTH + 1):
@@ -380,15 +398,16 @@ def layers_of(model):
 
 def test_layers_that_stay_softmax(source):
     """The others are converted; kept layers are unchanged, with biases of zero if the others need biases."""
-    target = Target("delta", "elu", sum_normalization=True, keep_softmax_layers="1")
-    converted, whole = swap(source, target), build(source).double()
+    settings = {"sum_normalization": True}
+    converted = linearize(source, *target("delta", "elu", keep_softmax_layers="1", **settings))
+    whole = build(source).double()
     hybrid = build(converted).double()
     assert layers_of(hybrid) == ["FastWeightAttention", "SoftmaxAttention"]
     assert hybrid.decoder.layers[1].self_attn.dropout == 0.1
     x = random_input()
     kept, before = (of.decoder.layers[1].self_attn(x)[0] for of in (hybrid, whole))
     torch.testing.assert_close(kept, before)
-    all_new = swap(source, target._replace(keep_softmax_layers=None))
+    all_new = linearize(source, *target("delta", "elu", **settings))
     first = [name for name in converted.weights if "layers.0.self_attn" in name]
     assert first and all(torch.equal(converted.weights[name], all_new.weights[name]) for name in first)
 
@@ -399,13 +418,12 @@ def test_layers_by_divergence(source, tmp_path):
     words = [WORDS[int(index)] for index in torch.randint(46, (3 * LENGTH,))]
     text = tmp_path / "text.txt"
     text.write_text(" ".join(words[:20]) + "\n\n" + " ".join(words[20:]) + "\n")
-    target = Target("decay", state_size=4, keep_softmax_layers="kl:1", kl_text=text)
-    converted = swap(source, target)
-    dictionary = checkpoint.make_dictionary(WORDS)
+    converted = linearize(source, *target("decay", state_size=4, keep_softmax_layers="kl:1", kl_text=text))
+    dictionary = files.make_dictionary(WORDS)
     numbers = [dictionary.index(word) for word in (*words[:20], "</s>", *words[20:], "</s>")]
     costs = []
     for layer in (0, 1):
-        hybrid = build(swap(source, target._replace(keep_softmax_layers=str(1 - layer), kl_text=None))).double()
+        hybrid = build(linearize(source, *target("decay", state_size=4, keep_softmax_layers=str(1 - layer)))).double()
         total = 0.0
         for block in torch.tensor(numbers).split(LENGTH):
             p, q = (of.get_normalized_probs(of(block[None]), True).double() for of in (build(source).double(), hybrid))
@@ -426,7 +444,7 @@ def test_layers_by_divergence(source, tmp_path):
             "--keep-softmax-layers must leave at least one layer to convert, got all layers",
         ),
         (
-            {"keep_softmax_layers": "kl:2"},
+            {"keep_softmax_layers": "kl:2", "kl_text": "none"},
             "--keep-softmax-layers must be kl:1 to kl:1, or numbers of layers, got 'kl:2'",
         ),
         ({"keep_softmax_layers": "kl:1"}, "--kl-text FILE must be given with --keep-softmax-layers kl:1"),
@@ -438,7 +456,7 @@ def test_layers_by_divergence(source, tmp_path):
             "--kl-text must be left out without --keep-softmax-layers kl:N",
         ),
         (
-            {"keep_softmax_layers": "0", "heads": 1},
+            {"keep_softmax_layers": "0", "decoder_attention_heads": 1},
             "--decoder-attention-heads must be left out with --keep-softmax-layers",
         ),
     ],
@@ -446,4 +464,4 @@ def test_layers_by_divergence(source, tmp_path):
 def test_layers_that_cannot_be_kept(source, given, sentence):
     given = {name: Path(value) if name == "kl_text" else value for name, value in given.items()}
     with pytest.raises(ValueError, match=sentence):
-        swap(source, Target("decay", state_size=4)._replace(**given))
+        linearize(source, *target("decay", state_size=4, **given))

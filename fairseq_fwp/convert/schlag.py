@@ -4,19 +4,17 @@ It is based on Transformer-XL's code; shared parts are in transformer_xl.py. An 
 update rule and an implementation. Each implementation divides and scales in its own way. d: size of a head.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert import transformer_xl
-from fairseq_fwp.convert.source import Conversion, Entry, Option, Options, Source, convert_tensors
-from fairseq_fwp.convert.vocabulary import arrange, given_words
+from fairseq_fwp.convert import transformer_xl as xl
+from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors, arrange, given_words
 
 OPTIONS = {
-    **transformer_xl.OPTIONS,
+    **xl.OPTIONS,
     "no_pos": Option(bool, "no positions"),
     "skip_attn_normalization": Option(bool, "no attention normalisation; types 2 to 6 do not have this option"),
     "performer_proj_dim": Option(int, "random vectors of types 5, 25, 35 and 45"),
@@ -70,6 +68,9 @@ REFUSED_TYPES = {
     934: "a Recurrent Delta Net",
 }
 
+# FAVOR+'s matrix of random vectors, which a state dict may lack.
+MATRIX = "layers.{}.dec_attn.proj_matrix"
+
 REFUSED_OPTIONS = ("remove_ff", "remove_lnorm", "remove_res", "remove_out_proj")
 
 
@@ -80,7 +81,7 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         if options.get(name):
             raise ValueError(f"--{name} must be off, got on: blocks without this part cannot be converted")
     if attn_type in (0, 1, 2, 3):
-        return transformer_xl.convert(tensors, words, options)
+        return xl.convert(tensors, words, options)
     if attn_type in REFUSED_TYPES:
         raise ValueError(f"--attn_type {attn_type} cannot be converted: it is {REFUSED_TYPES[attn_type]}")
     if attn_type not in TYPES:
@@ -88,39 +89,36 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         raise ValueError(
             f"--attn_type must be one of {known}, got {attn_type}, which is not a model of the public code"
         )
-    return convert_fast_weights(tensors, words, options, TYPES[attn_type])
+    return convert_fast_weights(Tensors(tensors), words, options, TYPES[attn_type])
 
 
-def convert_fast_weights(
-    tensors: Mapping[str, Tensor], words: list[str], options: Options, attn_type: AttentionType
-) -> Conversion:
+def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, attn_type: AttentionType) -> Conversion:
     """Convert a model whose attention type is in `TYPES`."""
-    sizes = transformer_xl.read_sizes(tensors)
+    sizes = xl.read_sizes(tensors)
     heads = options.need("n_head")
-    head_dim = transformer_xl.read_head_dim(tensors, sizes, heads, options)
+    head_dim = xl.read_head_dim(tensors, sizes, heads, options)
     check_options(options, attn_type)
     vocabulary = arrange(words)
     flags = {
-        **transformer_xl.common_flags(tensors, sizes, heads, vocabulary, options),
-        **transformer_xl.absolute_positions(options),
+        **xl.common_flags(tensors, sizes, heads, vocabulary, options),
+        **xl.absolute_positions(options),
         "decoder_update_rule": attn_type.update_rule,
         "decoder_feature_map": attn_type.feature_map,
         "final_dropout": options.get("dropout", 0.0),
         **map_flags(options, attn_type),
         **normalization_flags(options, attn_type, head_dim),
     }
-    attention = [
-        *(packed(attn_type, heads, head_dim) if attn_type.packed else transformer_xl.SEPARATE_QUERIES),
-        *projections(tensors, attn_type),
-    ]
-    table = [
-        *transformer_xl.layers(sizes["n_layer"], attention),
-        *transformer_xl.positions(sizes["d_model"]),
-        *transformer_xl.embeddings(tensors, vocabulary),
-    ]
-    weights = convert_tensors(table, tensors)
-    found = notes(tensors, options, attn_type) + vocabulary.notes
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, found)
+    if attn_type.packed:
+        weights = dict(unpack(tensors, sizes.layers, attn_type, heads, head_dim))
+    else:
+        weights = dict(xl.separate_queries(tensors, sizes.layers))
+    notes = notes_of(tensors, options, attn_type)
+    if attn_type.feature_map == "favor":
+        for index, name in enumerate(tensors.numbered(MATRIX)):  # (d, m) there
+            weights[f"{xl.ATTENTION.format(index)}feature_map.projection"] = tensors.take(name).t()
+    xl.check_frequencies(tensors, sizes.dim)
+    weights |= {**xl.take_words(tensors, vocabulary), **tensors.rename(xl.NAMES)}
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes + vocabulary.notes)
 
 
 def check_options(options: Options, attn_type: AttentionType) -> None:
@@ -166,34 +164,27 @@ def normalization_flags(options: Options, attn_type: AttentionType, head_dim: in
     }
 
 
-def packed(attn_type: AttentionType, heads: int, head_dim: int) -> list[Entry]:
-    """The projection of queries, keys, values and beta: theirs is head by head, ours has all heads of each."""
+def unpack(
+    tensors: Tensors, layers: int, attn_type: AttentionType, heads: int, head_dim: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Take queries, keys, values and beta of each layer: head by head there, all heads of each here."""
     net, betas = ("qkvb_net", [1]) if attn_type.update_rule == "delta" else ("qkv_net", [])
     sizes = [head_dim] * 3 + betas
-
-    def unpack(weight: Tensor) -> Tensor:
+    for index in range(layers):
+        weight = tensors.take(f"layers.{index}.dec_attn.{net}.weight")
         if len(weight) != heads * sum(sizes):
             raise ValueError(
                 f"dec_attn.{net} must have {heads * sum(sizes)} rows for {heads} heads of {head_dim}, got "
                 f"{len(weight)}: check --n_head"
             )
         parts = weight.unflatten(0, (heads, sum(sizes))).split(sizes, dim=1)
-        return torch.cat([part.flatten(0, 1) for part in parts])
-
-    return [Entry("self_attn.in_proj.weight", (f"dec_attn.{net}.weight",), unpack)]
+        yield f"{xl.ATTENTION.format(index)}in_proj.weight", torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def projections(tensors: Mapping[str, Tensor], attn_type: AttentionType) -> list[Entry]:
-    """FAVOR+'s matrix, if the state dict holds it; it is (d, m) there."""
-    if attn_type.feature_map != "favor" or "layers.0.dec_attn.proj_matrix" not in tensors:
-        return []
-    return [Entry("self_attn.feature_map.projection", ("dec_attn.proj_matrix",), partial(Tensor.t))]
-
-
-def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionType) -> list[str]:
+def notes_of(tensors: Tensors, options: Options, attn_type: AttentionType) -> list[str]:
     """Return notes for users of the converted model, one sentence each."""
     found = []
-    if attn_type.feature_map == "favor" and not projections(tensors, attn_type):
+    if attn_type.feature_map == "favor" and MATRIX.format(0) not in tensors:
         found.append(
             "the state dict lacks dec_attn.proj_matrix, which the public code does not save: random features are drawn "
             "again, so losses differ as between two draws"
@@ -206,4 +197,4 @@ def notes(tensors: Mapping[str, Tensor], options: Options, attn_type: AttentionT
     return found
 
 
-SOURCE = Source(OPTIONS, transformer_xl.read_state_dict, convert, given_words)
+SOURCE = Source(OPTIONS, xl.read_state_dict, convert, given_words)

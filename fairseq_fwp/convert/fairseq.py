@@ -1,0 +1,317 @@
+"""Checkpoints of fairseq's `transformer_lm` and `transformer`, and of `fwp_lm` and `fwp_transformer` with softmax.
+
+Among the language models are the WikiText-103 model of Baevski & Auli 2019 (arXiv 1809.10853), with adaptive input and
+softmax, and fairseq's GPT-2 and GPT-3 sizes. Checkpoints of earlier versions are read too. Settings that a checkpoint
+lacks have the defaults of fairseq's configuration. Logits stay the same.
+"""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from torch import Tensor
+
+from fairseq_fwp.convert.files import (
+    Conversion,
+    Option,
+    Options,
+    Source,
+    Tensors,
+    dictionary_words,
+    load,
+    read_dictionary,
+    whole_numbers,
+)
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
+from fairseq_fwp.modules.attention import SOFTMAX
+
+EXPORT = (
+    "export what is needed with: python -c \"import torch; s = torch.load('model.pt', 'cpu', weights_only=False); "
+    "torch.save({name: s.get(name) for name in ('args', 'cfg', 'model')}, 'exported.pt')\""
+)
+
+# Settings of fairseq that have no counterpart here.
+REFUSED = {
+    "character_embeddings": "its embeddings are made from characters",
+    "layernorm_embedding": "it normalises its embeddings",
+    "decoder_layers_to_keep": "its layers were pruned when it was loaded",
+    "base_layers": "it has BASE layers",
+    "scale_fc": "it normalises within the feed-forward block",
+    "scale_attn": "it normalises after attention",
+    "scale_heads": "its heads have scales",
+    "scale_resids": "its residual connections have scales",
+    "decoder_xformers_att_config": "its attention is of xFormers",
+}
+
+# fairseq saves these next to the weights: version numbers, and empty tensors that carry a dtype.
+MARKS = re.compile(r"(en|de)coder\.((adaptive_softmax\.)?version|.*\b_float_tensor)")
+
+# The weights of a language model; queries, keys and values are one tensor in the first versions, as here.
+NAMES = {
+    r"(decoder\.layers\.\d+\.self_attn\.in_proj)_": r"\1.",
+    r"(decoder\.layers\.\d+)\.layer_norms\.0\.": r"\1.self_attn_layer_norm.",
+    r"(decoder\.layers\.\d+)\.layer_norms\.[12]\.": r"\1.final_layer_norm.",
+    r"(decoder\.layers\.\d+\.(self_attn\.out_proj|self_attn_layer_norm|fc1|fc2|final_layer_norm)\.)": r"\1",
+    r"(decoder\.(layer_norm|embed_tokens)\.(weight|bias))": r"\1",
+    r"decoder\.embed_tokens\.embeddings\.(\d+)\.0\.": r"decoder.embed_tokens.tables.\1.",
+    r"decoder\.embed_tokens\.embeddings\.(\d+)\.1\.": r"decoder.embed_tokens.projections.\1.",
+    r"decoder\.adaptive_softmax\.head\.class_proj\.": "decoder.adaptive_softmax.clusters.",
+    r"decoder\.(output_projection\.weight|embed_out)$": "decoder.adaptive_softmax.words.weight",
+}
+
+# Settings of the task that a language model reads.
+OF_TASK = ("tokens_per_sample", "max_target_positions", "add_bos_token")
+# The languages of translation.
+LANGUAGES = ("source_lang", "target_lang")
+
+
+def read_checkpoint(path: Path, *models: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights of a checkpoint of one of these models, and the saved settings of its model and task.
+
+    Raises ValueError for any other file.
+    """
+    state = load(path, EXPORT)
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without a model")
+    if not all(isinstance(weight, Tensor) for weight in state["model"].values()):
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a model with objects that are not tensors")
+    settings, cfg = state.get("args"), state.get("cfg")
+    if isinstance(settings, Namespace):
+        settings = vars(settings)
+    elif isinstance(cfg, dict) and isinstance(of_model := cfg.get("model"), dict | Namespace):
+        settings = {**(cfg.get("task") or {}), **(vars(of_model) if isinstance(of_model, Namespace) else of_model)}
+    else:
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without the settings of its model")
+    name = str(settings.get("arch") or settings.get("_name"))
+    if ARCH_MODEL_NAME_REGISTRY.get(name, name) not in models:
+        raise ValueError(
+            f"the architecture in {path} must be {' or '.join(models)}, got {name!r}: choose another --source"
+        )
+    known = {key: value for key, value in settings.items() if value is not None}
+    return state["model"], {**known, "arch": name}
+
+
+def fill_in(settings: dict[str, Any], defaults: Any) -> dict[str, Any]:
+    """Return the settings, with defaults for missing ones."""
+    known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")}
+    return {**known, **settings}
+
+
+def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights without what fairseq saves next to them."""
+    return {name: tensor for name, tensor in tensors.items() if not MARKS.fullmatch(name)}
+
+
+def check_vocabulary(
+    tensors: Mapping[str, Tensor],
+    words: int,
+    side: str = "decoder",
+    said: str = "the dictionary",
+    asked: str = "the dict.txt of its training",
+) -> None:
+    """Check that the embeddings, if any, have a row for each word and each of fairseq's special symbols.
+
+    side: encoder or decoder; said, asked: words for the dictionary, and for what to give instead. Raises ValueError
+    otherwise.
+    """
+    pattern = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
+    tables = [name for name in tensors if re.fullmatch(pattern, name)]
+    found, expected = sum(len(tensors[name]) for name in tables), words + len(Dictionary())
+    if tables and found != expected:
+        raise ValueError(
+            f"{said} must have the {found} words of the checkpoint, got {expected} (with fairseq's special symbols): "
+            f"give {asked} with --vocabulary"
+        )
+
+
+def read_lm(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and the settings of fairseq's language model. Raises ValueError for any other file."""
+    tensors, settings = read_checkpoint(path, "transformer_lm")
+    return tensors, fill_in(settings, TransformerLanguageModelConfig())
+
+
+def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    """The converted model, see `Source`."""
+    for name, reason in REFUSED.items():
+        if options.get(name):
+            raise ValueError(f"--{name.replace('_', '-')} cannot be converted: {reason}")
+    for name in ("decoder_input_dim", "decoder_output_dim"):
+        if options.get(name) != options.get("decoder_embed_dim"):
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be {options.get('decoder_embed_dim')}, as --decoder-embed-dim, got "
+                f"{options.get(name)}: embeddings with a projection cannot be converted"
+            )
+    check_vocabulary(tensors, len(words))
+    rest, version = Tensors(without_marks(tensors)), tensors.get("decoder.version", torch.ones(1))
+    output = adaptive_flags if options.get("adaptive_softmax_cutoff") is not None else plain_flags
+    flags = {**common_flags(options, float(version[0])), **output(rest, options, len(words))}
+    weights: dict[str, Tensor] = {}
+    for layer in (f"decoder.layers.{index}.self_attn" for index in range(options["decoder_layers"])):
+        for part in ("weight", "bias"):
+            if f"{layer}.in_proj_{part}" not in rest:
+                of_each = [rest.take(f"{layer}.{letter}_proj.{part}") for letter in "qkv"]
+                weights[f"{layer}.in_proj.{part}"] = torch.cat(of_each)
+    if "decoder.embed_positions.weight" in rest:  # the table begins with unused rows, up to the row of padding
+        table = rest.take("decoder.embed_positions.weight")
+        weights["decoder.embed_positions.table.weight"] = table[Dictionary().pad() + 1 :]
+    left_out = [name for name in ("decoder_layerdrop", "quant_noise_pq", "quant_noise_scalar") if options.get(name)]
+    notes = [f"--{name.replace('_', '-')}, which the model was trained with, is left out" for name in left_out]
+    return Conversion("fwp_lm", flags, {**weights, **rest.rename(NAMES)}, words, notes)
+
+
+def common_flags(options: Options, version: float) -> dict[str, Any]:
+    """Return sizes, dropouts, positions and length of a sample. version: of the decoder."""
+    same = ("decoder_layers", "decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_attention_heads", "dropout")
+    switches = ("no_token_positional_embeddings", "decoder_learned_pos", "no_scale_embedding", "add_bos_token")
+    before = bool(options.get("decoder_normalize_before"))
+    # With checkpoints of its first versions, fairseq does not normalise after the last layer.
+    no_final_norm = bool(options.get("no_decoder_final_norm")) or version <= 2
+    return {
+        **{name: options.get(name) for name in (*same, "attention_dropout", "max_target_positions")},
+        **{name: bool(options.get(name)) for name in switches},
+        "activation_dropout": options.get("activation_dropout") or options.get("relu_dropout", 0.0),
+        "activation_fn": str(getattr(options.get("activation_fn"), "value", options.get("activation_fn"))),
+        "decoder_update_rule": SOFTMAX,
+        "attention_bias": True,
+        "decoder_normalize_before": before,
+        "no_decoder_final_norm": before and no_final_norm,
+        "tokens_per_sample": options.get("tokens_per_sample", 1024),
+    }
+
+
+def plain_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any]:
+    """Return the flags of word embeddings and a softmax over all words. Takes the output if it is the embeddings."""
+    if options.get("adaptive_input"):
+        raise ValueError(
+            "--adaptive-input without --adaptive-softmax-cutoff cannot be converted: fwp_lm has an adaptive input only "
+            "with an adaptive softmax"
+        )
+    if not options.get("share_decoder_input_output_embed"):
+        return {"output_layer": "untied"}
+    for name in {"decoder.output_projection.weight", "decoder.embed_out"} & tensors.keys():
+        own = "a checkpoint with --share-decoder-input-output-embed but an output of its own"
+        tensors.take_equal(name, tensors["decoder.embed_tokens.weight"], own)
+    return {"output_layer": "tied"}
+
+
+def adaptive_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any]:
+    """Return the flags of an adaptive input and the softmax tied to it. Takes what the softmax shares with the input.
+
+    Raises ValueError for any other adaptive softmax.
+    """
+    for name in ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj"):
+        if not options.get(name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be on to convert an adaptive softmax, got off: in fwp_lm the output "
+                "uses the word vectors and projections of the input"
+            )
+    factor = float(options["adaptive_input_factor"])
+    if factor != int(factor) or factor < 2:
+        raise ValueError(f"--adaptive-input-factor must be a whole number of at least 2, got {factor:g}")
+    # The last cutoff may be the number of all words.
+    given = whole_numbers("--adaptive-softmax-cutoff", options["adaptive_softmax_cutoff"])
+    cutoffs = [cutoff for cutoff in given if cutoff < words + len(Dictionary())]
+    own, table = "an adaptive softmax of its own", "decoder.embed_tokens.embeddings.{}.{}.weight"
+    tensors.take_equal("decoder.adaptive_softmax.head.word_proj.weight", tensors[table.format(0, 0)], own)
+    for index in range(len(cutoffs)):
+        for part, tied in ((0, 1), (2, 0)):
+            name = f"decoder.adaptive_softmax.tail.{index}.{part}.weight"
+            tensors.take_equal(name, tensors[table.format(index + 1, tied)], own)
+    return {
+        "output_layer": "tied",
+        "adaptive_softmax_cutoff": ",".join(map(str, cutoffs)),
+        "div_val": int(factor),
+        "adaptive_softmax_dropout": options.get("adaptive_softmax_dropout", 0.0),
+    }
+
+
+def read_fwp_lm(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and the settings of `fwp_lm`. Raises ValueError for any other file."""
+    tensors, settings = read_checkpoint(path, "fwp_lm")
+    return tensors, fill_in(settings, FwpLanguageModelConfig())
+
+
+def keep_fwp_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
+    """The same model, see `Source`."""
+    known = {name: value for name, value in asdict(FwpLanguageModelConfig()).items() if name not in OF_TASK}
+    settings = {name: getattr(value, "value", value) for name in known if (value := options.get(name)) is not None}
+    flags = {name: value for name, value in settings.items() if value != known[name] and not name.startswith("_")}
+    flags |= {name: options.get(name) for name in OF_TASK}
+    return Conversion("fwp_lm", flags, dict(tensors), words, [])
+
+
+def read_translation(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and the settings of a translation model. Raises ValueError for any other file."""
+    return read_checkpoint(path, "transformer", "fwp_transformer")
+
+
+def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
+    """The words of every language that has a dict.LANGUAGE.txt in the given folder, or else next to the checkpoint."""
+    folder = given or checkpoint.parent
+    found = {path.name.split(".")[1]: read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
+    if not found:
+        raise ValueError(
+            f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training data with --vocabulary"
+        )
+    return found
+
+
+def keep_translation(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options: Options) -> Conversion:
+    """The same model as `fwp_transformer`, see `Source`: the parameters have the same names."""
+    languages: list[Any] = [options.get(name) for name in LANGUAGES]
+    for name, language in zip(LANGUAGES, languages, strict=True):
+        if language is None:
+            raise ValueError(f"the checkpoint does not name its languages: give --{name}, one of {', '.join(words)}")
+        if language not in words:
+            raise ValueError(f"dict.{language}.txt is missing: give the folder that holds it with --vocabulary")
+    for side, language in zip(("encoder", "decoder"), languages, strict=True):
+        of_training = "the folder of its training's data"
+        check_vocabulary(tensors, len(words[language]), side, f"dict.{language}.txt", of_training)
+    settings = FwpTransformerModel.complete(FwpTransformerModel.adopt(options))
+    if linear_attentions(Namespace(**settings)):
+        raise ValueError(
+            "all attentions of the model must be softmax to be converted, got linear attention in some places"
+        )
+    flags = {name: plain(value) for name, value in needed_flags(settings).items()}
+    of_languages = {language: words[language] for language in languages}
+    return Conversion("fwp_transformer", flags, without_marks(tensors), of_languages, [])
+
+
+def needed_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that give these settings. Raises ValueError for one that has no flag of fairseq-train."""
+    parser = ArgumentParser()
+    FwpTransformerModel.add_args(parser)
+    known = vars(parser.parse_args([]))
+    flags: dict[str, Any] = {}
+    for _ in range(2):  # options set others: the decoder's sizes default to the encoder's
+        built = FwpTransformerModel.complete(flags)
+        flags |= {name: value for name, value in settings.items() if value != built[name] and name in known}
+    built = FwpTransformerModel.complete(flags)
+    if lost := [name for name, value in settings.items() if value != built[name]]:
+        raise ValueError(f"the checkpoint's {', '.join(lost)} cannot be converted: fairseq-train has no flag for it")
+    return flags
+
+
+def plain(value: Any) -> Any:
+    """Return an option as on the command line: an enumeration as its word, a list with commas."""
+    value = getattr(value, "value", value)
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+LM = Source({}, read_lm, convert_lm, dictionary_words)
+FWP_LM = Source({}, read_fwp_lm, keep_fwp_lm, dictionary_words)
+TRANSLATION = Source(
+    {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
+    read_translation,
+    keep_translation,
+    words_of_languages,
+    "fwp_transformer",
+)

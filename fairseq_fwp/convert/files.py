@@ -1,0 +1,407 @@
+"""Every conversion: a source's options, tensors and words become a checkpoint, dictionaries and flags of fairseq."""
+
+import os
+import pickle
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import reduce
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_REGISTRY
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fairseq_fwp.patches.checkpoints import KEY, fingerprints
+
+# The seed of everything that is drawn: repeated conversions give the same model.
+SEED = 1
+
+CHECKPOINT, DICTIONARY, FLAGS = "checkpoint.pt", "dict.txt", "flags.txt"
+
+# Names for the end of a line and for unknown words; the first one in a vocabulary counts. <S> and <UNK> are LM1B's.
+END_OF_LINE = ("</s>", "<eos>", "<S>")
+UNKNOWN = ("<unk>", "<UNK>")
+
+# Words of a language model, or of each language in translation.
+Words = list[str] | dict[str, list[str]]
+
+
+class Option(NamedTuple):
+    """An option of the source's training script: its type (bool: a flag) and its help text."""
+
+    type: Callable[[str], Any]
+    help: str
+
+
+class Conversion(NamedTuple):
+    """A converted checkpoint.
+
+    flags: of `fairseq-train`, by field of the configuration; weights: by the names of our model;
+    words: of the dictionary, after fairseq's special symbols; of translation by language, the source language first;
+    notes: sentences for users of the model.
+    """
+
+    arch: str
+    flags: dict[str, Any]
+    weights: dict[str, Tensor]
+    words: Words
+    notes: list[str]
+
+
+class Source(NamedTuple):
+    """One kind of checkpoint.
+
+    options: by their names in the training script.
+    read: path -> tensors, and the options saved with them.
+    convert: (tensors, words, options) -> `Conversion`; it raises ValueError that names what cannot be represented.
+    words: (path, given) -> the vocabulary, from the given file or else from files next to the checkpoint.
+    arch: the model whose attention can be converted.
+    """
+
+    options: dict[str, Option]
+    read: Callable[[Path], tuple[Mapping[str, Tensor], dict[str, Any]]]
+    convert: Callable[[Mapping[str, Tensor], Any, "Options"], Conversion]
+    words: Callable[[Path, Path | None], Words]
+    arch: str = "fwp_lm"
+
+
+class Options(dict[str, Any]):
+    """The known options of a conversion: given on the command line, or else saved with the checkpoint."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({name: value for name, value in values.items() if value is not None})
+
+    def need(self, name: str) -> Any:
+        """The option's value. Raises ValueError if it is neither given nor saved."""
+        if name not in self:
+            raise ValueError(
+                f"--{name} must be given, as in training: neither the state dict nor a log.txt next to it has it"
+            )
+        return self[name]
+
+
+class Tensors(dict[str, Tensor]):
+    """The tensors of a source that have no place in our model yet: each is taken once.
+
+    Errors of missing, unknown and quantised tensors are ValueErrors that name them.
+    """
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(f"the state dict does not fit a model with these options: it lacks {name}; check the options")
+
+    def take(self, name: str) -> Tensor:
+        """Remove a tensor and return it."""
+        tensor = self[name]
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating-point, got {tensor.dtype}: quantised weights cannot be converted"
+            )
+        del self[name]
+        return tensor
+
+    def numbered(self, name: str) -> list[str]:
+        """Return the names that have numbers from 0 on in the braces of `name`, such as tables.{}.weight."""
+        return list(takewhile(self.__contains__, map(name.format, count())))
+
+    def take_numbered(self, name: str) -> list[Tensor]:
+        """Take all tensors of a name with numbers, see `numbered`; at least the first must be there."""
+        return [self.take(found) for found in self.numbered(name) or [name.format(0)]]
+
+    def take_equal(self, name: str, expected: Tensor, option: str) -> None:
+        """Take a tensor that is one parameter here with another. Raises ValueError about `option` if they differ."""
+        if not torch.equal(self.take(name), expected):
+            raise ValueError(
+                f"{option} cannot be converted: after conversion input and output share one tensor, but the checkpoint "
+                "has two that differ"
+            )
+
+    def rename(self, table: Mapping[str, str]) -> dict[str, Tensor]:
+        """Take all tensors, each by our name. table: patterns of how their names begin -> how ours begin."""
+        renamed = {}
+        for name in list(self):
+            for theirs, ours in table.items():
+                if re.match(theirs, name):
+                    renamed[re.sub(f"^{theirs}", ours, name)] = self.take(name)
+                    break
+        if self:
+            raise ValueError(
+                f"the state dict does not fit a model with these options: it has also {', '.join(sorted(self))}; check "
+                "the options"
+            )
+        return renamed
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary in fairseq's order, with the same probabilities.
+
+    words: without fairseq's special symbols; rows: of each symbol and word in the source, or -1. Symbols without a
+    counterpart have an embedding of zero and a bias of minus infinity, which the output layer reads as a mask. An
+    adaptive softmax keeps its clusters; the first one holds these symbols, and grows by their number.
+    """
+
+    words: list[str]
+    rows: Tensor
+
+    @property
+    def added(self) -> int:
+        """The number of symbols that the source does not have."""
+        return int((self.rows < 0).sum())
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for evaluating the model, a sentence each."""
+        if self.rows[Dictionary().eos()] >= 0:
+            return []
+        return [
+            f"the vocabulary has no symbol for the end of a line ({', '.join(END_OF_LINE)}), which fairseq-preprocess "
+            "adds to every line: the model gives it probability 0, and a loss that counts it is infinite"
+        ]
+
+    def place(self, tensor: Tensor, fill: float) -> Tensor:
+        """Return a tensor whose rows are words of the source, or of its first cluster, in our order; new rows: fill."""
+        rows = self.rows[: len(tensor) + self.added]
+        placed = tensor.new_full((len(rows), *tensor.shape[1:]), fill)
+        placed[rows >= 0] = tensor[rows[rows >= 0]]
+        return placed
+
+    def cutoffs(self, cutoffs: list[int]) -> list[int]:
+        """The cutoffs of the same clusters. Raises ValueError if a special symbol is not in the first cluster."""
+        last = int(self.rows[: len(self.rows) - len(self.words)].max())
+        if cutoffs and last >= cutoffs[0]:
+            raise ValueError(
+                f"the words for the end of a line and for unknown words must be among the first {cutoffs[0]} words, "
+                f"the first cluster of the adaptive softmax, got one as word {last + 1}: give the vocabulary in the "
+                "order of the training"
+            )
+        return [cutoff + self.added for cutoff in cutoffs]
+
+
+def arrange(words: list[str]) -> Vocabulary:
+    """Return the vocabulary of words in the source's order: the words for </s> and <unk> take fairseq's places.
+
+    Raises ValueError for repeated or reserved words.
+    """
+    specials = Dictionary()
+    numbers = {word: number for number, word in enumerate(words)}
+    if len(numbers) < len(words):
+        twice = next(word for number, word in enumerate(words) if numbers[word] != number)
+        raise ValueError(f"the vocabulary must hold each word once, got {twice!r} twice")
+    rows = [-1] * len(specials)
+    for index, names in ((specials.eos(), END_OF_LINE), (specials.unk(), UNKNOWN)):
+        rows[index] = next((numbers[name] for name in names if name in numbers), -1)
+    rest = [word for number, word in enumerate(words) if number not in rows]
+    for word in rest:
+        if word in specials:
+            raise ValueError(f"the vocabulary must not hold {word!r}, which fairseq reserves: rename it")
+    return Vocabulary(rest, torch.tensor(rows + [numbers[word] for word in rest]))
+
+
+def given_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """Return the words of a checkpoint that does not hold them: the first word of each line of the given file."""
+    if given is None:
+        raise ValueError(f"--vocabulary must be given: {checkpoint} does not hold its words")
+    try:
+        lines = given.read_bytes().decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the vocabulary {given} cannot be read: {error}") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise ValueError(f"line {number} of the vocabulary {given} must hold a word, got an empty line")
+    return [line.split()[0] for line in lines]
+
+
+def dictionary_words(checkpoint: Path, given: Path | None) -> list[str]:
+    """Return the words of a checkpoint of fairseq: from the given dict.txt, or else from the one next to it."""
+    path = given or checkpoint.parent / DICTIONARY
+    if given is None and not path.exists():
+        raise ValueError(f"{path} does not exist: give the dict.txt of the training with --vocabulary")
+    return read_dictionary(path)
+
+
+def read_dictionary(path: Path) -> list[str]:
+    """Return the words of fairseq's dict.txt, without its specials. Raises ValueError for any other file."""
+    try:
+        dictionary = Dictionary.load(str(path))
+    except Exception as error:  # fairseq raises a plain Exception for another encoding
+        raise ValueError(f"the dictionary {path} cannot be read: {' '.join(str(error).split())}") from error
+    words: list[str] = dictionary.symbols[dictionary.nspecial :]
+    return words
+
+
+def whole_numbers(option: str, text: Any) -> list[int]:
+    """Return the comma-separated numbers of an option. Raises ValueError for other text."""
+    try:
+        return [int(number) for number in str(text).split(",")]
+    except ValueError:
+        raise ValueError(f"{option} must be whole numbers such as 20000,40000, got {text!r}") from None
+
+
+def load(path: Path, export: str) -> Any:
+    """Load what torch.save wrote into a file, with the loader that patches/checkpoints.py has made safe.
+
+    Raises ValueError unless it holds plain data; `export` tells the user what to do.
+    """
+    try:
+        return torch.load(path, map_location="cpu")
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
+            raise ValueError(
+                f"{path} holds pickled objects, which could run any code, next to its weights: {export}"
+            ) from error
+        raise ValueError(f"{path} must be a complete checkpoint, got a truncated or different file") from error
+
+
+def write(conversion: Conversion, out: Path) -> None:
+    """Write checkpoint.pt, flags.txt and dict.txt (of translation dict.LANGUAGE.txt) into `out`, or nothing.
+
+    Raises ValueError if the folder exists and is not empty, or if the weights do not fit the model of the flags.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        found = "holds files" if out.is_dir() else "is a file"
+        raise ValueError(f"--out must be a new or empty folder, got {out}, which {found}")
+    flags, task = command_line(conversion), make_task(conversion)
+    cfg = configure(flags, out)
+    model = build(conversion, cfg.model, task)
+    unfinished = out.with_name(f".{out.name}-{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        torch.save(checkpoint(cfg, model, task), unfinished / CHECKPOINT)
+        for name, words in vocabularies(conversion).items():
+            make_dictionary(words).save(str(unfinished / name))
+        (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
+        os.replace(unfinished, out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def command_line(conversion: Conversion) -> list[str]:
+    """Return the flags of `fairseq-train` that make this model."""
+    languages = [*conversion.words] if isinstance(conversion.words, dict) else []
+    # Among fairseq's criteria for words, only this one never needs the logits of all words at once. It needs the
+    # backend legacy_ddp.
+    task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
+    if languages:
+        task = ["translation", "--source-lang", languages[0], "--target-lang", languages[-1]]
+        criterion = ["cross_entropy"]  # without options: another criterion would not know them
+    found = ["--task", *task, "--arch", conversion.arch]
+    for name, value in conversion.flags.items():
+        if value is not None and value is not False:
+            found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return [*found, "--criterion", *criterion]
+
+
+def configure(flags: list[str], data: Path) -> Any:
+    """Return the configuration that `fairseq-train` builds from the flags and a data folder.
+
+    Raises ValueError where it refuses them.
+    """
+    parser = options.get_training_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"fairseq-train refuses the settings of the checkpoint: {message}")
+
+    parser.error = refuse  # instead of printing the usage and ending the process
+    args = options.parse_args_and_arch(parser, [str(data.absolute()), *flags])
+    return convert_namespace_to_omegaconf(args)
+
+
+def vocabularies(conversion: Conversion) -> dict[str, list[str]]:
+    """Return the words of each dictionary, by the name of its file; the source's first."""
+    if isinstance(conversion.words, dict):
+        return {f"dict.{language}.txt": words for language, words in conversion.words.items()}
+    return {DICTIONARY: conversion.words}
+
+
+def make_task(conversion: Conversion) -> Namespace:
+    """Return the dictionaries as a task for the constructor of a model."""
+    source, *_, target = map(make_dictionary, [*vocabularies(conversion).values()] * 2)
+    return Namespace(source_dictionary=source, target_dictionary=target)
+
+
+def make_dictionary(words: list[str]) -> Dictionary:
+    """Return fairseq's dictionary of these words. Their counts are unknown and set to 1."""
+    dictionary = Dictionary()
+    for word in words:
+        dictionary.add_symbol(word)
+    return dictionary
+
+
+def build_empty(conversion: Conversion) -> Any:
+    """Return the model of the flags with its initial weights."""
+    cfg = configure(command_line(conversion), Path())
+    return ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg.model, make_task(conversion))
+
+
+def build(conversion: Conversion, cfg: Any, task: Namespace) -> nn.Module:
+    """Build the model of a configuration with the weights. The model takes the widest of their dtypes.
+
+    Raises ValueError if they do not fit.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model: nn.Module = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task)
+    weights = conversion.weights
+    check_fit(model, weights)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    model.to(reduce(torch.promote_types, {weights[name].dtype for name in weights.keys() & parameters.keys()}))
+    with torch.no_grad():
+        for name in weights.keys() & parameters.keys():
+            parameters[name].copy_(weights[name])
+    # A shared parameter now has the same value under all its names. Loading also masks absent words.
+    model.load_state_dict({**model.state_dict(), **{name: weights[name] for name in weights.keys() & buffers.keys()}})
+    return model
+
+
+def check(conversion: Conversion) -> None:
+    """Check that the weights fit the model of the flags, built on the meta device; raise ValueError otherwise."""
+    with torch.device("meta"):
+        model = build_empty(conversion)
+    check_fit(model, conversion.weights)
+
+
+def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Check that the weights fit the model.
+
+    Raises ValueError naming weights that are missing, too many, of another shape or integers.
+    """
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    known = parameters | buffers
+    # A parameter that modules share has several names: one of them is enough.
+    given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
+    faults = [f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in given]
+    for name, weight in weights.items():
+        if name not in known:
+            faults.append(f"{name} is not a weight of this model")
+        elif known[name].shape != weight.shape:
+            faults.append(f"{name} must be {tuple(known[name].shape)}, got {tuple(weight.shape)}")
+        elif name in parameters and not weight.is_floating_point():
+            faults.append(f"{name} must be floating-point, got {weight.dtype}")
+    if faults:
+        raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")
+
+
+def checkpoint(cfg: Any, model: nn.Module, task: Namespace) -> dict[str, Any]:
+    """Return the checkpoint that fairseq would save before the first update."""
+    known = {KEY: fingerprints(task)}
+    return {
+        "args": None,
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "model": model.state_dict(),
+        "criterion": None,
+        "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
+        "task_state": known,
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **known},
+        "last_optimizer_state": None,
+    }

@@ -1,0 +1,526 @@
+"""Replace softmax attention by another attention: Mao 2022, arXiv 2210.04243; in translation Kasai et al. 2021 (T2R).
+
+The new attention is what the target model's own options say. Queries, keys, values and output keep their pretrained
+projections as far as it has them; gates and the learned map start from their initial values. docs/conversion.md has the
+reasons. The model then needs fine-tuning. D: embedding dimension, H: heads, d = D / H, m: features of a head.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from fairseq.data import Dictionary
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fairseq_fwp.convert.files import SEED, Conversion, build, build_empty, make_task
+from fairseq_fwp.evaluation.scoring import kl_divergence
+from fairseq_fwp.models.attention_options import AttentionOptions, attention_name, build_attention, flag
+from fairseq_fwp.models.decoder import initialize
+from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig, layer_attentions
+from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
+from fairseq_fwp.models.translation_layers import CausalAttention
+from fairseq_fwp.modules.attention import SOFTMAX, LinearAttention
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+from fairseq_fwp.modules.layers import look_up
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+logger = logging.getLogger(__name__)
+
+# Mao 2022, footnote 3: a write strength of about 0.007, which is sigmoid(-5).
+WRITE_STRENGTH_BIAS = -5.0
+
+# Mao 2022, footnote 4.
+SUM_VALUE_SCALE = 1 / 512
+
+# Scale of scores of either sign; the paper does not give one.
+SCORE_SCALE = 0.1
+
+# Tokens that heads of gated_delta and kda remember, evenly spaced in the logarithm: recipes/decay_finetune/RESULTS.md.
+SPANS = (16, 512)
+
+BY_DIVERGENCE = "kl:"
+
+# The options that may change, by model.
+ATTENTION_OPTIONS = {
+    "fwp_lm": [*(field.name for field in fields(AttentionOptions)), "attention_window", "decoder_attention_heads"],
+    "fwp_transformer": [field.name for field in fields(FastWeightOptions)],
+}
+# The options of a new causal attention, unless they are given.
+DEFAULTS = {
+    "decoder_feature_map": "identity",
+    "sum_normalization": False,
+    "attention_normalization": False,
+    "attention_normalization_read_out_only": False,
+}
+
+# Projections of queries and keys (H m, D + 1) and of values (D, D + 1); the last column is the bias.
+Projections = tuple[Tensor, Tensor, Tensor]
+
+# The weights of softmax attention.
+PARTS = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
+
+
+class Method(NamedTuple):
+    """The options of a conversion that are not options of the new attention.
+
+    state_size: m, None = the map's own size for heads of d.
+    decay_spans: for the rule decay, the longest initial memory in tokens, None = the paper's uniform gates.
+    keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose conversion costs most.
+    kl_text: a file of words of the dictionary, on which kl:N measures.
+    """
+
+    state_size: int | None = None
+    decay_spans: int | None = None
+    keep_softmax_layers: str | None = None
+    kl_text: Path | None = None
+
+
+def check_options(arch: str, given: Mapping[str, Any], method: Method) -> None:
+    """Check the options of a new attention, by field, before a checkpoint is read; raise ValueError otherwise."""
+    if others := [name for name in given if name not in ATTENTION_OPTIONS[arch]]:
+        raise ValueError(f"{flag(others[0])} must be left out: only options of attention can change")
+    rule = given.get("decoder_update_rule")
+    if arch == "fwp_transformer":
+        check_translation(given, method)
+    elif rule is None:
+        raise ValueError("--decoder-update-rule must be given with options of a new attention, such as --state-size")
+    elif rule == SOFTMAX:
+        if given.keys() != {"decoder_update_rule", "attention_window"} or method != Method():
+            raise ValueError(
+                "--decoder-update-rule softmax must be given with --attention-window and no other option of the new "
+                "attention: to keep softmax as it is, leave out all of them"
+            )
+    elif "attention_window" in given:
+        raise ValueError(
+            "--attention-window must be left out unless --decoder-update-rule is softmax: fast weights have no window"
+        )
+    else:
+        look_up("update rule", rule, UPDATE_RULES, "softmax or ")
+        check_method({**DEFAULTS, **given}, method)
+
+
+def check_method(options: Mapping[str, Any], method: Method) -> None:
+    """Check the options of a conversion to fast weights in a language model; raise ValueError otherwise."""
+    if method.decay_spans is not None:
+        if (options["decoder_update_rule"], options["decoder_feature_map"]) != ("decay", "identity"):
+            raise ValueError(
+                "--decay-spans must be left out unless --decoder-update-rule is decay and --decoder-feature-map is "
+                "identity (the default)"
+            )
+        if method.decay_spans < 1:
+            raise ValueError(f"--decay-spans must be at least 1 token, got {method.decay_spans}")
+    kept = method.keep_softmax_layers
+    if kept == "":
+        raise ValueError(
+            "--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing: leave it out for none"
+        )
+    if kept and "decoder_attention_heads" in options:
+        raise ValueError("--decoder-attention-heads must be left out with --keep-softmax-layers: it changes all layers")
+    by_divergence = (kept or "").startswith(BY_DIVERGENCE)
+    if method.kl_text is None and by_divergence:
+        raise ValueError(f"--kl-text FILE must be given with --keep-softmax-layers {kept}")
+    if method.kl_text is not None and not by_divergence:
+        raise ValueError("--kl-text must be left out without --keep-softmax-layers kl:N")
+
+
+def check_translation(given: Mapping[str, Any], method: Method) -> None:
+    """Check the options of a conversion of a translation model; raise ValueError otherwise."""
+    for name in ("decay_spans", "keep_softmax_layers", "kl_text"):
+        if getattr(method, name) is not None:
+            raise ValueError(f"{flag(name)} must be left out for translation: only language models have it")
+    of_maps = ("encoder_feature_map", "cross_feature_map")
+    if all(given.get(place, SOFTMAX) == SOFTMAX for place in (*of_maps, "decoder_update_rule")):
+        raise ValueError(
+            "one of --encoder-feature-map, --cross-feature-map and --decoder-update-rule must be other than softmax, "
+            "got none: name one, or leave out all options of a new attention"
+        )
+    if given.get("decoder_update_rule", SOFTMAX) == SOFTMAX:
+        for name in given.keys() - {*of_maps, "decoder_update_rule"}:
+            if name.split("_")[0] not in FEATURE_MAPS:  # such as dpfp_nu, which the other attentions use too
+                raise ValueError(
+                    f"--decoder-update-rule must be given with {flag(name)}, which changes the decoder's self-attention"
+                )
+
+
+def linearize(conversion: Conversion, given: Mapping[str, Any], method: Method) -> Conversion:
+    """Return the conversion with the new attention, given by its options. Raises ValueError if that is impossible."""
+    check_options(conversion.arch if conversion.arch in ATTENTION_OPTIONS else "fwp_lm", given, method)
+    if conversion.arch == "fwp_transformer":
+        return linearize_translation(conversion, given, method)
+    if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) != SOFTMAX:
+        raise ValueError(
+            "the model to convert must have softmax attention over all past tokens, got a model without it"
+        )
+    if given["decoder_update_rule"] == SOFTMAX:
+        return conversion._replace(flags={**conversion.flags, **given})
+    kept = method.keep_softmax_layers or ""
+    if kept.startswith(BY_DIVERGENCE):
+        return linearize_by_divergence(conversion, given, method)
+    return linearize_layers(conversion, given, method, kept)
+
+
+def linearize_by_divergence(conversion: Conversion, given: Mapping[str, Any], method: Method) -> Conversion:
+    """Convert all layers except those where conversion costs most; the costs are in the notes."""
+    converted = linearize_layers(conversion, given, method)
+    count = read_count(method.keep_softmax_layers or "", configure(conversion.flags).decoder_layers)
+    dictionary = make_task(conversion).target_dictionary
+    blocks = read_blocks(method.kl_text or Path(), dictionary, conversion.flags.get("tokens_per_sample") or 1024)
+    found = costs(build_whole(conversion), build_whole(converted), blocks)
+    kept = sorted(sorted(range(len(found)), key=lambda index: -found[index])[:count])
+    hybrid = linearize_layers(conversion, given, method, ",".join(map(str, kept)))
+    note = f"divergence when only this layer is converted, in nats per token: {shown(found)}"
+    return hybrid._replace(notes=[*hybrid.notes, note])
+
+
+def linearize_layers(conversion: Conversion, given: Mapping[str, Any], method: Method, kept: str = "") -> Conversion:
+    """Return the conversion with the new attention in all layers except `kept`, such as "0,3"."""
+    source, options = configure(conversion.flags), {**DEFAULTS, **given}
+    initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
+    flags = {
+        **conversion.flags,
+        **DEFAULTS,
+        "attention_dropout": source.attention_dropout if kept else 0.0,
+        "attention_bias": conversion.flags.get("attention_bias", False) or initialisation.bias,
+        **size_flags(options["decoder_feature_map"], method.state_size),
+        **given,
+        **({"softmax_layers": kept} if kept else {}),
+    }
+    cfg = configure(flags)
+    weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
+    with torch.random.fork_rng(devices=[]):
+        for index, kind in enumerate(attentions_of_layers(cfg)):
+            torch.manual_seed(SEED + index)  # a layer's start does not depend on which others are converted
+            prefix = f"decoder.layers.{index}.self_attn."
+            softmax = {name: conversion.weights.get(prefix + name) for name in PARTS}
+            if kind == SOFTMAX:
+                attention = same_attention(cfg, softmax)
+            else:
+                attention = build_attention(FwpLanguageModelConfig, cfg)
+                attention.apply(initialize)
+                q, k, v = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"]).chunk(3)
+                convert_attention(attention, (q, k, v), softmax, source.decoder_attention_heads, initialisation)
+                check_size(attention, cfg.decoder_feature_map, method.state_size)
+            weights |= {prefix + name: tensor for name, tensor in attention.state_dict().items()}
+    return conversion._replace(flags=flags, weights=weights)
+
+
+def linearize_translation(conversion: Conversion, given: Mapping[str, Any], method: Method) -> Conversion:
+    """Return the conversion with the new attentions of encoder, decoder and source that are given."""
+    given = {name: value for name, value in given.items() if value != SOFTMAX}
+    options = {**DEFAULTS, **given} if "decoder_update_rule" in given else given
+    maps = {place: name for place, name in options.items() if place.endswith("_feature_map")}
+    flags = {
+        **conversion.flags,
+        **options,
+        "attention_bias": True,
+        # The map then has the factor 1 / sqrt(d), its root on queries and on keys: equal sizes give the least variance.
+        "favor_softmax_scale": "favor" in maps.values(),
+    }
+    sizes = FwpTransformerModel.complete(dict(conversion.flags))
+    for place, name in maps.items():
+        side = "encoder" if place == "encoder_feature_map" else "decoder"
+        head_dim = sizes[f"{side}_embed_dim"] // sizes[f"{side}_attention_heads"]
+        flags |= size_flags(name, method.state_size, head_dim)
+    converted = conversion._replace(flags=flags)
+    initialisation = rule_initialisation(given.get("decoder_update_rule", SOFTMAX))
+    weights = dict(conversion.weights)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        for prefix, module in build_empty(converted).named_modules():
+            if isinstance(module, LinearAttention | CausalAttention):
+                of_softmax = [name for name in weights if name.startswith(f"{prefix}.")]
+                softmax = {name.removeprefix(f"{prefix}."): weights.pop(name) for name in of_softmax}
+                fill_translation(module, softmax, initialisation)
+                attention = module.attention if isinstance(module, CausalAttention) else module
+                place = "cross" if prefix.endswith("encoder_attn") else prefix.split(".")[0]
+                check_size(attention, maps[f"{place}_feature_map"], method.state_size)
+                weights |= {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
+    return converted._replace(weights=weights)
+
+
+def size_flags(feature_map: str, size: int | None, head_dim: int | None = None) -> dict[str, int]:
+    """Return the options that give a map this many features, None = its own number.
+
+    head_dim: of translation, whose keys keep their size. In language models the size of keys changes.
+    """
+    if size is None:
+        return {}
+    own = {"relu": {"relu_features": size}, "favor": {"favor_features": size // 2}}
+    if head_dim is None:
+        return own.get(feature_map, {"decoder_key_dim": size // 2 if feature_map == "dpfp" else size})
+    return (own | {"dpfp": {"dpfp_nu": size // (2 * head_dim)}}).get(feature_map, {})
+
+
+def check_size(attention: Any, feature_map: str, size: int | None) -> None:
+    """Check the number of features of a map; raise ValueError that names a possible one otherwise."""
+    found = attention.feature_map.feature_dim
+    if size not in (None, found):
+        raise ValueError(f"--state-size must be {found} for the map {feature_map}, got {size}")
+
+
+def attentions_of_layers(cfg: Any) -> list[str]:
+    """Return the attention of each layer. Raises ValueError for layers that cannot be kept."""
+    try:
+        found = layer_attentions(cfg)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--softmax-layers", "--keep-softmax-layers")) from None
+    if set(found) == {SOFTMAX}:
+        raise ValueError("--keep-softmax-layers must leave at least one layer to convert, got all layers")
+    return found
+
+
+def same_attention(cfg: Any, softmax: dict[str, Tensor | None]) -> Any:
+    """Return the same softmax attention, with biases of zero if the new attentions have biases."""
+    attention = build_attention(FwpLanguageModelConfig, cfg, SOFTMAX)
+    given = {name: tensor for name, tensor in softmax.items() if tensor is not None}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
+    attention.to(given["in_proj.weight"].dtype).load_state_dict({**zeros, **given})
+    return attention
+
+
+def configure(flags: dict[str, Any]) -> Any:
+    """Return the configuration of a language model with these flags."""
+    of_task = {"max_target_positions": None, "add_bos_token": False}
+    return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})
+
+
+def keep(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    return q, k, v
+
+
+def scale_by_decay(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """Scale W_v by 1 - sigmoid(b_z) in every dimension: sums then have the size of one value (Mao 2022, Sec. 3)."""
+    return q, k, v * (1 - attention.gate_biases["value_decay"].sigmoid()).to(v).unsqueeze(1)
+
+
+def scale_unnormalized(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """Scale W_v down, because nothing divides the sum (Mao 2022, footnote 4)."""
+    return q, k, v if attention.attention_normalization else v * SUM_VALUE_SCALE
+
+
+def write_little(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """Set the write strength; values stay the same (Mao 2022, footnote 3)."""
+    nn.init.constant_(attention.gate_biases["beta"], WRITE_STRENGTH_BIAS)
+    return q, k, v
+
+
+def spread_spans(attention: Any, q: Tensor, k: Tensor, v: Tensor, longest: int) -> Projections:
+    """Set decays: feature i of m remembers s = longest^((i + 1/2) / m) tokens (decay s / (1 + s)), values `longest`.
+
+    Features with the largest singular values forget first. Keys are scaled by the root of the forgotten share 1 / (1 +
+    s). Sums of terms of either sign then have the size of one term for every span. Scores of either sign lack the mean
+    of the values, which softmax has. The last feature is replaced by that mean, over about sqrt(longest) tokens.
+    """
+    heads, size = attention.num_heads, attention.key_dim
+    spans = longest ** ((torch.arange(size) + 0.5) / size)
+    spans[-1] = longest**0.5
+    attention.gate_biases["key_decay"].copy_(spans.log().repeat(heads))
+    nn.init.constant_(attention.gate_biases["value_decay"], math.log(longest))
+    root = (1 + spans).rsqrt().to(k)
+    q, k = q.unflatten(0, (heads, size)).clone(), k.unflatten(0, (heads, size)) * root.unsqueeze(1)
+    for x in (q, k):
+        x[:, -1] = 0
+        x[:, -1, -1] = root[-1]  # the bias: q . k = 1 / (1 + s), which sums to one over the decays of that feature
+    return q.flatten(0, 1), k.flatten(0, 1), v
+
+
+def write_little_and_remember(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
+    """Set rates as delta's, as keys do not have length one here either; heads remember 16 to 512 tokens (`SPANS`)."""
+    decay, heads = attention.gate_activations["decay"], attention.num_heads
+    shortest, longest = SPANS
+    spans = shortest * (longest / shortest) ** ((torch.arange(heads) + 0.5) / heads)
+    decay.log_rate.zero_()
+    decay.bias.copy_(-spans.log().unsqueeze(1).expand_as(decay.bias))  # exp(-softplus(-log s)) = s / (1 + s)
+    return write_little(attention, q, k, v)
+
+
+class Initialisation(NamedTuple):
+    """An initialisation: start(attention, q, k, v) sets the gates and returns the converted projections.
+
+    bias: the attention needs one; by_singular_values: features always come from the singular value decomposition.
+    """
+
+    start: Callable[..., Projections] = keep
+    bias: bool = False
+    by_singular_values: bool = False
+
+
+INITIALISATIONS = {
+    "sum": Initialisation(scale_unnormalized),
+    "delta": Initialisation(write_little, bias=True),
+    "decay": Initialisation(scale_by_decay),
+    "fwm": Initialisation(write_little, bias=True),
+    "delta_product": Initialisation(write_little, bias=True),
+    "gated_delta": Initialisation(write_little_and_remember, bias=True),
+    "kda": Initialisation(write_little_and_remember, bias=True),
+}
+
+
+def rule_initialisation(rule: str, spans: int | None = None) -> Initialisation:
+    """Return the initialisation of a rule; rules that are not in the paper keep all projections."""
+    if spans is not None:
+        return Initialisation(partial(spread_spans, longest=spans), True, by_singular_values=True)
+    return INITIALISATIONS.get(rule, Initialisation())
+
+
+@torch.no_grad()
+def convert_attention(
+    attention: Any,
+    projections: Projections,
+    output: Mapping[str, Tensor | None],
+    heads: int,
+    initialisation: Initialisation,
+) -> None:
+    """Write the projections (D, D + 1) and the output of softmax attention, which has `heads`, into a new one."""
+    q, k, v = projections
+    attention.to(q.dtype)
+    feature_map = attention.feature_map
+    scores = (v.shape[0] // heads) ** -0.5 * (1 if feature_map.positive else SCORE_SCALE)
+    q = q * (scores / feature_map.scale**2)
+    # Spans follow singular values, even with as many features as dimensions.
+    if attention.key_dim != attention.head_dim or initialisation.by_singular_values:
+        q, k = fewer_features(q, k, attention.num_heads, attention.key_dim)
+    q, k, v = initialisation.start(attention, q, k, v)
+    if attention.rule.steps > 1:
+        k, v = several_steps(attention, k, v)
+    together = torch.cat([q, k, v])
+    attention.in_proj.weight[: len(together)] = together[:, :-1]
+    if attention.bias is not None:
+        attention.bias.copy_(together[:, -1])
+    fill_output(attention, output)
+
+
+@torch.no_grad()
+def fill_translation(module: Any, softmax: Mapping[str, Tensor], initialisation: Initialisation) -> None:
+    """Write the weights of fairseq's softmax attention into a new one of a translation model."""
+    q, k, v = (with_bias(softmax[f"{name}_proj.weight"], softmax.get(f"{name}_proj.bias")) for name in "qkv")
+    output = {name: softmax.get(name) for name in ("out_proj.weight", "out_proj.bias")}
+    if isinstance(module, CausalAttention):
+        attention: Any = module.attention
+        convert_attention(attention, (q, k, v), output, attention.num_heads, initialisation)
+        return
+    module.to(q.dtype)
+    q = q * (module.head_dim**-0.5 / module.feature_map.scale**2)
+    for projection, rows in ((module.q_proj, q), (module.kv_proj, torch.cat([k, v]))):
+        projection.weight.copy_(rows[:, :-1])
+        projection.bias.copy_(rows[:, -1])
+    fill_output(module, output)
+
+
+def several_steps(attention: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of a rule of several steps a token; the last step has the pretrained ones.
+
+    Earlier steps have random keys N(0, 0.02) and the same values, and write very little: `WRITE_STRENGTH_BIAS`.
+    """
+    before = attention.rule.steps - 1
+    drawn = k.new_zeros(before, *k.shape)
+    nn.init.normal_(drawn[..., :-1], std=0.02)
+    attention.gate_biases["beta"].view(attention.num_heads, -1)[:, :before] = WRITE_STRENGTH_BIAS
+    return torch.cat([*drawn, k]), torch.cat([v] * (before + 1))
+
+
+def with_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return a projection (rows, D + 1) of vectors that end with a one."""
+    assert weight is not None
+    return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.unsqueeze(1)], dim=1)
+
+
+def fill_output(attention: Any, output: Mapping[str, Tensor | None]) -> None:
+    """Write the output's projection, with a bias of zero where softmax attention has none."""
+    weight, bias = output["out_proj.weight"], output["out_proj.bias"]
+    assert weight is not None
+    attention.out_proj.weight.copy_(weight)
+    if attention.out_proj.bias is not None:
+        attention.out_proj.bias.copy_(torch.zeros_like(attention.out_proj.bias) if bias is None else bias)
+
+
+def fewer_features(q: Tensor, k: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return projections of `size` queries and keys a head (heads x size, D + 1), with scores near those of q and k.
+
+    q, k (D, D + 1). With A = q^T k of a head, its scores are x A y. The nearest ones of rank `size`, in the Frobenius
+    norm, have the largest singular values of A. Further features have keys N(0, 0.02) and queries of zero.
+    """
+    found_q, found_k = [], []
+    for of_q, of_k in zip(q.double().chunk(heads), k.double().chunk(heads), strict=True):
+        (basis_q, root_q), (basis_k, root_k) = (torch.linalg.qr(part.T) for part in (of_q, of_k))
+        left, singular, right = torch.linalg.svd(root_q @ root_k.T)
+        kept = min(size, len(singular))
+        root = singular[:kept].sqrt()
+        new_q, new_k = of_q.new_zeros(size, of_q.shape[1]), of_k.new_zeros(size, of_k.shape[1])
+        nn.init.normal_(new_k[kept:, :-1], std=0.02)
+        new_q[:kept] = (basis_q @ left[:, :kept] * root).T
+        new_k[:kept] = (basis_k @ right[:kept].T * root).T
+        found_q.append(new_q)
+        found_k.append(new_k)
+    return torch.cat(found_q).to(q), torch.cat(found_k).to(k)
+
+
+@torch.no_grad()
+def costs(source: Any, converted: Any, blocks: Iterable[Tensor]) -> list[float]:
+    """Return for each layer the divergence that its conversion causes, in nats per token, before any training.
+
+    source, converted: models in evaluation mode that differ only in their attentions; blocks: tokens (1, L). Li et al.
+    2025, arXiv 2512.20569, measure it on a trained model instead.
+    """
+    layers = list(zip(source.decoder.layers, converted.decoder.layers, strict=True))
+    found, tokens = [0.0] * len(layers), 0
+    for block in blocks:
+        expected = log_probs(source, block)
+        for index, (layer, other) in enumerate(layers):
+            softmax, layer.self_attn = layer.self_attn, other.self_attn
+            found[index] += float(kl_divergence(log_probs(source, block), expected))
+            layer.self_attn = softmax
+        tokens += block.numel()
+        logger.info("divergence of each layer after %s tokens: %s", f"{tokens:,}", shown(x / tokens for x in found))
+    return [cost / tokens for cost in found]
+
+
+def build_whole(conversion: Conversion) -> Any:
+    """Return the model of a conversion, in evaluation mode and in float32 or wider."""
+    model = build(conversion, configure(conversion.flags), make_task(conversion)).eval()
+    return model.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
+
+
+def log_probs(model: Any, tokens: Tensor) -> Tensor:
+    """Return the log-probabilities (L, V) of the words after tokens (1, L)."""
+    scores: Tensor = model.get_normalized_probs(model(tokens), log_probs=True)
+    return scores[0]
+
+
+def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Tensor]:
+    """Yield the words of a text in blocks (1, length). Raises ValueError for one that is empty or cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--kl-text must be a text, got {path}: {error}") from error
+    words = [dictionary.encode_line(line, add_if_not_exist=False).long() for line in lines if line.strip()]
+    if not words:
+        raise ValueError(f"--kl-text must hold words, got the empty file {path}")
+    text = torch.cat(words)
+    unknown = int(text.eq(dictionary.unk()).sum())
+    if unknown > len(text) / 2:
+        raise ValueError(
+            f"--kl-text must hold words of the dictionary, got {unknown:,} unknown ones among the {len(text):,} words "
+            f"and line ends of {path}: apply the BPE of the training first"
+        )
+    for block in text.split(length):
+        yield block.unsqueeze(0)
+
+
+def read_count(text: str, layers: int) -> int:
+    """Return N of kl:N. Raises ValueError if it leaves no layer to convert."""
+    number = text.removeprefix(BY_DIVERGENCE)
+    if not number.isdecimal() or not 0 < int(number) < layers:
+        raise ValueError(f"--keep-softmax-layers must be kl:1 to kl:{layers - 1}, or numbers of layers, got {text!r}")
+    return int(number)
+
+
+def shown(values: Iterable[float]) -> str:
+    """Return the number of each layer with its value."""
+    return ", ".join(f"{index}: {value:.4f}" for index, value in enumerate(values))
