@@ -12,7 +12,7 @@ from fairseq_fwp.registration import register_with_fairseq
 register_with_fairseq()
 
 __version__ = "0.1.0"
-__all__ = ["criterions", "models", "modules", "ops", "tasks"]
+__all__ = ["criterions", "models", "modules", "ops", "synthetic", "tasks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
 PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "sacrebleu", "safetensors", "tqdm", "yaml"}
-ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "tasks", "criterions")}
+ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthetic", "tasks", "criterions")}
 
 # What each room of the package may import besides itself and the standard library. Imports never point backwards.
 ROOMS = {
@@ -30,6 +30,7 @@ ROOMS = {
     "evaluation": {"torch", "fairseq_fwp.modules.layers"},
     "tasks": CONFIG | {"fairseq_fwp.options"},
     "criterions": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.options"},
+    "synthetic": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
     "cli": PEOPLE | {"fairseq_fwp"},
 }

@@ -1,21 +1,7 @@
 """Registered models and architectures; importing this registers them with fairseq."""
 
-from fairseq_fwp.models import (
-    fwp_associative_retrieval,
-    fwp_fwl_lm,
-    fwp_lm,
-    fwp_transformer,
-    fwp_xl_lm,
-    presets,
-    retrieval_presets,
-)
+import fairseq  # noqa: F401  (first: its import registers everything, which must not begin within a file of a model)
 
-__all__ = [
-    "fwp_associative_retrieval",
-    "fwp_fwl_lm",
-    "fwp_lm",
-    "fwp_transformer",
-    "fwp_xl_lm",
-    "presets",
-    "retrieval_presets",
-]
+from fairseq_fwp.models import fwp_fwl_lm, fwp_lm, fwp_transformer, fwp_xl_lm, presets
+
+__all__ = ["fwp_fwl_lm", "fwp_lm", "fwp_transformer", "fwp_xl_lm", "presets"]

@@ -24,6 +24,7 @@ from typing import Any
 
 from fairseq.models import register_model_architecture
 
+from fairseq_fwp.models import fwp_fwl_lm, fwp_lm, fwp_transformer, fwp_xl_lm  # noqa: F401  (what is registered for)
 from fairseq_fwp.modules import attention
 
 WT103 = {"adaptive_softmax_cutoff": "20000,40000,200000"}

@@ -51,7 +51,7 @@ class UpdateRule(NamedTuple):
     short: an implementation that is faster for a short sequence from an empty memory, such as `ops.SumScores`.
     write_strength: gates -> (B, H, L), how strongly a token writes; None: undefined. The rule's memory must be linear
     in the values, and its transition symmetric (forgetting is the same forwards and backwards). A memory that is only
-    read at its end can then be read backwards from the query: see `associative_memory.py`.
+    read at its end can then be read backwards from the query: see `synthetic/memory.py`.
     """
 
     operator: Callable[..., tuple[Tensor, Tensor]]

@@ -1,5 +1,5 @@
 """Registered tasks; importing this registers them with fairseq."""
 
-from fairseq_fwp.tasks import fwp_associative_retrieval, fwp_language_modeling, fwp_sequence_problems
+from fairseq_fwp.tasks import fwp_language_modeling
 
-__all__ = ["fwp_associative_retrieval", "fwp_language_modeling", "fwp_sequence_problems"]
+__all__ = ["fwp_language_modeling"]

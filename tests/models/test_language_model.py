@@ -11,13 +11,13 @@ import pytest
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
+from synthetic.test_model import build as retrieval_model
 
-from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
 from fairseq_fwp.modules import layers
 from fairseq_fwp.modules.attention import FORMER_NAMES
+from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS
 
 from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
-from .test_associative_retrieval import build as retrieval_model
 from .test_fwp_transformer import build as translation_model
 
 

@@ -176,7 +176,7 @@ MUTANTS = [
         "tables = torch.cat([vectors, biases.unsqueeze(-1)], dim=-1)[:, -count:].flip(0).transpose(1, 2)",
     ),
     Mutant(
-        "fairseq_fwp/criterions/fwp_squared_error.py",
+        "fairseq_fwp/synthetic/model.py",
         "losses = squared_errors(retrieved, target.clamp(min=0)).masked_fill(target < 0, 0)",
         "losses = squared_errors(retrieved, target.clamp(min=0)).masked_fill(target <= 0, 0)",
     ),
@@ -285,7 +285,7 @@ MUTANTS = [
         'log_prob[rows] -= F.cross_entropy(logits[index + 1], targets[index + 1], reduction="none")',
         'log_prob[rows] += F.cross_entropy(logits[index + 1], targets[index + 1], reduction="none")',
     ),
-    Mutant("fairseq_fwp/modules/associative_memory.py", "return strength.mT * reads", "return strength.mT + reads"),
+    Mutant("fairseq_fwp/synthetic/memory.py", "return strength.unsqueeze(-1) * ", "return strength.unsqueeze(-1) + "),
     Mutant(
         "fairseq_fwp/modules/attention/base.py",
         "self._queries = (self._columns[:, past:] - past).clamp(min=0)",
@@ -603,12 +603,12 @@ MUTANTS = [
         "share = epsilon / possible.sum(-1).clamp(min=1).view_as(nll_loss)",
     ),
     Mutant(
-        "fairseq_fwp/tasks/fwp_associative_retrieval.py",
+        "fairseq_fwp/synthetic/tasks.py",
         "if update <= progress.evaluated_update or update % self.cfg.updates_per_epoch:",
         "if update <= progress.evaluated_update and update % self.cfg.updates_per_epoch:",
     ),
     Mutant(
-        "fairseq_fwp/tasks/fwp_associative_retrieval.py",
+        "fairseq_fwp/synthetic/tasks.py",
         "waited = self.progress.evaluated_update - self.progress.best_update",
         "waited = self.progress.evaluated_update + self.progress.best_update",
     ),
@@ -623,12 +623,12 @@ MUTANTS = [
         'skip_remainder_batch=options.get("skip_remainder_batch", True),',
     ),
     Mutant(
-        "fairseq_fwp/tasks/sequence_problems.py",
+        "fairseq_fwp/synthetic/data.py",
         "pairs = min(pairs, 2 ** (1 + (self.epoch - 1) // self.doubling))",
         "pairs = min(pairs, 2 ** (1 + (self.epoch + 1) // self.doubling))",
     ),
     Mutant(
-        "fairseq_fwp/tasks/sequence_problems.py",
+        "fairseq_fwp/synthetic/data.py",
         "return Setting(max(2 * pairs + 1, length * pairs // self.setting.pairs), pairs, symbols)",
         "return Setting(max(2 * pairs + 2, length * pairs // self.setting.pairs), pairs, symbols)",
     ),

@@ -28,6 +28,7 @@ TESTS = {
     "fairseq_fwp/models": ["models", "tasks", "evaluation", "convert", "modules"],
     "fairseq_fwp/evaluation": ["evaluation", "cli"],
     "fairseq_fwp/tasks": ["tasks", "models"],
+    "fairseq_fwp/synthetic": ["synthetic", "models"],
     "fairseq_fwp/convert": ["convert"],
     "fairseq_fwp/patches": ["patches", "cli", "tasks", "nightly/faults"],
     "fairseq_fwp/criterions": ["criterions", "tasks", "models"],

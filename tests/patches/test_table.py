@@ -44,7 +44,7 @@ TESTS = {
     },
     "../models/test_language_model.py": {"name_the_linear_activation": "test_a_pickled_model_is_the_same"},
     "../models/test_fwp_transformer.py": {"add_no_projection": "test_tied_embeddings_with_an_adaptive_softmax"},
-    "../tasks/test_sequence_problems.py": {
+    "../synthetic/test_sequence_problems.py": {
         "copy_data_in_each_epoch": "test_workers_make_the_samples_of_each_epoch",
     },
     "../cli/test_eval_lm.py": {

@@ -15,8 +15,7 @@ from retrieval import Point, read_points
 from tables import read_csv
 
 from fairseq_fwp.cli.plot_style import COLOURS, load_pyplot
-from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
-from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
+from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrievalConfig
 
 RETRIEVAL = made_up.RECIPES / "associative_retrieval"
 PUBLISHED = read_yaml(RETRIEVAL / "published.yaml", plain=False)

@@ -11,13 +11,9 @@ import pytest
 import torch
 from command_server import run
 
-from fairseq_fwp.models.fwp_associative_retrieval import FwpAssociativeRetrievalConfig
-from fairseq_fwp.models.retrieval_presets import RETRIEVAL_PRESETS
-from fairseq_fwp.tasks.associations import NOT_ASKED, Associations, Setting
-from fairseq_fwp.tasks.fwp_associative_retrieval import (
-    FwpAssociativeRetrievalTask,
-    FwpAssociativeRetrievalTaskConfig,
-)
+from fairseq_fwp.synthetic.data import NOT_ASKED, Associations
+from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrievalConfig
+from fairseq_fwp.synthetic.tasks import FwpAssociativeRetrievalTask, FwpAssociativeRetrievalTaskConfig
 
 
 def make_task(**flags):
@@ -31,31 +27,35 @@ def batches(task, split="train", epoch=1, **options):
     return list(iterator.next_epoch_itr())
 
 
+def associations(num_keys, length, with_replacement, all_queries):
+    return Associations(num_keys, with_replacement, all_queries, seed=(1, 2), count=None, length=length)
+
+
 def test_setting_1_uses_each_key_and_value_once():
-    item = Associations(Setting(9, 9, False), (1, 2), None, all_queries=True)[5]
+    item = associations(9, 9, False, True)[5]
     for name in ("keys", "values"):
         assert sorted(item[name]) == list(range(9))
-    assert (item["values"][np.argsort(item["keys"])] == item["targets"]).all()
+    assert (item["values"][np.argsort(item["keys"])] == item["target"]).all()
 
 
 def test_setting_2_asks_for_the_latest_value():
-    data = Associations(Setting(5, 12, True), (1, 2), None, all_queries=True)
+    data = associations(5, 12, True, True)
     repeated = missing = 0
     for index in range(50):
         item = data[index]
         pairs = dict(zip(item["keys"].tolist(), item["values"].tolist(), strict=True))  # the last of a key stays
-        assert item["targets"].tolist() == [pairs.get(key, NOT_ASKED) for key in range(5)]
+        assert item["target"].tolist() == [pairs.get(key, NOT_ASKED) for key in range(5)]
         repeated += len(item["keys"]) - len(pairs)
         missing += 5 - len(pairs)
     assert repeated > 0 and missing > 0
 
 
 def test_a_training_query_is_the_key_of_a_pair_drawn_evenly():
-    data = Associations(Setting(3, 4, True), (1, 2), None, all_queries=False)
+    data = associations(3, 4, True, False)
     counts = []
     for index in range(500):
         item = data[index]
-        (query,), (target,) = item["queries"], item["targets"]
+        (query,), (target,) = item["queries"], item["target"]
         places = np.flatnonzero(item["keys"] == query)
         assert target == item["values"][places[-1]]
         counts.append(len(places))

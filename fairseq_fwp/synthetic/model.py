@@ -1,4 +1,6 @@
-"""The model `fwp_associative_retrieval`: writes key-value pairs into a memory, then retrieves the values of keys.
+"""The model `fwp_associative_retrieval`, its architectures, and the criterion `fwp_squared_error`.
+
+The model writes key-value pairs into a memory, then retrieves the values of keys.
 
 Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1. Shapes: B batch, L writes, Q queries, S keys and as many
 values, E embed_dim, d key_dim. Values are one-hot vectors v of size S, keys learned embeddings e of size E, and
@@ -12,6 +14,8 @@ biases of W_K and W_Q, which its equations do not have.
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from fairseq import metrics
+from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,14 +32,17 @@ from fairseq_fwp.models.attention_options import (
     used_options,
 )
 from fairseq_fwp.models.language_model import warn_of_unused
-from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
+from fairseq_fwp.models.presets import register
 from fairseq_fwp.modules.attention import SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.options import option
+from fairseq_fwp.synthetic.memory import FastWeightMemory, SoftmaxMemory
 
 # E for each of the S keys and S values, from the public code; the paper does not give it.
 EMBED_DIM_PER_SYMBOL = 1.1
+# Digits of the loss that are logged and compared: 0.001 counts as solved, and smaller losses must still differ.
+DIGITS = 9
 
 
 @dataclass
@@ -77,12 +84,11 @@ class FwpAssociativeRetrieval(BaseFairseqModel):
             value = getattr(cfg, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        num_keys = task.num_keys
-        embed_dim = int(2 * num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
-        memory = build_memory(cfg, num_keys)
+        embed_dim = int(2 * task.num_keys * EMBED_DIM_PER_SYMBOL) if cfg.embed_dim is None else cfg.embed_dim
+        memory = build_memory(cfg, task.num_keys)
         options = FwpAssociativeRetrievalConfig
         warn_of_unused(unused_options(options, cfg, [used_options(options, cfg, type(memory), cfg.feature_map)]))
-        return cls(memory, num_keys, embed_dim, cfg.key_dim)
+        return cls(memory, task.num_keys, embed_dim, cfg.key_dim)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """Return the retrieved values (B, Q, S) for keys and values (B, L) and queries (B, Q), all indices below S."""
@@ -108,3 +114,82 @@ def build_memory(cfg: FwpAssociativeRetrievalConfig, num_values: int) -> FastWei
     feature_map = build_map(options, cfg, cfg.feature_map, cfg.key_dim)
     names, normalizations = by_argument(options, *CAUSAL), build_normalizations(cfg)
     return construct(FastWeightMemory, cfg, names, feature_map=feature_map, num_values=num_values, **normalizations)
+
+
+# Figures 2 to 5 of Sec. 6.1 and App. D, all with keys of size 64. Rules that do not retrieve a value before they write
+# normalise the output. delta normalises the mapped keys and queries. fwm, the paper's "Schlag (2021)", only has the
+# layer normalisation of its public code. The rules gated and decay of Mao 2022, arXiv 2210.04243, are normalised as
+# sum, and later rules as delta.
+SUM = {"update_rule": "sum", "attention_normalization": True}
+GATED = {"update_rule": "gated", "attention_normalization": True}
+DECAY = {"update_rule": "decay", "attention_normalization": True}
+DELTA = {"update_rule": "delta", "sum_normalization": True}
+FWM = {"update_rule": "fwm", "norm_read_out": True}
+FAVOR = {"feature_map": "favor"}
+DPFP = {"feature_map": "dpfp"}
+
+RETRIEVAL_PRESETS: dict[str, dict[str, Any]] = {
+    "softmax_retrieval": {"update_rule": SOFTMAX},
+    "sum_retrieval": SUM,
+    "sum_favor64_retrieval": {**SUM, **FAVOR, "favor_features": 64},
+    "sum_favor128_retrieval": {**SUM, **FAVOR, "favor_features": 128},
+    "sum_favor512_retrieval": {**SUM, **FAVOR, "favor_features": 512},
+    "sum_dpfp1_retrieval": {**SUM, **DPFP, "dpfp_nu": 1},
+    "sum_dpfp2_retrieval": {**SUM, **DPFP, "dpfp_nu": 2},
+    "sum_dpfp3_retrieval": {**SUM, **DPFP, "dpfp_nu": 3},
+    "sum_tanh_retrieval": {"update_rule": "sum", "feature_map": "tanh"},
+    "sum_relu_retrieval": {**SUM, "feature_map": "relu"},
+    "delta_retrieval": DELTA,
+    "delta_favor64_retrieval": {**DELTA, **FAVOR, "favor_features": 64},
+    "delta_favor128_retrieval": {**DELTA, **FAVOR, "favor_features": 128},
+    "delta_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1},
+    "delta_dpfp2_retrieval": {**DELTA, **DPFP, "dpfp_nu": 2},
+    "gated_dpfp1_retrieval": {**GATED, **DPFP, "dpfp_nu": 1},
+    "decay_dpfp1_retrieval": {**DECAY, **DPFP, "dpfp_nu": 1},
+    "gla_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "gla"},
+    "gated_delta_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "gated_delta"},
+    "kda_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "kda"},
+    "rwkv7_dpfp1_retrieval": {**DELTA, **DPFP, "dpfp_nu": 1, "update_rule": "rwkv7"},
+    "fwm_tanh_retrieval": {**FWM, "feature_map": "tanh"},
+    "fwm_dpfp1_retrieval": {**FWM, **DPFP, "dpfp_nu": 1},
+}
+
+for _name, _preset in RETRIEVAL_PRESETS.items():
+    register(_name, _preset, "fwp_associative_retrieval")
+
+
+@register_criterion("fwp_squared_error")
+class SquaredErrorCriterion(FairseqCriterion):
+    """The mean over queries of 1/2 sum_j (v*_j - v_j)^2, with v* the one-hot vector of the target.
+
+    A sample has net_input, the inputs of the model, and target (B, Q). A target is the index of the value that each
+    query should retrieve, or -1 for a query that is not asked.
+    """
+
+    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+        """Return the sum over queries, their number, and what is logged."""
+        target = sample["target"]
+        retrieved = model(**sample["net_input"])
+        losses = squared_errors(retrieved, target.clamp(min=0)).masked_fill(target < 0, 0)
+        asked = int((target >= 0).sum())
+        loss = losses.sum() if reduce else losses
+        log = {"loss": losses.sum().data, "ntokens": asked, "nsentences": len(target), "sample_size": asked}
+        return loss, asked, log
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Log the mean loss over all processes."""
+        total = sum(float(log.get("loss", 0)) for log in logging_outputs)
+        asked = sum(int(log.get("sample_size", 0)) for log in logging_outputs)
+        metrics.log_scalar("loss", total / asked, asked, round=DIGITS)
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        return True
+
+
+def squared_errors(retrieved: Tensor, target: Tensor) -> Tensor:
+    """Return 1/2 |onehot(target) - retrieved|^2: retrieved (B, Q, S), target (B, Q) -> (B, Q)."""
+    index = target.unsqueeze(-1)
+    error = retrieved.scatter_add(-1, index, retrieved.new_full((1,), -1).expand_as(index))
+    return error.square().sum(-1) / 2

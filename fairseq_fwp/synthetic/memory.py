@@ -16,7 +16,6 @@ O(L Dk S).
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,71 +137,59 @@ class FastWeightMemory(nn.Module):
     def forward(self, q: Tensor, k: Tensor, values: Tensor, gates: list[Tensor]) -> Tensor:
         """Return the retrieved values (B, Q, S); gates: logits (B, L, size), in the order of `gate_projections`."""
         q, k = self._map(q), self._map(k)
-        opened = [
-            opened.unsqueeze(1) if gate.size else opened.mT
-            for gate, logits in zip(self.rule.gates, gates, strict=True)
-            for opened in [self.activation(gate)(at_least_float32(logits).unsqueeze(-2)).squeeze(-2)]
-        ]
-        written, scale = k, k.new_ones(1)
-        if self.attention_normalization and self.rule.retrieves:
-            written, scale = self._normalize_retrieval(k, self.attention_normalization)
+        gates = [self._open(gate, logits) for gate, logits in zip(self.rule.gates, gates, strict=True)]
+        written, scale, z = k, k.new_ones(1), None
+        if self.attention_normalization and self.rule.retrieves:  # a factor of the values normalises what is retrieved
+            z, ones = k.sum(2).unsqueeze(-1), k.new_ones(*k.shape[:3], 1)
+            written, scale = self.attention_normalization.normalize_retrieval(k, ones, running_sum(k))
         if self.rule.write_strength is None:
-            out = self._read_state(q, written, values, scale, opened)
+            v = functional.one_hot(values, self.num_values).unsqueeze(1) * scale
+            out = q @ self._write(written, v, gates)
         else:
-            weights = self._read_weights(q, written, opened, self.rule.write_strength(*opened))
-            out = distribute(weights * scale, values, self.num_values)
+            weights = self._read_backwards(q, written, gates, self.rule.write_strength(*gates)) * scale
+            out = distribute(weights.squeeze(1), values, self.num_values).unsqueeze(1)
         if self.attention_normalization:
-            out = out / self.attention_normalization.bound(self._divisor(q, k, opened, out))
+            out = out / self.attention_normalization.bound(self._divisor(q, k, gates, out) if z is None else q @ z)
+        out = out.squeeze(1)
         return functional.layer_norm(out, out.shape[-1:]) if self.norm_read_out else out
 
-    def activation(self, gate: Gate) -> Callable[[Tensor], Tensor]:
-        """Return the function from logits (..., 1, size) to the gate."""
-        return self.gate_activations[gate.name] if gate.learned else gate.activation
-
     def _map(self, x: Tensor) -> Tensor:
+        """Return the mapped and normalised keys or queries as those of one head: (B, L, d) -> (B, 1, L, Dk)."""
         features = at_least_float32(self.feature_map(x))
-        return self.sum_normalization(features) if self.sum_normalization else features
+        return (self.sum_normalization(features) if self.sum_normalization else features).unsqueeze(1)
+
+    def _open(self, gate: Gate, logits: Tensor) -> Tensor:
+        """Return the gate (B, 1, L, size), or (B, 1, L) for a gate of one number."""
+        activation = self.gate_activations[gate.name] if gate.learned else gate.activation
+        opened: Tensor = activation(at_least_float32(logits).unsqueeze(2)).transpose(1, 2)
+        return opened if gate.size else opened.squeeze(-1)
 
     def _divisor(self, q: Tensor, k: Tensor, gates: list[Tensor], out: Tensor) -> Tensor:
-        """Return q . z_L (B, Q, 1): z is the sum of the keys, or a forgetting rule's own memory for values of one."""
-        if self.rule.retrieves:
-            return q @ k.sum(1).unsqueeze(-1)
+        """Return q . z_L (B, 1, Q, 1), where z is the memory for values of one: it forgets as the rule does."""
         if self.rule.write_strength is not None:
             return out.sum(-1, keepdim=True)  # the one-hot vectors sum to values of one
-        gates = [] if self.rule.forgets is None else [gate.contiguous() for gate in self.rule.forgets(*gates)]
-        return q @ self._write(k, k.new_ones(*k.shape[:2], 1), gates)
+        if self.rule.forgets is None:
+            return q @ k.sum(2).unsqueeze(-1)
+        forgets = [gate.contiguous() for gate in self.rule.forgets(*gates)]
+        return q @ self._write(k, k.new_ones(*k.shape[:3], 1), forgets)
 
-    def _normalize_retrieval(self, k: Tensor, normalization: AttentionNormalization) -> tuple[Tensor, Tensor]:
-        """Return k, and a factor (B, L, 1) of its values, with which the rule retrieves normalised values."""
-        k = k.unsqueeze(1)
-        ones = k.new_ones(*k.shape[:3], 1)
-        k, scale = normalization.normalize_retrieval(k, ones, running_sum(k))
-        return k.squeeze(1), scale.squeeze(1)
+    def _write(self, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:
+        """Return the memory (B, 1, Dk, Dv) after all of v (B, 1, L, Dv). The operator's outputs are not used."""
+        return self.rule.operator(k, k, v, *gates, backend=self.backend)[1]
 
-    def _read_weights(self, q: Tensor, k: Tensor, gates: list[Tensor], strength: Any) -> Tensor:
-        """Return c (B, L, Q), for a rule with a write strength (B, 1, L).
+    def _read_backwards(self, q: Tensor, k: Tensor, gates: list[Tensor], strength: Any) -> Tensor:
+        """Return c (B, 1, L, Q), for a rule with a write strength (B, 1, L).
 
         The operator reads after each write, so the read after write t uses the key of write t - 1.
         """
         if not gates:  # r stays q
             return k @ q.mT
-        k, gates = k.flip(1).unsqueeze(1), [gate.flip(2) for gate in gates]
-        state = q.mT.unsqueeze(1)
+        k, gates, state = k.flip(2), [gate.flip(2) for gate in gates], q.mT
         writes, reads = k[:, :, :-1], k[:, :, 1:]
-        zeros = k.new_zeros(*writes.shape[:3], q.shape[1])
+        zeros = k.new_zeros(*writes.shape[:3], q.shape[2])
         before = [gate[:, :, :-1] for gate in gates]
         out, _ = self.rule.operator(reads, writes, zeros, *before, state, backend=self.backend)
-        reads = torch.cat([k[:, :, :1] @ state, out], dim=2).squeeze(1).flip(1)
-        return strength.mT * reads
-
-    def _read_state(self, q: Tensor, k: Tensor, values: Tensor, scale: Tensor, gates: list[Tensor]) -> Tensor:
-        """Read through the matrix, for rules that have no faster way."""
-        return q @ self._write(k, functional.one_hot(values, self.num_values) * scale, gates)
-
-    def _write(self, k: Tensor, v: Tensor, gates: list[Tensor]) -> Tensor:
-        """Return the memory (B, Dk, Dv) after all of v (B, L, Dv). The operator's outputs are not used."""
-        k = k.unsqueeze(1)
-        return self.rule.operator(k, k, v.unsqueeze(1), *gates, backend=self.backend)[1].squeeze(1)
+        return strength.unsqueeze(-1) * torch.cat([k[:, :, :1] @ state, out], dim=2).flip(2)
 
     def extra_repr(self) -> str:
         return (

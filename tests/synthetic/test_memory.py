@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from pairwise import looped
 from torch import nn
 
-from fairseq_fwp.modules.associative_memory import FastWeightMemory, SoftmaxMemory
 from fairseq_fwp.modules.attention.normalization import AttentionNormalization, SumNormalization
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
+from fairseq_fwp.synthetic.memory import FastWeightMemory, SoftmaxMemory
 
 B, L, Q, S, D = 2, 7, 3, 5, 4
 NORMALIZATIONS = [
@@ -103,9 +103,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
         q, k = ((x.abs() + 0.1).detach().requires_grad_() for x in (q, k))
         if map_name == "relu":
             nn.init.uniform_(memory.feature_map.linear.weight, 0.1, 1)
-    activated = [
-        memory.activation(gate)(x.unsqueeze(-2)).squeeze(-2) for gate, x in zip(memory.rule.gates, gates, strict=True)
-    ]
+    activated = [memory._open(gate, x).reshape(B, L, -1) for gate, x in zip(memory.rule.gates, gates, strict=True)]
     expected = by_equation(rule, memory.feature_map(q), memory.feature_map(k), values, activated, norm)
     torch.testing.assert_close(memory(q, k, values, gates), expected, rtol=1e-9, atol=1e-9)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from command_server import run
 
-from fairseq_fwp.tasks.fwp_sequence_problems import FwpSequenceProblemsConfig, FwpSequenceProblemsTask
-from fairseq_fwp.tasks.sequence_problems import NOT_ASKED, PROBLEMS, Setting
+from fairseq_fwp.synthetic.data import NOT_ASKED, PROBLEMS, Setting
+from fairseq_fwp.synthetic.tasks import FwpSequenceProblemsConfig, FwpSequenceProblemsTask
 
 
 def make_task(**flags):

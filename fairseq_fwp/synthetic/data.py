@@ -1,0 +1,196 @@
+"""Generated sequences: pairs of keys and values with queries, and problems of state tracking and recall.
+
+`Associations` are those of Schlag, Irie & Schmidhuber 2021, arXiv 2102.11174, Sec. 6.1. The other problems distinguish
+update rules: sequences of symbols, with the right answer for some of their tokens. `parity` and `s3` ask for a state at
+every token: the parity of the ones so far, or the product of the permutations so far. Sources: Grazzi et al. 2025,
+arXiv 2411.12537; Siems et al. 2025, arXiv 2502.10297, Sec. 5. `mqar`, multi-query associative recall (Arora et al.
+2024, arXiv 2312.04927), writes pairs of a key and a value and later asks for them.
+"""
+
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from fairseq.data import FairseqDataset
+from numpy.random import Generator
+from torch import Tensor
+
+NOT_ASKED = -1
+Sequence = tuple[np.ndarray, np.ndarray]  # symbols (L,), and answers (L,) or NOT_ASKED
+
+
+class GeneratedSequences(FairseqDataset):
+    """Sequences that depend only on seed, epoch and index, so that they never repeat and a resumed run continues.
+
+    seed: several numbers; count: sequences of an epoch, None: infinitely many; length: the greatest.
+    """
+
+    def __init__(self, seed: tuple[int, ...], count: int | None, length: int) -> None:
+        self.seed, self.count, self.length = seed, count, length
+        self.epoch = 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; each epoch has different sequences, but the same batches of indices."""
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.draw(np.random.default_rng((*self.seed, self.epoch, int(index))))
+
+    def draw(self, generator: Generator) -> dict[str, np.ndarray]:
+        """Return the arrays of a sequence."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        assert self.count is not None
+        return self.count
+
+    def collater(self, samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
+        if not samples:
+            return {}
+        return self.batch(**{name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]})
+
+    def batch(self, **stacked: Tensor) -> dict[str, Any]:
+        """Return the batch of these arrays (B, ...)."""
+        raise NotImplementedError
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens, or pairs, of a sequence."""
+        return self.length
+
+    size = num_tokens
+
+
+class Associations(GeneratedSequences):
+    """Pairs of num_keys keys and as many values.
+
+    with_replacement: draw both for each pair, where the value to retrieve is the last one written. Otherwise keys and
+    values occur only once; all_queries: ask for every key, instead of one key of the pairs.
+    """
+
+    def __init__(self, num_keys: int, with_replacement: bool, all_queries: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.num_keys, self.with_replacement, self.all_queries = num_keys, with_replacement, all_queries
+
+    def draw(self, generator: Generator) -> dict[str, np.ndarray]:
+        """Return keys, values (L,) and queries, target (Q,); a target is NOT_ASKED if its key does not occur."""
+        keys, values = self._draw_symbols(generator), self._draw_symbols(generator)
+        latest = np.full(self.num_keys, NOT_ASKED)
+        latest[keys] = values  # for equal indices the last one counts
+        place = generator.integers(len(keys), size=1)
+        queries = np.arange(self.num_keys) if self.all_queries else keys[place]
+        return {"keys": keys, "values": values, "queries": queries, "target": latest[queries]}
+
+    def _draw_symbols(self, generator: Generator) -> np.ndarray:
+        if self.with_replacement:
+            return generator.integers(self.num_keys, size=self.length)
+        return generator.permutation(self.num_keys)[: self.length]
+
+    def batch(self, target: Tensor, **inputs: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return {"net_input": inputs, "target": target, "ntokens": target.numel(), "nsentences": len(target)}
+
+
+class Setting(NamedTuple):
+    """The settings of a sequence: its length, and for mqar its pairs and its numbers of keys and of values."""
+
+    length: int
+    pairs: int
+    symbols: int
+
+
+def parity(generator: Generator, setting: Setting) -> Sequence:
+    """Draw bits; an answer says whether the number of ones so far is odd."""
+    bits = generator.integers(2, size=setting.length)
+    return bits, bits.cumsum() % 2
+
+
+def _permutation_table() -> np.ndarray:
+    """Return the table product[a, b] of the six permutations of three elements; a is applied first."""
+    group = list(permutations(range(3)))
+    return np.array([[group.index(tuple(b[i] for i in a)) for b in group] for a in group])
+
+
+S3 = _permutation_table()
+
+
+def s3(generator: Generator, setting: Setting) -> Sequence:
+    """Draw permutations of three elements; an answer is their product so far."""
+    symbols = generator.integers(6, size=setting.length)
+    answers, product = np.empty_like(symbols), 0  # permutation 0 is the identity
+    for t, symbol in enumerate(symbols):
+        answers[t] = product = S3[product, symbol]
+    return symbols, answers
+
+
+def mqar(generator: Generator, setting: Setting) -> Sequence:
+    """Draw pairs of a key and a value with different keys, then random keys of them, which ask for their values.
+
+    Keys are symbols 0 ... n - 1, values n ... 2 n - 1.
+    """
+    length, pairs, symbols = setting
+    keys = generator.permutation(symbols)[:pairs]
+    values = symbols + generator.integers(symbols, size=pairs)
+    asked = generator.integers(pairs, size=length - 2 * pairs)
+    sequence = np.concatenate([np.stack([keys, values], axis=1).ravel(), keys[asked]])
+    return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[asked]])
+
+
+class Problem(NamedTuple):
+    """A problem. draw: (generator, setting) -> a sequence; symbols: their number, including answers."""
+
+    draw: Callable[[Generator, Setting], Sequence]
+    symbols: Callable[[Setting], int]
+
+
+PROBLEMS = {
+    "parity": Problem(parity, lambda setting: 2),
+    "s3": Problem(s3, lambda setting: 6),
+    "mqar": Problem(mqar, lambda setting: 2 * setting.symbols),
+}
+
+
+class ProblemSequences(GeneratedSequences):
+    """Sequences of a problem.
+
+    first, padding: index of the first symbol and of padding in the dictionary; doubling: epochs after which the number
+    of pairs, 2 at first, doubles, up to that of the setting; None: never.
+    """
+
+    def __init__(
+        self, problem: Problem, setting: Setting, first: int, padding: int, doubling: int | None, **settings: Any
+    ) -> None:
+        super().__init__(length=setting.length, **settings)
+        self.problem, self.setting, self.first, self.padding, self.doubling = problem, setting, first, padding, doubling
+
+    def _setting(self) -> Setting:
+        """Return the setting of this epoch; sequences with fewer pairs are shorter."""
+        length, pairs, symbols = self.setting
+        if self.doubling:
+            pairs = min(pairs, 2 ** (1 + (self.epoch - 1) // self.doubling))
+        return Setting(max(2 * pairs + 1, length * pairs // self.setting.pairs), pairs, symbols)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return an id, and symbols and answers (L,) of the dictionary."""
+        return {"id": np.int64(index), **super().__getitem__(index)}
+
+    def draw(self, generator: Generator) -> dict[str, np.ndarray]:
+        symbols, answers = self.problem.draw(generator, self._setting())
+        target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
+        return {"symbols": symbols + self.first, "target": target}
+
+    def batch(self, id: Tensor, symbols: Tensor, target: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        """Return a batch for language models and their criteria."""
+        return {
+            "id": id,
+            "net_input": {"src_tokens": symbols, "src_lengths": torch.full((len(id),), symbols.shape[1])},
+            "target": target,
+            "ntokens": int((target != self.padding).sum()),
+            "nsentences": len(id),
+        }
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each sequence."""
+        return np.full(len(self), self.length)
