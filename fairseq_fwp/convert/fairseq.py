@@ -7,13 +7,15 @@ lacks have the defaults of fairseq's configuration. Logits stay the same.
 
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from fairseq.data import Dictionary
+from fairseq.dataclass import FairseqDataclass
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
@@ -73,10 +75,12 @@ OF_TASK = ("tokens_per_sample", "max_target_positions", "add_bos_token")
 LANGUAGES = ("source_lang", "target_lang")
 
 
-def read_checkpoint(path: Path, *models: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights of a checkpoint of one of these models, and the saved settings of its model and task.
+def read(
+    path: Path, models: Sequence[str], defaults: FairseqDataclass | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights of a checkpoint of one of these models, and the settings of its model and task.
 
-    Raises ValueError for any other file.
+    Missing settings have their defaults. Raises ValueError for any other file.
     """
     state = load(path, EXPORT)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
@@ -95,14 +99,12 @@ def read_checkpoint(path: Path, *models: str) -> tuple[dict[str, Tensor], dict[s
         raise ValueError(
             f"the architecture in {path} must be {' or '.join(models)}, got {name!r}: choose another --source"
         )
-    known = {key: value for key, value in settings.items() if value is not None}
-    return state["model"], {**known, "arch": name}
-
-
-def fill_in(settings: dict[str, Any], defaults: Any) -> dict[str, Any]:
-    """Return the settings, with defaults for missing ones."""
-    known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")}
-    return {**known, **settings}
+    known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")} if defaults else {}
+    return state["model"], {
+        **known,
+        **{key: value for key, value in settings.items() if value is not None},
+        "arch": name,
+    }
 
 
 def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,12 +132,6 @@ def check_vocabulary(
             f"{said} must have the {found} words of the checkpoint, got {expected} (with fairseq's special symbols): "
             f"give {asked} with --vocabulary"
         )
-
-
-def read_lm(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and the settings of fairseq's language model. Raises ValueError for any other file."""
-    tensors, settings = read_checkpoint(path, "transformer_lm")
-    return tensors, fill_in(settings, TransformerLanguageModelConfig())
 
 
 def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
@@ -233,12 +229,6 @@ def adaptive_flags(tensors: Tensors, options: Options, words: int) -> dict[str, 
     }
 
 
-def read_fwp_lm(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and the settings of `fwp_lm`. Raises ValueError for any other file."""
-    tensors, settings = read_checkpoint(path, "fwp_lm")
-    return tensors, fill_in(settings, FwpLanguageModelConfig())
-
-
 def keep_fwp_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
     """The same model, see `Source`."""
     known = {name: value for name, value in asdict(FwpLanguageModelConfig()).items() if name not in OF_TASK}
@@ -246,11 +236,6 @@ def keep_fwp_lm(tensors: Mapping[str, Tensor], words: list[str], options: Option
     flags = {name: value for name, value in settings.items() if value != known[name] and not name.startswith("_")}
     flags |= {name: options.get(name) for name in OF_TASK}
     return Conversion("fwp_lm", flags, dict(tensors), words, [])
-
-
-def read_translation(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and the settings of a translation model. Raises ValueError for any other file."""
-    return read_checkpoint(path, "transformer", "fwp_transformer")
 
 
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
@@ -306,11 +291,16 @@ def plain(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
-LM = Source({}, read_lm, convert_lm, dictionary_words)
-FWP_LM = Source({}, read_fwp_lm, keep_fwp_lm, dictionary_words)
+LM = Source(
+    {},
+    partial(read, models=["transformer_lm"], defaults=TransformerLanguageModelConfig()),
+    convert_lm,
+    dictionary_words,
+)
+FWP_LM = Source({}, partial(read, models=["fwp_lm"], defaults=FwpLanguageModelConfig()), keep_fwp_lm, dictionary_words)
 TRANSLATION = Source(
     {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
-    read_translation,
+    partial(read, models=["transformer", "fwp_transformer"]),
     keep_translation,
     words_of_languages,
     "fwp_transformer",

@@ -25,10 +25,7 @@ DEFAULTS = {
     "activation_function": "gelu_new",
     "attn_pdrop": 0.1,
     "eos_token_id": 50256,
-    "layer_norm_epsilon": 1e-5,
     "resid_pdrop": 0.1,
-    "scale_attn_weights": True,
-    "tie_word_embeddings": True,
 }
 
 # Settings that it must have.

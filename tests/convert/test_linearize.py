@@ -347,6 +347,22 @@ def test_the_command(saved, source, tmp_path):
         convert(saved, tmp_path / "again", "--user-dir", tmp_path / "none")
 
 
+@looped(
+    ("flags", "features", "flag"),
+    [
+        ("--decoder-feature-map dpfp --dpfp-nu 2", 32, "--dpfp-nu 2"),
+        ("--decoder-feature-map favor --favor-features 5 --favor-draw gaussian", 10, "--favor-draw gaussian"),
+        ("--decoder-key-dim 3 --l2-normalization --negative-eigenvalues", 3, "--negative-eigenvalues"),
+    ],
+)
+def test_all_options_of_attention_are_those_of_the_model(saved, tmp_path_factory, flags, features, flag):
+    out = tmp_path_factory.mktemp("converted") / "out"
+    model = convert(saved, out, "--decoder-update-rule", "delta", *flags.split())
+    assert model.decoder.layers[1].self_attn.feature_map.feature_dim == features
+    assert model(torch.randint(4, 50, (2, LENGTH)))[0].isfinite().all()
+    assert f"{flag} " in (out / "flags.txt").read_text()
+
+
 def test_attention_normalisation_of_the_output_alone(saved, tmp_path):
     """Mao 2022, Sec. 2.2: y = S q / z q, and the value that delta retrieves is not divided."""
     flags = ["--decoder-update-rule", "delta", "--decoder-feature-map", "elu", "--attention-normalization"]
