@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 CONFIG = {"fairseq", "numpy", "omegaconf", "torch"}
 PEOPLE = CONFIG | {"fairseq_cli", "matplotlib", "sacrebleu", "safetensors", "tqdm", "yaml"}
-ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthetic", "tasks", "criterions")}
+ABOVE = {f"fairseq_fwp.{room}" for room in ("ops", "modules", "models", "synthetic", "tasks", "distillation")}
 
 # What each room of the package may import besides itself and the standard library. Imports never point backwards.
 ROOMS = {
@@ -29,7 +29,7 @@ ROOMS = {
     # They only use a model's methods.
     "evaluation": {"torch", "fairseq_fwp.modules.layers"},
     "tasks": CONFIG | {"fairseq_fwp.options"},
-    "criterions": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.options"},
+    "distillation": CONFIG | {"fairseq_fwp.evaluation", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "synthetic": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
     "convert": PEOPLE | ABOVE | {"fairseq_fwp.evaluation", "fairseq_fwp.patches"},
     "cli": PEOPLE | {"fairseq_fwp"},
@@ -144,7 +144,7 @@ def tree(root: Path, path: str, source: str) -> Path:
         ("fairseq_fwp/modules/layer.py", "from torch_of_mine import x", "torch_of_mine.x"),
         ("fairseq_fwp/models/lm.py", "from fairseq_fwp.ops import sum_rule", "fairseq_fwp.ops.sum_rule"),
         ("fairseq_fwp/tasks/lm.py", "from fairseq_fwp.models import lm", "fairseq_fwp.models.lm"),
-        ("fairseq_fwp/criterions/loss.py", "import fairseq_fwp.tasks.lm", "fairseq_fwp.tasks.lm"),
+        ("fairseq_fwp/distillation.py", "import fairseq_fwp.tasks.lm", "fairseq_fwp.tasks.lm"),
         ("fairseq_fwp/evaluation/score.py", "from fairseq_fwp.models import lm", "fairseq_fwp.models.lm"),
         ("fairseq_fwp/convert/opt.py", "from fairseq_fwp.cli import main", "fairseq_fwp.cli.main"),
         ("fairseq_fwp/cli/info.py", "import pandas", "pandas"),

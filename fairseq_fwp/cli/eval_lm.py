@@ -40,7 +40,7 @@ from fairseq_fwp.cli.loading import (
 )
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
-from fairseq_fwp.tasks.text_blocks import BLANK_LINE
+from fairseq_fwp.tasks.text import BLANK_LINE
 
 logger = logging.getLogger(__name__)
 

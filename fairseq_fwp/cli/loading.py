@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import fairseq_fwp
 from fairseq_fwp.evaluation import Text, document_starts
-from fairseq_fwp.tasks.text_blocks import BLANK_LINE
+from fairseq_fwp.tasks.text import BLANK_LINE
 
 
 def output_file(text: str) -> Path:

@@ -16,9 +16,8 @@ from omegaconf import II
 
 from fairseq_fwp.options import option
 from fairseq_fwp.tasks.carried_state import CarriedState
-from fairseq_fwp.tasks.stream_iterator import StreamIterator
-from fairseq_fwp.tasks.streams import Streams
-from fairseq_fwp.tasks.text_blocks import BLANK_LINE, Text, TextBlocks, document_starts
+from fairseq_fwp.tasks.streams import StreamIterator, Streams
+from fairseq_fwp.tasks.text import BLANK_LINE, Text, TextBlocks, document_starts
 
 logger = logging.getLogger(__name__)
 

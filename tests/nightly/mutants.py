@@ -637,14 +637,14 @@ MUTANTS = [
         "fresh = self.blocks.starts_document[ids] | (segment == 0)",
         "fresh = self.blocks.starts_document[ids] | (segment != 0)",
     ),
-    Mutant("fairseq_fwp/tasks/text_blocks.py", "if start == 0:", "if start == 1:"),
+    Mutant("fairseq_fwp/tasks/text.py", "if start == 0:", "if start == 1:"),
     Mutant(
-        "fairseq_fwp/tasks/text_blocks.py",
+        "fairseq_fwp/tasks/text.py",
         "first[self.documents[begin:end] - start] = True",
         "first[self.documents[begin:end] - start] = False",
     ),
     Mutant(
-        "fairseq_fwp/tasks/text_blocks.py",
+        "fairseq_fwp/tasks/text.py",
         "tokens = self.text.tokens(max(start - 1, 0), stop)",
         "tokens = self.text.tokens(max(start - 2, 0), stop)",
     ),

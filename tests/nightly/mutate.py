@@ -31,7 +31,6 @@ TESTS = {
     "fairseq_fwp/synthetic": ["synthetic", "models"],
     "fairseq_fwp/convert": ["convert"],
     "fairseq_fwp/patches": ["patches", "cli", "tasks", "nightly/faults"],
-    "fairseq_fwp/criterions": ["criterions", "tasks", "models"],
     "fairseq_fwp/cli": ["cli", "evaluation"],
 }
 SECONDS = 900  # for one mutant

@@ -28,6 +28,7 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from fairseq_fwp.evaluation.scoring import kl_divergence
+from fairseq_fwp.modules.layers import at_least_float32
 from fairseq_fwp.options import option
 
 ATTENTION, DISTRIBUTION = "attention", "distribution"
@@ -123,9 +124,9 @@ class DistillationCriterion(FairseqCriterion):
         if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
             raise ValueError("--adaptive-softmax-cutoff must be left out, because the teacher has no adaptive softmax")
         if of_model is None or of_its_teacher is None:
-            student = widen(model.get_normalized_probs(out, log_probs=True)[kept])
+            student = at_least_float32(model.get_normalized_probs(out, log_probs=True)[kept])
             with torch.no_grad():
-                from_teacher = widen(teacher.get_normalized_probs(of_teacher, log_probs=True)[kept])
+                from_teacher = at_least_float32(teacher.get_normalized_probs(of_teacher, log_probs=True)[kept])
             yield student, same_words(student, from_teacher), target
             return
         ours, targets = of_model(out[0][kept].unsqueeze(0), target)
@@ -139,8 +140,8 @@ class DistillationCriterion(FairseqCriterion):
         for student, from_teacher, in_part in zip(ours, theirs, targets, strict=True):
             if in_part is not None:
                 with torch.no_grad():
-                    from_teacher = widen(from_teacher).log_softmax(-1)
-                yield widen(student).log_softmax(-1), same_words(student, from_teacher), in_part
+                    from_teacher = at_least_float32(from_teacher).log_softmax(-1)
+                yield at_least_float32(student).log_softmax(-1), same_words(student, from_teacher), in_part
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -228,7 +229,7 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
                 f"{words[0].shape[-1] if words else 'unknown'}: give a teacher with as many dimensions ({error})"
             ) from error
         kept = real_tokens(name, net_input, padding_idx)
-        errors.append(F.mse_loss(widen(out)[kept], widen(expected)[kept]))
+        errors.append(F.mse_loss(at_least_float32(out)[kept], at_least_float32(expected)[kept]))
     return torch.stack(errors).mean()
 
 
@@ -239,11 +240,6 @@ def real_tokens(name: str, net_input: dict[str, Any], padding_idx: int) -> Tenso
         return net_input["src_tokens"].ne(padding_idx)
     tokens: Tensor = net_input["src_tokens"] if name.startswith("encoder.") else before
     return tokens.ne(padding_idx).T  # fairseq's layers are time-first
-
-
-def widen(x: Tensor) -> Tensor:
-    """Return x in float32 or wider: in half precision, sums over tokens overflow and differences vanish."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def same_words(student: Tensor, teacher: Tensor) -> Tensor:

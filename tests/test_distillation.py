@@ -5,12 +5,12 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
+from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from models.conftest import build_model, make_dictionary, random_tokens  # noqa: F401  (a fixture)
 from pairwise import looped
 
-from fairseq_fwp.criterions import fwp_distillation
-from fairseq_fwp.criterions.fwp_distillation import DistillationCriterion, attention_error, attentions
+from fairseq_fwp.distillation import DistillationCriterion, attention_error, attentions
 
 PAD = 1
 
@@ -21,7 +21,7 @@ def criterion(monkeypatch):
     task = Namespace(target_dictionary=make_dictionary(50))
 
     def make(teacher, **settings):
-        monkeypatch.setattr(fwp_distillation, "read_teacher", lambda path, task: teacher)
+        monkeypatch.setattr("fairseq_fwp.distillation.read_teacher", lambda path, task: teacher)
         return DistillationCriterion(task, "teacher.pt", **settings)
 
     return make
@@ -215,7 +215,7 @@ def test_a_task_goes_on_with_its_own_model(monkeypatch):
         task.sequence_generator = "of the teacher"
         return (torch.nn.Linear(1, 1),), None
 
-    monkeypatch.setattr(fwp_distillation.checkpoint_utils, "load_model_ensemble", load)
+    monkeypatch.setattr(checkpoint_utils, "load_model_ensemble", load)
     DistillationCriterion(task, "teacher.pt")
     assert task.sequence_generator == "of the student"
 
