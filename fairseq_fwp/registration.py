@@ -26,6 +26,7 @@ def _register() -> None:
     patches.apply()
     # Only here: they import more of fairseq, which must be patched first.
     from fairseq_fwp import distillation, models, synthetic, tasks  # noqa: F401
+    from fairseq_fwp.fast_weight_layer import model  # noqa: F401
 
 
 class _AfterFairseq(MetaPathFinder):

@@ -26,6 +26,7 @@ ROOMS = {
     "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp.options"},
+    "fast_weight_layer": CONFIG | {"fairseq_fwp.models", "fairseq_fwp.modules", "fairseq_fwp.options"},
     # They only use a model's methods.
     "evaluation": {"torch", "fairseq_fwp.modules.layers"},
     "tasks": CONFIG | {"fairseq_fwp.options"},

@@ -3,7 +3,7 @@
     fwp-add-layer data-bin/corpus --path checkpoint_best.pt --out start.pt
     fairseq-train data-bin/corpus --arch fwp_fwl_lm --fwl-map-inputs --finetune-from-model start.pt ...
 
-The layer is the identity, in a basis where its gradient steps are those of K-FAC (see modules/fast_weight_layer).
+The layer is the identity, in a basis where its gradient steps are those of K-FAC (see fairseq_fwp/fast_weight_layer).
 The basis comes from features and gradients of the training text, which is read as in training. Without this command
 --finetune-from-model starts with the identity too, but in the basis of the features.
 """
@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.loading import architecture, load_model, load_state, load_text, output_file, positive, write_whole
-from fairseq_fwp.convert.fast_weight_layer import add_layer, read_moments
+from fairseq_fwp.fast_weight_layer.initialization import read_moments
+from fairseq_fwp.fast_weight_layer.model import add_layer
 
 
 def run(args: Namespace) -> None:

@@ -18,11 +18,11 @@ from fairseq.models import (
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 
+from fairseq_fwp.fast_weight_layer import FastWeightLayer
 from fairseq_fwp.models.attention_options import CAUSAL, LINEAR, NORMALIZATIONS, by_argument, flag, is_of_attention
 from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformerModel
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import ATTENTIONS, LinearAttention
-from fairseq_fwp.modules.fast_weight_layer import FastWeightLayer
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.options import as_given
 

@@ -2,7 +2,9 @@
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -48,9 +50,7 @@ class DecoderConfig(FairseqDataclass):
         0.1, "dropout probability after the embeddings and after each block, from 0 to 1", same_function=True
     )
     attention_dropout: float = option(
-        0.0,
-        "dropout probability of softmax attention weights, from 0 to 1",
-        same_function=True,
+        0.0, "dropout probability of softmax attention weights, from 0 to 1", same_function=True
     )
     activation_dropout: float = option(
         0.0, "dropout probability after the feed-forward activation, from 0 to 1", same_function=True
@@ -114,106 +114,21 @@ for _state in STATES:
     torch.utils._pytree._register_namedtuple(_state, serialized_type_name=f"fairseq_fwp.{_state.__name__}")
 
 
-class StatefulDecoder(FairseqIncrementalDecoder):
-    """A decoder with fairseq's interface that continues from a state, and keeps it while decoding.
+class LanguageModelDecoder(FairseqIncrementalDecoder):
+    """Embeddings, layers and an adaptive softmax, with fairseq's interface.
 
-    A subclass has an adaptive_softmax and max_target_positions, and defines the features.
+    It continues from a state, and keeps it while decoding. No tensor here grows faster than linearly with the sequence.
+    A subclass has `build_attention(cfg, index)`, the attention of a layer, and `build_positions(cfg)`, the absolute
+    positions that are added to the embeddings, or None.
 
     packs_documents: whether `first` can be given, so that a segment holds several documents;
-    carries_state: whether the size of the state has a bound.
+    carries_state: whether the size of the state has a bound;
+    half_loss: whether training scores only the second half of a segment.
     """
 
     packs_documents = False
+    half_loss = False
     carries_state: bool
-
-    def forward(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: None = None,
-        incremental_state: dict[str, Any] | None = None,
-        features_only: bool = False,
-        state: DecoderState | None = None,
-        src_lengths: Tensor | None = None,
-        first: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
-
-        state: the state after earlier tokens, None = no earlier tokens.
-        first (B, L): True at tokens that begin a document, so that nothing was read before; None = nowhere. It cannot
-        be used with an incremental_state.
-
-        With an incremental_state, the state is kept there from the first call on. prev_output_tokens is then the whole
-        prefix, as fairseq passes it. Only its new tokens are read; the first value is their log-probabilities (B, L,
-        V). (fairseq looks for "attn" in the second value.)
-        """
-        if self.training:
-            for module in self.modules():
-                if isinstance(module, FeatureMap):
-                    module.resample()
-        if incremental_state is None:
-            documents: dict[str, Any] = {} if first is None else {"first": first}
-            x, state = self.extract_features(prev_output_tokens, state, **documents)
-        else:
-            state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
-            x, state = self.extract_unread_features(prev_output_tokens, state, read)
-            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1]))
-        scored = incremental_state is not None and not features_only
-        if scored:
-            # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
-            x = self.adaptive_softmax.get_log_prob(x, None)
-        elif not features_only:
-            x = self.output_layer(x)
-        return x, {"attn": [None], "state": state, "scored": scored}
-
-    def get_normalized_probs(
-        self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
-    ) -> Tensor:
-        """Return (log-)probabilities (B, L, V) of `forward`'s output; with a sample, exact only for its targets."""
-        first, extra = net_output
-        if not (extra or {}).get("scored"):
-            return super().get_normalized_probs(net_output, log_probs, sample)
-        scores = F.log_softmax(first, dim=-1)
-        return scores if log_probs else scores.exp()
-
-    def extract_features(self, tokens: Tensor, state: Any = None, last: int | None = None) -> tuple[Tensor, Any]:
-        """Return features (B, L, D) of tokens (B, L), read after those of `state`, and the new state.
-
-        last: only the features (B, last, D) of the last tokens; the last layer skips work for other tokens.
-        """
-        raise NotImplementedError
-
-    def extract_unread_features(self, tokens: Tensor, state: Any, read: int) -> tuple[Tensor, Any]:
-        """Do the same in incremental decoding, for the tokens (B, L) after the first `read`."""
-        raise NotImplementedError
-
-    def state_size(self, length: int, carried: bool = False) -> int:
-        """The numbers kept of a sequence of `length` tokens, or of such segments if the state is carried."""
-        raise NotImplementedError
-
-    def output_layer(self, features: Tensor) -> Tensor:
-        """Return the features in float32 or wider; the criterion or `get_normalized_probs` applies the softmax.
-
-        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
-        """
-        return at_least_float32(features)
-
-    def max_positions(self) -> int:
-        """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
-        return self.max_target_positions
-
-    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Keep the rows new_order of the decoding state, as beam search selects them."""
-        kept = self.get_incremental_state(incremental_state, "state")
-        if kept is not None:
-            state, read = kept
-            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
-
-
-class LanguageModelDecoder(StatefulDecoder):
-    """Embeddings, layers and tied output; a subclass defines attention and positions.
-
-    No tensor here grows faster than linearly with the sequence.
-    """
 
     def __init__(self, cfg: DecoderConfig, dictionary: Any) -> None:
         super().__init__(dictionary)
@@ -237,72 +152,130 @@ class LanguageModelDecoder(StatefulDecoder):
         # Without cutoffs too, so that the criterion adaptive_loss always works.
         self.adaptive_softmax = build_adaptive_softmax(cfg, self.embed_tokens, cutoffs)
         self.apply(initialize)
+        self.final_dropout: nn.Module = nn.Identity()
+        self.layer_positions: nn.ModuleList | None = None  # added to the inputs of each layer (Al-Rfou et al. 2019)
 
-    def build_positions(self, cfg: Any) -> nn.Module | None:
-        """The absolute positions that are added to the embeddings."""
-        raise NotImplementedError
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: None = None,
+        incremental_state: dict[str, Any] | None = None,
+        features_only: bool = False,
+        state: Any = None,
+        src_lengths: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return features (B, L, D) of prev_output_tokens (B, L) for the adaptive softmax, and the new "state".
 
-    def build_attention(self, cfg: Any, index: int) -> nn.Module:
-        """The attention of the layer of this index."""
-        raise NotImplementedError
+        state, first: as in `extract_features`; `first` cannot be used with an incremental_state.
+
+        With an incremental_state, the state is kept there from the first call on. prev_output_tokens is then the whole
+        prefix, as fairseq passes it. Only its new tokens are read; the first value is their log-probabilities (B, L,
+        V). (fairseq looks for "attn" in the second value.)
+        """
+        if self.training:
+            for module in self.modules():
+                if isinstance(module, FeatureMap):
+                    module.resample()
+        if incremental_state is None:
+            x, state = self.extract_features(prev_output_tokens, state, first=first)
+        else:
+            state, read = self.get_incremental_state(incremental_state, "state") or (state, 0)
+            x, state = self.step(prev_output_tokens[:, read:], state, read)
+            self.set_incremental_state(incremental_state, "state", (state, prev_output_tokens.shape[1]))
+        scored = incremental_state is not None and not features_only
+        if scored:
+            # fairseq's generator divides the first value by --temperature: dividing features would miss the biases.
+            x = self.adaptive_softmax.get_log_prob(x, None)
+        elif not features_only:
+            x = self.output_layer(x)
+        return x, {"attn": [None], "state": state, "scored": scored}
 
     def extract_features(
-        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, DecoderState]:
-        """Return features (B, L, D) of tokens (B, L), read after those of `state`, and the new state.
+        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Return features (B, L, D) of a segment of tokens (B, L), read after those of `state`, and the new state.
 
-        last: only the features (B, last, D) of the last tokens; the last layer skips work for other tokens.
+        state: after earlier tokens, None = no earlier tokens;
+        last: only the features (B, last, D) of the last tokens; the last layer skips work for other tokens;
+        first (B, L): True at tokens that begin a document, so that nothing was read before; None = nowhere.
         """
-        return self._extract_features(tokens, state, last, first=first)
+        return self._read(tokens, state, last, first)
 
-    def _extract_features(
+    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+        """Return the same in incremental decoding, for tokens (B, L) that follow `start` tokens of the prefix."""
+        return self._read(tokens, state, decoding=True)
+
+    def _read(
         self,
         tokens: Tensor,
         state: DecoderState | None,
         last: int | None = None,
-        decoding: bool = False,
         first: Tensor | None = None,
+        decoding: bool = False,
     ) -> tuple[Tensor, DecoderState]:
+        """Read tokens through all layers."""
         padding = tokens.eq(self.padding_idx)
         seen = tokens.new_zeros(tokens.shape[0]) if state is None else state.positions
         counts = seen.unsqueeze(1) + (~padding).long().cumsum(1)
         if first is not None:
             counts = counts - torch.where(first, counts - 1, 0).cummax(1).values
+        positions = (counts - 1).clamp(min=0)
         layer_states = []
         # Here and not in each layer, and for many tokens: each call of torch costs more in this context.
         with faster_linear(tokens.numel(), tokens.device):
             x = self.embed_scale * self.embed_tokens(tokens)
             if self.embed_positions is not None:
-                x = x + self.embed_positions(self._positions(counts, decoding)).to(x.dtype)
+                x = x + self.embed_positions(positions, decoding).to(x.dtype)
             x = self.dropout(x)
             # A compiled graph, and a transform of torch.func, take one path for all inputs.
             one_path = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
             mask = padding if one_path or padding.any() else None
             for index, layer in enumerate(self.layers):
+                if self.layer_positions is not None:
+                    x = x + self.layer_positions[index](positions).to(x.dtype)
                 kept = last if index == len(self.layers) - 1 else None
-                x = self._before_layer(index, x, counts)
                 x, layer_state = layer(x, state.layers[index] if state else None, mask, kept, first)
                 layer_states.append(layer_state)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
-        return x, DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
+        return self.final_dropout(x), DecoderState(tuple(layer_states), counts[:, -1] if counts.shape[1] else seen)
 
-    def extract_unread_features(
-        self, tokens: Tensor, state: DecoderState | None, read: int
-    ) -> tuple[Tensor, DecoderState]:
-        """Do the same in incremental decoding, for the tokens (B, L) after the first `read`."""
-        return self._extract_features(tokens[:, read:], state, decoding=True)
+    def parts_of_segments(self, start: int, length: int) -> Iterator[tuple[int, int]]:
+        """Return the bounds of `length` tokens after `start` others, cut where segments begin, as in training."""
+        next_segment = start - start % self.sample_length + self.sample_length
+        return pairwise([start, *range(next_segment, start + length, self.sample_length), start + length])
 
-    def _before_layer(self, index: int, x: Tensor, counts: Tensor) -> Tensor:
-        """Return the input of a layer, from x (B, L, D) and the places of the tokens in their rows (B, L)."""
-        return x
+    def get_normalized_probs(
+        self, net_output: tuple[Tensor, dict[str, Any] | None], log_probs: bool, sample: dict[str, Any] | None = None
+    ) -> Tensor:
+        """Return (log-)probabilities (B, L, V) of `forward`'s output; with a sample, exact only for its targets."""
+        first, extra = net_output
+        if not (extra or {}).get("scored"):
+            return super().get_normalized_probs(net_output, log_probs, sample)
+        scores = F.log_softmax(first, dim=-1)
+        return scores if log_probs else scores.exp()
 
-    def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
-        """The positions (B, L) of tokens with these counts in their rows."""
-        return (counts - 1).clamp(min=0)
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Return the features in float32 or wider; the criterion or `get_normalized_probs` applies the softmax.
+
+        fairseq's adaptive_loss sums the loss of a batch in their dtype, which overflows in fp16.
+        """
+        return at_least_float32(features)
+
+    def max_positions(self) -> int:
+        """Longest sequence in training and scoring: --tokens-per-sample of the training run."""
+        return self.max_target_positions
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+        """Keep the rows new_order of the decoding state, as beam search selects them."""
+        kept = self.get_incremental_state(incremental_state, "state")
+        if kept is not None:
+            state, read = kept
+            self.set_incremental_state(incremental_state, "state", (state.reorder(new_order), read))
 
     def state_size(self, length: int, carried: bool = False) -> int:
-        """The numbers kept of a sequence of `length` tokens, or of such segments if the state is carried.
+        """Return the numbers kept of a sequence of `length` tokens, or of such segments if the state is carried.
 
         Counted as in Schlag et al. 2021, Table 4.
         """

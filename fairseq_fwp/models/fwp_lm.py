@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq.models import register_model
-from torch import Tensor, nn
+from torch import nn
 
 from fairseq_fwp.models.attention_options import (
     AttentionOptions,
@@ -19,7 +19,7 @@ from fairseq_fwp.models.attention_options import (
     unused_options,
     used_options,
 )
-from fairseq_fwp.models.decoder import DecoderConfig, DecoderState, LanguageModelDecoder, check_probability
+from fairseq_fwp.models.decoder import DecoderConfig, LanguageModelDecoder, check_probability
 from fairseq_fwp.models.language_model import LanguageModel
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -74,7 +74,6 @@ class FwpLanguageModel(LanguageModel):
 
     @classmethod
     def build_decoder(cls, cfg: FwpLanguageModelConfig, dictionary: Any) -> "FwpDecoder":
-        """The decoder of the configuration."""
         return FwpDecoder(cfg, dictionary)
 
     @classmethod
@@ -102,43 +101,22 @@ class FwpDecoder(LanguageModelDecoder):
         self.packs_documents = all(attention.packs_documents for attention in attentions) and not cfg.positions_from_end
 
     def build_positions(self, cfg: Any) -> nn.Module | None:
-        """The absolute positions that are added to the embeddings."""
-        if cfg.no_token_positional_embeddings:
-            if cfg.positions_from_end:
+        if cfg.positions_from_end:
+            if cfg.no_token_positional_embeddings:
                 raise ValueError("--positions-from-end must be off with --no-token-positional-embeddings, got on")
-            return None
-        if cfg.decoder_learned_pos:
-            if cfg.positions_from_end:
+            if cfg.decoder_learned_pos:
                 raise ValueError(
                     "--positions-from-end must be off with --decoder-learned-pos, got on: it is for sinusoids"
                 )
+            return VaswaniPositions(cfg.decoder_embed_dim, cfg.tokens_per_sample)
+        if cfg.no_token_positional_embeddings:
+            return None
+        if cfg.decoder_learned_pos:
             return LearnedPositions(self.max_target_positions, cfg.decoder_embed_dim)
-        if cfg.positions_from_end:
-            return VaswaniPositions(cfg.decoder_embed_dim)
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def build_attention(self, cfg: Any, index: int) -> nn.Module:
-        """The attention of the layer of this index."""
         return build_attention(FwpLanguageModelConfig, cfg, layer_attentions(cfg)[index])
-
-    def _extract_features(
-        self,
-        tokens: Tensor,
-        state: DecoderState | None,
-        last: int | None = None,
-        decoding: bool = False,
-        first: Tensor | None = None,
-    ) -> tuple[Tensor, DecoderState]:
-        x, state = super()._extract_features(tokens, state, last, decoding, first)
-        return self.final_dropout(x), state
-
-    def _positions(self, counts: Tensor, decoding: bool) -> Tensor:
-        """The positions (B, L) of tokens with these counts in their rows."""
-        if not isinstance(self.embed_positions, VaswaniPositions):
-            return super()._positions(counts, decoding)
-        if decoding:  # the end of a sample is unknown before it is generated: samples follow each other
-            return (self.sample_length - counts) % self.sample_length
-        return counts[:, -1:] - counts
 
 
 def layer_attentions(cfg: FwpLanguageModelConfig) -> list[str]:

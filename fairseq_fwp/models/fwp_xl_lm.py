@@ -6,7 +6,6 @@ A call of the decoder reads one segment. Its "state" holds the `mem_len` newest 
 
 import logging
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,7 +72,6 @@ class FwpXlLanguageModel(LanguageModel):
 
     @classmethod
     def build_decoder(cls, cfg: FwpXlLanguageModelConfig, dictionary: Any) -> "FwpXlDecoder":
-        """The decoder of the configuration."""
         return FwpXlDecoder(cfg, dictionary)
 
     @classmethod
@@ -112,10 +110,8 @@ class FwpXlDecoder(LanguageModelDecoder):
         super().__init__(cfg, dictionary)
         self.mem_len = cfg.mem_len
         self.carries_state = cfg.mem_len > 0
-        self.segment_length = cfg.tokens_per_sample
         self.half_loss = cfg.half_loss
-        self.final_dropout: nn.Module = self.dropout  # as the paper's public code has it
-        self.layer_positions: nn.ModuleList | None = None
+        self.final_dropout = self.dropout  # as the paper's public code has it
         if cfg.decoder_positions == "layerwise":
             tables = (LearnedPositions(cfg.tokens_per_sample, cfg.decoder_embed_dim) for _ in self.layers)
             self.layer_positions = nn.ModuleList(tables).apply(initialize)
@@ -125,21 +121,30 @@ class FwpXlDecoder(LanguageModelDecoder):
                 other.positions.tie(first.positions)
 
     def build_positions(self, cfg: Any) -> SinusoidalPositions | None:
-        """The absolute positions that are added to the embeddings."""
         if cfg.decoder_positions != "absolute":
             return None
         return SinusoidalPositions(cfg.decoder_embed_dim, offset=self.padding_idx + 1)
 
     def build_attention(self, cfg: Any, index: int) -> nn.Module:
-        """The attention of any layer."""
         return build_attention(cfg)
 
-    def extract_features(  # type: ignore[override]
-        self, tokens: Tensor, state: DecoderState | None = None, last: int | None = None
-    ) -> tuple[Tensor, DecoderState]:
+    def extract_features(
+        self, tokens: Tensor, state: Any = None, last: int | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """Return features (B, L, D), or (B, last, D), of a segment (B, L), and the memory for the next segment."""
-        x, state = self._read(tokens, state, last)
+        x, state = self._read(tokens, state, last, first)
         return x, self._remember(state)
+
+    def step(self, tokens: Tensor, state: Any, start: int) -> tuple[Tensor, Any]:
+        pieces = []
+        if start == 0:
+            state = self._cache(state, tokens)
+        for begin, end in self.parts_of_segments(start, tokens.shape[1]):
+            if begin and begin % self.sample_length == 0:
+                state = self._remember(state)
+            x, state = self._read(tokens[:, begin - start : end - start], state)
+            pieces.append(x)
+        return torch.cat(pieces, dim=1), state
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in keys and values of a segment of `length` tokens, and in the memory if it is carried.
@@ -148,33 +153,6 @@ class FwpXlDecoder(LanguageModelDecoder):
         """
         memory = self.mem_len if carried else 0
         return 2 * (memory + length) * self.embed_tokens.embedding_dim * len(self.layers)
-
-    def extract_unread_features(
-        self, tokens: Tensor, state: DecoderState | None, read: int
-    ) -> tuple[Tensor, DecoderState]:
-        """Do the same in incremental decoding, for the tokens (B, L) after the first `read`, over several segments."""
-        total, pieces = tokens.shape[1], []
-        if read == 0:
-            state = self._cache(state, tokens)
-        next_segment = read - read % self.segment_length + self.segment_length
-        for start, stop in pairwise([read, *range(next_segment, total, self.segment_length), total]):
-            if start > 0 and start % self.segment_length == 0:
-                assert state is not None
-                state = self._remember(state)
-            x, state = self._read(tokens[:, start:stop], state)
-            pieces.append(x)
-        assert state is not None
-        return torch.cat(pieces, dim=1), state
-
-    def _before_layer(self, index: int, x: Tensor, counts: Tensor) -> Tensor:
-        """Return x (B, L, D) plus the layer's own positions, if it has any (Al-Rfou et al. 2019)."""
-        if self.layer_positions is None:
-            return x
-        return x + self.layer_positions[index](self._positions(counts, decoding=False)).to(x.dtype)
-
-    def _read(self, tokens: Tensor, state: DecoderState | None, last: int | None = None) -> tuple[Tensor, DecoderState]:
-        x, state = super().extract_features(tokens, state, last)
-        return self.final_dropout(x), state
 
     def _remember(self, state: DecoderState) -> DecoderState:
         """Return the part of the state that a new segment sees. Without a memory, absolute positions start again."""

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 from fairseq.dataclass import FairseqDataclass
-from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
+from fairseq.models import FairseqLanguageModel
 from omegaconf import OmegaConf
 
 from fairseq_fwp.models.trained_model import TrainedModel
@@ -18,7 +18,10 @@ MAX_GENERATED_POSITIONS = 10**6
 
 
 class LanguageModel(TrainedModel, FairseqLanguageModel):
-    """A decoder with fairseq's interface of a language model; a subclass defines the configuration and the decoder."""
+    """A decoder with fairseq's interface of a language model.
+
+    A subclass has `config`, its options, and `build_decoder(cfg, dictionary)`, which checks them.
+    """
 
     config: ClassVar[type[FairseqDataclass]]
 
@@ -35,11 +38,6 @@ class LanguageModel(TrainedModel, FairseqLanguageModel):
         decoder = cls.build_decoder(cfg, task.target_dictionary)
         warn_of_unused(cls.unused_flags(cfg))
         return cls(decoder)
-
-    @classmethod
-    def build_decoder(cls, cfg: Any, dictionary: Any) -> FairseqIncrementalDecoder:
-        """Return the decoder of a complete configuration. Raises ValueError for an invalid one."""
-        raise NotImplementedError
 
     @classmethod
     def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:

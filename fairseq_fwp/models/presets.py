@@ -24,7 +24,7 @@ from typing import Any
 
 from fairseq.models import register_model_architecture
 
-from fairseq_fwp.models import fwp_fwl_lm, fwp_lm, fwp_transformer, fwp_xl_lm  # noqa: F401  (what is registered for)
+from fairseq_fwp.models import fwp_lm, fwp_transformer, fwp_xl_lm  # noqa: F401  (what is registered for)
 from fairseq_fwp.modules import attention
 
 WT103 = {"adaptive_softmax_cutoff": "20000,40000,200000"}
@@ -192,6 +192,11 @@ def _architecture(preset: dict[str, Any]) -> Callable[[Any], None]:
     return fill_in
 
 
-for _model, _presets in PRESETS_OF_MODELS.items():
-    for _name, _preset in _presets.items():
-        register(_name, _preset, _model)
+def register_presets(model: str) -> None:
+    """Register the presets of a model, which must be registered before."""
+    for name, preset in PRESETS_OF_MODELS[model].items():
+        register(name, preset, model)
+
+
+for _model in ("fwp_lm", "fwp_xl_lm", "fwp_transformer"):
+    register_presets(_model)

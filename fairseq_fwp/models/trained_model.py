@@ -15,23 +15,12 @@ class TrainedModel(BaseFairseqModel):
     """A base class that checks the options of loaded weights; list it before a model of fairseq among the bases.
 
     Settings are dictionaries by name, as in a checkpoint or a command line. They may have more than the model's
-    options, and lack options at their defaults.
+    options, and lack options at their defaults. A subclass has these class methods:
+
+    - `complete(settings)` returns only the options of the model: these settings, and defaults for the others.
+    - `same_function(name)` says whether trained weights compute the same function with every value of an option.
+    - `unused_flags(cfg)` returns the given options that this configuration does not use.
     """
-
-    @classmethod
-    def complete(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return only the options of the model: these settings, and defaults for the others."""
-        raise NotImplementedError
-
-    @classmethod
-    def same_function(cls, name: str) -> bool:
-        """Return whether trained weights compute the same function with every value of this option."""
-        raise NotImplementedError
-
-    @classmethod
-    def unused_flags(cls, cfg: Any) -> list[str]:
-        """Return the given options that this configuration does not use, by field."""
-        raise NotImplementedError
 
     @classmethod
     def adopt(cls, saved: dict[str, Any]) -> dict[str, Any]:

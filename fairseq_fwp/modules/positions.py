@@ -1,4 +1,8 @@
-"""Absolute positions for any integers, so that decoding and streams can continue from a count."""
+"""Absolute positions for any integers, so that decoding and streams can continue from a count.
+
+A decoder calls its positions with the places (B, L) of tokens in their rows, 0 = the first token. It also says whether
+it is decoding, where the end of a sample is not known.
+"""
 
 import math
 from typing import Any
@@ -18,7 +22,7 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.table = nn.Embedding(count, embed_dim)
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, positions: Tensor, decoding: bool = False) -> Tensor:
         count = self.table.num_embeddings
         # A compiled graph takes one path for all inputs: it has only the error of the lookup.
         if not torch.compiler.is_compiling() and positions.numel() and int(positions.max()) >= count:
@@ -45,7 +49,7 @@ class SinusoidalPositions(nn.Module):
         self.embed_dim = embed_dim
         self.offset = offset
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, positions: Tensor, decoding: bool = False) -> Tensor:
         half = self.embed_dim // 2
         # float64: in float32 the angle of position ten million is off by half a radian.
         exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / max(half - 1, 1)
@@ -82,18 +86,25 @@ class CountedPositions(nn.Module):
 
 
 class VaswaniPositions(nn.Module):
-    """Sinusoids of Vaswani et al. 2017, Sec. 3.5, as printed: from position 0, with wavelengths 10000^(2i / D) 2 pi.
+    """Sinusoids of Vaswani et al. 2017, Sec. 3.5, as printed, of distances from the end of the sample, which has 0.
 
-    Sines come before cosines, as in the public code of Transformer-XL. fairseq's layout has other wavelengths:
-    10000^(i / (D/2 - 1)) 2 pi. positions (B, L) -> (B, L, embed_dim) in float64.
+    Wavelengths are 10000^(2i / D) 2 pi, sines come before cosines, as in the public code of Transformer-XL. fairseq's
+    layout has other wavelengths: 10000^(i / (D/2 - 1)) 2 pi. positions (B, L) -> (B, L, embed_dim) in float64.
+
+    sample_length: in decoding, samples of this length follow each other.
     """
 
-    def __init__(self, embed_dim: int) -> None:
+    def __init__(self, embed_dim: int, sample_length: int) -> None:
         super().__init__()
         self.embed_dim = embed_dim
+        self.sample_length = sample_length
 
-    def forward(self, positions: Tensor) -> Tensor:
-        return sinusoids(positions.double(), self.embed_dim)
+    def forward(self, positions: Tensor, decoding: bool = False) -> Tensor:
+        if decoding:
+            distances = (self.sample_length - 1 - positions) % self.sample_length
+        else:
+            distances = positions[:, -1:] - positions
+        return sinusoids(distances.double(), self.embed_dim)
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:

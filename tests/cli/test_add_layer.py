@@ -11,7 +11,7 @@ from models.conftest import build_model  # noqa: F401  (a fixture)
 from pairwise import looped
 
 from fairseq_fwp.cli import add_layer, eval_lm
-from fairseq_fwp.convert.fast_weight_layer import STREAMS, read_moments
+from fairseq_fwp.fast_weight_layer.initialization import STREAMS, read_moments
 
 LENGTH = 8
 XL = ["--task", "fwp_language_modeling", "--carry-state", "--arch", "fwp_xl_lm", "--mem-len", "4"]
@@ -92,7 +92,7 @@ def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
     for start in range(STREAMS):
         state = None
         for segment in tokens[17 * start : 17 * start + 10].view(2, 1, 5):
-            x, base = decoder.base.extract_features(segment, state)
+            x, base = decoder.extract_inputs(segment, state)
             state = base if carry else None
             x = x.detach().requires_grad_()
             log_probs = decoder.adaptive_softmax.get_log_prob(decoder.fast_weight_layer.norm(x), None)

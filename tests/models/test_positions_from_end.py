@@ -4,7 +4,7 @@ import pytest
 import torch
 from pairwise import looped
 
-from fairseq_fwp.modules.positions import VaswaniPositions
+from fairseq_fwp.modules.positions import VaswaniPositions, sinusoids
 
 from .conftest import log_probs, random_tokens
 
@@ -17,21 +17,23 @@ def model(build_model):
 
 
 def test_the_positions_of_the_paper():
-    rows = VaswaniPositions(4)(torch.tensor([[0, 3]]))
-    expected = torch.tensor([[[0, 0, 1, 1], [3, 0.03, 3, 0.03]]], dtype=torch.float64)
-    expected[0, 1] = torch.cat([expected[0, 1, :2].sin(), expected[0, 1, 2:].cos()])
-    torch.testing.assert_close(rows, expected)
+    positions = VaswaniPositions(4, LENGTH)
+    expected = torch.tensor([[[3, 0.03, 3, 0.03], [0, 0, 1, 1]]], dtype=torch.float64)
+    expected[0, 0] = torch.cat([expected[0, 0, :2].sin(), expected[0, 0, 2:].cos()])
+    torch.testing.assert_close(positions(torch.tensor([[0, 3]])), expected)
+    torch.testing.assert_close(positions(torch.tensor([[2, 5, 8]]), decoding=True), expected[:, [0, 1, 0]])
 
 
 def test_the_last_token_stands_at_position_zero(model):
     seen = []
-    model.decoder.embed_positions.register_forward_pre_hook(lambda module, args: seen.append(args[0].tolist()))
+    model.decoder.embed_positions.register_forward_hook(lambda module, args, rows: seen.append(rows))
     model(random_tokens(2, 4))
     padded = random_tokens(2, 5)
     padded[0, 3:] = padded[1, :1] = model.decoder.padding_idx
     model(padded)
-    assert seen[0] == [[3, 2, 1, 0]] * 2
-    assert [row[:3] for row in seen[1][:1]] + [row[1:] for row in seen[1][1:]] == [[2, 1, 0], [3, 2, 1, 0]]
+    expected = sinusoids(torch.arange(3, -1, -1, dtype=torch.float64), seen[0].shape[2])
+    assert all(torch.equal(row, expected) for row in (*seen[0], seen[1][1, 1:]))
+    assert torch.equal(seen[1][0, :3], expected[1:])
 
 
 @looped("side", ["left", "right"])

@@ -5,7 +5,7 @@ import torch
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 from pairwise import looped
 
-from fairseq_fwp.models.fwp_fwl_lm import FwpFwlLanguageModel
+from fairseq_fwp.fast_weight_layer.model import FwpFwlLanguageModel
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
 from fairseq_fwp.options import plain

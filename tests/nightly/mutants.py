@@ -136,7 +136,7 @@ MUTANTS = [
         r"""r"(decoder\.layers\.\d+)\.layer_norms\.1\.": r"\1.self_attn_layer_norm.",""",
     ),
     Mutant(
-        "fairseq_fwp/convert/fast_weight_layer.py",
+        "fairseq_fwp/fast_weight_layer/initialization.py",
         "length = min(decoder.sample_length, len(tokens) // STREAMS)",
         "length = max(decoder.sample_length, len(tokens) // STREAMS)",
     ),
@@ -224,8 +224,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/models/decoder.py",
-        "return self._extract_features(tokens[:, read:], state, decoding=True)",
-        "return self._extract_features(tokens[:, read:], state, decoding=False)",
+        "return self._read(tokens, state, decoding=True)",
+        "return self._read(tokens, state, decoding=False)",
     ),
     Mutant(
         "fairseq_fwp/models/decoder.py",
@@ -259,8 +259,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/models/fwp_xl_lm.py",
-        "if start > 0 and start % self.segment_length == 0:",
-        "if start > 0 and start % self.segment_length != 0:",
+        "if begin and begin % self.sample_length == 0:",
+        "if begin and begin % self.sample_length != 0:",
     ),
     Mutant(
         "fairseq_fwp/models/presets.py",
@@ -399,45 +399,43 @@ MUTANTS = [
         "if padding is None and (past == 0 or length == 2):",
     ),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/layer.py",
+        "fairseq_fwp/fast_weight_layer/layer.py",
         "loss = -softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor",
         "loss = softmax.target_log_prob(y, targets).where(known, 0).sum() / self.divisor",
     ),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/layer.py",
+        "fairseq_fwp/fast_weight_layer/layer.py",
         "places = torch.arange(1, x.shape[1] + 1, device=x.device).masked_fill(padding, 0)",
         "places = torch.arange(1, x.shape[1] - 1, device=x.device).masked_fill(padding, 0)",
     ),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/layer.py",
+        "fairseq_fwp/fast_weight_layer/layer.py",
         "new = slots.shape[1] - x.shape[1]",
         "new = slots.shape[1] + x.shape[1]",
     ),
+    Mutant("fairseq_fwp/fast_weight_layer/layer.py", "random_start: bool = False,", "random_start: bool = True,"),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/layer.py", "random_start: bool = False,", "random_start: bool = True,"
-    ),
-    Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/layer.py",
+        "fairseq_fwp/fast_weight_layer/layer.py",
         "first = 0 if state is not None else 1",
         "first = 0 if state is None else 1",
     ),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/layer.py",
+        "fairseq_fwp/fast_weight_layer/layer.py",
         'of_vectors = {"norm.weight": normal * of_y, "norm.bias": of_y, "softmax.bias": of_bias}',
         'of_vectors = {"norm.weight": normal + of_y, "norm.bias": of_y, "softmax.bias": of_bias}',
     ),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/start.py",
+        "fairseq_fwp/fast_weight_layer/initialization.py",
         "layer.first.weight[units] = sign * HEIGHT * torch.linalg.solve(keys, scaled).mT",
         "layer.first.weight[units] = sign * HEIGHT * torch.linalg.solve(keys, scaled)",
     ),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/start.py",
+        "fairseq_fwp/fast_weight_layer/initialization.py",
         "layer.first.bias[units] = HEIGHT * (1 + sign * (mean @ scaled))",
         "layer.first.bias[units] = HEIGHT * (1 - sign * (mean @ scaled))",
     ),
     Mutant(
-        "fairseq_fwp/modules/fast_weight_layer/update.py",
+        "fairseq_fwp/fast_weight_layer/update.py",
         'FAST_WEIGHTS = {"both": FIRST + SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}',
         'FAST_WEIGHTS = {"both": FIRST - SECOND, "first": FIRST, "second": SECOND, "softmax-bias": SOFTMAX, "none": ()}',
     ),

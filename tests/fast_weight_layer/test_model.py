@@ -9,17 +9,16 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from models.conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
+from models.stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states
 from pairwise import looped
 
+from fairseq_fwp.fast_weight_layer import GRADIENTS_AT
+from fairseq_fwp.fast_weight_layer.layer import PACE, STEP_SIZE
+from fairseq_fwp.fast_weight_layer.model import BASES, FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.decoder import initialize
-from fairseq_fwp.models.fwp_fwl_lm import BASES, FwpFwlLanguageModel, FwpFwlLanguageModelConfig
 from fairseq_fwp.models.presets import FWL_PRESETS
-from fairseq_fwp.modules.fast_weight_layer import GRADIENTS_AT
-from fairseq_fwp.modules.fast_weight_layer.layer import PACE, STEP_SIZE
 from fairseq_fwp.options import plain
-
-from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
-from .stream_laws import by_segments, check_beam_search, check_decoding, check_padding, check_rows_of_states
 
 XL = {"fwl_base": "fwp_xl_lm", "mem_len": 6}
 LOCAL = {"decoder_update_rule": "softmax", "attention_window": 3}
@@ -300,7 +299,8 @@ def test_the_state_is_counted(build, kind):
     layer = model.decoder.fast_weight_layer
     _, state = by_segments(model, random_tokens(1, 8), 4)
     assert numbers(state.layer) == layer.state_size(4, carried=True)
-    assert model.decoder.state_size(4, True) == layer.state_size(4, True) + model.decoder.base.state_size(4, True)
+    below = type(model.decoder).__bases__[1].state_size(model.decoder, 4, True)
+    assert model.decoder.state_size(4, True) == layer.state_size(4, True) + below
     _, state = by_segments(model, random_tokens(1, 4), 4)
     assert numbers(state.layer) == layer.state_size(4)
 
@@ -318,17 +318,22 @@ def test_presets_have_the_papers_sizes(arch):
     assert round((count - layer) / 1e6) == (285 if "xl" in arch else 114)
 
 
-@pytest.mark.parametrize("kind", ["delta", "projected"])
-def test_it_is_a_layer_on_any_decoder(build, kind):
-    """The features are those of the base, and a checkpoint has the base's names."""
+@pytest.mark.parametrize(("kind", "backend"), [("delta", {"fwp_backend": "auto"}), ("projected", {})])
+def test_it_is_a_layer_on_any_decoder(build, build_model, kind, backend):
+    """The features are those of the base, and a checkpoint has the base's names, before those of the layer."""
     model, tokens = build(kind), random_tokens(2, 4)
-    decoder = model.decoder
-    features, _ = decoder.base.extract_features(tokens)
-    expected, _ = decoder.fast_weight_layer(features, tokens, decoder.base.adaptive_softmax)
+    decoder, flags = model.decoder, {"tokens_per_sample": 4, **KINDS[kind], **backend}
+    below = build_model(flags.pop("fwl_base", "fwp_lm"), **flags)
+    weights = {name: value for name, value in model.state_dict().items() if "fast_weight_layer" not in name}
+    below.load_state_dict(weights)
+    features, _ = below.decoder.extract_features(tokens)
+    expected, _ = decoder.fast_weight_layer(features, tokens, decoder.adaptive_softmax)
     assert torch.equal(decoder.extract_features(tokens)[0], expected)
-    base = [f"decoder.{name}" for name in decoder.base.state_dict()]
     layer = [f"decoder.fast_weight_layer.{name}" for name in decoder.fast_weight_layer.state_dict()]
-    assert list(model.state_dict()) == base + layer
+    assert list(model.state_dict()) == [*below.state_dict(), *layer]
+    assert [name for name, _ in model.named_parameters()][: -len(layer)] == [
+        name for name, _ in below.named_parameters()
+    ]
     other = copy.deepcopy(build(kind))
     assert other.load_state_dict(model.state_dict(), strict=True).unexpected_keys == []
     assert torch.equal(other(tokens)[0], model(tokens)[0])

@@ -1,16 +1,23 @@
 """The layer itself: f, the gradients of its losses in one backward pass, and f with the updated weights."""
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fwp.modules.causal_sum import Number
-from fairseq_fwp.modules.fast_weight_layer.start import HEIGHT, be_identity, white_bases
-from fairseq_fwp.modules.fast_weight_layer.state import FastWeightLayerState, Gradients
-from fairseq_fwp.modules.fast_weight_layer.update import FAST_WEIGHTS, Update, end_segment
+from fairseq_fwp.fast_weight_layer.initialization import HEIGHT, be_identity, white_bases
+from fairseq_fwp.fast_weight_layer.update import (
+    FAST_WEIGHTS,
+    FastWeightLayerState,
+    Gradients,
+    Number,
+    Update,
+    end_segment,
+)
+from fairseq_fwp.modules.adaptive_softmax import AdaptiveSoftmax
+from fairseq_fwp.modules.attention.base import detach
 from fairseq_fwp.modules.layers import look_up
 
 # Initial step sizes are from the public code (google-research, fwl); the paper does not give them. Neither gives an
@@ -27,16 +34,6 @@ PACE = 30.0
 
 # The weights at which a segment's losses are differentiated.
 GRADIENTS_AT = ("trained", "carried")
-
-
-class Softmax(Protocol):
-    """The interface of the output layer, for features (B, M, D) and tokens (B, M)."""
-
-    def target_log_prob(self, features: Tensor, target: Tensor) -> Tensor:
-        """Return the tokens' log-probabilities (B, M)."""
-
-    def loss_gradient(self, features: Tensor, target: Tensor) -> Tensor:
-        """Return the gradients (B, M, D) of minus the tokens' log-probabilities by the features, without a graph."""
 
 
 class Losses(NamedTuple):
@@ -136,7 +133,7 @@ class FastWeightLayer(nn.Module):
         be_identity(self, eye, eye, torch.zeros(dim))
 
     def whiten(self, mean: Tensor, covariance: Tensor, of_gradients: Tensor) -> None:
-        """Start as the identity in a basis where gradient steps of U are steps of K-FAC, see `start.white_bases`.
+        """Start as the identity in a basis where gradient steps of U are steps of K-FAC, see `white_bases`.
 
         mean (D,), covariance (D, D): of the features; of_gradients (D, D): second moments of the loss's gradients by
         the features. Raises ValueError for a layer without the map.
@@ -150,7 +147,7 @@ class FastWeightLayer(nn.Module):
         self,
         x: Tensor,
         tokens: Tensor,
-        softmax: Softmax,
+        softmax: AdaptiveSoftmax,
         state: FastWeightLayerState | None = None,
         padding: Tensor | None = None,
         same_segment: bool = False,
@@ -175,14 +172,14 @@ class FastWeightLayer(nn.Module):
         else:
             # The last loss of the previous segment needs the first token of this one.
             last = self._differentiate(losses.at(slice(1)), softmax, update)
-            whole = {part: state.history[part].then(new.detach()) for part, new in last.items()}
+            whole = {part: state.history[part].then(detach(new)) for part, new in last.items()}
             with torch.autocast(x.device.type, enabled=False):
                 update = end_segment(update, whole, self.decays())
             history = self._differentiate(losses.at(slice(1, None)), softmax, update)
         new = slots.shape[1] - x.shape[1]
         fast = Update(self.step_sizes(), update, history)
         y = self._apply_above(hidden[:, new:] + fast.of_layer("first", inputs[:, new:]), fast)[-1]
-        return y, FastWeightLayerState(update, history, *_last(x, padding, state)).detach()
+        return y, detach(FastWeightLayerState(update, history, *_last(x, padding, state)))
 
     def state_size(self, length: int, carried: bool = False) -> int:
         """Return the numbers in a state after a segment of `length` tokens, with Delta if it is carried."""
@@ -210,7 +207,9 @@ class FastWeightLayer(nn.Module):
             return dict.fromkeys(self.fast, self.fixed_decay or 0.0)
         return dict(zip(self.fast, (PACE * self.decay_logits).sigmoid(), strict=True))
 
-    def _differentiate(self, losses: Losses, softmax: Softmax, update: dict[str, Tensor]) -> dict[str, Gradients]:
+    def _differentiate(
+        self, losses: Losses, softmax: AdaptiveSoftmax, update: dict[str, Tensor]
+    ) -> dict[str, Gradients]:
         """Return the gradients of the losses by the fast parts; zero where no target is known."""
         if not self.fast:
             return {}

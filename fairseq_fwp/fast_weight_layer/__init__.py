@@ -18,18 +18,21 @@ taken. With gradients at "carried" weights, L_t is the loss with theta - alpha D
 segment, as in dynamic evaluation. The gradient then vanishes once something is learned, and Delta can be kept longer.
 It costs one more product with Delta.
 
-layer.py has f and its gradients, update.py the update of f by gradients, state.py the state, start.py initial values.
+layer.py has f and its gradients, update.py the state and the update of f by gradients, initialization.py the identity
+at the start, model.py the language model.
 Shapes: B batch, L tokens, M positions with a loss, D embed_dim, F hidden_dim.
 """
 
 import torch
 
-from fairseq_fwp.modules.fast_weight_layer.layer import GRADIENTS_AT, FastWeightLayer
-from fairseq_fwp.modules.fast_weight_layer.state import FastWeightLayerState, Gradients
-from fairseq_fwp.modules.fast_weight_layer.update import FAST_WEIGHTS
+from fairseq_fwp.fast_weight_layer.layer import GRADIENTS_AT, FastWeightLayer
+from fairseq_fwp.fast_weight_layer.update import FAST_WEIGHTS, FastWeightLayerState, Gradients
 
 __all__ = ["FAST_WEIGHTS", "GRADIENTS_AT", "FastWeightLayer", "FastWeightLayerState", "Gradients"]
 
 # A checkpoint in mid-epoch holds the state of its streams; earlier ones have these names for its parts.
 STATES = (FastWeightLayerState, Gradients)
-torch.serialization.add_safe_globals([*STATES, *((state, f"{__name__}.{state.__name__}") for state in STATES)])
+FORMER = [f"fairseq_fwp.modules.fast_weight_layer.{module}" for module in ("", "state.")]
+torch.serialization.add_safe_globals(
+    [*STATES, *((state, f"{module}{state.__name__}") for state in STATES for module in FORMER)]
+)

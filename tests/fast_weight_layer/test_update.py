@@ -4,7 +4,7 @@ import torch
 from pairwise import looped
 
 from fairseq_fwp import ops
-from fairseq_fwp.modules.causal_sum import causal_sum, cumulative_sum
+from fairseq_fwp.fast_weight_layer.update import causal_sum, cumulative_sum
 
 
 def random(*sizes):

@@ -16,6 +16,9 @@ SPREAD = 1024.0
 # Share of the median eigenvalue that is added to all eigenvalues of a covariance before inversion.
 DAMPING = 0.1
 
+# A training text is cut into this many equal parts, and the beginning of each is read.
+STREAMS = 16
+
 
 @torch.no_grad()
 def be_identity(layer: Any, keys: Tensor, basis: Tensor, mean: Tensor) -> None:
@@ -54,3 +57,32 @@ def damped_power(moments: Tensor, exponent: float) -> Tensor:
     """Return the power (D, D), float64, of a semi-definite matrix (D, D) over its median eigenvalue, plus DAMPING."""
     values, vectors = torch.linalg.eigh(moments.double())
     return vectors * (values.clamp(min=0) / values.median() + DAMPING) ** exponent @ vectors.mT
+
+
+def read_moments(model: Any, tokens: Tensor, count: int, carry: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean (D,) and covariance (D, D) of the layer's inputs, and second moments of the loss's gradients.
+
+    They come from `count` of the tokens (N,), in segments as long as in training. `carry`: the state is carried over
+    segments.
+    """
+    decoder = model.eval().decoder
+    length = min(decoder.sample_length, len(tokens) // STREAMS)
+    if length < 2:
+        raise ValueError(
+            f"the training text must have at least {2 * STREAMS} tokens, got {len(tokens):,}: preprocess a longer one"
+        )
+    streams = tokens[: len(tokens) // STREAMS * STREAMS].view(STREAMS, -1)
+    read = max(length, min(count // STREAMS, streams.shape[1]) // length * length)
+    norm, state = decoder.fast_weight_layer.norm, None
+    features, gradients = [], []
+    for segment in streams[:, :read].split(length, 1):
+        with torch.no_grad():
+            found, state = decoder.extract_inputs(segment, state if carry else None)
+        features.append(found)
+        with torch.enable_grad():
+            x = found[:, :-1].detach().requires_grad_()
+            y = norm(x)
+            of_y = decoder.adaptive_softmax.loss_gradient(y.detach(), segment[:, 1:])
+            gradients.append(torch.autograd.grad(y, x, of_y)[0].flatten(0, 1))
+    x, of_x = torch.cat(features, 1).flatten(0, 1).double(), torch.cat(gradients).double()
+    return x.mean(0).float(), x.mT.cov(), of_x.mT @ of_x / len(of_x)

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from pairwise import looped
 from torch import nn
 
+from fairseq_fwp.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer
+from fairseq_fwp.fast_weight_layer.initialization import DAMPING, SPREAD
+from fairseq_fwp.fast_weight_layer.layer import PACE, STEP_SIZE
+from fairseq_fwp.fast_weight_layer.model import build_shifted_softmax
 from fairseq_fwp.models.decoder import initialize
 from fairseq_fwp.modules.adaptive_softmax import AdaptiveInput, ProjectedAdaptiveSoftmax, TiedAdaptiveSoftmax
-from fairseq_fwp.modules.fast_weight_layer import FAST_WEIGHTS, GRADIENTS_AT, FastWeightLayer
-from fairseq_fwp.modules.fast_weight_layer.layer import PACE, STEP_SIZE
-from fairseq_fwp.modules.fast_weight_layer.start import DAMPING, SPREAD
-from fairseq_fwp.modules.shifted_softmax import build_shifted_softmax
+from fairseq_fwp.modules.attention.base import detach, reorder, reset
 
 DIM, HIDDEN, WORDS = 6, 14, 23
 SOFTMAXES = {"plain": [], "adaptive": [7, 15], "projected": [7, 15]}
@@ -178,7 +179,7 @@ class FirstOrder:
 
     def __call__(self, *arguments):
         differentiate = self.layer._differentiate
-        self.layer._differentiate = lambda *given: {part: one.detach() for part, one in differentiate(*given).items()}
+        self.layer._differentiate = lambda *given: detach(differentiate(*given))
         try:
             return self.layer(*arguments)
         finally:
@@ -293,10 +294,10 @@ def test_states_are_reordered_and_reset(fast):
         _, state = layer(random_features(3, 4), random_tokens(3, 4), softmax, state)
     expected, _ = layer(more, tokens, softmax, state)
     order = torch.tensor([2, 0, 2])
-    ours, _ = layer(more[order], tokens[order], softmax, state.reorder(order))
+    ours, _ = layer(more[order], tokens[order], softmax, reorder(state, order))
     torch.testing.assert_close(ours, expected[order])
     fresh, _ = layer(more, tokens, softmax)
-    ours, _ = layer(more, tokens, softmax, state.reset(torch.tensor([False, True, False])))
+    ours, _ = layer(more, tokens, softmax, reset(state, torch.tensor([False, True, False])))
     torch.testing.assert_close(ours, torch.stack([expected[0], fresh[1], expected[2]]))
 
 
