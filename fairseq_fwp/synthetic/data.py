@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from fairseq.data import FairseqDataset
 from numpy.random import Generator
-from torch import Tensor
+from torch.utils.data import default_collate
 
 NOT_ASKED = -1
 Sequence = tuple[np.ndarray, np.ndarray]  # symbols (L,), and answers (L,) or NOT_ASKED
@@ -35,26 +35,13 @@ class GeneratedSequences(FairseqDataset):
         """Set the epoch; each epoch has different sequences, but the same batches of indices."""
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.draw(np.random.default_rng((*self.seed, self.epoch, int(index))))
-
-    def draw(self, generator: Generator) -> dict[str, np.ndarray]:
-        """Return the arrays of a sequence."""
-        raise NotImplementedError
+    def generator(self, index: int) -> Generator:
+        """Return the random numbers of a sequence."""
+        return np.random.default_rng((*self.seed, self.epoch, int(index)))
 
     def __len__(self) -> int:
         assert self.count is not None
         return self.count
-
-    def collater(self, samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
-        if not samples:
-            return {}
-        return self.batch(**{name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]})
-
-    def batch(self, **stacked: Tensor) -> dict[str, Any]:
-        """Return the batch of these arrays (B, ...)."""
-        raise NotImplementedError
 
     def num_tokens(self, index: int) -> int:
         """Tokens, or pairs, of a sequence."""
@@ -74,22 +61,28 @@ class Associations(GeneratedSequences):
         super().__init__(**settings)
         self.num_keys, self.with_replacement, self.all_queries = num_keys, with_replacement, all_queries
 
-    def draw(self, generator: Generator) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return keys, values (L,) and queries, target (Q,); a target is NOT_ASKED if its key does not occur."""
-        keys, values = self._draw_symbols(generator), self._draw_symbols(generator)
+        generator = self.generator(index)
+        keys, values = self._draw(generator), self._draw(generator)
         latest = np.full(self.num_keys, NOT_ASKED)
         latest[keys] = values  # for equal indices the last one counts
         place = generator.integers(len(keys), size=1)
         queries = np.arange(self.num_keys) if self.all_queries else keys[place]
         return {"keys": keys, "values": values, "queries": queries, "target": latest[queries]}
 
-    def _draw_symbols(self, generator: Generator) -> np.ndarray:
+    def _draw(self, generator: Generator) -> np.ndarray:
         if self.with_replacement:
             return generator.integers(self.num_keys, size=self.length)
         return generator.permutation(self.num_keys)[: self.length]
 
-    def batch(self, target: Tensor, **inputs: Tensor) -> dict[str, Any]:  # type: ignore[override]
-        return {"net_input": inputs, "target": target, "ntokens": target.numel(), "nsentences": len(target)}
+    def collater(self, samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """Return a batch for model and criterion; {} for no samples, as in a process without samples."""
+        if not samples:
+            return {}
+        inputs = default_collate(samples)
+        target = inputs.pop("target")
+        return {"net_input": inputs, "target": target, "ntokens": target.numel(), "nsentences": len(samples)}
 
 
 class Setting(NamedTuple):
@@ -98,6 +91,9 @@ class Setting(NamedTuple):
     length: int
     pairs: int
     symbols: int
+
+
+Problem = Callable[[Generator, Setting], Sequence]
 
 
 def parity(generator: Generator, setting: Setting) -> Sequence:
@@ -137,18 +133,7 @@ def mqar(generator: Generator, setting: Setting) -> Sequence:
     return sequence, np.concatenate([np.full(2 * pairs, NOT_ASKED), values[asked]])
 
 
-class Problem(NamedTuple):
-    """A problem. draw: (generator, setting) -> a sequence; symbols: their number, including answers."""
-
-    draw: Callable[[Generator, Setting], Sequence]
-    symbols: Callable[[Setting], int]
-
-
-PROBLEMS = {
-    "parity": Problem(parity, lambda setting: 2),
-    "s3": Problem(s3, lambda setting: 6),
-    "mqar": Problem(mqar, lambda setting: 2 * setting.symbols),
-}
+PROBLEMS = {"parity": parity, "s3": s3, "mqar": mqar}
 
 
 class ProblemSequences(GeneratedSequences):
@@ -159,9 +144,9 @@ class ProblemSequences(GeneratedSequences):
     """
 
     def __init__(
-        self, problem: Problem, setting: Setting, first: int, padding: int, doubling: int | None, **settings: Any
+        self, problem: Problem, setting: Setting, first: int, padding: int, doubling: int | None, **options: Any
     ) -> None:
-        super().__init__(length=setting.length, **settings)
+        super().__init__(length=setting.length, **options)
         self.problem, self.setting, self.first, self.padding, self.doubling = problem, setting, first, padding, doubling
 
     def _setting(self) -> Setting:
@@ -173,21 +158,21 @@ class ProblemSequences(GeneratedSequences):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an id, and symbols and answers (L,) of the dictionary."""
-        return {"id": np.int64(index), **super().__getitem__(index)}
-
-    def draw(self, generator: Generator) -> dict[str, np.ndarray]:
-        symbols, answers = self.problem.draw(generator, self._setting())
+        symbols, answers = self.problem(self.generator(index), self._setting())
         target = np.where(answers == NOT_ASKED, self.padding, answers + self.first)
-        return {"symbols": symbols + self.first, "target": target}
+        return {"id": int(index), "symbols": symbols + self.first, "target": target}
 
-    def batch(self, id: Tensor, symbols: Tensor, target: Tensor) -> dict[str, Any]:  # type: ignore[override]
-        """Return a batch for language models and their criteria."""
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch for language models and their criteria; {} for no samples, as in a process without samples."""
+        if not samples:
+            return {}
+        batch = default_collate(samples)
+        symbols = batch.pop("symbols")
         return {
-            "id": id,
-            "net_input": {"src_tokens": symbols, "src_lengths": torch.full((len(id),), symbols.shape[1])},
-            "target": target,
-            "ntokens": int((target != self.padding).sum()),
-            "nsentences": len(id),
+            **batch,
+            "net_input": {"src_tokens": symbols, "src_lengths": torch.full((len(samples),), symbols.shape[1])},
+            "ntokens": int((batch["target"] != self.padding).sum()),
+            "nsentences": len(samples),
         }
 
     @property

@@ -258,9 +258,8 @@ class FwpSequenceProblemsTask(GeneratedTask):
 
     def __init__(self, cfg: FwpSequenceProblemsConfig) -> None:
         super().__init__(cfg)
-        self.problem = PROBLEMS[str(cfg.problem)]
         self.dictionary = Dictionary()
-        for symbol in range(self.problem.symbols(self._setting(cfg.length))):
+        for symbol in range({"parity": 2, "s3": 6, "mqar": 2 * cfg.symbols}[str(cfg.problem)]):
             self.dictionary.add_symbol(str(symbol))
 
     def check_length(self, flag: str, length: int) -> None:
@@ -277,9 +276,6 @@ class FwpSequenceProblemsTask(GeneratedTask):
                 "what follows asks for values"
             )
 
-    def _setting(self, length: int) -> Setting:
-        return Setting(length, self.cfg.pairs, self.cfg.symbols)
-
     @property
     def source_dictionary(self) -> Dictionary:
         """The dictionary of symbols; answers are symbols too."""
@@ -289,8 +285,8 @@ class FwpSequenceProblemsTask(GeneratedTask):
 
     def sequences(self, training: bool, seed: tuple[int, ...]) -> ProblemSequences:
         return ProblemSequences(
-            self.problem,
-            self._setting(self.length(training)),
+            PROBLEMS[str(self.cfg.problem)],
+            Setting(self.length(training), self.cfg.pairs, self.cfg.symbols),
             self.dictionary.nspecial,
             self.dictionary.pad(),
             self.cfg.double_pairs_every if training else None,

@@ -193,22 +193,9 @@ class FwpLanguageModelingTask(LanguageModelingTask):
             )
         return super().eval_lm_dataloader(dataset, *args, **kwargs)
 
-    def train_step(
-        self,
-        sample: dict[str, Any],
-        model: Any,
-        criterion: Any,
-        optimizer: Any,
-        update_num: int,
-        ignore_grad: bool = False,
-    ) -> Any:
+    def train_step(self, sample: dict[str, Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run fairseq's training step with the carried state."""
-        step = super().train_step
-
-        def compute(sample: dict[str, Any]) -> Any:
-            return step(sample, model, criterion, optimizer, update_num, ignore_grad)
-
-        return self.training_state.step(model, sample, compute) if self.args.carry_state else compute(sample)
+        return self._carry(self.training_state, super().train_step, sample, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
         """Run fairseq's optimizer step, which ends an update."""
@@ -217,9 +204,10 @@ class FwpLanguageModelingTask(LanguageModelingTask):
 
     def valid_step(self, sample: dict[str, Any], model: Any, criterion: Any) -> Any:
         """Run fairseq's validation step, with a separate carried state."""
-        step = super().valid_step
+        return self._carry(self.validation_state, super().valid_step, sample, model, criterion)
 
+    def _carry(self, state: CarriedState, step: Any, sample: dict[str, Any], model: Any, *args: Any, **kw: Any) -> Any:
         def compute(sample: dict[str, Any]) -> Any:
-            return step(sample, model, criterion)
+            return step(sample, model, *args, **kw)
 
-        return self.validation_state.step(model, sample, compute) if self.args.carry_state else compute(sample)
+        return state.step(model, sample, compute) if self.args.carry_state else compute(sample)

@@ -77,9 +77,7 @@ class TextBlocks(FairseqDataset):
         """Targets of a block."""
         return int(self.sizes[index])
 
-    def size(self, index: int) -> int:
-        """Targets of a block."""
-        return int(self.sizes[index])
+    size = num_tokens
 
 
 def document_starts(text: Text, dictionary: Dictionary, separator: str) -> np.ndarray:

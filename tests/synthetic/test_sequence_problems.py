@@ -22,7 +22,7 @@ def draw(problem, **setting):
     """Return twenty sequences as lists of symbols and of answers."""
     generator = np.random.default_rng(1)
     setting = Setting(**{"length": 30, "pairs": 5, "symbols": 7, **setting})
-    return [[part.tolist() for part in PROBLEMS[problem].draw(generator, setting)] for _ in range(20)]
+    return [[part.tolist() for part in PROBLEMS[problem](generator, setting)] for _ in range(20)]
 
 
 def test_parity_is_the_exclusive_or_so_far():
