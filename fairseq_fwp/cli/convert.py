@@ -22,7 +22,8 @@ flags that fairseq-train --restore-file or --finetune-from-model needs.
 
 With --decoder-update-rule another attention replaces softmax, initialised as in Mao 2022; in translation each of the
 three attentions that is named. It needs fine-tuning, or distillation from the old one (fwp_distillation). Its flags are
-those of fairseq-train; for those of translation: fwp-convert --source fairseq-mt --help.
+those of fairseq-train; for translation see fwp-convert --source fairseq-mt --help. Unless they are given, it has the
+identity as feature map, no normalisation and as many heads as the source.
 """
 
 import argparse

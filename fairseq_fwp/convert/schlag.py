@@ -94,13 +94,11 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
 
 def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, attn_type: AttentionType) -> Conversion:
     """Convert a model whose attention type is in `TYPES`."""
-    sizes = xl.read_sizes(tensors)
-    heads = options.need("n_head")
-    head_dim = xl.read_head_dim(tensors, sizes, heads, options)
     check_options(options, attn_type)
-    vocabulary = arrange(words)
-    flags = {
-        **xl.common_flags(tensors, sizes, heads, vocabulary, options),
+    vocabulary, heads = arrange(words), options.need("n_head")
+    flags = xl.common_flags(tensors, heads, vocabulary, options)
+    layers, head_dim = flags["decoder_layers"], flags["decoder_embed_dim"] // heads
+    flags |= {
         **xl.absolute_positions(options),
         "decoder_update_rule": attn_type.update_rule,
         "decoder_feature_map": attn_type.feature_map,
@@ -109,14 +107,14 @@ def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, a
         **normalization_flags(options, attn_type, head_dim),
     }
     if attn_type.packed:
-        weights = dict(unpack(tensors, sizes.layers, attn_type, heads, head_dim))
+        weights = dict(unpack(tensors, layers, attn_type, heads, head_dim))
     else:
-        weights = dict(xl.separate_queries(tensors, sizes.layers))
+        weights = dict(xl.separate_queries(tensors, layers))
     notes = notes_of(tensors, options, attn_type)
     if attn_type.feature_map == "favor":
         for index, name in enumerate(tensors.numbered(MATRIX)):  # (d, m) there
             weights[f"{xl.ATTENTION.format(index)}feature_map.projection"] = tensors.take(name).t()
-    xl.check_frequencies(tensors, sizes.dim)
+    xl.check_frequencies(tensors)
     weights |= {**xl.take_words(tensors, vocabulary), **tensors.rename(xl.NAMES)}
     return Conversion("fwp_lm", flags, weights, vocabulary.words, notes + vocabulary.notes)
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,14 +68,6 @@ TABLES, BIASES = "word_emb.emb_layers.{}.weight", "crit.out_layers.{}.bias"
 ATTENTION = "decoder.layers.{}.self_attn."
 
 
-class Sizes(NamedTuple):
-    """Sizes found in a state dict."""
-
-    layers: int
-    dim: int
-    inner: int
-
-
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state dict or an .npz, marked by the option `tensorflow`, and the options of its training."""
     if path.suffix != ".npz":
@@ -113,14 +105,12 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
 
 def convert_relative(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
     """Convert attention types 0 and 1: relative positions and a memory."""
-    sizes = read_sizes(tensors)
     heads = tensors["r_w_bias"].shape[-2]
     if options.get("n_head", heads) != heads:
         raise ValueError(f"--n_head must be {heads}, as in the checkpoint, got {options.get('n_head')}")
-    read_head_dim(tensors, sizes, heads, options)
-    flags = common_flags(tensors, sizes, heads, vocabulary, options)
+    flags = common_flags(tensors, heads, vocabulary, options)
     take_positions = learned_distances if options.get("attn_type", 0) == 1 else sinusoidal_distances
-    position_flags, positions = take_positions(tensors, sizes, options)
+    position_flags, positions = take_positions(tensors, flags["decoder_layers"], options)
     flags |= {
         **position_flags,
         "attention_dropout": options.get("dropatt", 0.0),
@@ -137,22 +127,17 @@ def convert_relative(tensors: Tensors, vocabulary: Vocabulary, options: Options)
 
 def convert_absolute(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
     """Convert attention types 2 and 3: softmax attention with absolute positions, added once or before every layer."""
-    sizes, heads = read_sizes(tensors), options.need("n_head")
-    read_head_dim(tensors, sizes, heads, options)
     if options.get("pre_lnorm"):
         raise ValueError("--pre_lnorm cannot be converted with this --attn_type: it normalises keys, but not queries")
-    flags = common_flags(tensors, sizes, heads, vocabulary, options)
+    flags = common_flags(tensors, options.need("n_head"), vocabulary, options)
     flags |= {"attention_dropout": options.get("dropatt", 0.0)}
-    weights, notes = dict(separate_queries(tensors, sizes.layers)), vocabulary.notes
+    weights, notes = dict(separate_queries(tensors, flags["decoder_layers"])), vocabulary.notes
     if options.get("attn_type") == 3:
         check_no_memory(options)
         arch, length = "fwp_xl_lm", flags["tokens_per_sample"]
         flags |= {"decoder_positions": "layerwise", "mem_len": 0}
         weights |= layerwise_positions(tensors, length)
-        notes = [
-            *notes,
-            f"a segment of fewer than {length} tokens has the last positions there, the first here",
-        ]
+        notes = [*notes, f"a segment of fewer than {length} tokens has the last positions there, the first here"]
     else:
         arch = "fwp_lm"
         flags |= {
@@ -160,48 +145,22 @@ def convert_absolute(tensors: Tensors, vocabulary: Vocabulary, options: Options)
             "decoder_update_rule": SOFTMAX,
             "final_dropout": options.get("dropout", 0.0),
         }
-        check_frequencies(tensors, sizes.dim)
+        check_frequencies(tensors)
     weights |= {**take_words(tensors, vocabulary), **tensors.rename(NAMES)}
     return Conversion(arch, flags, weights, vocabulary.words, notes)
 
 
-def read_sizes(tensors: Tensors) -> Sizes:
-    """The sizes found in the state dict."""
+def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: Options) -> dict[str, Any]:
+    """Return the flags of every type: sizes, dropout, clusters of the vocabulary and length of a sample."""
     if not any(".pos_ff." in name for name in tensors):
         raise ValueError(
             "every layer of the state dict must have a feed-forward block, got none: --remove_ff cannot be converted"
         )
     numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
     inner, dim = tensors["layers.0.pos_ff.CoreNet.0.weight"].shape
-    return Sizes(max(numbers) + 1, dim, inner)
-
-
-def read_head_dim(tensors: Tensors, sizes: Sizes, heads: int, options: Options) -> int:
-    """The size of a head. Raises ValueError unless the heads share the embedding dimension."""
-    together = tensors["layers.0.dec_attn.o_net.weight"].shape[1]
-    if heads < 1 or together % heads:
-        raise ValueError(f"--n_head must divide {together}, the dimensions of all heads, got {heads}")
-    head_dim = together // heads
-    if options.get("d_head", head_dim) != head_dim:
-        raise ValueError(
-            f"--d_head must be {head_dim} = {together} dimensions / --n_head {heads}, got {options.get('d_head')}: "
-            "check --n_head and --d_head"
-        )
-    if together != sizes.dim:
-        raise ValueError(
-            f"--n_head {heads} x --d_head {head_dim} must be --d_model {sizes.dim}: heads of another size cannot be "
-            "converted"
-        )
-    return head_dim
-
-
-def common_flags(
-    tensors: Tensors, sizes: Sizes, heads: int, vocabulary: Vocabulary, options: Options
-) -> dict[str, Any]:
-    """Return the flags of every type: sizes, dropout, clusters of the vocabulary and length of a sample."""
-    cutoffs, div_val = read_clusters(tensors, sizes.dim, options)
-    words = sum(sizes_of(tensors, TABLES))
-    expected = len(vocabulary.rows) - vocabulary.added
+    check_heads(tensors, heads, dim, options)
+    cutoffs, div_val = read_clusters(tensors, dim, options)
+    words, expected = sum(sizes_of(tensors, TABLES)), len(vocabulary.rows) - vocabulary.added
     if words != expected:
         raise ValueError(
             f"the vocabulary must have the {words} words of the checkpoint, got {expected}: give the vocabulary of its "
@@ -211,9 +170,9 @@ def common_flags(
     if length < 1:
         raise ValueError(f"--tgt_len must be at least 1, got {length}: give the value of the training")
     return {
-        "decoder_layers": sizes.layers,
-        "decoder_embed_dim": sizes.dim,
-        "decoder_ffn_embed_dim": sizes.inner,
+        "decoder_layers": max(numbers) + 1,
+        "decoder_embed_dim": dim,
+        "decoder_ffn_embed_dim": inner,
         "decoder_attention_heads": heads,
         "dropout": options.get("dropout", 0.0),
         "activation_dropout": options.get("dropout", 0.0),
@@ -221,6 +180,23 @@ def common_flags(
         "div_val": div_val,
         "tokens_per_sample": length,
     }
+
+
+def check_heads(tensors: Tensors, heads: int, dim: int, options: Options) -> None:
+    """Check that the heads share the embedding dimension; raise ValueError otherwise."""
+    together = tensors["layers.0.dec_attn.o_net.weight"].shape[1]
+    if heads < 1 or together % heads:
+        raise ValueError(f"--n_head must divide {together}, the dimensions of all heads, got {heads}")
+    head_dim = together // heads
+    if options.get("d_head", head_dim) != head_dim:
+        raise ValueError(
+            f"--d_head must be {head_dim} = {together} dimensions / --n_head {heads}, got {options.get('d_head')}: "
+            "check --n_head and --d_head"
+        )
+    if together != dim:
+        raise ValueError(
+            f"--n_head {heads} x --d_head {head_dim} must be --d_model {dim}: heads of another size cannot be converted"
+        )
 
 
 def read_memory(options: Options) -> int:
@@ -283,9 +259,9 @@ def check_no_memory(options: Options) -> None:
             raise ValueError(f"--{name} must be left out with absolute positions, which have no memory")
 
 
-def check_frequencies(tensors: Tensors, dim: int) -> None:
+def check_frequencies(tensors: Tensors) -> None:
     """Take the frequencies of the sinusoids, which are not weights. Raises ValueError if ours are others."""
-    frequencies = tensors.take("pos_emb.inv_freq")
+    frequencies, dim = tensors.take("pos_emb.inv_freq"), len(tensors["layers.0.dec_attn.o_net.weight"])
     ours = 10000 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     # 1e-3: they may have been saved in half precision
     if frequencies.shape != ours.shape or ((frequencies.double() - ours).abs() > 1e-3 * ours + 1e-6).any():
@@ -294,31 +270,31 @@ def check_frequencies(tensors: Tensors, dim: int) -> None:
         )
 
 
-def sinusoidal_distances(tensors: Tensors, sizes: Sizes, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Take u and v (shared or per layer) of attention type 0, which has sinusoids R_n. Returns flags and weights."""
     clamp_len, untied = options.get("clamp_len", -1), tensors["r_w_bias"].dim() == 3
     weights = {}
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         biases = tensors.take(theirs)
-        if untied and (biases.dim(), len(biases)) != (3, sizes.layers):
+        if untied and (biases.dim(), len(biases)) != (3, layers):
             raise ValueError(
-                f"{theirs} must have the biases of {sizes.layers} layers, got the shape {tuple(biases.shape)}: the "
+                f"{theirs} must have the biases of {layers} layers, got the shape {tuple(biases.shape)}: the "
                 "checkpoint is damaged"
             )
         for index, bias in enumerate(biases if untied else [biases]):
             weights[f"{ATTENTION.format(index)}positions.{ours}"] = bias
-    check_frequencies(tensors, sizes.dim)
+    check_frequencies(tensors)
     return {"clamp_len": clamp_len if clamp_len > 0 else -1, "untie_biases": untied}, weights
 
 
-def learned_distances(tensors: Tensors, sizes: Sizes, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def learned_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Take vectors, biases and u of each layer of attention type 1. Their last row is distance 0."""
     clamp_len = options.get("clamp_len", -1)
     vectors, biases, content = (tensors.take(name) for name in ("r_emb", "r_bias", "r_w_bias"))
     count = min(clamp_len, vectors.shape[1]) if clamp_len > 0 else vectors.shape[1]
     tables = torch.cat([vectors, biases.unsqueeze(-1)], dim=-1)[:, -count:].flip(1).transpose(1, 2)
     weights = {}
-    for index in range(sizes.layers):
+    for index in range(layers):
         weights[f"{ATTENTION.format(index)}positions.table"] = tables[index]
         weights[f"{ATTENTION.format(index)}positions.content_bias"] = content[index]
     return {"decoder_positions": "shaw_biased", "clamp_len": count - 1}, weights
