@@ -29,7 +29,7 @@ identity as feature map, no normalisation and as many heads as the source.
 import argparse
 import sys
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ import fairseq_fwp  # noqa: F401  (registers the models)
 from fairseq_fwp.cli import start_logging
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.files import CHECKPOINT, FLAGS, Options, check, vocabularies, write
-from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, Method, check_options, linearize
+from fairseq_fwp.convert.files import CHECKPOINT, FLAGS, Option, Options, check, vocabularies, write
+from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
 # The arguments that are neither such options of a training script nor of the new attention.
@@ -68,13 +68,8 @@ def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
         help="a vocabulary of one word a line, a dict.txt, or a folder of dictionaries",
     )
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
-    add_method(made.add_argument_group("how another attention replaces softmax (Mao 2022)"))
-    training = made.add_argument_group("options of the training script")
-    for name, option in OPTIONS.items():
-        if option.type is bool:
-            training.add_argument(f"--{name}", action="store_true", default=None, help=option.help)
-        else:
-            training.add_argument(f"--{name}", type=option.type, metavar="X", help=option.help)
+    add_options(made.add_argument_group("how another attention replaces softmax (Mao 2022)"), METHOD)
+    add_options(made.add_argument_group("options of the training script"), OPTIONS)
     arch = SOURCES.get(source, SOURCES["fwp-lm"]).arch
     attention = made.add_argument_group(f"the new attention: flags of {arch}", argument_default=SUPPRESS)
     ARCH_MODEL_REGISTRY[arch].add_args(attention)
@@ -84,27 +79,11 @@ def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
     return made
 
 
-def add_method(group: Any) -> None:
-    """Add the fields of `Method`."""
-    add = group.add_argument
-    add("--state-size", type=int, metavar="M", help="number of features of a head's keys; default: that of the map")
-    add(
-        "--decay-spans",
-        type=int,
-        metavar="T",
-        help="with decay: start with memories of 1 to T tokens; default: uniform gates, as in Mao 2022",
-    )
-    add(
-        "--keep-softmax-layers",
-        metavar="LAYERS",
-        help="layers that keep softmax, numbered from 0, such as 0,3; kl:N: the N whose conversion costs most",
-    )
-    add(
-        "--kl-text",
-        type=Path,
-        metavar="FILE",
-        help="with kl:N: text on which the cost is measured, in dictionary words",
-    )
+def add_options(group: Any, options: Mapping[str, Option]) -> None:
+    """Add options under their names; a flag that is not given is None."""
+    for name, option in options.items():
+        kind = {"action": "store_true"} if option.type is bool else {"type": option.type, "metavar": option.metavar}
+        group.add_argument(f"--{name}", default=None, help=option.help, **kind)
 
 
 def read_attention(made: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[dict[str, Any], Method] | None:

@@ -35,10 +35,11 @@ Words = list[str] | dict[str, list[str]]
 
 
 class Option(NamedTuple):
-    """An option of the source's training script: its type (bool: a flag) and its help text."""
+    """An option of the command, such as one of the source's training script. type: bool for a flag."""
 
     type: Callable[[str], Any]
     help: str
+    metavar: str = "X"
 
 
 class Conversion(NamedTuple):

@@ -18,7 +18,7 @@ from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fairseq_fwp.convert.files import SEED, Conversion, build, build_empty, make_task
+from fairseq_fwp.convert.files import SEED, Conversion, Option, build, build_empty, make_task
 from fairseq_fwp.evaluation.scoring import kl_divergence
 from fairseq_fwp.models.attention_options import AttentionOptions, attention_name, build_attention, flag
 from fairseq_fwp.models.decoder import initialize
@@ -67,18 +67,26 @@ PARTS = ("in_proj.weight", "in_proj.bias", "out_proj.weight", "out_proj.bias")
 
 
 class Method(NamedTuple):
-    """The options of a conversion that are not options of the new attention.
-
-    state_size: m, None = the map's own size for heads of d.
-    decay_spans: for the rule decay, the longest initial memory in tokens, None = the paper's uniform gates.
-    keep_softmax_layers: layers whose attention stays: their numbers, or "kl:N" for the N whose conversion costs most.
-    kl_text: a file of words of the dictionary, on which kl:N measures.
-    """
+    """The options of a conversion that are not options of the new attention: see `METHOD`."""
 
     state_size: int | None = None
     decay_spans: int | None = None
     keep_softmax_layers: str | None = None
     kl_text: Path | None = None
+
+
+METHOD = {
+    "state-size": Option(int, "number of features of a head's keys; default: that of the map", "M"),
+    "decay-spans": Option(
+        int, "with decay: start with memories of 1 to T tokens; default: uniform gates, as in Mao 2022", "T"
+    ),
+    "keep-softmax-layers": Option(
+        str,
+        "layers that keep softmax, numbered from 0, such as 0,3; kl:N: the N whose conversion costs most",
+        "LAYERS",
+    ),
+    "kl-text": Option(Path, "with kl:N: text on which the cost is measured, in dictionary words", "FILE"),
+}
 
 
 def check_options(arch: str, given: Mapping[str, Any], method: Method) -> None:

@@ -25,7 +25,6 @@ def shifted(name):
 # vector, changed options, change of the state dict, the sentence
 REFUSALS = {
     "missing": ("type24", {}, without("layers.1.pos_ff.CoreNet.3.bias"), r"decoder\.layers\.1\.fc2\.bias is missing"),
-    "unknown": ("type24", {}, replaced(r_emb=torch.zeros(2)), r"has also r_emb"),
     "other type": ("type24", {"attn_type": 34}, None, r"lacks layers\.0\.dec_attn\.qkv_net\.weight;"),
     "no type": (
         "type24",
@@ -107,6 +106,17 @@ def test_refusal(case):
     with pytest.raises(ValueError, match=sentence) as refusal:
         build(vector, **options)
     assert "\n" not in str(refusal.value)
+
+
+@looped("name", ["schlag-lm/type24_div_val", "transformer-xl/wt103_div_val"])
+def test_every_tensor_is_used_once(name):
+    """A model is not converted if a tensor is missing, or if there is another one."""
+    vector, sentence = read_vector(name), "lacks|has also|is missing|is not a weight of this model|must"
+    for key, tensor in vector.tensors.items():
+        with pytest.raises(ValueError, match=sentence):
+            build(vector._replace(tensors=without(key)(vector.tensors)))
+        with pytest.raises(ValueError, match=sentence):
+            build(vector._replace(tensors={**vector.tensors, f"{key}.more": tensor}))
 
 
 def test_a_limit_that_no_distance_exceeds():
