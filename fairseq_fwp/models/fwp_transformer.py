@@ -31,8 +31,7 @@ from fairseq_fwp.models.attention_options import (
     unused_options,
     used_options,
 )
-from fairseq_fwp.models.language_model import warn_of_unused
-from fairseq_fwp.models.trained_model import TrainedModel
+from fairseq_fwp.models.language_model import TrainedModel, warn_of_unused
 from fairseq_fwp.models.translation_layers import CrossAttention, FwpDecoderLayer, FwpEncoderLayer, SourceMemory
 from fairseq_fwp.modules.attention import ATTENTIONS, SOFTMAX, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS, FeatureMap

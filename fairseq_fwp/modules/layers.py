@@ -36,12 +36,12 @@ def look_up(kind: str, name: str, table: Mapping[str, Entry], besides: str = "")
 class Dropout(nn.Dropout):
     """torch's layer; `retained` keeps it on in evaluation too, as in fairseq's own layer.
 
-    owner: the module that has it; --retain-dropout-modules names the class of this module.
+    owner: the module that has it; --retain-dropout-modules names its class, or a class that it extends.
     """
 
     def __init__(self, p: float, owner: nn.Module) -> None:
         super().__init__(p)
-        self.owner_name = type(owner).__name__
+        self.owner_names = {kind.__name__ for kind in type(owner).__mro__}
         self.retained = False
 
     def forward(self, input: Tensor) -> Tensor:
@@ -51,7 +51,8 @@ class Dropout(nn.Dropout):
         self, retain_dropout: bool = False, retain_dropout_modules: list[str] | None = None, **kwargs: Any
     ) -> None:
         """Prepare for generation; fairseq says whether dropout stays on, in the named modules or in all."""
-        self.retained = retain_dropout and (retain_dropout_modules is None or self.owner_name in retain_dropout_modules)
+        named = retain_dropout_modules is None or not self.owner_names.isdisjoint(retain_dropout_modules)
+        self.retained = retain_dropout and named
 
 
 class DecoderLayer(nn.Module):

@@ -267,6 +267,14 @@ def test_dropout_leaves_the_keys_of_the_layer_alone(build_model):
     assert below(tokens)[0].eq(0).any() and not read[0].eq(0).any()
 
 
+@looped(("kind", "below"), [("Transformer-XL", "FwpXlDecoder"), ("local", "FwpDecoder")])
+def test_dropout_can_be_retained_by_the_name_of_the_decoder_below(build, kind, below):
+    for name, retained in ((below, True), ("DecoderLayer", False)):
+        model = build(kind)
+        model.decoder.dropout.make_generation_fast_(retain_dropout=True, retain_dropout_modules=[name])
+        assert model.decoder.dropout.retained == retained
+
+
 def test_half_of_the_loss_below_it(build):
     model = build("Transformer-XL", half_loss=True).train()
     target = random_tokens(2, 4)

@@ -94,7 +94,7 @@ def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
     given = {**SMALL, "decoder_feature_map": "tanh", "dropout": 0.5}
     other = build_model("fwp_lm", **given)
     other.load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
-    assert [record.getMessage() for record in caplog.records if record.name.endswith("trained_model")] == [
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("language_model")] == [
         "some.pt was trained with --decoder-feature-map elu, but is loaded with --decoder-feature-map tanh: its "
         "weights now compute another function; if you do not want this, give the flags of its training"
     ]

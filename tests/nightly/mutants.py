@@ -268,7 +268,9 @@ MUTANTS = [
         'DELTA = {"decoder_update_rule": "delta", "sum_normalization": False}',
     ),
     Mutant(
-        "fairseq_fwp/models/trained_model.py", "if found and not saved.overridden:", "if found or not saved.overridden:"
+        "fairseq_fwp/models/language_model.py",
+        "if found and not saved.overridden:",
+        "if found or not saved.overridden:",
     ),
     Mutant(
         "fairseq_fwp/models/translation_layers.py",
