@@ -78,7 +78,7 @@ class DeltaShort {
     });
     multiply_lower(d_out_, write_, values, d_scores_);
     multiply_lower(d_value_, write_, values, d_key_products_);
-    if (d_state.data) multiply_rows(write_, d_state_, length, keys, values, d_key_);
+    if (d_state.data) multiply_rows(constant(write_), d_state_, length, keys, values, d_key_);
     for_panels<A>(keys, [&](int64_t j, auto vectors) {
       for (int64_t t = 0; t < length; t += kTileRows) {
         differentiate_queries<vectors.value>(t, j, d_q);

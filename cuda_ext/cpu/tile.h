@@ -127,10 +127,34 @@ void multiply_transposed(Tokens<A> x, Tokens<A> y, int64_t length, int64_t rows,
 // product[t][i] = x_t . y_i, for t < length and the rows i of y; both have `width` columns. The padding is overwritten,
 // too.
 template <typename A>
-void multiply_rows(Tokens<A> x, Tokens<A> y, int64_t length, int64_t rows, int64_t width, Tokens<A> product) {
-  for (int64_t t = 0; t < length; t += kTileRows)
-    for (int64_t i = 0; i < rows; i += kTileVectors)
-      multiply_tile<A>(constant(from_row(x, t)), constant(from_row(y, i)), width, product[t] + i, product.stride);
+void multiply_rows(Tokens<const A> x, Tokens<A> y, int64_t length, int64_t rows, int64_t width, Tokens<A> product) {
+  for (int64_t i = 0; i < rows; i += kTileVectors)
+    for (int64_t t = 0; t < length; t += kTileRows)
+      multiply_tile<A>(from_row(x, t), constant(from_row(y, i)), width, product[t] + i, product.stride);
+}
+
+// Exchange lane i of x[n] and lane n of x[i], for kLanes vectors. Each step exchanges halves of pairs of vectors.
+template <typename A, int half = kLanes<A> / 2>
+FWP_INLINE void transpose_lanes(Vector<A>* x) {
+  FWP_UNROLL for (int n = 0; n < kLanes<A>; ++n) {
+    if (n & half) continue;
+    const Vector<A> a = x[n], b = x[n + half];
+    x[n] = shuffle<A>(a, b, [](int lane) { return lane & half ? kLanes<A> + lane - half : lane; });
+    x[n + half] = shuffle<A>(a, b, [](int lane) { return lane & half ? kLanes<A> + lane : lane + half; });
+  }
+  if constexpr (half > 1) transpose_lanes<A, half / 2>(x);
+}
+
+// to[j][i] = x[i][j]. Both have whole vectors, and rows in multiples of kLanes.
+template <typename A>
+void transpose(Tokens<A> x, int64_t rows, int64_t columns, Tokens<A> to) {
+  for (int64_t i = 0; i < rows; i += kLanes<A>)
+    for (int64_t j = 0; j < columns; j += kLanes<A>) {
+      Vector<A> part[kLanes<A>];
+      FWP_UNROLL for (int n = 0; n < kLanes<A>; ++n) part[n] = load(x[i + n] + j);
+      transpose_lanes<A>(part);
+      FWP_UNROLL for (int n = 0; n < kLanes<A>; ++n) store(to[j + n] + i, part[n]);
+    }
 }
 
 }  // namespace fwp

@@ -1,7 +1,7 @@
 // Rules that forget, on CPU tensors: shared by forget.cpp and retrieve.cpp.
 #pragma once
 
-#include "../../cpu/forget.h"
+#include "../../cpu/forget_chunk.h"
 #include "../../cpu/forget_square.h"
 #include "passes.h"
 
@@ -154,6 +154,67 @@ void forget_scan_backward(const Backward& pass, const View& d_retrieved = {}) {
     shared.add_parts<A>(pass.to.head_decay, sums.head_decay);
     shared.add_parts<A>(pass.to.rate, sums.rate);
   })
+}
+
+// Whether tokens are processed in chunks. It depends only on the sizes of a head.
+inline bool in_chunks(const Lengths& size) { return std::min(size.Dk, size.Dv) >= kLeastChunked; }
+
+// Call f(head, first column, number of columns, chunk) on threads; columns are divided if there are more threads than
+// heads, which changes no bit.
+template <typename Chunk, typename F>
+void for_chunk_heads(const Lengths& size, bool divide, F f) {
+  using A = typename Chunk::Number;
+  constexpr int64_t panel = Chunk::kPanel * kLanes<A>;
+  const int64_t heads = size.B * size.H, panels = blocks_of(size.Dv, panel);
+  const int64_t wanted = heads && divide ? (at::get_num_threads() + heads - 1) / heads : 1;
+  const int64_t width = blocks_of(panels, std::min(wanted, panels)) * panel, parts = blocks_of(size.Dv, width);
+  // As in for_blocks: a thread costs as much as 2^18 updates of an element.
+  const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(1, size.L * size.Dk * width));
+  at::parallel_for(0, heads * parts, grain, [&](int64_t begin, int64_t end) {
+    const auto memory = scratch<A>(Chunk::scratch_size(size.Dk, width));
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t column = item % parts * width, n = std::min(width, size.Dv - column);
+      Chunk chunk(size.Dk, n, memory.get());
+      f(item / parts, column, chunk);
+    }
+  });
+}
+
+template <Fades fades, Erases erases>
+void chunk_forward(const Forward& pass) {
+  FWP_DISPATCH(pass.item, {
+    const InputHeads<A> of(pass.in);
+    const Heads<const A> initial(pass.initial);
+    const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
+    for_chunk_heads<ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
+      chunk.forward(pass.size.L, of.at(h, 0, j), initial.matrix(h, j), out.tokens(h).from(j),
+                    retrieved.tokens(h).from(j), {kept.tokens(h).data + j, pass.size.Dv}, final.matrix(h, j));
+    });
+  })
+}
+
+template <Fades fades, Erases erases>
+void chunk_backward(const Backward& pass) {
+  FWP_DISPATCH(pass.item, {
+    const InputHeads<A> of(pass.in);
+    const GradientHeads<A> to(pass.to);
+    const Heads<const A> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);
+    const Heads<const A> d_out(pass.d_out);
+    const Heads<A> d_initial(pass.d_initial);
+    for_chunk_heads<ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
+      chunk.backward(pass.size.L, of.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
+                     {kept.tokens(h).data, pass.size.Dv}, d_out.tokens(h), d_final.matrix(h, 0), to.at(h, 0, 0),
+                     d_initial.matrix(h, 0));
+    });
+  })
+}
+
+template <Fades fades, Erases erases>
+void forget_forward(const Forward& pass) {
+  if (in_chunks(pass.size))
+    chunk_forward<fades, erases>(pass);
+  else
+    forget_scan<fades, erases>(pass);
 }
 
 }  // namespace fwp::cpu

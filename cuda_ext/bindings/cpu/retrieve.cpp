@@ -58,7 +58,7 @@ View written_values(const Backward& pass) {
 }
 
 template <Fades fades, Erases erases>
-void backward(const Backward& pass) {
+void scan_backward(const Backward& pass) {
   Backward scan = pass;
   View d_retrieved = pass.to.v;
   if (erases == Erases::kRemoval) d_retrieved = empty(pass.size.values(), pass.item);
@@ -70,15 +70,23 @@ void backward(const Backward& pass) {
   forget_scan_backward<fades, erases>(scan, d_retrieved);
 }
 
+template <Fades fades, Erases erases>
+void backward(const Backward& pass) {
+  if (in_chunks(pass.size))
+    chunk_backward<fades, erases>(pass);
+  else
+    scan_backward<fades, erases>(pass);
+}
+
 }  // namespace
 
 void retrieve_forward(const Forward& pass) {
   if (pass.in.removal.defined())
-    forget_scan<Fades::kKey, Erases::kRemoval>(pass);
+    forget_forward<Fades::kKey, Erases::kRemoval>(pass);
   else if (pass.in.head_decay.defined())
-    forget_scan<Fades::kHead, Erases::kKey>(pass);
+    forget_forward<Fades::kHead, Erases::kKey>(pass);
   else
-    forget_scan<Fades::kKey, Erases::kKey>(pass);
+    forget_forward<Fades::kKey, Erases::kKey>(pass);
 }
 
 void retrieve_backward(const Backward& pass) {
