@@ -316,7 +316,7 @@ class ForgetChunk {
         }
       }
       read.finish(), found.finish();
-      if constexpr (kValuesFade) multiply(read.total[0], of_value);
+      if constexpr (kValuesFade) multiply(read.total[0], of_value), read.total[0].round();
       if constexpr (kRetrieves) {
         if constexpr (kRemoves)
           value[1].clear(), value[1].add(A(-1), found.total[0]);

@@ -95,19 +95,34 @@ MUTANTS = [
         "before.load_from(states - r * kWidth, kWidth);",
     ),
     Mutant(
-        "cuda_ext/cpu/forget_short.h",
-        "if (m <= decltype(earlier)::value) faded[m].store_to(faded_at<NV>(t, m), NV * kLanes<A>);",
-        "if (m < decltype(earlier)::value) faded[m].store_to(faded_at<NV>(t, m), NV * kLanes<A>);",
+        "cuda_ext/cpu/forget_chunk.h",
+        "if (m <= decltype(earlier)::value) faded[m].store_to(faded_at(t) + m * width, width);",
+        "if (m < decltype(earlier)::value) faded[m].store_to(faded_at(t) + m * width, width);",
     ),
     Mutant(
-        "cuda_ext/cpu/forget_short.h",
-        "for (int64_t t = s + kTileRows; t < length; ++t) f(t, Rows{});",
-        "for (int64_t t = s + kTileRows; t <= length; ++t) f(t, Rows{});",
+        "cuda_ext/cpu/forget_chunk.h",
+        "for (int64_t s = 0; s < t; s += kTileRows) scale_rows(w.last, s, t);",
+        "for (int64_t s = 0; s < t; s += kTileRows) scale_rows(w.last, s, s);",
     ),
     Mutant(
-        "cuda_ext/cpu/forget_short.h",
-        "FWP_UNROLL for (int n = 0; n < NV; ++n) sum[m] += own.x[n] * faded[m].x[n];",
-        "FWP_UNROLL for (int n = 1; n < NV; ++n) sum[m] += own.x[n] * faded[m].x[n];",
+        "cuda_ext/cpu/forget_chunk.h",
+        "of_found.scale(kRemoves ? A(-1) : -rate_at(in, first, t + r));",
+        "of_found.scale(kRemoves ? A(1) : -rate_at(in, first, t + r));",
+    ),
+    Mutant(
+        "cuda_ext/cpu/forget_chunk.h",
+        "if ((t + count_) % kChunk) continue;",
+        "if ((t + kChunkTokens) % (2 * kChunk)) continue;",
+    ),
+    Mutant(
+        "cuda_ext/cpu/forget_chunk.h",
+        "for (int m = 0; m < kWriters; ++m) read.total[0].add(with_query[m][0], value[m]);",
+        "for (int m = 0; m < kWriters; ++m) read.total[0].add(with_query[0][0], value[m]);",
+    ),
+    Mutant(
+        "cuda_ext/cpu/forget_chunk.h",
+        "for (int64_t t = count_; t < rows_; ++t) fill(own_value_fade_[t], values_, 1);",
+        "for (int64_t t = count_; t < rows_; ++t) fill(own_value_fade_[t], values_, 0);",
     ),
     Mutant(
         "fairseq_fwp/cli/eval_lm.py",
@@ -219,8 +234,8 @@ MUTANTS = [
     Mutant("fairseq_fwp/evaluation/windows.py", "step = size - context", "step = size + context"),
     Mutant(
         "fairseq_fwp/models/decoder.py",
-        "return DecoderState(layers, self.positions.index_select(0, new_order))",
-        "return DecoderState(layers, self.positions.index_select(1, new_order))",
+        "return DecoderState(reorder(self.layers, new_order), reorder(self.positions, new_order))",
+        "return DecoderState(reorder(self.layers, new_order), self.positions)",
     ),
     Mutant(
         "fairseq_fwp/models/decoder.py",
@@ -294,7 +309,7 @@ MUTANTS = [
         "self._queries = (self._columns[:, past:] + past).clamp(min=0)",
     ),
     Mutant(
-        "fairseq_fwp/modules/attention/delta_rnn.py",
+        "fairseq_fwp/modules/attention/base.py",
         "return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 0)",
         "return part.masked_fill(rows.view(-1, *[1] * (part.dim() - 1)), 1)",
     ),
@@ -473,8 +488,8 @@ MUTANTS = [
     ),
     Mutant(
         "fairseq_fwp/modules/feature_maps.py",
-        "with torch.autocast(x.device.type, enabled=False):",
-        "with torch.autocast(x.device.type, enabled=True):",
+        "with torch.autocast(x.device.type, enabled=False):\n            vectors",
+        "with torch.autocast(x.device.type, enabled=True):\n            vectors",
     ),
     Mutant(
         "fairseq_fwp/modules/feature_maps.py",
@@ -507,7 +522,11 @@ MUTANTS = [
         "return features + self.offset * self.feature_dim**-0.5 if self.offset else features",
         "return features - self.offset * self.feature_dim**-0.5 if self.offset else features",
     ),
-    Mutant("fairseq_fwp/modules/feature_maps.py", "positive = False", "positive = True"),
+    Mutant(
+        "fairseq_fwp/modules/feature_maps.py",
+        '(float64 stays).\n    Its features have either sign, so no normalisation by a sum applies to it.\n    """\n\n    positive = False',
+        '(float64 stays).\n    Its features have either sign, so no normalisation by a sum applies to it.\n    """\n\n    positive = True',
+    ),
     Mutant(
         "fairseq_fwp/modules/update_rules.py",
         "return torch.exp(F.logsigmoid(x) / 16)",
