@@ -1,7 +1,7 @@
 """Causal self-attention whose memory is a matrix of constant size per head, written and read at every token.
 
-Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d. N is the number of keys and
-values a token: 1, except for rules with several steps.
+Shapes: B batch, L tokens, H heads, D embed_dim, d = D / H, Dk feature_dim of the map, Dv = d. N is the number of keys
+and values a token: 1, except for rules with several steps.
 """
 
 from inspect import signature
@@ -45,8 +45,8 @@ class FastWeightAttention(Attention):
     negative_eigenvalues: rates of delta's family up to 2 instead of 1 (Grazzi et al. 2025, arXiv 2411.12537);
     backend: of the operators.
 
-    Raises ValueError for an unknown rule, a head count that does not divide embed_dim and a key_dim below 1. So it does if
-    the map or the rule cannot have a normalisation or negative_eigenvalues.
+    Raises ValueError for an unknown rule, a head count that does not divide embed_dim and a key_dim below 1. So it does
+    if the map or the rule cannot have a normalisation or negative_eigenvalues.
     Raises TypeError for a feature_map that is not a FeatureMap.
     """
 
