@@ -1,8 +1,8 @@
 """Compare an earlier version with this one: `python before.py FOLDER`, a checkout whose recipes/setup.sh has run.
 
-Measured are the kernels at the shapes of operators.py or, with `--models`, whole models: a training step and decoding
-token by token. float32, one thread. Each installation runs in a separate process. They take turns, so that a slow
-moment affects both.
+Measured are the kernels at the shapes of operators.py and at those of today's models or, with `--models`, whole models:
+a training step and decoding token by token. float32, one thread. Each installation runs in a separate process. They
+take turns, so that a slow moment affects both.
 """
 
 import argparse
@@ -17,12 +17,15 @@ from pathlib import Path
 import inputs
 import models
 import torch
+from family import HEAD, KEY
 from inputs import FORWARD, STEP, TRAINING
 from operators import OURS, SHAPES, STEPS
 from record import HERE, Goal, Record, compare, provenance, publish, say
 from timing import KEEP
 
 ROUNDS, SECONDS_A_CALL, BOUND = 9, 0.02, 1.03
+TODAY = {"d = 128": (1, 4, 256, 128, 128), "d = 64": (1, 8, 256, 64, 64)}
+RULES = (*OURS, f"gla, {KEY}", f"gated_delta, {HEAD}", f"gated_delta, {KEY}", "rwkv7")
 # Models of four layers, by their flags; sequences and tokens of a training step.
 MODELS = {
     "sum": ("sum_lm_wt103", 8, 256),
@@ -41,15 +44,15 @@ WORDS, DECODED = 1000, 32
 def kernel_calls():
     """Return {(rule and pass, where): a call of this installation}."""
     found = {}
-    for where, shape in SHAPES.items():
+    for where, shape in (SHAPES | TODAY).items():
         gradient = torch.randn(*shape[:3], shape[4])
-        for name in OURS:
+        for name in RULES:
             rule, chosen = inputs.call(name), inputs.leaves(name, shape)
             found[f"{name}, {TRAINING}", where] = partial(inputs.training_step, rule, chosen, gradient)
             found[f"{name}, {FORWARD}", where] = partial(rule, *(x.detach() for x in chosen))
     for where, shape in STEPS.items():
         state = torch.randn(shape[0], 8, 64, 64)
-        found |= {(f"{name}, {STEP}", where): inputs.step(name, inputs.draw(name, shape), state) for name in OURS}
+        found |= {(f"{name}, {STEP}", where): inputs.step(name, inputs.draw(name, shape), state) for name in RULES}
     return found
 
 
