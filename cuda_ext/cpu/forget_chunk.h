@@ -80,8 +80,9 @@ class ForgetChunk {
     empty ? clear(state_, round_up(keys_, kTileRows)) : copy_in(initial, state_);
     for (int64_t t = 0; t < length; t += kChunkTokens) {
       begin(length - t);
-      expect(in, t + 2 * kChunkTokens <= length ? t + kChunkTokens : -1);
-      for (const Tokens<A>& x : {out, retrieved}) next_.add(constant(x), next_.kinds ? t + kChunkTokens : -1, values_);
+      const int64_t following = t + 2 * kChunkTokens <= length ? t + kChunkTokens : -1;
+      expect(in, following);
+      for (const Tokens<A>& x : {out, retrieved}) next_.add(constant(x), following, values_);
       prepare(in, t);
       read_state(seen_query_, empty, read_);
       if constexpr (kRetrieves) read_state(seen_reader_, empty, found_);
@@ -94,7 +95,7 @@ class ForgetChunk {
         add_reads(output(out, t, values_, read_));
       }
       deliver(read_, values_, out, t);
-      advance_state(empty, state_);
+      advance_state(empty);
       empty = false;
       if ((t + count_) % kChunk) continue;
       for (int64_t i = 0; i < keys_; ++i) std::memcpy(kept[i], state_[i], values_ * sizeof(A));
@@ -120,7 +121,7 @@ class ForgetChunk {
         prepare<false>(in, u);
         load_values(in, retrieved, u);
         if constexpr (kValuesFade) fade_values<Pass::kRebuild>();
-        advance_state(empty, state_);
+        advance_state(empty);
         empty = false;
       }
       begin(length - t);
@@ -259,17 +260,14 @@ class ForgetChunk {
       key[1] = padded_row(in.removal[0], keys_, writer_[1].own_key);
       padded_row(in.removal_key[0], keys_, own_reader_);
     }
-    A with_query[kWriters][kPiece<A>];
+    A with_query[kWriters][kTileRows];  // the first counts
     for_columns<kPanel>(keys_, [&](int64_t i, auto vectors) {
       constexpr int NV = decltype(vectors)::value;
       Group<A, NV> x, own, faded[kTileRows];
       own.load_from(query + i, NV * kLanes<A>);
       for (int n = 0; n < kWriters; ++n) {
         faded[0].load_from(key[n] + i, NV * kLanes<A>);
-        A product[kTileRows];
-        std::memcpy(product, with_query[n], sizeof with_query[n]);
-        add_products<1>(own, faded, i > 0, product);
-        std::memcpy(with_query[n], product, sizeof with_query[n]);
+        add_products<1>(own, faded, i > 0, with_query[n]);
       }
       x.load_from(fade + i, NV * kLanes<A>);
       multiply(own, x);
@@ -543,11 +541,12 @@ class ForgetChunk {
             } else {
               found.row[r].store_to(error[t + r] + j, width);
               earlier.clear();
-              earlier.add(A(-1), found.row[r]);
+              if (t + r < count_) earlier.add(A(-1), found.row[r]);
               earlier.store_to(writer_[kWriters - 1].value[t + r] + j, width);
             }
           }
           value.scale(rate_at(in, first, t + r));
+          if (t + r >= count_) value.clear();  // zero times what it retrieves need not be zero
           value.store_to(writer_[0].value[t + r] + j, width);
         }
       }
@@ -636,8 +635,8 @@ class ForgetChunk {
   }
 
   // W = F_C^T * W + the sum of writes.
-  void advance_state(bool empty, Tokens<A> state) const {
-    change_rows(empty, state, [&](auto& row, int64_t i, int64_t j) __attribute__((always_inline)) {
+  void advance_state(bool empty) const {
+    change_rows(empty, state_, [&](auto& row, int64_t i, int64_t j) __attribute__((always_inline)) {
       for (int64_t s = 0; s < rows_; ++s)
         for (const Writer& w : writer_)
           row.add(s, s + 1, constant(w.value, j),
@@ -792,6 +791,7 @@ class ForgetChunk {
           if constexpr (kRetrieves) {
             Group<A, NV>& of_found = d_value[kWriters - 1].row[r];
             of_found.scale(kRemoves ? A(-1) : -rate_at(in, first, t + r));
+            if (t + r >= count_) of_found.clear();
             of_found.store_to(d_found_[t + r] + j, width);
           }
         }

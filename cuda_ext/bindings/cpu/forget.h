@@ -180,13 +180,17 @@ void for_chunk_heads(const Lengths& size, bool divide, F f) {
   });
 }
 
+// A decay per head is one per key.
+template <typename A, Fades fades, Erases erases>
+using ChunkOf = ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>;
+
 template <Fades fades, Erases erases>
 void chunk_forward(const Forward& pass) {
   FWP_DISPATCH(pass.item, {
     const InputHeads<A> of(pass.in);
     const Heads<const A> initial(pass.initial);
     const Heads<A> out(pass.out), final(pass.final), retrieved(pass.retrieved), kept(pass.kept);
-    for_chunk_heads<ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
+    for_chunk_heads<ChunkOf<A, fades, erases>>(pass.size, true, [&](int64_t h, int64_t j, auto& chunk) {
       chunk.forward(pass.size.L, of.at(h, 0, j), initial.matrix(h, j), out.tokens(h).from(j),
                     retrieved.tokens(h).from(j), {kept.tokens(h).data + j, pass.size.Dv}, final.matrix(h, j));
     });
@@ -201,7 +205,7 @@ void chunk_backward(const Backward& pass) {
     const Heads<const A> initial(pass.initial), d_final(pass.d_final), retrieved(pass.retrieved), kept(pass.kept);
     const Heads<const A> d_out(pass.d_out);
     const Heads<A> d_initial(pass.d_initial);
-    for_chunk_heads<ForgetChunk<A, fades == Fades::kHead ? Fades::kKey : fades, erases>>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
+    for_chunk_heads<ChunkOf<A, fades, erases>>(pass.size, false, [&](int64_t h, int64_t, auto& chunk) {
       chunk.backward(pass.size.L, of.at(h, 0, 0), initial.matrix(h, 0), retrieved.tokens(h),
                      {kept.tokens(h).data, pass.size.Dv}, d_out.tokens(h), d_final.matrix(h, 0), to.at(h, 0, 0),
                      d_initial.matrix(h, 0));
