@@ -5,6 +5,8 @@ With fla-core installed, the signatures are fla's own. The kernels need a GPU: t
 
 import inspect
 import sys
+from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 
@@ -16,10 +18,22 @@ from fairseq_fwp.ops import fla
 
 SHAPE = (3, 2, 9, 4, 5)
 HERE = [name for name in RULES if name not in ("decay", "fwm")]
+# fla's functions: their tokens, the numbers of a token's decay, and whether they erase.
+FUNCTIONS = {
+    "linear_attn.chunk_linear_attn": ("q k v", None, False),
+    "simple_gla.chunk_simple_gla": ("q k v g", "one", False),
+    "gla.chunk_gla": ("q k v g", "by key", False),
+    "delta_rule.chunk_delta_rule": ("q k v beta", None, True),
+    "gated_delta_rule.chunk_gated_delta_rule": ("q k v g beta", "one", True),
+    "kda.chunk_kda": ("q k v g beta", "by key", True),
+    "gated_delta_product.chunk_gated_delta_product": ("q k v g beta", "one", True),
+    "rwkv7.chunk_rwkv7": ("r w k v a b", "by key", False),
+}
+NAMES = {"r": "q", "g": "decay", "w": "decay", "beta": "rate", "a": "read", "b": "write"}
 
 
-def recurrence(q, k, v, decay, rate, erases, read, write, scale, initial_state, cu_seqlens):
-    """Return out and the states of all documents, from tensors (B, L, H, ...) and logarithms of decays."""
+def recurrence(q, k, v, decay, rate, read, write, erases, initial_state, cu_seqlens):
+    """Return q W (B, L, H, Dv) and the state of each document, from tensors (B, L, H, ...) and logarithms of decays."""
     B, L, H, K = q.shape
     places = [0, *range(L, B * L + 1, L)] if cu_seqlens is None else cu_seqlens.tolist()
     assert cu_seqlens is None or (B == 1 and cu_seqlens.dtype == torch.int64)
@@ -35,74 +49,27 @@ def recurrence(q, k, v, decay, rate, erases, read, write, scale, initial_state, 
             value = v[t] - (k[t].unsqueeze(1) @ state).squeeze(1) if erases else v[t]
             value = value if rate is None else rate[t].unsqueeze(1) * value
             state = state + k[t].unsqueeze(2) * value.unsqueeze(1) + removed
-            outs.append(scale * (q[t].unsqueeze(1) @ state).squeeze(1))
+            outs.append((q[t].unsqueeze(1) @ state).squeeze(1))
         states.append(state)
     return torch.stack(outs).view(B, L, H, -1), torch.stack(states)
 
 
-def chunk_linear_attn(
-    q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True, cu_seqlens=None
+def stand_in(
+    function, *, scale, initial_state, output_final_state, cu_seqlens=None, normalize=False, num_householder=1, **given
 ):
-    assert output_final_state and not normalize
-    return recurrence(q, k, v, None, None, False, None, None, scale, initial_state, cu_seqlens)
-
-
-def chunk_simple_gla(
-    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
-):
-    assert output_final_state and g.dim() == 3
-    return recurrence(q, k, v, g, None, False, None, None, scale, initial_state, cu_seqlens)
-
-
-def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
-    assert output_final_state and g.shape == k.shape
-    return recurrence(q, k, v, g, None, False, None, None, scale, initial_state, cu_seqlens)
-
-
-def chunk_delta_rule(q, k, v, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
-    assert output_final_state
-    return recurrence(q, k, v, None, beta, True, None, None, scale, initial_state, cu_seqlens)
-
-
-def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
-    assert output_final_state and g.dim() == 3
-    return recurrence(q, k, v, g, beta, True, None, None, scale, initial_state, cu_seqlens)
-
-
-def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
-    assert output_final_state and g.shape == k.shape
-    return recurrence(q, k, v, g, beta, True, None, None, scale, initial_state, cu_seqlens)
-
-
-def chunk_gated_delta_product(
-    q, k, v, g, beta, num_householder, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
-):
-    """The delta rule for N tokens each: the memory fades at the first of them, and the last one reads."""
-    steps = num_householder
-    assert output_final_state and k.shape[1] == q.shape[1] * steps
-    queries = torch.stack([*[torch.zeros_like(q)] * (steps - 1), q], 2).flatten(1, 2)
-    if g is not None:
-        g = torch.stack([g, *[torch.zeros_like(g)] * (steps - 1)], 2).flatten(1, 2)
+    """Compute what fla's function does. Of several steps a token, the memory fades at the first, and the last reads."""
+    names, fades, erases = FUNCTIONS[function]
+    assert output_final_state and not normalize and {*given} == {*names.split()}
+    tokens = dict.fromkeys(("q", "k", "v", *NAMES.values())) | {NAMES.get(name, name): x for name, x in given.items()}
+    q, decay, steps = tokens["q"], tokens["decay"], num_householder
+    assert tokens["k"].shape[1] == q.shape[1] * steps
+    assert decay is None or decay.shape == (q.shape if fades == "by key" else q.shape[:3])
+    tokens["q"] = torch.stack([*[torch.zeros_like(q)] * (steps - 1), q], 2).flatten(1, 2)
+    if decay is not None:
+        tokens["decay"] = torch.stack([decay, *[torch.zeros_like(decay)] * (steps - 1)], 2).flatten(1, 2)
     places = None if cu_seqlens is None else cu_seqlens * steps
-    out, state = recurrence(queries, k, v, g, beta, True, None, None, scale, initial_state, places)
-    return out[:, steps - 1 :: steps], state
-
-
-def chunk_rwkv7(r, w, k, v, a, b, scale=1.0, initial_state=None, output_final_state=False, cu_seqlens=None):
-    assert output_final_state
-    return recurrence(r, k, v, w, None, False, a, b, scale, initial_state, cu_seqlens)
-
-
-STAND_INS = {
-    "linear_attn": chunk_linear_attn,
-    "simple_gla": chunk_simple_gla,
-    "gla": chunk_gla,
-    "delta_rule": chunk_delta_rule,
-    "gated_delta_rule": chunk_gated_delta_rule,
-    "kda": chunk_kda,
-    "gated_delta_product": chunk_gated_delta_product,
-    "rwkv7": chunk_rwkv7,
-}
+    out, state = recurrence(**tokens, erases=erases, initial_state=initial_state, cu_seqlens=places)
+    return scale * out[:, steps - 1 :: steps], state
 
 
 @pytest.fixture
@@ -110,10 +77,11 @@ def on_the_cpu(monkeypatch):
     """The backend with stand-ins in place of the package, for float32 on the CPU."""
     monkeypatch.setattr(fla, "DEVICES", ("cpu",))
     monkeypatch.setattr(fla, "DTYPES", (torch.float32,))
-    for name, function in STAND_INS.items():
-        module = ModuleType(f"fla.ops.{name}")
-        setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for function in FUNCTIONS:
+        module, name = function.split(".")
+        made = ModuleType(f"fla.ops.{module}")
+        setattr(made, name, partial(stand_in, function))
+        monkeypatch.setitem(sys.modules, made.__name__, made)
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
@@ -122,80 +90,76 @@ def on_the_cpu(monkeypatch):
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", HERE)
 def test_results_and_gradients_are_those_of_the_reference(on_the_cpu, name, documents, state):
-    given = sample_inputs(name, SHAPE, torch.float32, state=state)
-    first = None
+    given, first = sample_inputs(name, SHAPE, torch.float32, state=state), None
     if documents:
         first = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
         first[0, [0, 5]] = first[1, [3, 8]] = True
     found, expected = (
-        results(
-            lambda backend=backend, **x: RULES[name].function(**x, first=first, backend=backend),
-            given,
-            cotangents(given),
-        )
+        results(partial(RULES[name].function, first=first, backend=backend), given, cotangents(given))
         for backend in ("fla", "reference")
     )
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", STAND_INS)
-def test_the_stand_ins_have_the_arguments_of_fla(name):
-    module = pytest.importorskip(f"fla.ops.{name}")
-    ours, theirs = (
-        inspect.signature(x).parameters for x in (STAND_INS[name], getattr(module, STAND_INS[name].__name__))
+def theirs(path):
+    module, _, name = path.rpartition(".")
+    pytest.importorskip("fla")
+    return getattr(import_module(f"fla.ops.{module}"), name)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_fla_has_the_arguments_of_the_stand_ins(function):
+    more = {"normalize": False} if "linear" in function else {"num_householder": 1} if "product" in function else {}
+    given = dict.fromkeys(
+        [*FUNCTIONS[function][0].split(), "scale", "initial_state", "output_final_state", "cu_seqlens"]
     )
-    assert all(theirs[argument].default == parameter.default for argument, parameter in ours.items())
+    inspect.signature(theirs(function)).bind(**given, **more)
 
 
-# fla's reference in PyTorch, with its names of our arguments; the first two take (B, H, L, D).
+# fla's definitions in PyTorch, with its names of the stand-in's tokens.
+GATED = "gated_delta_rule.naive"
 NAIVE = {
-    "delta_rule": ("delta_rule.naive.delta_rule_recurrence", ("q", "k", "v", "beta")),
-    "rwkv7": ("generalized_delta_rule.dplr.naive.dplr_recurrence", ("q", "k", "v", "alpha", "beta", "gk")),
-    "gated_delta_rule": ("gated_delta_rule.naive.naive_recurrent_gated_delta_rule", ("q", "k", "v", "g", "beta")),
-    "kda": ("kda.naive.naive_recurrent_kda", ("q", "k", "v", "g", "beta")),
-    "gla": ("gla.naive.naive_recurrent_gla", ("q", "k", "v", "gk")),
-    "simple_gla": ("simple_gla.naive.naive_recurrent_simple_gla", ("q", "k", "v", "g")),
-}
-OURS = {"rwkv7": ("r", "k", "v", "a", "b", "w"), "gla": ("q", "k", "v", "g")}
+    "simple_gla.chunk_simple_gla": ("simple_gla.naive.naive_recurrent_simple_gla", "q k v g"),
+    "gla.chunk_gla": ("gla.naive.naive_recurrent_gla", "q k v gk"),
+    "delta_rule.chunk_delta_rule": ("delta_rule.naive.delta_rule_recurrence", "q k v beta"),
+    "gated_delta_rule.chunk_gated_delta_rule": (f"{GATED}.naive_recurrent_gated_delta_rule", "q k v g beta"),
+    "kda.chunk_kda": ("kda.naive.naive_recurrent_kda", "q k v g beta"),
+    "rwkv7.chunk_rwkv7": ("generalized_delta_rule.dplr.naive.dplr_recurrence", "q gk k v alpha beta"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAIVE)
-def test_the_stand_ins_compute_what_fla_defines(name):
-    function, theirs = NAIVE[name]
-    module, _, function = function.rpartition(".")
-    naive = getattr(pytest.importorskip(f"fla.ops.{module}"), function)
-    per_token = {"beta": name != "rwkv7", "g": name not in ("kda", "gla")}
-    given = {}
-    for argument, ours in zip(theirs, OURS.get(name, theirs), strict=True):
-        x = torch.rand(2, 9, 3, 4)[..., 0 if per_token.get(argument) else slice(None)]
-        given[argument, ours] = -x if argument in ("g", "gk") else x
-    state = torch.randn(2, 3, 4, 4)
-    heads_first = name in ("delta_rule", "rwkv7")
-    inputs = {argument: x.transpose(1, 2) if heads_first else x for (argument, _), x in given.items()}
-    expected, memory = naive(**inputs, initial_state=state, output_final_state=True)
-    options = {"scale": 4**-0.5, "initial_state": state, "output_final_state": True}
-    found = STAND_INS[name](**{ours: x for (_, ours), x in given.items()}, **options)
-    torch.testing.assert_close(found, (expected.transpose(1, 2) if heads_first else expected, memory))
-
-
-def refusal(name, dtype=torch.float32, **changes):
-    given = sample_inputs(name, SHAPE, dtype, state=False) | changes
-    with pytest.raises((RuntimeError, TypeError, ValueError)) as refused:
-        RULES[name].function(**given, backend="fla")
-    return str(refused.value)
+@pytest.mark.parametrize("function", NAIVE)
+def test_the_stand_ins_compute_what_fla_defines(function):
+    path, called = NAIVE[function]
+    names, fades, _ = FUNCTIONS[function]
+    given, state = {}, torch.randn(2, 3, 4, 4)
+    for name in names.split():
+        x = torch.rand(2, 9, 3, 4)
+        x = x[..., 0] if name == "beta" or (name == "g" and fades == "one") else x
+        given[name] = -x if name in ("g", "w") else x
+    heads_first = function.startswith(("delta_rule", "rwkv7"))  # (B, H, L, D)
+    arranged = [x.transpose(1, 2) if heads_first else x for x in given.values()]
+    inputs = dict(zip(called.split(), arranged, strict=True))
+    out, memory = theirs(path)(**inputs, initial_state=state, output_final_state=True)
+    found = stand_in(function, **given, scale=4**-0.5, initial_state=state, output_final_state=True)
+    torch.testing.assert_close(found, (out.transpose(1, 2) if heads_first else out, memory))
 
 
 def test_what_fla_does_not_take_is_refused(on_the_cpu, monkeypatch):
+    def refusal(name, dtype=torch.float32, **changes):
+        given = sample_inputs(name, SHAPE, dtype, state=False) | changes
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as refused:
+            RULES[name].function(**given, backend="fla")
+        return str(refused.value)
+
     assert "the rule must be one of sum_rule, " in refusal("decay")
     assert "the rule must be one of sum_rule, " in refusal("fwm")
     assert "q must be bfloat16 or float16, got torch.float64" in refusal("delta", torch.float64)
     assert "decay must be above 0, got 0;" in refusal("gated_delta", decay=torch.zeros(3, 2, 9))
     assert "decay must be above 0, got nan" in refusal("gla", decay=torch.full((3, 2, 9), float("nan")))
     assert "decay must have shape (B, H, L)" in refusal("delta_product_with_decay", decay=torch.ones(3, 2, 9, 4))
-    assert "there must be tokens" in refusal(
-        "sum", q=torch.ones(3, 2, 0, 4), k=torch.ones(3, 2, 0, 4), v=torch.ones(3, 2, 0, 5)
-    )
-    wide = torch.ones(1, 1, 1, 257)
+    wide, none = torch.ones(1, 1, 1, 257), torch.ones(3, 2, 0, 4)
+    assert "there must be tokens" in refusal("sum", q=none, k=none, v=none)
     assert "keys of at most 256" in refusal("sum", q=wide, k=wide, v=wide)
     assert "sum_rule: v must have shape" in refusal("sum", v=wide)
     monkeypatch.setitem(sys.modules, "fla.ops.delta_rule", None)

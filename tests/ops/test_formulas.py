@@ -1,98 +1,68 @@
 """Every rule against the equation of its paper, in the paper's convention, computed here with plain matrices.
 
 W of the operators is (Dk, Dv) and read by q W. What differs in a paper is said at its formula: transposed states,
-logarithms of decays, where the memory fades, and a scale of the query.
+logarithms of decays, where the memory fades, and a scale of the query. A formula returns the memory after one token.
 """
 
 import numpy as np
 import pytest
-from subjects import RULES, kernel_or_auto, sample_inputs
+from subjects import RULES, WITH_KERNEL, kernel_or_auto, sample_inputs
 
 
-def sum_rule(q, k, v, state):
+def sum_rule(w, k, v):
     """Schlag et al. 2021, Eq. 17: W_t = W_{t-1} + v k^T, y = W q, with W (Dv, Dk)."""
-    w = state.T
-    for q_t, k_t, v_t in zip(q, k, v, strict=True):
-        w = w + np.outer(v_t, k_t)
-        yield w @ q_t, w.T
+    return w + np.outer(v, k)
 
 
-def delta_rule(q, k, v, beta, state):
+def delta_rule(w, k, v, beta):
     """Schlag et al. 2021, Eqs. 23-25: the old value W k is mixed with the new one and replaced."""
-    w = state.T
-    for q_t, k_t, v_t, b in zip(q, k, v, beta, strict=True):
-        old = w @ k_t
-        new = b * v_t + (1 - b) * old
-        w = w + np.outer(new, k_t) - np.outer(old, k_t)
-        yield w @ q_t, w.T
+    old = w @ k
+    new = beta * v + (1 - beta) * old
+    return w + np.outer(new, k) - np.outer(old, k)
 
 
-def gated_rule(q, k, v, gate, state):
+def gated_rule(s, k, v, gate):
     """Peng et al. 2021 in Mao's form, Eq. 5: S = g S + (1 - g) v k^T."""
-    s = state.T
-    for q_t, k_t, v_t, g in zip(q, k, v, gate, strict=True):
-        s = g * s + (1 - g) * np.outer(v_t, k_t)
-        yield s @ q_t, s.T
+    return gate * s + (1 - gate) * np.outer(v, k)
 
 
-def decay_rule(q, k, v, key_decay, value_decay, state):
+def decay_rule(s, k, v, f, z):
     """Mao 2022, Eq. 7: S = (z f^T) * S + v k^T, element-wise."""
-    s = state.T
-    for q_t, k_t, v_t, f, z in zip(q, k, v, key_decay, value_decay, strict=True):
-        s = np.outer(z, f) * s + np.outer(v_t, k_t)
-        yield s @ q_t, s.T
+    return np.outer(z, f) * s + np.outer(v, k)
 
 
-def retention(q, k, v, decay, state):
+def retention(s, k, v, decay):
     """Sun et al. 2023, Eq. 5, and Dao & Gu 2024, Eq. 16, whose decay is exp(A dt): the logarithm is what they carry."""
-    s = state
-    for q_t, k_t, v_t, log_a in zip(q, k, v, np.log(decay), strict=True):
-        s = np.exp(log_a) * s + k_t[:, None] @ v_t[None]
-        yield q_t @ s, s
+    return np.exp(np.log(decay)) * s + k[:, None] @ v[None]
 
 
-def gla_rule(q, k, v, decay, state):
+def gla_rule(s, k, v, alpha):
     """Yang et al. 2024, Eq. 3: S = (alpha^T 1) * S + k^T v, o = q S."""
-    s = state
-    for q_t, k_t, v_t, alpha in zip(q, k, v, decay, strict=True):
-        s = np.outer(alpha, np.ones_like(v_t)) * s + np.outer(k_t, v_t)
-        yield q_t @ s, s
+    return np.outer(alpha, np.ones_like(v)) * s + np.outer(k, v)
 
 
-def gated_delta_rule(q, k, v, decay, beta, state):
+def gated_delta_rule(s, k, v, alpha, beta):
     """Yang et al. 2025, Eq. 10: S = S (alpha (I - beta k k^T)) + beta v k^T, with S (Dv, Dk)."""
-    s, eye = state.T, np.eye(k.shape[1])
-    for q_t, k_t, v_t, alpha, b in zip(q, k, v, decay, beta, strict=True):
-        s = s @ (alpha * (eye - b * np.outer(k_t, k_t))) + b * np.outer(v_t, k_t)
-        yield s @ q_t, s.T
+    return s @ (alpha * (np.eye(len(k)) - beta * np.outer(k, k))) + beta * np.outer(v, k)
 
 
-def kimi_delta_attention(q, k, v, decay, beta, state):
+def kimi_delta_attention(s, k, v, alpha, beta):
     """Kimi Team 2025, Eq. 1: S = (I - beta k k^T) Diag(alpha) S + beta k v^T: it fades first, then is corrected."""
-    s, eye = state, np.eye(k.shape[1])
-    for q_t, k_t, v_t, alpha, b in zip(q, k, v, decay, beta, strict=True):
-        s = (eye - b * np.outer(k_t, k_t)) @ np.diag(alpha) @ s + b * np.outer(k_t, v_t)
-        yield s.T @ q_t, s
+    return (np.eye(len(k)) - beta * np.outer(k, k)) @ np.diag(alpha) @ s + beta * np.outer(k, v)
 
 
-def delta_product_rule(q, k, v, beta, state, decay=None):
+def delta_product_rule(h, k, v, beta, decay=1):
     """Siems et al. 2025, Eqs. 3-4: H = A H + B with A the product of the steps' I - beta k k^T, and B their writes."""
-    h, eye = state, np.eye(k.shape[2])
-    for t in range(len(q)):
-        a, b = eye, np.zeros_like(h)
-        for k_n, v_n, beta_n in zip(k[t], v[t], beta[t], strict=True):
-            reflection = eye - beta_n * np.outer(k_n, k_n)
-            a, b = reflection @ a, reflection @ b + beta_n * np.outer(k_n, v_n)
-        h = a @ ((1 if decay is None else decay[t]) * h) + b
-        yield h.T @ q[t], h
+    a, b = np.eye(k.shape[1]), np.zeros_like(h)
+    for k_n, v_n, beta_n in zip(k, v, beta, strict=True):
+        reflection = np.eye(len(k_n)) - beta_n * np.outer(k_n, k_n)
+        a, b = reflection @ a, reflection @ b + beta_n * np.outer(k_n, v_n)
+    return a @ (decay * h) + b
 
 
-def rwkv7_rule(q, k, v, decay, removal_key, removal_rate, state):
+def rwkv7_rule(s, k, v, w, kappa, a):
     """Peng et al. 2025, Eq. 17: S = S (diag(w) - kappa^T (a * kappa)) + v^T k with S (Dv, Dk), read by r S^T."""
-    s = state.T
-    for r, k_t, v_t, w, kappa, a in zip(q, k, v, decay, removal_key, removal_rate, strict=True):
-        s = s @ (np.diag(w) - np.outer(kappa, a * kappa)) + np.outer(v_t, k_t)
-        yield r @ s.T, s.T
+    return s @ (np.diag(w) - np.outer(kappa, a * kappa)) + np.outer(v, k)
 
 
 FORMULAS = {
@@ -108,24 +78,25 @@ FORMULAS = {
     "delta_product_with_decay": delta_product_rule,
     "rwkv7": rwkv7_rule,
 }
-
-
-def test_every_rule_of_the_family_has_a_formula():
-    assert {*FORMULAS} == {name for name, rule in RULES.items() if rule.kernel}
+BY_VALUE = (sum_rule, delta_rule, gated_rule, decay_rule, gated_delta_rule, rwkv7_rule)  # states (Dv, Dk)
 
 
 @pytest.mark.parametrize(
-    ("rule", "beta"), [(rule, beta) for rule in FORMULAS for beta in (1, 2) if beta == 1 or "beta" in RULES[rule].gates]
+    ("rule", "beta"),
+    [(rule, beta) for rule in WITH_KERNEL for beta in (1, 2) if beta == 1 or "beta" in RULES[rule].gates],
 )
 def test_equals_the_formula(rule, beta):
     """beta up to 2: with negative eigenvalues."""
-    inputs = sample_inputs(rule, (1, 2, 40, 6, 5), seed=3)
-    if "beta" in inputs:
-        inputs["beta"] = beta * inputs["beta"]
+    inputs, formula = sample_inputs(rule, (1, 2, 40, 6, 5), seed=3), FORMULAS[rule]
+    inputs |= {name: beta * x for name, x in inputs.items() if name == "beta"}
     for function in (RULES[rule].reference, kernel_or_auto(rule)):
-        out, state = function(**inputs)
+        out, final = function(**inputs)
         for head in range(2):
-            of_head = {name: x[0, head].numpy() for name, x in inputs.items()}
-            expected = list(FORMULAS[rule](**of_head))
-            np.testing.assert_allclose(out[0, head].numpy(), [read for read, _ in expected], rtol=1e-9, atol=1e-9)
-            np.testing.assert_allclose(state[0, head].numpy(), expected[-1][1], rtol=1e-9, atol=1e-9)
+            tokens = {name: x[0, head].numpy() for name, x in inputs.items()}
+            queries, state = tokens.pop("q"), tokens.pop("state")
+            for t, q in enumerate(queries):
+                of_token = {name: x[t] for name, x in tokens.items()}
+                k, v, gates = of_token.pop("k"), of_token.pop("v"), of_token.values()
+                state = formula(state.T, k, v, *gates).T if formula in BY_VALUE else formula(state, k, v, *gates)
+                np.testing.assert_allclose(out[0, head, t].numpy(), q @ state, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(final[0, head].numpy(), state, rtol=1e-9, atol=1e-9)

@@ -1,4 +1,8 @@
-"""The operator of the family itself: inputs that no rule here uses, layouts, and documents to the last bit."""
+"""The operator of the family itself: inputs that no rule here uses, layouts, documents to the last bit, and autograd.
+
+Gradients are tested in tests/laws. Here are the other promises of autograd, which is compiled with the kernels
+(cuda_ext/bindings/autograd.h).
+"""
 
 import itertools
 from functools import partial
@@ -13,14 +17,30 @@ from subjects import (
     WITH_KERNEL,
     cotangents,
     kernel_or_auto,
+    operands,
     results,
     sample_combination,
     sample_inputs,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from fairseq_fwp import ops
 from fairseq_fwp.ops.fast_weights import Inputs, fast_weights, reference_of
+
+SHAPE = (2, 2, 7, 5, 6)
+OPERATOR = torch.ops.fwp.fast_weights.default
+every_kernel = looped("rule", WITH_KERNEL)
+
+
+def assert_results(found, expected, **tolerance):
+    """Compare results by name, to the last bit unless there is a tolerance."""
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)
+
+
+ROUNDED = {"rtol": 1e-11, "atol": 1e-11}
 
 
 @looped("shape", [(2, 2, 45, 5, 20), (1, 2, 40, 16, 16)], ids=str)
@@ -33,27 +53,33 @@ def test_every_combination_is_the_step_of_the_family(name, shape):
         return reference_of(made)(*made.tokens, state=made.state, first=None)
 
     gradients = cotangents(inputs)
-    found = results(lambda **given: fast_weights(**given, erases=erases), inputs, gradients)
-    for which, x in results(by_step, inputs, gradients).items():
-        torch.testing.assert_close(found[which], x, rtol=1e-11, atol=1e-11, msg=which)
+    found = results(partial(fast_weights, erases=erases), inputs, gradients)
+    assert_results(found, results(by_step, inputs, gradients), **ROUNDED)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "added"), [(torch.bfloat16, "cuda", True), (torch.float32, "cuda", False), (None, "cpu", False)]
-)
-def test_documents_in_bfloat16_on_a_gpu_have_decays_by_head(monkeypatch, dtype, device, added):
-    """A GPU is not needed: the tensors have no numbers."""
-    seen = []
-    monkeypatch.setattr("fairseq_fwp.ops.fast_weights._operator", lambda *x: (seen.append(x[3]), *x[:3]))
-    with FakeTensorMode():
-        q, first = torch.empty(2, 3, 70, 16, dtype=dtype, device=device), torch.empty(2, 70, dtype=torch.bool)
-        fast_weights(q, q, q, first=first)
-        assert (seen[-1] is not None) == added
-        fast_weights(q, q, q, decay=q, first=first)
-        assert seen[-1] is q
-        for given in ({}, {"value_decay": q, "first": first}, {"removal_key": q, "removal_rate": q, "first": first}):
+class Watched(FakeTensorMode):
+    """Tensors without numbers, so that a GPU is not needed, and the last arguments of the operator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is OPERATOR:
+            self.given = Inputs(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@looped("dtype, device", [(torch.bfloat16, "cuda"), (torch.float32, "cuda"), (torch.bfloat16, "cpu")])
+def test_documents_in_bfloat16_on_a_gpu_have_decays_by_head(dtype, device):
+    with Watched() as watched:
+        q = torch.empty(2, 3, 70, 16, dtype=dtype, device=device)
+        first = torch.empty(2, 70, dtype=torch.bool, device=device)
+
+        def decay(**given):
             fast_weights(q, q, q, **given)
-            assert seen[-1] is None
+            return watched.given.decay
+
+        assert (decay(first=first) is not None) == (dtype == torch.bfloat16 and device == "cuda")
+        assert decay(decay=q, first=first) is q and decay() is None
+        for gates in ({"value_decay": q}, {"removal_key": q, "removal_rate": q}):
+            assert decay(**gates, first=first) is None
 
 
 def test_layouts_may_differ():
@@ -63,35 +89,27 @@ def test_layouts_may_differ():
     inputs["removal_rate"] = inputs["removal_rate"].mT.contiguous().mT
     packed = {name: x.contiguous() for name, x in inputs.items()}
     gradients = cotangents(inputs)
-    expected = results(ops.rwkv7_rule_reference, packed, gradients)
-    for name, x in results(kernel_or_auto("rwkv7"), inputs, gradients).items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-11, atol=1e-11, msg=name)
+    found = results(kernel_or_auto("rwkv7"), inputs, gradients)
+    assert_results(found, results(ops.rwkv7_rule_reference, packed, gradients), **ROUNDED)
 
 
 @looped("backend", ["kernel", "reference"])
-def test_a_gate_is_in_the_dtype_of_q_or_of_the_state(backend):
+@looped("rule", ["delta", "gated_delta", "gla", "decay", "rwkv7"])
+def test_a_gate_is_in_the_dtype_of_q_or_of_the_state(rule, backend):
     """The dtype of a gate only rounds the gate."""
-    for rule in ("delta", "gated_delta", "gla", "decay", "rwkv7"):
-        inputs = sample_inputs(rule, (1, 2, 8, 4, 4), torch.bfloat16)
-        wide = {name: x.float() if name in RULES[rule].gates else x for name, x in inputs.items()}
-        function, gradients = RULES[rule].function, cotangents(inputs)
-        found = results(partial(function, backend=backend), wide, gradients)
-        for name, x in results(partial(function, backend=backend), inputs, gradients).items():
-            assert found[name].dtype == (torch.float32 if name[2:] in RULES[rule].gates else x.dtype), name
-            assert torch.equal(found[name].to(x.dtype), x), name
-        gate = next(iter(RULES[rule].gates))
-        with pytest.raises(TypeError, match=rf"{gate} must have .*bfloat16, got .*float64"):
-            function(**inputs | {gate: inputs[gate].double()}, backend=backend)
+    inputs = sample_inputs(rule, (1, 2, 8, 4, 4), torch.bfloat16)
+    wide = {name: x.float() if name in RULES[rule].gates else x for name, x in inputs.items()}
+    function, gradients = partial(RULES[rule].function, backend=backend), cotangents(inputs)
+    found = results(function, wide, gradients)
+    for name, x in results(function, inputs, gradients).items():
+        assert found[name].dtype == (torch.float32 if name[2:] in RULES[rule].gates else x.dtype), name
+        assert torch.equal(found[name].to(x.dtype), x), name
 
 
 @pytest.mark.parametrize("rule", WITH_KERNEL)
-def test_documents_change_no_bit(rule):
+@looped("shape", BIT_SHAPES, ids=str)
+def test_documents_change_no_bit(rule, shape):
     """Each document gives the same as a separate sequence: every form of the kernels, in float32."""
-    for shape in BIT_SHAPES:
-        check_documents(rule, shape)
-
-
-def check_documents(rule, shape):
     inputs = sample_inputs(rule, shape, torch.float32)
     function, (B, _, L, _, _) = kernel_or_auto(rule), shape
     first = torch.zeros(B, L, dtype=torch.bool)
@@ -109,39 +127,87 @@ def check_documents(rule, shape):
 
 
 @looped("steps", [1, 3])
-@looped("decay", [None, "head", "key"])
+@looped("decay", [None, (), (6,)], ids=["no decay", "by head", "by key"])
 def test_delta_product_of_other_numbers_of_steps(steps, decay):
     k, v = torch.rand(2, 3, 20, steps, 6).double() / 3, torch.randn(2, 3, 20, steps, 5).double()
     inputs = {"q": torch.randn(2, 3, 20, 6).double(), "k": k, "v": v, "beta": torch.rand(2, 3, 20, steps).double()}
     inputs["state"] = torch.randn(2, 3, 6, 5).double()
-    if decay:
-        inputs["decay"] = torch.rand(2, 3, 20, *[6] * (decay == "key")).double()
+    inputs |= {} if decay is None else {"decay": torch.rand(2, 3, 20, *decay).double()}
     gradients = torch.randn(2, 3, 20, 5).double(), torch.randn(2, 3, 6, 5).double()
     expected = results(ops.delta_product_rule_reference, inputs, gradients)
-    for name, x in results(kernel_or_auto("delta_product"), inputs, gradients).items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-11, atol=1e-11, msg=name)
+    assert_results(results(kernel_or_auto("delta_product"), inputs, gradients), expected, **ROUNDED)
 
 
-WRONG = {
-    "v": torch.zeros(2, 3, 2, 7, 5),
-    "beta": torch.zeros(2, 3, 2, 7),
-    "first": torch.zeros(2, 7, 1, dtype=torch.bool),
-}
+# Autograd.
 
 
-@looped("name", WRONG)
-@looped("backend", ["auto", "kernel", "reference"])
-def test_delta_product_refuses_steps_in_the_place_of_tokens(name, backend):
-    """(N, L) has as many numbers as (L, N)."""
-    inputs = sample_inputs("delta_product", (2, 3, 7, 6, 5), torch.float32)
-    with pytest.raises(ValueError, match=r"must have shape .* got"):
-        ops.delta_product_rule(**{**inputs, name: WRONG[name]}, backend=backend)
+@every_kernel
+@looped("state", [True, False], ids=["state", "no_state"])
+def test_no_python_between_forward_and_backward(rule, state):
+    inputs = sample_inputs(rule, SHAPE, state=state)
+    for result in kernel_or_auto(rule)(**inputs | {"v": inputs["v"].requires_grad_()}):
+        assert result.grad_fn is not None
+        assert not isinstance(result.grad_fn, torch.autograd.function.BackwardCFunction)
 
 
-@looped("backend", ["auto", "kernel", "reference"])
-@pytest.mark.parametrize(("rule", "name"), [("decay", "key_decay"), ("rwkv7", "decay")])
-def test_a_decay_by_key_is_not_one_by_head(rule, name, backend):
-    inputs = sample_inputs(rule, (2, 3, 7, 6, 5), torch.float32)
-    inputs[name] = inputs[name][..., 0]
-    with pytest.raises(ValueError, match=f"{name} must have"):
-        RULES[rule].function(**inputs, backend=backend)
+@every_kernel
+def test_any_input_alone(rule):
+    """Each input in turn, including the state, is the only one that requires a gradient."""
+    inputs = sample_inputs(rule, SHAPE)
+    gradients = cotangents(inputs)
+    expected = results(RULES[rule].reference, inputs, gradients)
+    for name, x in inputs.items():
+        leaf = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(kernel_or_auto(rule)(**inputs | {name: leaf}), leaf, gradients)
+        torch.testing.assert_close(found, expected[f"d_{name}"], msg=name)
+
+
+@every_kernel
+def test_a_graph_is_kept_and_its_inputs_are_watched(rule):
+    def out(inputs):
+        return kernel_or_auto(rule)(**inputs)[0].sum()
+
+    leaves = {name: x.requires_grad_() for name, x in sample_inputs(rule, SHAPE).items()}
+    loss = out(leaves)
+    for kept in (True, False):
+        loss.backward(retain_graph=kept)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    for name in ("k", "state"):
+        inputs = {name: x.clone() for name, x in leaves.items()}
+        loss = out(inputs)
+        inputs[name].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@every_kernel
+def test_checkpointing_changes_nothing(rule):
+    inputs = sample_inputs(rule, SHAPE)
+    gradients = cotangents(inputs)
+
+    def recomputed(**leaves):
+        return checkpoint(lambda: kernel_or_auto(rule)(**leaves), use_reentrant=False)
+
+    assert_results(results(recomputed, inputs, gradients), results(kernel_or_auto(rule), inputs, gradients))
+
+
+@every_kernel
+def test_operators_refuse_derivatives_in_forward_mode(rule):
+    inputs = sample_inputs(rule, SHAPE)
+    kernel_or_auto(rule)(**inputs)  # loads it
+    with forward_ad.dual_level():
+        q, k, v, *others = operands(rule, inputs)
+        dual = forward_ad.make_dual(v, torch.ones_like(v))
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode: use backend='reference'"):
+            OPERATOR(q, k, dual, *others)
+
+
+@every_kernel
+def test_under_vmap(rule):
+    """It calls the operator with other values below its arguments on the dispatcher's stack."""
+    each = [sample_inputs(rule, SHAPE, seed=seed) for seed in range(3)]
+    together = {name: torch.stack([inputs[name] for inputs in each]) for name in each[0]}
+    found = torch.vmap(lambda inputs: kernel_or_auto(rule)(**inputs))(together)
+    expected = zip(*(kernel_or_auto(rule)(**inputs) for inputs in each), strict=True)
+    torch.testing.assert_close(found, tuple(map(torch.stack, expected)))

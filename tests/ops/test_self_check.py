@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from isolated import PREAMBLE
 from subjects import sample_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -63,11 +64,11 @@ def test_kernels_are_right():
     assert self_check._check_apart("cpu") == {}
 
 
-PREPARED = """
+PREPARED = f"""{PREAMBLE}
 import os, signal
 from fairseq_fwp.kernels import self_check
 from fairseq_fwp.ops.rules import RULES
-self_check.SIZES = ({"B": 1, "H": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},)
+self_check.SIZES = (dict(B=1, H=1, L=35, N=2, Dk=4, Dv=5),)
 self_check.WITH_SEGMENTS = ()
 """
 SMALL = f"{PREPARED}self_check.check_in_child(RULES)"
