@@ -128,19 +128,19 @@ def read_tables(outcomes: dict[str, Outcome], grid: list[dict[str, Any]]) -> lis
 
 
 def lines(tables: list[Table]) -> list[str]:
-    """Return a table of Markdown for each of the papers' tables."""
+    """Return a table of Markdown for each of the papers' tables; one without numbers of a paper has no ranks."""
     heads = ["row", "conf/grid/", "valid", "test", "rank", "paper valid", "paper test", "paper rank"]
-    heads += ["parameters", "updates", "hours"]
     found = []
     for table in tables:
         ours, papers = table.columns()
-        ranked = f", ranked by {table.split}" if any(place.relative for place in papers) else ""
+        ranked = any(place.relative for place in papers)
         cells = []
         for row, our, paper in zip(table.rows, ours, papers, strict=True):
             ppl = [show(x, 1, row.ours.said) for x in (row.ours.valid, row.ours.test)]
-            size = [show(row.ours.parameters, 0), show(row.ours.updates, 0), show(row.ours.hours, 3)]
-            cells.append([row.name, row.run, *ppl, our.said, show(row.valid, 1), show(row.test, 1), paper.said, *size])
-        found += ["", f"**{table.title}**{ranked}", "", *markdown(heads, cells, left=2)]
+            cells.append([row.name, row.run, *ppl, our.said, show(row.valid, 1), show(row.test, 1), paper.said])
+        width = len(heads) if ranked else 4
+        title = f"**{table.title}**" + (f", ranked by {table.split}" if ranked else "")
+        found += ["", title, "", *markdown(heads[:width], [row[:width] for row in cells], left=2)]
     diverged = {row.run: row.ours.diverged for table in tables for row in table.rows if row.ours.diverged}
     found += ["", *(f"- {run} diverged: {where}" for run, where in diverged.items())]
     return found[1:]
