@@ -44,7 +44,7 @@ CONVERTED = "--task language_modeling --arch fwp_lm"
 # The order in which pages build on each other: one trains what another evaluates.
 PAGES_THAT_PRINT = (
     "language_models", "evaluation", "export", "fast_weight_layers", "conversion", "translation", "retrieval",
-    "fairseq", "library", "checkpoints", "architecture",
+    "fairseq", "library", "checkpoints", "architecture", "determinism",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The flags and architectures of this package as text: docs/flags.md, and one architecture for a terminal."""
+"""The flags of this package as text: docs/flags.md, and those of one architecture for a terminal."""
 
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,6 @@ from typing import Any
 from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
-    ARCH_MODEL_INV_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
     MODEL_DATACLASS_REGISTRY,
     MODEL_REGISTRY,
@@ -24,13 +23,12 @@ from fairseq_fwp.models.fwp_transformer import FastWeightOptions, FwpTransformer
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 from fairseq_fwp.modules.attention import ATTENTIONS, LinearAttention
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
-from fairseq_fwp.options import as_given
 
-HEAD = """# Flags and architectures
+HEAD = """# Flags
 
-The flags that fairseq_fwp adds to `fairseq-train`, and its architectures. A flag that several models have stands once.
-`fwp-info --flags ARCH` prints the flags of an architecture with their values. This page is written from the code, by
-`fwp-info --flags > docs/flags.md`.
+The flags that fairseq_fwp adds to `fairseq-train`. A flag that several models have stands once. `fwp-info` lists the
+architectures, and `fwp-info --flags ARCH` prints the flags of one with their values. This page is written from the
+code, by `fwp-info --flags > docs/flags.md`.
 
 - *value*: the choices, or the type; a switch takes no value.
 - *used by*: the attentions, feature maps and other flags that use the flag. A training warns where it has no effect.
@@ -53,7 +51,7 @@ OTHERS = ("linear", "relative")
 
 def page() -> str:
     """Return docs/flags.md."""
-    return "\n".join([HEAD, *_model_sections(), *_other_sections(), *_preset_sections()])
+    return "\n".join([HEAD, *_model_sections(), *_other_sections()])
 
 
 def flags_of(arch: str) -> str:
@@ -156,18 +154,6 @@ def _other_sections() -> Iterator[str]:
             if owner.__module__.startswith("fairseq_fwp."):
                 yield from _head(f"Flags of the {kind} {name}", owner)
                 yield from (_row(*cells) for _, cells in _described(owner, registry[name]))
-
-
-def _preset_sections() -> Iterator[str]:
-    for model in MODELS:
-        yield from (
-            f"\n## Architectures of {model}",
-            "",
-            "| architecture | flags that differ from those of the model |",
-        )
-        yield "| --- | --- |"
-        for arch in ARCH_MODEL_INV_REGISTRY[model]:
-            yield _row(f"`{arch}`", ", ".join(f"`{as_given(*pair)}`" for pair in differences(arch).items()))
 
 
 def _head(title: str, owner: type, *columns: str) -> list[str]:
