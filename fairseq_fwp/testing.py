@@ -9,7 +9,7 @@ from torch import Tensor
 from fairseq_fwp.ops.arguments import Results, Shape
 from fairseq_fwp.ops.rule import Rule
 
-SIZES = {"B": 2, "H": 2, "L": 9, "Dk": 4, "Dv": 3, "N": 2}
+SIZES = {"B": 2, "H": 2, "Hk": 2, "L": 9, "Dk": 4, "Dv": 3, "N": 2}
 CUT = 4
 
 

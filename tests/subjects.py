@@ -53,6 +53,8 @@ RULES = {
     "delta_product": product(beta=PER_STEP),
     "delta_product_with_decay": product(beta=PER_STEP, decay=PER_TOKEN),
     "rwkv7": rule("rwkv7", decay=PER_KEY, removal_key=PER_KEY, removal_rate=PER_KEY),
+    "gdn2": rule("gdn2", decay=PER_KEY, erase=PER_KEY, write=PER_VALUE),
+    "gdn2_by_head": rule("gdn2", decay=PER_TOKEN, erase=PER_KEY, write=PER_VALUE),
     "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
 }
 WITH_KERNEL = [name for name, rule in RULES.items() if rule.kernel]
@@ -64,9 +66,9 @@ COMBINATIONS = {
     "a rate, decay by key": ({"decay": PER_KEY, "rate": PER_TOKEN}, False),
     "value decay alone": ({"value_decay": PER_VALUE}, False),
     "value decay and decay": ({"decay": PER_TOKEN, "value_decay": PER_VALUE}, False),
-    "removal without decay": ({"removal_key": PER_KEY, "removal_rate": PER_KEY}, False),
+    "removal without decay": ({"removal_key": PER_KEY, "removal": PER_KEY}, False),
     "removal, rate and decay": (
-        {"decay": PER_TOKEN, "rate": PER_TOKEN, "removal_key": PER_KEY, "removal_rate": PER_KEY},
+        {"decay": PER_TOKEN, "rate": PER_TOKEN, "removal_key": PER_KEY, "removal": PER_KEY},
         False,
     ),
 }
@@ -151,8 +153,8 @@ def sample_combination(name: str, shape: tuple[int, int, int, int, int], dtype: 
     for gate, names in COMBINATIONS[name][0].items():
         size = [dict(zip(("B", "H", "L", "Dk", "Dv"), shape, strict=True))[letter] for letter in names]
         inputs[gate] = torch.rand(size, generator=generator, dtype=torch.float64).to(dtype)
-    if "removal_key" in inputs:
-        inputs["removal_key"] = inputs["removal_key"] / (shape[3] / 2)
+    for name in {"removal_key", "removal"} & inputs.keys():
+        inputs[name] = inputs[name] / (shape[3] / 2)
     return inputs
 
 

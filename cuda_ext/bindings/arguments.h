@@ -1,5 +1,6 @@
 // Shared by the bindings of all devices: the operator's arguments, their sizes and their checks.
-// Shapes: q, k (B, H, L, Dk); v, out (B, H, L, Dv); rates (B, H, L); states (B, H, Dk, Dv).
+// Shapes: q, k (B, Hk, L, Dk), where H is a multiple of Hk; v, out (B, H, L, Dv); rates (B, H, L); removal and decays per
+// key (B, H, L, Dk); states (B, H, Dk, Dv).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,12 +28,15 @@ inline void check(const char* name, const Optional& x, at::IntArrayRef sizes, at
 }
 
 struct Sizes : Lengths {
+  int64_t Hk;  // heads of q and k: each serves H / Hk consecutive heads
+
   Sizes(const Tensor& q, const Tensor& values) {
     TORCH_CHECK(q.dim() == 4 && values.dim() == 4, "q and v must have 4 dimensions, got ", q.dim(), ", ", values.dim());
     const auto type = q.scalar_type();
     TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf,
                 "q must be float32, float64, bfloat16 or float16, got ", type);
-    B = q.size(0), H = q.size(1), L = q.size(2), Dk = q.size(3), Dv = values.size(3);
+    B = q.size(0), Hk = q.size(1), H = values.size(1), L = q.size(2), Dk = q.size(3), Dv = values.size(3);
+    TORCH_CHECK(Hk == H || (Hk > 0 && H % Hk == 0), "the heads of v must be a multiple of those of q, got ", H, " and ", Hk);
   }
 };
 
@@ -40,7 +44,7 @@ struct Sizes : Lengths {
 // in the backward pass of a rule that erases.
 struct Arguments {
   const Tensor &q, &k;
-  const Optional v, decay, value_decay, rate, removal_key, removal_rate, state, first;
+  const Optional v, decay, value_decay, rate, removal_key, removal, state, first;
   const bool erases;
 
   bool removes() const { return removal_key.has_value(); }
@@ -58,7 +62,7 @@ struct Arguments {
     const auto check_gate = [&](const char* name, const Optional& x, at::IntArrayRef sizes) {
       check(name, x, sizes, x && x->scalar_type() == type ? type : given, device);
     };
-    check("k", k, size.keys(), given, device);
+    check("k", k, {size.B, size.Hk, size.L, size.Dk}, given, device);
     check("v", v, size.values(), values, device);
     if (decays_by_head())
       check_gate("decay", decay, size.rates());
@@ -67,12 +71,12 @@ struct Arguments {
     check_gate("value_decay", value_decay, size.values());
     check_gate("rate", rate, size.rates());
     check_gate("removal_key", removal_key, size.keys());
-    check_gate("removal_rate", removal_rate, size.keys());
+    check_gate("removal", removal, size.keys());
     check("state", state, size.state(), type, device);
     check("first", first, {size.B, size.L}, at::kBool, device);
-    TORCH_CHECK(removal_key.has_value() == removal_rate.has_value(),
-                "removal_key and removal_rate must be given together, got only one of them");
-    TORCH_CHECK(!(erases && removes()), "erases must be False with removal_key and removal_rate, got True");
+    TORCH_CHECK(removal_key.has_value() == removal.has_value(),
+                "removal_key and removal must be given together, got only one of them");
+    TORCH_CHECK(!(erases && removes()), "erases must be False with removal_key and removal, got True");
     TORCH_CHECK(!value_decay || !(rate || retrieves()),
                 "value_decay must be None with a rate, erasing or removal, got a tensor");
   }

@@ -91,9 +91,9 @@ struct Pass {
 std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const Tensor& k, const Tensor& v,
                                                         const Optional& decay, const Optional& value_decay,
                                                         const Optional& rate, const Optional& removal_key,
-                                                        const Optional& removal_rate, const Optional& state,
+                                                        const Optional& removal, const Optional& state,
                                                         const Optional& first, bool erases) {
-  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   const Pass pass(given, v);
   const Tensor out = pass.empty(pass.size.values()), after = pass.empty_in_state_type(pass.size.state());
   Tensor retrieved, kept;
@@ -107,10 +107,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const T
 
 NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
                                   const Optional& value_decay, const Optional& rate, const Optional& removal_key,
-                                  const Optional& removal_rate, const Optional& state, const Optional& first,
+                                  const Optional& removal, const Optional& state, const Optional& first,
                                   bool erases, const Tensor& retrieved, const Tensor& kept, const Optional& grad_out,
                                   const Optional& grad_state) {
-  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   TORCH_CHECK(erases || v, "v must be given");
   const Pass pass(given, v ? *v : retrieved);
   const auto device = q.device();
@@ -126,7 +126,7 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   to.q = like(in.q), to.k = like(in.k), to.v = pass.empty(pass.size.values());
   to.key_decay = like(in.key_decay), to.value_decay = like(in.value_decay), to.head_decay = like(in.head_decay);
   if (rate) to.rate = like(in.rate);
-  if (in.removal.defined()) to.removal = like(in.removal), to.removal_key = like(in.removal);
+  if (in.removal.defined()) to.removal = like(in.removal), to.removal_key = like(in.removal_key);
   const Tensor d_initial = state ? pass.empty_in_state_type(pass.size.state()) : Tensor();
   pass.run(true, [&](const Call& call) {
     const Gradients gradients{target(to.q),           target(to.k),          target(to.v),    target(to.head_decay),
@@ -134,7 +134,7 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
                               target(to.removal),     memory(d_initial)};
     return backward(call, pass.inputs(), {tokens(found), tokens(d_out), data(states), data(d_state)}, gradients);
   });
-  return gradients(given, in, to, d_initial);
+  return gradients(given, pass.size, to, d_initial);
 }
 
 }  // namespace

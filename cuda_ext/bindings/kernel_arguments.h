@@ -31,11 +31,15 @@ inline Rule rule_of(const Arguments& given) {
 }
 
 // Inputs of the kernels. An absent gate that a kernel needs is one. On a CPU all inputs have the dtype of the
-// computation, `type`. Otherwise tensors keep their dtype, except `removal`.
+// computation, `type`, and kernels find the head of q and k that a head shares. Otherwise tensors keep their dtype, and
+// shared heads are copied.
 inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::optional<at::ScalarType> type = {}) {
   const auto ready = [&](const Optional& x) { return x ? prepare(*x, type) : Tensor(); };
   TokenTensors in;
-  in.q = prepare(given.q, type), in.k = prepare(given.k, type), in.v = ready(given.v);
+  const auto shared = [&](const Tensor& x) {
+    return type || size.Hk == size.H ? x : x.repeat_interleave(size.H / size.Hk, 1);
+  };
+  in.q = prepare(shared(given.q), type), in.k = prepare(shared(given.k), type), in.v = ready(given.v);
   in.value_decay = ready(given.value_decay);
   in.rate = ready(given.rate);
   // The same number for all tokens.
@@ -46,11 +50,7 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::
   const bool fades = rule == Rule::kForget || rule == Rule::kRetrieve;
   if (!in.rate.defined() && (given.erases || !type)) in.rate = ones(size.rates());
   if (!fades) return in;
-  if (given.removes()) {
-    in.removal_key = ready(given.removal_key);
-    // A product has the layout of one of its factors.
-    in.removal = prepare(in.removal_key.to(type.value_or(state_type(given.q))).mul(*given.removal_rate));
-  }
+  in.removal_key = ready(given.removal_key), in.removal = ready(given.removal);
   const bool by_head = !given.removes() && !given.value_decay && (given.decays_by_head() || !given.decay);
   if (by_head)
     in.head_decay = given.decay ? ready(given.decay) : ones(size.rates());
@@ -63,22 +63,21 @@ inline TokenTensors prepare_all(const Arguments& given, const Sizes& size, std::
 
 using NineTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The gradients of the operator's arguments, from those of the kernels' inputs. An operator cannot return an undefined
-// tensor: a tensor of shape (0,) stands for the gradient of an absent argument.
-inline NineTensors gradients(const Arguments& given, const TokenTensors& in, const TokenTensors& to, const Tensor& d_initial) {
+// The gradients of the operator's arguments, from those of the kernels' inputs, where q and k have a gradient for each
+// head that shares them. An operator cannot return an undefined tensor: a tensor of shape (0,) stands for the gradient of
+// an absent argument.
+inline NineTensors gradients(const Arguments& given, const Sizes& size, const TokenTensors& to, const Tensor& d_initial) {
   const auto of = [&](const Optional& x, const Tensor& gradient) {
     return x ? gradient.to(x->scalar_type()) : at::empty({0}, given.q.options());
   };
   Tensor d_decay = to.head_decay.defined() ? to.head_decay : to.key_decay;
   if (given.decays_by_head() && !to.head_decay.defined()) d_decay = to.key_decay.sum(-1);
-  Tensor d_removal_key, d_removal_rate;
-  if (given.removes()) {
-    d_removal_key = to.removal_key.addcmul_(to.removal, given.removal_rate->to(to.removal.scalar_type()));
-    d_removal_rate = to.removal.mul_(in.removal_key);
-  }
   const auto type = given.q.scalar_type();
-  return {to.q.to(type), to.k.to(type), to.v.to(type), of(given.decay, d_decay), of(given.value_decay, to.value_decay),
-          of(given.rate, to.rate), of(given.removal_key, d_removal_key), of(given.removal_rate, d_removal_rate),
+  const auto of_shared = [&](const Tensor& x) {
+    return (size.Hk == size.H ? x : x.unflatten(1, {size.Hk, size.H / size.Hk}).sum(2)).to(type);
+  };
+  return {of_shared(to.q), of_shared(to.k), to.v.to(type), of(given.decay, d_decay), of(given.value_decay, to.value_decay),
+          of(given.rate, to.rate), of(given.removal_key, to.removal_key), of(given.removal, to.removal),
           of(given.state, d_initial)};
 }
 

@@ -31,14 +31,14 @@ CHECKED = ("cuda",)
 # Lengths with several chunks on tensor cores, kept states and a partial chunk at the end. Sizes for copies of single
 # numbers and of 16 bytes, in kernels for narrow, ordinary and wide keys.
 SIZES = (
-    {"B": 2, "H": 2, "L": 70, "N": 2, "Dk": 20, "Dv": 24},
-    {"B": 1, "H": 2, "L": 66, "N": 2, "Dk": 64, "Dv": 64},
-    {"B": 1, "H": 1, "L": 67, "N": 2, "Dk": 100, "Dv": 16},
+    {"B": 2, "H": 2, "Hk": 1, "L": 70, "N": 2, "Dk": 20, "Dv": 24},
+    {"B": 1, "H": 2, "Hk": 1, "L": 66, "N": 2, "Dk": 64, "Dv": 64},
+    {"B": 1, "H": 1, "Hk": 1, "L": 67, "N": 2, "Dk": 100, "Dv": 16},
 )
 # Few and long enough for segments that run at once, in bfloat16. Wide values are spread over several blocks.
 LONG = (
-    {"B": 1, "H": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16},
-    {"B": 1, "H": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 160},
+    {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 16},
+    {"B": 1, "H": 1, "Hk": 1, "L": 2080, "N": 2, "Dk": 16, "Dv": 160},
 )
 WITH_SEGMENTS = ("sum", "delta", "gated", "gla", "gated_delta")
 # Greatest distance from the reference, relative to its norm; the tests' bounds are at most a sixth of it.
@@ -159,7 +159,12 @@ def _check(rule: Any, device: torch.device) -> str:
     all_sizes = (*SIZES, *LONG) if rule.name in WITH_SEGMENTS else SIZES
     for sizes, gates in itertools.product(all_sizes, itertools.product(*rule.gates.values())):
         token, state = ("B", "H", "L"), ("B", "H", "Dk", "Dv")
-        shapes = {"q": (*token, "Dk"), "k": rule.key, "v": rule.value, **dict(zip(rule.gates, gates, strict=True))}
+        shapes = {
+            "q": ("B", "Hk", "L", "Dk"),
+            "k": rule.key,
+            "v": rule.value,
+            **dict(zip(rule.gates, gates, strict=True)),
+        }
         shapes |= {"state": state, "d_out": (*token, "Dv"), "d_state": state}
         given = _sample({name: [sizes[letter] for letter in shape] for name, shape in shapes.items()}, sizes["Dk"] / 2)
         documents = (torch.arange(sizes["L"]) == 33).expand(sizes["B"], -1)

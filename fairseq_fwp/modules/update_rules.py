@@ -151,6 +151,17 @@ UPDATE_RULES = {
         forgets=lambda decay, beta: (decay,),
         normalizer=ops.gla_rule,
     ),
+    "gdn2": UpdateRule(
+        # Hatamizadeh et al. 2026: the decay of Kimi Delta Attention, and gates for erasing and writing.
+        ops.gdn2_rule,
+        (
+            Gate("decay", lambda dk, dv: dk, None, 1, learned=MambaDecay, rank=lambda dk, dv: dv),
+            Gate("erase", lambda dk, dv: dk),
+            Gate("write", lambda dk, dv: dv),
+        ),
+        forgets=lambda decay, erase, write: (decay,),
+        normalizer=ops.gla_rule,
+    ),
     # Siems et al. 2025 use up to four steps a token; the symmetric group of three elements needs two.
     "delta_product": UpdateRule(
         ops.delta_product_rule, (BETA._replace(size=lambda dk, dv: 2),), normalizes=False, steps=2

@@ -35,6 +35,7 @@ from .rules import (
     fwm_rule,
     gated_delta_rule,
     gated_rule,
+    gdn2_rule,
     gla_rule,
     rwkv7_rule,
     sum_rule,
@@ -47,6 +48,7 @@ delta_product_rule_reference = partial(delta_product_rule, backend="reference")
 fwm_rule_reference = partial(fwm_rule, backend="reference")
 gated_rule_reference = partial(gated_rule, backend="reference")
 gated_delta_rule_reference = partial(gated_delta_rule, backend="reference")
+gdn2_rule_reference = partial(gdn2_rule, backend="reference")
 gla_rule_reference = partial(gla_rule, backend="reference")
 rwkv7_rule_reference = partial(rwkv7_rule, backend="reference")
 sum_rule_reference = partial(sum_rule, backend="reference")
@@ -70,6 +72,8 @@ __all__ = [
     "gated_delta_rule_reference",
     "gated_rule",
     "gated_rule_reference",
+    "gdn2_rule",
+    "gdn2_rule_reference",
     "gla_rule",
     "gla_rule_reference",
     "kernel_status",

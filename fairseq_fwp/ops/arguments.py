@@ -1,6 +1,6 @@
 """Check the arguments of update rules; an error says in one sentence what is wrong.
 
-B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
+B batch, H heads, Hk heads of q and k, L tokens, Dk size of a key, Dv size of a value.
 """
 
 import torch
@@ -11,6 +11,7 @@ Results = tuple[Tensor, Tensor]  # out and the new state
 Shape = tuple[str, ...]
 PER_TOKEN: Shape = ("B", "H", "L")
 PER_KEY: Shape = ("B", "H", "L", "Dk")
+SHARED_KEY: Shape = ("B", "Hk", "L", "Dk")  # of q and k: each head serves H / Hk consecutive heads
 PER_VALUE: Shape = ("B", "H", "L", "Dv")
 
 
@@ -26,7 +27,7 @@ def first_state(q: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
     """Return a contiguous copy of the state (B, H, Dk, Dv) before the first token, or zeros."""
     if state is not None:
         return state.clone(memory_format=torch.contiguous_format)
-    return q.new_zeros((*q.shape[:2], q.shape[3], v.shape[-1]), dtype=state_dtype(q.dtype))
+    return q.new_zeros((*v.shape[:2], q.shape[3], v.shape[-1]), dtype=state_dtype(q.dtype))
 
 
 def outer(column: Tensor, row: Tensor) -> Tensor:
@@ -77,6 +78,9 @@ def _sizes(rule: str, tensors: dict[str, tuple[Tensor, tuple[Shape, ...]]]) -> d
         if x.dim() != len(shape):
             raise ValueError(f"{rule}: {name} must have shape ({', '.join(shape)}), got {tuple(x.shape)}")
         sizes = dict(zip(shape, x.shape, strict=True)) | sizes
+    heads, shared = sizes["H"], sizes["Hk"]
+    if heads != shared and (shared == 0 or heads % shared):
+        raise ValueError(f"{rule}: v must have a multiple of q's heads, got {heads} and {shared}")
     return sizes
 
 

@@ -1,10 +1,11 @@
 """The operator of the whole family: one equation; each rule uses the terms that it needs.
 
     W'  = (a_t^T z_t) * W_{t-1}                                     a decay, z value_decay (* element-wise)
-    W_t = W' + k_t^T b_t (v_t - k_t W') - (r_t * y_t)^T y_t W_{t-1}       out_t = q_t W_t
+    W_t = W' + k_t^T b_t (v_t - k_t W') - x_t^T (y_t W_{t-1})             out_t = q_t W_t
 
-b is the rate; ``erases`` says whether the term k_t W' exists; y and r are removal_key and removal_rate. An absent input
-is one everywhere; an absent removal is zero. At tokens where ``first`` is set, W_{t-1} is zero.
+b is the rate; ``erases`` says whether the term k_t W' exists. What y, the removal_key, retrieves is subtracted under x,
+the removal. An absent input is one everywhere; an absent removal is zero. At tokens where ``first`` is set, W_{t-1} is
+zero. q and k may have fewer heads than v: each then serves H / Hk consecutive heads.
 
 Schema, fake implementation, checks and autograd of all rules with kernels are here. B batch, H heads, L tokens, Dk size
 of a key, Dv size of a value.
@@ -18,7 +19,17 @@ from torch import Tensor
 
 from ..kernels.backend import kernel_ready, warn_of_float16
 from . import reference
-from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, check_arguments, outer, retrieve, state_dtype
+from .arguments import (
+    PER_KEY,
+    PER_TOKEN,
+    PER_VALUE,
+    SHARED_KEY,
+    Results,
+    check_arguments,
+    outer,
+    retrieve,
+    state_dtype,
+)
 
 # Tokens between two states that kernels keep for the backward pass of a forgetting rule: kChunk of cuda_ext.
 KEPT_EVERY = 32
@@ -27,7 +38,7 @@ OPTIONAL = {
     "value_decay": (PER_VALUE,),
     "rate": (PER_TOKEN,),
     "removal_key": (PER_KEY,),
-    "removal_rate": (PER_KEY,),
+    "removal": (PER_KEY,),
 }
 SCHEMA = ", ".join(f"Tensor? {name}" for name in (*OPTIONAL, "state", "first")) + ", bool erases"
 
@@ -42,7 +53,7 @@ class Inputs(NamedTuple):
     value_decay: Tensor | None = None  # only for rules without rate, erasing and removal
     rate: Tensor | None = None
     removal_key: Tensor | None = None
-    removal_rate: Tensor | None = None
+    removal: Tensor | None = None
     state: Tensor | None = None
     first: Tensor | None = None
     erases: bool = False
@@ -67,7 +78,7 @@ def fast_weights(
     value_decay: Tensor | None = None,
     rate: Tensor | None = None,
     removal_key: Tensor | None = None,
-    removal_rate: Tensor | None = None,
+    removal: Tensor | None = None,
     state: Tensor | None = None,
     first: Tensor | None = None,
     erases: bool = False,
@@ -78,8 +89,8 @@ def fast_weights(
         on_tensor_cores = first is not None and q.dtype == torch.bfloat16
         if on_tensor_cores and decay is None and value_decay is None and removal_key is None:
             # There, only kernels with decays take several documents.
-            decay = q.new_ones(()).expand(q.shape[:3])
-    out, memory, _, _ = _operator(q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases)
+            decay = q.new_ones(()).expand(v.shape[:3])
+    out, memory, _, _ = _operator(q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases)
     return out, memory
 
 
@@ -92,7 +103,7 @@ def step(
     value_decay: Tensor | None = None,
     rate: Tensor | None = None,
     removal_key: Tensor | None = None,
-    removal_rate: Tensor | None = None,
+    removal: Tensor | None = None,
     erases: bool = False,
 ) -> Tensor:
     """Return the memory after one token, by the equation above."""
@@ -100,9 +111,9 @@ def step(
     faded = faded if value_decay is None else faded * value_decay.unsqueeze(-2)
     write = v - retrieve(k, faded) if erases else v
     after = faded + outer(k, write if rate is None else rate * write)
-    if removal_key is None or removal_rate is None:
+    if removal_key is None or removal is None:
         return after
-    return after - outer(removal_rate * removal_key, retrieve(removal_key, memory))
+    return after - outer(removal, retrieve(removal_key, memory))
 
 
 def reference_of(given: Inputs) -> Callable[..., Results]:
@@ -116,14 +127,14 @@ def reference_of(given: Inputs) -> Callable[..., Results]:
 
 
 def _check(given: Inputs) -> None:
-    if (given.removal_key is None) != (given.removal_rate is None):
-        raise ValueError("fast_weights: removal_key and removal_rate must be given together, got only one")
+    if (given.removal_key is None) != (given.removal is None):
+        raise ValueError("fast_weights: removal_key and removal must be given together, got only one")
     removes = given.removal_key is not None
     if given.erases and removes:
-        raise ValueError("fast_weights: erases must be False with removal_key and removal_rate, got True")
+        raise ValueError("fast_weights: erases must be False with removal_key and removal, got True")
     if given.value_decay is not None and (given.rate is not None or given.erases or removes):
         raise ValueError("fast_weights: value_decay must be None with a rate, erasing or removal, got a tensor")
-    shapes = {"q": (PER_KEY,), "k": (PER_KEY,), "v": (PER_VALUE,), **OPTIONAL}
+    shapes = {"q": (SHARED_KEY,), "k": (SHARED_KEY,), "v": (PER_VALUE,), **OPTIONAL}
     tensors = {name: (getattr(given, name), shapes[name]) for name in shapes if getattr(given, name) is not None}
     check_arguments("fast_weights", tensors, given.state, given.first)
 
@@ -157,10 +168,10 @@ def _allocate(given: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, v, dtype = given.q, given.v, state_dtype(given.q.dtype)
     sizes = (q.shape[3], v.shape[3])
     retrieved = q.new_empty(v.shape if given.erases or given.removal_key is not None else (0,), dtype=dtype)
-    kept = (*q.shape[:2], q.shape[2] // KEPT_EVERY, *sizes) if given.keeps_states else (0,)
+    kept = (*v.shape[:2], v.shape[2] // KEPT_EVERY, *sizes) if given.keeps_states else (0,)
     return (
         v.new_empty(v.shape),
-        q.new_empty((*q.shape[:2], *sizes), dtype=dtype),
+        q.new_empty((*v.shape[:2], *sizes), dtype=dtype),
         retrieved,
         q.new_empty(kept, dtype=dtype),
     )

@@ -47,6 +47,11 @@ def _rwkv7(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, 
     return "rwkv7.chunk_rwkv7", {**tokens, "w": decay.float().log()}
 
 
+def _gdn2(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor) -> Form:
+    by_key = decay if decay.dim() == 4 else decay.unsqueeze(-1).expand_as(erase)
+    return "gdn2.chunk_gdn2", {"q": q, "k": k, "v": v, "g": by_key.float().log(), "b": erase, "w": write}
+
+
 FORMS: dict[str, Callable[..., Form]] = {
     "sum_rule": lambda q, k, v: ("linear_attn.chunk_linear_attn", {"q": q, "k": k, "v": v, "normalize": False}),
     "gated_rule": _gated,
@@ -55,6 +60,7 @@ FORMS: dict[str, Callable[..., Form]] = {
     "gated_delta_rule": _gated_delta,
     "delta_product_rule": _delta_product,
     "rwkv7_rule": _rwkv7,
+    "gdn2_rule": _gdn2,
 }
 
 
@@ -64,7 +70,9 @@ def run(rule: str, given: dict[str, Tensor], state: Tensor | None = None, first:
     ValueError, TypeError: what fla's kernels do not take. RuntimeError: there is no such kernel, device or package.
     """
     _check(rule, given)
-    function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in given.values()))
+    sharing = given["v"].shape[1] // given["q"].shape[1]
+    shared = {name: x.repeat_interleave(sharing, 1) if name in "qk" else x for name, x in given.items()}
+    function, arguments = FORMS[rule](*(x.transpose(1, 2) for x in shared.values()))
     places: Tensor | None = None
     last: Any = slice(None)
     if first is not None:

@@ -20,11 +20,13 @@ def loop(
     name: str, step: Callable[..., Tensor], tokens: tuple[Tensor, ...], state: Tensor | None, first: Tensor | None
 ) -> Results:
     """Return out and the new state of q, k, v and the gates. It can be differentiated any number of times."""
-    q, _, v = tokens[:3]
+    q, k, v, *gates = tokens
+    if q.shape[1] != v.shape[1]:  # each head of q and k serves several
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     reads: list[Tensor] = []
     memory = like = first_state(q, v, state)
     with torch.autocast(q.device.type, enabled=False):
-        for q_t, *token, is_first in _unbind(tokens, first):
+        for q_t, *token, is_first in _unbind((q, k, v, *gates), first):
             if is_first is not None:
                 memory = memory.masked_fill(is_first, 0)
             memory = step(memory, *token)
@@ -103,9 +105,9 @@ def backward(
 
 def allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialised memory for the results of :func:`forward`."""
-    state = q.new_empty((*q.shape[:2], q.shape[3], v.shape[-1]), dtype=state_dtype(q.dtype))
+    state = q.new_empty((*v.shape[:2], q.shape[3], v.shape[-1]), dtype=state_dtype(q.dtype))
     starts = state.new_empty((*state.shape[:2], len(_chunks(q.shape[2])), *state.shape[2:]))
-    return v.new_empty((*q.shape[:3], v.shape[-1])), state, starts
+    return v.new_empty((*v.shape[:3], v.shape[-1])), state, starts
 
 
 def refuse_double_backward(op: Any) -> None:

@@ -3,8 +3,9 @@
 B batch, H heads, L tokens, Dk size of a key, Dv size of a value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, starmap
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch.autograd import forward_ad
 from ..kernels import self_check
 from ..kernels.backend import require_kernel, too_large
 from . import fla
-from .arguments import PER_KEY, PER_VALUE, Results, Shape, check_arguments
+from .arguments import PER_VALUE, SHARED_KEY, Results, Shape, check_arguments
 from .reference import allocate, backward, forward, loop, refuse_double_backward
 
 BACKENDS = ("auto", "kernel", "fla", "reference")
 REFERENCE = "use backend='reference', which layers take too"
-SIZES = {"B", "H", "L", "N", "Dk", "Dv"}
+SIZES = {"B", "H", "Hk", "L", "N", "Dk", "Dv"}
 
 
 def is_transformed() -> bool:
@@ -46,7 +47,7 @@ class Rule:
     step: Callable[..., Tensor]
     gates: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
     family: Callable[..., Results] | None = None
-    key: Shape = PER_KEY
+    key: Shape = SHARED_KEY
     value: Shape = PER_VALUE
     _compute: Callable[..., Results] = field(init=False)
 
@@ -55,7 +56,14 @@ class Rule:
         object.__setattr__(self, "_compute", self.family or make_operator(self))
         object.__setattr__(self, "__doc__", self.step.__doc__)
 
-    def __call__(self, *arguments: Any, first: Tensor | None = None, backend: str = "auto", **named: Any) -> Results:
+    def __call__(
+        self,
+        *arguments: Any,
+        first: Tensor | None = None,
+        backend: str = "auto",
+        states_after: Sequence[int] | None = None,
+        **named: Any,
+    ) -> Any:
         """Return out (B, H, L, Dv) and the new state. Arguments: q, k, v, gates and state, in this order or by name."""
         names = ("q", "k", "v", *self.gates, "state")
         given = dict(zip(names, arguments, strict=False)) | named
@@ -63,12 +71,15 @@ class Rule:
             by_name = f" and {', '.join(named)} by name" if named else ""
             raise TypeError(
                 f"the arguments of {self.name} must be {', '.join(names[:-1])} and, if wanted, state, by position or "
-                f"by name, and first and backend only by name, got {len(arguments)} by position{by_name}"
+                f"by name, and first, backend and states_after only by name, got {len(arguments)} by position{by_name}"
             )
         if twice := {*names[: len(arguments)]} & {*named}:
             raise TypeError(f"{self.name} must get arguments once, got two values of {', '.join(sorted(twice))}")
         state = given.pop("state", None)
-        return self.run(*(given[name] for name in names[:-1]), state=state, first=first, backend=backend)
+        tokens = [given[name] for name in names[:-1]]
+        if states_after is None:
+            return self.run(*tokens, state=state, first=first, backend=backend)
+        return self._run_pieces(tokens, state, first, backend, [*states_after])
 
     def run(
         self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None, backend: str = "auto"
@@ -101,13 +112,29 @@ class Rule:
                 raise NotImplementedError(f"{self.name} has no derivative in torch.func: {REFERENCE}") from error
             raise
 
+    def _run_pieces(
+        self, tokens: list[Tensor], state: Tensor | None, first: Tensor | None, backend: str, ends: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return out, the new state and the states after some numbers of tokens (B, H, n, Dk, Dv)."""
+        self.check(*tokens, state=state, first=first)
+        length = tokens[0].shape[2]
+        if not all(before < after for before, after in pairwise((0, *ends, length + 1))):
+            raise ValueError(f"{self.name}: states_after must be ascending numbers in [1, {length}], got {ends}")
+        outs, states = [], []
+        for piece in starmap(slice, pairwise((0, *ends, length))):
+            some, some_first = [x[:, :, piece] for x in tokens], None if first is None else first[:, piece]
+            out, state = self.run(*some, state=state, first=some_first, backend=backend)
+            outs.append(out)
+            states.append(state)
+        return torch.cat(outs, 2), states[-1], torch.stack(states, 2)[:, :, :-1]
+
     def reference(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> Results:
         """Return the result of a loop over the step, which is differentiable any number of times."""
         return loop(self.name, self.step, tokens, state, first)
 
     def check(self, *tokens: Tensor, state: Tensor | None = None, first: Tensor | None = None) -> None:
         """Raise ValueError or TypeError, in one sentence, unless the arguments fit one another."""
-        shapes = [(PER_KEY,), (self.key,), (self.value,), *self.gates.values()]
+        shapes = [(SHARED_KEY,), (self.key,), (self.value,), *self.gates.values()]
         named = zip(("q", "k", "v", *self.gates), zip(tokens, shapes, strict=True), strict=True)
         check_arguments(self.name, dict(named), state, first)
 
@@ -117,7 +144,7 @@ class Rule:
         if not isinstance(self.gates, Mapping):
             raise ValueError(f"{self.name}: gates must be a mapping of names to shapes, got {self.gates!r}")
         for gate, shapes in self.gates.items():
-            if gate in ("q", "k", "v", "state", "first", "backend") or not gate.isidentifier():
+            if gate in ("q", "k", "v", "state", "first", "backend", "states_after") or not gate.isidentifier():
                 raise ValueError(f"{self.name}: the name of a gate must be an unused identifier, got {gate!r}")
             if not shapes or not all(isinstance(shape, tuple) and {*shape} <= SIZES for shape in shapes):
                 raise ValueError(

@@ -4,7 +4,7 @@ All are called as described in :mod:`fairseq_fwp.ops`. W is the memory (Dk, Dv),
 rule reads with out_t = q_t W_t. Decays are the share that is kept, usually in (0, 1), not logarithms.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, Shape, outer, retrieve
+from .arguments import PER_KEY, PER_TOKEN, PER_VALUE, Results, Shape, outer, retrieve, state_dtype
 from .fast_weights import fast_weights
 from .rule import Rule
 
 Function = Callable[..., Results]
 RULES: list[Rule] = []  # in the order of this page
+OPTIONS = {"first": None, "backend": "auto", "states_after": None}  # by name only, with their defaults
 
 
 def rule(
@@ -47,7 +48,7 @@ def function_of(rule: Rule) -> Function:
     kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     parameters = [Parameter(name, kinds[0]) for name in ("q", "k", "v", *rule.gates)]
     parameters.append(Parameter("state", kinds[0], default=None))
-    parameters += [Parameter(name, kinds[1], default=value) for name, value in (("first", None), ("backend", "auto"))]
+    parameters += [Parameter(name, kinds[1], default=value) for name, value in OPTIONS.items()]
     call.__name__ = call.__qualname__ = rule.name
     call.__doc__, call.__module__ = rule.step.__doc__, __name__
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -69,10 +70,19 @@ def sum_rule(memory: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return memory + outer(k, v)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Return x for products and differences that half precision would round."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _expect_factors(q: Tensor, *factors: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Refuse gates whose product would broadcast or change its dtype, which the operator would not see."""
+    if any(x.shape != shape or x.dtype not in (q.dtype, state_dtype(q.dtype)) for x, shape in factors):
+        raise ValueError("gates must have the shapes and the dtype of their rule")
+
+
 def _gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, **rest: Any) -> Results:
-    # In half precision, 1 - gate would lose digits of a small gate.
-    wide = gate.float() if gate.dtype in (torch.bfloat16, torch.float16) else gate
-    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(wide, 1), **rest)
+    return fast_weights(q, k, v, decay=gate, rate=torch.rsub(_wide(gate), 1), **rest)
 
 
 @rule(_gated, gate=(PER_TOKEN,))
@@ -165,6 +175,7 @@ def gated_delta_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: 
 
 
 PER_STEP: Shape = ("B", "H", "L", "N")
+KEYS: Shape = ("B", "Hk", "L", "N", "Dk")
 
 
 def _product_step(memory: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None = None) -> Tensor:
@@ -209,7 +220,7 @@ def _product(
 
 
 def _product_rule(gates: Mapping[str, tuple[Shape, ...]]) -> Rule:
-    RULES.append(Rule("delta_product_rule", _product_step, gates, _product, (*PER_STEP, "Dk"), (*PER_STEP, "Dv")))
+    RULES.append(Rule("delta_product_rule", _product_step, gates, _product, KEYS, (*PER_STEP, "Dv")))
     return RULES[-1]
 
 
@@ -227,7 +238,8 @@ def delta_product_rule(
     decay: Tensor | None = None,
     first: Tensor | None = None,
     backend: str = "auto",
-) -> Results:
+    states_after: Sequence[int] | None = None,
+) -> Any:
     """Multiply the memory by decay, write N times as the delta rule does, then read with q.
 
         W_0 = diag(a_t) W_{t-1}    W_n = W_{n-1} + k_tn^T beta_tn (v_tn - k_tn W_{n-1}), n = 1 ... N    W_t = W_N
@@ -242,9 +254,8 @@ def delta_product_rule(
         k: (B, H, L, N, Dk), v: (B, H, L, N, Dv), beta: (B, H, L, N), usually in (0, 1) or (0, 2).
         decay: (B, H, L) or (B, H, L, Dk); None keeps all.
     """
-    if decay is None:
-        return PRODUCT.run(q, k, v, beta, state=state, first=first, backend=backend)
-    return PRODUCT_WITH_DECAY.run(q, k, v, beta, decay, state=state, first=first, backend=backend)
+    how: dict[str, Any] = {"state": state, "first": first, "backend": backend, "states_after": states_after}
+    return PRODUCT(q, k, v, beta, **how) if decay is None else PRODUCT_WITH_DECAY(q, k, v, beta, decay, **how)
 
 
 def _rwkv7(
@@ -252,7 +263,9 @@ def _rwkv7(
 ) -> Results:
     if decay.dim() != 4:  # the operator takes a decay per head too
         raise ValueError(f"rwkv7_rule: decay must have shape (B, H, L, Dk), got {tuple(decay.shape)}")
-    return fast_weights(q, k, v, decay=decay, removal_key=removal_key, removal_rate=removal_rate, **rest)
+    _expect_factors(q, (removal_key, removal_key.shape), (removal_rate, removal_key.shape))
+    key = _wide(removal_key)
+    return fast_weights(q, k, v, decay=decay, removal_key=key, removal=removal_rate * key, **rest)
 
 
 @rule(_rwkv7, decay=(PER_KEY,), removal_key=(PER_KEY,), removal_rate=(PER_KEY,))
@@ -269,13 +282,54 @@ def rwkv7_rule(
     Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), Eqs. 17-18. w is
     their w, y the normalised removal key, r their in-context learning rate a, q the receptance and k the replacement
     key. The removed value is retrieved before the memory fades. With other rates it covers Comba (Hu et al. 2025, arXiv
-    2506.02475) and other transitions of the form diagonal plus rank one.
+    2506.02475). `gdn2_rule` is another transition of the form diagonal plus rank one.
 
     Args:
         decay, removal_key, removal_rate: (B, H, L, Dk); keys of length one in the paper, rates of any size.
     """
     removed = outer(removal_rate * removal_key, retrieve(removal_key, memory))
     return decay.unsqueeze(-1) * memory - removed + outer(k, v)
+
+
+def _gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    erase: Tensor,
+    write: Tensor,
+    *,
+    state: Tensor | None,
+    first: Tensor | None,
+) -> Results:
+    _expect_factors(q, (decay, decay.shape), (erase, (*v.shape[:3], k.shape[3])), (write, v.shape))
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError("gdn2_rule: q, k and v must have the same dtype")
+    dtype, (q, k, v, decay) = v.dtype, map(_wide, (q, k, v, decay))
+    key = k if k.shape[1] == v.shape[1] else k.repeat_interleave(v.shape[1] // k.shape[1], 1)
+    removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
+    removes = {"removal_key": removal_key, "removal": key}
+    out, memory = fast_weights(q, k, write * v, decay=decay, **removes, state=state, first=first)
+    return out.to(dtype), memory
+
+
+@rule(_gdn2, decay=(PER_TOKEN, PER_KEY), erase=(PER_KEY,), write=(PER_VALUE,))
+def gdn2_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor) -> Tensor:
+    """Multiply the memory by decay, erase and write with a gate per dimension each, then read with q.
+
+        W'  = diag(a_t) W_{t-1}        W_t = W' + k_t^T (w_t * v_t - (b_t * k_t) W')        (b erase, w write)
+
+    Equivalent to: ``for t in range(L): state = decay[t][..., None] * state``,
+    ``state = state + k[t].outer(write[t] * v[t] - (erase[t] * k[t]) @ state)``, ``out[t] = q[t] @ state``.
+
+    Hatamizadeh, Choi & Kautz 2026, "Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention" (arXiv
+    2605.22791). With erase = write = beta it is the gated delta rule.
+
+    Args:
+        decay: (B, H, L) or (B, H, L, Dk); erase: (B, H, L, Dk); write: (B, H, L, Dv), both usually in (0, 1).
+    """
+    faded = decay.unsqueeze(-1) * memory
+    return faded + outer(k, write * v - retrieve(erase * k, faded))
 
 
 @rule(beta=(PER_TOKEN,))

@@ -26,7 +26,7 @@ CACHE = Path(os.environ.get("FWP_CACHE_DIR") or Path(tempfile.gettempdir()) / f"
 SHARED_KIB = 163  # an A100's
 GUARD = 4096  # guard elements before and after each output
 # The operator's arguments, and the launchers' names of its rules.
-NAMES = ("q", "k", "v", "decay", "value_decay", "rate", "removal_key", "removal_rate", "state", "first")
+NAMES = ("q", "k", "v", "decay", "value_decay", "rate", "removal_key", "removal", "state", "first")
 RULES = ("sum", "delta", "gated", "gated_by_key", "decay", "gated_delta", "gated_delta_by_key", "removal")
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -173,17 +173,12 @@ class Emulator:
     ) -> Given:
         """Return gradients of the arguments by name, and of the state if there is one."""
         rule, parts = prepare(given, erases)
-        dtype = state_dtype(given["q"].dtype)
-        to = {name: self._empty(x.shape, dtype if "removal" in name else x.dtype) for name, x in parts.items()}
+        to = {name: self._empty(x.shape, x.dtype) for name, x in parts.items()}
         to = {name: x for name, x in to.items() if name != "rate" or "rate" in given}
         more = {name: x for name, x in results.items() if name in ("retrieved", "kept")}
         more |= {name: x for name, x in zip(("d_out", "d_state"), gradients, strict=True) if x is not None}
         structures = [_fill(_Inputs, parts), _fill(_Backward, more), _fill(_Gradients, to)]
         self._run(self._library.emulator_backward, rule, given, structures, to, **how)
-        if "removal" in to:
-            rate, d_removal = given["removal_rate"], to.pop("removal")
-            to["removal_rate"] = d_removal * given["removal_key"]
-            to["removal_key"] += d_removal * rate
         of_decay = to.pop("head_decay", to.pop("key_decay", None))
         if "decay" in given:
             to["decay"] = of_decay.sum(-1) if of_decay.dim() > given["decay"].dim() else of_decay
@@ -256,8 +251,6 @@ def prepare(given: Given, erases: bool) -> tuple[str, Given]:
         return "delta" if erases else "sum", parts
     if decay is None and ("value_decay" in given or "removal_key" in given):
         decay = torch.ones(q.shape[3], dtype=q.dtype).expand(q.shape)
-    if "removal_key" in given:
-        parts["removal"] = given["removal_key"].to(state_dtype(q.dtype)) * given["removal_rate"]
     if decay is None or (decay.dim() == 3 and not {"value_decay", "removal_key"} & given.keys()):
         parts["head_decay"] = torch.ones((), dtype=q.dtype).expand(q.shape[:3]) if decay is None else decay
         return "gated_delta" if erases else "gated", parts

@@ -300,7 +300,7 @@ def draw(*size):
     return torch.rand(*size, dtype=torch.float64, requires_grad=True)
 q, k, v, beta, state = draw(2, 2, 4, 3), draw(2, 2, 4, 3), draw(2, 2, 4, 5), draw(2, 2, 4), draw(2, 2, 3, 5)
 f, z = draw(2, 2, 4, 3), draw(2, 2, 4, 5)
-NAMES = ("decay", "value_decay", "rate", "removal_key", "removal_rate")
+NAMES = ("decay", "value_decay", "rate", "removal_key", "removal")
 def of_operator(names, erases, x):
     gates = dict(zip(names, x[3:]))
     return (*x[:3], *(gates.get(name) for name in (*NAMES, "state")), None, erases)

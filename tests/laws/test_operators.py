@@ -258,6 +258,44 @@ def test_layout_changes_nothing(rule, form):
             assert torch.equal(expanded[name], x), (name, case)
 
 
+@every_rule
+@every_backend
+def test_a_head_of_q_and_k_serves_several_heads_as_its_copies_do(rule, backend):
+    for shape in ((2, 4, 33, 5, 7), (1, 6, 18, 64, 50)):
+        copies = 2 if shape[1] == 4 else 3
+        inputs = sample_inputs(rule, shape)
+        shared = inputs | {name: inputs[name][:, ::copies].contiguous() for name in "qk"}
+        copied = inputs | {name: shared[name].repeat_interleave(copies, 1) for name in "qk"}
+        found, expected = (results(with_backend(rule, backend), x, cotangents(inputs)) for x in (shared, copied))
+        for name in ("out", "state"):
+            assert torch.equal(found[name], expected[name]), name
+        for name in ("d_q", "d_k"):
+            expected[name] = expected[name].unflatten(1, (-1, copies)).sum(2)
+        torch.testing.assert_close(found, expected)
+
+
+@every_rule
+@every_backend
+def test_states_after_some_tokens_are_those_of_the_shorter_sequences(rule, backend):
+    inputs, lengths = sample_inputs(rule, (2, 2, 33, 6, 5)), (1, 20, 33)
+    first = torch.zeros(2, 33, dtype=torch.bool)
+    first[1, [7, 20]] = True
+    function = with_backend(rule, backend)
+
+    def ends(**given):
+        parts = [{name: x if name == "state" else x[:, :, :n] for name, x in given.items()} for n in lengths]
+        states = [function(**x, first=first[:, :n])[1] for x, n in zip(parts, lengths, strict=True)]
+        return torch.stack(states, 2), function(**given, first=first)[0]
+
+    def asked(**given):
+        out, state, states = function(**given, first=first, states_after=lengths)
+        assert torch.equal(state, states[:, :, -1])
+        return states, out
+
+    gradients = (torch.randn(2, 2, 3, 6, 5, dtype=torch.float64), cotangents(inputs)[0])
+    torch.testing.assert_close(results(asked, inputs, gradients), results(ends, inputs, gradients))
+
+
 @every_subject
 def test_alignment_changes_nothing(rule, form):
     """The last shape is long enough for a GPU's tensor cores in bfloat16."""

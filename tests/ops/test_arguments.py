@@ -72,8 +72,8 @@ def test_one_fault_of_all_arguments(rule):
 def test_a_sentence_has_the_names_of_sizes_and_each_form(backend):
     inputs = sample_inputs("delta_product_with_decay", SHAPE, torch.float32)
     for name, wrong, said in (
-        ("q", KEY[0], "q must have shape (B, H, L, Dk), got (3, 4, 5)"),
-        ("k", torch.zeros(2, 3, 4, 3, 5), "k must have shape (B, H, L, N, Dk) = (2, 3, 4, 2, 5), got (2, 3, 4, 3, 5)"),
+        ("q", KEY[0], "q must have shape (B, Hk, L, Dk), got (3, 4, 5)"),
+        ("k", torch.zeros(2, 3, 4, 3, 5), "k must have shape (B, Hk, L, N, Dk) = (2, 3, 4, 2, 5), got (2, 3, 4, 3, 5)"),
         ("decay", KEY[0, 0], "decay must have shape (B, H, L) = (2, 3, 4) or (B, H, L, Dk) = (2, 3, 4, 5), got (4, 5)"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -84,7 +84,10 @@ def test_the_list_of_arguments():
     """The error says which may be left out, and counts those without a name, which `first` is not one of."""
     q, k, v, decay = (torch.ones(2, 3, 4, 5) for _ in range(4))
     state, first = torch.zeros(2, 3, 5, 5), torch.zeros(2, 4, dtype=torch.bool)
-    names = "gla_rule must be q, k, v, decay and, if wanted, state, by position or by name, and first and backend only"
+    names = (
+        "gla_rule must be q, k, v, decay and, if wanted, state, by position or by name, and first, backend and "
+        "states_after only"
+    )
     for given, named, got in (
         ((q, k, v, decay, state, first), {}, "6 by position"),
         ((q, k), {"v": v, "gate": decay}, "2 by position and v, gate by name"),
@@ -117,13 +120,13 @@ FADES = "value_decay must be None with a rate, erasing or removal"
     "given, message",
     [
         (
-            {"erases": True, "removal_key": KEY, "removal_rate": KEY},
+            {"erases": True, "removal_key": KEY, "removal": KEY},
             "erases must be False with removal_key and removal",
         ),
         ({"removal_key": KEY}, "given together"),
         ({"value_decay": VALUE, "rate": VALUE[..., 0]}, FADES),
         ({"value_decay": VALUE, "erases": True}, FADES),
-        ({"value_decay": VALUE, "removal_key": KEY, "removal_rate": KEY}, FADES),
+        ({"value_decay": VALUE, "removal_key": KEY, "removal": KEY}, FADES),
     ],
 )
 def test_the_operator_refuses_what_no_kernel_computes(given, message):

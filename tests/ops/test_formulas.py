@@ -65,6 +65,12 @@ def rwkv7_rule(s, k, v, w, kappa, a):
     return s @ (np.diag(w) - np.outer(kappa, a * kappa)) + np.outer(v, k)
 
 
+def gdn2_rule(s, k, v, a, b, w):
+    """Hatamizadeh et al. 2026: S = (I - k (b * k)^T) Diag(a) S + k (w * v)^T."""
+    fades = np.diag(np.broadcast_to(a, k.shape))
+    return (np.eye(len(k)) - np.outer(k, b * k)) @ fades @ s + np.outer(k, w * v)
+
+
 FORMULAS = {
     "sum": sum_rule,
     "gated": gated_rule,
@@ -77,6 +83,8 @@ FORMULAS = {
     "delta_product": delta_product_rule,
     "delta_product_with_decay": delta_product_rule,
     "rwkv7": rwkv7_rule,
+    "gdn2": gdn2_rule,
+    "gdn2_by_head": gdn2_rule,
 }
 BY_VALUE = (sum_rule, delta_rule, gated_rule, decay_rule, gated_delta_rule, rwkv7_rule)  # states (Dv, Dk)
 

@@ -78,7 +78,7 @@ def test_documents_in_bfloat16_on_a_gpu_have_decays_by_head(dtype, device):
 
         assert (decay(first=first) is not None) == (dtype == torch.bfloat16 and device == "cuda")
         assert decay(decay=q, first=first) is q and decay() is None
-        for gates in ({"value_decay": q}, {"removal_key": q, "removal_rate": q}):
+        for gates in ({"value_decay": q}, {"removal_key": q, "removal": q}):
             assert decay(**gates, first=first) is None
 
 

@@ -26,7 +26,7 @@ def library(tmp_path, monkeypatch):
     path = tmp_path / "kernels.so"
     path.write_bytes(b"code")
     monkeypatch.setattr(self_check, "CHECKED", ("cpu",))
-    monkeypatch.setattr(self_check, "SIZES", ({"B": 1, "H": 2, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
+    monkeypatch.setattr(self_check, "SIZES", ({"B": 1, "H": 2, "Hk": 1, "L": 35, "N": 2, "Dk": 4, "Dv": 5},))
     monkeypatch.setattr(self_check, "load_kernels", lambda device: ops.KernelStatus(True, str(path)))
     monkeypatch.setattr(self_check, "_check_apart", check_here)
     forget(monkeypatch)
@@ -68,7 +68,7 @@ PREPARED = f"""{PREAMBLE}
 import os, signal
 from fairseq_fwp.kernels import self_check
 from fairseq_fwp.ops.rules import RULES
-self_check.SIZES = (dict(B=1, H=1, L=35, N=2, Dk=4, Dv=5),)
+self_check.SIZES = (dict(B=1, H=1, Hk=1, L=35, N=2, Dk=4, Dv=5),)
 self_check.WITH_SEGMENTS = ()
 """
 SMALL = f"{PREPARED}self_check.check_in_child(RULES)"

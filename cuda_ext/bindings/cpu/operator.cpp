@@ -19,6 +19,14 @@ static View view(const Tensor& x) {
   return seen;
 }
 
+// Must not outlive `all`. Heads that share a key see it as their own.
+static TokenViews views(const TokenTensors& all, const Sizes& size) {
+  TokenViews seen = all.map(view);
+  for (View* x : {&seen.q, &seen.k})
+    if (size.Hk) x->sharing = size.H / size.Hk, x->sizes[1] = size.H;
+  return seen;
+}
+
 View empty(const std::array<int64_t, 5>& sizes, int dims, int64_t item) {
   const auto type = item == sizeof(double) ? at::kDouble : at::kFloat;
   const auto memory = std::make_shared<Tensor>(at::empty({sizes.data(), size_t(dims)}, type));
@@ -57,9 +65,9 @@ void run(Rule rule, const Backward& pass) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const Tensor& k, const Tensor& v,
                                                         const Optional& decay, const Optional& value_decay,
                                                         const Optional& rate, const Optional& removal_key,
-                                                        const Optional& removal_rate, const Optional& state,
+                                                        const Optional& removal, const Optional& state,
                                                         const Optional& first, bool erases) {
-  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   const Sizes size(q, v);
   given.check_all(size, q.scalar_type());
   const auto type = state_type(q);
@@ -70,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const T
   Tensor retrieved, kept;
   if (given.retrieves()) retrieved = at::empty(size.values(), options);
   if (given.keeps_states()) kept = at::empty({size.B, size.H, size.L / kChunk, size.Dk, size.Dv}, options);
-  const Forward pass{size, out.element_size(), in.map(view), view(state.value_or(Tensor())), view(out), view(final),
+  const Forward pass{size, out.element_size(), views(in, size), view(state.value_or(Tensor())), view(out), view(final),
                      view(retrieved), view(kept)};
   if (!first || size.L == 0)
     run(rule, pass);
@@ -84,10 +92,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fast_weights(const Tensor& q, const T
 
 NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Optional& v, const Optional& decay,
                                   const Optional& value_decay, const Optional& rate, const Optional& removal_key,
-                                  const Optional& removal_rate, const Optional& state, const Optional& first,
+                                  const Optional& removal, const Optional& state, const Optional& first,
                                   bool erases, const Tensor& retrieved, const Tensor& kept, const Optional& grad_out,
                                   const Optional& grad_state) {
-  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal_rate, state, first, erases};
+  const Arguments given{q, k, v, decay, value_decay, rate, removal_key, removal, state, first, erases};
   TORCH_CHECK(erases || v, "v must be given");
   const Sizes size(q, v ? *v : retrieved);
   given.check_all(size, q.scalar_type());
@@ -101,12 +109,13 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
   const auto like = [&](const Tensor& x) { return x.defined() ? at::empty(x.sizes(), options) : x; };
   const TokenTensors in = prepare_all(given, size, type);
   TokenTensors to = in.map(like);
+  to.q = at::empty(size.keys(), options), to.k = at::empty(size.keys(), options);
   to.v = at::empty(size.values(), options);
   const Tensor errors = given.retrieves() ? prepare(retrieved, type) : Tensor();
   const Tensor d_out = grad_out ? prepare(*grad_out, type) : at::zeros(size.values(), options);
   const Tensor d_final = grad_state ? prepare(*grad_state, type) : Tensor();
   const Tensor d_initial = state ? at::empty(size.state(), options) : Tensor();
-  const Backward pass{size, to.v.element_size(), in.map(view), view(state.value_or(Tensor())), view(errors),
+  const Backward pass{size, to.v.element_size(), views(in, size), view(state.value_or(Tensor())), view(errors),
                       view(given.keeps_states() ? kept : Tensor()), view(d_out), view(d_final), to.map(view),
                       view(d_initial)};
   const Rule rule = rule_of(given);
@@ -120,7 +129,7 @@ NineTensors fast_weights_backward(const Tensor& q, const Tensor& k, const Option
                           some(pass.d_final, begin + length == size.L), some(pass.d_initial, goes_on)));
     });
   }
-  return gradients(given, in, to, d_initial);
+  return gradients(given, size, to, d_initial);
 }
 
 }  // namespace

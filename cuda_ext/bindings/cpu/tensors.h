@@ -19,11 +19,14 @@ class Heads {
  public:
   explicit Heads(const View& x) : data_(reinterpret_cast<A*>(x.data)) {
     if (!x.defined()) return;
-    heads_ = x.sizes[1], batch_stride_ = x.strides[0], head_stride_ = x.strides[1], stride_ = x.strides[2];
+    heads_ = x.sizes[1], sharing_ = x.sharing;
+    batch_stride_ = x.strides[0], head_stride_ = x.strides[1], stride_ = x.strides[2];
     if (x.dims > 3) column_stride_ = x.strides[3];
   }
   Tokens<A> tokens(int64_t head) const {
-    return {address(data_, head / heads_ * batch_stride_ + head % heads_ * head_stride_), stride_};
+    int64_t own = head % heads_;
+    if (sharing_ > 1) own /= sharing_;
+    return {address(data_, head / heads_ * batch_stride_ + own * head_stride_), stride_};
   }
   Rates<A> rates(int64_t head) const { return {tokens(head).data, stride_}; }
   // The columns of a state, or of its transpose, from `column` on.
@@ -36,7 +39,7 @@ class Heads {
 
  private:
   A* data_ = nullptr;
-  int64_t heads_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
+  int64_t heads_ = 1, sharing_ = 1, batch_stride_ = 0, head_stride_ = 0, stride_ = 0, column_stride_ = 0;
 };
 
 // Aligned memory for `count` numbers.

@@ -16,6 +16,7 @@ struct View {
   int64_t item = 0;  // bytes of a number; zero if the tensor is undefined
   int dims = 0;
   std::array<int64_t, 5> sizes = {}, strides = {};
+  int64_t sharing = 1;  // heads that read the same numbers
   std::shared_ptr<void> owner = {};  // of memory that a kernel has asked for
 
   bool defined() const { return item > 0; }
