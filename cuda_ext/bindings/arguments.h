@@ -1,6 +1,5 @@
 // Shared by the bindings of all devices: the operator's arguments, their sizes and their checks.
-// Shapes: q, k (B, Hk, L, Dk), where H is a multiple of Hk; v, out (B, H, L, Dv); rates (B, H, L); removal and decays per
-// key (B, H, L, Dk); states (B, H, Dk, Dv).
+// Shapes: q, k (B, Hk, L, Dk), where H is a multiple of Hk. v, out (B, H, L, Dv). Rates (B, H, L). States (B, H, Dk, Dv).
 #pragma once
 
 #include <ATen/core/Tensor.h>

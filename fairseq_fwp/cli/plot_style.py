@@ -19,6 +19,7 @@ COLOURS = {
     "kda": "#332288",
     "gla": "#A6761D",
     "delta_product": "#44AA99",
+    "gdn2": "#6699CC",
     "rwkv7": "#B2182B",
     "xl": "#000000",
 }

@@ -22,6 +22,7 @@ FORMS = {
     "gated_delta, decay per head": ("gated_delta", "q k v decay beta"),
     "gated_delta, decay per key dimension": ("gated_delta", "q k v key_decay beta"),
     "delta_product, 2 steps": ("delta_product", "q two_k two_v two_beta"),
+    "gdn2": ("gdn2", "q k v key_decay erase write"),
     "rwkv7": ("rwkv7", "q k v key_decay removal_key removal_rate"),
     "fwm": ("fwm", "q k v beta"),
 }
@@ -49,6 +50,8 @@ TENSORS = {
     "decay": ("", near_one),
     "key_decay": ("Dk", near_one),
     "value_decay": ("Dv", near_one),
+    "erase": ("Dk", torch.sigmoid),
+    "write": ("Dv", torch.sigmoid),
     "two_k": ("N Dk", softmax),
     "two_v": ("N Dv", torch.Tensor.clone),
     "two_beta": ("N", torch.sigmoid),

@@ -128,7 +128,8 @@ def _fill(structure: type[_Structure], tensors: dict[str, Tensor]) -> _Structure
         if x is None:
             continue
         if kind is _Tokens:
-            assert x.dim() == 3 or x.stride(3) == 1 or x.shape[3] <= 1, "the last dimension must be contiguous"
+            vectors = x.dim() == 3 or x.stride(3) == 1 or x.shape[3] <= 1 or not x.numel()
+            assert vectors, "the last dimension must be contiguous"
             setattr(filled, name, _Tokens(x.data_ptr(), *x.stride()[:3], TYPES[x.dtype]))
             continue
         assert x.is_contiguous()
@@ -244,7 +245,7 @@ class Emulator:
 def prepare(given: Given, erases: bool) -> tuple[str, Given]:
     """Return the rule and the launchers' settings of it, as in the binding, from the operator's arguments."""
     q, decay = given["q"], given.get("decay")
-    parts = {name: x for name, x in given.items() if name in (*PARTS, "state")}
+    parts = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in given.items() if name in (*PARTS, "state")}
     fades = decay is not None or "value_decay" in given or "removal_key" in given or ("rate" in given and not erases)
     parts.setdefault("rate", torch.ones((), dtype=q.dtype).expand(q.shape[:3]))
     if not fades:

@@ -63,6 +63,9 @@ def by_equation(rule, q, k, values, gates, norm):
             elif rule in ("gated_delta", "kda"):
                 w = gate[0].unsqueeze(1) * w
                 w = w + gate[1] * torch.outer(key, value - key @ w)
+            elif rule == "gdn2":
+                w = gate[0].unsqueeze(1) * w
+                w = w + torch.outer(key, gate[2] * value - (gate[1] * key) @ w)
             elif rule == "rwkv7":
                 w, old = gate[0].unsqueeze(1) * w + torch.outer(key, value), gate[1] @ w
                 w = w - torch.outer(gate[2] * gate[1], old)
