@@ -119,7 +119,7 @@ def trained(tmp_path_factory):
 def test_the_python_of_the_library_page(trained):
     """Each block by itself, as it stands there."""
     examples = blocks(DOCS / "library.md", "python")
-    assert len(examples) == 7
+    assert len(examples) == 6
     for number, example in enumerate(examples):
         given = {"__name__": "__main__", "CHECKPOINT": str(trained / "checkpoint_last.pt"), "DATA": str(trained)}
         exec(compile(example, f"library.md, block {number}", "exec"), given)

@@ -308,8 +308,8 @@ def _gdn2(
     dtype, (q, k, v, decay) = v.dtype, map(_wide, (q, k, v, decay))
     key = k if k.shape[1] == v.shape[1] else k.repeat_interleave(v.shape[1] // k.shape[1], 1)
     removal_key = erase * key * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
-    removes = {"removal_key": removal_key, "removal": key}
-    out, memory = fast_weights(q, k, write * v, decay=decay, **removes, state=state, first=first)
+    rest: dict[str, Any] = {"removal_key": removal_key, "removal": key, "state": state, "first": first}
+    out, memory = fast_weights(q, k, write * v, decay=decay, **rest)
     return out.to(dtype), memory
 
 
