@@ -32,8 +32,8 @@ code, by `fwp-info --flags > docs/flags.md`.
 
 - *value*: the choices, or the type; a switch takes no value.
 - *used by*: the attentions, feature maps and other flags that use the flag. A training warns where it has no effect.
-- *same function*: yes where trained weights compute the same with every value. A training that starts from a checkpoint
-  warns of flags without this "yes" that differ from the checkpoint's."""
+- *same function*: trained weights compute the same with every value. A training that starts from a checkpoint warns of
+  other flags that differ from the checkpoint's."""
 
 # The options of each model, in the order of the page. Those of fwp_transformer come besides fairseq's own.
 MODELS: dict[str, type[Any]] = {
@@ -139,10 +139,10 @@ def first_line(documented: Any) -> str:
 
 def _model_sections() -> Iterator[str]:
     for owner, models in owners(MODELS).items():
-        yield from _head(f"Flags of {', '.join(models)}", owner, "used by", "same function")
+        yield from _head(f"Flags of {', '.join(models)}", owner, "used by")
         for field, cells in _described(owner, MODEL_REGISTRY[models[0]]):
-            same = "yes" if field.metadata.get("same_function") else ""
-            yield _row(*cells, ", ".join(dict.fromkeys(users(field.name, models))), same)
+            same = ["*same function*"] if field.metadata.get("same_function") else []
+            yield _row(*cells, ", ".join(dict.fromkeys([*users(field.name, models), *same])))
 
 
 def _other_sections() -> Iterator[str]:
