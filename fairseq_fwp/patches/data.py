@@ -94,7 +94,7 @@ def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int
 
 @patch("fairseq.data.Dictionary.encode_line")
 def refuse_padding_in_text(encode_line: Any, self: Any, line: str, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a literal <pad> in a text: fairseq takes it for padding, which shifts the scores after it."""
+    """Refuse a literal `<pad>` in a text: fairseq takes it for padding, which shifts the scores after it."""
     numbers = encode_line(self, line, *args, **kwargs)
     if numbers.eq(getattr(self, "pad_index", -1)).any():
         raise ValueError(
