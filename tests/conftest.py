@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fwp.patches.messages import (
@@ -21,6 +22,12 @@ pytest.register_assert_rewrite(
     )
 )
 from subjects import SEED  # noqa: E402
+
+# Every run tries a few inputs, always the same ones; `--hypothesis-profile=night` looks for others.
+ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "print_blob": True}
+settings.register_profile("fast", max_examples=8, derandomize=True, **ALWAYS)
+settings.register_profile("night", max_examples=300, **ALWAYS)
+settings.load_profile("fast")
 
 
 @pytest.fixture(autouse=True)

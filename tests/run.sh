@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything CI checks, after setting it up: `bash tests/run.sh [pytest's arguments]`, some minutes on two cores.
-# `bash tests/run.sh nightly` runs the rest: set-up, whole recipes, faults, long laws, mistakes in the CUDA kernels.
+# `bash tests/run.sh nightly [--minutes 60]` runs the rest, oldest first: set-up, whole recipes, faults, long laws, mutants.
 # `bash tests/run.sh lint` checks only the form; that is also the pre-commit hook.
 set -euo pipefail
 # shellcheck source=recipes/env.sh
@@ -31,9 +31,5 @@ export OMP_NUM_THREADS=1
 pytest=(python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal)
 case $kind in
   fast) run "${pytest[@]}" --ignore tests/nightly "$@" ;;
-  nightly)
-    failed=0
-    run "${pytest[@]}" -m slow --ignore tests/nightly "$@" || failed=1
-    run "${pytest[@]}" -m "slow or not slow" tests/nightly "$@" || failed=1
-    exit $failed ;;
+  nightly) run python tests/nightly/run.py "$@" ;;
 esac

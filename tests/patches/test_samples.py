@@ -6,7 +6,8 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from fairseq.data import MonolingualDataset, TokenBlockDataset, data_utils
+from fairseq.data import FairseqDataset, MonolingualDataset, TokenBlockDataset, data_utils
+from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from models.conftest import (
     build_model,  # noqa: F401  (a fixture)
@@ -102,3 +103,43 @@ def test_a_model_prepared_for_inference_is_evaluated(model):
     assert model.eval() is model and copied.eval() is copied is not model
     with pytest.raises(RuntimeError, match="cannot be trained"):
         model.train()
+
+
+class Shuffled(FairseqDataset):
+    """Numbers in random order, as samples of the stock tasks."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return index
+
+    def num_tokens(self, index):
+        return 1
+
+    def ordered_indices(self):
+        return np.random.permutation(len(self))
+
+    def collater(self, samples):
+        return samples
+
+
+@looped("epoch", [1, 2, 3])
+@looped("iterations", [0, 3, 7])
+def test_the_rest_of_an_epoch_and_the_next(epoch, iterations):
+    """A run that begins in a later epoch reads the same batches as an uninterrupted run."""
+
+    def iterator(epoch, iterations=0):
+        """Return the iterator as fairseq's trainer gets it, at the start or from a checkpoint."""
+        found = FairseqTask(None).get_batch_iterator(Shuffled(), max_sentences=3, seed=5, epoch=epoch)
+        if epoch > 1 or iterations:
+            found.load_state_dict({"version": 2, "epoch": epoch, "iterations_in_epoch": iterations, "shuffle": True})
+        return found
+
+    whole = iterator(1)
+    epochs = [list(whole.next_epoch_itr()) for _ in range(4)]
+    assert all(sorted(i for batch in batches for i in batch) == list(range(23)) for batches in epochs)
+    assert epochs[0] != epochs[1]
+    resumed = iterator(epoch, iterations)
+    assert list(resumed.next_epoch_itr()) == epochs[epoch - 1][iterations:]
+    assert list(resumed.next_epoch_itr()) == epochs[epoch]

@@ -27,8 +27,8 @@ TESTS = {
         "separate_prompts": "test_a_prompt_does_not_depend_on_its_batch",
         "forbid_in_each_sentence": "test_a_prompt_does_not_depend_on_its_batch",
         "return_the_model": "test_a_model_prepared_for_inference_is_evaluated",
+        "keep_batches_of_first_epoch": "test_the_rest_of_an_epoch_and_the_next",
     },
-    "test_checkpoints.py": {"explain_other_files": "test_a_damaged_checkpoint_is_named_with_its_size"},
     "test_training.py": {
         "average_each_tensor_once": "test_averages_of_a_training",
         "average_from_loaded_weights": "test_an_average_starts_from_the_weights_of_a_checkpoint",
@@ -41,6 +41,26 @@ TESTS = {
     "test_messages.py": {
         "silence_known_warnings": "test_only_known_warnings_are_silenced",
         "hide_debugging": "test_debugging_messages_of_libraries_are_hidden",
+    },
+    "test_launchers.py": {"join_launched_processes": "test_processes_of_torchrun_find_each_other"},
+    "test_damaged_files.py": {
+        "explain_other_files": "test_a_checkpoint_cut_anywhere",
+        "save_whole": "test_a_disk_that_is_full",
+        "copy_whole": "test_a_copy_on_a_full_disk_leaves_the_old_file",
+        "refuse_damaged_data": "test_texts",
+        "close_what_is_open": "test_texts",
+    },
+    "test_security.py": {
+        "load_weights_only": "test_they_are_refused_where_torch_would_run_them",
+        "evaluate_data_alone": "test_a_configuration_is_no_code",
+        "quote_path": "test_the_name_of_a_text_is_no_command",
+        "ask_before_code_of_hub": "test_a_data_folder_gets_no_code_of_a_repository",
+        "unpack_inside": "test_a_model_is_unpacked_inside_its_folder",
+    },
+    "test_dictionaries.py": {
+        "save_fingerprints": "test_what_a_fingerprint_tells_apart",
+        "refuse_in_evaluation": "test_nothing_is_evaluated_with_other_words",
+        "refuse_at_resume": "test_a_training_does_not_go_on_with_other_words",
     },
     "../models/test_language_model.py": {"name_the_linear_activation": "test_a_pickled_model_is_the_same"},
     "../models/test_fwp_transformer.py": {"add_no_projection": "test_tied_embeddings_with_an_adaptive_softmax"},
@@ -62,36 +82,12 @@ TESTS = {
         "keep_saved_options": "test_weights_that_compute_something_else_are_told_of",
         "show_what_a_model_refuses": "test_flags_that_a_checkpoint_does_not_fit_are_named",
     },
-    "../nightly/faults/test_resumed_batches.py": {
-        "keep_batches_of_first_epoch": "test_the_rest_of_an_epoch_and_the_next",
-    },
-    "../nightly/faults/test_launchers.py": {
-        "join_launched_processes": "test_processes_of_torchrun_find_each_other",
-    },
-    "../nightly/faults/test_many_processes.py": {
+    "../nightly/test_many_processes.py": {
         "save_for_every_process": "test_states_in_mid_epoch_are_of_their_number_of_processes",
     },
-    "../nightly/faults/test_kill_and_resume.py": {
+    "../nightly/test_kill_and_resume.py": {
         "step_after_validation": "test_a_finished_training_changes_nothing",
         "end_what_is_finished": "test_a_finished_training_changes_nothing",
-    },
-    "../nightly/faults/test_damaged_files.py": {
-        "save_whole": "test_a_disk_that_is_full",
-        "copy_whole": "test_a_copy_on_a_full_disk_leaves_the_old_file",
-        "refuse_damaged_data": "test_texts",
-        "close_what_is_open": "test_texts",
-    },
-    "../nightly/faults/test_security.py": {
-        "load_weights_only": "test_they_are_refused_where_torch_would_run_them",
-        "evaluate_data_alone": "test_a_configuration_is_no_code",
-        "quote_path": "test_the_name_of_a_text_is_no_command",
-        "ask_before_code_of_hub": "test_a_data_folder_gets_no_code_of_a_repository",
-        "unpack_inside": "test_a_model_is_unpacked_inside_its_folder",
-    },
-    "../nightly/faults/test_dictionaries.py": {
-        "save_fingerprints": "test_what_a_fingerprint_tells_apart",
-        "refuse_in_evaluation": "test_nothing_is_evaluated_with_other_words",
-        "refuse_at_resume": "test_a_training_does_not_go_on_with_other_words",
     },
 }
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_server import PLUGIN, shared
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, data_utils, indexed_dataset
 from fairseq.file_io import PathManager
 from hypothesis import given
 from hypothesis import strategies as st
-from small_text import write_text
+from small_text import training, write_text
 
-import fairseq_fwp
 from fairseq_fwp.cli import eval_lm
 
 NO_INDEX, FALSE = "must be a complete index", "must have the true length and place of each sentence, got "
@@ -61,8 +61,23 @@ PARTS = {
     "cached": {"head": ("u1", 32, 0), "count": ("u8", 2, 32), "dims": ("i8", 101, 48)}
     | {"places": ("i8", 101, 856), "sizes": ("i8", 100, 1664)},
 }
-DAMAGES = ["cut short", "longer", "empty", "index cut short", "index of zeros", "another dictionary"]
-DAMAGES += [f"mmap: {lie}" for lie in LIES["mmap"]]
+COUNTED = r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: .*"
+WORDS = r"words in \S+train.bin must have numbers from 0 below \d+, the size of the dictionary next to it, got \d+"
+
+
+def half(lines):
+    return "".join(lines.splitlines(keepends=True)[: lines.count("\n") // 2])
+
+
+# Changes of the text `train`, and words of the error.
+DAMAGES = {
+    "cut short": (lambda text, index, words: os.truncate(text, text.stat().st_size - 2), COUNTED + "is truncated"),
+    "longer": (lambda text, index, words: text.write_bytes(text.read_bytes() + b"\0\0"), COUNTED + "another index"),
+    "empty": (lambda text, index, words: text.write_bytes(b""), r"train.bin\)? must have at least one token"),
+    "half an index": (lambda text, index, words: os.truncate(index, 99), "train.idx " + NO_INDEX),
+    "index of zeros": (lambda text, index, words: index.write_bytes(bytes(999)), "train.idx " + NO_INDEX),
+    "another dictionary": (lambda text, index, words: words.write_text(half(words.read_text())), WORDS),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -74,34 +89,38 @@ def checkpoint(tmp_path_factory):
     iterator = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 2}}
     state |= {"optimizer_history": [history], "extra_state": iterator, "last_optimizer_state": None, "task_state": {}}
     torch.save(state, path)
-    assert checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]["weight"].shape == (50, 20)
     return path.read_bytes()
 
 
-def refused(path):
-    """Return the error of loading a file, "" if it is loaded."""
+def load(path, content):
+    """Return the weights of a file with that content, or the error with which it is refused."""
+    path.write_bytes(content)
     try:
-        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+        return checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]["weight"]
     except RuntimeError as error:
         assert str(path) in str(error) and "\n" not in str(error) and ": " in str(error)
         return str(error)
-    return ""
 
 
 @given(length=st.floats(0, 1, exclude_max=True))
 def test_a_checkpoint_cut_anywhere(checkpoint, tmp_path_factory, length):
     path = tmp_path_factory.getbasetemp() / "cut.pt"
-    path.write_bytes(checkpoint[: int(length * len(checkpoint))])
-    assert "must be a complete checkpoint" in refused(path)
+    said = load(path, checkpoint[: int(length * len(checkpoint))])
+    assert re.search(rf"cut.pt must be a complete checkpoint, got .* of {path.stat().st_size:,} bytes", said)
 
 
 @given(damage=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_checkpoint_changed_anywhere_is_loaded_or_refused(checkpoint, tmp_path_factory, damage):
+    """It is loaded if only numbers of the weights are changed, and all others are right then."""
     path, content = tmp_path_factory.getbasetemp() / "changed.pt", bytearray(checkpoint)
-    for place, value in damage:
-        content[int(place * len(content))] = value
-    path.write_bytes(content)
-    refused(path)
+    whole = load(path, checkpoint)
+    begin = checkpoint.find(whole.numpy().tobytes())
+    places = [int(place * len(content)) for place, _ in damage]
+    for place, (_, value) in zip(places, damage, strict=True):
+        content[place] = value
+    found = load(path, content)
+    if all(begin <= place < begin + whole.nbytes for place in places):
+        assert (found != whole).sum() <= len(damage)
 
 
 FOREIGN = {
@@ -121,7 +140,8 @@ FOREIGN = {
 def test_other_kinds_of_files(tmp_path, kind):
     path = tmp_path / "checkpoint.pt"
     FOREIGN[kind](path)
-    assert refused(path)
+    with pytest.raises(RuntimeError, match=rf"^{path} [^\n]*: [^\n]*$"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
 
 
 def change_index(folder, impl, statement):
@@ -140,35 +160,18 @@ def change_index(folder, impl, statement):
 
 def damage_text(folder, damage):
     """Damage the text `train`; return words of the expected error."""
-    text, index = folder / "train.bin", folder / "train.idx"
-    if damage == "cut short":
-        os.truncate(text, text.stat().st_size - 2)
-        return r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: it is truncated"
-    if damage == "longer":
-        text.write_bytes(text.read_bytes() + b"\0\0")
-        return r"train.bin must have the [\d,]+ bytes that its index counts, got [\d,]+: .* belongs to another index"
-    if damage == "empty":
-        text.write_bytes(b"")
-        return r"train.bin\)? must have at least one token"
-    if damage == "index cut short":
-        os.truncate(index, index.stat().st_size // 2)
-        return r"train.idx must be a complete index"
-    if damage == "index of zeros":
-        index.write_bytes(bytes(index.stat().st_size))
-        return r"train.idx must be a complete index"
-    if ": " in damage:
-        impl, lie = damage.split(": ")
-        change_index(folder, impl, lie)
-        return f"train.idx {LIES[impl][lie]}"
-    lines = (folder / "dict.txt").read_text().splitlines(keepends=True)
-    (folder / "dict.txt").write_text("".join(lines[: len(lines) // 2]))
-    return r"words in \S+train.bin must have numbers from 0 below \d+, the size of the dictionary next to it, got \d+"
+    if damage in DAMAGES:
+        change, sentence = DAMAGES[damage]
+        change(folder / "train.bin", folder / "train.idx", folder / "dict.txt")
+        return sentence
+    impl, lie = damage.split(": ")
+    change_index(folder, impl, lie)
+    return f"train.idx {LIES[impl][lie]}"
 
 
-@pytest.mark.parametrize("damage", DAMAGES + [f"cached: {lie}" for lie in LIES["cached"]])
+@pytest.mark.parametrize("damage", [*DAMAGES, *(f"{impl}: {lie}" for impl in LIES for lie in LIES[impl])])
 def test_texts(tmp_path, damage):
-    write_text(tmp_path)
-    sentence = damage_text(tmp_path, damage)
+    sentence = damage_text(write_text(tmp_path), damage)
     dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
     with pytest.raises(ValueError, match=sentence) as error:
         data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
@@ -179,44 +182,35 @@ def test_an_index_of_nothing_and_the_widest_dictionary(tmp_path):
     """A text is accepted if it has the last word of a dictionary, or empty lines."""
     write_text(tmp_path, words=6)
     dictionary = Dictionary.load(str(tmp_path / "dict.txt"))
-    dataset = data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
-    assert max(int(line.max()) for line in dataset) == len(dictionary) - 1
-    expected = [line.tolist() for line in dataset]
+
+    def lines():
+        return [line.tolist() for line in data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)]
+
+    expected = lines()
+    assert max(map(max, expected)) == len(dictionary) - 1
     change_index(tmp_path, "cached", "")
-    old = data_utils.load_indexed_dataset(str(tmp_path / "train"), dictionary)
-    assert [line.tolist() for line in old] == expected
+    assert lines() == expected
 
 
-TASKS = {
-    "samples": ["--task", "language_modeling", "--batch-size", 4],
-    "streams": ["--task", "fwp_language_modeling", "--carry-state", "--batch-size", 4],
-}
-
-
-def training(data, save_dir, task, *flags):
-    size = ["--decoder-layers", 1, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--tokens-per-sample", 16]
-    criterion = ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--optimizer", "adam", "--lr", 1e-3]
-    return [data, "--arch", "delta_lm_wt103", *TASKS[task], *size, *criterion, "--cpu", "--save-dir", save_dir, *flags]
-
-
-def last_line(log):
-    return log.read_text().strip().splitlines()[-1]
-
-
-@pytest.fixture(scope="module", params=TASKS)
-def trained(request, commands, tmp_path_factory):
+@pytest.fixture(scope="module", params=["samples", "streams"])
+def trained(request, tmp_path_factory):
     """The task, and a folder with data and save, the checkpoints of two updates."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "data").mkdir()
-    write_text(folder / "data")
-    flags = training(folder / "data", folder / "save", request.param, "--max-update", 2)
-    assert commands.run("fairseq-train", *flags, log=folder / "log") == 0
+    data = write_text(folder / "data")
+    flags = training(data, folder / "save", request.param, "--max-update", 2)
+    assert shared().run("fairseq-train", *flags, log=folder / "log") == 0
     return request.param, folder
 
 
+def refuse_to_train(log, *arguments, **how):
+    """Return the last line of a training that ends with an error."""
+    assert shared().run("fairseq-train", *arguments, log=log, **how) == 1
+    return log.read_text().strip().splitlines()[-1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_text_is_neither_trained_on_nor_scored(commands, trained, tmp_path, damage):
+@pytest.mark.parametrize("damage", [*DAMAGES, *(f"mmap: {lie}" for lie in LIES["mmap"])])
+def test_a_damaged_text_is_neither_trained_on_nor_scored(trained, tmp_path, damage):
     """Both commands end at once, in one sentence, and leave what was saved."""
     task, folder = trained
     data, save_dir = (Path(shutil.copytree(folder / name, tmp_path / name)) for name in ("data", "save"))
@@ -225,35 +219,33 @@ def test_a_damaged_text_is_neither_trained_on_nor_scored(commands, trained, tmp_
     scored = [str(data), "--path", str(save_dir / "checkpoint_last.pt"), "--gen-subset", "train", "--cpu"]
     with pytest.raises(SystemExit, match=rf"fwp-eval-lm: .*({sentence}|must have the target dictionary)"):
         eval_lm.main(scored)
-    status = commands.run("fairseq-train", *training(data, save_dir, task, "--max-update", 4), log=tmp_path / "log")
-    assert status == 1
-    if damage == "another dictionary":  # "valid" is read first
-        sentence = sentence.replace("train.bin", "valid.bin")
-    assert re.search(sentence, last_line(tmp_path / "log")), last_line(tmp_path / "log")
+    said = refuse_to_train(tmp_path / "log", *training(data, save_dir, task, "--max-update", 4))
+    assert re.search(sentence.replace("train.bin must have numbers", "valid.bin must have numbers"), said), said
     assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_a_disk_that_is_full(commands, tmp_path, task):
+@pytest.mark.parametrize("task", ["samples", "streams"])
+def test_a_disk_that_is_full(tmp_path, task):
     """A limit on file sizes simulates a full disk: the system refuses a write in the middle of a checkpoint."""
-    save_dir, data = tmp_path / "save", tmp_path / "data"
-    data.mkdir()
-    write_text(data)
-    flags = ["--save-interval-updates", 2, "--log-format", "simple"]
-    begin = ["fairseq-train", *training(data, save_dir, task, *flags, "--max-update", 2)]
-    assert commands.run(*begin, log=tmp_path / "1") == 0
-    saved = {path: path.read_bytes() for path in save_dir.iterdir()}
-    size = (save_dir / "checkpoint_last.pt").stat().st_size
-    go_on = ["fairseq-train", *training(data, save_dir, task, *flags, "--max-update", 6)]
+    data = write_text(tmp_path / "data")
+
+    def go_on(folder, updates):
+        flags = ["--save-interval-updates", 2, "--log-format", "simple", "--max-update", updates]
+        return training(data, tmp_path / folder, task, *flags)
+
+    def train(folder, updates):
+        assert shared().run("fairseq-train", *go_on(folder, updates), log=tmp_path / "log") == 0
+        return torch.load(tmp_path / folder / "checkpoint_last.pt")["model"]
+
+    train("save", 2)
+    saved = {path: path.read_bytes() for path in (tmp_path / "save").iterdir()}
+    size = (tmp_path / "save" / "checkpoint_last.pt").stat().st_size
     for limit in (size // 2, size - 1):
-        assert commands.run(*go_on, log=tmp_path / "2", file_size=limit) == 1
-        assert "could not be saved (File too large); earlier checkpoints are complete" in last_line(tmp_path / "2")
-        assert {path: path.read_bytes() for path in save_dir.iterdir()} == saved
-    assert commands.run(*go_on, log=tmp_path / "3") == 0
-    whole = [tmp_path / "whole", task, *flags, "--max-update", 6]
-    assert commands.run("fairseq-train", *training(data, *whole), log=tmp_path / "4") == 0
-    one, other = (torch.load(folder / "checkpoint_last.pt")["model"] for folder in (save_dir, tmp_path / "whole"))
+        said = refuse_to_train(tmp_path / "log", *go_on("save", 6), file_size=limit)
+        assert "could not be saved (File too large); earlier checkpoints are complete" in said
+        assert {path: path.read_bytes() for path in (tmp_path / "save").iterdir()} == saved
+    one, other = train("save", 6), train("whole", 6)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -262,14 +254,13 @@ def test_a_copy_on_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     (tmp_path / "last").write_bytes(b"old")
 
     def no_room(source, target):
-        shutil.os.truncate(os.open(target, os.O_CREAT | os.O_WRONLY), 1)
+        Path(target).write_bytes(b"n")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", no_room)
     with pytest.raises(OSError, match=r"last could not be saved \(No space left on device\)"):
         PathManager.copy(str(tmp_path / "new"), str(tmp_path / "last"), overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "new"]
-    assert (tmp_path / "last").read_bytes() == b"old"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"last": b"old", "new": b"new"}
 
 
 def test_a_save_is_tried_again_from_its_beginning(tmp_path, monkeypatch):
@@ -295,18 +286,13 @@ def test_a_save_is_tried_again_from_its_beginning(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="root writes into read-only folders")
 def test_a_folder_that_cannot_be_written(tmp_path):
     """It is refused before the first update; a read-only text can be trained on."""
-    data, save_dir = tmp_path / "data", tmp_path / "save"
-    data.mkdir()
-    write_text(data)
+    data, save_dir = write_text(tmp_path / "data"), tmp_path / "save"
     save_dir.mkdir()
     for folder in (data, save_dir):
         folder.chmod(0o500)
     drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
-    program = Path(sys.executable).with_name("fairseq-train")
-    user_dir = ["--user-dir", Path(fairseq_fwp.__file__).parent]
+    program = [*drop, Path(sys.executable).with_name("fairseq-train"), "--user-dir", PLUGIN]
     for folder, status in ((save_dir, 1), (tmp_path / "other", 0)):
-        command = [*drop, program, *training(data, folder, "samples", "--max-update", 1), *user_dir]
-        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-        assert result.returncode == status, result.stderr
-        if status:
-            assert f"Permission denied: '{save_dir}/" in result.stderr.strip().splitlines()[-1]
+        command = [*program, *training(data, folder, "samples", "--max-update", 1)]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == status and (f"Permission denied: '{save_dir}/" in done.stderr) == bool(status)

@@ -9,33 +9,22 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from isolated import PACKAGE, PREAMBLE
+from isolated import PREAMBLE
+from nightly.run import ROOT, insert, mutants
 
-TESTS = Path(__file__).parents[2]
-LAWS = ["laws/test_operators.py", "ops/test_autograd.py", "nightly/faults/test_fuzz_operators.py"]
+LAWS = ["laws/test_operators.py", "ops/test_operator.py", "test_unusual_inputs.py"]
 # These do not test kernels, and are slow under a sanitizer.
 OTHERS = (
     "not compiles and not opcheck and not second and not slow and not fwm and not huge and not beyond and not drift "
-    "and not gradcheck and not error_is"
+    "and not gradcheck and not error_is and not map and not layer and not flags"
 )
 FLAGS = {
     "address": "-fsanitize=address -fno-omit-frame-pointer -g1",
     "undefined": "-fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr -g1",
 }
-SCRIPT = """
-import torch
-from fairseq_fwp import ops
-x = torch.rand(1, 1, 3, 5)
-print(ops.sum_rule(x, x, x, backend="kernel")[0].shape)
-"""
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizers' libraries are asked of g++"),
-]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the sanitizers' libraries are asked of g++")
 
 
 def library_path(name):
@@ -43,53 +32,43 @@ def library_path(name):
     return asked.stdout.strip()
 
 
-def environment(kind, **more):
+def run(kind, *arguments, **more):
     watched = {**os.environ, "CXX": f"env -u LD_PRELOAD g++ {FLAGS[kind]}", "OMP_NUM_THREADS": "1", **more}
     if kind == "address":
         # The second one too: at the start the sanitizer needs the library that throws exceptions.
         watched["LD_PRELOAD"] = f"{library_path('libasan.so')} {library_path('libstdc++.so')}"
         watched["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0"
     watched["UBSAN_OPTIONS"] = "print_stacktrace=1"
-    return watched
-
-
-def run(kind, *arguments, **more):
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment(kind, **more), cwd=TESTS.parent, capture_output=True, text=True)
+    return subprocess.run(command, env=watched, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("laws", LAWS)
 @pytest.mark.parametrize("kind", FLAGS)
 def test_nothing_is_found(kind, laws):
     # -s: a sanitizer ends the process, and captured output would be lost.
-    found = run(kind, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", OTHERS, TESTS / laws)
+    found = run(kind, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", OTHERS, f"tests/{laws}")
     assert found.returncode == 0, found.stderr[:4000] + found.stdout[-4000:]
     assert "passed" in found.stdout and "runtime error" not in found.stderr
 
 
-# In simd.h: a write of one number too many, or a shift wider than its number.
-MISTAKES = {
-    "address": ("i < n; ++i) p[i] = part[i];", "i <= n; ++i) p[i] = part[i];", "heap-buffer-overflow"),
-    "undefined": (
-        "n >= kLanes<A> ? load(p)",
-        "n >= (kLanes<A> << (n + 64)) ? load(p)",
-        "runtime error: shift exponent",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", MISTAKES)
-def test_a_mistake_is_found(tmp_path, kind):
-    sources = tmp_path / "cuda_ext"
-    shutil.copytree(PACKAGE.parent / "cuda_ext", sources)
-    right, wrong, sentence = MISTAKES[kind]
-    text = (sources / "cpu" / "simd.h").read_text()
-    assert text.count(right) == 1
-    (sources / "cpu" / "simd.h").write_text(text.replace(right, wrong))
-    elsewhere = f"""
+SCRIPT = """
 from pathlib import Path
+import torch
+from fairseq_fwp import ops
 from fairseq_fwp.kernels import build
-build._source_folder = lambda: Path({str(sources)!r})
+build._source_folder = lambda: Path("cuda_ext").resolve()
+x = torch.rand(1, 1, 3, 5)
+print(ops.sum_rule(x, x, x, backend="kernel")[0].shape)
 """
-    found = run(kind, "-c", PREAMBLE + elsewhere + SCRIPT, FWP_CACHE_DIR=str(tmp_path / "cache"))
-    assert found.returncode != 0 and sentence in found.stderr, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_a_mistake_is_found(tmp_path, kind):
+    """A write of one number too many, or a shift wider than its number."""
+    shutil.copytree(ROOT / "cuda_ext", tmp_path / "cuda_ext")
+    (mutant,) = (mutant for mutant in mutants() if mutant.how.startswith(kind))
+    insert(mutant, tmp_path)
+    script = SCRIPT.replace('"cuda_ext"', repr(str(tmp_path / "cuda_ext")))
+    found = run(kind, "-c", PREAMBLE + script, FWP_CACHE_DIR=str(tmp_path / "cache"))
+    assert found.returncode != 0 and mutant.how.partition(": ")[2] in found.stderr, found.stdout + found.stderr

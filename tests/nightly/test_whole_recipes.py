@@ -100,36 +100,21 @@ CASES = {
 }
 
 
+def drive(kind, recipe, settings, folder, *arguments):
+    """Start the driver of a recipe in a folder, in a separate process group."""
+    command = [sys.executable, RECIPES / "driver", kind, "--recipe", recipe, *settings, "--", *arguments]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen([*map(str, command)], cwd=folder, env=environment, **said)
+
+
 def start(case, data, out):
     settings, given = CASES[case]
     kind, *settings = shlex.split(settings)
     recipe = RECIPES / case.split()[0]
     folder = data / "rich" if kind == "conversion" else data
-    given = [] if kind in ("retrieval", "problems") else ["--data", folder], given
-    words = [word for part in given for word in part]
-    command = [
-        sys.executable,
-        RECIPES / "driver",
-        kind,
-        "--recipe",
-        recipe,
-        *settings,
-        "--",
-        "all",
-        *words,
-        "--out",
-        out,
-    ]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.Popen(
-        list(map(str, command)),
-        cwd=data,
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    words = given if kind in ("retrieval", "problems") else ["--data", folder, *given]
+    return drive(kind, recipe, settings, data, "all", *words, "--out", out)
 
 
 def figures(out):
@@ -152,11 +137,8 @@ def test_killed_and_resumed(case, data, tmp_path):
     said = process.communicate()[0]
     assert process.returncode == 0, said
     seconds = time.monotonic() - begun
-    expected = figures(tmp_path / "whole")
     # Layers are put on a base at random.
-    expected = (
-        {name: value for name, value in expected.items() if "fwl/" not in f"{name}"} if case == "fwl" else expected
-    )
+    expected = {name: x for name, x in figures(tmp_path / "whole").items() if case != "fwl" or "fwl/" not in f"{name}"}
     assert expected
     process = start(case, data, tmp_path / "killed")
     time.sleep(random.Random(case).uniform(0.3, 0.8) * seconds)
@@ -167,3 +149,25 @@ def test_killed_and_resumed(case, data, tmp_path):
     assert process.returncode == 0, said
     found = figures(tmp_path / "killed")
     assert {name: found[name] for name in expected} == expected
+
+
+# Spaces, quotes, code, a newline, a pattern, and a dash at the beginning.
+AWKWARD = "-a b'c\"d$(touch pwned)`touch pwned`;touch pwned\n* \\é"
+
+
+@pytest.mark.parametrize("case, more", [("peps", []), ("wikitext103", ["--any-text"]), ("multi30k", [])])
+def test_any_path_is_taken(tmp_path, case, more):
+    """Relative paths that begin with a dash; no part of them is run."""
+    data, (kind, *settings) = tmp_path / AWKWARD, shlex.split(CASES[case][0])
+    data.mkdir()
+    line = "the memory is a matrix that every token reads and writes $(touch pwned) `touch pwned`\n"
+    names = [f"{split}.{side}" for split in ("train", "val", "test_2016_flickr") for side in ("en", "de")]
+    for name in ("train.txt", "valid.txt", "test.txt", *names):
+        (data / name).write_text(line * 80)
+    for _ in range(2):  # prepared, and found prepared
+        arguments = ["prepare", f"--data={AWKWARD}", f"--out={AWKWARD} out", *more]
+        process = drive(kind, RECIPES / case, settings, tmp_path, *arguments)
+        said = process.communicate()[0]
+        assert process.returncode == 0, said
+    assert {path.name for path in tmp_path.iterdir()} == {AWKWARD, AWKWARD + " out"}
+    assert not list(tmp_path.rglob("pwned*")) and list((tmp_path / (AWKWARD + " out")).rglob("dict*.txt"))

@@ -9,14 +9,10 @@ import time
 
 import pytest
 import torch
-from small_text import write_text
-from test_commands import ADAPTIVE, BATCH, OPTIMIZATION, SIZE
+from command_server import shared
+from small_text import TASKS, training, write_text
 
 KILLS = 20
-TASKS = {
-    "samples": ["--task", "language_modeling", *BATCH],
-    "streams": ["--task", "fwp_language_modeling", "--carry-state", "--tokens-per-sample", 8, "--batch-size", 6],
-}
 # Three epochs, with checkpoints in the middle and at the end of each.
 SAVING = ["--save-interval-updates", 2, "--keep-interval-updates", 1, "--keep-last-epochs", 1]
 
@@ -26,18 +22,20 @@ def data(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text"))
 
 
-def arguments(data, save_dir, task, *flags):
-    return [
-        data, "--arch", "delta_favor_lm_wt103", *SIZE, *TASKS[task], *OPTIMIZATION, *ADAPTIVE, *SAVING, "--cpu",
-        "--save-dir", save_dir, "--max-epoch", 3, *flags,
-    ]  # fmt: skip
+def train(data, save_dir, task, *limit, log="log", start=False, **how):
+    """Run a training of three epochs, or with another limit, and return its exit status; or start it only."""
+    flags = ["--arch", "delta_favor_lm_wt103", *SAVING, "--log-format", "simple", "--log-interval", 1]
+    flags += limit or ["--max-epoch", 3]
+    save_dir.mkdir(exist_ok=True)
+    run = shared().start if start else shared().run
+    return run("fairseq-train", *training(data, save_dir, task, *flags), log=save_dir / log, **how)
 
 
 @pytest.fixture(scope="module", params=TASKS)
-def whole(request, data, commands, tmp_path_factory):
+def whole(request, data, tmp_path_factory):
     """Return the task, the folder of an uninterrupted run, and its seconds."""
     folder, start = tmp_path_factory.mktemp("whole"), time.monotonic()
-    assert commands.run("fairseq-train", *arguments(data, folder, request.param), log=folder / "log") == 0
+    assert train(data, folder, request.param) == 0
     return request.param, folder, time.monotonic() - start
 
 
@@ -67,44 +65,38 @@ def assert_same_run(folder, expected):
         assert found["extra_state"]["best"] == saved["extra_state"]["best"]
 
 
-@pytest.mark.slow
-def test_killed_at_twenty_random_moments(whole, data, commands, tmp_path):
+def test_killed_at_twenty_random_moments(whole, data, tmp_path):
     """Most kills happen at the start, in an update, a save or a validation; a finished run starts again."""
     task, expected, seconds = whole
     chooser = random.Random(int(os.environ.get("FWP_TEST_SEED", "0")))
     folders = (tmp_path / f"run{number}" for number in range(KILLS + 1))
     killed, folder = 0, next(folders)
     while killed < KILLS:
-        folder.mkdir(exist_ok=True)
-        process = commands.start("fairseq-train", *arguments(data, folder, task), log=folder / "log")
+        process = train(data, folder, task, start=True)
         time.sleep(chooser.uniform(0, seconds))
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-        status = commands.wait()
+        status = shared().wait()
         assert status in (0, -signal.SIGKILL)
         assert_every_checkpoint_is_whole(folder)
         killed += status != 0
         if status == 0:
             assert_same_run(folder, expected)
             folder = next(folders)
-    folder.mkdir(exist_ok=True)
-    assert commands.run("fairseq-train", *arguments(data, folder, task), log=folder / "log") == 0
+    assert train(data, folder, task) == 0
     assert_same_run(folder, expected)
 
 
 PLACES = [*(f"event {number}" for number in range(1, 12)), "save 1", "save 3", "copy 1", "copy 2", "copy 4"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_killed_in_the_midst_of_saving(whole, data, commands, tmp_path, place):
+def test_killed_in_the_midst_of_saving(whole, data, tmp_path, place):
     task, expected, _ = whole
     folder = tmp_path / "save"
-    folder.mkdir()
-    command = ["fairseq-train", *arguments(data, folder, task)]
-    assert commands.run(*command, log=folder / "log", die_at=place) == -signal.SIGKILL
+    assert train(data, folder, task, die_at=place) == -signal.SIGKILL
     assert_every_checkpoint_is_whole(folder)
-    assert commands.run(*command, log=folder / "log") == 0
+    assert train(data, folder, task) == 0
     assert_same_run(folder, expected)
 
 
@@ -119,29 +111,26 @@ LONGER = {"updates": ["--max-update", 7], "epochs": ["--max-epoch", 3], "learnin
 FALLING = ["--lr-scheduler", "reduce_lr_on_plateau", "--lr-shrink", 0.1, "--lr-threshold", 10]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("task", TASKS)
-def test_a_finished_training_changes_nothing(data, commands, tmp_path, task, end):
+def test_a_finished_training_changes_nothing(data, tmp_path, task, end):
     """It says so in one line; with a higher limit it goes on as if it had never ended."""
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    for made in (folder, whole):
-        made.mkdir()
 
-    def train(folder, limit, name):
-        flags = [*arguments(data, folder, task)[:-2], *(FALLING if end == "learning rate" else ()), *limit]
-        assert commands.run("fairseq-train", *flags, log=folder / name) == 0
-        return (folder / name).read_text()
+    def run(folder, limit, log="log"):
+        falling = FALLING if end == "learning rate" else []
+        assert train(data, folder, task, *falling, *limit, log=log) == 0
+        return (folder / log).read_text()
 
-    train(folder, ENDS[end], "log")
+    run(folder, ENDS[end])
     saved = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
-    log = train(folder, ENDS[end], "again")
+    log = run(folder, ENDS[end], "again")
     line = "stopping training because" if end == "learning rate" else f"training is finished with {ENDS[end][0]} "
     assert log.count(line) == 1 and "train_inner" not in log
     (folder / "again").unlink()
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == saved
     if end in LONGER:
-        train(folder, LONGER[end], "log")
-        train(whole, LONGER[end], "log")
+        run(folder, LONGER[end])
+        run(whole, LONGER[end])
         one, other = (load(path / "checkpoint_last.pt")["model"] for path in (folder, whole))
         assert all(torch.equal(one[name], other[name]) for name in one)

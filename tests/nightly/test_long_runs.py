@@ -15,7 +15,6 @@ from subjects import RULES, fastest_backend, relative_error, sample_inputs
 from fairseq_fwp.evaluation.scoring import StreamScorer, WindowScorer
 from fairseq_fwp.evaluation.windows import Text, windows
 
-pytestmark = pytest.mark.slow
 STEPS = 100_000
 SIZE = {"decoder_layers": 1, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 16, "decoder_attention_heads": 2}
 

@@ -1,0 +1,179 @@
+"""Run what takes too long for every commit, and append each result to results.csv.
+
+    bash tests/run.sh nightly [--minutes 60] [--only TEXT]
+
+A part is a file of tests/nightly, the slow tests of a folder, or a mutant: a mistake that the tests must find, in a
+copy of the checkout. Parts that never ran come first, then those whose last result is oldest, until the time is over.
+The exit status is 1 if a part fails, or a mutant survives.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS = HERE / "results.csv"
+FIELDS = ("name", "commit", "date", "seconds", "outcome")
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=night"]
+SPREAD = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
+CHANGE = re.compile("«(.*?)→(.*?)»", re.DOTALL)
+KERNELS = "cuda_ext/cuda/"  # mutants that the emulator runs, in test_kernel_mutants.py
+# The folders of tests for the code below a path, in the order in which they run until one finds the mutant.
+TESTS = {
+    "cuda_ext": "laws ops modules",
+    "fairseq_fwp/cli": "cli evaluation test_commands.py",
+    "fairseq_fwp/convert": "convert",
+    "fairseq_fwp/distillation.py": "test_distillation.py",
+    "fairseq_fwp/evaluation": "evaluation cli",
+    "fairseq_fwp/fast_weight_layer": "fast_weight_layer models cli",
+    "fairseq_fwp/kernels": "kernels ops",
+    "fairseq_fwp/models": "models tasks evaluation convert modules",
+    "fairseq_fwp/modules": "modules models tasks",
+    "fairseq_fwp/ops": "laws ops modules",
+    "fairseq_fwp/patches": "patches cli tasks nightly/test_kill_and_resume.py",
+    "fairseq_fwp/synthetic": "synthetic models",
+    "fairseq_fwp/tasks": "tasks models",
+    "fairseq_fwp/testing.py": "ops",
+    "fairseq_fwp": "test_registration.py models",
+}
+
+
+class Mutant(NamedTuple):
+    """Text that a file must have once, its replacement, and how it is found if not by the tests of the file."""
+
+    path: str
+    text: str
+    mistake: str
+    how: str
+    name: str
+
+
+def mutants() -> Iterator[Mutant]:
+    """Read mutants.txt: a path and how, then lines with «what is there→what replaces it»."""
+    heading = ""
+    for line in (HERE / "mutants.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            text, (path, _, how) = line[4:].replace("\\n", "\n"), heading.partition(" ")
+            yield Mutant(path, CHANGE.sub(r"\1", text), CHANGE.sub(r"\2", text), how, f"{heading}: {line.strip()}")
+        elif line and not line.startswith("#"):
+            heading = line
+
+
+def insert(mutant: Mutant, folder: Path) -> str:
+    """Put a mutant into a copy of the checkout; return the original text. Raises ValueError unless it occurs once."""
+    path = folder / mutant.path
+    whole = path.read_text(encoding="utf-8")
+    if mutant.text == mutant.mistake or whole.count(mutant.text) != 1:
+        raise ValueError(f"{mutant.path} must have {mutant.text!r} once, got {whole.count(mutant.text)} times")
+    path.write_text(whole.replace(mutant.text, mutant.mistake), encoding="utf-8")
+    return whole
+
+
+def folders_of(path: str) -> list[str]:
+    """Return the tests of a file of the package."""
+    return next(tests.split() for folder, tests in TESTS.items() if f"{path}/".startswith(f"{folder}/"))
+
+
+def copy_checkout(folder: Path) -> None:
+    """Copy the files that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+
+
+def run(arguments: list[str], folder: Path = ROOT, limit: float | None = None) -> tuple[bool, str]:
+    """Run pytest; return whether all passed, and its first failure or last line."""
+    own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"} if folder != ROOT else {}
+    own |= {"FWP_CACHE_DIR": str(folder / ".cache")} if folder != ROOT else {}
+    try:
+        done = subprocess.run(
+            [*PYTEST, *arguments], cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return False, "took too long"
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-100:]]
+    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode in (0, 5), (failed or lines)[0 if failed else -1]  # 5: there are no such tests
+
+
+def look_for(mutant: Mutant, folder: Path) -> str:
+    """Return what finds a mutant, or "survives"."""
+    if not (folder / "tests").exists():
+        copy_checkout(folder)
+    before = insert(mutant, folder)
+    try:
+        for tests in folders_of(mutant.path):
+            passed, said = run([f"tests/{tests}", "-x", *SPREAD], folder, limit=900)
+            if not passed:
+                return f"found: {said}"
+        return "survives"
+    finally:
+        (folder / mutant.path).write_text(before, encoding="utf-8")
+
+
+def run_file(path: str, *options: str) -> str:
+    """Return "passed" or the first failure of a file of tests."""
+    passed, said = run([path, *options, *SPREAD])
+    return "passed" if passed else said
+
+
+def parts(folder: Path) -> dict[str, Callable[[], str]]:
+    """Return the parts by name, as functions that return the outcome; mutants are put into the folder."""
+    found: dict[str, Callable[[], str]] = {}
+    for mutant in mutants():
+        if mutant.path.startswith(KERNELS):
+            of_file = partial(run_file, "tests/nightly/test_kernel_mutants.py", "-k", Path(mutant.path).name)
+            found[f"{mutant.path}: its mutants on the emulator"] = of_file
+        elif not mutant.how:  # the others are for the sanitizers, in test_sanitizers.py
+            found[mutant.name] = partial(look_for, mutant, folder)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name, nightly = str(path.relative_to(ROOT)), HERE in path.parents
+        if path.name != "test_kernel_mutants.py" and (nightly or "mark.slow" in path.read_text(encoding="utf-8")):
+            found[name] = partial(run_file, name, "-m", "slow or not slow" if nightly else "slow")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=60, help="after which no other part begins")
+    parser.add_argument("--only", default="", help="text in the names of the parts")
+    args = parser.parse_args()
+    last: dict[str, str] = {}
+    if RESULTS.exists():
+        with RESULTS.open(encoding="utf-8", newline="") as file:
+            last = {row["name"]: row["date"] for row in csv.DictReader(file)}
+    end, failed = time.monotonic() + 60 * args.minutes, 0
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    with tempfile.TemporaryDirectory() as folder, RESULTS.open("a", encoding="utf-8", newline="") as file:
+        found = {name: part for name, part in parts(Path(folder)).items() if args.only in name}
+        writer = csv.writer(file, lineterminator="\n")
+        if not last:
+            writer.writerow(FIELDS)
+        for number, name in enumerate(sorted(found, key=lambda name: last.get(name, "")), 1):
+            if time.monotonic() > end:
+                print(f"{len(found) - number + 1} parts are left for the next night")
+                break
+            start, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M")
+            outcome = found[name]()
+            failed += not outcome.startswith(("passed", "found"))
+            writer.writerow([name, commit, date, round(time.monotonic() - start), outcome])
+            file.flush()
+            print(f"{number} of {len(found)}: {name}: {outcome}", flush=True)
+    sys.exit(f"{failed} parts failed" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
