@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from family import HEAD, KEY
 from inputs import FORWARD, STEP, TRAINING
 from operators import OURS, SHAPES, STEPS
 from record import HERE, Goal, Record, compare, provenance, publish, say
-from timing import KEEP
+from timing import KEEP, Contender
 
 ROUNDS, SECONDS_A_CALL, BOUND = 9, 0.02, 1.03
 TODAY = {"d = 128": (1, 4, 256, 128, 128), "d = 64": (1, 8, 256, 64, 64)}
@@ -61,12 +60,9 @@ def model_calls():
     found = {}
     for name, (flags, sequences, length) in MODELS.items():
         flags = ["--arch", *flags.split(), "--decoder-layers", 4]
-        if "_mt_" in flags[1]:
-            kind = {"task": "translation", "criterion": "cross_entropy"}
-            flags += ["--encoder-layers", 4]
-        else:
-            kind = {}
-            flags += ["--tokens-per-sample", length]
+        translation = "_mt_" in flags[1]
+        flags += ["--encoder-layers", 4] if translation else ["--tokens-per-sample", length]
+        kind = {"task": "translation", "criterion": "cross_entropy"} if translation else {}
         model = models.build(WORDS, *flags, **kind).model
         tokens = torch.randint(4, WORDS, (sequences, length))
         found[f"{name}, {TRAINING}", f"{sequences} x {length} tokens"] = partial(train_step, model, tokens)
@@ -102,19 +98,10 @@ def decode(model, tokens):
 
 def serve(calls):
     """Print the names of the calls, then answer each line "number repetitions" with the seconds of that call."""
-    torch.set_num_threads(1)
-    for call in calls.values():
-        call()
     print(json.dumps(list(calls)), flush=True)
     for line in sys.stdin:
         which, often = map(int, line.split())
-        call = list(calls.values())[which]
-        for _ in range(often // 2):
-            call()
-        start = time.perf_counter()
-        for _ in range(often):
-            call()
-        print((time.perf_counter() - start) / often, flush=True)
+        print(Contender(list(calls.values())[which]).seconds(often), flush=True)
 
 
 class Installation:
@@ -174,7 +161,7 @@ def main():
     measure(record, args.folder, ["--models"] if args.models else [])
     commit = subprocess.run(["git", "-C", args.folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     text = f"Time now / time before, {commit.stdout.strip() or 'a version'}; one thread, float32.\n"
-    publish("before_models" if args.models else "before", record, goals(record), text, script="before.py")
+    publish("before_models" if args.models else "before", record, goals(record), text)
 
 
 if __name__ == "__main__":

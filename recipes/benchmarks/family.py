@@ -132,10 +132,6 @@ def goals(record):
     return rows
 
 
-def paragraphs(_):
-    return ["One thread, float32.\n"]
-
-
 PANELS = [
     Bars("One thread, forward + backward", "time of the first / time of the second", lambda row: " over " in row[0]),
     Bars("Against ONNX Runtime's fused kernel, forward", "its time / time of ours", lambda row: "fused" in row[0]),

@@ -1,13 +1,12 @@
 """Time and memory of generating the next token after contexts of 256 to 16,384: Mao 2022, arXiv 2210.04243, Figure 1.
 
-Whole models and only their attention layers, one sequence and eight at once, float32, one thread, and a GPU if there
-is one. The sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with 8,000
+Whole models and only their attention layers, one sequence and eight at once, float32, one thread. The sizes are those of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with 8,000
 words. The paper plots decay, delta and attention, and does not give the number of sequences. Attention keeps keys and
 values in a cache. fairseq and this package copy it for every token to make room. A second cache is allocated beforehand
-for all tokens and written in place: attention cannot do less.
+for all tokens and written in place: attention cannot do less. States are random numbers. Memory is the peak beyond the
+model, of a process for each name.
 """
 
-from functools import partial
 from itertools import product
 
 import models
@@ -48,62 +47,48 @@ class InPlaceAttention(SoftmaxAttention):
 def in_place(attention):
     made = InPlaceAttention(attention.out_proj.in_features, attention.num_heads)
     made.load_state_dict(attention.state_dict())
-    return made.to(attention.out_proj.weight.device)
+    return made
 
 
-def build(name, device):
+def build(name):
     """Return the model of that name in evaluation mode."""
     flags = ("--tokens-per-sample", 1, "--adaptive-softmax-cutoff", "")
     model = models.build(VOCABULARY, "--arch", f"{name.split(',')[0]}_lm_wt103", *flags).model
-    if name == IN_PLACE:
-        for layer in model.decoder.layers:
-            layer.self_attn = in_place(layer.self_attn)
-    return model.eval().to(device)
+    for layer in model.decoder.layers if name == IN_PLACE else ():
+        layer.self_attn = in_place(layer.self_attn)
+    return model.eval()
 
 
+@torch.no_grad()
 def layer_state(name, attention, sequences, context):
     """Return a layer's state after a context. Its numbers are random: they do not change the time."""
-    device = attention.out_proj.weight.device
     heads, dim = attention.num_heads, attention.out_proj.in_features
-    if name in (SOFTMAX, IN_PLACE):
-        tokens = context + 1 if name == IN_PLACE else context
-        return KeyValueCache(*(torch.randn(sequences, heads, tokens, dim // heads, device=device) for _ in range(2)))
-    with torch.no_grad():
-        return attention(torch.randn(sequences, 1, dim, device=device))[1]
+    if name not in (SOFTMAX, IN_PLACE):
+        return attention(torch.randn(sequences, 1, dim))[1]
+    shape = (sequences, heads, context + (name == IN_PLACE), dim // heads)
+    return KeyValueCache(torch.randn(shape), torch.randn(shape))
 
 
 def prepare(what, name, model, sequences, context):
     """Return the measured call: the next token's log-probabilities, or the attention layers on vectors."""
-    device = next(model.parameters()).device
     attentions = [layer.self_attn for layer in model.decoder.layers]
     states = tuple(layer_state(name, attention, sequences, context) for attention in attentions)
-    if what == LAYERS:
-        x = torch.randn(sequences, 1, attentions[0].out_proj.in_features, device=device)
+    x = torch.randn(sequences, 1, attentions[0].out_proj.in_features)
+    tokens = torch.randint(4, VOCABULARY, (sequences, 1))
+    whole = DecoderState(states, torch.full((sequences,), context))
 
-        def call():
+    @torch.no_grad()
+    def call():
+        if what == LAYERS:
             return [attention(x, state)[0] for attention, state in zip(attentions, states, strict=True)]
+        return model.get_normalized_probs(model.decoder(tokens, state=whole), log_probs=True)
 
-    else:
-        state = DecoderState(states, torch.full((sequences,), context, device=device))
-        tokens = torch.randint(4, VOCABULARY, (sequences, 1), device=device)
-
-        def call():
-            return model.get_normalized_probs(model.decoder(tokens, state=state), log_probs=True)
-
-    return partial(without_gradients, call, device)
+    return call
 
 
-@torch.no_grad()
-def without_gradients(call, device):
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return result
-
-
-def check(device):
+def check():
     """Check that both caches give the same result; raise ValueError otherwise."""
-    attention, x = build(SOFTMAX, device).decoder.layers[0].self_attn, torch.randn(1, 5, 128, device=device)
+    attention, x = build(SOFTMAX).decoder.layers[0].self_attn, torch.randn(1, 5, 128)
     with torch.no_grad():
         whole, cache = attention(x)
         if not torch.allclose(in_place(attention)(x[:, -1:], cache)[0], whole[:, -1:], atol=1e-5):
@@ -112,12 +97,12 @@ def check(device):
             )
 
 
-def measure_alone(name, device, sequences):
+def measure_alone(name, sequences):
     """Return {context: peak bytes of generating a token beyond the model}: the state and temporary tensors.
 
     Contexts grow, so the peak of the process is that of the last one.
     """
-    model, sequences = build(name, torch.device(device)), int(sequences)
+    model, sequences = build(name), int(sequences)
     call = prepare(MODEL, name, model, sequences, 1)
     for _ in range(CALLS):  # load the kernels, and fill the memory pools
         call()
@@ -126,44 +111,41 @@ def measure_alone(name, device, sequences):
     states = [layer_state(name, layer.self_attn, sequences, 1) for layer in model.decoder.layers]
     kept = sum(x.nbytes for state in states for x in state if x is not None)
     del states
-    before = torch.cuda.memory_allocated() if device == "cuda" else memory("VmRSS")
-    found = {}
+    before, found = memory("VmRSS"), {}
     for context in CONTEXTS:
         call = prepare(MODEL, name, model, sequences, context)
         for _ in range(CALLS):
             call()
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory("VmHWM")
-        found[context] = peak - before + kept
+        found[context] = memory("VmHWM") - before + kept
         del call
     return found
 
 
-def place(device, sequences, context="{}"):
-    return f"{device}, {sequences} at once, context {context}"
+def place(sequences, context="{}"):
+    return f"cpu, {sequences} at once, context {context}"
 
 
 def measure(record):
     torch.set_num_threads(1)
-    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-        check(torch.device(device))
-        built = {name: build(name, torch.device(device)) for name in NAMES}
-        for what, sequences, context in product(GOALS, SEQUENCES, CONTEXTS):
-            where = place(device, sequences, context)
-            contenders = {name: Contender(prepare(what, name, built[name], sequences, context)) for name in NAMES}
-            for name, seconds in interleave(contenders, ROUNDS, f"{what}, {where}").items():
-                record.add(where, what, name, seconds)
-        for name, sequences in product(NAMES, SEQUENCES):
-            say(f"memory of {name} on {device}, {sequences} at once, in a process of its own")
-            for context, size in alone("generation", name, device, sequences, **GIVE_BACK).items():
-                record.add(place(device, sequences, context), MODEL, name, [size], BYTES)
+    check()
+    built = {name: build(name) for name in NAMES}
+    for what, sequences, context in product(GOALS, SEQUENCES, CONTEXTS):
+        where = place(sequences, context)
+        contenders = {name: Contender(prepare(what, name, built[name], sequences, context)) for name in NAMES}
+        for name, seconds in interleave(contenders, ROUNDS, f"{what}, {where}").items():
+            record.add(where, what, name, seconds)
+    for name, sequences in product(NAMES, SEQUENCES):
+        say(f"memory of {name}, {sequences} at once, in a process of its own")
+        for context, size in alone("generation", name, sequences, **GIVE_BACK).items():
+            record.add(place(sequences, context), MODEL, name, [size], BYTES)
 
 
-def goals_at(record, device, sequences):
-    at, where = place(device, sequences, GOAL_CONTEXT), f"{device}, {sequences} at once"
+def goals_at(record, sequences):
+    at, where = place(sequences, GOAL_CONTEXT), f"cpu, {sequences} at once"
     for (what, bound), slow, name in product(GOALS.items(), (SOFTMAX, IN_PLACE), (DECAY, DELTA)):
         goal = Goal(f"time of a token, {slow} vs {name}, {what}", at, bound if slow == SOFTMAX else None)
         yield compare(record, goal, (at, what, slow), (at, what, name))
-    first, last = (place(device, sequences, CONTEXTS[end]) for end in (0, -1))
+    first, last = (place(sequences, CONTEXTS[end]) for end in (0, -1))
     grown = f"{where}, context {CONTEXTS[0]} -> {CONTEXTS[-1]}"
     for kind, label in ((SECONDS, "the time of a token"), (BYTES, "peak memory")):
         for name in NAMES:
@@ -177,22 +159,12 @@ def goals_at(record, device, sequences):
 
 def goals(record):
     record = Record([*row[:5], max(float(row[5]), LEAST_MEMORY)] if row[3] == BYTES else row for row in record.rows)
-    devices = dict.fromkeys(row[0].split(",")[0] for row in record.rows if row[1] == MODEL)
-    return [row for device, sequences in product(devices, SEQUENCES) for row in goals_at(record, device, sequences)]
-
-
-def paragraphs(_):
-    return [
-        "One thread, float32, 16 layers, D = 128, 8 heads, feed-forward 2,048, 8,000 words, states of random numbers. "
-        "Memory is the peak beyond the model, of a process for each name; in the ratios less than 1 MB counts as 1 MB. "
-        "The two caches of softmax: copied to make room for every token, as in fairseq and here, and in place. The "
-        "attention layers include their projections; for the operators without them see the decoding steps above.\n"
-    ]
+    return [row for sequences in SEQUENCES for row in goals_at(record, sequences)]
 
 
 PANELS = [
-    Curves(place(device, sequences), what, unit=unit, what=kind, scale=scale, log=True)
-    for device, sequences in product(("cpu", "cuda"), SEQUENCES)
+    Curves(place(sequences), what, unit=unit, what=kind, scale=scale, log=True)
+    for sequences in SEQUENCES
     for what, unit, kind, scale in (
         (MODEL, "milliseconds per token", SECONDS, lambda value, n: 1000 * value),
         (LAYERS, "milliseconds per token", SECONDS, lambda value, n: 1000 * value),

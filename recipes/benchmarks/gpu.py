@@ -65,7 +65,7 @@ with suppress(ImportError):
 
 def resume(path):
     """Return the record in a file, to which other processes may have written."""
-    return Record(Record.read(path.stem, path.parent).rows if path.exists() else (), path)
+    return Record(Record.read(path).rows if path.exists() else (), path)
 
 
 def seconds_of(call):
@@ -291,9 +291,9 @@ def row(record, rates, where, stage, name):
 
 
 def publish_all(path, *_):
-    """Write the calls in a folder to RESULTS.md, unless a check failed or they are not of one GPU and version."""
+    """Print the table of the calls in a folder, unless a check failed or they are not of one GPU and version."""
     parts = [part for part in ("measure", "models", "laws") if path.with_name(f"gpu_{part}.csv").exists()]
-    found = [Record.read(f"gpu_{part}", path.parent) for part in parts]
+    found = [Record.read(path.with_name(f"gpu_{part}.csv")) for part in parts]
     for about in ("GPU and driver", "commit", "kernels"):
         if len(seen := sorted({record.notes().get(about, "none") for record in found})) != 1:
             raise SystemExit(f"nothing is published: {about} must be the same in all calls, got {seen or 'no call'}.")
@@ -314,11 +314,23 @@ def publish_all(path, *_):
     for (slower, faster), shape in itertools.product(pairs, SHAPES):
         goal = Goal(f"{slower} vs {faster}", str(shape), GOALS.get(shape) if slower == "delta, fla" else None)
         goals.append(compare(record, goal, (shape, TRAINING, slower), (shape, TRAINING, faster), (GRAPH, CALLED)))
-    publish("gpu", record, goals, text, head=head, script="gpu.sh")
+    publish("gpu", record, goals, text, head=head)
+
+
+def build(*_):
+    """Build the kernels for a GPU that is not there, the first one in TORCH_CUDA_ARCH_LIST."""
+    digits = os.environ.get("TORCH_CUDA_ARCH_LIST", "").split(".")
+    if len(digits) < 2:
+        raise SystemExit("gpu.sh build: TORCH_CUDA_ARCH_LIST must name the GPU to build for, as in 9.0.")
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+    torch.cuda.get_device_capability = lambda _: (int(digits[0]), int(digits[1][0]))
+    torch.cuda.get_device_name = str
+    print(status := load_kernels("cuda"))
+    sys.exit(not status.built)
 
 
 models = partial(run_jobs, jobs={"whole models": ("whole_models",)})
-PARTS = {"measure": measure, "models": models, "laws": laws, "publish": publish_all, "cases": cases}
+PARTS = {"measure": measure, "models": models, "laws": laws, "publish": publish_all, "build": build, "cases": cases}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="gpu.sh", description=__doc__.partition("\n")[0])

@@ -2,15 +2,13 @@
 # Speed, memory and errors on one NVIDIA GPU, in calls of less than nine minutes. See "One GPU" in RESULTS.md.
 #   gpu.sh wheels FOLDER [PYTHON]             with a network: the packages that a GPU machine lacks, for its Python (3.12)
 #   gpu.sh measure | models | laws [FLAGS]    on the GPU machine; --wheels FOLDER (or FWP_WHEELS) installs only from there
-#   gpu.sh publish [--out FOLDER]             anywhere: writes the results of the calls in FOLDER into RESULTS.md
+#   gpu.sh publish [--out FOLDER]             anywhere: prints the table of the calls in FOLDER
 #   gpu.sh build                              without a GPU: the kernels for TORCH_CUDA_ARCH_LIST, into FWP_CACHE_DIR
 # Flags: gpu.sh measure --help.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
-python=${PYTHON:-python3}
-part=${1:-}
-wheels=${FWP_WHEELS:-}
+python=${PYTHON:-python3} part=${1:-} wheels=${FWP_WHEELS:-} flags=()
 die() { echo "gpu.sh: $*" >&2; exit 1; }
 
 fetch_wheels() { # fetch_wheels FOLDER [PYTHON]
@@ -18,9 +16,9 @@ fetch_wheels() { # fetch_wheels FOLDER [PYTHON]
   [ -z "$(ls -A "$folder" 2>/dev/null)" ] || die "$folder must be new or empty: pip takes no two versions of a package."
   # What fairseq needs at import, and fla. Their other needs are there wherever models are trained.
   set -- "$(grep -o 'fairseq-fixed==[0-9.]*' "$root/setup.py")" hydra-core==1.3.2 omegaconf==2.3.0 bitarray fla-core
-  for tag in 2_28 2_27 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${tag}_x86_64"); done
+  for tag in _2_28 _2_27 _2_17 _2_12 _2_5 2014; do platforms+=(--platform "manylinux${tag}_x86_64"); done
   "$python" -m pip download --quiet --no-deps --dest "$folder" --only-binary=:all: --python-version "$version" \
-    --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 "$@"
+    --implementation cp "${platforms[@]}" "$@"
   # No index has a wheel of it. It is pure Python, so any Python can build it.
   "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" antlr4-python3-runtime==4.9.3
 }
@@ -31,7 +29,6 @@ case $part in
   -h | --help) sed -n '2,/^set/ s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
   *) die "the first word must be wheels, measure, models, laws, publish or build, got '$part'" ;;
 esac
-flags=()
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=${2:?"gpu.sh: --wheels needs a folder"}; shift ;;
@@ -51,14 +48,4 @@ if [ -n "$wheels" ]; then
 fi
 "$python" -c 'import torch, matplotlib, pytest, xdist, hypothesis, fairseq' ||
   die "install what $python lacks, by recipes/setup.sh or from a folder of gpu.sh wheels with --wheels."
-if [ "$part" = build ]; then
-  "$python" -c 'import sys, torch
-digits = sys.argv[1].split(".")
-torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
-torch.cuda.get_device_capability, torch.cuda.get_device_name = (lambda _: (int(digits[0]), int(digits[1][0]))), str
-from fairseq_fwp.kernels import load_kernels
-print(status := load_kernels("cuda"))
-sys.exit(not status.built)' "${TORCH_CUDA_ARCH_LIST:?"gpu.sh build: it must name the GPU to build for, as in 9.0"}"
-else
-  "$python" "$root/recipes/benchmarks/gpu.py" "$part" ${flags[@]+"${flags[@]}"}
-fi
+"$python" "$root/recipes/benchmarks/gpu.py" "$part" ${flags[@]+"${flags[@]}"}

@@ -25,15 +25,6 @@ def write_dictionary(folder, words, name="dict.txt"):
     Path(folder, name).write_text("".join(f"w{word} 1\n" for word in range(words - SPECIAL)))
 
 
-def flags_of(settings):
-    """Return flags of fairseq from {name: value}."""
-    flags = []
-    for name, value in settings.items():
-        if value is not False:
-            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return flags
-
-
 def build(words, *flags, task="language_modeling", criterion="adaptive_loss"):
     """Build the model of `fairseq-train --arch NAME ...` with its initial weights."""
     from fairseq import options, tasks

@@ -12,7 +12,7 @@ import peers
 import torch
 from inputs import FORWARD, STEP, TRAINING
 from pictures import Bars
-from record import Goal, compare, fastest, goal_row, ratios, say, table
+from record import Goal, compare, fastest, say
 from timing import GIVE_BACK, Contender, alone, interleave, memory
 
 SHAPES = {
@@ -36,6 +36,20 @@ CHUNKWISE = {
 }
 PAIRS = ["two products in turn", "two products at once"]
 SIZES = "sizes of q + k + v + out"
+# (what, slower contenders, faster one, {where: bound}) of the training step. Of the slower ones the fastest counts.
+# A bound is a least ratio, or a largest one if its text says cost.
+COMPARISONS = [
+    ("sum vs fast-transformers", [FAST], "sum", dict.fromkeys(SHAPES, 3.5)),
+    ("delta vs PyTorch loop", [LOOP], "delta", dict.fromkeys(SHAPES, 40) | {"MT": 25}),
+    ("delta vs best chunkwise PyTorch", [*CHUNKWISE], "delta", dict.fromkeys(SHAPES, 6) | {"MT": 2.5}),
+    ("cost of delta over sum", ["delta"], "sum", dict.fromkeys(SHAPES, 1.35)),
+    ("cost of decay over delta", ["decay"], "delta", dict.fromkeys(SHAPES, 2)),
+    ("cost of gated over decay", ["gated"], "decay", dict.fromkeys(SHAPES, 1)),
+    ("delta vs SDPA", [SDPA], "delta", {"small": None, "medium": None, "1k": 10, "8k": 45}),
+    ("two threads over one, delta", ["delta"], "delta, 2 threads", dict.fromkeys(list(SHAPES)[1:], 1.65)),
+    ("two threads over one, sum", ["sum"], "sum, 2 threads", dict.fromkeys(list(SHAPES)[1:])),
+    ("two threads over one, products of their own", PAIRS[:1], PAIRS[1], dict.fromkeys(list(SHAPES)[1:])),
+]
 
 
 def contenders(record):
@@ -113,16 +127,6 @@ def measure_steps(record, where, shape):
             record.add(where, STEP, name, seconds)
 
 
-def measure_rates(record):
-    """Measure the speed of a copy, and of torch's two matrix products, on one thread."""
-    source, target = torch.ones(2**26), torch.ones(2**26)
-    calls = {"copy": partial(target.copy_, source)} | inputs.products(1024)
-    calls = {name: Contender(call) for name, call in calls.items()}
-    for name, seconds in interleave(calls, ROUNDS, "speed of the machine").items():
-        work = source.nbytes + target.nbytes if name == "copy" else 2 * 1024**3
-        record.add("machine", "", name, [work / second for second in seconds], "per second")
-
-
 def measure(record):
     found = contenders(record)
     for where, shape in SHAPES.items():
@@ -131,7 +135,6 @@ def measure(record):
         measure_steps(record, where, shape)
     say("memory of delta at 8k, in a process of its own")
     record.add("8k", TRAINING, "delta", [alone("operators", **GIVE_BACK)], SIZES)
-    measure_rates(record)
 
 
 def measure_alone():
@@ -149,38 +152,12 @@ def measure_alone():
     return (memory("VmHWM") - before) / (4 * B * H * L * 2 * (Dk + Dv))
 
 
-def comparisons():
-    """Return (what, slower contenders, faster one, {where: bound}) of the training step.
-
-    Of the slower contenders the fastest counts. A bound is a least ratio, or a largest one if its text says cost.
-    """
-    every = dict.fromkeys(SHAPES)
-    two_threads = {where: None for where in SHAPES if where != "small"}
-    return [
-        ("sum vs fast-transformers", [FAST], "sum", dict.fromkeys(SHAPES, 3.5)),
-        ("delta vs PyTorch loop", [LOOP], "delta", dict.fromkeys(SHAPES, 40) | {"MT": 25}),
-        ("delta vs best chunkwise PyTorch", [*CHUNKWISE], "delta", dict.fromkeys(SHAPES, 6) | {"MT": 2.5}),
-        ("cost of delta over sum", ["delta"], "sum", dict.fromkeys(SHAPES, 1.35)),
-        ("cost of decay over delta", ["decay"], "delta", dict.fromkeys(SHAPES, 2)),
-        ("cost of gated over decay", ["gated"], "decay", dict.fromkeys(SHAPES, 1)),
-        (
-            "delta vs SDPA",
-            [SDPA],
-            "delta",
-            {where: {"1k": 10, "8k": 45}.get(where) for where in every if where != "MT"},
-        ),
-        ("two threads over one, delta", ["delta"], "delta, 2 threads", dict.fromkeys(two_threads, 1.65)),
-        ("two threads over one, sum", ["sum"], "sum, 2 threads", two_threads),
-        ("two threads over one, products of their own", PAIRS[:1], PAIRS[1], two_threads),
-    ]
-
-
 def goals(record):
     rows = []
     for where in ("small", "medium", "1k"):
         goal = Goal(f"sum vs fast-transformers, {FORWARD}", where, 5)
         rows.append(compare(record, goal, (where, FORWARD, FAST), (where, FORWARD, "sum")))
-    for what, slower, faster, bounds in comparisons():
+    for what, slower, faster, bounds in COMPARISONS:
         for where, bound in bounds.items():
             peer = fastest(record, where, TRAINING, slower)
             label = what if slower == PAIRS[:1] else f"{what}, {TRAINING}"
@@ -194,73 +171,11 @@ def goals(record):
             note = peer if bound else ""
             rows.append(compare(record, goal, (where, STEP, peer), (where, STEP, "delta"), note=note))
     goal = Goal(f"extra memory of delta, {TRAINING}, in {SIZES}", "8k", 6, at_most=True)
-    memory_of_delta = record.values("8k", TRAINING, "delta", SIZES)
-    return [*rows, goal_row(goal, memory_of_delta, "peak resident memory, own process")]
+    return [*rows, goal.row(record.values("8k", TRAINING, "delta", SIZES), "peak resident memory, own process")]
 
 
-def floors(shape):
-    """Return the least {(rule, pass): (bytes, flops)}, token by token: inputs read once, results written once.
-
-    Each product with the Dk x Dv state is 2 Dk Dv flops. sum: 2 forward (write, read), 5 more backward (rebuild the
-    state, dq, the state's gradient, dk, dv). delta: 3 forward, 7 more backward.
-    """
-    B, H, L, Dk, Dv = shape
-    tokens, product = B * H * L, 2 * Dk * Dv
-    io = {"sum": 2 * Dk + 2 * Dv, "delta": 2 * Dk + 2 * Dv + 1}
-    products = {"sum": (2, 7), "delta": (3, 10)}
-    return {
-        (rule, stage): (4 * tokens * io[rule] * times, tokens * product * products[rule][times // 2])
-        # Backward reads q, k, v, (beta) and the gradient of out, and writes a gradient for each input: 3 x in all.
-        for rule in io
-        for stage, times in zip(PASSES, (1, 3), strict=True)
-    }
-
-
-def floor_rows(record, rates):
-    rows = []
-    for where, shape in SHAPES.items():
-        for (rule, stage), (moved, flops) in floors(shape).items():
-            taken = min(record.values(where, stage, rule))
-            share = [f"{100 * work / rate / taken:.0f} %" for work, rate in zip((moved, flops), rates, strict=True)]
-            rows.append([where, rule, stage, f"{moved / 1e6:.1f}", f"{flops / 1e9:.2f}", *share])
-    return rows
-
-
-def contender_rows(record):
-    """Return every contender's time divided by that of our delta, by pass and shape."""
-    places = [(where, stage) for where in SHAPES for stage in PASSES]
-    names = dict.fromkeys(name for place in places for name in record.names(*place) if name not in PAIRS)
-    rows = {name: [name] for name in names}
-    for place in places:
-        ours = record.values(*place, "delta")
-        for name, row in rows.items():
-            times = record.values(*place, name)
-            row.append("-" if isinstance(times, str) else f"{ratios(times, ours)[0]:.2f}")
-    return rows.values()
-
-
-def paragraphs(record):
-    products = [record.values("machine", "", name, "per second") for name in inputs.products(1)]
-    rates = max(record.values("machine", "", "copy", "per second")), max(map(max, products))
-    rounds = {
-        f"{where}, {stage}": len(record.values(where, stage, "delta"))
-        for where, stage in [*((where, stage) for where in SHAPES for stage in PASSES), *((at, STEP) for at in STEPS)]
-    }
-    return [
-        f"Rounds: {'; '.join(f'{place}: {count}' for place, count in rounds.items())}.\n",
-        "Least work, and how much of the machine's own rate is reached, on one thread: of a copy "
-        f"({rates[0] / 1e9:.0f} GB/s), and of a matrix product ({rates[1] / 1e9:.0f} GFLOP/s):\n",
-        table(["shape", "rule", "pass", "MB", "GFLOP", "of copy", "of product"], floor_rows(record, rates)),
-        "Time of every contender in times of our delta's, median of rounds (one thread unless it says two):\n",
-        table(["contender", *(f"{at}, {stage}" for at in SHAPES for stage in PASSES)], contender_rows(record)),
-    ]
-
-
+UNIT = "time of the peer / time of ours"
 PANELS = [
-    Bars(
-        "Operators, one thread", "time of the peer / time of ours", lambda row: " vs " in row[0] and STEP not in row[0]
-    ),
-    Bars(
-        "Decoding step, one thread", "time of the peer / time of ours", lambda row: " vs " in row[0] and STEP in row[0]
-    ),
+    Bars("Operators, one thread", UNIT, lambda row: " vs " in row[0] and STEP not in row[0]),
+    Bars("Decoding step, one thread", UNIT, lambda row: " vs " in row[0] and STEP in row[0]),
 ]

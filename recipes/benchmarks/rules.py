@@ -74,13 +74,6 @@ def goals(record):
     return rows
 
 
-def paragraphs(_):
-    return [
-        f"One thread, {HEADS} heads of {SIZE}, float32, {LENGTHS[-1]:,} tokens in all (fwm: one sequence); each figure "
-        "of memory of one sequence in a process of its own.\n"
-    ]
-
-
 PANELS = [
     Curves("{} tokens", TRAINING, unit="microseconds per token", scale=lambda value, n: value * 1e6 / n, log=True),
     Curves("{} tokens", TRAINING, unit="peak memory beyond the inputs (MB)", what=BYTES, log=True),

@@ -17,11 +17,7 @@ PARTS = {
     "family": KEEP,
     "rules": {},
     "training": {},
-    "long": {},
     "generation": {},
-    "eval_lm": {},
-    "translation": {},
-    "fwl": {},
 }
 
 
@@ -53,7 +49,7 @@ def measure(part):
         module.measure(record)
     except (RuntimeError, ValueError) as error:  # such as: no kernel could be built
         raise SystemExit(f"{part} cannot be measured: {error}") from error
-    publish(part, record, module.goals(record), *module.paragraphs(record), panels=module.PANELS)
+    publish(part, record, module.goals(record), panels=module.PANELS)
 
 
 def main(arguments):

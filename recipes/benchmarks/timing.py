@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from record import say
+from torch.utils.benchmark import Timer
 
 # Settings of the allocator. KEEP: freed memory stays with the process. Otherwise calls get new pages from the system,
 # which takes up to half of the time at small shapes, in some calls and not in others. GIVE_BACK: freed memory goes back
@@ -24,33 +24,27 @@ class Contender(NamedTuple):
     call: object
     threads: int = 1
 
-
-def seconds_per_call(contender, calls):
-    torch.set_num_threads(contender.threads)
-    start = time.perf_counter()
-    for _ in range(calls):
-        contender.call()
-    return (time.perf_counter() - start) / calls
+    def seconds(self, calls):
+        """Return the seconds of a call, after half as many calls: the contender before it has cleared the caches."""
+        timer = Timer("call()", globals={"call": self.call}, num_threads=self.threads)
+        if calls > 3:  # timeit begins with at least two calls
+            timer.timeit(calls // 2)
+        return timer.timeit(calls).mean
 
 
 def interleave(contenders, rounds, title, at_least=0.02, seconds=0):
     """Return {name: seconds of each round}; a round has all contenders, so that a slow moment affects all of them.
 
-    A measurement repeats its call for `at_least` seconds, after half as many warm-up calls. Rounds go on for
-    `seconds`, and there are at least `rounds`.
+    A measurement repeats its call for `at_least` seconds. Rounds go on for `seconds`, and there are at least `rounds`.
     """
-    first = {name: min(seconds_per_call(c, 1) for _ in range(2)) for name, c in contenders.items()}
-    calls = {name: max(1, round(at_least / first[name])) for name in contenders}
+    calls = {name: max(1, round(at_least / contender.seconds(1))) for name, contender in contenders.items()}
     times = {name: [] for name in contenders}
     taken, end = 0, time.perf_counter() + seconds
     while taken < rounds or (contenders and time.perf_counter() < end):
         taken += 1
         say(f"{title}: round {taken} of {rounds}" + (f" or more, for {seconds} s" if seconds else ""))
         for name, contender in contenders.items():
-            # The previous contender has cleared the caches: filling them takes milliseconds, more than one short call.
-            seconds_per_call(contender, max(1, calls[name] // 2))
-            times[name].append(seconds_per_call(contender, calls[name]))
-    torch.set_num_threads(1)
+            times[name].append(contender.seconds(calls[name]))
     return times
 
 
@@ -62,14 +56,11 @@ def memory(field):
     raise OSError(f"/proc/self/status has no {field}: memory cannot be measured on this system.")
 
 
-def alone(part, *arguments, limit=None, **environment):
-    """Return the result of a part's `measure_alone` in a separate process; {"stopped": why} after `limit` seconds."""
+def alone(part, *arguments, **environment):
+    """Return the result of a part's `measure_alone` in a separate process."""
     command = [sys.executable, Path(__file__).with_name("run.py"), "--alone", part, *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    try:
-        answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"stopped": f"takes more than {limit} s"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise SystemExit(f"{part}: measuring {' '.join(map(str, arguments))} failed: {last}")

@@ -2,13 +2,13 @@
 
 The small model of Schlag et al. 2021 (16 layers, D = 128, 8 heads, ffn 2048; Sec. 6.3 has speed and memory of these
 rules and maps). Its 10,000 words are invented: with more, the softmax over the vocabulary would hide the layers.
-The optimizer and the 2,048 tokens an update are the same for all.
+The optimizer and the 2,048 tokens an update are the same for all. A run's speed is the median of its updates after the
+first. Memory is the peak of one run's process beyond that of a run with few tokens.
 """
 
 import json
 import os
 import re
-import shlex
 import subprocess
 import tempfile
 from pathlib import Path
@@ -72,15 +72,17 @@ def call(*command, **environment):
     return answer, usage.ru_maxrss * 1024
 
 
-def command(model, data, length, tokens=TOKENS_PER_UPDATE):
-    return [
+def train(model, data, length, tokens=TOKENS_PER_UPDATE, **environment):
+    """Return the output and the peak memory of a training."""
+    return call(
         *("fairseq-train", data, "--task", "language_modeling", "--arch", model, *MODELS[model], "--cpu"),
         *("--tokens-per-sample", length, "--sample-break-mode", "none", "--max-tokens", tokens),
         *("--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--dropout", "0.1"),
         *("--optimizer", "adam", "--adam-betas", "(0.9, 0.999)", "--lr", "0.00025", "--clip-norm", "0.25"),
         *("--max-update", UPDATES, "--no-save", "--disable-validation", "--num-workers", "0", "--seed", "1"),
         *("--required-batch-size-multiple", "1", "--log-format", "json", "--log-interval", "1"),
-    ]
+        **environment,
+    )
 
 
 def words_per_second(log):
@@ -103,13 +105,13 @@ def measure(record):
         for repetition in range(REPETITIONS):
             for length in LENGTHS:
                 for model in MODELS:
-                    speed = words_per_second(call(*command(model, data, length))[0])
+                    speed = words_per_second(train(model, data, length)[0])
                     record.add(place(length), "training", model, [speed], SPEED)
                     say(f"repetition {repetition + 1} of {REPETITIONS}: {model}, {place(length)}: {speed:.0f} words/s")
         for model in MODELS:
-            few = call(*command(model, data, FEW_TOKENS, FEW_TOKENS), **GIVE_BACK)[1]
+            few = train(model, data, FEW_TOKENS, FEW_TOKENS, **GIVE_BACK)[1]
             for length in LENGTHS:
-                peak = call(*command(model, data, length), **GIVE_BACK)[1] - few
+                peak = train(model, data, length, **GIVE_BACK)[1] - few
                 record.add(place(length), "training", model, [peak], BYTES)
                 say(f"memory: {model}, {place(length)}: {peak / 2**20:.0f} MB")
 
@@ -130,19 +132,8 @@ def goals(record):
     return rows
 
 
-def paragraphs(_):
-    commands = "\n".join(shlex.join(map(str, command(model, "DATA", LENGTHS[0]))) for model in MODELS)
-    return [
-        f"{THREADS} threads, {TOKENS_PER_UPDATE} tokens an update, {REPETITIONS} runs of each, interleaved; a run's "
-        f"speed is the median of its updates after the first {WARM_UP}. Memory is the peak of one run's process beyond "
-        f"that of a run with {FEW_TOKENS} tokens an update.\n",
-        f"```\n{commands.replace(OURS[1], 'fairseq_fwp')}\n```\n",
-    ]
-
-
+TITLE = "fairseq-train, 16 layers, D = 128"
 PANELS = [
-    Bars(
-        "fairseq-train, 16 layers, D = 128", "words per second, multiple of the second's", lambda row: SPEED in row[0]
-    ),
-    Bars("fairseq-train, 16 layers, D = 128", "peak memory, multiple of the second's", lambda row: "memory" in row[0]),
+    Bars(TITLE, "words per second, multiple of the second's", lambda row: SPEED in row[0]),
+    Bars(TITLE, "peak memory, multiple of the second's", lambda row: "memory" in row[0]),
 ]

@@ -15,11 +15,8 @@ import fairseq_fwp.cli  # noqa: F401  (with fairseq before it, the package lets 
 
 def last_checkpoints(folder: Path, count: int) -> list[Path]:
     """Return the newest checkpoints, the last one last. Raises RecipeError if there are fewer."""
-    found = {
-        int(name[1]): path
-        for path in folder.glob("*.pt")
-        if (name := re.fullmatch(r"checkpoint_\d+_(\d+)\.pt", path.name))
-    }
+    named = ((path, re.fullmatch(r"checkpoint_\d+_(\d+)\.pt", path.name)) for path in folder.glob("*.pt"))
+    found = {int(name[1]): path for path, name in named if name}
     if not 1 <= count <= len(found):
         raise RecipeError(
             f"the number of averaged checkpoints must be from 1 to {len(found)}, those of {folder}, got {count}."
@@ -27,21 +24,16 @@ def last_checkpoints(folder: Path, count: int) -> list[Path]:
     return [found[update] for update in sorted(found)[-count:]]
 
 
-def average(paths: list[Path]) -> dict[str, object]:
-    """Return the last checkpoint with the mean of all as its model."""
-    sums: dict[str, torch.Tensor] = {}
+def write(folder: Path, count: int, out: Path) -> None:
+    """Write the last checkpoint with the mean of the last `count` as its model."""
+    paths, sums = last_checkpoints(folder, count), {}
     for path in paths:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, value in checkpoint["model"].items():
-            sums[name] = value.double() + sums.get(name, 0) if value.is_floating_point() else value
+            sums[name] = value.double() + sums.get(name, 0)
     for name, value in checkpoint["model"].items():
-        checkpoint["model"][name] = (sums[name] / len(paths)).to(value.dtype) if value.is_floating_point() else value
-    return checkpoint
-
-
-def write(folder: Path, count: int, out: Path) -> None:
-    """Write the mean of the last `count` checkpoints of a folder."""
-    chosen = last_checkpoints(folder, count)
+        if value.is_floating_point():
+            checkpoint["model"][name] = (sums[name] / count).to(value.dtype)
     with whole(out) as work:
-        torch.save(average(chosen), work)
-    print(f"{out} is the mean of {', '.join(path.name for path in chosen)}")
+        torch.save(checkpoint, work)
+    print(f"{out} is the mean of {', '.join(path.name for path in paths)}")

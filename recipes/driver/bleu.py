@@ -14,6 +14,7 @@ from sacrebleu.metrics import BLEU
 from sacremoses import MosesDetokenizer
 
 HYPOTHESIS = re.compile(r"^H-(\d+)\t[^\t]*\t(.*)$", re.MULTILINE)
+# It may be missing: fairseq-generate logs it to standard error.
 SUMMARY = re.compile(r"Translated ([\d,]+) sentences \(([\d,]+) tokens\) in ([\d.]+)s")
 # As in the scripts of the literature, without look-around: of "a-b-c" they split only the first hyphen.
 COMPOUND = re.compile(r"(\S)-(\S)")
@@ -26,28 +27,9 @@ def read_hypotheses(log: Path) -> list[str]:
         if int(number) in found:
             raise RecipeError(f"{log} has several hypotheses of sentence {number}: generate with --nbest 1.")
         found[int(number)] = text
-    if sorted(found) != list(range(len(found))):
-        missing = next(number for number in range(max(found)) if number not in found)
-        raise RecipeError(f"{log}: sentence {missing} was not translated: evaluate again.")
+    if missing := set(range(max(found, default=-1))) - found.keys():
+        raise RecipeError(f"{log}: sentence {min(missing)} was not translated: evaluate again.")
     return [found[number] for number in range(len(found))]
-
-
-def read_speed(log: Path) -> dict[str, float]:
-    """Return the sentences, tokens and seconds that fairseq-generate reports, unless they went to standard error."""
-    found = SUMMARY.search(log.read_text(encoding="utf-8"))
-    if not found:
-        return {}
-    sentences, tokens, seconds = (float(number.replace(",", "")) for number in found.groups())
-    return {"sentences": int(sentences), "tokens": int(tokens), "seconds": seconds}
-
-
-def split_compounds(line: str) -> str:
-    return COMPOUND.sub(r"\1 ##AT##-##AT## \2", line)
-
-
-def tokenized_bleu(hypotheses: list[str], references: list[str]) -> float:
-    """Score as multi-bleu.perl: tokens as they stand, no smoothing."""
-    return BLEU(tokenize="none", smooth_method="none", force=True).corpus_score(hypotheses, [references]).score
 
 
 def read_references(path: Path, count: int) -> list[str]:
@@ -57,23 +39,27 @@ def read_references(path: Path, count: int) -> list[str]:
     return lines
 
 
+def split_compounds(line: str) -> str:
+    return COMPOUND.sub(r"\1 ##AT##-##AT## \2", line)
+
+
 def score(log: Path, tokenized: Path, raw: Path | None, language: str) -> dict[str, object]:
     """Return the scores of one log, with the speed."""
     hypotheses = read_hypotheses(log)
     references = read_references(tokenized, len(hypotheses))
-    speed = read_speed(log)
-    if speed.get("sentences", len(hypotheses)) != len(hypotheses):
-        raise RecipeError(
-            f"{log} has {len(hypotheses):,} hypotheses of {speed['sentences']:,} sentences: generate again."
-        )
-    result: dict[str, object] = {
-        "sentences": len(hypotheses),
-        **speed,
-        "tokenised": tokenized_bleu(hypotheses, references),
-        "compound_split": tokenized_bleu(
-            *([split_compounds(line) for line in side] for side in (hypotheses, references))
-        ),
-    }
+    result: dict[str, object] = {"sentences": len(hypotheses)}
+    if summary := SUMMARY.search(log.read_text(encoding="utf-8")):
+        sentences, tokens, seconds = (number.replace(",", "") for number in summary.groups())
+        if int(sentences) != len(hypotheses):
+            raise RecipeError(
+                f"{log} has {len(hypotheses):,} hypotheses of {int(sentences):,} sentences: generate again."
+            )
+        result |= {"tokens": float(tokens), "seconds": float(seconds)}
+    # As multi-bleu.perl: tokens as they stand, no smoothing.
+    plain = BLEU(tokenize="none", smooth_method="none", force=True)
+    result["tokenised"] = plain.corpus_score(hypotheses, [references]).score
+    split = [[split_compounds(line) for line in side] for side in (hypotheses, references)]
+    result["compound_split"] = plain.corpus_score(split[0], split[1:]).score
     if raw is not None:
         detokenizer, metric = MosesDetokenizer(language), BLEU()
         detokenized = [detokenizer.detokenize(line.split()) for line in hypotheses]

@@ -28,16 +28,12 @@ def run(*words: object, log: Path | None = None) -> None:
     command = [str(word) for word in words]
     show(command)
     sys.stdout.flush()
-    with contextlib.ExitStack() as stack:
-        output = None if log is None else stack.enter_context(log.open("wb"))
+    with open(log, "wb") if log else contextlib.nullcontext() as output:
         code = subprocess.run(command, stdout=output, stderr=output and subprocess.STDOUT, check=False).returncode
     if code:
-        last = "" if log is None else f": see {log}, which ends with {last_line(log)!r}"
-        raise RecipeError(f"{command[0]} failed (exit status {code}){last}.")
-
-
-def last_line(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2] if log else ""
+        where = f": see {log}, which ends with {last!r}" if log else ""
+        raise RecipeError(f"{command[0]} failed (exit status {code}){where}.")
 
 
 @contextlib.contextmanager
@@ -59,34 +55,28 @@ def write(path: Path, text: str) -> None:
 
 def check_same(file: Path, settings: str) -> None:
     """Check that the files next to `file` were made with these settings; raise RecipeError otherwise."""
-    made = file.read_text(encoding="utf-8")
-    if made.strip() != settings.strip() and _values(made) != _values(settings):
-        before, now = _flags(made), _flags(settings)
-        differing = sorted(flag for flag in before.keys() | now.keys() if before.get(flag) != now.get(flag))
-        those = f", which differ in {', '.join(differing)}" if differing else ""
+    before, now = (_flags(text) for text in (file.read_text(encoding="utf-8"), settings))
+    if differing := sorted(flag for flag in before.keys() | now.keys() if before.get(flag) != now.get(flag)):
+        those = f", which differ in {', '.join(filter(None, differing))}" if any(differing) else ""
         raise RecipeError(
             f"{file.parent} was made with other settings (see {file}){those}: give another --out, or the same settings."
         )
 
 
 def _flags(settings: str) -> dict[str, list[float | str]]:
-    """Return the values of each flag; the last ones if it is given twice."""
-    found: dict[str, list[float | str]] = {}
-    values: list[float | str] = []
-    for value in _values(settings):
-        if isinstance(value, str) and value.startswith("--"):
-            values = found[value] = []
-        else:
-            values.append(value)
-    return found
-
-
-def _values(settings: str) -> list[float | str]:
+    """Return the values of each flag, the last ones if it is given twice; words before all flags belong to ""."""
     try:
         words = shlex.split(settings)
     except ValueError:  # an apostrophe in a path
         words = settings.split()
-    return [_value(word) for word in words]
+    values: list[float | str] = []
+    found = {"": values}
+    for word in words:
+        if word.startswith("--"):
+            values = found[word] = []
+        else:
+            values.append(_value(word))
+    return found
 
 
 def _value(word: str) -> float | str:

@@ -13,9 +13,9 @@ from language_models import LanguageModels
 from prepare import SPLITS, cut, preprocess_text, remove
 from recipe import STAGES, Model
 from reports import conversion as tables
-from reports.files import save
+from reports.conversion import SOFTMAX, SOURCE
+from tables import save
 
-SOURCE, SOFTMAX = tables.SOURCE, tables.SOFTMAX
 # The source model's kind for each corpus, as fwp-convert names it.
 FORMATS = {"peps": "fairseq-lm", "wikitext103": "fairseq-lm", "gpt2": "gpt2"}
 
@@ -30,12 +30,11 @@ class Conversion(LanguageModels):
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__(arguments)
-        args = self.args
-        if args.source_updates and args.corpus != "peps":
+        if self.args.source_updates and self.args.corpus != "peps":
             raise RecipeError(
                 "--source-updates must be left out without --corpus peps: other sources are not trained here."
             )
-        if args.corpus == "peps" and args.model:
+        if self.args.corpus == "peps" and self.args.model:
             raise RecipeError("--model must be left out with --corpus peps, whose model is trained here.")
         self.source = self.out / SOFTMAX / "converted"
         self.plugin = ["--user-dir", str(self.recipe / "mao_ablations")]
@@ -64,23 +63,19 @@ class Conversion(LanguageModels):
         return super().default_out / self.args.corpus
 
     def read_models(self) -> list[Model]:
-        corpus = self.args.corpus
         self.corpus: dict[str, Any] = {"start": SOURCE, "checkpoint": "best"}
-        self.corpus |= read_yaml(self.recipe / "rows.yaml", plain=False)[corpus]
+        self.corpus |= read_yaml(self.recipe / "rows.yaml", plain=False)[self.args.corpus]
         self.corpus["rows"] = self.corpus["rows"] + self.corpus.get("stages", [])
         self.rows = {row["run"]: row for row in self.corpus["rows"]}
-        rows = names(self.args.rows) or list(self.rows)
+        rows, start = names(self.args.rows) or list(self.rows), self.corpus["start"]
         for name in rows:
             if name not in self.rows:
                 raise RecipeError(f"--rows must be among {', '.join(self.rows)}, got {name}.")
-        if self.corpus["start"] == SOFTMAX:  # the others start from it
+        if start == SOFTMAX:  # the others start from it
             rows = [SOFTMAX, *rows]
         seeds = range(1, self.args.seeds + 1) if self.args.seeds else [None]
-        return [
-            self.named(name, seed if name != self.corpus["start"] else None)
-            for name in dict.fromkeys(rows)
-            for seed in seeds
-        ]
+        models = [self.named(name, None if name == start else seed) for name in rows for seed in seeds]
+        return list(dict.fromkeys(models))
 
     def named(self, name: str, seed: int | None) -> Model:
         """Return the training of a row. Its own `conf` and `from` are for rows that learn in stages."""
@@ -91,8 +86,12 @@ class Conversion(LanguageModels):
         return Model(name, conf, folder, seed, origin, row.get("target", ""))
 
     def check_flags(self) -> None:
+        if self.stage == "evaluate":
+            if not (self.data.is_dir() and self.source.is_dir()):
+                raise RecipeError(f"{self.out} must have a source, got none: run the stage prepare first.")
+            super().check_flags()
         flags = ["--task", "language_modeling", "--arch", "fwp_lm", *self.extra]
-        if reason := refusal([str(self.bin), *self.plugin, *flags]):
+        if self.stage in ("train", "all") and (reason := refusal([str(self.bin), *self.plugin, *flags])):
             raise RecipeError(f"fairseq-train refuses the flags: {reason}.")
 
     # The source as a softmax model of this plugin, and the text in its words.
@@ -100,28 +99,24 @@ class Conversion(LanguageModels):
     def prepare_once(self) -> None:
         if self.args.corpus == "peps":
             super().prepare_once()
-            self.train_source()
+            flags = read_flags(self.recipe / "conf" / "peps" / "source.yaml")
+            if updates := self.args.source_updates:  # a tenth of them is warm-up, as in source.yaml
+                flags += ["--max-update", str(updates), "--warmup-updates", str(updates // 10)]
+            training.train(self.out / "source", self.bin, flags)
             self.convert_source(self.out / "source" / "checkpoint_best.pt", "--vocabulary", self.bin / "dict.txt")
+        elif not self.args.model or not self.args.model.exists():
+            raise RecipeError(f"--model must be the source of --corpus {self.args.corpus}, got none: see --help.")
         else:
-            if not self.args.model or not self.args.model.exists():
-                raise RecipeError(f"--model must be the source of --corpus {self.args.corpus}, got none: see --help.")
             self.convert_source(self.args.model)
             super().prepare_once()
-
-    def train_source(self) -> None:
-        flags = read_flags(self.recipe / "conf" / "peps" / "source.yaml")
-        if updates := self.args.source_updates:  # a tenth of them is warm-up, as in source.yaml
-            flags += ["--max-update", str(updates), "--warmup-updates", str(updates // 10)]
-        training.train(self.out / "source", self.bin, flags)
 
     def convert_source(self, model: Path, *flags: object) -> None:
         if not self.source.is_dir():
             run("fwp-convert", "--source", FORMATS[self.args.corpus], model, *flags, "--out", self.source)
 
     def settings(self) -> str:
-        if self.args.corpus == "peps":
-            return super().settings()
-        return f"{self.lines or 'all'} lines of valid and test"
+        own = f"{self.lines or 'all'} lines of valid and test"
+        return super().settings() if self.args.corpus == "peps" else own
 
     def prepare(self, work: Path) -> None:
         if self.args.corpus == "peps":
@@ -134,25 +129,22 @@ class Conversion(LanguageModels):
             (text / f"{split}.txt").write_bytes(self.find(split).read_bytes())
         if self.lines:
             cut(text, self.lines)
-        for split in SPLITS:
+        for name in (f"{split}.txt" for split in SPLITS):
             if self.args.corpus == "gpt2":
                 from gpt2_bpe import encode  # imported here: --help must work without fairseq
 
-                print(f"{split}: {encode(self.args.model, text / f'{split}.txt', pieces / f'{split}.txt'):,} tokens")
+                print(f"{name.removesuffix('.txt')}: {encode(self.args.model, text / name, pieces / name):,} tokens")
             else:
-                (text / f"{split}.txt").replace(pieces / f"{split}.txt")
+                (text / name).replace(pieces / name)
         remove(text)
         preprocess_text(pieces, work / "bin", "--srcdict", self.source / "dict.txt")
         remove(pieces / "train.txt")
 
     def find(self, split: str) -> Path:
         folder = self.args.data or ROOT / "data" / "peps"
-        files = [folder / f"{split}.txt"]
-        if self.args.corpus == "wikitext103":
-            files.append(folder / f"wiki.{split}.tokens")
-        for file in files:
-            if file.is_file():
-                return file
+        files = [folder / f"{split}.txt"] + [folder / f"wiki.{split}.tokens"] * (self.args.corpus == "wikitext103")
+        if found := next(filter(Path.is_file, files), None):
+            return found
         raise RecipeError(f"{files[-1]} is missing: give --data FOLDER, see --help.")
 
     # A row.
@@ -161,7 +153,7 @@ class Conversion(LanguageModels):
         task, start = self.start(model)
         flags = [*task, *model.flags, *self.plugin, *start, *self.extra, *self.teacher(model)]
         training.train(model.folder, self.bin, flags)
-        if not (model.folder / "checkpoint_best.pt").exists() and not (model.folder / "diverged").exists():
+        if not model.has("checkpoint_best.pt") and not model.has("diverged"):
             write(model.folder / "diverged", "no validation perplexity was a number\n")
 
     def conversion_flags(self) -> list[object]:
@@ -174,11 +166,6 @@ class Conversion(LanguageModels):
     def checkpoint(self, name: str, seed: int | None) -> Path:
         return self.source / "checkpoint.pt" if name == SOURCE else super().checkpoint(name, seed)
 
-    def main(self) -> None:
-        if self.stage == "evaluate" and not (self.data.is_dir() and self.source.is_dir()):
-            raise RecipeError(f"{self.out} must have a source, got none: run the stage prepare first.")
-        super().main()
-
     def evaluate(self, model: Model) -> None:
         """Evaluate the fine-tuned model of a row by every measure, the converted one only by the first."""
         self.measure_converted(model)
@@ -187,10 +174,9 @@ class Conversion(LanguageModels):
 
     def measure_converted(self, model: Model) -> None:
         folder = self.converted(model)
-        if folder.parent != model.folder:  # an earlier stage has measured it
-            return
-        for measure in self.corpus["measures"] if model.name == SOFTMAX else self.corpus["measures"][:1]:
-            self.measure(folder / "checkpoint.pt", folder, measure)
+        if folder.parent == model.folder:  # else an earlier stage has measured it
+            for measure in self.corpus["measures"] if model.name == SOFTMAX else self.corpus["measures"][:1]:
+                self.measure(folder / "checkpoint.pt", folder, measure)
 
     def measure(self, checkpoint: Path, folder: Path, measure: str) -> None:
         """Evaluate every token of a split by a measure, "SPLIT CONTEXT", unless the result exists."""
@@ -222,7 +208,7 @@ class Conversion(LanguageModels):
 
     def report(self) -> None:
         for model in self.models:
-            if (model.folder / "diverged").exists():
+            if model.has("diverged"):
                 self.measure_converted(model)
         rows = tables.read_results(self.corpus, self.out)
         save(self.out, "results", rows, tables.table(self.corpus, rows))

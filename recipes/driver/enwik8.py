@@ -10,15 +10,8 @@ from pathlib import Path
 
 from commands import RecipeError
 
-# fairseq writes line ends: it appends one to the last line too.
 WORDS = [chr(byte) if 0x21 <= byte <= 0x7E else chr(0x100 + byte) for byte in range(256)]
 SMALLEST = 1000  # bytes
-
-
-def words(data: bytes) -> list[str]:
-    """Return the lines of a part of the file, as words separated by spaces."""
-    lines = data.removesuffix(b"\n").split(b"\n")
-    return [" ".join([WORDS[byte] for byte in line]) for line in lines]
 
 
 def split(data: bytes) -> dict[str, bytes]:
@@ -40,8 +33,11 @@ def write(file: Path, out: Path, checksum: str | None) -> dict[str, int]:
     parts = split(data)
     for name, part in parts.items():
         write_words(part, out / f"{name}.txt")
+    # fairseq writes line ends: it appends one to the last line too.
     return {name: len(part) + (not part.endswith(b"\n")) for name, part in parts.items()}
 
 
 def write_words(data: bytes, out: Path) -> None:
-    out.write_text("".join(line + "\n" for line in words(data)), encoding="utf-8", newline="\n")
+    """Write the lines of a part of the file, as words separated by spaces."""
+    lines = (" ".join([WORDS[byte] for byte in line]) for line in data.removesuffix(b"\n").split(b"\n"))
+    out.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")

@@ -27,6 +27,10 @@ class Way(NamedTuple):
     test_all: bool = False
     scores: bool = False
 
+    def words(self, value: str) -> list[str]:
+        """Return the flags with a value."""
+        return self.flags.replace("@", value).split()
+
 
 def read_ways(path: Path, name: str) -> list[Way]:
     """Return the ways of a model in a file of the recipe: those of the first pattern that matches its name.
@@ -54,28 +58,23 @@ def read_way(path: Path, label: str, asked: Any) -> Way:
     return Way(label, asked["flags"], **switches, **lists)
 
 
-def result(folder: Path, split: str, label: str) -> Path:
-    return folder / f"{' '.join(word for word in (split, label) if word)}.json"
+def result(folder: Path, *words: str) -> Path:
+    """Return the file of a result: words are a split, a label and a value."""
+    return folder / f"{' '.join(filter(None, words))}.json"
 
 
-def evaluate(
-    folder: Path, data: Path, text: Path, way: Way, flags: list[str], checkpoint: str = "checkpoint_best.pt"
-) -> None:
+def evaluate(folder: Path, data: Path, text: Path, way: Way, flags: list[str]) -> None:
     """Evaluate the model of a folder in one way, on every token of each split."""
     for split in way.splits:
+        values = way.values or ("",)
         if way.values and split == "test" and not way.test_all:
             values = (best(folder, way.label),)
-        else:
-            values = way.values or ("",)
         for value in values:
-            label = f"{way.label} {value}".strip()
-            words = way.flags.replace("@", value).split()
-            score(folder / checkpoint, result(folder, split, label), data, split, text, [*words, *flags], way.scores)
+            path = result(folder, split, way.label, value)
+            score(folder, path, data, split, text, [*way.words(value), *flags], way.scores)
 
 
-def score(
-    checkpoint: Path, path: Path, data: Path, split: str, text: Path, flags: list[str], scores: bool = False
-) -> None:
+def score(folder: Path, path: Path, data: Path, split: str, text: Path, flags: list[str], scores: bool = False) -> None:
     """Run fwp-eval-lm, unless the result exists, and check that it scored every token of text/SPLIT.txt."""
     if path.exists():
         print(f"{path.parent.name} is evaluated already: {path}")
@@ -83,7 +82,7 @@ def score(
     tokens = ["--scores", str(path.with_suffix(".tsv"))] if scores else []
     with whole(path) as work:
         run(
-            "fwp-eval-lm", data, "--path", checkpoint, "--gen-subset", split, "--no-progress-bar",
+            "fwp-eval-lm", data, "--path", folder / "checkpoint_best.pt", "--gen-subset", split, "--no-progress-bar",
             "--json", work, *flags, *tokens,
         )  # fmt: skip
         check_scored(work, text / f"{split}.txt")

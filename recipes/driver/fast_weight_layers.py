@@ -11,8 +11,8 @@ from language_models import LanguageModels
 from log import read_json
 from prepare import preprocess
 from recipe import STAGES, Model
-from reports.files import save, show
-from tables import markdown
+from reports import gains
+from tables import markdown, save, show
 
 SPEED_LINES = 400  # of the test text, for measurements of speed
 # Row of Table 2 of Clark et al. 2022, our folder and label, and the paper's valid perplexity by base.
@@ -42,10 +42,6 @@ PICTURES: dict[str, tuple[str, str, int | None]] = {
 class FastWeightLayers(LanguageModels):
     stages = STAGES
 
-    def base(self, model: Model) -> Path:
-        """Return the folder of the model below the layer."""
-        return self.model(model.conf.with_name("base.yaml"), model.seed).folder
-
     def train(self, model: Model) -> None:
         flags = [*model.flags, *self.extra]
         if model.conf.stem != "base":
@@ -54,7 +50,7 @@ class FastWeightLayers(LanguageModels):
 
     def add_layer(self, model: Model) -> Path:
         """Return the base's model with a new layer on top, which does not change the outputs yet."""
-        base = self.base(model)
+        base = self.model(model.conf.with_name("base.yaml"), model.seed).folder
         start = base.parent / (base.name.replace("base", "start") + ".pt")
         if not start.exists():
             if not (base / "trained").exists():
@@ -67,17 +63,22 @@ class FastWeightLayers(LanguageModels):
         return sorted(found, key=lambda name: not name.endswith("/base"))
 
     def ways(self, model: Model) -> list[Way]:
-        ways = super().ways(model)
-        if self.lines:  # a trial
-            ways = [way._replace(flags=way.flags.replace("statistics 400", "statistics 4")) for way in ways]
-        return ways
+        few = ("statistics 400", "statistics 4") if self.lines else ("", "")  # a trial
+        return [way._replace(flags=way.flags.replace(*few)) for way in super().ways(model)]
 
     def evaluate(self, model: Model) -> None:
+        """Evaluate, then measure the speed of each way on the first lines of the test text."""
         super().evaluate(model)
-        if not self.args.test:
-            data = self.prepare_speed()
-            for way in self.ways(model):
-                self.measure(model, way, data)
+        data = self.prepare_speed() if not self.args.test else None
+        for way in self.ways(model) if data else ():
+            path = evaluation.result(model.folder, "speed", way.label)
+            if not path.exists():
+                value = evaluation.best(model.folder, way.label) if way.values else ""
+                with whole(path) as work:
+                    run(
+                        "fwp-eval-lm", data, "--path", model.folder / "checkpoint_best.pt", "--no-progress-bar",
+                        "--json", work, *way.words(value), *self.evaluation_flags,
+                    )  # fmt: skip
 
     def prepare_speed(self) -> Path:
         """Write the first lines of the test text; the statistics of RMS come from a training text next to it."""
@@ -87,31 +88,15 @@ class FastWeightLayers(LanguageModels):
                 work.mkdir()
                 lines = (self.words / "test.txt").read_text(encoding="utf-8").splitlines(keepends=True)
                 (work / "text").write_text("".join(lines[: self.lines or SPEED_LINES]), encoding="utf-8")
-                preprocess(
-                    work / "bin", "--only-source", "--srcdict", self.bin / "dict.txt", "--testpref", work / "text"
-                )
+                words = ("--srcdict", self.bin / "dict.txt", "--testpref", work / "text")
+                preprocess(work / "bin", "--only-source", *words)
                 for ending in ("bin", "idx"):
                     shutil.copy(self.bin / f"train.{ending}", work / "bin")
         return folder / "bin" if (folder / "bin").is_dir() else folder
 
-    def measure(self, model: Model, way: Way, data: Path) -> None:
-        """Measure the speed of one way of evaluation."""
-        path = evaluation.result(model.folder, "speed", way.label)
-        if path.exists():
-            return
-        value = evaluation.best(model.folder, way.label) if way.values else ""
-        words = way.flags.replace("@", value).split()
-        with whole(path) as work:
-            run(
-                "fwp-eval-lm", data, "--path", model.folder / "checkpoint_best.pt", "--no-progress-bar", "--json", work,
-                *words, *self.evaluation_flags,
-            )  # fmt: skip
-
     def report(self) -> None:
         if self.args.test:
             return
-        from reports import gains  # imported here: --help must work without the package
-
         rows = read_rows(self.out)
         save(self.out, "rows", rows, table(rows))
         for name, (picture, title, block) in PICTURES.items():

@@ -1,19 +1,18 @@
 """Download archives with known checksums from several sources; a broken download is resumed."""
 
-import contextlib
 import hashlib
 import http.client
+import shutil
 import sys
 import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from commands import RecipeError, run
 
-BLOCK = 2**20
 TIMEOUT = 60  # seconds without a byte
 # Some servers refuse urllib's default user agent.
 USER_AGENT = "Mozilla/5.0 (fairseq_fwp recipes)"
@@ -46,7 +45,7 @@ class Archive(NamedTuple):
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
+        while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
 
@@ -61,24 +60,12 @@ def receive(url: str, part: Path) -> None:
         if error.code == 416:  # complete: the checksum is compared later
             return
         raise
-    with contextlib.closing(response):
-        resumes = getattr(response, "status", None) == 206
-        length = response.headers.get("Content-Length")
-        with part.open("ab" if resumes else "wb") as file:
-            received = copy(response, file)
+    with response, part.open("ab" if getattr(response, "status", None) == 206 else "wb") as file:
+        before = file.tell()
+        shutil.copyfileobj(response, file, 2**20)
+        received, length = file.tell() - before, response.headers.get("Content-Length")
     if length is not None and received < int(length):
         raise OSError(f"the connection ended after {received:,} of {int(length):,} bytes")
-
-
-def copy(response: IO[bytes], file: IO[bytes]) -> int:
-    """Copy everything; return the number of bytes."""
-    received = 0
-    while block := response.read(BLOCK):
-        file.write(block)
-        received += len(block)
-        if received % (32 * BLOCK) < len(block):
-            print(f"{received / 1e6:,.0f} MB", file=sys.stderr)
-    return received
 
 
 def fetch(path: Path, checksum: str | None, urls: Sequence[str]) -> None:
@@ -90,8 +77,7 @@ def fetch(path: Path, checksum: str | None, urls: Sequence[str]) -> None:
     if path.exists() and checksum in (None, sha256(path)):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    reasons = []
+    part, reasons = path.with_name(path.name + ".part"), []
     for url in urls:
         print(f"fetching {url}", file=sys.stderr)
         try:

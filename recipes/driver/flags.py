@@ -1,7 +1,6 @@
 """Flags of fairseq-train: read from a YAML file, checked before any work, and converted to labels.
 
     arch: delta_lm_wt103          ->  --arch delta_lm_wt103
-    dropout: 0.1                  ->  --dropout 0.1
     share-decoder-input-output-embed: true  ->  --share-decoder-input-output-embed
     include: common.yaml          ->  the flags of that file first (its path is relative to this one)
 
@@ -20,15 +19,13 @@ from commands import RecipeError
 
 # Flags that do not change scores, and so are not in names of results: with a value, without one.
 SILENT = {"--batch-size", "--log-format", "--log-interval"}, {"--cpu", "--no-progress-bar"}
-
-
 # Lines that are not flags: the model that a training begins with, and the options of fwp-convert for it.
 START = ("from", "convert")
 
 
 def read_yaml(path: Path, plain: bool = True) -> Any:
     """Return the content of a YAML file, with `plain` every value as a string. Raises RecipeError."""
-    import yaml
+    import yaml  # imported here: --help must work without it
 
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader if plain else yaml.SafeLoader)
@@ -65,22 +62,20 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 def value_of(flags: list[str], name: str, default: str = "") -> str:
     """Return the last value of a flag."""
-    for i in reversed(range(len(flags))):
-        if flags[i] == name and i + 1 < len(flags):
-            return flags[i + 1]
-        if flags[i].startswith(f"{name}="):
-            return flags[i].partition("=")[2]
+    for flag, value in zip(reversed(flags), [None, *reversed(flags)], strict=False):
+        if flag == name and value is not None:
+            return value
+        if flag.startswith(f"{name}="):
+            return flag.partition("=")[2]
     return default
 
 
 def label(flags: list[str]) -> str:
     """Return a name for an evaluation with these flags: those that change the result, without slashes."""
-    names, with_value = [], False
-    for flag in flags:
-        if with_value:
-            with_value = False
-        elif flag in SILENT[0]:
-            with_value = True
+    names, words = [], iter(flags)
+    for flag in words:
+        if flag in SILENT[0]:
+            next(words, None)  # its value
         elif flag.partition("=")[0] not in SILENT[0] | SILENT[1]:
             names.append(flag.removeprefix("--"))
     return " ".join(names).replace("/", "_")
@@ -94,16 +89,16 @@ def refusal(flags: list[str], program: str = "fairseq-train") -> str | None:
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # advises a package that is not needed
     from fairseq import options
 
+    from fairseq_fwp.cli import eval_lm
+
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             if program == "fwp-eval-lm":
-                from fairseq_fwp.cli import eval_lm
-
                 eval_lm.parser().parse_args(flags)
-            elif program == "fairseq-generate":
-                options.parse_args_and_arch(options.get_generation_parser(), flags)
             else:
-                options.parse_args_and_arch(options.get_training_parser(), flags)
+                training = program == "fairseq-train"
+                parser = options.get_training_parser() if training else options.get_generation_parser()
+                options.parse_args_and_arch(parser, flags)
         except SystemExit:
             return said.getvalue().splitlines()[-1].split("error: ")[-1].split(" (choose from")[0]
     return None

@@ -16,18 +16,12 @@ NAMES = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
 MARK = "<|endoftext|>"
 
 
-def find_vocabulary(folder: Path) -> tuple[Path, Path]:
-    """Return the two files of a vocabulary. Raises RecipeError if they are missing."""
-    for pair in NAMES:
-        first, second = (folder / name for name in pair)
-        if first.is_file() and second.is_file():
-            return first, second
-    raise RecipeError(f"{folder} must have {' and '.join(NAMES[0])}, or {' and '.join(NAMES[1])}")
-
-
 def read_encoder(folder: Path) -> Encoder:
-    """Return fairseq's encoder of a folder. Raises RecipeError if the model next to it has fewer tokens."""
-    vocabulary, merges = find_vocabulary(folder)
+    """Return fairseq's encoder of a folder. Raises RecipeError without one, or if its model has fewer tokens."""
+    pairs = ([folder / name for name in pair] for pair in NAMES)
+    vocabulary, merges = next((pair for pair in pairs if all(map(Path.is_file, pair))), (None, None))
+    if vocabulary is None:
+        raise RecipeError(f"{folder} must have {' and '.join(NAMES[0])}, or {' and '.join(NAMES[1])}")
     try:
         encoder = get_encoder(str(vocabulary), str(merges))
         last = max(encoder.encoder.values())

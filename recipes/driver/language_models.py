@@ -18,23 +18,18 @@ from prepare import (
     learn_bpe,
     preprocess,
     preprocess_text,
-    print_unknown,
     remove,
 )
 from recipe import STAGES, Model, Recipe
+from reports import comparison, papers
 from texts import TEXTS, checksum, read_words
 
 OWN_TEXT = """\
 --data FOLDER {any_text}--out FOLDER trains on another text. The first folder contains
 {files}.
 evaluate --test FILE scores one raw text with the trained models. It prints the share of <unk> tokens."""
-
-
-def own_text(settings: list[str]) -> str:
-    """Return how to use another text in a recipe with these settings, for --help."""
-    raw = "train.txt, valid.txt and test.txt (or .txt.gz): raw text"
-    files = "one file named enwik8" if "enwik8" in settings else raw
-    return OWN_TEXT.format(any_text="" if "--merges" in settings else "--any-text ", files=files)
+# Group of models, conf/GROUP, with a table of its own: the function that reports the rows in GROUP.yaml.
+GROUPS = {"grid": papers.write_grid, "carried": papers.write_carried}
 
 
 class LanguageModels(Recipe):
@@ -46,43 +41,24 @@ class LanguageModels(Recipe):
     evaluator = "fwp-eval-lm"
 
     def __init__(self, arguments: list[str]) -> None:
-        self.own_data = self.own_data or own_text(arguments)
+        raw = "train.txt, valid.txt and test.txt (or .txt.gz): raw text"
+        files = "one file named enwik8" if "enwik8" in arguments else raw
+        any_text = "" if "--merges" in arguments else "--any-text "
+        self.own_data = self.own_data or OWN_TEXT.format(any_text=any_text, files=files)
         if "--prompt" in arguments and "sample" in self.stages:
             self.stages = self.stages | {"all": "prepare, train, evaluate, report and sample"}
         super().__init__(arguments)
-        args = self.args
-        self.text, self.merges, self.lines = TEXTS[args.text], args.merges, args.lines
-        if args.any_text and not args.data:
-            raise RecipeError("--data FOLDER must be given with --any-text, which accepts another text there.")
-        if args.test and self.stage != "evaluate":
-            raise RecipeError(f"--test needs the stage evaluate, got the stage {self.stage}.")
-        if args.test and not args.test.is_file():
-            raise RecipeError(f"--test must be the name of a text file, got {args.test}, which does not exist.")
-        if args.data and not args.data.is_dir():
-            raise RecipeError(f"--data must be a folder, got {args.data}.")
-
-    def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        super().add_flags(parser)
-        self.add_text_flags(parser)
-        parser.add_argument(
-            "--any-text", action="store_true", help="with --data: accept another text than the recipe's"
-        )
-        parser.add_argument(
-            "--test", type=Path, metavar="FILE", help="with evaluate: score this raw text instead of valid and test"
-        )
+        self.text, self.merges, self.lines = TEXTS[self.args.text], self.args.merges, self.args.lines
+        if (file := self.args.test) and not file.is_file():
+            raise RecipeError(f"--test must be the name of a text file, got {file}, which does not exist.")
 
     def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
+        super().add_text_flags(parser)
         hidden = argparse.SUPPRESS
         parser.add_argument("--text", choices=TEXTS, required=True, help=hidden)
         parser.add_argument("--merges", type=whole_number, default=0, help=hidden)  # of BPE; 0: whole words
         parser.add_argument("--prompt", help=hidden)
         parser.add_argument("--per-word", action="store_true", help=hidden)
-        parser.add_argument(
-            "--data",
-            type=Path,
-            metavar="FOLDER",
-            help="folder with the text, see above; only prepare reads it",
-        )
         parser.add_argument(
             "--lines", type=whole_number, metavar="N", help="use only the first N lines of valid and test, for a trial"
         )
@@ -101,13 +77,13 @@ class LanguageModels(Recipe):
         return self.args.data.absolute() if self.args.data else here if here.is_dir() else None
 
     def settings(self) -> str:
+        given = self.folder if self.merges else self.args.data
+        if self.data.is_dir() and not given and self.text.archives:
+            return ""
         if not self.merges:
-            asked = self.args.data and (
-                f"any text of {self.args.data.absolute()}" if self.args.any_text else "the corpus"
-            )
-            return asked or ("" if self.data.is_dir() else "the corpus")
-        if self.folder is None and self.text.make is None:
-            return "" if self.data.is_dir() else f"{self.merges} merges; downloaded"
+            return f"any text of {self.args.data.absolute()}" if self.args.any_text else "the corpus"
+        if not given and self.text.archives:
+            return f"{self.merges} merges; downloaded"
         said = f"{self.merges} merges; {self.folder or 'own text'}"
         said += f"; {self.lines} lines of valid and test" if self.lines else ""
         return said + (f" {checksum(self.folder)}" if self.folder else "")
@@ -132,13 +108,10 @@ class LanguageModels(Recipe):
         """Write SPLIT.txt; return the expected counts."""
         if self.folder:
             return self.text.write(self.folder, out, self.args.any_text)
-        if self.text.make:
-            self.text.make(out)
-            return {}
         for archive in self.text.archives:
             archive.fetch(self.out / "download")
-        if self.text.convert:
-            self.text.convert(self.out / "download", out)
+        if self.text.make:
+            self.text.make(self.out / "download", out)
             return {}
         return self.text.write(self.out / "download", out, False)
 
@@ -157,50 +130,49 @@ class LanguageModels(Recipe):
         return [way._replace(label=f"{way.label} {own}".strip()) for way in ways]
 
     def evaluate(self, model: Model) -> None:
+        """Evaluate by all ways; on a text of the user only with the value that is the best on valid."""
         for way in self.ways(model):
             if self.args.test:
-                self.evaluate_own(model, way)
+                name = f"own_{self.args.test.stem}"
+                data = self.prepare_own(name)
+                value = evaluation.best(model.folder, way.label) if way.values else ""
+                path = evaluation.result(model.folder, name, way.label, value)
+                flags = [*way.words(value), *self.evaluation_flags]
+                evaluation.score(model.folder, path, data / "bin", "test", data, flags)
             else:
                 evaluation.evaluate(model.folder, self.bin, self.words, way, self.evaluation_flags)
-
-    def evaluate_own(self, model: Model, way: Way) -> None:
-        """Evaluate on a text of the user; of several values the best on valid is used."""
-        name = f"own_{self.args.test.stem}"
-        data = self.prepare_own(name)
-        value = evaluation.best(model.folder, way.label) if way.values else ""
-        flags = [*way.flags.replace("@", value).split(), *self.evaluation_flags]
-        path = evaluation.result(model.folder, name, f"{way.label} {value}".strip())
-        evaluation.score(model.folder / "checkpoint_best.pt", path, data / "bin", "test", data, flags)
 
     def prepare_own(self, name: str) -> Path:
         """Prepare a text of the user with the vocabulary of the training."""
         folder, settings = self.out / "tests" / name, known_as(self.args.test)
-        if folder.is_dir():
-            check_own(folder, settings)
-            print_unknown(folder, self.args.test)
-            return folder
-        with whole(folder) as work:
-            work.mkdir()
-            self.text.copy(self.args.test, work / "test.txt")
-            if self.merges:
-                raw = (work / "test.txt").replace(work / "raw.txt")
-                apply_bpe(self.data / "bpe" / "codes", raw, work / "test.txt")
-            dictionary = self.bin / "dict.txt"
-            preprocess(work / "bin", "--only-source", "--srcdict", dictionary, "--testpref", work / "test.txt")
-            write(work / "source.txt", settings + "\n")
-        print_unknown(folder, self.args.test)
+        if not folder.is_dir():
+            with whole(folder) as work:
+                work.mkdir()
+                self.text.copy(self.args.test, work / "test.txt")
+                if self.merges:
+                    raw = (work / "test.txt").replace(work / "raw.txt")
+                    apply_bpe(self.data / "bpe" / "codes", raw, work / "test.txt")
+                dictionary = self.bin / "dict.txt"
+                preprocess(work / "bin", "--only-source", "--srcdict", dictionary, "--testpref", work / "test.txt")
+                write(work / "source.txt", settings + "\n")
+        check_own(folder, settings, self.args.test)
         return folder
 
     # Reports and samples.
 
     def report(self) -> None:
+        """Report each group with its own tables, of all its rows, since others may have trained some; then the rest."""
         if self.args.test:
             return
-        from reports import language_models as reports  # imported here: --help must work without the package
-
-        measure = "loss_base_2" if self.args.text == "enwik8" else "perplexity"
-        words = self.data / "text" if self.args.per_word else None
-        reports.write(self.recipe, self.out, self.models, measure, words)
+        models = self.models
+        for group, write_group in GROUPS.items():
+            rows, inside = self.recipe / f"{group}.yaml", f"{group}/"
+            if rows.exists() and any(model.name.startswith(inside) for model in models):
+                write_group(rows, self.out, self.out / group)
+                models = [model for model in models if not model.name.startswith(inside)]
+        if models:
+            measure = "loss_base_2" if self.args.text == "enwik8" else "perplexity"
+            comparison.write(self.out, models, measure, self.data / "text" if self.args.per_word else None)
 
     def main(self) -> None:
         super().main()

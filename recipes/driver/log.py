@@ -1,39 +1,32 @@
-"""Read the output of `fairseq-train --log-format json`."""
+"""The log of a training: its numbers for reports, and short lines while it grows."""
 
-import contextlib
+import collections
 import json
 import math
 import re
+import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commands import RecipeError
 
+from fairseq_fwp.cli.logs import TIME, read_line
+
 START = re.compile(r"^\+ (?:.*[ /])?fairseq-train ", re.MULTILINE)
-TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ", re.MULTILINE)
 ENTRY = re.compile(r"\| (\{\".*\})\s*$")
 PARAMETERS = re.compile(r"num\. shared model params: ([\d,]+)")
+TOTAL = re.compile(r"\bmax_update(?:': |=)(\d+)")
 # fairseq's message for a gradient that is NaN or infinite (with --fp16: at every scale of the loss).
 NOT_FINITE = re.compile(r"^FloatingPointError: (gradients are Nan/Inf|Minimum loss scale)", re.MULTILINE)
 
 
-def read_entry(line: str) -> dict[str, float]:
-    """Return the numbers of a line by name; empty for another line. Raises ValueError for a damaged one."""
-    if not (found := ENTRY.search(line)):
-        return {}
-    numbers: dict[str, float] = {}
-    for name, value in json.loads(found[1]).items():
-        with contextlib.suppress(TypeError, ValueError):
-            numbers[name] = float(value)
-    return numbers
-
-
-class Training(NamedTuple):
+class Log(NamedTuple):
     """The contents of a log; of a resumed run, without updates that were repeated.
 
-    hours: from the first to the last line, summed over starts; seconds: fairseq's own clock of training steps;
-    validations: the numbers of each, without the prefix valid_; not_finite: the last start ended at such a gradient.
+    hours: from the first to the last line, summed over starts; seconds: fairseq's own clock; validations: the numbers
+    of each; not_finite: the last start ended at such a gradient.
     """
 
     parameters: int
@@ -57,13 +50,11 @@ class Training(NamedTuple):
         if not self.not_finite:
             return ""
         finite = [(update, ppl) for update, ppl in self.curve() if math.isfinite(ppl)]
-        before = (
-            "last finite validation perplexity {1:.2f} at {0:,}".format(*finite[-1]) if finite else "no validation yet"
-        )
-        return f"gradient not finite after update {self.updates:,}, {before}"
+        last = "last finite validation perplexity {1:.2f} at {0:,}".format(*finite[-1]) if finite else ""
+        return f"gradient not finite after update {self.updates:,}, {last or 'no validation yet'}"
 
 
-def read_training(log: Path) -> Training:
+def read_training(log: Path) -> Log:
     """Read a log, each start after a line `+ ... fairseq-train ...`. Raises RecipeError for one without a model."""
     text = log.read_text(encoding="utf-8", errors="replace")
     if not (parameters := PARAMETERS.search(text)):
@@ -71,29 +62,30 @@ def read_training(log: Path) -> Training:
     updates, seconds = 0, 0.0
     validations: list[dict[str, float]] = []
     for line in text.splitlines():
-        try:
-            entry = read_entry(line)
-        except ValueError:
-            raise RecipeError(
-                f"{log} is damaged: it has the line {line!r}; remove its folder to train again."
-            ) from None
-        if "valid_num_updates" in entry:
-            found = {name.removeprefix("valid_"): value for name, value in entry.items()}
-            updates = int(found["num_updates"])
-            validations = [known for known in validations if known["num_updates"] < updates]
-            validations.append(found)
-        elif "num_updates" in entry:
-            updates = int(entry["num_updates"])
-        seconds = entry.get("train_wall", seconds)
+        about, numbers = read_line(line)
+        if not about and ENTRY.search(line):
+            raise RecipeError(f"{log} is damaged: it has the line {line!r}; remove its folder to train again.")
+        if about in ("inner", "valid"):
+            updates = int(numbers.get("num_updates", updates))
+        if about == "valid":
+            validations = [known for known in validations if known["num_updates"] < updates] + [numbers]
+        seconds = numbers.get("wall" if about == "epoch" else "train_wall", seconds)
     starts = START.split(text)
     not_finite = NOT_FINITE.search(starts[-1]) is not None
     hours = sum(map(hours_of, starts))
-    return Training(int(parameters[1].replace(",", "")), updates, hours, seconds, validations, not_finite)
+    return Log(int(parameters[1].replace(",", "")), updates, hours, seconds, validations, not_finite)
+
+
+def find_log(folder: Path) -> Log | None:
+    """Return the content of a train.log; None if it ends before its model. Raises RecipeError for a damaged one."""
+    path = folder / "train.log"
+    reached = path.exists() and PARAMETERS.search(path.read_text(encoding="utf-8", errors="replace"))
+    return read_training(path) if reached else None
 
 
 def hours_of(start: str) -> float:
     """Return the hours from the first to the last line of one start; a resumed run stops fairseq's own clock."""
-    times = [datetime.fromisoformat(time) for time in TIME.findall(start)]
+    times = [datetime.fromisoformat(time[1]) for line in start.splitlines() if (time := TIME.match(line))]
     return (times[-1] - times[0]).total_seconds() / 3600 if times else 0.0
 
 
@@ -101,3 +93,57 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the result of an evaluation; empty without one."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
+
+
+class Progress:
+    """The progress of a training of that name. On a terminal one line changes, elsewhere a line comes every 10 s."""
+
+    def __init__(self, label: str, terminal: bool | None = None) -> None:
+        self.label = label
+        self.terminal = sys.stdout.isatty() if terminal is None else terminal
+        self.start = "\r\x1b[K" if self.terminal else ""
+        self.last_words: collections.deque[str] = collections.deque(maxlen=15)
+        self.total, self.done, self.shown = 0, False, 0.0
+
+    def read(self, line: str) -> None:
+        """Take the next line of the log."""
+        if found := TOTAL.search(line):
+            self.total = int(found[1])
+        if found := PARAMETERS.search(line):
+            print(f"{self.label}: {found[1]} parameters", flush=True)
+        self.done = self.done or "| done training" in line
+        about, numbers = read_line(line)
+        if not ENTRY.search(line):
+            self.last_words.append(line)
+        elif about == "valid":
+            bleu = f"   BLEU {numbers['bleu']:5.2f}" if "bleu" in numbers else ""
+            words = f"update {int(numbers['num_updates']):5,}   validation {said(numbers)}{bleu}"
+            print(f"{self.start}{self.label:8} {words}", flush=True)
+        elif about == "inner" and {"num_updates", "ups"} <= numbers.keys():
+            self.show_update(numbers)
+
+    def show_update(self, numbers: dict[str, float]) -> None:
+        if time.time() - self.shown < (0 if self.terminal else 10):
+            return
+        self.shown = time.time()
+        update, rate = int(numbers["num_updates"]), numbers["ups"]
+        line = f"{self.start}{self.label:8} update {update:5,}"
+        line += f" of {self.total:,} ({update / self.total:4.0%})" if self.total else ""
+        line += f"   {said(numbers)}   {numbers.get('wps', 0):8,.0f} tokens/s"
+        if self.total and rate:
+            seconds = int((self.total - update) / rate)
+            line += f"   {seconds // 60}m {seconds % 60:02d}s left"
+        print(line, end="" if self.terminal else "\n", flush=True)
+
+    def end(self) -> None:
+        """Show the last lines of a training that stopped early."""
+        if not self.done:
+            words = "".join(self.last_words)
+            print(f"{self.start}{words}{self.label}: the training stopped early; its last lines are above.", flush=True)
+
+
+def said(numbers: dict[str, float]) -> str:
+    """Return the perplexity, or the loss if a criterion has none."""
+    if "ppl" not in numbers and "loss" in numbers:
+        return f"loss {numbers['loss']:8.4f}"
+    return f"ppl {numbers.get('ppl', math.nan):8.1f}"

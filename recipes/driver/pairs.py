@@ -1,15 +1,106 @@
-"""The parallel texts of translation: downloaded or read from a folder, tokenised and checked."""
+"""The parallel texts of translation: downloaded or read from a folder, tokenised as in Moses, and checked."""
 
+import contextlib
+import gzip
+import itertools
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import NamedTuple
 
 from commands import RecipeError, write
 from fetch import Archive
-from parallel import copy
 
 LANGUAGES = ("en", "de")
+LINES_A_PIECE = 2000
+
+
+# Pairs of lines.
+
+
+def copy(
+    out: Path,
+    prefixes: Iterable[Path],
+    *,
+    tokenized: bool = False,
+    max_words: int | None = None,
+    pairs: int | None = None,
+) -> None:
+    """Copy PREFIX.LANGUAGE[.gz], one prefix after the other, to OUT.LANGUAGE, and tokenise it if asked.
+
+    max_words: leave out pairs with an empty side or with more words; None: an empty side is an error.
+    pairs: the number of pairs that the text must have. Raises RecipeError.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    kept = left_out = 0
+    with contextlib.ExitStack() as stack:
+        found = read_pairs(prefixes)
+        if tokenized:
+            found = tokenize_all(found, stack.enter_context(Pool()))
+        files = [stack.enter_context(open(f"{out}.{language}", "w", encoding="utf-8")) for language in LANGUAGES]
+        for pair in found:
+            lengths = [len(text.split()) for text in pair]
+            if max_words is None and 0 in lengths:
+                raise RecipeError(f"pair {kept + 1:,} of {out.name} has an empty side.")
+            if max_words is not None and not 0 < min(lengths) <= max(lengths) <= max_words:
+                left_out += 1
+                continue
+            kept += 1
+            for file, text in zip(files, pair, strict=True):
+                file.write(text + "\n")
+    if pairs not in (None, kept + left_out):
+        raise RecipeError(
+            f"{out.name} has {kept + left_out:,} pairs in place of {pairs:,}: this is another text than the recipe's. "
+            "If it is meant, add --any-text."
+        )
+    if not kept:
+        raise RecipeError(f"{out.name} has no pairs" + (f": all {left_out:,} were left out." if left_out else "."))
+    print(f"{out.name}: {kept:,} pairs" + (f", {left_out:,} left out" if left_out else ""))
+
+
+def read_lines(prefix: Path, language: str) -> Iterator[str]:
+    """Yield the lines of PREFIX.LANGUAGE or PREFIX.LANGUAGE.gz. Raises RecipeError if they cannot be read."""
+    names = [prefix.with_name(f"{prefix.name}.{language}{ending}") for ending in ("", ".gz")]
+    path = next((name for name in names if name.is_file()), None)
+    if path is None:
+        raise RecipeError(f"{names[0]} or {names[1].name} must exist: give a folder that has it.")
+    try:
+        # Only \n ends a line: web text has many characters that Python takes for line ends.
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline="\n") as file:
+            for line in file:
+                yield " ".join(line.split())
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+
+
+def read_pairs(prefixes: Iterable[Path]) -> Iterator[tuple[str, ...]]:
+    """Yield the pairs of lines. Raises RecipeError if the sides have different numbers of lines."""
+    for prefix in prefixes:
+        try:
+            yield from zip(*(read_lines(prefix, language) for language in LANGUAGES), strict=True)
+        except ValueError as error:  # of zip; a RecipeError has its own message
+            files = " and ".join(f"{prefix}.{language}" for language in LANGUAGES)
+            raise RecipeError(f"{files} have different numbers of lines.") from error
+
+
+def tokenize_all(pairs: Iterator[tuple[str, ...]], pool: Pool) -> Iterator[tuple[str, ...]]:
+    """Yield the pairs, tokenised by several processes."""
+    pieces = iter(lambda: list(itertools.islice(pairs, LINES_A_PIECE)), [])
+    return itertools.chain.from_iterable(pool.imap(tokenize, pieces))
+
+
+def tokenize(pairs: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    from sacremoses import MosesTokenizer
+
+    tokenizers = [MosesTokenizer(language) for language in LANGUAGES]
+    return [
+        tuple(one.tokenize(text, return_str=True) for one, text in zip(tokenizers, pair, strict=True)) for pair in pairs
+    ]
+
+
+# The texts.
 
 
 class Text(NamedTuple):
@@ -23,22 +114,23 @@ class Text(NamedTuple):
     archives: tuple[Archive, ...] = ()
 
 
+def has(folder: Path, split: str) -> bool:
+    """Return whether a text of the user has a split under that name."""
+    return any((folder / f"{split}.en{ending}").is_file() for ending in ("", ".gz"))
+
+
 def write_multi30k(folder: Path, out: Path, any_text: bool) -> None:
     for split, name in {"train": "train", "valid": "val", "test": "test_2016_flickr"}.items():
-        if any_text and any((folder / f"{split}.en{ending}").is_file() for ending in ("", ".gz")):
-            name = split
-        copy(out / "tok" / split, LANGUAGES, [folder / name], tokenized=True)
+        prefix = folder / (split if any_text and has(folder, split) else name)
+        copy(out / "tok" / split, [prefix], tokenized=True)
         if split != "train":
-            copy(out / "text" / split, LANGUAGES, [folder / name])
+            copy(out / "text" / split, [prefix])
 
 
 # WMT14. For each split: its raw texts, the number of pairs, and its name in the public tokenised set.
+TRAINING_TEXTS = ("europarl-v7.de-en", "commoncrawl.de-en", "news-commentary-v9.de-en")
 WMT14 = {
-    "train": (
-        ("europarl-v7.de-en", "commoncrawl.de-en", "news-commentary-v9.de-en"),
-        4520620,
-        "train.tok.clean.bpe.32000",
-    ),
+    "train": (TRAINING_TEXTS, 4520620, "train.tok.clean.bpe.32000"),
     "valid": (("newstest2013",), 3000, "newstest2013.tok.bpe.32000"),
     "test": (("newstest2014",), 3003, "newstest2014.tok.bpe.32000"),
 }
@@ -46,40 +138,24 @@ WMT14 = {
 
 def write_wmt14(folder: Path, out: Path, any_text: bool) -> None:
     public = (folder / "train.tok.clean.bpe.32000.en").exists()
-    for split, (names, pairs, name) in WMT14.items():
-        expected = None if any_text else pairs
-        if public:
-            copy_public(split, folder, names[0], name, out, expected)
-        else:
-            tokenize_raw(split, folder, names, out, any_text, expected)
-
-
-def copy_public(split: str, folder: Path, raw: str, name: str, out: Path, pairs: int | None) -> None:
-    """Copy a split of the public set, which has BPE; its training text was cleaned, so it has fewer pairs."""
-    copy(out / "bpe" / split, LANGUAGES, [folder / name], pairs=None if split == "train" else pairs)
-    if split != "train" and (folder / f"{raw}.de").exists():
-        copy(out / "text" / split, LANGUAGES, [folder / raw], pairs=pairs)
-
-
-def tokenize_raw(
-    split: str, folder: Path, names: tuple[str, ...], out: Path, any_text: bool, pairs: int | None
-) -> None:
-    if any_text and any((folder / f"{split}.en{ending}").exists() for ending in ("", ".gz")):
-        names = (split,)
-    prefixes = [from_sgm(folder, name, out / "raw") or locate(folder, name) for name in names]
-    max_words = 80 if split == "train" else None
-    copy(out / "tok" / split, LANGUAGES, prefixes, tokenized=True, max_words=max_words, pairs=pairs)
-    if split != "train":
-        copy(out / "text" / split, LANGUAGES, prefixes)
+    for split, (names, number, name) in WMT14.items():
+        train, pairs = split == "train", None if any_text else number
+        if public:  # it has BPE; its training text was cleaned, so it has fewer pairs
+            copy(out / "bpe" / split, [folder / name], pairs=None if train else pairs)
+            if not train and (folder / f"{names[0]}.de").exists():
+                copy(out / "text" / split, [folder / names[0]], pairs=pairs)
+            continue
+        names = (split,) if any_text and has(folder, split) else names
+        prefixes = [from_sgm(folder, name, out / "raw") or locate(folder, name) for name in names]
+        copy(out / "tok" / split, prefixes, tokenized=True, max_words=80 if train else None, pairs=pairs)
+        if not train:
+            copy(out / "text" / split, prefixes)
 
 
 def below(folder: Path, *names: str) -> Path | None:
     """Return the first file of these names in a folder or the two levels below it."""
-    for depth in ("", "*/", "*/*/"):
-        for name in names:
-            if found := sorted(folder.glob(depth + name)):
-                return found[0]
-    return None
+    places = (folder.glob(depth + name) for depth in ("", "*/", "*/*/") for name in names)
+    return next((found[0] for found in map(sorted, places) if found), None)
 
 
 def locate(folder: Path, name: str) -> Path:
@@ -98,13 +174,12 @@ def from_sgm(folder: Path, name: str, out: Path) -> Path | None:
         file = below(folder, f"{name}-deen-{side}.{language}.sgm", f"{name}-{side}.{language}.sgm")
         if file is None:
             return None
-        text = file.read_text(encoding="utf-8")
-        lines = re.findall(r"^<seg[^>]*> *(.*[^ ]) *</seg>", text, re.MULTILINE)
+        lines = re.findall(r"^<seg[^>]*> *(.*[^ ]) *</seg>", file.read_text(encoding="utf-8"), re.MULTILINE)
         write(out / f"{name}.{language}", "".join(line + "\n" for line in lines))
     return out / name
 
 
-def wmt_archive(name: str, checksum: str, page: str, members: str) -> Archive:
+def wmt_archive(name: str, checksum: str, page: str, members: str = "*.de-en.??") -> Archive:
     """An archive of the task's pages; checksums are those of TensorFlow Datasets."""
     at = f"{page}/{name}"
     urls = (f"https://{at}", f"http://{at}", f"https://web.archive.org/web/2023id_/http://{at}")
@@ -129,35 +204,17 @@ MULTI30K = {
     "test_2016_flickr.en.gz": "611d361c6334bc7246101d48097c13cf5c4413c5befc793cc629934359d532d9",
     "test_2016_flickr.de.gz": "9204244e408ccb38d2a55cfcd344df15005fc42a07a6e55ca6c52b6ababb8cc8",
 }
+WMT14_ARCHIVES = (
+    ("training-parallel-europarl-v7.tgz", "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7",
+     "www.statmt.org/wmt13"),
+    ("training-parallel-commoncrawl.tgz", "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5",
+     "www.statmt.org/wmt13"),
+    ("training-parallel-nc-v9.tgz", "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485",
+     "www.statmt.org/wmt14"),
+    ("dev.tgz", "7a7deccf82ebb05ba508dba5eb21356492224e8f630ec4f992132b029b4b25e7",
+     "data.statmt.org/wmt19/translation-task", "*newstest201[34]*"),
+)  # fmt: skip
 PAIRS = {
     "multi30k": Text(write_multi30k, tuple(multi30k_archive(*one) for one in MULTI30K.items())),
-    "wmt14_en_de": Text(
-        write_wmt14,
-        (
-            wmt_archive(
-                "training-parallel-europarl-v7.tgz",
-                "0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7",
-                "www.statmt.org/wmt13",
-                "*.de-en.??",
-            ),
-            wmt_archive(
-                "training-parallel-commoncrawl.tgz",
-                "c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5",
-                "www.statmt.org/wmt13",
-                "*.de-en.??",
-            ),
-            wmt_archive(
-                "training-parallel-nc-v9.tgz",
-                "cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485",
-                "www.statmt.org/wmt14",
-                "*.de-en.??",
-            ),
-            wmt_archive(
-                "dev.tgz",
-                "7a7deccf82ebb05ba508dba5eb21356492224e8f630ec4f992132b029b4b25e7",
-                "data.statmt.org/wmt19/translation-task",
-                "*newstest201[34]*",
-            ),
-        ),
-    ),
+    "wmt14_en_de": Text(write_wmt14, tuple(wmt_archive(*one) for one in WMT14_ARCHIVES)),
 }

@@ -37,9 +37,9 @@ def preprocess(out: Path, *flags: object) -> None:
     run("fairseq-preprocess", "--destdir", out, *flags, log=out.parent / "preprocess.log")
 
 
-def preprocess_text(folder: Path, out: Path, *flags: object, splits: tuple[str, ...] = SPLITS) -> None:
+def preprocess_text(folder: Path, out: Path, *flags: object) -> None:
     """Run fairseq-preprocess on SPLIT.txt of a folder."""
-    prefixes = [word for split in splits for word in (f"--{split}pref", folder / f"{split}.txt")]
+    prefixes = [word for split in SPLITS for word in (f"--{split}pref", folder / f"{split}.txt")]
     preprocess(out, "--only-source", *prefixes, "--workers", os.cpu_count(), *flags)
 
 
@@ -48,17 +48,16 @@ def known_as(*files: Path) -> str:
     return " ".join(f"{file.absolute()} {zlib.crc32(file.read_bytes())}" for file in files)
 
 
-def check_own(folder: Path, settings: str) -> None:
-    """Check that a text of the user is the one evaluated before under its name; raise RecipeError otherwise."""
+def check_own(folder: Path, settings: str, text: Path) -> None:
+    """Print the share of unknown tokens of a text of the user, from the log of fairseq-preprocess.
+
+    Raises RecipeError if another text was evaluated before under its name.
+    """
     if (folder / "source.txt").read_text(encoding="utf-8").strip() != settings:
         raise RecipeError(
             f"{folder} holds another text of this name, which was evaluated before (see source.txt in it): rename "
             f"the new text, or remove {folder} and {folder.name}*.json next to the models."
         )
-
-
-def print_unknown(folder: Path, text: Path) -> None:
-    """Print how many tokens of a text fairseq-preprocess did not find in the vocabulary, from its log."""
     log = (folder / "preprocess.log").read_text(encoding="utf-8")
     for name, tokens, share in re.findall(r"(\S+): \d+ sents, (\d+) tokens, (\S+)% replaced", log):
         language = f", {suffix[1:]}" if (suffix := Path(name).suffix) in (".en", ".de") else ""
@@ -73,37 +72,20 @@ def count(text: Path) -> int:
         return sum(len(line.split()) + 1 for line in file)
 
 
-def counts(folder: Path) -> dict[str, int]:
-    """Return the tokens of each split and the size of the vocabulary, from the files of fairseq-preprocess.
-
-    Tokens include the end of each line; so does the vocabulary. It has the other special symbols only if they are words
-    of the training text (<unk> in WikiText). Raises RecipeError if a split is missing or empty.
-    """
-    from fairseq.data import Dictionary, data_utils
-
-    dictionary = Dictionary.load(str(folder / "dict.txt"))
-    found, specials = {}, {dictionary.eos()}
-    for split in SPLITS:
-        text = folder / f"{split}.bin"
-        if text.exists() and not text.stat().st_size:
-            raise RecipeError(f"{split}.txt must have at least one line of text, got none.")
-        lines = data_utils.load_indexed_dataset(str(folder / split), dictionary)
-        if lines is None:
-            raise RecipeError(f"{text} is missing: prepare the data again.")
-        found[split] = int(lines.sizes.sum())
-        if split == "train" and any((lines[i] == dictionary.unk()).any() for i in range(len(lines))):
-            specials.add(dictionary.unk())
-    words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
-    return found | {"vocabulary": len(words) + len(specials)}
-
-
 def check_counts(folder: Path, expected: dict[str, int]) -> None:
-    """Print the counts. Raises RecipeError unless they are the expected ones."""
-    found = counts(folder)
+    """Print the tokens of each split, line ends included, and the words of the dictionary, from fairseq-preprocess.
+
+    Raises RecipeError unless they are the expected ones, and for a split without tokens.
+    """
+    log = (folder.parent / "preprocess.log").read_text(encoding="utf-8")
+    found = {split: int(tokens) for split, tokens in re.findall(r"(\w+)\.txt: \d+ sents, (\d+) tokens", log)}
+    for split in SPLITS:
+        if not found.get(split):
+            raise RecipeError(f"{split}.txt must have at least one line of text, got none.")
+    words = (folder / "dict.txt").read_text(encoding="utf-8").splitlines()
+    found["words"] = sum(not word.startswith("madeupword") for word in words)
     print(", ".join(f"{name} {number:,}" for name, number in found.items()))
-    wrong = [
-        f"{name} {found[name]:,} in place of {number:,}" for name, number in expected.items() if found[name] != number
-    ]
+    wrong = [f"{name} {found[name]:,} in place of {n:,}" for name, n in expected.items() if found[name] != n]
     if wrong:
         raise RecipeError(
             f"this is another text than the recipe's: {', '.join(wrong)}. If it is meant, add --any-text."

@@ -7,12 +7,13 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import grid
-from arguments import ROOT
 from commands import RecipeError
-from flags import as_flags, read_yaml, refusal
-from grid import Training
+from flags import as_flags, read_yaml
 from log import read_training
 from tables import markdown, write_csv
+from training import Training
+
+from fairseq_fwp.cli.plot_style import PUBLISHED, colours, load_pyplot, save
 
 ALWAYS = {
     "task": "fwp_sequence_problems",
@@ -43,8 +44,7 @@ class Run(NamedTuple):
 def read_runs(conf: Path, out: Path) -> list[Run]:
     """Return the runs of a file. Raises RecipeError if it is damaged or names an unknown model."""
     try:
-        plan = read_yaml(conf, plain=False)
-        runs = []
+        plan, runs = read_yaml(conf, plain=False), []
         for problem, asked in plan["problems"].items():
             for model in asked["models"]:
                 for seed in plan["seeds"]:
@@ -59,7 +59,7 @@ def read_runs(conf: Path, out: Path) -> list[Run]:
 
 def report(runs: list[Run], out: Path) -> None:
     """Write the evaluations of all finished runs, draw the last ones, and print them as Markdown."""
-    runs = [run for run in runs if grid.is_finished(run.training)]
+    runs = [run for run in runs if run.training.is_finished()]
     if not runs:
         raise RecipeError(f"{out} must have a finished run, got none: run the stage train first.")
     heads = ("problem", "model", "seed", "updates", "accuracy")
@@ -85,13 +85,10 @@ def rule_of(model: str) -> str:
 
 def draw(chances: dict[str, float], models: list[str], found: dict[tuple[Any, ...], float], picture: Path) -> None:
     """Draw a panel for each problem: a bar for each of its models, and a line for a guess."""
-    from fairseq_fwp.cli.plot_style import PUBLISHED, colours, load_pyplot, save
-
-    plt = load_pyplot()
     colour = colours(dict.fromkeys(map(rule_of, models)))
     models = models[::-1]  # the first one at the top
     size = (2 + 2.6 * len(chances), 1 + 0.27 * len(models))
-    figure, panels = plt.subplots(1, len(chances), figsize=size, squeeze=False, sharey=True)
+    figure, panels = load_pyplot().subplots(1, len(chances), figsize=size, squeeze=False, sharey=True)
     for panel, (problem, chance) in zip(panels[0], chances.items(), strict=True):
         values = [found.get((problem, model), math.nan) for model in models]
         bars = panel.barh(models, values, color=[colour[rule_of(model)] for model in models])
@@ -102,21 +99,11 @@ def draw(chances: dict[str, float], models: list[str], found: dict[tuple[Any, ..
     save(figure, picture)
 
 
+def read(confs: list[Path], recipe: Path, out: Path) -> grid.Grid:
+    """Return the grid of a file."""
+    runs = read_runs(confs[0], out)
+    return grid.Grid([run.training for run in runs], lambda: report(runs, out))
+
+
 def main(arguments: list[str]) -> None:
-    parser = grid.parser(
-        lambda parser: parser.add_argument(
-            "--conf", type=Path, metavar="YAML", help="file of a grid (default: conf/quick.yaml)"
-        )
-    )
-    args = parser.parse(arguments)
-    out = args.out or ROOT / "runs" / args.recipe.name
-    runs = read_runs(args.conf or args.recipe / "conf" / "quick.yaml", out)
-
-    def check() -> None:
-        for run in runs:
-            if reason := refusal(run.training.command[1:]):
-                raise RecipeError(f"{run.training.name}: fairseq-train refuses its flags: {reason}")
-
-    grid.stages(args, [run.training for run in runs], out, check)
-    if args.stage in ("report", "all"):
-        report(runs, out)
+    grid.main(arguments, read, help="file of a grid (default: conf/quick.yaml)")

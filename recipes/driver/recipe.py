@@ -42,6 +42,10 @@ class Model(NamedTuple):
     def label(self) -> str:
         return self.name if self.seed is None else f"{self.name}, seed {self.seed}"
 
+    def has(self, mark: str) -> bool:
+        """Return whether the training ended as "trained" or "diverged"."""
+        return (self.folder / mark).exists()
+
 
 class Recipe:
     """The stages of a recipe; a kind of recipe defines how to prepare, evaluate and report."""
@@ -54,12 +58,17 @@ class Recipe:
     def __init__(self, arguments: list[str]) -> None:
         parser = Parser(self.stages, self.rest, self.own_data)
         self.add_flags(parser)
-        self.args = parser.parse(arguments)
-        self.recipe = self.args.recipe
-        self.out = self.args.out or self.default_out
-        self.stage, self.extra = self.args.stage, self.args.extra
+        self.args = args = parser.parse(arguments)
+        self.recipe, self.stage, self.extra = args.recipe, args.stage, args.extra
+        self.out = args.out or self.default_out
         self.data, self.bin = self.out / "data", self.out / "data" / "bin"
         self.models = self.read_models()
+        if args.any_text and not args.data:
+            raise RecipeError("--data FOLDER must be given with --any-text, which accepts another text there.")
+        if args.test and self.stage != "evaluate":
+            raise RecipeError(f"--test needs the stage evaluate, got the stage {self.stage}.")
+        if args.data and not args.data.is_dir():
+            raise RecipeError(f"--data must be a folder, got {args.data}.")
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -70,6 +79,15 @@ class Recipe:
         )
         parser.add_argument("--conf", metavar="YAML", help="one model, by its file; instead of --models")
         parser.add_argument("--seeds", type=int, metavar="N", help="train each model with the seeds 1 to N")
+        parser.add_argument(
+            "--any-text", action="store_true", help="with --data: accept another text than the recipe's"
+        )
+        parser.add_argument("--test", type=Path, metavar="FILE", help="with evaluate: score this raw text, see below")
+        self.add_text_flags(parser)
+
+    def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags of the text, some of them hidden: only run.sh gives them."""
+        parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the text, see below")
 
     # Defined by a kind of recipe.
 
@@ -90,6 +108,10 @@ class Recipe:
 
     def report(self) -> None:
         """Write tables and pictures of all models."""
+
+    def conversion_flags(self) -> list[object]:
+        """Return the flags of fwp-convert for models of this recipe."""
+        raise NotImplementedError
 
     def train(self, model: Model) -> None:
         task, start = self.start(model)
@@ -120,10 +142,6 @@ class Recipe:
         run("fwp-convert", *self.conversion_flags(), start, "--out", folder, *model.convert.split())
         return folder
 
-    def conversion_flags(self) -> list[object]:
-        """Return the flags of fwp-convert for models of this recipe."""
-        raise NotImplementedError
-
     def named(self, name: str, seed: int | None) -> Model:
         """Return the model of a name."""
         return self.model(self.find_conf(f"conf/{name}.yaml"), seed)
@@ -135,12 +153,12 @@ class Recipe:
 
     def checkpoint(self, name: str, seed: int | None) -> Path:
         model = self.find_model(name, seed)
-        if (model.folder / "diverged").exists():
+        if model.has("diverged"):
             raise RecipeError(
                 f"{model.label} must not have diverged, because other models start from it or learn from it: "
                 "train it in another --out, for example with a smaller --lr."
             )
-        if not (model.folder / "trained").exists():
+        if not model.has("trained"):
             raise RecipeError(
                 f"{model.label} must be trained first, because other models start from it: name it earlier in --models."
             )
@@ -175,10 +193,8 @@ class Recipe:
 
     def model(self, conf: Path, seed: int | None) -> Model:
         folder = self.recipe / "conf"
-        inside = conf.is_relative_to(folder)
-        name = str(conf.relative_to(folder).with_suffix("")) if inside else conf.stem
-        start = read_start(conf)
-        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed, *start)
+        name = str(conf.relative_to(folder).with_suffix("")) if conf.is_relative_to(folder) else conf.stem
+        return Model(name, conf, self.out / name / ("" if seed is None else f"seed_{seed}"), seed, *read_start(conf))
 
     def find_conf(self, path: str) -> Path:
         for conf in (Path(path), self.recipe / path):
@@ -198,19 +214,25 @@ class Recipe:
         for name in given:
             rows = self.recipe / f"{name}.yaml"
             inside = [other for other in known if other.startswith(f"{name}/")]
-            if name in known:
-                found.append(name)
-            elif inside and rows.exists():
-                found += [f"{name}/{run}" for run in runs(read_yaml(rows))]
-            elif inside:
-                found += inside
-            else:
+            if name not in known and not inside:
                 raise RecipeError(f"--models must be among {', '.join(known)}, got {name}.")
+            if name not in known and rows.exists():
+                inside = [f"{name}/{run}" for run in runs(read_yaml(rows))]
+            found += [name] if name in known else inside
         return list(dict.fromkeys(found))
 
+    # The stages.
+
     def check_flags(self) -> None:
-        """Check the flags of all models before any work. Raises RecipeError for flags that fairseq-train refuses."""
-        for model in self.models:
+        """Check the flags of all models before any work. Raises RecipeError for flags that a program refuses."""
+        if self.stage == "evaluate" and self.extra:
+            flags = [str(self.bin), "--path", "checkpoint_best.pt", *self.extra]
+            if reason := refusal(flags, self.evaluator):
+                raise RecipeError(
+                    f"{self.evaluator} refuses the flags: {reason}. In the stage evaluate, flags that are not the "
+                    f"recipe's are for {self.evaluator}. Flags for fairseq-train need the stage train or all."
+                )
+        for model in self.models if self.stage in ("train", "all") else ():
             flags = [*model.flags, *self.extra]
             for name in filter(None, (model.origin, self.teacher_name(model))):
                 self.named(name, model.seed)  # check that it exists
@@ -218,23 +240,9 @@ class Recipe:
             if reason := refusal([str(self.bin), *plugin, *flags]):
                 raise RecipeError(f"{model.name}: fairseq-train refuses the flags: {reason}.")
 
-    def check_evaluation_flags(self) -> None:
-        """Check the flags for the evaluation before any work. Raises RecipeError for those that its program refuses."""
-        if reason := refusal([str(self.bin), "--path", "checkpoint_best.pt", *self.extra], self.evaluator):
-            raise RecipeError(
-                f"{self.evaluator} refuses the flags: {reason}. In the stage evaluate, flags that are not the recipe's "
-                f"are for {self.evaluator}. Flags for fairseq-train need the stage train or all."
-            )
-
-    # The stages.
-
     def main(self) -> None:
-        if self.stage == "evaluate" and self.extra:
-            self.check_evaluation_flags()
-        if self.stage == "prepare":
-            self.prepare_once()
-        if self.stage in ("train", "all"):
-            self.check_flags()
+        self.check_flags()
+        if self.stage in ("prepare", "train", "all"):
             self.prepare_and_compile()
         if not self.data.is_dir():
             raise RecipeError(f"{self.data} must exist: run the stage prepare first.")
@@ -248,7 +256,7 @@ class Recipe:
             self.say_next("evaluate")
         if self.stage in ("evaluate", "all"):
             for model in self.models:
-                if not (model.folder / "diverged").exists():
+                if not model.has("diverged"):
                     self.check_trained(model)
                     self.evaluate(model)
         if self.stage in ("evaluate", "report", "all"):
@@ -265,8 +273,8 @@ class Recipe:
             check_same(self.data / "source.txt", settings)
 
     def prepare_and_compile(self) -> None:
-        """Prepare the data; compile the kernels meanwhile, because most of the preparation uses one core."""
-        if self.data.is_dir():
+        """Prepare the data; before a training compile the kernels meanwhile: most of the preparation uses one core."""
+        if self.data.is_dir() or self.stage == "prepare":
             self.prepare_once()
             return
         # Whatever goes wrong there, the training says.
@@ -280,7 +288,7 @@ class Recipe:
                 print("The kernels are being compiled, once for this machine.", flush=True)
 
     def check_trained(self, model: Model) -> None:
-        if not (model.folder / "trained").exists():
+        if not model.has("trained"):
             raise RecipeError(f"{model.label} is not trained: run the stage train first.")
 
     @property

@@ -1,12 +1,21 @@
-"""Tables of results: CSV, Markdown, mean and deviation."""
+"""Tables of results: CSV, Markdown, mean and deviation, and the numbers of a run in its files."""
 
 import csv
+import os
+import platform
+import re
+import shlex
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from commands import whole
+from arguments import ROOT
+from commands import whole, write
+from log import read_json, read_training
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], heads: Sequence[str] | None = None) -> None:
@@ -28,7 +37,77 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]], left: int =
     return ["| " + " | ".join(map(str, cells)) + " |" for cells in (heads, align, *rows)]
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return the mean, with the standard deviation of one run if there are several."""
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):,.{digits}f}{deviation}"
+def show(value: float | str | None, digits: int = 2, none: str = "-") -> str:
+    """Return a number as text for a table; words stay as they are."""
+    if value is None or value == "":
+        return none
+    return value if isinstance(value, str) else f"{value:,.{digits}f}"
+
+
+def mean(values: Sequence[Any], digits: int = 2, none: str = "-") -> str:
+    """Return the mean of those that are numbers, with the standard deviation of one run if there are several."""
+    known = [float(value) for value in values if value != ""]
+    deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return show(statistics.mean(known), digits) + deviation if known else none
+
+
+def by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each model, its seeds, by its name in a table."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["model"], []).append(row)
+    return {f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name: seeds for name, seeds in groups.items()}
+
+
+class Run(NamedTuple):
+    """The result of a training. updates: None if neither trained nor diverged; diverged: the place, in words."""
+
+    folder: Path
+    parameters: int | None = None
+    updates: int | None = None
+    hours: float | None = None
+    diverged: str = ""
+
+    def result(self, name: str) -> dict[str, Any]:
+        """Return the result of an evaluation; empty without one."""
+        return {} if self.updates is None or self.diverged else read_json(self.folder / f"{name}.json")
+
+
+def read_run(folder: Path) -> Run:
+    stopped = folder / "diverged"
+    if not stopped.exists() and not (folder / "trained").exists():
+        return Run(folder)
+    found = read_training(folder / "train.log")
+    said = stopped.read_text(encoding="utf-8").strip() if stopped.exists() else ""
+    return Run(folder, found.parameters, found.updates, found.hours, said)
+
+
+def provenance() -> str:
+    """Return a line about a run: command, commit, day, machine and PyTorch."""
+    import torch
+
+    recipe, given = Path("recipe"), sys.argv[1:]
+    if "--recipe" in given:
+        recipe = Path(given[given.index("--recipe") + 1]).resolve()
+        recipe = recipe.relative_to(ROOT) if recipe.is_relative_to(ROOT) else recipe
+    words = ["bash", str(recipe / "run.sh"), *given[given.index("--") + 1 if "--" in given else len(given) :]]
+    git = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    named = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+    machine = f"{os.cpu_count()} cores, {named[1] if named else platform.machine()}"
+    if torch.cuda.is_available():
+        machine = torch.cuda.get_device_name()
+    commit = git.stdout.strip() or "unknown"
+    return f"`{shlex.join(words)}` at {commit}, {date.today()}, {machine}, torch {torch.__version__}."
+
+
+def save(folder: Path, name: str, rows: Sequence[dict[str, Any]], lines: Sequence[str], *pictures: str) -> None:
+    """Write the numbers into NAME.csv and the table with its provenance into table.md, and print the table."""
+    write_csv(folder / f"{name}.csv", rows)
+    lines = [*lines, "", provenance()]
+    write(folder / "table.md", "\n".join(lines) + "\n")
+    print("\n".join(lines))
+    also = "".join(f", a picture in {folder / picture}" for picture in pictures)
+    print(f"The same is in {folder / 'table.md'}, its numbers in {folder / f'{name}.csv'}{also}.")

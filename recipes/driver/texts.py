@@ -13,22 +13,19 @@ from commands import RecipeError
 from fetch import Archive
 from prepare import SPLITS
 
-ROOT = Path(__file__).resolve().parents[2]
 FEWEST_WORDS = {"train": 1000, "valid": 100, "test": 100}
 
 
 class Text(NamedTuple):
     """A text: write(folder, out, any_text) writes SPLIT.txt and returns the expected counts, if any.
 
-    archives: files to download if no folder is given; convert: writes SPLIT.txt from these, instead of `write`.
-    make: writes SPLIT.txt without input, if no folder is given. copy: one file of raw text as words.
-    show: a sample in readable form.
+    archives: files to download if no folder is given; make: (folder of these, out), writes SPLIT.txt from them or
+    without input, instead of `write`. copy: one file of raw text as words. show: a sample in readable form.
     """
 
     write: Callable[[Path, Path, bool], dict[str, int]]
     archives: tuple[Archive, ...] = ()
-    make: Callable[[Path], None] | None = None
-    convert: Callable[[Path, Path], None] | None = None
+    make: Callable[[Path, Path], None] | None = None
     copy: Callable[[Path, Path], None] = lambda file, out: copy_words(read_words(file), out)
     show: Callable[[str], str] = str
 
@@ -46,18 +43,10 @@ def checksum(folder: Path) -> str:
 # Any text, as lines of words.
 
 
-def find(folder: Path, name: str) -> Path:
-    """Return NAME.txt or NAME.txt.gz. Raises RecipeError."""
-    for ending in (".txt", ".txt.gz"):
-        if (path := folder / (name + ending)).is_file():
-            return path
-    raise RecipeError(f"{folder / name}.txt is missing: the folder must have train, valid and test as .txt or .txt.gz.")
-
-
 def read_words(path: Path) -> list[list[str]]:
     """Return the words of each line. Raises RecipeError for a file that is not UTF-8 text."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             return [line.split() for line in file]
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}.") from error
@@ -70,11 +59,12 @@ def copy_words(lines: list[list[str]], out: Path) -> None:
 
 def write_lines(folder: Path, out: Path, any_text: bool = True) -> dict[str, int]:
     """Copy the three texts of a folder. Raises RecipeError if one is missing or too short to learn from."""
-    if not folder.is_dir():
-        raise RecipeError(f"--data must be a folder with train.txt, valid.txt and test.txt, got {folder}.")
     splits = {}
     for name, fewest in FEWEST_WORDS.items():
-        path = find(folder, name)
+        path = next((path for end in (".txt", ".txt.gz") if (path := folder / (name + end)).is_file()), None)
+        if path is None:
+            missing = f"{folder / name}.txt is missing: "
+            raise RecipeError(missing + "the folder must have train, valid and test as .txt or .txt.gz.")
         splits[name] = read_words(path)
         if (count := sum(map(len, splits[name]))) < fewest:
             raise RecipeError(f"{path} must have at least {fewest} words, got {count}.")
@@ -94,7 +84,8 @@ def write_wikitext(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
         if file is None:
             raise RecipeError(f"{folder} must have {names[0]} or {names[-1]}: give a folder that has WikiText-103.")
         (out / f"{split}.txt").write_bytes(file.read_bytes())
-    return {} if any_text else {"train": 103227021, "valid": 217646, "test": 245569, "vocabulary": 267735}
+    # The paper's 267,735 words include the end of a line and <unk>.
+    return {} if any_text else {"train": 103227021, "valid": 217646, "test": 245569, "words": 267733}
 
 
 # enwik8, a word for each byte.
@@ -106,45 +97,32 @@ def write_bytes(folder: Path, out: Path, any_text: bool) -> dict[str, int]:
 
 
 WIKITEXT = "s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip"
+WIKITEXT_URLS = (
+    "https://wikitext.smerity.com/wikitext-103-v1.zip",
+    f"https://{WIKITEXT}",
+    f"https://web.archive.org/web/2022id_/https://{WIKITEXT}",
+)
+# The checksum of the archive that Salesforce Research published.
+WIKITEXT_SUM = "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
+ENWIK8_URLS = (
+    "http://mattmahoney.net/dc/enwik8.zip",
+    "https://data.deepai.org/enwik8.zip",
+    "https://web.archive.org/web/2022id_/http://mattmahoney.net/dc/enwik8.zip",
+)
+ENWIK8_SUM = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
 # The archive of a commit may change, so the checksum is that of the text.
 PEPS_COMMIT = "ba4deeb7969588d937da609008d05bb83a47b1ab"
-PEPS, PEPS_PAGE = f"python/peps/tar.gz/{PEPS_COMMIT}", f"python/peps/archive/{PEPS_COMMIT}.tar.gz"
+PEPS_URLS = (
+    f"https://codeload.github.com/python/peps/tar.gz/{PEPS_COMMIT}",
+    f"https://github.com/python/peps/archive/{PEPS_COMMIT}.tar.gz",
+)
 TEXTS = {
-    "stdlib": Text(write_lines, make=stdlib.write, show=stdlib.show),
-    "peps": Text(
-        write_lines,
-        archives=(
-            Archive("peps.tar.gz", None, (f"https://codeload.github.com/{PEPS}", f"https://github.com/{PEPS_PAGE}")),
-        ),
-        convert=peps.write,
-    ),
-    "wikitext103": Text(
-        write_wikitext,
-        archives=(
-            Archive(  # with the checksum of the archive that Salesforce Research published
-                "wikitext-103-v1.zip",
-                "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-                (
-                    "https://wikitext.smerity.com/wikitext-103-v1.zip",
-                    f"https://{WIKITEXT}",
-                    f"https://web.archive.org/web/2022id_/https://{WIKITEXT}",
-                ),
-            ),
-        ),
-    ),
+    "stdlib": Text(write_lines, make=lambda _, out: stdlib.write(out), show=stdlib.show),
+    "peps": Text(write_lines, (Archive("peps.tar.gz", None, PEPS_URLS),), make=peps.write),
+    "wikitext103": Text(write_wikitext, (Archive("wikitext-103-v1.zip", WIKITEXT_SUM, WIKITEXT_URLS),)),
     "enwik8": Text(
         write_bytes,
-        archives=(
-            Archive(
-                "enwik8.zip",
-                "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-                (
-                    "http://mattmahoney.net/dc/enwik8.zip",
-                    "https://data.deepai.org/enwik8.zip",
-                    "https://web.archive.org/web/2022id_/http://mattmahoney.net/dc/enwik8.zip",
-                ),
-            ),
-        ),
+        (Archive("enwik8.zip", ENWIK8_SUM, ENWIK8_URLS),),
         copy=lambda file, out: enwik8.write_words(file.read_bytes(), out),
     ),
 }

@@ -10,70 +10,46 @@ from pathlib import Path
 from arguments import ROOT, whole_number
 from commands import RecipeError, run, whole, write
 from flags import label
-from pairs import LANGUAGES, PAIRS
-from parallel import copy
-from prepare import SPLITS, apply_bpe, check_own, known_as, learn_bpe, preprocess, print_unknown, remove
+from pairs import LANGUAGES, PAIRS, copy
+from prepare import SPLITS, apply_bpe, check_own, known_as, learn_bpe, preprocess, remove
 from recipe import Model, Recipe
-from reports.files import read_run, save, show
-from tables import markdown, spread
+from tables import by_model, markdown, mean, read_run, save, show
 
 SOURCE, TARGET = LANGUAGES
 OF_LANGUAGES = ("--source-lang", SOURCE, "--target-lang", TARGET)
-
-OWN_TEXT = """\
---data FOLDER --any-text --out FOLDER trains on another text. The first folder contains train, valid and test,
-each as .en and .de (or .gz): raw text.
-evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It prints the share of <unk> tokens."""
+SCORES = ("valid_sacrebleu", "test_sacrebleu", "test_tokenised", "test_compound_split")
 
 
 class Translation(Recipe):
     rest = "fairseq-train, in the stage evaluate to fairseq-generate"
-    own_data = OWN_TEXT
+    own_data = """\
+--data FOLDER --any-text --out FOLDER trains on another text. The first folder contains train, valid and test,
+each as .en and .de (or .gz): raw text.
+evaluate --test PREFIX translates PREFIX.en and scores it with PREFIX.de. It prints the share of <unk> tokens."""
     evaluator = "fairseq-generate"
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__(arguments)
-        args = self.args
-        self.text = PAIRS[args.pairs]
-        if args.any_text and not args.data:
-            raise RecipeError("--data FOLDER must be given with --any-text, which accepts another text there.")
-        if args.data and not args.data.is_dir():
-            raise RecipeError(f"--data must be a folder, got {args.data}.")
-        if args.test:
-            self.check_test()
+        self.text = PAIRS[self.args.pairs]
+        for path in (Path(f"{self.args.test}.{language}") for language in LANGUAGES if self.args.test):
+            if not path.is_file() and not Path(f"{path}.gz").is_file():
+                raise RecipeError(
+                    f"--test PREFIX needs the files PREFIX.en and PREFIX.de (or .gz), and {path} does not exist."
+                )
 
-    def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        super().add_flags(parser)
+    def add_text_flags(self, parser: argparse.ArgumentParser) -> None:
+        super().add_text_flags(parser)
         hidden = argparse.SUPPRESS
         parser.add_argument("--pairs", choices=PAIRS, required=True, help=hidden)
         parser.add_argument("--merges", type=int, required=True, help=hidden)
         parser.add_argument("--words", default="", help=hidden)  # flags of fairseq-preprocess
         parser.add_argument("--search", default="", help=hidden)  # flags of fairseq-generate
         parser.add_argument(
-            "--data", type=Path, metavar="FOLDER", help="folder with the text, see above (default: download)"
-        )
-        parser.add_argument(
-            "--any-text", action="store_true", help="with --data: accept another text than the recipe's"
-        )
-        parser.add_argument(
             "--average",
             type=whole_number,
             metavar="N",
             help="evaluate the mean of the last N checkpoints, not the best checkpoint",
         )
-        parser.add_argument(
-            "--test", type=Path, metavar="PREFIX", help="with evaluate: score PREFIX.en and PREFIX.de, raw text"
-        )
-
-    def check_test(self) -> None:
-        if self.stage != "evaluate":
-            raise RecipeError(f"--test needs the stage evaluate, got the stage {self.stage}.")
-        for language in LANGUAGES:
-            path = Path(f"{self.args.test}.{language}")
-            if not path.is_file() and not Path(f"{path}.gz").is_file():
-                raise RecipeError(
-                    f"--test PREFIX needs the files PREFIX.en and PREFIX.de (or .gz), and {path} does not exist."
-                )
 
     # Data.
 
@@ -85,9 +61,8 @@ class Translation(Recipe):
 
     def prepare(self, work: Path) -> None:
         folder = self.args.data or self.out / "download"
-        if not self.args.data:
-            for archive in self.text.archives:
-                archive.fetch(folder)
+        for archive in self.text.archives if not self.args.data else ():
+            archive.fetch(folder)
         self.text.write(folder, work, self.args.any_text)
         if not (work / "bpe").is_dir():
             self.cut_into_pieces(work)
@@ -103,40 +78,33 @@ class Translation(Recipe):
 
     def cut_into_pieces(self, work: Path) -> None:
         """Split all texts into subwords: one vocabulary for both languages, learned only on the training text."""
-        both = work / "both"
-        with both.open("wb") as file:
-            for language in LANGUAGES:
-                file.write((work / "tok" / f"train.{language}").read_bytes())
-        codes = work / "bpe" / "codes"
+        both, codes = work / "both", work / "bpe" / "codes"
+        both.write_bytes(b"".join((work / "tok" / f"train.{language}").read_bytes() for language in LANGUAGES))
         learn_bpe(both, self.args.merges, codes)
         both.unlink()
-        for split in SPLITS:
-            for language in LANGUAGES:
-                apply_bpe(codes, work / "tok" / f"{split}.{language}", work / "bpe" / f"{split}.{language}")
+        for name in (f"{split}.{language}" for split in SPLITS for language in LANGUAGES):
+            apply_bpe(codes, work / "tok" / name, work / "bpe" / name)
 
     def prepare_own(self, name: str) -> Path:
         """Prepare a test set of the user with the vocabulary of the training."""
         folder, codes = self.out / "tests" / name, self.data / "bpe" / "codes"
         paths = (Path(f"{self.args.test}.{language}") for language in LANGUAGES)
         settings = known_as(*(path if path.is_file() else Path(f"{path}.gz") for path in paths))
-        if folder.is_dir():
-            check_own(folder, settings)
-            print_unknown(folder, self.args.test)
-            return folder
-        if not codes.exists():
-            raise RecipeError(
-                f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE: "
-                "prepare raw text in another --out."
-            )
-        with whole(folder) as work:
-            copy(work / "tok" / "test", LANGUAGES, [self.args.test], tokenized=True)
-            copy(work / "text" / "test", LANGUAGES, [self.args.test])
-            for language in LANGUAGES:
-                apply_bpe(codes, work / "tok" / f"test.{language}", work / "bpe" / f"test.{language}")
-            words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
-            preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")
-            write(work / "source.txt", settings + "\n")
-        print_unknown(folder, self.args.test)
+        if not folder.is_dir():
+            if not codes.exists():
+                raise RecipeError(
+                    f"--test needs the BPE codes of the training, but {self.data} was made from text with BPE: "
+                    "prepare raw text in another --out."
+                )
+            with whole(folder) as work:
+                copy(work / "tok" / "test", [self.args.test], tokenized=True)
+                copy(work / "text" / "test", [self.args.test])
+                for language in LANGUAGES:
+                    apply_bpe(codes, work / "tok" / f"test.{language}", work / "bpe" / f"test.{language}")
+                words = ["--srcdict", self.bin / f"dict.{SOURCE}.txt", "--tgtdict", self.bin / f"dict.{TARGET}.txt"]
+                preprocess(work / "bin", *OF_LANGUAGES, *words, "--testpref", work / "bpe" / "test")
+                write(work / "source.txt", settings + "\n")
+        check_own(folder, settings, self.args.test)
         return folder
 
     # Models.
@@ -175,17 +143,13 @@ class Translation(Recipe):
             *OF_LANGUAGES, "--path", checkpoint, "--gen-subset", split, "--post-process", "subword_nmt",
             "--max-tokens", 4000, *search, log=log,
         )  # fmt: skip
-        import bleu
+        import bleu  # imported here: --help must work without sacrebleu
 
         raw = data / "text" / f"{split}.{TARGET}"
         scores = bleu.score(log, data / "tok" / f"{split}.{TARGET}", raw if raw.exists() else None, TARGET)
         write(used, settings + "\n")
         write(result, json.dumps(scores, indent=1) + "\n")
-        print(
-            ", ".join(
-                f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in scores.items()
-            )
-        )
+        print(", ".join(f"{key} {x:.2f}" if isinstance(x, float) else f"{key} {x}" for key, x in scores.items()))
         print(f"The result is in {result}", flush=True)
 
     # Report.
@@ -216,19 +180,13 @@ def read_row(model: Model) -> dict[str, object]:
     }
 
 
-SCORES = ("valid_sacrebleu", "test_sacrebleu", "test_tokenised", "test_compound_split")
-
-
 def table(rows: list[dict]) -> list[str]:
     """Return a line for each model, mean and deviation of its seeds."""
     cells = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        seeds = [row for row in rows if row["model"] == name]
-        scores = [[float(row[score]) for row in seeds if row[score] != ""] for score in SCORES]
-        said = f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name
+    for name, seeds in by_model(rows).items():
+        shown = [mean([row[score] for row in seeds], none="no raw text") for score in SCORES]
         hours = show(sum(row["hours"] for row in seeds))
-        shown = [spread(values) if values else "no raw text" for values in scores]
-        cells.append([said, f"{seeds[0]['parameters']:,}", *shown, f"{seeds[0]['updates']:,}", hours])
+        cells.append([name, f"{seeds[0]['parameters']:,}", *shown, f"{seeds[0]['updates']:,}", hours])
     heads = ["model", "parameters", "valid sacreBLEU", "test sacreBLEU", "test tokenised", "test compound-split"]
     signatures = sorted({row["signature"] for row in rows} - {""})
     return [*markdown([*heads, "updates", "hours"], cells), "", "sacreBLEU: " + ", ".join(signatures)]

@@ -1,6 +1,13 @@
-"""The benchmarks: peers give correct results, rows are complete, and a failed test stops them."""
+"""The benchmarks: peers give correct results, rows are complete, and a failed test stops them.
 
+The benchmark of a GPU runs on the CPU at tiny sizes.
+"""
+
+import hashlib
 import importlib
+import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,24 +16,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_up import RECIPES, ROOT
 
 from fairseq_fwp import ops
+from fairseq_fwp.kernels import load_kernels
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
-PARTS = ("operators", "family", "rules", "training", "long", "generation", "eval_lm", "translation", "fwl")
+BENCHMARKS = RECIPES / "benchmarks"
+SHAPE, TRAINING, SDPA = "(1, 2, 24, 8, 8)", "forward + backward", "scaled_dot_product_attention"
 
 
 @pytest.fixture
 def load(monkeypatch):
     """Import a file of recipes/benchmarks, and forget it afterwards."""
+    names = [path.stem for path in BENCHMARKS.glob("*.py")]  # the driver has modules of the same names
     monkeypatch.syspath_prepend(BENCHMARKS)
-    for path in BENCHMARKS.glob("*.py"):  # the driver has modules of the same names
-        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     threads = torch.get_num_threads()
     yield importlib.import_module
     torch.set_num_threads(threads)
-    for name in [path.stem for path in BENCHMARKS.glob("*.py")]:
+    for name in names:
         sys.modules.pop(name, None)
 
 
@@ -41,10 +51,8 @@ def test_peers_equal_the_reference(load, L, chunk):
     peers, tensors = load("peers"), example(L)
     expected = ops.delta_rule(*tensors, backend="reference")[0]
     gradients = torch.autograd.grad(expected.square().sum(), tensors)
-    for peer in (
-        peers.delta_loop,
-        *(partial(peers.delta_chunkwise, chunk=chunk, inverse=name) for name in ("solve", "doubling")),
-    ):
+    chunkwise = [partial(peers.delta_chunkwise, chunk=chunk, inverse=name) for name in ("solve", "doubling")]
+    for peer in (peers.delta_loop, *chunkwise):
         actual = peer(*tensors)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), tensors), gradients)
@@ -63,10 +71,9 @@ def test_a_wrong_contender_ends_everything(load):
     inputs.check("ours", inputs.call("delta"), "delta", (1, 2, 20, 8, 8), whole=True)
     with pytest.raises(SystemExit, match=r"^out of it at .* differs from the reference by 1.*: nothing is reported.$"):
         inputs.check("it", lambda *x: 1.1 * ops.delta_rule(*x)[0], "delta", (1, 2, 20, 8, 8))
+    without = partial(lambda q, k, v, beta: ops.delta_rule(q, k.detach() + 0 * k, v, beta)[0])
     with pytest.raises(SystemExit, match="k of it at"):
-        inputs.check(
-            "it", lambda q, k, v, beta: ops.delta_rule(q, k.detach() + 0 * k, v, beta)[0], "delta", (1, 2, 9, 8, 8)
-        )
+        inputs.check("it", without, "delta", (1, 2, 9, 8, 8))
 
 
 def test_every_rule_of_a_layer_is_measured(load):
@@ -78,23 +85,20 @@ def test_every_rule_of_a_layer_is_measured(load):
 
 
 def test_a_goal_needs_both_the_median_and_the_minima(load):
-    record = load("record")
-    goal = record.Goal("speed", "small", 5)
-    assert record.goal_row(goal, (6.0, 5.5))[5] == "yes"
-    assert record.goal_row(goal, (6.0, 4.9))[5] == "**no**"
-    assert record.goal_row(goal._replace(at_most=True), (6.0, 4.9))[5] == "**no**"
-    assert record.goal_row(goal, (6.0,))[3:6] == ["6.00", "-", "yes"]
-    assert record.goal_row(goal, "not installed")[3:] == ["not available"] * 2 + ["not measured", "not installed"]
+    goal = load("record").Goal("speed", "small", 5)
+    assert goal.row((6.0, 5.5))[5] == "yes" and goal.row((6.0, 4.9))[5] == "**no**"
+    assert goal._replace(at_most=True).row((6.0, 4.9))[5] == "**no**"
+    assert goal.row((6.0,))[3:6] == ["6.00", "-", "yes"]
+    assert goal.row("not installed")[3:] == ["not available"] * 2 + ["not measured", "not installed"]
 
 
 def test_what_is_compared(load):
     """It compares times or speeds, of the first kind that both have, or gives the reason why one is missing."""
     record = load("record")
     found, goal = record.Record(), record.Goal("a", "b")
-    found.add("here", "training", "slow", [4.0, 6.0])
-    found.add("here", "training", "fast", [1.0, 3.0])
-    found.add("here", "training", "slow", [10.0], record.SPEED)
-    found.add("here", "training", "fast", [30.0], record.SPEED)
+    for name, seconds, speed in (("slow", [4.0, 6.0], 10.0), ("fast", [1.0, 3.0], 30.0)):
+        found.add("here", "training", name, seconds)
+        found.add("here", "training", name, [speed], record.SPEED)
     found.miss("there", "training", "slow", "needs more than 9 GB")
     keys = [("here", "training", name) for name in ("slow", "fast")]
     assert record.compare(found, goal, *keys)[3:5] == ["3.00", "4.00"]
@@ -104,97 +108,36 @@ def test_what_is_compared(load):
     row = record.compare(found, goal, ("there", "training", "slow"), keys[1])
     assert row[5:] == ["not measured", "slow at there: needs more than 9 GB"]
     assert record.fastest(found, "here", "training", ["none", "slow", "fast"]) == "fast"
+    smallest = {(row[2], row[3]): row[5] for row in found.smallest()}
+    assert smallest["slow", "seconds"] == 4.0 and smallest["slow", "not measured"] == "needs more than 9 GB"
 
 
-def test_contenders_take_turns(load):
+def test_contenders_take_turns_for_the_given_time(load):
     timing, calls = load("timing"), []
     contenders = {name: timing.Contender(partial(calls.append, name)) for name in "ab"}
     times = timing.interleave(contenders, 3, "test", at_least=0)
     assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
-    assert "".join(calls) == "aabb" + "aabb" * 3
-
-
-def test_rounds_go_on_for_the_given_time(load):
-    timing = load("timing")
+    assert "".join(calls) == "aaabbb" * 4  # two warm-up calls each
 
     def rounds(pause, **options):
         contenders = {"a": timing.Contender(partial(time.sleep, pause))}
         return len(timing.interleave(contenders, 3, "test", at_least=0, **options)["a"])
 
-    assert rounds(0.002, seconds=0.1) > 3
-    assert rounds(0.03, seconds=0.05) == rounds(0.002) == 3
+    assert rounds(0.002, seconds=0.1) > 3 and rounds(0.03, seconds=0.05) == rounds(0.002) == 3
     assert timing.interleave({}, 3, "test", seconds=3600) == {}
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_the_committed_goals_are_those_of_the_committed_numbers(load, part):
-    """So are the tables of RESULTS.md; its other text may be of an earlier day."""
+@pytest.mark.parametrize("part", ["operators", "family", "rules", "training", "generation"])
+def test_files_and_goals_of_a_run(load, monkeypatch, tmp_path, capsys, part):
+    """Every part has its goals, table and picture, from the committed times."""
     record, module = load("record"), load(part)
-    found = record.Record.read(part)
-    text = (BENCHMARKS / "results" / f"{part}.md").read_text(encoding="utf-8")
-    assert text in (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
-    rows = [line for line in record.table(record.GOAL_HEADER, module.goals(found)).splitlines() if "not m" not in line]
-    missing = [row for row in rows if row not in text]
-    # The committed speeds of this part have fewer digits than its goals were computed from.
-    assert not missing or (part == "eval_lm" and len(missing) == 2), missing
-    assert all(isinstance(paragraph, str) for paragraph in module.paragraphs(found))
-
-
-def test_a_peer_that_is_missing_has_its_rows(load):
-    record, operators = load("record"), load("operators")
-    found = record.Record.read("operators")
-    found.rows = [row for row in found.rows if row[2] != operators.FAST]
-    for where in operators.SHAPES:
-        for stage in operators.PASSES:
-            found.miss(where, stage, operators.FAST, "no compiler")
-    rows = operators.goals(found)
-    assert len([row for row in rows if row[-1].endswith("no compiler")]) == 8
-    assert len(rows) == len(operators.goals(record.Record.read("operators")))
-
-
-def test_speed_comes_from_the_updates_after_the_warm_up(load):
-    training = load("training")
-    log = "\n".join(f'x | INFO | train_inner | {{"epoch": 1, "wps": "{100 * i}"}}' for i in range(training.UPDATES))
-    assert training.words_per_second(log) == 100 * (training.WARM_UP + training.UPDATES - 1) / 2
-    with pytest.raises(SystemExit, match="nothing is reported"):
-        training.words_per_second(log[: len(log) // 2])
-
-
-def test_translation_is_measured_as_long_as_asked_for(load):
-    translation = load("translation")
-    found = translation.measure_alone("sum", 5, 12)
-    assert found["seconds"] > 0 and found["bytes"] >= 0
-    for name in translation.MODELS:
-        translation.training_step(name)
-
-
-def test_long_sequences_are_measured_for_both_models(load, monkeypatch):
-    long = load("long")
-    monkeypatch.setattr(long, "VOCABULARY", 300)
-    monkeypatch.setattr(sys.modules["training"], "VOCABULARY", 300)
-    monkeypatch.setattr(long, "CONTEXTS", (2, 4))
-    monkeypatch.setattr(long, "limit_memory", lambda: 0)
-    flags = {name: [flag.replace("10000", "300") for flag in given] for name, given in long.FLAGS.items()}
-    monkeypatch.setattr(long, "FLAGS", flags)
-    for name in long.MODELS:
-        assert set(long.measure_step(name, 9)) == {"seconds", "bytes"}
-        found = long.measure_decoding(name, 4)
-        assert found["2"]["bytes"] * (1 if name == long.DELTA else 2) == found["4"]["bytes"] > 0
-
-
-def test_results_go_between_their_marks(load, monkeypatch, tmp_path):
-    record = load("record")
-    monkeypatch.setattr(record, "HERE", tmp_path)
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    (tmp_path / "RESULTS.md").write_text((BENCHMARKS / "RESULTS.md").read_text())
-    goals = [record.goal_row(record.Goal("delta vs sum", "small", 5), (6.0, 5.5))]
-    panels = [load("pictures").Bars("speed", "ratio")]
-    for speed in ("run one", "run two"):
-        record.publish("training", record.Record(), goals, speed, head="a machine", panels=panels)
-    ledger = (tmp_path / "RESULTS.md").read_text()
-    assert ledger.count("1 of 1 goals met") == 1 and "run two" in ledger and "run one" not in ledger
-    assert all(f"<!-- {part}: end -->" in ledger for part in PARTS)
-    assert (tmp_path / "results" / "training.png").stat().st_size > 5_000
+    found, ratios = record.Record.read(record.RESULTS / f"{part}.csv"), module.goals
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    record.publish(part, found, ratios(found), panels=module.PANELS)
+    assert (tmp_path / f"{part}.png").stat().st_size > 5_000 and "goals met; 0 not measured" in capsys.readouterr().out
+    assert record.Record.read(tmp_path / f"{part}.csv").rows == [list(map(str, row)) for row in found.smallest()]
+    committed = (BENCHMARKS / "results" / f"{part}_goals.csv").read_text().splitlines()
+    assert len((tmp_path / f"{part}_goals.csv").read_text().splitlines()) == len(committed)
 
 
 def test_nothing_is_measured_after_a_failed_test(tmp_path):
@@ -205,30 +148,120 @@ def test_nothing_is_measured_after_a_failed_test(tmp_path):
     (recipe / "training.py").write_text("print('measured')")
     (tmp_path / "tests" / "laws").mkdir(parents=True)
     (tmp_path / "tests" / "laws" / "test_wrong.py").write_text("def test_wrong():\n    assert False\n")
-    command = [sys.executable, recipe / "run.py", "training"]
-    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert answer.returncode == 1
+    answer = subprocess.run(
+        [sys.executable, recipe / "run.py", "training"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert answer.returncode == 1 and "measured" not in answer.stdout
     assert answer.stderr.endswith("the tests of the operators failed, so nothing is measured.\n")
-    assert "measured" not in answer.stdout
-
-
-def test_an_unknown_part_is_refused():
-    answer = subprocess.run([sys.executable, BENCHMARKS / "run.py", "operator"], capture_output=True, text=True)
-    assert answer.returncode == 1
-    assert answer.stderr == f"run.sh: the part must be one of {' '.join(PARTS)}, got 'operator'.\n"
+    answer = subprocess.run([sys.executable, recipe / "run.py", "operator"], capture_output=True, text=True)
+    assert answer.returncode == 1 and "the part must be one of operators family" in answer.stderr
 
 
 def test_generation_with_a_cache_in_place_is_softmax_attention(load, monkeypatch):
     """Every model generates from a state of any length; one token's log-probabilities are measured."""
     generation = load("generation")
     monkeypatch.setattr(generation, "VOCABULARY", 20)
-    cpu = torch.device("cpu")
-    generation.check(cpu)
+    generation.check()
     for name in generation.NAMES:
-        model = generation.build(name, cpu)
+        model = generation.build(name)
         assert generation.prepare(generation.MODEL, name, model, 2, 3)().shape == (2, 1, 20)
         of_layers = generation.prepare(generation.LAYERS, name, model, 2, 3)()
         assert [x.shape for x in of_layers] == 16 * [(2, 1, 128)]
     monkeypatch.setattr(generation.InPlaceAttention, "forward", lambda self, x, state, mask=None: (x, state))
     with pytest.raises(ValueError, match="must give the output of the copied cache, got another"):
-        generation.check(cpu)
+        generation.check()
+
+
+# One GPU.
+
+
+def run(part, folder, *flags, **environment):
+    command = [sys.executable, BENCHMARKS / "gpu.py", part, "--out", folder, *flags]
+    environment = {**os.environ, "FWP_TINY": "1", "PYTHONPATH": str(ROOT), "FWP_COMMIT": "a1b2c3d", **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """All calls, with a library whose check says that a rule has failed."""
+    folder, library = tmp_path_factory.mktemp("cache"), load_kernels("cpu").path
+    copy = shutil.copytree(Path(library).parent, folder / Path(library).parent.name)
+    digest = hashlib.sha256(Path(library).read_bytes()).hexdigest()
+    found = {"library": digest, "faults": {"cpu:0": {"gla_rule": "is off"}}}
+    (copy / "checked.json").write_text(json.dumps(found))
+    out = tmp_path_factory.mktemp("out")
+    for part in ("measure", "models", "laws"):
+        done = run(part, out, FWP_CACHE_DIR=str(folder))
+        assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_part_of_a_gpu(load, out):
+    record = load("record").Record.read(out / "gpu_measure.csv")
+    assert record.notes()["faults"] == "gla_rule: is off"  # and everything else was measured
+    assert min(record.values("machine", "", "copy", "per second")) > 0
+    names = ["delta, kernel", "gated_delta, decay per head, kernel"]
+    places = [("(2, 2, 1, 8, 8)", "decoding step", x) for x in names] + [(SHAPE, TRAINING, "delta, kernel, float32")]
+    places += [(SHAPE, stage, x) for stage in (TRAINING, "forward") for x in (*names, SDPA)]
+    assert {len(record.values(*place, "seconds as called")) for place in places} == {2}
+    for kind in ("error", "error of all tokens"):
+        assert 1e-4 < record.values(SHAPE, TRAINING, "delta, kernel", kind)[0] < 1e-2
+        assert record.values(SHAPE, TRAINING, "delta, kernel, float32", kind)[0] < 1e-6
+    why = record.values(SHAPE, TRAINING, "delta, fla", "seconds as called")
+    assert "its first call: " in why and "tensors must be on a CUDA device" in why
+    record = load("record").Record.read(out / "gpu_models.csv")
+    places = [("2 x 16 tokens", "update", name) for name in ("delta_lm_wt103", "gated_delta_lm_wt103")]
+    places += [(context, "decoding step", "softmax_lm_wt103") for context in ("context 1", "context 9")]
+    assert {len(record.values(*place, "seconds as called")) for place in places} == {2}
+    notes = load("record").Record.read(out / "gpu_laws.csv").notes()
+    assert notes["laws"].startswith("passed: 3 passed") and notes["memcheck"] and notes["racecheck"]
+
+
+def test_publish(load, out, tmp_path, monkeypatch, capsys):
+    """The table comes from the CSVs of all calls. A failed check, or calls of two versions, are refused."""
+    monkeypatch.setenv("FWP_TINY", "1")
+    monkeypatch.setattr(load("record"), "RESULTS", tmp_path)
+    publish = load("gpu").publish_all
+    for part, old, new, refused in (
+        ("laws", "passed: ", "failed: ", "nothing is published: laws failed: "),
+        ("models", "a1b2c3d", "another", r"commit must be the same in all calls, got \['a1b2c3d', 'another'\]"),
+    ):
+        shutil.copytree(out, tmp_path / part)
+        path = tmp_path / part / f"gpu_{part}.csv"
+        path.write_text(path.read_text().replace(old, new))
+        with pytest.raises(SystemExit, match=refused):
+            publish(path.with_name("gpu_publish.csv"))
+    publish(out / "gpu_publish.csv")
+    shown = capsys.readouterr().out
+    assert "commit a1b2c3d" in shown and "laws passed: " in shown and "faults gla_rule: is off" in shown
+    for name in ("delta, kernel", "delta, kernel, float32", SDPA):
+        assert f"| {SHAPE} | {TRAINING} | {name} | - | " in shown
+    assert f"| delta, fla vs delta, kernel | {SHAPE} | - | not available" in shown
+
+
+def test_without_time_all_is_named(load, tmp_path):
+    assert run("measure", tmp_path, "--seconds", "0").returncode == 0
+    record = load("record").Record.read(tmp_path / "gpu_measure.csv")
+    assert "no time was left for it" in record.values(SHAPE, TRAINING, "delta, kernel")
+
+
+def test_the_cases_of_the_sanitizer_run(tmp_path):
+    done = run("cases", tmp_path)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 13, done.stderr
+    assert "(1, 2, 2100, 128, 128)" in done.stdout and "nan" not in done.stdout
+
+
+def test_jobs_end_in_time_and_say_why(load):
+    jobs = {"hangs": (time.sleep, 99), "fails": (abs, "x"), "works": (int, "1")}
+    found = {"hangs": "TimeoutError()", "fails": """TypeError("bad operand type for abs(): 'str'")"""}
+    assert load("gpu").run(jobs, 12, 3) == found
+
+
+@pytest.mark.parametrize("index, bytes_us, flops_us", [(0, 16.5, 3.2), (1, 29, 11), (2, 173, 136), (3, 345, 381)])
+def test_floors_are_those_of_the_arithmetic(load, index, bytes_us, flops_us):
+    """The delta rule's training step in bfloat16 at 4.3 TB/s and 790 TFLOP/s, and a decoding step, by hand."""
+    gpu, place = load("gpu"), ("delta", TRAINING, load("gpu").SHAPES[index], 2)
+    assert 1e6 * gpu.least_seconds(*place, 4.3e12, 1e99) == pytest.approx(bytes_us, rel=0.04)
+    assert 1e6 * gpu.least_seconds(*place, 1e99, 790e12) == pytest.approx(flops_us, rel=0.04)
+    # Its state twice, and two bytes for each number of q, k, v, out and beta.
+    assert gpu.least_seconds("delta", "decoding step", (2, 3, 1, 16, 8), 2, 1, 1e99) == 6 * (8 * 16 * 8 + 2 * 49)

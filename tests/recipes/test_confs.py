@@ -68,14 +68,6 @@ def test_rows_add_to_their_preset_what_neither_that_nor_the_included_file_says()
         assert {name.replace("-", "_") for name in row} == changed - {"batch_size_valid"}, conf  # that is --batch-size
 
 
-def test_headers_name_the_paper_and_the_status():
-    for conf in HEADERS:
-        header = conf.read_text().partition("\narch:")[0]
-        assert all(line.startswith("# ") for line in header.splitlines()), conf
-        assert re.search(r"(Schlag|Dai) et\s+al\. 2021|Dai et al\. 2019|Schlag et al\. 2021", header), conf
-        assert "Status: " in header, conf
-
-
 @pytest.mark.parametrize("group", ["grid", "carried"])
 def test_rows_of_the_papers_tables_are_those_of_confs_and_all_different(group):
     rows = runs(read_yaml(RECIPES / "peps" / f"{group}.yaml"))
@@ -94,26 +86,6 @@ def test_models_of_a_comparison_differ_in_their_architecture_only(recipe):
         assert flags[at + 1] == f"{name}_lm_wt103"
         rest[name] = flags[:at] + flags[at + 2 :]
     assert rest["delta"] == rest["sum"] == rest["softmax"]
-
-
-def test_models_of_multi30k_differ_in_their_attentions_only():
-    folder = RECIPES / "multi30k/conf"
-    shared, own = read_flags(folder / "common.yaml"), set()
-    for conf in set(folder.glob("*.yaml")) - {folder / "common.yaml"}:
-        flags = read_flags(conf)
-        assert flags[-len(shared) :] == shared
-        own |= {flag for flag in flags[: -len(shared)] if flag.startswith("--")}
-    assert own == {"--arch", "--attention-bias", "--cross-feature-map", "--favor-features", "--favor-softmax-scale"}
-
-
-def test_rows_of_wmt14_have_as_many_features_as_their_headers_say():
-    for conf in (RECIPES / "wmt14_en_de" / "conf").glob("[!c]*.yaml"):
-        header, row = conf.read_text().partition("\narch:")[0], yaml.load(conf.read_text(), Loader=yaml.BaseLoader)
-        favor = "favor" in row["arch"]
-        features = 2 * int(row.get("favor-features", 256)) if favor else 128 * int(row.get("dpfp-nu", 4))
-        if favor or ("dpfp" in row["arch"] and "delta" not in row["arch"]):
-            assert f"{features} features" in header, conf
-        assert row["arch"].endswith("_big") and "--max-tokens" in read_flags(conf)
 
 
 # How they are evaluated.
@@ -149,21 +121,6 @@ def test_state_sizes_of_table_4_are_the_papers():
         sizes.append(round(2 * (args.model_overrides["mem_len"] + segment) * 256 * 16 / 1e6, 2))
     assert sizes == [0.13, 1.05, 2.10, 6.29]
     assert all(f"({size:.2f} M" in conf.read_text() for size in sizes)
-
-
-def test_attention_lengths_of_table_6():
-    """A row is read as in training, then at lengths that include the paper's and have positions."""
-    for name, carried, paper in (
-        ("recurrent_shaw", True, {256, 460, 500, 640}),
-        ("relative", False, {120, 260}),
-        ("layerwise_half", False, {120}),
-    ):
-        first, *swept = asked(RECIPES / "wikitext103" / "conf" / "ablation" / f"{name}.yaml")
-        assert first.carry_state == carried and not first.model_overrides
-        lengths = [args.model_overrides["mem_len"] if carried else args.tokens_per_sample for args in swept]
-        assert paper <= set(lengths) and lengths == sorted(lengths)
-        assert all(args.model_overrides.get("same_length", False) == carried for args in swept)
-        assert name != "layerwise_half" or max(lengths) <= 128
 
 
 # Conversion.
@@ -234,21 +191,6 @@ def test_ablations_are_the_equations(ablations):
         torch.testing.assert_close(torch.cat(found, 2), torch.stack(expected, 2))
     gate = UPDATE_RULES["decay_no_sigmoid"].gates[0]
     assert gate.activation(v).equal(v) and gate.bias(100).aminmax().max < 1
-
-
-def test_stages_read_as_many_tokens_as_fine_tuning():
-    read = {}
-    for name in ("attention", "distribution", "finetune"):
-        flags = read_flags(RECIPES / f"decay_finetune/conf/peps/{name}.yaml")
-        read[name] = int(value_of(flags, "--max-update")) * int(value_of(flags, "--batch-size"))
-    assert read["attention"] + read["distribution"] == read["finetune"]
-
-
-def test_fine_tuning_takes_a_tenth_of_the_updates():
-    source, finetune = (
-        read_flags(RECIPES / f"decay_finetune/conf/peps/{name}.yaml") for name in ("source", "finetune")
-    )
-    assert int(value_of(source, "--max-update")) == 10 * int(value_of(finetune, "--max-update"))
 
 
 # Grids.

@@ -1,7 +1,6 @@
 """The core of the recipes' driver: commands, flags, logs, evaluations, tables."""
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,7 @@ import flags
 import log
 import made_up
 import prepare
-import progress
 import pytest
-import sizes
-import tables
 import training
 from commands import RecipeError
 
@@ -55,15 +51,6 @@ def test_wrong_arguments_are_one_sentence(parser, words, said, capsys):
     assert error.value.code == 2 and capsys.readouterr().err.strip().endswith(said)
 
 
-def test_help_says_what_a_recipe_does_and_how_to_resume_it(parser, capsys):
-    with pytest.raises(SystemExit):
-        parser("--help")
-    shown = capsys.readouterr().out
-    assert "They are given to fairseq-train." in shown and "[OTHER FLAG...]" in shown
-    assert "\nWhat it does.\n" in shown and "\n  evaluate  What.\n" in shown and "The default models are a.\n" in shown
-    assert "\nresume:\n  Give the same command again." in shown and shown.endswith("\nyour own data:\n  Any.\n")
-
-
 RECIPES = sorted(
     path.parent for path in (made_up.ROOT / "recipes").glob("*/run.sh") if path.parent.name != "benchmarks"
 )
@@ -80,13 +67,6 @@ def test_the_help_of_every_recipe(recipe):
     assert ("your own data:" in stages) == ("--data FOLDER" in options)
     if "--test" in options:
         assert "share of <unk> tokens" in stages
-
-
-def test_a_command_is_shown_and_its_failure_named(tmp_path, capfd):
-    commands.run(sys.executable, "-c", "print(1)")
-    assert capfd.readouterr() == ("1\n", f"+ {shlex.quote(sys.executable)} -c 'print(1)'\n")
-    with pytest.raises(RecipeError, match=r"failed \(exit status 3\): see .*log, which ends with 'why'"):
-        commands.run(sys.executable, "-c", "print('why'); raise SystemExit(3)", log=tmp_path / "log")
 
 
 def test_what_is_half_made_does_not_count(tmp_path):
@@ -177,15 +157,21 @@ def test_of_a_log_counts_what_was_not_done_again(tmp_path):
 
 
 def test_progress_shows_how_far_it_is(capsys):
-    shown = progress.Progress("sum", terminal=False)
+    shown = log.Progress("sum", terminal=False)
     shown.read("settings: optimization.max_update=120, task=translation\n")
+    shown.read("| num. shared model params: 1,234 (num. trained: 1,234)\n")
     shown.read('| train_inner | {"ppl": "10.25", "num_updates": "30", "wps": "500", "ups": "3"}\n')
     shown.read('| valid | {"valid_ppl": "9.5", "valid_bleu": "31.25", "valid_num_updates": "60"}\n')
     shown.read('| valid | {"valid_loss": "0.3329", "valid_num_updates": "60"}\n')
     shown.read("Traceback\n")
     shown.end()
-    line, validation, of_attentions, *end = capsys.readouterr().out.splitlines()
-    assert "30 of 120 ( 25%)" in line and "500 tokens/s" in line and "0m 30s left" in line
+    size, line, validation, of_attentions, *end = capsys.readouterr().out.splitlines()
+    assert (
+        size == "sum: 1,234 parameters"
+        and "30 of 120 ( 25%)" in line
+        and "500 tokens/s" in line
+        and "0m 30s left" in line
+    )
     assert validation.endswith("validation ppl      9.5   BLEU 31.25")
     assert of_attentions.endswith("validation loss   0.3329")
     assert end[-2:] == ["Traceback", "sum: the training stopped early; its last lines are above."]
@@ -209,7 +195,7 @@ def test_ways_of_evaluation_are_those_of_the_first_pattern(tmp_path):
 
 @pytest.mark.parametrize("test_all", [False, True])
 def test_the_best_value_of_valid_is_used_on_test(tmp_path, monkeypatch, test_all):
-    def score(checkpoint, path, data, split, text, flags, scores):
+    def score(folder, path, data, split, text, flags, scores):
         made_up.result(tmp_path, path.stem, {"1": 5.0, "2": 4.0}[flags[1]])
 
     monkeypatch.setattr(evaluation, "score", score)
@@ -241,7 +227,6 @@ def stand_in(folder, monkeypatch, text, status=0):
     program.write_text(f'#!/bin/sh\necho ran >>"{folder}/runs"; cat "{folder}/said"; exit {status}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    monkeypatch.setattr(training, "describe", lambda command: "small")
 
 
 def test_a_training_ends_once_as_trained_or_diverged(tmp_path, monkeypatch):
@@ -276,44 +261,11 @@ def test_launch_starts_several_processes(tmp_path, monkeypatch):
     assert (tmp_path / "sum" / "train.log").read_text().startswith(f"+ env TRIED=1 {program} ")
 
 
-def test_updates_do_not_fetch_memory_again(tmp_path, monkeypatch):
-    """Each page that the system gives costs a fault: 16,384 for a matrix of 64 MiB in pages of 4 KiB."""
-    code = """import resource, torch
-for update in range(3):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(4096, 4096)
-print("faults:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""  # in a folder with a space, too
-    stand_in(tmp_path, monkeypatch, "")
-    (tmp_path / "bin" / "fairseq-train").write_text(f"#!/bin/sh\n'{sys.executable}' -c '{code}'\n")
-    assert training.fairseq_train([], tmp_path / "log", "model")
-    assert int((tmp_path / "log").read_text().rpartition("faults: ")[2]) < 100
-
-
-def test_the_size_of_a_model_is_said_before_its_training(tmp_path):
-    (tmp_path / "dict.txt").write_text("a 1\nb 1\n")
-    command = [str(tmp_path), *training.PLUGIN, "--task", "language_modeling", "--arch", "delta_lm_wt103"]
-    small = ["--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16"]
-    small += ["--decoder-attention-heads", "2", "--tokens-per-sample", "8"]
-    parameters, state, length = sizes.measure([*command, *small])
-    assert state == 2 * 8 * 8 and length == 8 and 1000 < parameters < 5000
-    assert f"{parameters:,} parameters, a state of 128 numbers for 8 tokens" in sizes.describe([*command, *small])
-    with pytest.raises(RecipeError, match="fairseq-train refuses the flags"):
-        sizes.describe([*command, "--lr", "x"])
-
-
-def test_tables(tmp_path):
-    assert tables.markdown(["a", "b"], [["x", 1]]) == ["| a | b |", "| --- | ---: |", "| x | 1 |"]
-    assert tables.spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00" and tables.spread([1234.5], 1) == "1,234.5"
-    rows = [{"a": 1, "b": "x, y"}]
-    tables.write_csv(tmp_path / "t.csv", rows)
-    assert tables.read_csv(tmp_path / "t.csv") == [{"a": "1", "b": "x, y"}]
-
-
 def test_counts_are_those_of_the_text_or_it_is_another(tmp_path):
     for split, lines in (("train", 4), ("valid", 2), ("test", 2)):
         (tmp_path / f"{split}.txt").write_text("a <unk> b\n" * lines)
     prepare.preprocess_text(tmp_path, tmp_path / "bin")
-    expected = {"train": 16, "valid": 8, "test": 8, "vocabulary": 4}
+    expected = {"train": 16, "valid": 8, "test": 8, "words": 2}
     prepare.check_counts(tmp_path / "bin", expected)
     with pytest.raises(RecipeError, match=r"another text than the recipe's: valid 8 in place of 9\..*--any-text"):
         prepare.check_counts(tmp_path / "bin", expected | {"valid": 9})

@@ -67,13 +67,6 @@ def test_another_file_is_refused_and_leaves_nothing(out, source, server):
     assert CHECKSUM in str(error.value) and not list(out.parent.iterdir())
 
 
-def test_a_file_of_that_name_with_other_content_is_replaced(out, source):
-    out.parent.mkdir()
-    out.write_bytes(b"truncated")
-    fetch.fetch(out, CHECKSUM, [source])
-    assert out.read_bytes() == CONTENT
-
-
 def test_what_broke_off_is_gone_on_with(out, server):
     part = out.with_name("file.part")
     with pytest.raises(RecipeError, match=r"ended after 5,120 of 10,240 bytes"):

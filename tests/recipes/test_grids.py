@@ -1,18 +1,16 @@
 """Grids of small trainings: their points, finished ones, and retrieval and sequence problems."""
 
 import fcntl
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import grid
 import made_up
 import problems
 import pytest
 import retrieval
+import training as engine
 import yaml
 from commands import RecipeError
 from flags import read_yaml
@@ -40,18 +38,6 @@ def test_lists_multiply(conf):
     assert retrieval.read_points([conf, conf]) == points  # a point of two grids is trained once
 
 
-def test_a_point_goes_before_what_all_share(tmp_path):
-    point = retrieval.Point(
-        {"arch": "a b/c", "lr": "1", "cpu": "false", "with-replacement": "true", "num-keys": "3"}, 2
-    )
-    training = point.training({"lr": "2", "cpu": "true", "batch-size": "32"}, tmp_path)
-    words = training.command
-    assert [words[words.index(flag) + 1] for flag in ("--lr", "--batch-size", "--num-keys")] == ["1", "32", "3"]
-    assert words.count("--lr") == 1 and "--cpu" not in words and "false" not in words
-    assert training.seconds == 6 and training.name == "a_b_c,lr=1,cpu=false,with-replacement=true,num-keys=3"
-    assert words[words.index("--save-dir") + 1] == str(tmp_path / training.name)
-
-
 @pytest.mark.parametrize(
     "text, said",
     [
@@ -74,15 +60,15 @@ def test_grids_without_a_meaning(tmp_path, text, said):
 
 
 def test_flags_that_fairseq_refuses_are_no_plan(tmp_path):
-    grid.import_fairseq()
+    engine.import_fairseq()
     (tmp_path / "grid.yaml").write_text(f"{ENTRY}, seed: [1, one]}}")
     with pytest.raises(RecipeError, match="fairseq-train refuses its flags: argument --seed: invalid int value: 'one'"):
-        retrieval.check(retrieval.read_points([tmp_path / "grid.yaml"]), COMMON, tmp_path)
+        grid.check([point.training(COMMON, tmp_path) for point in retrieval.read_points([tmp_path / "grid.yaml"])])
 
 
 @pytest.fixture
 def training(tmp_path):
-    return grid.Training("a", tmp_path / "a", ["--lr", "1"], 100)
+    return engine.Training("a", tmp_path / "a", ["--lr", "1"], 100)
 
 
 def finished(training, text):
@@ -90,16 +76,16 @@ def finished(training, text):
     (training.folder / "train.log").write_text(text)
     (training.folder / "settings.txt").write_text("--lr 1\n")
     (training.folder / "checkpoint_last.pt").touch()
-    grid.finish(training.folder, grid.read_log(training.folder))
+    assert training.finish()
 
 
 def test_what_is_finished_keeps_its_log_alone(training):
-    assert not grid.is_finished(training)
+    assert not training.is_finished()
     finished(training, made_up.log((100, 0.4), (200, 0.1), (300, 0.25), name="loss"))
-    assert grid.is_finished(training) and not (training.folder / "checkpoint_last.pt").exists()
+    assert training.is_finished() and not (training.folder / "checkpoint_last.pt").exists()
     assert (training.folder / "finished").read_text() == "best loss 0.1, 300 updates\n"
     with pytest.raises(RecipeError, match="was made with other settings"):
-        grid.is_finished(training._replace(flags=["--lr", "2"]))
+        training._replace(flags=["--lr", "2"]).is_finished()
 
 
 def test_damaged_trainings_are_named(training):
@@ -111,24 +97,18 @@ def test_damaged_trainings_are_named(training):
         RecipeError,
         match=r"the result was best loss 0.2, 300 updates, and now it is best loss 0.3, 200 updates; remove",
     ):
-        grid.is_finished(training)
+        training.is_finished()
     path.unlink()
     with pytest.raises(
         RecipeError,
         match=r"train.log in .* has changed since .*, and now it is no result; remove the folder to train it again",
     ):
-        grid.is_finished(training)
+        training.is_finished()
     path.write_text(whole)
     (training.folder / "finished").write_text("")  # as earlier versions left it
-    assert grid.is_finished(training)
+    assert training.is_finished()
     (training.folder / "finished").write_text("fairseq-train --other")
-    assert not grid.is_finished(training)
-
-
-def test_a_plan_counts_what_is_left(training):
-    said = grid.plan([training] * 4, 1, workers=2)
-    assert said.startswith("4 to train (1 finished): at most about 7 minutes of a core, 3 minutes with 2 at once")
-    assert grid.plan([training._replace(seconds=None)], 0, 1) == "1 to train (0 finished)."
+    assert not training.is_finished()
 
 
 def test_a_folder_has_one_grid(tmp_path):
@@ -159,20 +139,6 @@ def test_trainings_run_once_and_failures_are_named(tmp_path):
     assert "1 to train (1 finished)" in again.stdout
     (folder,) = (path.parent for path in (tmp_path / "out").rglob("finished"))
     assert (folder / "train.log").read_text().count("+ fairseq-train") == 1
-
-
-@pytest.mark.slow
-def test_an_interrupted_grid_leaves_no_training_and_goes_on(tmp_path):
-    (tmp_path / "grid.yaml").write_text("- {arch: sum_retrieval, num-keys: 8, seed: [1, 2, 3], seconds-per-key: 1}\n")
-    words = ["train", "--conf", tmp_path / "grid.yaml", "--out", tmp_path / "out", "--workers", 2]
-    process = subprocess.Popen(driver("retrieval", "associative_retrieval", *words), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "out").rglob("checkpoint_last.pt")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(60) == 130 and "run the same command to resume" in process.stderr.read()
-    running = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True)
-    assert not running.stdout
 
 
 # Sequence problems.
@@ -209,7 +175,7 @@ def test_the_report_has_every_evaluation_and_the_mean_of_the_last_ones(tmp_path,
         run.training.folder.mkdir(parents=True)
         text = made_up.log((10, 50.0), (20, accuracy), name="accuracy")
         (run.training.folder / "train.log").write_text(text)
-        grid.finish(run.training.folder, grid.read_log(run.training.folder))
+        assert run.training.finish()
     problems.report(runs, tmp_path)
     assert made_up.cells(capsys.readouterr().out.splitlines()) == [
         ["model", "parity"], ["a guess", "50.0"], ["sum", "65.0"], ["delta, beta to 2", "100.0"],

@@ -70,41 +70,6 @@ def start(recipe, tmp_path, monkeypatch):
     return start
 
 
-def test_stages_come_in_order_and_what_diverged_is_not_evaluated(start, capsys):
-    made = start("all")
-    made.main()
-    assert made.done == ["check", "prepare", "train delta", "train sum", "evaluate sum", "report"]
-    made = start("evaluate")
-    made.main()
-    assert made.done == ["evaluate sum", "report"]
-    made = start("report")
-    made.main()
-    assert made.done == ["report"]
-    made = start("prepare")
-    made.main()
-    assert made.done == [] and "run.sh train --out" in capsys.readouterr().err
-
-
-def test_kernels_are_compiled_while_the_data_is_prepared_and_before_a_training(start, tmp_path, monkeypatch):
-    """The command ends only after the preparation, and the training begins only after the command."""
-    monkeypatch.chdir(tmp_path)
-    waiting = "for i in $(seq 600); do [ ! -e prepared ] || break; sleep 0.1; done; sleep 0.2; mv -- prepared $1"
-    (tmp_path / "fwp-info").write_text(f"#!/bin/sh\n{waiting}\n")
-
-    class Waiting(Kind):
-        def prepare(self, work):
-            super().prepare(work)
-            Path("prepared").touch()
-
-        def train(self, model):
-            assert Path("--build").exists()
-            super().train(model)
-
-    made = start("train", kind=Waiting)
-    made.main()
-    assert made.done == ["check", "prepare", "train delta", "train sum"]
-
-
 def test_seeds_are_models_of_their_own(start, tmp_path):
     made = start("train", "--seeds", "2", "--models", "sum")
     made.main()
@@ -260,13 +225,6 @@ def test_text_is_cut_into_pieces_once_and_for_one_source(language, tmp_path, tex
         language("prepare", "--lines", "10").main()
 
 
-def test_flags_of_a_training_are_refused_by_the_evaluation(language):
-    with pytest.raises(
-        RecipeError, match=r"fwp-eval-lm refuses the flags: unrecognized arguments: --max-update 4\. .*"
-    ):
-        language("evaluate", "--max-update", "4").main()
-
-
 def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language, tmp_path, capsys):
     made = language("prepare")
     made.main()
@@ -301,15 +259,6 @@ def test_a_text_of_ones_own_is_read_with_the_vocabulary_of_the_training(language
 def test_wrong_arguments_of_a_text(language, words, said):
     with pytest.raises(RecipeError, match=said):
         language(*words, data=False)
-
-
-@pytest.mark.parametrize(
-    ("flag", "number"), [("--lines", "abc"), ("--lines", "0"), ("--merges", "-5"), ("--merges", "0")]
-)
-def test_lines_and_merges_are_numbers(language, flag, number, capsys):
-    with pytest.raises(SystemExit):
-        language("all", flag, number)
-    assert f"{flag}: must be a whole number of at least 1, got '{number}'" in capsys.readouterr().err
 
 
 def test_the_command_line_replaces_the_way_of_reading(language, recipe, capsys):
@@ -356,12 +305,6 @@ def test_a_layer_is_put_on_its_base(layers, monkeypatch, tmp_path):
     assert done[2] == ("fwl", [*made.models[2].flags, "--cpu", "--finetune-from-model", start])
 
 
-def test_a_trial_reads_few_statistics(layers, recipe):
-    (recipe / "evaluation.yaml").write_text("'*': {rms: --dynamic-statistics 400}\n")
-    made = layers("evaluate", "--lines", "5")
-    assert made.ways(made.models[0])[0].flags == "--dynamic-statistics 4"
-
-
 def test_the_table_has_the_best_step_of_the_validation_text(tmp_path):
     base = tmp_path / "xl" / "base"
     for name, perplexity in (("valid plain", 30), ("test plain", 31), ("valid rms 1e-4", 25), ("valid rms 3e-4", 24)):
@@ -399,25 +342,6 @@ def convert(tmp_path):
 def test_wrong_arguments_of_a_conversion(convert, words, said):
     with pytest.raises(RecipeError, match=said):
         convert("all", *words)
-
-
-def test_a_conversion_begins_where_the_paper_does(convert, tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(recipes, "run", lambda *words, **_: ran.append(list(map(str, words))))
-    made = convert("--corpus", "gpt2", "--rows", "decay_m4")
-    assert [model.name for model in made.models] == ["softmax", "decay_m4"] and made.corpus["checkpoint"] == "best"
-    with pytest.raises(RecipeError, match="softmax must be trained first, because other models start from it"):
-        made.converted(made.models[1])
-    made_up.trained(made.models[0].folder)
-    made.converted(made.models[1])
-    assert str(tmp_path / "softmax" / "checkpoint_best.pt") in ran[0]
-    made = convert("--rows", "decay_m4")
-    made.converted(made.models[0])
-    assert str(tmp_path / "softmax" / "converted" / "checkpoint.pt") in ran[1]
-    assert ran[1][-4:] == ["--decoder-update-rule", "decay", "--state-size", "4"]
-    assert convert("--corpus", "wikitext103").corpus["checkpoint"] == "last"
-    with pytest.raises(RecipeError, match="--model must be the source of --corpus gpt2, got none"):
-        convert("--corpus", "gpt2").prepare_once()
 
 
 def test_a_sample_is_as_long_as_the_source_allows(convert, tmp_path):

@@ -8,14 +8,12 @@ import pytest
 from commands import RecipeError
 from flags import read_yaml
 from recipe import Model
-from reports import comparison, conversion, gains, lengths, retrieval, state
-from reports import grid as grids
-from reports import language_models as reports
+from reports import comparison, conversion, gains, papers, retrieval
 from retrieval import Point, read_points
 from tables import read_csv
 
-from fairseq_fwp.cli.plot_style import COLOURS, load_pyplot
-from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrievalConfig
+from fairseq_fwp.cli.plot_style import load_pyplot
+from fairseq_fwp.synthetic.model import FwpAssociativeRetrievalConfig
 
 RETRIEVAL = made_up.RECIPES / "associative_retrieval"
 PUBLISHED = read_yaml(RETRIEVAL / "published.yaml", plain=False)
@@ -45,28 +43,20 @@ def test_a_comparison_has_perplexities_per_token_and_per_word(tmp_path, capsys):
     assert "| delta, 2 seeds | 1,234 | 2.00 ± 0.00 | 60 | 0.02 |" in (tmp_path / "table.md").read_text()
 
 
-def test_models_of_a_group_have_its_report(tmp_path, monkeypatch):
-    done = []
-    monkeypatch.setitem(reports.GROUPS, "grid", lambda *paths: done.append(paths))
-    monkeypatch.setattr(reports.comparison, "write", lambda out, models, *_: done.append([m.name for m in models]))
-    models = [Model(name, tmp_path, tmp_path / name) for name in ("grid/a", "delta", "grid/b")]
-    reports.write(tmp_path, tmp_path, models, "perplexity", None)
-    (tmp_path / "grid.yaml").touch()
-    reports.write(tmp_path, tmp_path, models, "perplexity", None)
-    assert done == [["grid/a", "delta", "grid/b"], (tmp_path / "grid.yaml", tmp_path, tmp_path / "grid"), ["delta"]]
-
-
 def test_the_attention_length_is_the_shortest_of_the_best_validation_perplexity(tmp_path):
     """The shortest length is chosen to the two digits of the paper; the test set is read at it."""
     perplexities = {
         "valid": {"init": 27.02, "attention 120": 28.1, "attention 500": 26.7712, "attention 1000": 26.7698},
         "test": {"init": 28.02, "attention 120": 28.3, "attention 500": 27.9, "attention 1000": 27.1},
     }
-    assert lengths.table(tmp_path) == []
+    assert comparison.attention_lengths(tmp_path) == []
     for split, found in perplexities.items():
         for label, perplexity in found.items():
             made_up.result(tmp_path, f"{split} {label}", perplexity)
-    assert lengths.table(tmp_path)[2:] == ["| valid | 27.02 | 26.77 | 500 |", "| test | 28.02 | 27.90 | 500 |"]
+    assert comparison.attention_lengths(tmp_path)[2:] == [
+        "| valid | 27.02 | 26.77 | 500 |",
+        "| test | 28.02 | 27.90 | 500 |",
+    ]
 
 
 # The grid.
@@ -100,21 +90,21 @@ def grid(tmp_path):
     return tmp_path
 
 
-def report(module, out, rows, name):
+def report(write, out, rows, name):
     """Return the lines of a report of rows."""
     import yaml
 
     path = out / f"{name}.yaml"
     path.write_text(yaml.dump(rows))
     (out / name).mkdir(exist_ok=True)
-    module.write(path, out, out / name)
+    write(path, out, out / name)
     *lines, empty, where = (out / name / "table.md").read_text().splitlines()
     assert not empty and re.fullmatch(r"`bash .*run.sh.*` at \w+, \d{4}-\d\d-\d\d, .*, torch .*\.", where)
     return lines
 
 
 def test_grid_has_ranks_beside_the_papers_and_hides_nothing(grid):
-    lines = report(grids, grid, GRID, "grid")
+    lines = report(papers.write_grid, grid, GRID, "grid")
     rows = [row for row in made_up.cells(lines) if row[0] != "row"]
     assert [row[2:] for row in rows] == [
         ["4.0", "8.0", "3", "10.0", "20.0", "1"],
@@ -138,8 +128,8 @@ def test_grid_has_ranks_beside_the_papers_and_hides_nothing(grid):
 
 def test_the_ledger_of_the_grid_shows_the_numbers_of_its_file():
     folder = made_up.RECIPES / "peps"
-    found = grids.read_outcomes(folder / "results" / "grid.csv")
-    lines = grids.lines(grids.read_tables(found, read_yaml(folder / "grid.yaml", plain=False)))
+    found = papers.read_outcomes(folder / "results" / "grid.csv", "run")
+    lines = papers.grid_lines(papers.read_tables(found, read_yaml(folder / "grid.yaml", plain=False)))
     assert "\n".join(lines).strip() + "\n" == (folder / "results" / "grid.md").read_text()
 
 
@@ -162,7 +152,7 @@ def test_carried_state_hides_nothing(tmp_path):
     folder = made_up.trained(tmp_path / "carried" / "xl", (50, 8.0))
     for split, ppl in (("valid", 80.0), ("test", 81.25)):
         made_up.result(folder, f"{split} memory 7 + 1", ppl, state_size=73728)
-    lines = report(state, tmp_path, ROWS, "carried")
+    lines = report(papers.write_carried, tmp_path, ROWS, "carried")
     assert [row[3:9] for row in made_up.cells(lines)[1:]] == [
         ["-", "diverged", "diverged", "0.13", "27.8", "29.4"],
         ["-", "not run", "not run", "0.13", "> 260", "> 260"],
@@ -273,26 +263,6 @@ def test_table(tmp_path):
     assert lines[4][5:8] == ["71.9%", "14.60", "99.3%"]
 
 
-def test_seeds_of_a_conversion_are_one_line(tmp_path):
-    corpus = {
-        "measures": ["valid 0"],
-        "source": {},
-        "start": "source",
-        "rows": [{"run": "decay", "row": "decay", "paper": {}}],
-    }
-    measured(tmp_path / "softmax" / "converted", "valid 0", 10.0)
-    for seed, perplexity in ((1, 12.0), (2, 13.0)):
-        measured(tmp_path / "decay" / f"seed_{seed}", "valid 0", perplexity)
-    results = conversion.read_results(corpus, tmp_path)
-    assert [row["seed"] for row in results] == [None, 1, 2]
-    line = conversion.table(corpus, results)[-1]
-    assert line.startswith("| decay, 2 seeds | 8 | not run | 12.50 ± 0.71 | 80.0% |")
-    for seed in (1, 2):  # a converted model may give probabilities of zero
-        measured(tmp_path / "decay" / f"seed_{seed}" / "converted", "valid 0", float("inf"))
-    line = conversion.table(corpus, conversion.read_results(corpus, tmp_path))[-1]
-    assert line.startswith("| decay, 2 seeds | 8 | inf | 12.50 ± 0.71 | 80.0% |")
-
-
 # Retrieval.
 
 
@@ -300,7 +270,7 @@ def made(arch, size, loss, dim=16, curve=None, **flags):
     """Return a result as it is read."""
     point = Point({"arch": arch, **{flag.replace("_", "-"): value for flag, value in flags.items()}}, 1)
     point.flags["num-keys"] = str(size)
-    return retrieval.Result(point, retrieval.Outcome(curve or [(100, 0.5), (200, loss)], 3.0, dim, False))
+    return retrieval.Result(point, curve or [(100, 0.5), (200, loss)], 3.0, dim, False)
 
 
 def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
@@ -309,12 +279,12 @@ def test_a_cell_is_the_median_of_its_seeds_in_setting_1():
     results.append(made(arch, 16, 0.4, lr="1"))  # another model
     results.append(made(arch, 32, 0.4, dim=32, key_dim="32"))
     results.append(made(arch, 8, 0.2, update_rule="delta", feature_map="tanh", with_replacement="false"))
-    cells = retrieval.by_rule_and_map(results)
+    cells = retrieval.capacity(results)
     assert cells.keys() == {("sum", "elu", 16), ("sum", "elu", 32), ("delta", "tanh", 16)}  # no flags: the defaults
     model = FwpAssociativeRetrievalConfig()
     assert {"update-rule": model.update_rule, "feature-map": model.feature_map} == retrieval.DEFAULTS
-    assert cells["sum", "elu", 16][1].loss == 0.25 and cells["sum", "elu", 16][1].held == 8
-    assert cells["delta", "tanh", 16][0.5].loss == 0.2
+    assert [result.best for result in cells["sum", "elu", 16][1]] == [0.3, 0.25, 0.1]  # not those of another model
+    assert retrieval.held(16, 0.25) == 8 and [result.best for result in cells["delta", "tanh", 16][0.5]] == [0.2]
 
 
 def lines_of(axes):
@@ -359,28 +329,6 @@ def test_pictures_show_the_right_points():
     assert shown["figure5"] == [((20, 0.06),), ((20, 0.06),), ((20, 0.002),), ((16, 0), (16, 1))]
 
 
-def test_a_rule_has_its_colour_and_its_models_differ():
-    made_up = [made(arch, 20, 0.1) for arch in ("delta_dpfp1_retrieval", "sum_retrieval", "delta_retrieval")]
-    made_up.append(made("sum_retrieval", 20, 0.1, update_rule="decay"))
-    styles = retrieval.model_styles(made_up)
-    assert len({(style.colour, style.marker) for style in styles.values()}) == len(styles) == 4
-    firsts = {"delta": "delta_dpfp1_retrieval", "sum": "sum_retrieval", "decay": "sum_retrieval,update-rule=decay"}
-    for rule, model in firsts.items():
-        assert styles[model].colour == COLOURS[rule].lower()
-
-
-def test_the_papers_released_runs():
-    """All sizes of the grids are there, except FAVOR+ with delta without finite losses; at 100 keys the longer log."""
-    first, second = PUBLISHED["setting 1"], PUBLISHED["setting 2"]
-    assert all(list(losses) == list(range(20, 601, 20)) for losses in first.values()) and len(first) == 8
-    ends = {model: max(losses) for model, losses in second.items()}
-    assert {ends.pop(f"delta_favor{features}_retrieval") for features in (64, 128)} == {120}
-    assert set(ends.values()) == {200} and len(ends) == 6
-    assert second["delta_dpfp2_retrieval"][100] == 0.00357
-    assert [size for size, loss in first["softmax_retrieval"].items() if loss > 0.001][:3] == [360, 460, 500]
-    assert {model.split(",")[0] for model in {**first, **second}} <= RETRIEVAL_PRESETS.keys()
-
-
 def test_the_ledger_has_the_numbers_of_its_curves():
     """The table of RESULTS.md is that of results/points.csv, curves.csv and published.yaml."""
     curves = {}
@@ -392,9 +340,7 @@ def test_the_ledger_has_the_numbers_of_its_curves():
         for row in csv.DictReader(file):
             arch, *flags = row["point"].split(",")
             point = Point({"arch": arch, **dict(flag.split("=") for flag in flags)}, 1)
-            results.append(
-                retrieval.Result(point, retrieval.Outcome(curves.get(point.name, []), 0, 1, bool(row["diverged"])))
-            )
+            results.append(retrieval.Result(point, curves.get(point.name, []), 0, 1, bool(row["diverged"])))
     grids = read_points([RETRIEVAL / f"conf/{name}.yaml" for name in ("quick", "slow", "capacity")])
     assert [result.point.name for result in results] == [point.name for point in grids]
     assert "\n\n" + "\n".join(retrieval.lines_of(results, PUBLISHED)) + "\n\n" in (RETRIEVAL / "RESULTS.md").read_text()

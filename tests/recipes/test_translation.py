@@ -10,7 +10,6 @@ import average
 import bleu
 import made_up
 import pairs
-import parallel
 import pytest
 import torch
 import translation
@@ -30,13 +29,13 @@ def test_text_is_tokenised_pair_by_pair(tmp_path, packed, capsys):
     (tmp_path / f"b.en{ending}").write_bytes(write(("It's\u2028one \x0b line.\n\n" + "many " * 50 + "\n").encode()))
     (tmp_path / f"b.de{ending}").write_bytes(write("Eine Zeile\x85.\nleer\nzu lang\n".encode()))
     out = tmp_path / "new" / "both"
-    parallel.copy(out, BOTH, [tmp_path / "a", tmp_path / "b"], tokenized=True, max_words=40)
+    pairs.copy(out, [tmp_path / "a", tmp_path / "b"], tokenized=True, max_words=40)
     assert capsys.readouterr().out == "both: 6 pairs, 2 left out\n"
     english, german = (Path(f"{out}.{language}").read_text().split("\n") for language in ("en", "de"))
     assert len(english) == len(german) == 7 and "It &apos;s one line ." in english
     with pytest.raises(RecipeError, match="both has no pairs: all 3 were left out"):
-        parallel.copy(out, BOTH, [tmp_path / "b"], tokenized=True, max_words=3)
-    parallel.copy(out, BOTH, [tmp_path / "a"], pairs=5)
+        pairs.copy(out, [tmp_path / "b"], tokenized=True, max_words=3)
+    pairs.copy(out, [tmp_path / "a"], pairs=5)
     assert Path(f"{out}.de").read_text().count("\n") == 5
 
 
@@ -70,7 +69,7 @@ def test_text_that_does_not_belong_together_is_refused(tmp_path, name, message):
         (tmp_path / f"{prefix}.en.gz").write_bytes(text)
         (tmp_path / f"{prefix}.de").write_text("a\n")
     with pytest.raises(RecipeError, match=message):
-        parallel.copy(tmp_path / "out", BOTH, [tmp_path / name], pairs=4 if name == "fine" else None)
+        pairs.copy(tmp_path / "out", [tmp_path / name], pairs=4 if name == "fine" else None)
 
 
 HYPOTHESES = ["ein well-known Haus steht dort .", "die Erinnerung liest einmal &amp; mehr ."]
@@ -195,19 +194,6 @@ def test_wmt14_from_raw_text(wmt14, tmp_path):
         pairs.write_wmt14(wmt14, tmp_path / "out", True)
 
 
-def test_wmt14_from_the_public_tokenised_set(tmp_path):
-    folder, out = tmp_path / "public", tmp_path / "out"
-    folder.mkdir()
-    for name, count in (("train.tok.clean", 60), ("newstest2013.tok", 9), ("newstest2014.tok", 8)):
-        made_up.write_pairs(folder / f"{name}.bpe.32000", count)
-    made_up.write_pairs(folder / "newstest2014", 8)
-    with pytest.raises(RecipeError, match="valid has 9 pairs in place of 3,000"):
-        pairs.write_wmt14(folder, out, False)
-    pairs.write_wmt14(folder, out, True)
-    assert (out / "bpe" / "train.en").exists() and not (out / "tok").exists()
-    assert (out / "text" / "test.de").read_text().count("\n") == 8 and not (out / "text" / "valid.de").exists()
-
-
 def prepared(tmp_path, *words):
     arguments = ["--recipe", str(made_up.RECIPES / "multi30k"), "--pairs", "multi30k", "--merges", "30"]
     arguments += ["--models", "sum", "--search", "--beam 2", "--", *map(str, words), "--out", str(tmp_path / "out")]
@@ -265,14 +251,11 @@ def test_a_test_set_of_ones_own_and_scores_of_other_flags(multi30k, tmp_path, mo
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["all", "--test", "x"], "--test needs the stage evaluate, got the stage all"),
         (["evaluate", "--test", "/x/none"], "files PREFIX.en and PREFIX.de .*, and /x/none.en does not exist"),
         (
             ["evaluate", "--max-update", "4"],
             "fairseq-generate refuses the flags: unrecognized arguments: --max-update 4",
         ),
-        (["train", "--any-text"], "--data FOLDER must be given with --any-text"),
-        (["train", "--data", "/nonexistent"], "--data must be a folder, got /nonexistent"),
     ],
 )
 def test_wrong_arguments(tmp_path, words, said):

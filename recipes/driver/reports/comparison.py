@@ -1,7 +1,9 @@
 """A table of several language models on one text, and their validation curves.
 
 Perplexity per word spreads the loss of all tokens over words and line ends, and so can be compared between
-vocabularies; perplexity per token cannot.
+vocabularies; perplexity per token cannot. A model that was evaluated by attention length also has the columns of Dai et
+al. 2019, Table 6: PPL init is that of the training lengths, PPL best the lowest one over attention lengths. Attn Len is
+the shortest length with PPL best to two digits, chosen on the validation set.
 """
 
 from pathlib import Path
@@ -11,21 +13,23 @@ from commands import run
 from log import read_json
 from prepare import count
 from recipe import Model
-from tables import markdown, spread
-
-from reports import lengths
-from reports.files import Run, read_run, save, show
+from tables import Run, by_model, markdown, mean, read_run, save
 
 HEADS = {"perplexity": "ppl", "loss_base_2": "bits"}
 
 
 def write(out: Path, models: list[Model], measure: str, text: Path | None) -> None:
-    """Write results.csv with a row for each run, and table.md with one for each model, the mean of its seeds."""
-    runs = {model: read_run(model.folder) for model in models}
-    for model, found in runs.items():
+    """Write results.csv with a row for each run, and table.md with one for each model, the mean of its seeds.
+
+    measure: perplexity, or loss_base_2 for bits. text: folder of texts, for perplexities per word.
+    """
+    finished = {}
+    for model in models:
+        found = read_run(model.folder)
         if found.diverged:
             print(f"{model.label} is not in the table, it diverged: {found.diverged}.")
-    finished = {model: found for model, found in runs.items() if found.updates is not None and not found.diverged}
+        elif found.updates is not None:
+            finished[model] = found
     if not finished:
         return
     rows = [read_row(model, found, measure, text) for model, found in finished.items()]
@@ -35,18 +39,15 @@ def write(out: Path, models: list[Model], measure: str, text: Path | None) -> No
     run("fwp-plot", *logs, "--out", out / "curves.png")
     lines = table(rows, [head for head in heads if head.startswith(("valid", "test"))])
     for model in finished:
-        if found := lengths.table(model.folder):
+        if found := attention_lengths(model.folder):
             lines += ["", f"{model.label}:", "", *found]
     save(out, "results", rows, lines, "curves.png")
 
 
 def read_row(model: Model, found: Run, measure: str, text: Path | None) -> dict[str, Any]:
     """Return the numbers of a run, from all its evaluations of valid and test."""
-    files = sorted(
-        (path.stem for path in model.folder.glob("*.json")), key=lambda name: (name.startswith("test"), name)
-    )
-    names = [name for name in files if name.partition(" ")[0] in ("valid", "test")]
-    results = {name: read_json(model.folder / f"{name}.json") for name in names}
+    paths = sorted(model.folder.glob("*.json"), key=lambda path: (path.stem.startswith("test"), path.stem))
+    results = {path.stem: read_json(path) for path in paths if path.stem.partition(" ")[0] in ("valid", "test")}
     row = {"model": model.name, "seed": "" if model.seed is None else model.seed, "parameters": found.parameters}
     row |= {f"{name} {HEADS[measure]}": result[measure] for name, result in results.items()}
     if text:
@@ -62,18 +63,26 @@ def per_word(result: dict[str, Any], text: Path) -> float:
 
 def table(rows: list[dict[str, Any]], measured: list[str]) -> list[str]:
     """Return a row for each model: mean and deviation of its seeds."""
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    heads = ["model", "parameters", *measured, "updates", "hours"]
     lines = []
-    for name in names:
-        seeds = [row for row in rows if row["model"] == name]
+    for name, seeds in by_model(rows).items():
         cells = [mean([row[head] for row in seeds], 1 if "per word" in head else 2) for head in measured]
         first, hours = seeds[0], sum(row["hours"] for row in seeds)
-        said = f"{name}, {len(seeds)} seeds" if len(seeds) > 1 else name
-        lines.append([said, f"{first['parameters']:,}", *cells, f"{first['updates']:,}", f"{hours:.2f}"])
-    return markdown(heads, lines)
+        lines.append([name, f"{first['parameters']:,}", *cells, f"{first['updates']:,}", f"{hours:.2f}"])
+    return markdown(["model", "parameters", *measured, "updates", "hours"], lines)
 
 
-def mean(values: list[Any], digits: int) -> str:
-    known = [float(value) for value in values if value != ""]
-    return spread(known, digits) if known else show(None)
+def attention_lengths(folder: Path) -> list[str]:
+    """Return the table of Dai et al. 2019; empty if the run was not evaluated by attention length."""
+    lengths = [int(path.stem.split()[-1]) for path in folder.glob("valid attention *.json") if path.stem[-1].isdigit()]
+    if not lengths:
+        return []
+
+    def perplexity(name: str) -> float:
+        return float(read_json(folder / f"{name}.json").get("perplexity", "nan"))
+
+    best = min(lengths, key=lambda length: (round(perplexity(f"valid attention {length}"), 2), length))
+    rows = []
+    for split in ("valid", "test"):
+        found = [perplexity(f"{split} {label}") for label in ("init", f"attention {best}")]
+        rows.append([split, *(f"{ppl:.2f}" for ppl in found), best])
+    return markdown(["split", "PPL init", "PPL best", "Attn Len"], rows)

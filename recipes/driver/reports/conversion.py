@@ -7,79 +7,43 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from log import read_json, read_training
-from tables import markdown, spread
+from log import read_json
+from tables import markdown, mean, read_run, show
 
 # The model before conversion, and the same model after as much fine-tuning as the other rows.
 SOURCE, SOFTMAX = "source", "softmax"
 
 
-def read_measure(folder: Path, measure: str, what: str = "perplexity") -> Any:
-    """Return a number that fwp-eval-lm wrote into a folder; None: it was not run."""
-    return read_json(folder / f"{measure}.json").get(what)
-
-
 def read_results(corpus: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     """Return the results of the source, then of each row that has any; None: not measured."""
-    measures, first = corpus["measures"], corpus["measures"][0]
-    source = out / SOFTMAX / "converted"
-    found = [
-        {
-            "run": SOURCE,
-            "seed": None,
-            "state": read_measure(source, first, "state_size"),
-            "updates": None,
-            "hours": None,
-            f"converted, {first}": None,
-            **{measure: read_measure(source, measure) for measure in measures},
-        }
-    ]
-    for name in (row["run"] for row in corpus["rows"]):
-        for folder in (out / name, *sorted((out / name).glob("seed_*"))):
-            found.append({"run": name} | read_row(folder, measures))
-    return [
-        row for row in found if any(value is not None for name, value in row.items() if name not in ("run", "seed"))
-    ]
+    folders = [(row["run"], out / row["run"]) for row in corpus["rows"]]
+    folders = [(run, found) for run, folder in folders for found in (folder, *sorted(folder.glob("seed_*")))]
+    rows = [read_row(SOURCE, out / SOFTMAX / "converted", corpus["measures"])]
+    rows += [read_row(run, folder, corpus["measures"]) for run, folder in folders]
+    return [row for row in rows if any(row[name] is not None for name in row.keys() - {"run", "seed"})]
 
 
-def read_row(folder: Path, measures: list[str]) -> dict[str, Any]:
+def read_row(run: str, folder: Path, measures: list[str]) -> dict[str, Any]:
     """Return the results of a training, by the columns of the CSV; None if nothing was measured."""
-    diverged = (folder / "diverged").exists()
-    training = read_training(folder / "train.log") if diverged or (folder / "trained").exists() else None
-    row = {
-        "seed": int(folder.name.removeprefix("seed_")) if folder.name.startswith("seed_") else None,
-        "state": read_measure(folder / "converted", measures[0], "state_size")
-        or read_measure(folder, measures[0], "state_size"),
-        "updates": training and training.updates,
-        "hours": training and training.hours,
-        f"converted, {measures[0]}": read_measure(folder / "converted", measures[0]),
+    training, seed = read_run(folder), folder.name.removeprefix("seed_")
+    before, after = (read_json(at / f"{measures[0]}.json") for at in (folder / "converted", folder))
+    return {
+        "run": run,
+        "seed": int(seed) if seed != folder.name else None,
+        "state": before.get("state_size") or after.get("state_size"),
+        "updates": training.updates,
+        "hours": training.hours,
+        f"converted, {measures[0]}": before.get("perplexity"),
+        **{
+            name: "diverged" if training.diverged else read_json(folder / f"{name}.json").get("perplexity")
+            for name in measures
+        },
     }
-    return row | {m: "diverged" if diverged else read_measure(folder, m) for m in measures}
 
 
 def shown(value: float | str | None) -> str:
     """Return a perplexity as text for a table; words stay as they are."""
-    if value is None:
-        return "not run"
-    return value if isinstance(value, str) else f"{value:,.2f}" if value < 1e5 else f"{value:.1e}"
-
-
-def counted(value: float | None) -> str:
-    """Return a whole number as text for a table."""
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def recovered(source: float | str | None, found: float | str | None) -> str:
-    """Return the share of the source's performance; - without two numbers."""
-    if not isinstance(source, int | float) or not isinstance(found, int | float):
-        return "-"
-    return f"{source / found:.1%}"
-
-
-def mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for the seeds of a run: the means of its numbers."""
-    values = {name: numbers(rows, name) for name in rows[0]}
-    return {name: statistics.mean(found) if found else rows[0][name] for name, found in values.items()}
+    return f"{value:.1e}" if isinstance(value, float) and value >= 1e5 else show(value, none="not run")
 
 
 def numbers(rows: list[dict[str, Any]], name: str) -> list[float]:
@@ -89,10 +53,13 @@ def numbers(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
     """Return the source, then a line for each row, with the shares of its source and of softmax."""
-    by_run: dict[str, list[dict[str, Any]]] = {}
+    seeds: dict[str, list[dict[str, Any]]] = {}
     for row in found:
-        by_run.setdefault(row["run"], []).append(row)
-    results = {name: rows[0] if len(rows) == 1 else mean(rows) for name, rows in by_run.items()}
+        seeds.setdefault(row["run"], []).append(row)
+    results = {}
+    for run, rows in seeds.items():
+        means = {name: numbers(rows, name) for name in rows[0]}
+        results[run] = {name: statistics.mean(values) if values else rows[0][name] for name, values in means.items()}
     measures, first, rows = corpus["measures"], corpus["measures"][0], corpus["rows"]
     compared = {"of the source": results.get(corpus["start"], {}).get(first)}
     if corpus["start"] == SOURCE and any(row["run"] == SOFTMAX for row in rows):
@@ -100,36 +67,32 @@ def table(corpus: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
     # The paper's source, as a separate line or as the row that it fine-tuned.
     paper_source = corpus["source"] or next((row["paper"] for row in rows if row["run"] == SOFTMAX), {})
     papers = list(dict.fromkeys(measure for row in rows for measure in row["paper"]))
-    converted = f"converted, {first}"
-    heads = ["row", "state", converted, *measures, *compared, *(f"paper {measure}" for measure in papers)]
-    heads += ["paper, of its source", "updates"]
-    lines = []
 
-    def add(name: str, run: str, paper: dict[str, Any], shares: list[str]) -> None:
-        row = results.get(run, {})
-        own = [shown(paper.get(measure, "-")) for measure in papers]
-        start = "-" if run == SOURCE else shown(row.get(converted))
-        perplexities = [shown(row.get(measure)) for measure in measures]
-        if len(seeds := by_run.get(run, [])) > 1:
-            name += f", {len(seeds)} seeds"
-            found = [numbers(seeds, measure) for measure in measures]
+    def recovered(whole: Any, part: Any) -> str:
+        both = isinstance(whole, int | float) and isinstance(part, int | float)
+        return f"{whole / part:.1%}" if both else "-"
+
+    def line(name: str, run: str, paper: dict[str, Any], shares: list[str]) -> list[str]:
+        row, several = results.get(run, {}), len(seeds.get(run, ())) > 1
+        ours = [shown(row.get(measure)) for measure in measures]
+        if several:
+            name += f", {len(seeds[run])} seeds"
+            values = [numbers(seeds[run], measure) for measure in measures]
             # An infinite perplexity has no deviation.
-            perplexities = [
-                spread(values) if values and max(values) < 1e5 else said
-                for values, said in zip(found, perplexities, strict=True)
-            ]
-        cells = [name, counted(row.get("state")), start, *perplexities, *shares[:-1], *own, shares[-1]]
-        lines.append([*cells, counted(row.get("updates"))])
+            ours = [mean(v) if v and max(v) < 1e5 else said for v, said in zip(values, ours, strict=True)]
+        start = "-" if run == SOURCE else shown(row.get(f"converted, {first}"))
+        theirs = [shown(paper.get(measure, "-")) for measure in papers]
+        return [
+            *(name, show(row.get("state"), 0), start, *ours, *shares[:-1]),
+            *(*theirs, shares[-1], show(row.get("updates"), 0)),
+        ]
 
-    add(
-        "source" if corpus["start"] == SOURCE else "before fine-tuning",
-        SOURCE,
-        corpus["source"],
-        ["-"] * (len(compared) + 1),
-    )
+    before = "source" if corpus["start"] == SOURCE else "before fine-tuning"
+    lines = [line(before, SOURCE, corpus["source"], ["-"] * (len(compared) + 1))]
     for row in rows:
         shares = [recovered(source, results.get(row["run"], {}).get(first)) for source in compared.values()]
         measure = next(iter(row["paper"]), None)
         shares.append(recovered(paper_source.get(measure), row["paper"].get(measure)))
-        add(row["row"], row["run"], row["paper"], shares)
-    return markdown(heads, lines)
+        lines.append(line(row["row"], row["run"], row["paper"], shares))
+    heads = ["row", "state", f"converted, {first}", *measures, *compared]
+    return markdown([*heads, *(f"paper {name}" for name in papers), "paper, of its source", "updates"], lines)

@@ -21,6 +21,9 @@ from tables import write_csv
 from fairseq_fwp.cli.plot_style import load_pyplot, save
 
 END = "</s>"  # of a line
+PLACES = [0, 64, 128, 256, 384, 512, 1024, 4096]
+COUNTS = [0, 100, 300, 1000, 3000, 10000]
+SEEN = [0, 1, 2, 4, 8, 16, 64]
 
 
 class Token(NamedTuple):
@@ -30,13 +33,6 @@ class Token(NamedTuple):
     gain: float
     place: int
     seen: int
-
-
-def read_scores(path: Path) -> list[tuple[str, float]]:
-    """Return the tokens of a text, with their log-probabilities."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        return [(row["token"], float(row["log_prob"])) for row in rows]
 
 
 def document_starts(words: list[str], block: int | None) -> set[int]:
@@ -49,22 +45,18 @@ def document_starts(words: list[str], block: int | None) -> set[int]:
 
 def compare(base: Path, other: Path, block: int | None = None) -> Iterator[Token]:
     """Yield the tokens that both files score. Raises RecipeError if they score different texts."""
-    ours, theirs = read_scores(base), read_scores(other)
-    words = [word for word, _ in ours]
-    if words != [word for word, _ in theirs]:
+    with base.open(encoding="utf-8", newline="") as first, other.open(encoding="utf-8", newline="") as second:
+        read = [list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)) for file in (first, second)]
+    words, theirs = ([row["token"] for row in rows] for rows in read)
+    if words != theirs:
         raise RecipeError(f"{base} and {other} score different texts: evaluate both models on one.")
     starts, start, seen = document_starts(words, block), 0, Counter[str]()
-    for place, ((word, old), (_, new)) in enumerate(zip(ours, theirs, strict=True)):
+    for place, (old, new) in enumerate(zip(*read, strict=True)):
         if place in starts:
             start, seen = place, Counter()
-        yield Token(word, new - old, place - start, seen[word])
+        word = words[place]
+        yield Token(word, float(new["log_prob"]) - float(old["log_prob"]), place - start, seen[word])
         seen[word] += 1
-
-
-def read_counts(path: Path) -> dict[str, int]:
-    """Return the count of each word in the training text."""
-    lines = (line.rsplit(" ", 1) for line in path.read_text(encoding="utf-8").splitlines())
-    return {word: int(count) for word, count in lines}
 
 
 def group(tokens: list[Token], value: Callable[[Token], float], edges: list[float]) -> list[tuple]:
@@ -78,24 +70,18 @@ def group(tokens: list[Token], value: Callable[[Token], float], edges: list[floa
     return found
 
 
-def panels(tokens: list[Token], counts: dict[str, int]) -> dict[str, list[tuple]]:
-    """Return the three groupings of the figure; the second has no line ends, which the dictionary lacks."""
-    counted = [token for token in tokens if token.word in counts]
-    return {
-        "position in the document (tokens)": group(
-            tokens, lambda token: token.place, [0, 64, 128, 256, 384, 512, 1024, 4096]
-        ),
-        "count in the training text": group(
-            counted, lambda token: counts[token.word], [0, 100, 300, 1000, 3000, 10000]
-        ),
-        "occurrences before it in the document": group(tokens, lambda token: token.seen, [0, 1, 2, 4, 8, 16, 64]),
+def write(base: Path, other: Path, dictionary: Path, picture: Path, title: str, block: int | None) -> None:
+    """Draw a panel for each grouping, on one scale, and write their numbers into a CSV of the same name."""
+    tokens = list(compare(base, other, block))
+    lines = (line.rsplit(" ", 1) for line in dictionary.read_text(encoding="utf-8").splitlines())
+    counts = {word: int(count) for word, count in lines}
+    counted = [token for token in tokens if token.word in counts]  # line ends are not in the dictionary
+    found = {
+        "position in the document (tokens)": group(tokens, lambda token: token.place, PLACES),
+        "count in the training text": group(counted, lambda token: counts[token.word], COUNTS),
+        "occurrences before it in the document": group(tokens, lambda token: token.seen, SEEN),
     }
-
-
-def draw(found: dict[str, list[tuple]], path: Path, title: str) -> None:
-    """Draw one panel for each grouping, on one scale."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, len(found), figsize=(12, 4), sharey=True)
+    figure, axes = load_pyplot().subplots(1, len(found), figsize=(12, 4), sharey=True)
     for panel, (grouping, groups) in zip(axes, found.items(), strict=True):
         labels, _, means, errors = zip(*groups, strict=True)
         panel.bar(labels, means, yerr=errors, color="0.6", ecolor="black", capsize=2)
@@ -105,23 +91,8 @@ def draw(found: dict[str, list[tuple]], path: Path, title: str) -> None:
         panel.grid(visible=False, axis="x")
     axes[0].set_ylabel("gain in log-probability (nats per token)")
     figure.suptitle(f"{title}: gain over the base model, test set; mean and its 95% interval")
-    save(figure, path)
-
-
-def write(base: Path, other: Path, dictionary: Path, picture: Path, title: str, block: int | None) -> None:
-    """Draw the picture, and write its numbers into a CSV of the same name."""
-    found = panels(list(compare(base, other, block)), read_counts(dictionary))
-    draw(found, picture, title)
-    rows = [
-        dict(
-            zip(
-                ("by", "group", "tokens", "gain", "half_interval"),
-                (by, *row[:2], *map("{:.5f}".format, row[2:])),
-                strict=True,
-            )
-        )
-        for by, groups in found.items()
-        for row in groups
-    ]
-    write_csv(picture.with_suffix(".csv"), rows)
+    save(figure, picture)
+    heads = ("by", "group", "tokens", "gain", "half_interval")
+    rows = [(by, *row[:2], *map("{:.5f}".format, row[2:])) for by, groups in found.items() for row in groups]
+    write_csv(picture.with_suffix(".csv"), [dict(zip(heads, row, strict=True)) for row in rows])
     print(f"Where {other.parent} gains is in {picture}, its numbers in {picture.with_suffix('.csv')}.")

@@ -7,17 +7,15 @@ seeds of a model at one size). Draws the pictures that have points, and names po
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable
-from math import isfinite
+from collections.abc import Callable, Iterable
+from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import commands
-import grid
 from commands import RecipeError
 from flags import read_yaml
-from grid import Training
 from log import read_training
 from retrieval import Point
 from tables import markdown, write_csv
@@ -48,27 +46,17 @@ TRAINING_FLAGS = ["num-keys", "seed", "with-replacement", "valid-length", "max-u
 BARE_ARCH = "fwp_associative_retrieval"
 # The share of black (below 0) or white in the colour of a rule, for its first model, its second, ...
 SHADES = (0, -0.45, 0.5, -0.65, 0.25)
-# One for each model of a picture, so that it is readable without colours.
-ALL_MARKERS = MARKERS + "*<>dp"
 # The model's own; to ask it, fairseq would have to be imported.
 DEFAULTS = {"update-rule": "sum", "feature-map": "elu"}
 # The sizes whose learning curves the paper draws.
 FIGURE_3_SIZE = 20
 FIGURE_4_SIZE = 600
 
-TITLES = {
-    "figure2": "Figure 2: setting 1; dotted: numbers of features",
-    "ratio": "Setting 1: D features hold at most D keys",
-    "figure3": f"Figure 3: setting 2, {FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; one line per seed",
-    "figure4": f"Figure 4: setting 1, {FIGURE_4_SIZE} keys",
-    "figure5": "Figure 5: setting 2, 2 S pairs; dotted: numbers of features",
-    "capacity": "Setting 1, every rule with every map: keys that are held, of S",
-}
 
+class Result(NamedTuple):
+    """A finished point: (update, loss) of its evaluations, seconds, number of features, whether it diverged."""
 
-class Outcome(NamedTuple):
-    """The contents of a log: evaluations are (update, loss)."""
-
+    point: Point
     evaluations: list[tuple[int, float]]
     seconds: float
     feature_dim: int | None
@@ -77,27 +65,16 @@ class Outcome(NamedTuple):
     @property
     def best(self) -> float:
         """The paper's measure; infinite without an evaluation."""
-        return min((loss for _, loss in self.evaluations if loss == loss), default=float("inf"))
+        return min((loss for _, loss in self.evaluations if loss == loss), default=inf)
 
     @property
     def updates(self) -> int:
         """The last update that was evaluated."""
         return self.evaluations[-1][0] if self.evaluations else 0
 
-
-class Result(NamedTuple):
-    """A finished point."""
-
-    point: Point
-    outcome: Outcome
-
     @property
-    def arch(self) -> str:
-        return self.point.flags["arch"]
-
-    @property
-    def size(self) -> int:
-        return self.point.size
+    def is_bare(self) -> bool:
+        return self.point.flags["arch"] == BARE_ARCH
 
     @property
     def replaced(self) -> bool:
@@ -118,41 +95,45 @@ class Result(NamedTuple):
     @property
     def rule(self) -> str:
         """The update rule: of the flag, or of the preset, whose name begins with it."""
-        named = [rule for rule in COLOURS if self.arch.startswith(rule)]
-        preset = max(named, key=len) if named else DEFAULTS["update-rule"]
-        return self.point.flags.get("update-rule", preset)
-
-
-def read_outcome(training: Training) -> Outcome | None:
-    """Return the outcome of a point; None if it is not finished."""
-    if not grid.is_finished(training):
-        return None
-    folder = training.folder
-    text = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
-    found = read_training(folder / "train.log")
-    dim = re.search(r"feature_dim=(\d+)", text)
-    return Outcome(found.curve("loss"), found.seconds, int(dim[1]) if dim else None, found.not_finite)
+        named = [rule for rule in COLOURS if self.point.flags["arch"].startswith(rule)]
+        return self.point.flags.get("update-rule", max(named, key=len, default=DEFAULTS["update-rule"]))
 
 
 def read_results(points: list[Point], common: dict[str, str], out: Path) -> list[Result]:
     """Return the finished points of the grids, in their order."""
-    outcomes = ((point, read_outcome(point.training(common, out))) for point in points)
-    return [Result(point, outcome) for point, outcome in outcomes if outcome]
+    found = []
+    for point in points:
+        training = point.training(common, out)
+        if training.is_finished():
+            path = training.folder / "train.log"
+            log, dim = read_training(path), re.search(r"feature_dim=(\d+)", path.read_text("utf-8", errors="replace"))
+            curve = log.curve("loss")
+            found.append(Result(point, curve, log.seconds, int(dim[1]) if dim else None, log.not_finite))
+    return found
+
+
+def group(results: Iterable[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+    """Return the results by a key, in their order."""
+    groups = defaultdict(list)
+    for result in results:
+        groups[key(result)].append(result)
+    return groups
 
 
 def write_tables(results: list[Result], out: Path) -> None:
     """Write points.csv and curves.csv."""
     rows = []
-    for point, outcome in results:
-        row: dict[str, Any] = {"point": point.name, "S": point.size, "feature_dim": outcome.feature_dim or ""}
-        at_update = next((update for update, loss in outcome.evaluations if loss == outcome.best), "")
-        row |= {"best_loss": f"{outcome.best:.3g}", "at_update": at_update, "updates": outcome.updates}
-        rows.append(row | {"seconds": f"{outcome.seconds:.0f}", "diverged": "yes" if outcome.diverged else ""})
+    for result in results:
+        row: dict[str, Any] = {"point": result.point.name, "S": result.point.size}
+        row |= {"feature_dim": result.feature_dim or "", "best_loss": f"{result.best:.3g}"}
+        row["at_update"] = next((update for update, loss in result.evaluations if loss == result.best), "")
+        row |= {"updates": result.updates, "seconds": f"{result.seconds:.0f}"}
+        rows.append(row | {"diverged": "yes" if result.diverged else ""})
     write_csv(out / "points.csv", rows)
     curves = [
-        {"point": point.name, "update": update, "loss": f"{loss:.6g}"}
-        for point, outcome in results
-        for update, loss in outcome.evaluations
+        {"point": result.point.name, "update": update, "loss": f"{loss:.6g}"}
+        for result in results
+        for update, loss in result.evaluations
     ]
     write_csv(out / "curves.csv", curves, ("point", "update", "loss"))
 
@@ -162,156 +143,131 @@ def lines_of(results: list[Result], published: dict[str, Any]) -> list[str]:
 
     Models without a preset are left out in setting 1: there are as many as rules and maps, and a picture shows them.
     """
-    heads = ["setting", "model", "S", "best loss of each run", "updates", "paper"]
+
+    def row_of(result: Result) -> tuple[str, str, int, str]:
+        pairs = result.point.flags.get("valid-length")
+        shown = result.name + (f", {pairs} pairs in evaluation" if pairs else "")
+        return "2" if result.replaced else "1", shown, result.point.size, result.model
+
     cells = []
-    rows: dict[tuple[str, str, int, str], list[Result]] = defaultdict(list)
-    for result in results:
-        if result.arch != BARE_ARCH or result.replaced:
-            pairs = result.point.flags.get("valid-length")
-            shown = result.name + (f", {pairs} pairs in evaluation" if pairs else "")
-            rows["2" if result.replaced else "1", shown, result.size, result.model].append(result)
+    rows = group((result for result in results if not result.is_bare or result.replaced), row_of)
     for (setting, shown, size, model), found in sorted(rows.items()):
         theirs = published[f"setting {setting}"].get(model, {}).get(size)
-        paper = "-" if theirs is None else f"{theirs:.3g}"
-        losses = ", ".join(f"{result.outcome.best:.3g}" for result in found)
-        updates = ", ".join(f"{result.outcome.updates:,}" for result in found)
-        cells.append([setting, shown, size, losses, updates, paper])
-    return markdown(heads, cells, left=2)
+        losses = ", ".join(f"{result.best:.3g}" for result in found)
+        updates = ", ".join(f"{result.updates:,}" for result in found)
+        cells.append([setting, shown, size, losses, updates, "-" if theirs is None else f"{theirs:.3g}"])
+    return markdown(["setting", "model", "S", "best loss of each run", "updates", "paper"], cells, left=2)
 
 
-def by_size(results: list[Result]) -> dict[int, list[float]]:
-    """Return the losses of all seeds, by S."""
-    losses = defaultdict(list)
-    for result in results:
-        losses[result.size].append(result.outcome.best)
-    return dict(sorted(losses.items()))
+# Pictures.
 
 
-class Style(NamedTuple):
-    """The style in which a model is drawn."""
-
-    label: str
-    colour: str
-    marker: str
+Styles = dict[str, dict[str, str]]  # label, colour and marker of each model
 
 
-def model_styles(results: list[Result]) -> dict[str, Style]:
-    """Return the style of every model: a shade of the colour of its rule, and a marker."""
-    models: dict[str, dict[str, str]] = defaultdict(dict)
-    for result in results:
-        models[result.rule][result.model] = LABELS.get(result.model, result.name)
-    styles = {}
-    markers = itertools.cycle(ALL_MARKERS)
-    for rule, labels in models.items():
-        for index, (model, label) in enumerate(labels.items()):
-            colour = shade(COLOURS.get(rule, PUBLISHED), SHADES[index % len(SHADES)])
-            styles[model] = Style(label, colour, next(markers))
+def model_styles(results: list[Result]) -> Styles:
+    """Return the label, colour and marker of every model: a shade of the colour of its rule."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    styles, used = {}, defaultdict(itertools.count)
+    markers = itertools.cycle(MARKERS + "*<>dp")  # so that a picture is readable without colours
+    for rule, found in group(results, lambda result: result.rule).items():
+        for model, (first, *_) in group(found, lambda result: result.model).items():
+            amount = SHADES[next(used[rule]) % len(SHADES)]
+            parts = [(1 - abs(amount)) * part + max(0, amount) for part in to_rgb(COLOURS.get(rule, PUBLISHED))]
+            styles[model] = {"label": LABELS.get(model, first.name), "color": to_hex(parts), "marker": next(markers)}
     return styles
 
 
-def shade(colour: str, amount: float) -> str:
-    """Return the colour mixed with that amount of white, or of black if it is below 0."""
-    from matplotlib.colors import to_hex, to_rgb
-
-    return to_hex([(1 - abs(amount)) * part + max(0, amount) for part in to_rgb(colour)])
-
-
-def by_model(results: list[Result]) -> dict[str, list[Result]]:
-    """Return the results of each model, in their order."""
-    models = defaultdict(list)
-    for result in results:
-        models[result.model].append(result)
-    return models
+def medians(results: list[Result]) -> dict[int, float]:
+    """Return the median loss of the seeds, by S."""
+    sizes = group(results, lambda result: result.point.size)
+    return {size: median(result.best for result in sizes[size]) for size in sorted(sizes)}
 
 
-def draw_losses(axes: Any, results: list[Result], styles: dict[str, Style], published: dict[str, Any]) -> None:
+def draw_losses(axes: Any, results: list[Result], styles: Styles, published: dict[str, Any]) -> None:
     """Draw ours as full symbols with a line through medians, the paper's released runs empty, and features dotted.
 
     The number of features of FAVOR+ is left out: its losses leave zero long before.
     """
-    largest = max(result.size for result in results)
+    largest, compared = max(result.point.size for result in results), False
     empty = {"ms": 6, "mfc": "none", "lw": 0.8}
-    compared = False
-    for model, found in by_model(results).items():
-        label, colour, marker = styles[model]
-        losses = by_size(found)
-        axes.plot(list(losses), [median(values) for values in losses.values()], color=colour, lw=1.5)
-        sizes = [size for size, values in losses.items() for _ in values]
-        flat = [loss for values in losses.values() for loss in values]
-        axes.plot(sizes, flat, marker, color=colour, ms=5, label=label)
+    for model, found in group(results, lambda result: result.model).items():
+        style, found = styles[model], sorted(found, key=lambda result: result.point.size)
+        line = medians(found)
+        axes.plot(list(line), list(line.values()), color=style["color"], lw=1.5)
+        axes.plot([result.point.size for result in found], [result.best for result in found], ls="", ms=5, **style)
         theirs = {size: loss for size, loss in published.get(model, {}).items() if size <= largest}
-        axes.plot(list(theirs), list(theirs.values()), marker + "--", color=colour, alpha=0.8, **empty)
+        axes.plot(list(theirs), list(theirs.values()), ls="--", alpha=0.8, **empty, **style | {"label": None})
         compared = compared or bool(theirs)
     if compared:
         axes.plot([], [], "o--", color=PUBLISHED, label="empty: the paper's released runs", **empty)
-    for dim in {result.outcome.feature_dim or 0 for result in results if "favor" not in result.model}:
+    for dim in {result.feature_dim or 0 for result in results if "favor" not in result.model}:
         if 0 < dim <= largest:
             axes.axvline(dim, color=PUBLISHED, ls=":", lw=1.2)
             axes.text(dim, 1, f" {dim}", color=PUBLISHED, transform=axes.get_xaxis_transform(), va="top", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("number of keys S")
-    axes.set_ylabel("best evaluation loss (half the squared distance)")
+    axes.set(xlabel="number of keys S", ylabel="best evaluation loss (half the squared distance)")
 
 
-def draw_curves(axes: Any, results: list[Result], styles: dict[str, Style]) -> None:
+def draw_curves(axes: Any, results: list[Result], styles: Styles) -> None:
     """Draw evaluations over updates, a line for each seed."""
-    for model, found in by_model(results).items():
-        label, colour, marker = styles[model]
+    for model, found in group(results, lambda result: result.model).items():
+        style = styles[model]
         for index, result in enumerate(found):
-            updates, losses = zip(*result.outcome.evaluations, strict=True)
-            axes.plot(updates, losses, marker, ls="-", color=colour, lw=1.6, ms=4, markevery=0.12, alpha=0.9)
-            axes.plot(updates[-1], losses[-1], marker, color=colour, ms=5, label=None if index else label)
-    axes.set_xlabel("updates")
-    axes.set_ylabel("evaluation loss (half the squared distance)")
+            updates, losses = zip(*result.evaluations, strict=True)
+            axes.plot(updates, losses, lw=1.6, ms=4, markevery=0.12, alpha=0.9, **style | {"label": None})
+            axes.plot(updates[-1], losses[-1], ls="", ms=5, **style | {"label": None if index else style["label"]})
+    axes.set(xlabel="updates", ylabel="evaluation loss (half the squared distance)")
 
 
-class Cell(NamedTuple):
-    """The results of all seeds of a rule with a map of this many features, at one number of keys."""
+def draw_ratio(axes: Any, results: list[Result], styles: Styles) -> None:
+    """Draw the loss over S / D, with D the feature dimension, and its lower bound.
 
-    size: int
-    results: list[Result]
-
-    @property
-    def loss(self) -> float:
-        return median(result.outcome.best for result in self.results)
-
-    @property
-    def held(self) -> int:
-        """The number of the S keys that are answered: each other one costs 1 / 2."""
-        return round(max(0, self.size * (1 - 2 * self.loss)))
-
-
-# A rule, a map, and its number of features.
-Block = tuple[str, str, int]
+    All outputs for the S queries of a sequence are a matrix of rank D; the right answers are one of rank S with
+    singular values of 1. Half the squared distance is at least (S - D) / 2, and the mean over queries (1 - D / S) / 2.
+    """
+    for model, found in group(results, lambda result: result.model).items():
+        losses = medians(found)
+        axes.plot([size / found[0].feature_dim for size in losses], list(losses.values()), ms=5, **styles[model])
+    axes.axvline(1, color=PUBLISHED, ls=":")
+    ratios = [1 + step / 100 for step in range(26)]
+    least = [(1 - 1 / ratio) / 2 for ratio in ratios]
+    axes.plot(ratios, least, "--", color=PUBLISHED, label="least possible: (1 - D / S) / 2")
+    axes.set(xlabel="number of keys over number of features, S / D", ylabel="best evaluation loss, median of seeds")
 
 
-def by_rule_and_map(results: list[Result]) -> dict[Block, dict[float, Cell]]:
-    """Return cells by S / feature dimension, of rules and maps without a preset; of several models the first."""
-    cells: dict[Block, dict[float, Cell]] = defaultdict(dict)
-    models: dict[Block, str] = {}
-    for result in results:
-        dim = result.outcome.feature_dim
-        if result.arch != BARE_ARCH or not dim:
-            continue
-        block = (result.rule, result.point.flags.get("feature-map", DEFAULTS["feature-map"]), dim)
-        if models.setdefault(block, result.model) == result.model:
-            cells[block].setdefault(result.size / dim, Cell(result.size, [])).results.append(result)
-    return cells
+def capacity(results: list[Result]) -> dict[tuple[str, str, int], dict[float, list[Result]]]:
+    """Return results by (rule, map, features), then by S / features, without presets; of several models the first."""
+    blocks: dict[tuple[str, str, int], dict[float, list[Result]]] = {}
+    bare = (result for result in results if result.is_bare and result.feature_dim)
+    for block, found in group(
+        bare, lambda result: (result.rule, result.point.flags.get("feature-map", "elu"), result.feature_dim)
+    ).items():
+        found = [result for result in found if result.model == found[0].model]
+        blocks[block] = group(found, lambda result: result.point.size / result.feature_dim)
+    return blocks
+
+
+def held(size: int, loss: float) -> int:
+    """Return the number of the S keys that are answered: each other one costs 1 / 2."""
+    return round(max(0, size * (1 - 2 * loss)))
 
 
 def draw_capacity(axes: Any, results: list[Result]) -> Any:
     """Draw a row for each rule and a block for each map, by S / feature dimension: loss and answered keys."""
-    cells = by_rule_and_map(results)
+    cells = capacity(results)
     rules = list(dict.fromkeys(rule for rule, *_ in cells))
-    maps = list(dict.fromkeys((feature_map, dim) for _, feature_map, dim in cells))
+    maps = list(dict.fromkeys(block[1:] for block in cells))
     ratios = sorted({ratio for found in cells.values() for ratio in found})
     columns = list(itertools.product(maps, ratios))
-    losses = [[float("nan")] * len(columns) for _ in rules]
+    losses = [[nan] * len(columns) for _ in rules]
     for (y, rule), (x, (block, ratio)) in itertools.product(enumerate(rules), enumerate(columns)):
         if cell := cells.get((rule, *block), {}).get(ratio):
-            losses[y][x] = cell.loss
-            colour = "white" if cell.loss < 0.1 else "black"
-            axes.text(x, y, cell.held, ha="center", va="center", fontsize=8, color=colour)
+            loss = losses[y][x] = median(result.best for result in cell)
+            colour = "white" if loss < 0.1 else "black"
+            answered = held(cell[0].point.size, loss)
+            axes.text(x, y, answered, ha="center", va="center", fontsize=8, color=colour)
     axes.grid(False)
     image = axes.imshow(losses, aspect="auto", cmap="viridis", norm="log", vmin=0.001, vmax=0.5)
     axes.set_xticks(range(len(columns)), [f"{ratio:g}" for _, ratio in columns], fontsize=7)
@@ -328,30 +284,11 @@ def draw_capacity(axes: Any, results: list[Result]) -> Any:
     return image
 
 
-def draw_ratio(axes: Any, results: list[Result], styles: dict[str, Style]) -> None:
-    """Draw the loss over S / D, with D the feature dimension, and its lower bound.
-
-    All outputs for the S queries of a sequence are a matrix of rank D; the right answers are one of rank S with
-    singular values of 1. Half the squared distance is at least (S - D) / 2, and the mean over queries (1 - D / S) / 2.
-    """
-    for model, found in by_model(results).items():
-        label, colour, marker = styles[model]
-        dim = found[0].outcome.feature_dim
-        losses = by_size(found)
-        ratios = [size / dim for size in losses]
-        axes.plot(ratios, [median(values) for values in losses.values()], marker + "-", color=colour, ms=5, label=label)
-    axes.axvline(1, color=PUBLISHED, ls=":")
-    ratios = [1 + step / 100 for step in range(26)]
-    least = [(1 - 1 / ratio) / 2 for ratio in ratios]
-    axes.plot(ratios, least, "--", color=PUBLISHED, label="least possible: (1 - D / S) / 2")
-    axes.set_xlabel("number of keys over number of features, S / D")
-    axes.set_ylabel("best evaluation loss, median of seeds")
-
-
 class Picture(NamedTuple):
     """A picture and its points: draw_on(axes, results, *given) returns an image if it needs a colour bar."""
 
     name: str
+    title: str
     draw_on: Callable[..., Any]
     results: list[Result]
     given: tuple[Any, ...] = ()
@@ -361,24 +298,36 @@ class Picture(NamedTuple):
 
 def plan_pictures(results: list[Result], published: dict[str, Any]) -> list[Picture]:
     """Return the pictures that have points."""
-    shown = [result for result in results if isfinite(result.outcome.best) and "valid-length" not in result.point.flags]
-    first = [result for result in shown if not result.replaced]
-    cells = [cell for row in by_rule_and_map(first).values() for cell in row.values()]
-    capacity = [result for cell in cells for result in cell.results]
-    first = [result for result in first if result.arch != BARE_ARCH or not result.outcome.feature_dim]
-    near = [result for result in first if result.size != FIGURE_4_SIZE]
-    far = [result for result in first if result.size == FIGURE_4_SIZE]
-    ratio = [result for result in near if result.outcome.feature_dim and "favor" not in result.model]
-    second = [result for result in shown if result.replaced]
-    early = [result for result in second if result.size == FIGURE_3_SIZE]
-    one, two = (model_styles(first), published["setting 1"]), (model_styles(second), published["setting 2"])
+    shown = [result for result in results if isfinite(result.best) and "valid-length" not in result.point.flags]
+    first, second = ([result for result in shown if result.replaced == replaced] for replaced in (False, True))
+    cells = [result for block in capacity(first).values() for cell in block.values() for result in cell]
+    named = [result for result in first if not result.is_bare or not result.feature_dim]
+    near, far = ([r for r in named if (r.point.size == FIGURE_4_SIZE) == is_far] for is_far in (False, True))
+    ratio = [result for result in near if result.feature_dim and "favor" not in result.model]
+    early = [result for result in second if result.point.size == FIGURE_3_SIZE]
+    title = f"Figure 3: setting 2, {FIGURE_3_SIZE} keys, {2 * FIGURE_3_SIZE} pairs; one line per seed"
+    one, two = model_styles(named), model_styles(second)
+    dotted = "dotted: numbers of features"
     planned = [
-        Picture("figure2", draw_losses, near, one),
-        Picture("ratio", draw_ratio, ratio, one[:1]),
-        Picture("figure3", draw_curves, early, two[:1], log=True),
-        Picture("figure4", draw_curves, far, one[:1]),
-        Picture("figure5", draw_losses, second, two, log=True),
-        Picture("capacity", draw_capacity, capacity, size=(12, 3.4)),
+        Picture("figure2", f"Figure 2: setting 1; {dotted}", draw_losses, near, (one, published["setting 1"])),
+        Picture("ratio", "Setting 1: D features hold at most D keys", draw_ratio, ratio, (one,)),
+        Picture("figure3", title, draw_curves, early, (two,), log=True),
+        Picture("figure4", f"Figure 4: setting 1, {FIGURE_4_SIZE} keys", draw_curves, far, (one,)),
+        Picture(
+            "figure5",
+            f"Figure 5: setting 2, 2 S pairs; {dotted}",
+            draw_losses,
+            second,
+            (two, published["setting 2"]),
+            log=True,
+        ),
+        Picture(
+            "capacity",
+            "Setting 1, every rule with every map: keys that are held, of S",
+            draw_capacity,
+            cells,
+            size=(12, 3.4),
+        ),
     ]
     return [picture for picture in planned if picture.results]
 
@@ -387,7 +336,7 @@ def draw(picture: Picture, out: Path) -> None:
     """Draw a picture into its file."""
     figure, axes = load_pyplot().subplots(figsize=picture.size)
     image = picture.draw_on(axes, picture.results, *picture.given)
-    axes.set_title(TITLES[picture.name])
+    axes.set_title(picture.title)
     if picture.log:
         axes.set_yscale("log")
     if image:
@@ -395,11 +344,12 @@ def draw(picture: Picture, out: Path) -> None:
     else:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, out / f"{picture.name}.png")
+    print(out / f"{picture.name}.png")
 
 
 def why_not_drawn(result: Result) -> str:
     """Return the reason why a point is not in a picture."""
-    if not isfinite(result.outcome.best):
+    if not isfinite(result.best):
         return "none of its evaluations is a number"
     if "valid-length" in result.point.flags:
         return "its evaluations have another number of pairs"
@@ -418,7 +368,6 @@ def write(recipe: Path, points: list[Point], common: dict[str, str], out: Path) 
     pictures = plan_pictures(results, published)
     for picture in pictures:
         draw(picture, out)
-        print(out / f"{picture.name}.png")
     drawn = {result.point.name for picture in pictures for result in picture.results}
     for result in results:
         if result.point.name not in drawn:
