@@ -1,10 +1,11 @@
 """Time and memory of generating the next token after contexts of 256 to 16,384: Mao 2022, arXiv 2210.04243, Figure 1.
 
 Whole models and only their attention layers, one sequence and eight at once, float32, one thread. The sizes are those
-of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with 8,000 words. The paper plots decay, delta and attention, and does not give the number of sequences. Attention keeps keys and
-values in a cache. fairseq and this package copy it for every token to make room. A second cache is allocated beforehand
-for all tokens and written in place: attention cannot do less. States are random numbers. Memory is the peak beyond the
-model, of a process for each name.
+of Schlag et al. 2021, small (16 layers, D = 128, 8 heads, feed-forward 2,048), with 8,000 words. The paper plots decay,
+delta and attention, and does not give the number of sequences. Attention keeps keys and values in a cache. fairseq and
+this package copy it for every token to make room. A second cache is allocated beforehand for all tokens and written in
+place: attention cannot do less. States are random numbers. Memory is the peak beyond the model, of a process for each
+name.
 """
 
 from itertools import product
