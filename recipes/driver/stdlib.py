@@ -9,7 +9,7 @@ A whole file goes to train, valid or test, by a hash of its path: the same on ev
 them. The files come in the order of that hash until `MAX_BYTES` are taken.
 """
 
-import collections
+import contextlib
 import hashlib
 import re
 import sysconfig
@@ -18,42 +18,30 @@ from pathlib import Path
 MAX_BYTES = 6_000_000  # about 1.5 million subwords; the quick start reads a third of them
 HELD_OUT = 5  # per cent of the files for valid, and as many for test
 BREAK = "\u23ce"
-# Test suites, code that is not part of the library, and generated tables.
+# Test suites, code that is not part of the library, generated tables, programs, and what is read as topics.
 SKIPPED_FOLDERS = {
-    "test": "test suites", "tests": "test suites", "idle_test": "test suites", "testing": "test suites",
-    "site-packages": "installed packages", "dist-packages": "installed packages", "ensurepip": "installed packages",
-    "encodings": "generated tables", "lib2to3": "generated tables", "msilib": "generated tables",
-    "pydoc_data": "read as topics", "idlelib": "programs", "turtledemo": "programs", "__phello__": "programs",
-}  # fmt: skip
+    *("test", "tests", "idle_test", "testing", "site-packages", "dist-packages", "ensurepip", "encodings"),
+    *("lib2to3", "msilib", "pydoc_data", "idlelib", "turtledemo", "__phello__"),
+}
 
 
-def standard_library() -> tuple[dict[str, str], collections.Counter]:
-    """Return the text of each usable file or topic by its path, and the number of skipped ones by reason."""
-    root = Path(sysconfig.get_path("stdlib"))
-    texts, skipped = {}, collections.Counter()
+def standard_library() -> dict[str, str]:
+    """Return the text of each usable file or topic by its path."""
+    root, texts = Path(sysconfig.get_path("stdlib")), {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        reasons = [SKIPPED_FOLDERS[part] for part in name.split("/")[:-1] if part in SKIPPED_FOLDERS]
-        if reasons or name.startswith(("config-", "_sysconfigdata")):
-            skipped[reasons[0] if reasons else "generated tables"] += 1
+        if SKIPPED_FOLDERS & {*name.split("/")[:-1]} or name.startswith(("config-", "_sysconfigdata")):
             continue
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            skipped["not UTF-8"] += 1
-            continue
-        if sum(map(str.isalpha, text)) < 0.5 * len("".join(text.split())):
-            skipped["fewer letters than digits and signs"] += 1
-        elif len(text) < 200:
-            skipped["shorter than 200 characters"] += 1
-        else:
-            texts[name] = text
-    try:
+            # Files of digits and signs are tables.
+            if len(text) >= 200 and sum(map(str.isalpha, text)) >= 0.5 * len("".join(text.split())):
+                texts[name] = text
+    with contextlib.suppress(ImportError):  # some distributions lack the topics
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions lack the topics
-        topics = {}
-    texts.update((f"topics/{name}", text) for name, text in topics.items() if len(text) >= 200)
-    return texts, skipped
+
+        texts.update((f"topics/{name}", text) for name, text in topics.items() if len(text) >= 200)
+    return texts
 
 
 def blocks(text: str) -> list[str]:
@@ -79,25 +67,17 @@ def split_of(name: str) -> tuple[str, str]:
 
 def write(out: Path) -> None:
     """Write train.txt, valid.txt and test.txt into a folder, and print a summary."""
-    texts, skipped = standard_library()
+    texts, taken = standard_library(), 0
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
-    files, taken = collections.Counter(), 0
     for name in sorted(texts, key=lambda name: split_of(name)[1]):
         size = len(texts[name].encode())
-        if taken + size > MAX_BYTES:
-            skipped[f"beyond the first {MAX_BYTES:,} bytes"] += 1
-            continue
-        taken += size
-        split = split_of(name)[0]
-        files[split] += 1
-        splits[split] += blocks(texts[name])
+        if taken + size <= MAX_BYTES:
+            taken += size
+            splits[split_of(name)[0]] += blocks(texts[name])
     out.mkdir(parents=True, exist_ok=True)
     for split, lines in splits.items():
         (out / f"{split}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        words = sum(len(line.split()) for line in lines)
-        print(f"{split}: {files[split]} files and topics, {len(lines):,} blocks, {words:,} words")
-    for reason, count in sorted(skipped.items()):
-        print(f"skipped: {count} files ({reason})")
+        print(f"{split}: {len(lines):,} blocks, {sum(len(line.split()) for line in lines):,} words")
 
 
 def show(text: str) -> str:
