@@ -53,6 +53,7 @@ RULES = {
     "delta_product": product(beta=PER_STEP),
     "delta_product_with_decay": product(beta=PER_STEP, decay=PER_TOKEN),
     "rwkv7": rule("rwkv7", decay=PER_KEY, removal_key=PER_KEY, removal_rate=PER_KEY),
+    "dplr": rule("dplr", decay=PER_KEY, removal_key=PER_KEY, removal=PER_KEY),
     "gdn2": rule("gdn2", decay=PER_KEY, erase=PER_KEY, write=PER_VALUE),
     "gdn2_by_head": rule("gdn2", decay=PER_TOKEN, erase=PER_KEY, write=PER_VALUE),
     "fwm": dataclasses.replace(rule("fwm", beta=PER_TOKEN), kernel=False),
@@ -139,7 +140,7 @@ def sample_inputs(
     inputs["v"] = draw(*size(*RULES[rule].value))
     for gate, names in RULES[rule].gates.items():
         inputs[gate] = draw(*size(*names), kind=torch.rand)
-        if gate == "removal_key":  # of length one, as removal keys are
+        if gate in ("removal_key", "removal"):  # of length one, as removal keys are
             inputs[gate] = inputs[gate] / (key_size / 2 or 1)
     initial = torch.randn(batch, heads, key_size, value_size, generator=generator, dtype=torch.float64)
     inputs["state"] = initial.to(state_dtype(dtype)) if state else None

@@ -186,7 +186,7 @@ def _sample(shapes: dict[str, list[int]], sum_of_key: float) -> dict[str, Tensor
     for name, shape in shapes.items():
         normal = name in ("q", "v", "state", "d_out", "d_state")
         x = (torch.randn if normal else torch.rand)(shape, generator=generator)
-        x = x if normal else x / sum_of_key if name in ("k", "removal_key") else 1 - x / 2
+        x = x if normal else x / sum_of_key if name in ("k", "removal_key", "removal") else 1 - x / 2
         found[name] = x.bfloat16().double()
     return found
 

@@ -32,6 +32,7 @@ from .rules import (
     decay_rule,
     delta_product_rule,
     delta_rule,
+    dplr_rule,
     fwm_rule,
     gated_delta_rule,
     gated_rule,
@@ -45,6 +46,7 @@ from .short import SumScores, scores_are_cheaper
 decay_rule_reference = partial(decay_rule, backend="reference")
 delta_rule_reference = partial(delta_rule, backend="reference")
 delta_product_rule_reference = partial(delta_product_rule, backend="reference")
+dplr_rule_reference = partial(dplr_rule, backend="reference")
 fwm_rule_reference = partial(fwm_rule, backend="reference")
 gated_rule_reference = partial(gated_rule, backend="reference")
 gated_delta_rule_reference = partial(gated_delta_rule, backend="reference")
@@ -66,6 +68,8 @@ __all__ = [
     "delta_product_rule_reference",
     "delta_rule",
     "delta_rule_reference",
+    "dplr_rule",
+    "dplr_rule_reference",
     "fwm_rule",
     "fwm_rule_reference",
     "gated_delta_rule",

@@ -41,10 +41,14 @@ def _delta_product(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor 
     return "gated_delta_product.chunk_gated_delta_product", {"q": q, **steps, **more}
 
 
+def _dplr(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal: Tensor) -> Form:
+    by_key = decay if decay.dim() == 4 else decay.unsqueeze(-1).expand_as(removal)
+    tokens = {"r": q, "k": k, "v": v, "a": -removal_key.to(k.dtype), "b": removal.to(k.dtype)}
+    return "rwkv7.chunk_rwkv7", {**tokens, "w": by_key.float().log()}
+
+
 def _rwkv7(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal_rate: Tensor) -> Form:
-    removes = {"a": -removal_key, "b": removal_rate * removal_key}
-    tokens = {"r": q, "k": k, "v": v} | {name: x.to(k.dtype) for name, x in removes.items()}
-    return "rwkv7.chunk_rwkv7", {**tokens, "w": decay.float().log()}
+    return _dplr(q, k, v, decay, removal_key, removal_rate * removal_key)
 
 
 def _gdn2(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor) -> Form:
@@ -60,6 +64,7 @@ FORMS: dict[str, Callable[..., Form]] = {
     "gated_delta_rule": _gated_delta,
     "delta_product_rule": _delta_product,
     "rwkv7_rule": _rwkv7,
+    "dplr_rule": _dplr,
     "gdn2_rule": _gdn2,
 }
 

@@ -281,14 +281,38 @@ def rwkv7_rule(
 
     Peng et al. 2025, "RWKV-7 'Goose' with Expressive Dynamic State Evolution" (arXiv 2503.14456), Eqs. 17-18. w is
     their w, y the normalised removal key, r their in-context learning rate a, q the receptance and k the replacement
-    key. The removed value is retrieved before the memory fades. With other rates it covers Comba (Hu et al. 2025, arXiv
-    2506.02475). `gdn2_rule` is another transition of the form diagonal plus rank one.
+    key. The removed value is retrieved before the memory fades.
 
     Args:
         decay, removal_key, removal_rate: (B, H, L, Dk); keys of length one in the paper, rates of any size.
     """
     removed = outer(removal_rate * removal_key, retrieve(removal_key, memory))
     return decay.unsqueeze(-1) * memory - removed + outer(k, v)
+
+
+@rule(
+    lambda q, k, v, decay, removal_key, removal, **rest: fast_weights(
+        q, k, v, decay=decay, removal_key=removal_key, removal=removal, **rest
+    ),
+    decay=(PER_TOKEN, PER_KEY),
+    removal_key=(PER_KEY,),
+    removal=(PER_KEY,),
+)
+def dplr_rule(memory: Tensor, k: Tensor, v: Tensor, decay: Tensor, removal_key: Tensor, removal: Tensor) -> Tensor:
+    """Multiply the memory by decay, subtract under removal what removal_key retrieved, add k^T v, then read with q.
+
+        W_t = diag(a_t) W_{t-1} - x_t^T (y_t W_{t-1}) + k_t^T v_t        (x removal, y removal_key)
+
+    Equivalent to: ``for t in range(L): removed = removal[t].outer(removal_key[t] @ state)``,
+    ``state = decay[t][..., None] * state - removed + k[t].outer(v[t])``, ``out[t] = q[t] @ state``.
+
+    Any transition that is diagonal plus rank one: RWKV-7, Gated DeltaNet-2, Comba (Hu et al. 2025, arXiv 2506.02475)
+    and preconditioned delta rules (arXiv 2604.21100) are cases of it.
+
+    Args:
+        decay: (B, H, L) or (B, H, L, Dk); removal_key, removal: (B, H, L, Dk), any numbers.
+    """
+    return decay.unsqueeze(-1) * memory - outer(removal, retrieve(removal_key, memory)) + outer(k, v)
 
 
 def _gdn2(

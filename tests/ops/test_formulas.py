@@ -65,6 +65,11 @@ def rwkv7_rule(s, k, v, w, kappa, a):
     return s @ (np.diag(w) - np.outer(kappa, a * kappa)) + np.outer(v, k)
 
 
+def dplr_rule(s, k, v, w, y, x):
+    """S = (Diag(w) - x y^T) S + k v^T."""
+    return (np.diag(w) - np.outer(x, y)) @ s + np.outer(k, v)
+
+
 def gdn2_rule(s, k, v, a, b, w):
     """Hatamizadeh et al. 2026: S = (I - k (b * k)^T) Diag(a) S + k (w * v)^T."""
     fades = np.diag(np.broadcast_to(a, k.shape))
@@ -83,6 +88,7 @@ FORMULAS = {
     "delta_product": delta_product_rule,
     "delta_product_with_decay": delta_product_rule,
     "rwkv7": rwkv7_rule,
+    "dplr": dplr_rule,
     "gdn2": gdn2_rule,
     "gdn2_by_head": gdn2_rule,
 }

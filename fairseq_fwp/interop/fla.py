@@ -1,0 +1,386 @@
+"""The functions of flash-linear-attention on our operators: with its arguments and results, also on a CPU.
+
+    from fairseq_fwp.interop.fla import chunk_gated_delta_rule
+
+B batch, T tokens, H heads of queries and keys, HV heads of values (a multiple of H), K and V their sizes:
+
+    q, k (B, T, H, K); v, out (B, T, HV, V); beta (B, T, HV); g, the logarithm of the decay: (B, T, HV), or
+    (B, T, HV, K) in gla, kda, gdn2 and rwkv7; states (N, HV, K, V) of N sequences, float32 or float64.
+
+    scale: of the queries; None: K^-0.5.
+    cu_seqlens: (N + 1,), where the N sequences begin and end, if B is 1; None: N = B.
+    output_final_state: whether the second result is the states after the last tokens; otherwise it is None.
+    use_qk_l2norm_in_kernel: whether q and k are divided by sqrt(sum of squares + 1e-6).
+    state_v_first: whether states are (N, HV, V, K).
+    use_gate_in_kernel: whether g is the argument of Mamba's gate -exp(A_log) softplus(g + dt_bias), or with
+        `lower_bound` of lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+    use_beta_sigmoid_in_kernel: whether beta is the argument of a sigmoid, which `allow_neg_eigval` doubles.
+
+`chunk_` and `fused_recurrent_` functions compute the same here. Hints for fla's kernels have no effect. What our
+operators cannot do is refused (ValueError), and so are unknown arguments (TypeError).
+"""
+
+import ast
+from collections.abc import Callable
+from functools import partial
+from inspect import Parameter, Signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairseq_fwp import ops
+from fairseq_fwp.ops.arguments import state_dtype
+
+Results = tuple[Tensor, Any]
+Run = Callable[..., Results]
+EPSILON = 1e-6  # of the L2 norm
+STATES = "scale=None initial_state=None output_final_state=False"
+NORM, V_FIRST, ENDS = "use_qk_l2norm_in_kernel=False", "state_v_first=False", "cu_seqlens=None"
+OF_RUN = {x.split("=")[0] for x in f"{STATES} {NORM} {V_FIRST} {ENDS}".split()}
+GATE, BETA = "use_gate_in_kernel=False", "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False"
+GATE_INPUTS = "A_log=None dt_bias=None"
+REFUSED = "reverse=False return_intermediate_states=False cp_context=None"  # must have these values
+HINTS = (
+    "cu_seqlens_cpu=None chunk_indices=None disable_recompute=False safe_gate=False use_graph=False max_num_seqs=None"
+    " chunk_size=None"
+)
+
+
+def _function(compute: Callable[..., Results], name: str, arguments: str) -> Callable[..., Results]:
+    """Return compute(run, tokens) with the signature of fla's function.
+
+    arguments: names, or names with defaults; after *, and what is the same everywhere, by name only.
+    """
+    places, _, by_name = arguments.partition("*")
+    parameters = {x.name: x for x in _parameters(places, Parameter.POSITIONAL_OR_KEYWORD)}
+    for x in _parameters(f"{by_name} {REFUSED} {HINTS}", Parameter.KEYWORD_ONLY):
+        parameters.setdefault(x.name, x)
+    signature = Signature([*parameters.values()])
+
+    refused, hints = (_parameters(x, Parameter.KEYWORD_ONLY) for x in (REFUSED, HINTS))
+
+    def call(*args: Any, **named: Any) -> Results:
+        try:
+            bound = signature.bind(*args, **named)
+        except TypeError as error:
+            raise TypeError(f"{name} must get {', '.join(signature.parameters)}: {error}") from None
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        for x in refused:
+            if given.pop(x.name) not in (x.default, None):
+                raise ValueError(f"{name}: {x.name} must be left out, which this package does not compute")
+        for x in hints:
+            given.pop(x.name)
+        options = {option: given.pop(option) for option in OF_RUN & given.keys()}
+        return compute(partial(_run, **options), **given)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__, call.__module__ = compute.__doc__, __name__
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _parameters(arguments: str, kind: Any) -> list[Parameter]:
+    pairs = [argument.partition("=") for argument in arguments.split()]
+    return [Parameter(x, kind, default=ast.literal_eval(value) if is_ else Parameter.empty) for x, is_, value in pairs]
+
+
+def _run(
+    rule: Run,
+    q: Tensor,
+    k: Tensor,
+    *tokens: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Results:
+    """Return out (B, T, HV, V) and the final states of a rule for tensors (B, T, ...)."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = _scaled(q, factor, use_qk_l2norm_in_kernel), _scaled(k, 1, use_qk_l2norm_in_kernel)
+    given = [x.transpose(1, 2) for x in (q, k, *tokens)]
+    state = initial_state
+    if state is not None:
+        state = (state.mT if state_v_first else state).to(state_dtype(q.dtype))
+    if cu_seqlens is None:
+        out, state = rule(*given, state)
+    else:
+        out, state = _run_sequences(rule, given, state, cu_seqlens.tolist(), output_final_state)
+    out = out.transpose(1, 2)
+    if not output_final_state:
+        return out, None
+    return out, state.mT if state_v_first else state
+
+
+def _scaled(x: Tensor, scale: float, normalize: bool) -> Tensor:
+    if not normalize:
+        return x if scale == 1 else x * scale
+    wide = x.to(state_dtype(x.dtype))
+    return (wide * ((wide.square().sum(-1, keepdim=True) + EPSILON).rsqrt() * scale)).to(x.dtype)
+
+
+def _run_sequences(
+    rule: Run, given: list[Tensor], state: Tensor | None, ends: list[int], wants_states: bool
+) -> Results:
+    batch, length = given[0].shape[0], given[0].shape[2]
+    if batch != 1 or ends[:1] != [0] or ends[-1:] != [length] or ends != sorted(ends):
+        raise ValueError(
+            f"cu_seqlens must ascend from 0 to the {length} tokens of a batch of one, got {ends} for a batch of {batch}"
+        )
+    if state is not None and state.shape[0] != len(ends) - 1:
+        raise ValueError(f"initial_state must be one for each of {len(ends) - 1} sequences, got {state.shape[0]}")
+    if state is None and not wants_states:  # one call for all
+        first = torch.zeros(1, length, dtype=torch.bool, device=given[0].device)
+        first[0, [end for end in ends if end < length]] = True
+        return rule(*given, first=first)
+    found = [
+        rule(*(x[:, :, start:end] for x in given), None if state is None else state[n : n + 1])
+        for n, (start, end) in enumerate(pairwise(ends))
+    ]
+    outs, states = zip(*found, strict=True)
+    return torch.cat(outs, 2), torch.cat(states)
+
+
+def _decay(g: Tensor) -> Tensor:
+    return g.to(state_dtype(g.dtype)).exp()
+
+
+def _linear_attn(run: Run, q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Results:
+    """Linear attention. With `normalize`, a state is a pair: the memory, and the sum of the keys (N, 1, H, K)."""
+    given = run.keywords["initial_state"]  # type: ignore[attr-defined]
+    memory, total = given if isinstance(given, tuple) else (given, None)
+    out, memory = run(ops.sum_rule, q, k, v, initial_state=memory)
+    if not normalize:
+        return out, memory
+    total = None if total is None else total.squeeze(1).unsqueeze(-1)
+    divisor, total = run(ops.sum_rule, q, k, torch.ones_like(v[..., :1]), initial_state=total)
+    return out / (divisor + 1e-10), None if total is None else (memory, total.squeeze(-1).unsqueeze(1))
+
+
+def _simple_gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Results:
+    """Linear attention with a decay per head: g of each token, g_gamma (HV,) of all (RetNet), or their sum."""
+    if g_gamma is not None:
+        g = g_gamma.expand(v.shape[:3]) if g is None else g + g_gamma
+    return run(ops.sum_rule, q, k, v) if g is None else run(ops.gla_rule, q, k, v, _decay(g))
+
+
+def _gla(run: Run, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None, gv: Tensor | None = None) -> Results:
+    """Gated linear attention with a decay per key dimension, g or gk, and per value dimension, gv (B, T, HV, V)."""
+    if gv is not None:
+        by_key = v.new_ones(()).expand(*v.shape[:3], k.shape[3]) if gk is None else _decay(gk)
+        return run(ops.decay_rule, q, k, v, by_key, _decay(gv))
+    return run(ops.sum_rule, q, k, v) if gk is None else run(ops.gla_rule, q, k, v, _decay(gk))
+
+
+def _gated_delta_rule(
+    run: Run,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    gk: Tensor | None = None,
+    gv: None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> Results:
+    """The delta rule, with a decay per head or per key dimension (Kimi Delta Attention), or none."""
+    if gv is not None:
+        raise ValueError("gv must be left out: the gated delta rule has no decay per value dimension here")
+    if g is not None and use_gate_in_kernel:
+        g = _gate(g, A_log, dt_bias, lower_bound)
+    if gk is not None:
+        g = gk if g is None else gk + g.unsqueeze(-1)
+    if beta is None:
+        beta = torch.ones_like(v[..., 0])
+    elif use_beta_sigmoid_in_kernel:
+        beta = (1 + allow_neg_eigval) * beta.to(state_dtype(beta.dtype)).sigmoid()
+    return run(ops.delta_rule, q, k, v, beta) if g is None else run(ops.gated_delta_rule, q, k, v, _decay(g), beta)
+
+
+def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel and without lower_bound, got None")
+    g = g.to(state_dtype(g.dtype))
+    if dt_bias is not None:
+        g = g + dt_bias.view(g.shape[2:])
+    rate: Any = 1 if A_log is None else A_log.to(g.dtype).exp().view(-1, *[1] * (g.dim() - 3))
+    return -rate * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+
+
+def _delta_product(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int
+) -> Results:
+    """N delta steps a token: k, v and beta are (B, T N, H, ...), the decay g (B, T, H) precedes the first."""
+    k, v, beta = (x.unflatten(1, (-1, num_householder)).transpose(2, 3) for x in (k, v, beta))
+    if g is None:
+        return run(ops.delta_product_rule, q, k, v, beta)
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, *state: Any, **named: Any) -> Results:
+        return ops.delta_product_rule(q, k, v, beta, *state, decay=g, **named)
+
+    return run(rule, q, k, v, beta, _decay(g))
+
+
+def _rwkv7(run: Run, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: None) -> Results:
+    """W = diag(exp(w)) W + b^T (a W) + k^T v, read by r: RWKV-7 and any diagonal plus rank one."""
+    return run(ops.dplr_rule, r, k, v, _decay(w), a, -b)
+
+
+def _gdn2(
+    run: Run,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Results:
+    """Gated DeltaNet-2: gates for erasing, b (B, T, HV, K), and for writing, w (B, T, HV, V)."""
+    g = _gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
+    return run(ops.gdn2_rule, q, k, v, _decay(g), b, w)
+
+
+chunk_linear_attn = _function(_linear_attn, "chunk_linear_attn", f"q k v {STATES} normalize=True {ENDS}")
+fused_recurrent_linear_attn = _function(
+    _linear_attn, "fused_recurrent_linear_attn", f"q k v {STATES} reverse=False normalize=False {ENDS}"
+)
+DECAYS = "q k v g=None g_gamma=None"
+chunk_simple_gla = _function(_simple_gla, "chunk_simple_gla", f"{DECAYS} {STATES} {V_FIRST} {ENDS}")
+fused_recurrent_simple_gla = _function(
+    _simple_gla, "fused_recurrent_simple_gla", f"{DECAYS} {STATES} reverse=False {V_FIRST} {ENDS}"
+)
+chunk_gla = _function(lambda run, q, k, v, g: _gla(run, q, k, v, g), "chunk_gla", f"q k v g {STATES} {V_FIRST} {ENDS}")
+fused_recurrent_gla = _function(
+    _gla, "fused_recurrent_gla", f"q k v gk=None gv=None {STATES} reverse=False {V_FIRST} {ENDS}"
+)
+chunk_delta_rule = _function(
+    partial(_gated_delta_rule, g=None), "chunk_delta_rule", f"q k v beta {STATES} {NORM} {ENDS}"
+)
+fused_recurrent_delta_rule = _function(
+    partial(_gated_delta_rule, g=None), "fused_recurrent_delta_rule", f"q k v beta=None {STATES} {NORM} {ENDS}"
+)
+chunk_gated_delta_rule = _function(
+    _gated_delta_rule,
+    "chunk_gated_delta_rule",
+    f"q k v g beta {STATES} {NORM} {BETA} {V_FIRST} {ENDS} * {GATE} {GATE_INPUTS}",
+)
+fused_recurrent_gated_delta_rule = _function(
+    _gated_delta_rule,
+    "fused_recurrent_gated_delta_rule",
+    f"q k v g=None gk=None gv=None beta=None {STATES} {NORM} {GATE} {GATE_INPUTS} {BETA} {V_FIRST} {ENDS}",
+)
+chunk_kda = _function(
+    _gated_delta_rule,
+    "chunk_kda",
+    f"q k v g beta {STATES} {NORM} {GATE} {BETA} safe_gate=False lower_bound=None disable_recompute=False"
+    f" return_intermediate_states=False {V_FIRST} {ENDS} * {GATE_INPUTS}",
+)
+fused_recurrent_kda = _function(
+    _gated_delta_rule,
+    "fused_recurrent_kda",
+    f"q k v g beta {GATE_INPUTS} {STATES} {NORM} {GATE} {BETA} lower_bound=None {V_FIRST} {ENDS}",
+)
+PRODUCT = f"num_householder {STATES} {NORM} {ENDS}"
+chunk_gated_delta_product = _function(_delta_product, "chunk_gated_delta_product", f"q k v g beta {PRODUCT}")
+fused_recurrent_gated_delta_product = _function(
+    _delta_product, "fused_recurrent_gated_delta_product", f"q k v g beta {PRODUCT}"
+)
+chunk_rwkv7 = _function(
+    _rwkv7,
+    "chunk_rwkv7",
+    f"r w k v a b scale=1.0 initial_state=None output_final_state=False {ENDS} * lower_bound=None",
+)
+fused_recurrent_rwkv7 = _function(
+    partial(_rwkv7, lower_bound=None),
+    "fused_recurrent_rwkv7",
+    f"r w k v a b scale=None initial_state=None output_final_state=True {ENDS}",
+)
+chunk_gdn2 = _function(
+    _gdn2, "chunk_gdn2", f"q k v g b w {STATES} {NORM} {GATE} {ENDS} * lower_bound=None {V_FIRST} {GATE_INPUTS}"
+)
+fused_recurrent_gdn2 = _function(
+    _gdn2, "fused_recurrent_gdn2", f"q k v g b w {GATE_INPUTS} {STATES} {NORM} {GATE} lower_bound=None {V_FIRST} {ENDS}"
+)
+
+
+def _silu(x: Tensor, activation: str | None) -> Tensor:
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"activation must be None, silu or swish, got {activation!r}")
+    return x if activation is None else F.silu(x)
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """Convolve each channel of x (B, D, T) with its past: out_t = activation(bias + sum_w weight_w x_{t-W+1+w}).
+
+    weight (D, W), bias (D,). seq_idx (B, T), integers: tokens of other sequences are not seen. initial_states
+    (B, D, W - 1) precede x. return_final_states: also return the last W - 1 columns (B, D, W - 1).
+    """
+    width = weight.shape[1]
+    if seq_idx is not None and (initial_states is not None or return_final_states):
+        raise ValueError("seq_idx must be left out with initial_states or return_final_states")
+    seen = F.pad(x, (width - 1, 0)) if initial_states is None else torch.cat([initial_states.to(x.dtype), x], -1)
+    out = _convolve(seen.to(weight.dtype), weight, bias, seq_idx)
+    out = _silu(out, activation).to(x.dtype)
+    if not return_final_states:
+        return out
+    final = seen[..., seen.shape[-1] - (width - 1) :]
+    return out, final if final_states_out is None else final_states_out.copy_(final)
+
+
+def _convolve(seen: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
+    if seq_idx is None:
+        return F.conv1d(seen, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    width, length = weight.shape[1], seq_idx.shape[1]
+    before = F.pad(seq_idx, (width - 1, 0), value=-1)
+    out = seen.new_zeros(()) if bias is None else bias.unsqueeze(1)
+    for w in range(width):
+        part = seen[..., w : w + length] * weight[:, w : w + 1]
+        out = out + part.where((before[:, w : w + length] == seq_idx).unsqueeze(1), 0)
+    return out
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: None = None,
+    conv_state_indices: None = None,
+) -> Tensor:
+    """Return the output for the next tokens x, (B, D) or (B, D, T), and move conv_state (B, D, S) on in place.
+
+    S must be at least W - 1.
+    """
+    for name, value in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
+        if value is not None:
+            raise ValueError(f"{name} must be left out, which this package does not compute")
+    tokens = x.unsqueeze(-1) if x.dim() == 2 else x
+    seen = torch.cat([conv_state.to(x.dtype), tokens], -1)
+    conv_state.copy_(seen[..., -conv_state.shape[-1] :])
+    used = seen[..., -(weight.shape[1] - 1 + tokens.shape[-1]) :]
+    out = _silu(_convolve(used.to(weight.dtype), weight, bias, None), activation).to(x.dtype)
+    return out.squeeze(-1) if x.dim() == 2 else out
