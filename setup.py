@@ -51,6 +51,7 @@ setup(
             "hypothesis",
             "soundfile",  # fairseq reads audio with it
             "packaging",
+            "transformers>=5.24",  # whose models fairseq_fwp.interop serves
             "ruff",
             "mypy",
             "types-PyYAML",

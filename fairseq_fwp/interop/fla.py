@@ -59,7 +59,6 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
     for x in _parameters(f"{by_name} {REFUSED} {HINTS}", Parameter.KEYWORD_ONLY):
         parameters.setdefault(x.name, x)
     signature = Signature([*parameters.values()])
-
     refused, hints = (_parameters(x, Parameter.KEYWORD_ONLY) for x in (REFUSED, HINTS))
 
     def call(*args: Any, **named: Any) -> Results:
@@ -75,7 +74,12 @@ def _function(compute: Callable[..., Results], name: str, arguments: str) -> Cal
         for x in hints:
             given.pop(x.name)
         options = {option: given.pop(option) for option in OF_RUN & given.keys()}
-        return compute(partial(_run, **options), **given)
+        try:
+            return compute(partial(_run, **options), **given)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            # Of our operators, whose tensors are (B, H, L, ...).
+            kind = TypeError if isinstance(error, (AttributeError, TypeError)) else ValueError
+            raise kind(f"{name}, with tokens and heads exchanged: {error}") from error
 
     call.__name__ = call.__qualname__ = name
     call.__doc__, call.__module__ = compute.__doc__, __name__
@@ -146,8 +150,8 @@ def _run_sequences(
     return torch.cat(outs, 2), torch.cat(states)
 
 
-def _decay(g: Tensor) -> Tensor:
-    return g.to(state_dtype(g.dtype)).exp()
+def _decay(g: Tensor, q: Tensor) -> Tensor:
+    return g.to(state_dtype(q.dtype)).exp()
 
 
 def _linear_attn(run: Run, q: Tensor, k: Tensor, v: Tensor, normalize: bool) -> Results:
@@ -166,15 +170,25 @@ def _simple_gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_g
     """Linear attention with a decay per head: g of each token, g_gamma (HV,) of all (RetNet), or their sum."""
     if g_gamma is not None:
         g = g_gamma.expand(v.shape[:3]) if g is None else g + g_gamma
-    return run(ops.sum_rule, q, k, v) if g is None else run(ops.gla_rule, q, k, v, _decay(g))
+    return run(ops.sum_rule, q, k, v) if g is None else run(ops.gla_rule, q, k, v, _decay(g, q))
 
 
 def _gla(run: Run, q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None, gv: Tensor | None = None) -> Results:
     """Gated linear attention with a decay per key dimension, g or gk, and per value dimension, gv (B, T, HV, V)."""
     if gv is not None:
-        by_key = v.new_ones(()).expand(*v.shape[:3], k.shape[3]) if gk is None else _decay(gk)
-        return run(ops.decay_rule, q, k, v, by_key, _decay(gv))
-    return run(ops.sum_rule, q, k, v) if gk is None else run(ops.gla_rule, q, k, v, _decay(gk))
+        by_key = v.new_ones(()).expand(*v.shape[:3], k.shape[3]) if gk is None else _decay(gk, q)
+        return run(ops.decay_rule, q, k, v, by_key, _decay(gv, q))
+    return run(ops.sum_rule, q, k, v) if gk is None else run(ops.gla_rule, q, k, v, _decay(gk, q))
+
+
+def _chunk_gla(run: Run, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Results:
+    """Gated linear attention with a decay per key dimension."""
+    return _gla(run, q, k, v, g)
+
+
+def _delta_rule(run: Run, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Results:
+    """The delta rule; without beta, its rate is one."""
+    return _gated_delta_rule(run, q, k, v, None, beta)
 
 
 def _gated_delta_rule(
@@ -202,9 +216,10 @@ def _gated_delta_rule(
         g = gk if g is None else gk + g.unsqueeze(-1)
     if beta is None:
         beta = torch.ones_like(v[..., 0])
-    elif use_beta_sigmoid_in_kernel:
-        beta = (1 + allow_neg_eigval) * beta.to(state_dtype(beta.dtype)).sigmoid()
-    return run(ops.delta_rule, q, k, v, beta) if g is None else run(ops.gated_delta_rule, q, k, v, _decay(g), beta)
+    else:
+        beta = beta.to(state_dtype(q.dtype))
+        beta = (1 + allow_neg_eigval) * beta.sigmoid() if use_beta_sigmoid_in_kernel else beta
+    return run(ops.delta_rule, q, k, v, beta) if g is None else run(ops.gated_delta_rule, q, k, v, _decay(g, q), beta)
 
 
 def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
@@ -228,12 +243,12 @@ def _delta_product(
     def rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, *state: Any, **named: Any) -> Results:
         return ops.delta_product_rule(q, k, v, beta, *state, decay=g, **named)
 
-    return run(rule, q, k, v, beta, _decay(g))
+    return run(rule, q, k, v, beta, _decay(g, q))
 
 
 def _rwkv7(run: Run, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, lower_bound: None) -> Results:
     """W = diag(exp(w)) W + b^T (a W) + k^T v, read by r: RWKV-7 and any diagonal plus rank one."""
-    return run(ops.dplr_rule, r, k, v, _decay(w), a, -b)
+    return run(ops.dplr_rule, r, k, v, _decay(w, r), a, -b)
 
 
 def _gdn2(
@@ -251,7 +266,7 @@ def _gdn2(
 ) -> Results:
     """Gated DeltaNet-2: gates for erasing, b (B, T, HV, K), and for writing, w (B, T, HV, V)."""
     g = _gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
-    return run(ops.gdn2_rule, q, k, v, _decay(g), b, w)
+    return run(ops.gdn2_rule, q, k, v, _decay(g, q), b, w)
 
 
 chunk_linear_attn = _function(_linear_attn, "chunk_linear_attn", f"q k v {STATES} normalize=True {ENDS}")
@@ -263,15 +278,13 @@ chunk_simple_gla = _function(_simple_gla, "chunk_simple_gla", f"{DECAYS} {STATES
 fused_recurrent_simple_gla = _function(
     _simple_gla, "fused_recurrent_simple_gla", f"{DECAYS} {STATES} reverse=False {V_FIRST} {ENDS}"
 )
-chunk_gla = _function(lambda run, q, k, v, g: _gla(run, q, k, v, g), "chunk_gla", f"q k v g {STATES} {V_FIRST} {ENDS}")
+chunk_gla = _function(_chunk_gla, "chunk_gla", f"q k v g {STATES} {V_FIRST} {ENDS}")
 fused_recurrent_gla = _function(
     _gla, "fused_recurrent_gla", f"q k v gk=None gv=None {STATES} reverse=False {V_FIRST} {ENDS}"
 )
-chunk_delta_rule = _function(
-    partial(_gated_delta_rule, g=None), "chunk_delta_rule", f"q k v beta {STATES} {NORM} {ENDS}"
-)
+chunk_delta_rule = _function(_delta_rule, "chunk_delta_rule", f"q k v beta {STATES} {NORM} {ENDS}")
 fused_recurrent_delta_rule = _function(
-    partial(_gated_delta_rule, g=None), "fused_recurrent_delta_rule", f"q k v beta=None {STATES} {NORM} {ENDS}"
+    _delta_rule, "fused_recurrent_delta_rule", f"q k v beta=None {STATES} {NORM} {ENDS}"
 )
 chunk_gated_delta_rule = _function(
     _gated_delta_rule,
