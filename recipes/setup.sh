@@ -240,7 +240,7 @@ main() {
   if is_done "$@"; then return; fi
 
   make_venv
-  for extra in plots dev peers; do ! is_stamped "$extra" || extras+=("$extra"); done
+  for extra in plots dev peers transformers; do ! is_stamped "$extra" || extras+=("$extra"); done
   rm -f "$state"/*.done # until the end nothing counts as done
   install ${extras[@]+"${extras[@]}"}
   for extra in base ${extras[@]+"${extras[@]}"}; do [ "$extra" = peers ] || key >"$state/$extra.done"; done

@@ -1,4 +1,4 @@
-"""What the functions of flash-linear-attention compute, from the equations, in its layout and signatures."""
+"""The functions of flash-linear-attention, from the equations, in its layout and signatures."""
 
 from itertools import pairwise
 

@@ -23,6 +23,7 @@ ROOMS = {
     "patches": CONFIG | {"bitarray", "fairseq_cli", "fairseq_fwp.options"},
     "kernels": {"torch"},
     "ops": {"torch", "fairseq_fwp.kernels"},
+    "interop": {"torch", "transformers", "fairseq_fwp.ops"},
     "testing": {"torch", "fairseq_fwp.ops"},
     "modules": {"torch", "fairseq_fwp.ops"},
     "models": CONFIG | {"fairseq_fwp.modules", "fairseq_fwp.options"},

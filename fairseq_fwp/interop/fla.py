@@ -4,8 +4,8 @@
 
 B batch, T tokens, H heads of queries and keys, HV heads of values (a multiple of H), K and V their sizes:
 
-    q, k (B, T, H, K); v, out (B, T, HV, V); beta (B, T, HV); g, the logarithm of the decay: (B, T, HV), or
-    (B, T, HV, K) in gla, kda, gdn2 and rwkv7; states (N, HV, K, V) of N sequences, float32 or float64.
+    q, k: (B, T, H, K). v, out: (B, T, HV, V). beta: (B, T, HV). States: (N, HV, K, V) of N sequences, float32 or float64.
+    g: the logarithm of the decay, (B, T, HV), or (B, T, HV, K) in gla, kda, gdn2 and rwkv7.
 
     scale: of the queries; None: K^-0.5.
     cu_seqlens: (N + 1,), where the N sequences begin and end, if B is 1; None: N = B.
