@@ -39,7 +39,7 @@ ROOMS = {
 
 # Recipes are numbers and shell: their scripts call the commands. Benchmarks time what lies below them,
 # and a plug-in adds to its tables.
-RECIPES = {"fairseq_fwp.cli"}
+RECIPES = {"fairseq_fwp.cli", "fairseq_fwp.interop"}
 PLUGIN = {"fairseq_fwp.ops", "fairseq_fwp.modules", "fairseq_fwp.convert"}
 BENCHMARKS = RECIPES | {f"fairseq_fwp.{room}" for room in ("kernels", "ops", "modules", "models", "evaluation")}
 
