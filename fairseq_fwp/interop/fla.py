@@ -4,7 +4,7 @@
 
 B batch, T tokens, H heads of queries and keys, HV heads of values (a multiple of H), K and V their sizes:
 
-    q, k: (B, T, H, K). v, out: (B, T, HV, V). beta: (B, T, HV). States: (N, HV, K, V) of N sequences, float32 or float64.
+    q, k: (B, T, H, K). v, out: (B, T, HV, V). beta: (B, T, HV). States: (N, HV, K, V) of N sequences, float32 or 64.
     g: the logarithm of the decay, (B, T, HV), or (B, T, HV, K) in gla, kda, gdn2 and rwkv7.
 
     scale: of the queries; None: K^-0.5.
