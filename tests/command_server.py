@@ -97,11 +97,16 @@ def run(
     cwd: Path | None = None,
     status: int = 0,
     stdin: str = "",
+    processes: int = 1,
     **environment: str,
 ) -> str:
-    """Return the output of a command, both streams together; fail unless it exits with a status of that kind."""
+    """Return the output of a command, both streams together; fail unless it exits with a status of that kind.
+
+    Of several processes it is that of the first.
+    """
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-        options = {"user_dir": user_dir, "folder": cwd, "stdin": stdin, "environment": environment}
+        options = {"user_dir": user_dir, "folder": cwd, "stdin": stdin, "processes": processes}
+        options |= {"environment": environment}
         found = shared().run(program, *arguments, log=Path(log.name), **options)
         said = log.read()
     assert (found == 0) == (status == 0), said

@@ -2,9 +2,13 @@
 
 import functools
 import inspect
+import random
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import numpy as np
+import torch
 
 Case = dict[str, Any]
 
@@ -30,14 +34,18 @@ def pairwise(when: Callable[[Case], bool] = lambda case: True, **factors: Sequen
 def looped(names: str | Sequence[str], values: Sequence[Any], ids: Any = None) -> Callable[[Callable], Callable]:
     """Run a test with each of the values as one case; arguments as for pytest.mark.parametrize.
 
-    For values that are not the subject of a test: an error names the value.
+    For values that are not the subject of a test: an error names the value. Random numbers are the same for each.
     """
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
     def decorate(test: Callable) -> Callable:
         @functools.wraps(test)
         def over_all(**arguments: Any) -> None:
+            seeds = random.getstate(), np.random.get_state(), torch.get_rng_state()
             for value in values:
+                random.setstate(seeds[0])
+                np.random.set_state(seeds[1])
+                torch.set_rng_state(seeds[2])
                 case = dict(zip(listed, value if len(listed) > 1 else (value,), strict=True))
                 try:
                     test(**arguments, **case)

@@ -26,9 +26,9 @@ case $kind in
   nightly) shift ;;
   *) kind=fast ;;
 esac
-# A process a core: threads of several processes would only wait for each other.
-export OMP_NUM_THREADS=1
-pytest=(python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal)
+# A process a core: threads of several processes would only wait for each other. One that dies prints where it was.
+export OMP_NUM_THREADS=1 PYTHONFAULTHANDLER=1
+pytest=(python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --failed-first --durations 25)
 case $kind in
   fast) run "${pytest[@]}" --ignore tests/nightly "$@" ;;
   nightly) run python tests/nightly/run.py "$@" ;;

@@ -1,65 +1,59 @@
-"""fairseq's own commands with the plugin: the main job end to end on a small text, and its refusals."""
+"""fairseq's own commands with the plugin: jobs are trained, resumed, scored, generate, or are refused."""
 
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
+import torch
 from command_server import PLUGIN, run
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils
+from jobs import ADAPTIVE, BLOCKS, SIZE, STREAMS, check_same_bits, losses, train, validations
 from pairwise import looped
 
+from fairseq_fwp.evaluation import Protocol, Text, evaluate
 from fairseq_fwp.models.presets import PRESETS_OF_MODELS
 
-SIZE = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "48"]
-BATCH = ["--tokens-per-sample", "32", "--batch-size", "4", "--required-batch-size-multiple", "1"]
-OPTIMIZATION = ["--optimizer", "adam", "--lr", "1e-3", "--log-format", "simple", "--log-interval", "1"]
-ADAPTIVE = ["--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp"]
-
-
-def train(data, save_dir, *args, arch="delta_lm_wt103", updates=6, size=SIZE, **kwargs):
-    return run(
-        "fairseq-train", data, "--task", "language_modeling", "--arch", arch, *size, *BATCH, *OPTIMIZATION,
-        "--cpu", "--save-dir", save_dir, "--max-update", updates, *args, **kwargs,
-    )  # fmt: skip
-
-
-def losses(output):
-    return re.findall(r"train_inner .* loss=([\d.]+).* num_updates=(\d+)", output)
+DELTA = [*BLOCKS, "--arch", "delta_lm_wt103", *SIZE]
+XL = ["--arch", "xl_lm_wt103_large", *SIZE, "--decoder-attention-heads", 4, "--adaptive-softmax-cutoff", "15,30"]
+XL += ["--mem-len", 8, "--half-loss"]
+LAYER = ["--arch", "fwl_xl_lm_wt103", *XL[2:]]
+# Trained 10 updates, which is more than an epoch, and resumed after `stop` of them; the first two in the fast suite.
+RESUMED = {
+    "blocks": (DELTA, 5),
+    "streams": ([*STREAMS, "--arch", "delta_lm_wt103", *SIZE, "--reset-state-after", "w3", "--update-freq", 2], 3),
+    "FAVOR+ and averages": ([*BLOCKS, "--arch", "delta_favor_lm_wt103", *SIZE, "--store-ema", "--ema-decay", 0.9], 5),
+    "shards": ([*STREAMS, "--arch", "delta_lm_wt103", *SIZE, "--batch-size", 24], 7),  # in the second shard
+    "Transformer-XL": ([*STREAMS, *XL], 5),
+    "fast weight layer": ([*STREAMS, *LAYER], 3),
+    "translation": ([*jobs.TRANSLATION, "--log-format", "simple", "--log-interval", 1], 3),
+}
+FAST = ("blocks", "streams")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A binarised text of 40 words: each split of another length, none a multiple of a block."""
-    folder = tmp_path_factory.mktemp("text")
-    chooser = random.Random(1)
-    for split, lines in (("train", 90), ("valid", 17), ("test", 23)):
-        text = (" ".join(f"w{chooser.randrange(40)}" for _ in range(chooser.randrange(3, 20))) for _ in range(lines))
-        (folder / f"{split}.txt").write_text("\n".join(text) + "\n")
-    preprocess = ["--only-source", "--destdir", folder / "bin", "--workers", "1"]
-    for split in ("train", "valid", "test"):
-        preprocess += [f"--{split}pref", folder / f"{split}.txt"]
-    run("fairseq-preprocess", *preprocess)
-    return folder / "bin"
+    return jobs.binarise_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return jobs.binarise_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """The folder of a trained delta model and the log of its training."""
+    """The checkpoint of a trained delta model and the log of its training."""
     folder = tmp_path_factory.mktemp("trained")
-    flags = [*ADAPTIVE, "--log-file", "logs/train.log"]
-    log = train(data, "checkpoints", *flags, cwd=folder, user_dir=os.path.relpath(PLUGIN, folder))
+    own = {"cwd": folder, "user_dir": os.path.relpath(PLUGIN, folder)}
+    log = train(data, "checkpoints", *DELTA, "--log-file", "logs/train.log", **own)
     assert "done training" in (folder / "logs" / "train.log").read_text()
     return folder / "checkpoints" / "checkpoint_last.pt", log
-
-
-def count_tokens(data, split):
-    text = (data.parent / f"{split}.txt").read_text().splitlines()
-    return sum(len(line.split()) + 1 for line in text)
 
 
 def test_training_learns_and_says_nothing_alarming(trained):
@@ -75,102 +69,114 @@ def test_training_learns_and_says_nothing_alarming(trained):
     ]
 
 
-def test_resumed_training_goes_on_as_if_never_stopped(data, trained, tmp_path):
-    _, log = trained
-    first = train(data, tmp_path, *ADAPTIVE, updates=3)
-    second = train(data, tmp_path, *ADAPTIVE, updates=6)
-    assert "Loaded checkpoint" in second
-    assert losses(first) + losses(second) == losses(log)
-    finished = train(data, tmp_path, *ADAPTIVE, updates=6)
-    assert finished.count("training is finished with --max-update 6, nothing is changed") == 1 and not losses(finished)
+@pytest.mark.parametrize("job", [pytest.param(job, marks=() if job in FAST else pytest.mark.slow) for job in RESUMED])
+def test_resumed_training_goes_on_bit_for_bit(request, tmp_path, job):
+    """In mid-epoch, with dropout, random features, averages, a carried state and the order of the samples."""
+    flags, stop = RESUMED[job]
+    text = request.getfixturevalue("pairs" if job == "translation" else "data")
+    text = jobs.shards(text, tmp_path / "shard") if job == "shards" else text
+    whole = train(text, tmp_path / "whole", *flags, "--save-interval-updates", stop, updates=10)
+    assert ("Warning" if job == "translation" else "arning") not in whole and len(losses(whole)) == 10
+    (tmp_path / "parts").mkdir()
+    (saved,) = (tmp_path / "whole").glob(f"checkpoint_*_{stop}.pt")
+    shutil.copy(saved, tmp_path / "parts" / "checkpoint_last.pt")
+    rest = train(text, tmp_path / "parts", *flags, "--save-interval-updates", stop, updates=10)
+    assert "Loaded checkpoint" in rest and losses(rest) == losses(whole)[stop:]
+    assert validations(rest) == validations(whole)[-len(validations(rest)) :]
+    check_same_bits(tmp_path / "whole", tmp_path / "parts")
+    finished = train(text, tmp_path / "parts", *flags, updates=10)
+    assert finished.count("training is finished with --max-update 10, nothing is changed") == 1 and not losses(finished)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--context-window", "16"]], ids=["blocks", "window"])
-def test_every_token_is_scored(data, trained, arguments):
-    log = run(
-        "fairseq-eval-lm", data, "--path", trained[0], "--gen-subset", "test", "--tokens-per-sample", 32,
-        "--batch-size", 4, "--cpu", *arguments,
-    )  # fmt: skip
-    assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == count_tokens(data, "test")
-    assert 2 < float(re.search(r"Perplexity: ([\d.]+)", log)[1]) < 60
+@pytest.mark.parametrize("flags", [DELTA, [*STREAMS, "--arch", "delta_lm_wt103", *SIZE]], ids=["blocks", "streams"])
+def test_two_processes_are_one_with_all_batches(data, tmp_path, flags):
+    """Interrupted or not, their results are equal to the last bit, and close to those of one process."""
+    flags, streams = [*flags, "--dropout", 0, "--batch-size", 4], flags[1] != "language_modeling"
+    whole = train(data, tmp_path / "whole", *flags, updates=8, processes=2)
+    parts = [train(data, tmp_path / "parts", *flags, updates=updates, processes=2) for updates in (3, 8)]
+    assert [loss for part in parts for loss in losses(part)] == losses(whole)
+    check_same_bits(tmp_path / "whole", tmp_path / "parts")
+    together = ["--batch-size", 8] if streams else ["--update-freq", 2]
+    alone = train(data, tmp_path / "alone", *flags, *together, updates=8)
+    found, expected = ([float(loss) for loss, _ in losses(log)] for log in (whole, alone))
+    assert found == pytest.approx(expected, abs=2e-3)
+
+
+PRECISIONS = ("--bf16", "--fp16", "--memory-efficient-bf16", "--memory-efficient-fp16", "--amp")
 
 
 @pytest.mark.slow
-def test_the_installed_plugin_is_found_by_name_from_any_folder(data, trained, tmp_path):
-    arguments = ["--path", trained[0], "--gen-subset", "test", "--tokens-per-sample", 32, "--cpu"]
-    assert "Perplexity" in run("fairseq-eval-lm", data, *arguments, user_dir="fairseq_fwp", cwd=tmp_path)
+@pytest.mark.parametrize("job", ["blocks", "fast weight layer"])
+def test_half_precision_learns_as_float32_does(data, tmp_path, job):
+    flags = [*RESUMED[job][0], "--dropout", 0, "--activation-dropout", 0, "--attention-dropout", 0]
+
+    def learn(*more):
+        return [float(loss) for loss, _ in losses(train(data, tmp_path / "".join(more), *flags, *more, updates=4))]
+
+    expected = learn("--no-epoch-checkpoints")
+    for precision in PRECISIONS:
+        assert learn(precision) == pytest.approx(expected, abs=0.02), precision
 
 
-def test_validation_agrees_with_eval_lm_and_leaves_out_no_batch(data, trained):
-    score = run(
-        "fairseq-eval-lm", data, "--path", trained[0], "--gen-subset", "test", "--tokens-per-sample", 32, "--cpu"
-    )
+def scored(data, checkpoint, *flags, split="test", size=32):
+    """Return the loss (base 2) that fairseq-eval-lm finds; it is ours, of every token."""
+    flags = ["--gen-subset", split, "--tokens-per-sample", size, "--batch-size", 4, "--cpu", *flags]
+    log = run("fairseq-eval-lm", data, "--path", checkpoint, *flags)
+    assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == jobs.count_tokens(data, split)
+    return float(re.search(r"Loss \(base 2\): ([\d.]+)", log)[1])
+
+
+def evaluated(data, checkpoint, split="test", size=32, context=0):
+    """Return the same by the package's own evaluation."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
+    tokens = torch.cat([*data_utils.load_indexed_dataset(str(data / split), task.dictionary)]).long()
+    found = evaluate(model.eval(), Text.after(task.dictionary.eos(), tokens), Protocol(size, context))
+    return -float(found.log_probs.mean()) / torch.log(torch.tensor(2.0)).item()
+
+
+def test_every_token_is_scored_and_validated(data, trained):
+    """fairseq-eval-lm, fairseq-validate and the package's evaluation agree."""
+    found = scored(data, trained[0])
+    assert found == pytest.approx(evaluated(data, trained[0]), abs=1e-3)
     # without --required-batch-size-multiple 1, with which fairseq drops the last batch
-    valid = run(
-        "fairseq-validate", data, "--path", trained[0], "--valid-subset", "test", "--cpu", "--batch-size", 3,
-        "--task", "language_modeling", "--log-format", "simple",
-    )  # fmt: skip
-    expected = float(re.search(r"Loss \(base 2\): ([\d.]+)", score)[1])
-    assert float(re.search(r"loss ([\d.]+)", valid)[1]) == pytest.approx(expected, abs=1e-3)
+    flags = ["--task", "language_modeling", "--valid-subset", "test", "--batch-size", 3, "--log-format", "simple"]
+    valid = run("fairseq-validate", data, "--path", trained[0], "--cpu", *flags)
+    assert float(re.search(r"loss ([\d.]+)", valid)[1]) == pytest.approx(found, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_other_ways_to_score(data, trained, tmp_path):
+    """With a context; with the plugin by its name, from any folder; by clusters in training's own validation."""
+    found = scored(data, trained[0], "--context-window", 16)
+    assert found == pytest.approx(evaluated(data, trained[0], context=16), abs=1e-3)
+    flags = ["--path", trained[0], "--gen-subset", "test", "--tokens-per-sample", 32, "--cpu"]
+    assert "Perplexity" in run("fairseq-eval-lm", data, *flags, user_dir="fairseq_fwp", cwd=tmp_path)
+    flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-normalize-before", "--arch", "fwp_lm", *SIZE]
+    log = train(data, tmp_path, *BLOCKS, *flags, updates=4)
+    loss = scored(data, tmp_path / "checkpoint_last.pt", split="valid")
+    assert float(validations(log)[-1]) == pytest.approx(loss, abs=2e-3)
+
+
+@pytest.mark.slow
+def test_streams_are_validated_with_their_state_and_scored_in_segments(data, tmp_path):
+    """fairseq-validate takes the task's settings from the checkpoint and repeats the validation of the training."""
+    log = train(data, tmp_path, *RESUMED["streams"][0])
+    path = tmp_path / "checkpoint_last.pt"
+    flags = ["--task", "fwp_language_modeling", "--path", path, "--batch-size", 8, "--cpu", "--log-format", "simple"]
+    assert re.search(r"valid .*\| loss ([\d.]+)", run("fairseq-validate", data, *flags))[1] == validations(log)[-1]
+    found = scored(data, path, "--task", "fwp_language_modeling", size=8)
+    assert found == pytest.approx(evaluated(data, path, size=8), abs=1e-3)
 
 
 def test_generation(data, trained):
     common = [data, "--task", "language_modeling", "--path", trained[0], "--cpu", "--max-len-b", 40, "--beam", 2]
     text = run("fairseq-interactive", *common, "--sampling", "--nbest", 2, stdin="w1 w2 w3\n")
     assert "DEBUG" not in text and "generation.nbest=2" in text
-    generated = re.search(r"^H-0\t\S+\t(.*)$", text, re.M)[1].split()
+    (_, generated), _ = jobs.hypotheses(text)
     assert generated[:3] == ["w1", "w2", "w3"] and len(generated) > 3
     out = run("fairseq-generate", *common, "--gen-subset", "test", "--sample-break-mode", "eos", "--batch-size", 5)
-    lines = (data.parent / "test.txt").read_text().splitlines()
-    assert len(re.findall(r"^H-", out, re.M)) == len(lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sum_lm_wt103", "softmax_lm_wt103"])
-def test_other_architectures_with_cross_entropy_and_line_breaks(data, tmp_path, arch):
-    log = train(data, tmp_path, "--sample-break-mode", "eos", "--sum-normalization", arch=arch, updates=2)
-    assert len(losses(log)) == 2 and "arning" not in log
-
-
-@pytest.mark.slow
-def test_the_draws_of_favor_go_on_in_a_resumed_run(data, tmp_path):
-    arguments = {"arch": "delta_favor_lm_wt103"}
-    whole = train(data, tmp_path / "whole", *ADAPTIVE, updates=4, **arguments)
-    halves = [train(data, tmp_path / "halves", *ADAPTIVE, updates=updates, **arguments) for updates in (2, 4)]
-    assert losses(halves[0]) + losses(halves[1]) == losses(whole)
-    path = tmp_path / "halves" / "checkpoint_last.pt"
-    score = ["fairseq-eval-lm", data, "--path", path, "--tokens-per-sample", 32, "--cpu"]
-    perplexities = {re.search(r"Perplexity: ([\d.]+)", run(*score))[1] for _ in range(2)}
-    assert len(perplexities) == 1
-
-
-@pytest.mark.slow
-def test_transformer_xl_is_trained_resumed_and_evaluated_with_another_memory(data, tmp_path):
-    """The largest preset, scaled down: adaptive input and softmax, untied biases, all dropouts."""
-    flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-attention-heads", 4, "--mem-len", 8, "--half-loss"]
-    flags += ["--save-interval-updates", 2]
-    whole = train(data, tmp_path, *ADAPTIVE, *flags, arch="xl_lm_wt103_large", updates=4)
-    halfway = ["--restore-file", tmp_path / "checkpoint_1_2.pt"]
-    resumed = train(data, tmp_path / "2", *ADAPTIVE, *flags, *halfway, arch="xl_lm_wt103_large", updates=4)
-    assert "arning" not in whole and losses(resumed) == losses(whole)[2:]
-    checkpoint = ["--path", tmp_path / "checkpoint_last.pt", "--cpu"]
-    score = ["fairseq-eval-lm", data, *checkpoint, "--gen-subset", "test", "--tokens-per-sample", 32]
-    log = run(*score, "--model-overrides", "{'mem_len': 5, 'same_length': True, 'clamp_len': 3}")
-    assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == count_tokens(data, "test")
-    log = run(*score, "--model-overrides", "{'mem_len': 0, 'same_length': True}", status=1)
-    assert "--mem-len must be at least 1 with --same-length, got 0" in log.splitlines()[-1]
-    text = run(
-        "fairseq-interactive", data, *checkpoint, "--task", "language_modeling", "--beam", 2, "--max-len-b", 70,
-        "--min-len", 60, stdin="w1 w2\n",
-    )  # fmt: skip
-    assert len(re.search(r"^H-0\t\S+\t(.*)$", text, re.M)[1].split()) > 40  # longer than a segment
-
-
-@pytest.mark.slow
-def test_local_attention_trains(data, tmp_path):
-    log = train(data, tmp_path, *ADAPTIVE, "--attention-window", 8, arch="softmax_lm_wt103", updates=2)
-    assert len(losses(log)) == 2 and "arning" not in log
+    assert len(jobs.hypotheses(out)) == len((data.parent / "test.txt").read_text().splitlines())
 
 
 @pytest.mark.slow
@@ -178,42 +184,44 @@ def test_local_attention_trains(data, tmp_path):
     "arch", [arch for model, presets in PRESETS_OF_MODELS.items() for arch in presets if model != "fwp_transformer"]
 )
 def test_every_language_model_trains_is_scored_and_generates(data, tmp_path, arch):
-    train(data, tmp_path, *ADAPTIVE, "--decoder-attention-heads", 8, arch=arch, updates=2)
-    checkpoint = ["--path", tmp_path / "checkpoint_last.pt", "--cpu"]
-    log = run("fairseq-eval-lm", data, *checkpoint, "--gen-subset", "test", "--tokens-per-sample", 32)
-    assert int(re.search(r"Evaluated ([\d,]+) tokens", log)[1].replace(",", "")) == count_tokens(data, "test")
-    log = run(
-        "fairseq-interactive", data, *checkpoint, "--task", "language_modeling", "--beam", 2, "--max-len-b", 20,
-        stdin="w1 w2\n",
-    )  # fmt: skip
-    assert re.search(r"^H-0\t", log, re.M)
+    train(data, tmp_path, *BLOCKS, *SIZE, "--decoder-attention-heads", 8, "--arch", arch, updates=2)
+    path = tmp_path / "checkpoint_last.pt"
+    assert scored(data, path) == pytest.approx(evaluated(data, path), abs=1e-3)
+    flags = ["--task", "language_modeling", "--beam", 2, "--max-len-b", 20, "--path", path, "--cpu"]
+    assert len(jobs.hypotheses(run("fairseq-interactive", data, *flags, stdin="w1 w2\n"))) == 1
 
 
 @pytest.mark.slow
-def test_a_model_of_flags_alone_with_a_parted_vocabulary(data, tmp_path):
-    """Training's validation loss, by clusters, is the loss that evaluation finds in the full distribution."""
-    flags = ["--adaptive-softmax-cutoff", "15,30", "--decoder-normalize-before", "--no-epoch-checkpoints"]
-    log = train(data, tmp_path, *ADAPTIVE, *flags, arch="fwp_lm", updates=4)
-    score = run(
-        "fairseq-eval-lm", data, "--path", tmp_path / "checkpoint_last.pt", "--gen-subset", "valid",
-        "--tokens-per-sample", 32, "--cpu",
-    )  # fmt: skip
-    expected = float(re.search(r"Loss \(base 2\): ([\d.]+)", score)[1])
-    assert float(re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", log)[-1]) == pytest.approx(expected, abs=2e-3)
+@looped(
+    "flags",
+    [
+        ["--arch", "sum_lm_wt103", "--sum-normalization", "--sample-break-mode", "eos"],
+        ["--arch", "softmax_lm_wt103", "--sample-break-mode", "eos"],
+        ["--arch", "softmax_lm_wt103", "--attention-window", 8],
+    ],
+)
+def test_cross_entropy_and_line_breaks(data, tmp_path, flags):
+    shutil.rmtree(tmp_path)
+    log = train(data, tmp_path, *DELTA, *flags, "--criterion", "cross_entropy", updates=2)
+    assert len(losses(log)) == 2 and "arning" not in log
 
 
 @pytest.mark.slow
-def test_bfloat16(data, tmp_path):
-    assert len(losses(train(data, tmp_path, "--bf16", updates=2))) == 2
+def test_transformer_xl_is_evaluated_with_another_memory(data, tmp_path):
+    train(data, tmp_path, *BLOCKS, *XL, updates=4)
+    path = tmp_path / "checkpoint_last.pt"
+    assert scored(data, path, "--model-overrides", "{'mem_len': 5, 'same_length': True, 'clamp_len': 3}") > 0
+    wrong = ["--path", path, "--cpu", "--model-overrides", "{'mem_len': 0, 'same_length': True}"]
+    log = run("fairseq-eval-lm", data, *wrong, status=1)
+    assert "--mem-len must be at least 1 with --same-length, got 0" in log.splitlines()[-1]
+    flags = ["--task", "language_modeling", "--path", path, "--cpu", "--beam", 2, "--max-len-b", 70, "--min-len", 60]
+    ((_, words),) = jobs.hypotheses(run("fairseq-interactive", data, *flags, stdin="w1 w2\n"))
+    assert len(words) > 40  # longer than a segment
 
 
 @pytest.mark.slow
 def test_hydra_with_the_yaml_of_a_preset(data, tmp_path):
-    info = Path(sys.executable).with_name("fwp-info")
-    command = [info] if info.exists() else [sys.executable, "-m", "fairseq_fwp.cli.info"]
-    yaml = subprocess.run(
-        [*command, "--hydra", "delta_lm_wt103"], check=True, capture_output=True, text=True, cwd=PLUGIN.parent
-    ).stdout
+    yaml = run("fwp-info", "--hydra", "delta_lm_wt103")
     (tmp_path / "delta.yaml").write_text(yaml)
     overrides = {
         "task.data": data, "task.tokens_per_sample": 32, "dataset.batch_size": 4,
@@ -221,76 +229,37 @@ def test_hydra_with_the_yaml_of_a_preset(data, tmp_path):
         "checkpoint.save_dir": tmp_path / "checkpoints", "hydra.run.dir": tmp_path / "logs",
     }  # fmt: skip
     program = Path(sys.executable).with_name("fairseq-hydra-train")
-    result = subprocess.run(
-        [program, "--config-dir", tmp_path, "--config-name", "delta"] + [f"{k}={v}" for k, v in overrides.items()],
-        capture_output=True,
-        text=True,
-    )
+    command = [program, "--config-dir", tmp_path, "--config-name", "delta", *(f"{k}={v}" for k, v in overrides.items())]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    import torch
-
-    checkpoint = torch.load(tmp_path / "checkpoints" / "checkpoint_last.pt")
-    model = checkpoint["cfg"]["model"]
+    model = jobs.last(tmp_path / "checkpoints")["cfg"]["model"]
     assert (model["_name"], model["sum_normalization"], model["decoder_layers"]) == ("fwp_lm", True, 2)
 
 
-@pytest.mark.slow
-def test_two_processes_train_and_resume(data, tmp_path):
-    """One process with twice the batch takes the same steps."""
-    alone = train(data, tmp_path / "alone", *ADAPTIVE, "--update-freq", 2, "--dropout", 0, updates=4)
-    for updates in (2, 4):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        ranks = [
-            subprocess.Popen(
-                [
-                    Path(sys.executable).with_name("fairseq-train"), data, "--user-dir", PLUGIN,
-                    "--task", "language_modeling", "--arch", "delta_lm_wt103", *SIZE, *BATCH, *OPTIMIZATION, *ADAPTIVE,
-                    "--cpu", "--dropout", "0", "--save-dir", tmp_path / "two", "--max-update", str(updates),
-                    "--distributed-world-size", "2", "--distributed-backend", "gloo", "--distributed-no-spawn",
-                    "--distributed-init-method", f"tcp://localhost:{port}", "--distributed-rank", str(rank),
-                    "--device-id", "0",
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in (0, 1)
-        ]  # fmt: skip
-        logs = [rank.communicate(timeout=300)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], logs
-    expected = [float(loss) for loss, _ in losses(alone)]
-    assert [float(loss) for loss, _ in losses(logs[0])] == pytest.approx(expected[2:], abs=2e-3)
-
-
-REFUSALS = {
-    "unknown rule": (["--decoder-update-rule", "hebb"], r"invalid choice: 'hebb' \(choose from"),
-    "unknown map": (["--decoder-feature-map", "cosine"], r"invalid choice: 'cosine' \(choose from"),
-    "heads": (
-        ["--decoder-attention-heads", "5"],
-        r"--decoder-embed-dim must be divisible by --decoder-attention-heads, got 32 and 5",
-    ),
-    "nu": (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"--dpfp-nu must be from 1 to .* = 7, got 8"),
-    "key": (["--decoder-key-dim", "0"], r"--decoder-key-dim must be at least 1, got 0"),
-    "favor": (["--decoder-feature-map", "favor", "--favor-features", "0"], r"--favor-features must be at least 1, got"),
-    "memory": (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"--mem-len must be 0 .*, got 256"),
-    "normalisation": (["--decoder-feature-map", "identity"], r"must not be negative .*, got those of Identity"),
-}  # fmt: skip
+# Refused: the last line names what must change, and nothing is written.
+REFUSALS = [
+    (["--decoder-update-rule", "hebb"], r"invalid choice: 'hebb' \(choose from"),
+    (["--decoder-feature-map", "cosine"], r"invalid choice: 'cosine' \(choose from"),
+    (["--decoder-attention-heads", "5"], r"--decoder-embed-dim must be divisible by --decoder-attention-heads, got 32"),
+    (["--decoder-feature-map", "dpfp", "--dpfp-nu", "8"], r"--dpfp-nu must be from 1 to .* = 7, got 8"),
+    (["--decoder-key-dim", "0"], r"--decoder-key-dim must be at least 1, got 0"),
+    (["--decoder-feature-map", "favor", "--favor-features", "0"], r"--favor-features must be at least 1, got"),
+    (["--arch", "fwp_xl_lm", "--decoder-positions", "absolute"], r"--mem-len must be 0 .*, got 256"),
+    (["--decoder-feature-map", "identity"], r"must not be negative .*, got those of Identity"),
+    (["--criterion", "fwp_distillation", "--teacher", "none.pt"], "--teacher must be a checkpoint"),
+]
 
 
 @pytest.mark.slow
-@looped("case", REFUSALS)
-def test_bad_settings_are_refused_before_anything_is_written(data, tmp_path, case):
-    arguments, sentence = REFUSALS[case]
-    log = train(data, tmp_path / "save", *arguments, status=1)
+@looped("flags, sentence", REFUSALS)
+def test_bad_settings_are_refused_before_anything_is_written(data, tmp_path, flags, sentence):
+    log = train(data, tmp_path / "save", *DELTA, *flags, status=1)
     assert re.search(sentence, log.strip().splitlines()[-1])
     assert not list(tmp_path.rglob("*.pt"))
 
 
 def test_an_empty_data_folder_is_named(tmp_path):
-    log = train(tmp_path, tmp_path / "save", status=1)
+    log = train(tmp_path, tmp_path / "save", *DELTA, status=1)
     assert re.search(rf"No such file or directory: '{tmp_path}/dict.txt'", log)
 
 
@@ -311,7 +280,7 @@ def test_a_checkpoint_cut_in_half_is_named(data, trained, tmp_path):
     before = broken.read_bytes()
     for log in (
         run("fairseq-eval-lm", data, "--path", broken, "--tokens-per-sample", 32, "--cpu", status=1),
-        train(data, tmp_path, status=1),
+        train(data, tmp_path, *DELTA, status=1),
     ):
         assert re.search(r"checkpoint_last.pt must be a complete checkpoint", log.splitlines()[-1])
     assert broken.read_bytes() == before
@@ -322,15 +291,203 @@ def test_text_longer_than_the_model_is_refused(data, trained):
     log = run("fairseq-eval-lm", data, "--path", trained[0], "--cpu", "--gen-subset", "test", status=1)
     assert "must have at most 32 tokens" in log.splitlines()[-1]
     assert "Evaluated" not in log
-    longer = ["--model-overrides", "{'max_target_positions': 1024}"]
-    log = run("fairseq-eval-lm", data, "--path", trained[0], "--cpu", "--gen-subset", "test", *longer)
-    assert f"Evaluated {count_tokens(data, 'test')} tokens" in log.replace(",", "")
+    scored(data, trained[0], "--model-overrides", "{'max_target_positions': 1024}", size=1024)
 
 
 def test_the_kernel_backend_without_a_compiler(data, tmp_path):
-    arguments = ["--fwp-backend", "kernel"]
-    log = train(
-        data, tmp_path / "save", *arguments, status=1, FWP_CACHE_DIR=str(tmp_path / "cache"), CXX="/nonexistent/c++"
-    )
+    environment = {"FWP_CACHE_DIR": str(tmp_path / "cache"), "CXX": "/nonexistent/c++"}
+    log = train(data, tmp_path / "save", *DELTA, "--fwp-backend", "kernel", status=1, **environment)
     # Not the last line: the threads that read the data may say how they were ended.
     assert re.search(r"^RuntimeError: .*compiler", log, re.M)
+
+
+# Conversion in three stages.
+
+STAGES = {
+    "attention": ["--criterion", "fwp_distillation", "--distillation", "attention", "--lr", "0.02"],
+    "distribution": ["--criterion", "fwp_distillation", "--teacher-weight", "0.9", "--lr", "0.005"],
+    "words": ADAPTIVE,
+}
+
+
+@pytest.mark.slow
+def test_three_stages_each_stopped_and_resumed_and_in_half_precision(data, tmp_path):
+    softmax = [*BLOCKS, *SIZE, "--lr", 0.01, "--arch", "softmax_lm_wt103"]
+    train(data, tmp_path / "teacher", *softmax, updates=40)
+    teacher, folder = tmp_path / "teacher" / "checkpoint_last.pt", tmp_path / "converted"
+    delta = ["--decoder-update-rule", "delta", "--decoder-feature-map", "elu", "--sum-normalization"]
+    run("fwp-convert", teacher, "--source", "fwp-lm", "--vocabulary", data / "dict.txt", "--out", folder, *delta)
+    start, flags = folder / "checkpoint.pt", (folder / "flags.txt").read_text().split()
+    flags += [*BLOCKS[2:], "--validate-interval-updates", 1]
+
+    def learn(name, stage, updates, *more):
+        own = [*STAGES[stage], "--ddp-backend", "legacy_ddp", "--finetune-from-model", start, *more]
+        own += ["--teacher", teacher] if stage != "words" else []
+        return train(data, tmp_path / name, *flags, *own, updates=updates)
+
+    for stage in STAGES:
+        whole = learn(stage, stage, 6)
+        parts = [learn(f"{stage} in parts", stage, n) for n in (3, 6)]
+        assert len(losses(whole)) == 6
+        assert [loss for part in parts for loss in losses(part)] == losses(whole)
+        if stage != "words":  # the words of this text are random
+            first, *_, last = map(float, validations(whole))
+            assert last < first
+            half = [float(loss) for loss, _ in losses(learn(f"{stage} in half precision", stage, 3, "--bf16"))]
+            assert half == pytest.approx([float(loss) for loss, _ in losses(whole)[:3]], rel=0.05)
+        assert "arning" not in whole
+        before, start = start, tmp_path / stage / "checkpoint_last.pt"
+        saved, old = (torch.load(path, weights_only=False) for path in (start, before))
+        assert saved["model"].keys() == old["model"].keys() and not saved.get("criterion")
+        moved = {name for name, x in saved["model"].items() if not torch.equal(x, old["model"][name])}
+        assert moved and (stage != "attention" or all(".self_attn." in name for name in moved))
+    assert "ppl" in whole
+
+
+# Translation.
+
+
+@pytest.fixture(scope="module")
+def translated(pairs, tmp_path_factory):
+    """The folder of a translation model that was chosen by BLEU, so that the checkpoint holds numbers of numpy."""
+    folder = tmp_path_factory.mktemp("translated")
+    bleu = ["--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 9}', "--best-checkpoint-metric", "bleu"]
+    log = train(pairs, folder, *jobs.TRANSLATION, *bleu, "--maximize-best-checkpoint-metric", updates=4)
+    assert re.search(r"\| valid .* \| bleu \d", log) and "Warning" not in log
+    return folder
+
+
+def generate(pairs, path, *flags):
+    common = ["--task", "translation", "--cpu", "--max-tokens", "60", "--max-len-b", "12", "--path", path]
+    output = run("fairseq-generate", pairs, *common, *flags)
+    assert f"Translated {jobs.SENTENCES['test']} sentences" in output
+    return output
+
+
+def test_every_sentence_is_translated(pairs, translated):
+    """Without the plugin, groups of beams fail in batches that are not at the beginning of the data set."""
+    for copies, flags in (
+        (2, ["--beam", 3, "--lenpen", 0.6, "--nbest", 2]),
+        (1, ["--beam", 4, "--diverse-beam-groups", 2]),
+    ):
+        found = jobs.hypotheses(generate(pairs, translated / "checkpoint_best.pt", *flags))
+        assert sorted(number for number, _ in found) == sorted(copies * list(range(jobs.SENTENCES["test"])))
+
+
+@pytest.mark.slow
+def test_searches_of_fairseq(pairs, translated, tmp_path):
+    """Given prefixes, repeated words, an ensemble, a language model, and an average of checkpoints."""
+    best, last = translated / "checkpoint_best.pt", translated / "checkpoint_last.pt"
+    references = [line.split() for line in (pairs.parent / "test.de").read_text().splitlines()]
+    for number, words in jobs.hypotheses(generate(pairs, best, "--prefix-size", 2)):
+        assert words[:2] == references[number][:2]
+    for _, words in jobs.hypotheses(generate(pairs, best, "--no-repeat-ngram-size", 1)):
+        assert len(set(words)) == len(words)
+    plain = jobs.hypotheses(generate(pairs, last))
+    assert jobs.hypotheses(generate(pairs, f"{last}:{last}")) == plain
+
+    text = tmp_path / "text"
+    text.mkdir()
+    shutil.copy(pairs / "dict.de.txt", text / "dict.txt")
+    for split in ("train", "valid"):
+        for suffix in ("bin", "idx"):
+            shutil.copy(pairs / f"{split}.en-de.de.{suffix}", text / f"{split}.{suffix}")
+    train(text, text, *DELTA)
+    language_model = ["--lm-path", text / "checkpoint_last.pt", "--lm-weight"]
+    assert jobs.hypotheses(generate(pairs, last, *language_model, 0)) == plain
+    assert jobs.hypotheses(generate(pairs, last, *language_model, 5)) != plain
+
+    checkpoints = [torch.load(path, weights_only=False) for path in (best, last)]
+    weights = [checkpoint["model"] for checkpoint in checkpoints]
+    checkpoints[0]["model"] = {
+        name: (x + weights[1][name]) / 2 if x.is_floating_point() else (x + weights[1][name]) // 2
+        for name, x in weights[0].items()
+    }
+    torch.save(checkpoints[0], tmp_path / "average.pt")
+    assert len(jobs.hypotheses(generate(pairs, tmp_path / "average.pt"))) == jobs.SENTENCES["test"]
+
+
+@pytest.mark.slow
+def test_alignments(pairs, translated):
+    """Of each word of each translation to a word of the source, with an attention that keeps no word of it."""
+    output = generate(pairs, translated / "checkpoint_best.pt", "--beam", "2", "--print-alignment")
+    sources, words, alignments = (
+        dict(re.findall(rf"^{kind}-(\d+)\t(?:-?[\d.]+\t)?(.*)$", output, re.MULTILINE)) for kind in "SHA"
+    )
+    assert len(alignments) == jobs.SENTENCES["test"]
+    for number, alignment in alignments.items():
+        found = [tuple(map(int, pair.split("-"))) for pair in alignment.split()]
+        assert [target for _, target in found] == list(range(len(words[number].split())))
+        assert all(0 <= place < len(sources[number].split()) for place, _ in found)
+
+
+@pytest.mark.slow
+def test_sentences_from_standard_input(pairs, translated):
+    flags = ["--task", "translation", "--source-lang", "en", "--target-lang", "de", "--buffer-size", 3, "--beam", 2]
+    flags += ["--path", translated / "checkpoint_last.pt", "--max-len-b", 12, "--cpu", "--nbest", 2]
+    given = "en1 en2 en3\nen4\nen5 en6 en7 en8 en9\n"
+    for search in ([], ["--sampling"]):
+        found = jobs.hypotheses(run("fairseq-interactive", pairs, *flags, *search, stdin=given))
+        assert sorted(number for number, _ in found) == [0, 0, 1, 1, 2, 2]
+    found = jobs.hypotheses(run("fairseq-interactive", pairs, *flags, "--constraints", stdin="en1 en2\tde3\n"))
+    assert found and all("de3" in words for _, words in found)
+
+
+@pytest.mark.slow
+def test_checkpointed_activations_train_the_same(pairs, tmp_path):
+    flags = [*jobs.TRANSLATION, "--log-format", "simple", "--log-interval", 1]
+    flags[flags.index("--arch") + 1] = "delta_dpfp_mt_wmt14_en_de"
+    logs = [
+        train(pairs, tmp_path / str(len(own)), *flags, *own, updates=4) for own in ([], ["--checkpoint-activations"])
+    ]
+    assert losses(logs[0]) == losses(logs[1]) and len(losses(logs[0])) == 4
+
+
+# What the model that a checkpoint holds has, and what the flags ask for.
+INCOMPATIBLE = [
+    ("--finetune-from-model", "--cross-feature-map favor", "--cross-feature-map softmax"),
+    ("--finetune-from-model", "--encoder-layers 2", "--encoder-layers 3"),
+    ("--restore-file", "no --attention-bias", "--attention-bias"),
+    ("--restore-file", "--decoder-update-rule delta", "--decoder-update-rule decay"),
+]
+
+
+@pytest.mark.slow
+@looped("option, theirs, ours", INCOMPATIBLE)
+def test_flags_that_a_checkpoint_does_not_fit_are_named(pairs, translated, tmp_path, option, theirs, ours):
+    """With all others that change what weights compute, in one sentence, where fairseq has the names of all weights."""
+    path = translated / "checkpoint_last.pt"
+    flags = [option, path, "--dropout", 0.5, "--activation-fn", "gelu", *ours.split()]
+    log = train(pairs, tmp_path, *jobs.TRANSLATION, *flags, updates=5, status=1)
+    theirs, ours = rf"(--[^.]*, )?{theirs}(,[^.]*)?", rf"(--[^.]*, )?{ours}(,[^.]*)?"
+    assert re.search(rf"{path} holds a model with {theirs}, but this model has {ours}, which", log.splitlines()[-1])
+    assert "RuntimeError" not in log
+
+
+@pytest.mark.slow
+@looped("way", ["--finetune-from-model", "--restore-file", "resumed"])
+def test_weights_that_compute_something_else_are_told_of(pairs, translated, tmp_path, way):
+    """Once, by the flags that make them, when the training has taken them; with the same flags nothing is said."""
+    shutil.rmtree(tmp_path)
+    shutil.copytree(translated, tmp_path / "save")
+    path = tmp_path / "save" / "checkpoint_last.pt"
+    save_dir, flags = (path.parent, []) if way == "resumed" else (tmp_path / "other", [way, path])
+    flags = [*jobs.TRANSLATION, "--disable-validation", "--no-save", *flags]
+    assert "was trained with" not in train(pairs, save_dir, *flags, "--dropout", 0.5, updates=5)
+    changed = ["--activation-fn", "gelu", "--favor-offset", 0.1]
+    log = train(pairs, save_dir, *flags, *changed, updates=5)
+    (told,) = [line for line in log.splitlines() if "was trained with" in line]
+    assert "WARNING" in told and told.endswith(
+        f"{path} was trained with --activation-fn relu, --favor-offset 0.0, but is loaded with "
+        "--activation-fn gelu, --favor-offset 0.1: its weights now compute another function; if you do not "
+        "want this, give the flags of its training"
+    )
+
+
+@looped("name, theirs, ours", [("cross_feature_map", "favor", "softmax"), ("encoder_layers", 2, 3)])
+def test_overrides_that_weights_do_not_fit_are_named(pairs, translated, name, theirs, ours):
+    path, flag = translated / "checkpoint_best.pt", f"--{name.replace('_', '-')}"
+    flags = ["--path", path, "--cpu", "--model-overrides", str({name: ours, "dropout": 0.5})]
+    log = run("fairseq-generate", pairs, "--task", "translation", *flags, status=1)
+    sentence = f"{path} holds a model with {flag} {theirs}, but --model-overrides asks for {flag} {ours}, which"
+    assert sentence in log.splitlines()[-1] and "RuntimeError" not in log

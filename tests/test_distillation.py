@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq import checkpoint_utils
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
-from models.conftest import build_model, make_dictionary, random_tokens  # noqa: F401  (a fixture)
 from pairwise import looped
+from small_models import build_model, build_translation, make_dictionary, random_tokens
 
 from fairseq_fwp.distillation import DistillationCriterion, attention_error, attentions
 
@@ -36,17 +35,6 @@ def language_sample():
     }
 
 
-def build_translation(arch):
-    """Return a small float64 translation model."""
-    sizes = {"layers": 2, "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 4}
-    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()}
-    args = Namespace(share_all_embeddings=True, max_source_positions=32, max_target_positions=32, **sizes)
-    ARCH_CONFIG_REGISTRY[arch](args)
-    dictionary = make_dictionary(50)
-    task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    return ARCH_MODEL_REGISTRY[arch].build_model(args, task).double().eval()
-
-
 def translation_sample():
     source, target = random_tokens(3, 6), random_tokens(3, 5)
     source[0, :2] = PAD
@@ -56,8 +44,8 @@ def translation_sample():
     return {"net_input": net_input, "target": target}
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.3])
-def test_the_distribution_of_a_language_model(build_model, criterion, weight):  # noqa: F811
+@looped("weight", [1.0, 0.3])
+def test_the_distribution_of_a_language_model(criterion, weight):
     student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
     sample = language_sample()
     loss, tokens, log = criterion(teacher, teacher_weight=weight)(student, sample)
@@ -78,7 +66,7 @@ def test_the_distribution_of_a_language_model(build_model, criterion, weight):  
     )
 
 
-def test_an_adaptive_softmax_is_compared_cluster_by_cluster(build_model, criterion):  # noqa: F811
+def test_an_adaptive_softmax_is_compared_cluster_by_cluster(criterion):
     flags = {"adaptive_softmax_cutoff": "10,30"}
     student, teacher = build_model("delta_lm_wt103", **flags), build_model("softmax_lm_wt103", **flags)
     sample = language_sample()
@@ -104,8 +92,8 @@ def test_an_adaptive_softmax_is_compared_cluster_by_cluster(build_model, criteri
     )
 
 
-@pytest.mark.parametrize("arch", ["delta_lm_wt103", "decay_lm_wt103", "gated_delta_lm_wt103", "fwp_xl_lm"])
-def test_the_output_of_each_attention_of_a_language_model(build_model, criterion, arch):  # noqa: F811
+@looped("arch", ["delta_lm_wt103", "decay_lm_wt103", "gated_delta_lm_wt103", "fwp_xl_lm"])
+def test_the_output_of_each_attention_of_a_language_model(criterion, arch):
     flags = {"mem_len": 0} if arch == "fwp_xl_lm" else {}
     student, teacher = build_model(arch, **flags), build_model("softmax_lm_wt103" if not flags else arch, **flags)
     sample = language_sample()
@@ -149,7 +137,7 @@ def test_translation(criterion, arch, distillation):
     assert all(x.grad is None for x in teacher.parameters()) or teacher is student
 
 
-def test_words_that_both_give_no_probability(build_model, criterion):  # noqa: F811
+def test_words_that_both_give_no_probability(criterion):
     """Absent words can be targets, such as a line end that a converted vocabulary lacks. The teacher's weight is 1."""
     student, teacher = build_model("delta_lm_wt103"), build_model("softmax_lm_wt103")
     sample = language_sample()
@@ -166,13 +154,13 @@ def test_words_that_both_give_no_probability(build_model, criterion):  # noqa: F
 
 
 @looped("distillation", ["attention", "distribution"])
-def test_a_model_has_nothing_to_learn_of_itself(build_model, criterion, distillation):  # noqa: F811
+def test_a_model_has_nothing_to_learn_of_itself(criterion, distillation):
     model = build_model("delta_lm_wt103")
     loss, _, _ = criterion(model, distillation=distillation)(model, language_sample())
     assert abs(loss) < 1e-10
 
 
-def test_what_does_not_fit(build_model, criterion):  # noqa: F811
+def test_what_does_not_fit(criterion):
     student, sample = build_model("delta_lm_wt103"), language_sample()
     sample["net_input"]["src_tokens"].clamp_(max=39)
     of_words, of_clusters = (
@@ -220,7 +208,7 @@ def test_a_task_goes_on_with_its_own_model(monkeypatch):
     assert task.sequence_generator == "of the student"
 
 
-def test_attentions_are_those_of_the_model_that_is_wrapped(build_model):  # noqa: F811
+def test_attentions_are_those_of_the_model_that_is_wrapped():
     model, wrapped = build_model("delta_lm_wt103"), torch.nn.Module()
     wrapped.module = model
     assert attentions(wrapped) == attentions(model)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import pytest
+from pairwise import looped
 
 REGISTERED = """
 import sys
@@ -37,7 +37,7 @@ assert logging.root.level == logging.WARNING and not logging.root.handlers
     assert run(code + REGISTERED) == ""
 
 
-@pytest.mark.parametrize(
+@looped(
     "first",
     [
         "import fairseq, fairseq_fwp",

@@ -13,8 +13,8 @@ import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from models.conftest import make_dictionary
 from operator_fixtures import one_thread  # noqa: F401
+from small_models import make_dictionary
 from subjects import PER_KEY, RULES, check_errors, cotangents, kernel_or_auto, relative_error, results, sample_inputs
 
 from fairseq_fwp.convert.files import configure

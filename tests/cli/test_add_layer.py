@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from cli.test_eval_lm import preprocess, train_model
-from models.conftest import build_model  # noqa: F401  (a fixture)
 from pairwise import looped
+from small_models import build_model
 
 from fairseq_fwp.cli import add_layer, eval_lm
 from fairseq_fwp.fast_weight_layer.initialization import STREAMS, read_moments
@@ -83,7 +83,7 @@ def test_the_model_is_as_good_and_learns_by_reading(folder, name):
 
 
 @looped("carry", [False, True])
-def test_moments_are_those_of_the_text(build_model, carry):  # noqa: F811
+def test_moments_are_those_of_the_text(carry):
     """Compute them for the first two segments of each stream: features by one pass, gradients by autograd."""
     model = build_model("fwp_fwl_lm", fwl_base="fwp_xl_lm", mem_len=6, tokens_per_sample=5, fwl_fast_weights="none")
     decoder, tokens = model.decoder, torch.randint(4, 50, (STREAMS * 17 + 3,))
@@ -193,6 +193,6 @@ def test_there_has_to_be_a_training_text(folder, tmp_path, text, sentence):
     assert not out.exists()
 
 
-def test_a_short_text_is_refused(build_model):  # noqa: F811
+def test_a_short_text_is_refused():
     with pytest.raises(ValueError, match="the training text must have at least 32 tokens, got "):
         read_moments(build_model("fwp_fwl_lm"), torch.arange(4, 28), 100, False)

@@ -19,8 +19,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import eval_lm as fairseq_eval_lm
 from fairseq_cli import preprocess as fairseq_preprocess
 from fairseq_cli import train as fairseq_train
-from models.conftest import make_dictionary
 from pairwise import looped
+from small_models import make_dictionary
 
 from fairseq_fwp.cli import eval_lm
 from fairseq_fwp.patches.messages import silence_known_warnings

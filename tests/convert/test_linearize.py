@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from attentions import rule_inputs
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
 from pairwise import looped
-from rule_inputs import rule_inputs
 
 from fairseq_fwp.cli.convert import main
 from fairseq_fwp.convert import files

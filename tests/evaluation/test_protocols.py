@@ -9,8 +9,8 @@ import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.conftest import build_model, make_dictionary  # noqa: F401  (a fixture)
 from pairwise import looped
+from small_models import build_model, make_dictionary
 
 import fairseq_fwp.evaluation
 from fairseq_fwp.evaluation import Protocol, Text, evaluate
@@ -69,10 +69,15 @@ MODELS = {
 }
 
 
-@looped("size, given_tokens", [(16, 15), (16, 11), (16, 0), (LENGTH + 5, LENGTH + 4), (1, 0)])
-@looped("flags", MODELS.values(), ids=MODELS)
-def test_windows_agree_with_brute_force(build_model, flags, size, given_tokens):  # noqa: F811
-    model, text = build_model("fwp_lm", **flags, max_target_positions=2 * LENGTH), random_text()
+WINDOWS = [(16, 15), (16, 11), (16, 0), (LENGTH + 5, LENGTH + 4), (1, 0)]
+
+
+@looped(
+    ("kind", "size", "given_tokens"),
+    [*((kind, 16, 11) for kind in MODELS), *(("delta", *window) for window in WINDOWS if window != (16, 11))],
+)
+def test_windows_agree_with_brute_force(kind, size, given_tokens):
+    model, text = build_model("fwp_lm", **MODELS[kind], max_target_positions=2 * LENGTH), random_text()
     step = size - given_tokens
     expected = brute_force(model, text, lambda i: max(0, i // step * step - given_tokens))
     actual = evaluate(model, text, Protocol(size, given_tokens), batch_size=3).log_probs
@@ -81,14 +86,14 @@ def test_windows_agree_with_brute_force(build_model, flags, size, given_tokens):
 
 @looped("size", [1, 16, LENGTH])
 @looped("flags", [MODELS["delta"], MODELS["pre-norm without positions"]], ids=["delta", "no positions"])
-def test_a_carried_state_reads_the_text_in_one_piece(build_model, flags, size):  # noqa: F811
+def test_a_carried_state_reads_the_text_in_one_piece(flags, size):
     model, text = build_model("fwp_lm", **flags, max_target_positions=2 * LENGTH), random_text()
     expected = brute_force(model, text, lambda i: 0)
     actual = evaluate(model, text, Protocol(size, carry_state=True)).log_probs
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
 
 
-def test_a_stream_has_no_gaps(build_model):  # noqa: F811
+def test_a_stream_has_no_gaps():
     scorer = StreamScorer(build_model("fwp_lm"), random_text())
     scorer([Window(0, 0, 4)])
     with pytest.raises(ValueError, match="the next window must begin after the 4 tokens read"):
@@ -131,7 +136,7 @@ def test_every_token_counts_once():
     assert reports == [{"tokens": 4, "ppl": math.e}, {"tokens": 8, "ppl": math.e}]
 
 
-@pytest.mark.parametrize(
+@looped(
     "arch, numbers",
     [
         # Schlag et al. 2021, Table 4: 0.13 M. For the Transformer, keys and values by the formula of Appendix F.
@@ -141,13 +146,13 @@ def test_every_token_counts_once():
         ("delta_dpfp_lm_wt103", 16 * 8 * 32 * 16),
     ],
 )
-def test_state_size_is_that_of_the_paper(build_model, arch, numbers):  # noqa: F811
+def test_state_size_is_that_of_the_paper(arch, numbers):
     paper = {"decoder_layers": 16, "decoder_attention_heads": 8, "decoder_embed_dim": 256 if "medium" in arch else 128}
     model, text = build_model(arch, **paper, max_target_positions=384), random_text(3)
     assert evaluate(model, text, Protocol(384)).state_size == numbers
 
 
-def test_the_example_of_the_docstring_runs(build_model, capsys):  # noqa: F811
+def test_the_example_of_the_docstring_runs(capsys):
     """The example prints the perplexities of brute force."""
     example = re.search(r"\n\n((?: {4}.*\n|\n)+)", fairseq_fwp.evaluation.__doc__)[1]
     model, tokens, dictionary = build_model("fwp_lm"), random_text().tokens, make_dictionary(50)
@@ -158,7 +163,7 @@ def test_the_example_of_the_docstring_runs(build_model, capsys):  # noqa: F811
         assert ppl == pytest.approx(math.exp(-brute_force(model, text, start_of).mean()), rel=1e-6)
 
 
-def test_what_cannot_be_is_refused(build_model):  # noqa: F811
+def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="`window` must be at least 1, got 0"):
         Protocol(0)
     for context in (-1, 8):

@@ -136,9 +136,7 @@ class Brute:
         return ys
 
 
-@pytest.fixture(params=FAST)
-def fast(request):
-    return request.param
+every_choice = looped("fast", FAST)
 
 
 def check_gradients(ours, expected, inputs):
@@ -186,6 +184,7 @@ class FirstOrder:
             del self.layer._differentiate
 
 
+@every_choice
 def test_the_sum_is_strict(fast):
     """The target at t does not change outputs at t, but later ones."""
     (layer, softmax), x, tokens = build(fast), random_features(1, 6), random_tokens(1, 6)
@@ -242,6 +241,7 @@ def test_segments_of_one_token_are_gradient_descent():
         torch.testing.assert_close(ours, plain(x[:, t : t + 1], token, softmax)[0])
 
 
+@every_choice
 @looped("gradients_at", GRADIENTS_AT)
 def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
     layer, softmax = build(fast, gradients_at=gradients_at)
@@ -261,6 +261,7 @@ def test_pieces_of_a_segment_are_the_segment(fast, gradients_at):
         torch.testing.assert_close(kept.update, after.update)
 
 
+@every_choice
 def test_padding_changes_nothing(fast):
     """Padding on the left, on the right, between tokens and of a whole segment changes nothing, now or later."""
     layer, softmax = build(fast)
@@ -287,6 +288,7 @@ def test_padding_changes_nothing(fast):
                 torch.testing.assert_close(y[0], ours[index][row, own])
 
 
+@every_choice
 def test_states_are_reordered_and_reset(fast):
     (layer, softmax), more, tokens = build(fast), random_features(3, 4), random_tokens(3, 4)
     state = None
@@ -350,28 +352,29 @@ def test_half_precision_is_close(dtype):
     assert (ours - expected).abs().mean() < 0.03 * expected.abs().mean()
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=f"`hidden_dim` must be at least {2 * DIM}, got {2 * DIM - 1}"):
-        FastWeightLayer(DIM, 2 * DIM - 1)
-    with pytest.raises(ValueError, match="`map_inputs` must be off with `random_start`"):
-        FastWeightLayer(DIM, HIDDEN, map_inputs=True, random_start=True)
+REFUSED = [
+    ({"hidden_dim": 2 * DIM - 1}, f"`hidden_dim` must be at least {2 * DIM}, got {2 * DIM - 1}"),
+    ({"map_inputs": True, "random_start": True}, "`map_inputs` must be off with `random_start`"),
+    *(({"divide_gradients_by": x}, f"`divide_gradients_by` must be above 0, got {x}") for x in (0, -1, math.nan)),
+    *(({"step_size": x}, f"`step_size` must be at least 0, got {x}") for x in (-0.1, math.inf, math.nan)),
+    *(({"decay": x}, rf"`decay` must be in \[0, 1\], got {x}") for x in (-0.1, 1.1, math.nan)),
+    ({"fast_weights": "all"}, "the choice of fast weights must be one of both, first, .*, got 'all'"),
+    ({"gradients_at": "carry"}, "trained, carried, got 'carry'"),
+]  # fmt: skip
+
+
+@looped("options, sentence", REFUSED)
+def test_what_cannot_be_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        FastWeightLayer(DIM, **{"hidden_dim": HIDDEN, **options})
+
+
+def test_only_a_map_is_whitened():
     with pytest.raises(ValueError, match="`map_inputs` must be on"):
         FastWeightLayer(DIM, HIDDEN).whiten(torch.zeros(DIM), torch.eye(DIM), torch.eye(DIM))
-    for divisor in (0, -1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"`divide_gradients_by` must be above 0, got {divisor}"):
-            FastWeightLayer(DIM, HIDDEN, divide_gradients_by=divisor)
-    for step_size in (-0.1, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"`step_size` must be at least 0, got {step_size}"):
-            FastWeightLayer(DIM, HIDDEN, step_size=step_size)
-    for decay in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=rf"`decay` must be in \[0, 1\], got {decay}"):
-            FastWeightLayer(DIM, HIDDEN, decay=decay)
-    with pytest.raises(ValueError, match=r"the choice of fast weights must be one of both, first, .*, got 'all'"):
-        FastWeightLayer(DIM, HIDDEN, "all")
-    with pytest.raises(ValueError, match="trained, carried, got 'carry'"):
-        FastWeightLayer(DIM, HIDDEN, gradients_at="carry")
 
 
+@every_choice
 def test_a_map_of_inputs_comes_before_all_else(fast):
     """Gradients reach the features that wait for their target, over segments, with all derivatives."""
     layer, softmax = build(fast, map_inputs=True)

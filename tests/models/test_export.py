@@ -1,34 +1,20 @@
-"""Whole models as one graph: torch.export, to a file and back, and torch.compile(fullgraph=True)."""
+"""Whole models as one graph: torch.export, to a file and back, and torch.compile."""
 
 import io
 
 import pytest
 import torch
+from small_models import build, random_tokens
 from torch.export import Dim
 
-from .conftest import random_tokens
-
-MODELS = {
-    "sum": ("sum_lm_wt103", {}),
-    "delta": ("delta_lm_wt103", {"attention_normalization": True}),
-    "gated": ("gated_lm_wt103", {}),
-    "decay": ("decay_lm_wt103", {}),
-    "favor": ("delta_favor_lm_wt103", {}),
-    "softmax": ("softmax_lm_wt103", {}),
-    "local": ("softmax_lm_wt103", {"attention_window": 4}),
-    "hybrid": ("delta_lm_wt103", {"softmax_layers": "1"}),
-    "xl": ("fwp_xl_lm", {"mem_len": 6}),
-    "layerwise": ("fwp_xl_lm", {"mem_len": 0, "decoder_positions": "layerwise"}),
-}
+FAST = ("delta", "softmax", "decay", "relative")
+MODELS = [*FAST, "sum", "gated", "delta_favor", "local", "softmax last", "layerwise"]
 
 
-FAST = ("delta", "softmax", "decay", "xl")
-
-
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS])
-def model(request, build_model):
-    arch, flags = MODELS[request.param]
-    return build_model(arch, **flags, **({} if arch == "fwp_xl_lm" else {"fwp_backend": "auto"}))
+@pytest.fixture(params=[pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in MODELS])
+def model(request):
+    kind = request.param
+    return build(kind, tokens_per_sample=32, **({} if kind in ("relative", "layerwise") else {"fwp_backend": "auto"}))
 
 
 def padded(model, *shape):
@@ -38,7 +24,7 @@ def padded(model, *shape):
 
 
 def assert_same(found, expected):
-    """Return the features and every tensor of the state except padding (a graph always has a mask)."""
+    """Compare the features and every tensor of the state except padding (a graph always has a mask)."""
     torch.testing.assert_close(found[0], expected[0])
     for layer, truth in zip(found[1]["state"].layers, expected[1]["state"].layers, strict=True):
         assert type(layer) is type(truth)

@@ -1,58 +1,45 @@
-"""Properties that all language models share."""
+"""Models as objects: pickled, copied, loaded under former names, and with oneDNN's products."""
 
 import copy
 import io
 import pickle
 import sys
-from argparse import Namespace
 from types import ModuleType
 
 import pytest
 import torch
-from fairseq.models import ARCH_MODEL_REGISTRY
-from fairseq.sequence_generator import SequenceGenerator
-from synthetic.test_model import build as retrieval_model
+from pairwise import looped
+from small_models import build_model, build_retrieval, build_translation, log_probs, random_tokens
 
 from fairseq_fwp.modules import layers
 from fairseq_fwp.modules.attention import FORMER_NAMES
-from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS
-
-from .conftest import SMALL, configure, log_probs, make_dictionary, random_tokens
-from .test_fwp_transformer import build as translation_model
 
 
-@pytest.mark.parametrize("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
-def test_generation_is_not_bound_to_the_length_of_training_samples(build_model, arch):
-    model, prompt = build_model(arch, tokens_per_sample=4), random_tokens(1, 3)
-    generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=2, min_len=20, max_len_b=20)
-    ((best, _),) = generator.generate([model], {"net_input": {"src_tokens": prompt}}, prefix_tokens=prompt)
-    assert len(best["tokens"]) == 21  # and the end of the line
-
-
-@pytest.mark.parametrize("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
-def test_many_tokens_take_onednn_where_torch_is_slow(build_model, arch, monkeypatch):
+@looped("arch", ["delta_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium"])
+def test_many_tokens_take_onednn_where_torch_is_slow(arch, monkeypatch):
     """Loss and gradients are the same; a step of decoding, for which it is not faster, does not take it."""
     model, tokens = build_model(arch, adaptive_softmax_cutoff="20,40").float(), random_tokens(8, layers.MIN_ROWS // 8)
     found, products, product = [], [], layers._product
-    monkeypatch.setattr(layers, "_product", lambda *tensors: products.append(1) or product(*tensors))
-    for slow in (False, True):
-        monkeypatch.setattr(layers, "mkl_is_slow", lambda slow=slow: slow)
-        loss = log_probs(model, tokens)[..., 7].sum()
-        found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-        # Of each linear layer: the product, the gradient of its input and that of its weight.
-        assert len(products) >= slow * 3 * 8
-        assert slow or not products
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
-    model.make_generation_fast_()
-    state = {}
-    model(tokens, incremental_state=state)
-    products.clear()
-    model(torch.cat([tokens, tokens[:, :1]], 1), incremental_state=state)
-    assert not products
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_product", lambda *tensors: products.append(1) or product(*tensors))
+        for slow in (False, True):
+            patch.setattr(layers, "mkl_is_slow", lambda slow=slow: slow)
+            loss = log_probs(model, tokens)[..., 7].sum()
+            found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+            # Of each linear layer: the product, the gradient of its input and that of its weight.
+            assert len(products) >= slow * 3 * 8
+            assert slow or not products
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+        model.make_generation_fast_()
+        state = {}
+        model(tokens, incremental_state=state)
+        products.clear()
+        model(torch.cat([tokens, tokens[:, :1]], 1), incremental_state=state)
+        assert not products
 
 
-MODELS = {
+PICKLED = {
     **{name: {} for name in ("delta_favor_lm_wt103", "softmax_lm_wt103", "xl_lm_wt103_medium", "fwl_xl_lm_wt103")},
     "fwp_lm": {"activation_fn": "linear", "softmax_layers": "1"},
     "fwp_transformer": {"activation_fn": "linear"},
@@ -61,25 +48,18 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("arch", MODELS)
-def test_a_pickled_model_is_the_same(build_model, arch):
+@looped("arch", PICKLED)
+def test_a_pickled_model_is_the_same(arch):
     """As torch.save of a model, and processes that are spawned, need it."""
     if "transformer" in arch:
-        model, inputs = translation_model(arch, **MODELS[arch]), (random_tokens(2, 5), None, random_tokens(2, 5))
+        model, inputs = build_translation(arch, **PICKLED[arch]), (random_tokens(2, 5), None, random_tokens(2, 5))
     elif "retrieval" in arch:
-        model, inputs = retrieval_model(**RETRIEVAL_PRESETS[arch]), [torch.randint(6, (2, 5)) for _ in range(3)]
+        model, inputs = build_retrieval(arch), [torch.randint(6, (2, 5)) for _ in range(3)]
     else:
-        model, inputs = build_model(arch, **MODELS[arch]), (random_tokens(2, 5),)
+        model, inputs = build_model(arch, **PICKLED[arch]), (random_tokens(2, 5),)
     for same in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         for found, expected in zip(same(*inputs)[:1], model(*inputs)[:1], strict=True):
             assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("arch", ["fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"])
-def test_a_smaller_output_dictionary_is_refused(arch):
-    task = Namespace(source_dictionary=make_dictionary(50), target_dictionary=make_dictionary(30))
-    with pytest.raises(ValueError, match=r"--output-dictionary-size must be left out .* got 30"):
-        ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **SMALL), task)
 
 
 @pytest.mark.parametrize(("kind", "former"), FORMER_NAMES, ids=lambda x: getattr(x, "__name__", None))

@@ -7,38 +7,33 @@ import pytest
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 from pairwise import looped
+from small_models import configure, make_dictionary
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
-from fairseq_fwp.models.presets import PRESETS, XL_PRESETS
+from fairseq_fwp.models.presets import FWL_PRESETS, PRESETS, XL_PRESETS
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-from .conftest import configure, make_dictionary
-
-WIKITEXT103_WORDS = 267_735
-ENWIK8_CHARACTERS = 204
+WORDS, CHARACTERS = 267_735, 204  # of WikiText-103 and of enwik8; fairseq's dictionary has a few more symbols
 
 
 @pytest.fixture(scope="module")
-def wikitext103():
-    """Build with the papers' vocabulary; fairseq's dictionary has a few more symbols, and so more rows and biases."""
-    return Namespace(target_dictionary=make_dictionary(WIKITEXT103_WORDS))
+def count():
+    """A function count(arch, **flags) -> the number of parameters with the corpus's dictionary."""
+    tasks = {size: Namespace(target_dictionary=make_dictionary(size)) for size in (WORDS, CHARACTERS)}
 
+    def count(arch, **flags):
+        with torch.device("meta"):
+            task = tasks[CHARACTERS if "enwik8" in arch else WORDS]
+            model = ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **flags), task)
+        return sum(parameter.numel() for parameter in model.parameters())
 
-@pytest.fixture(scope="module")
-def enwik8():
-    return Namespace(target_dictionary=make_dictionary(ENWIK8_CHARACTERS))
-
-
-def count_parameters(arch, task, **flags):
-    with torch.device("meta"):
-        model = ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **flags), task)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return count
 
 
 @looped("arch", [arch for arch in PRESETS if "_lm_wt103" in arch])
-def test_published_number_of_parameters(arch, wikitext103):
+def test_published_number_of_parameters(arch, count):
     """Schlag et al. 2021, Table 2: 40 M and 90 M; Table 4: 89.8 M with the sum rule, 89.9 M with the delta rule.
 
     Gates are extra: one a head (delta, gated), or one with a bias for every key and value dimension (decay).
@@ -46,7 +41,7 @@ def test_published_number_of_parameters(arch, wikitext103):
     medium = arch.endswith("_medium")
     dim, ffn = (256 if medium else 128), 2048
     layer = 4 * dim * dim + 2 * dim * ffn + ffn + dim + 2 * 2 * dim
-    output = WIKITEXT103_WORDS * (dim + 1) + 3 * (dim + 1)
+    output = WORDS * (dim + 1) + 3 * (dim + 1)
     size = dim // 8  # of a head, and of its keys
     gates = {
         "delta": 8 * dim,
@@ -57,117 +52,100 @@ def test_published_number_of_parameters(arch, wikitext103):
         "gated_delta": 8 * (dim + 2) + 8 * dim,  # decays with A and b, and beta
         "kda": size * (dim + dim) + 8 + dim + 8 * dim,  # decays of a head's rank with A and b, and beta
     }.get(arch.split("_lm_")[0].replace("_dpfp", "").replace("_favor", ""), 0)
-    count = count_parameters(arch, wikitext103)
-    assert count == output + 16 * (layer + gates)
+    found = count(arch)
+    assert found == output + 16 * (layer + gates)
     if gates > 8 * dim:
         return  # none of the paper's
     if medium:
-        assert round(count / 1e6, 1) == (89.9 if "delta" in arch else 89.8)
+        assert round(found / 1e6, 1) == (89.9 if "delta" in arch else 89.8)
     else:
-        assert round(count / 1e7) == 4
+        assert round(found / 1e7) == 4
 
 
-def test_delta_has_exactly_the_published_gates_more_than_sum(wikitext103):
+def test_delta_has_exactly_the_published_gates_more_than_sum(count):
     for size, extra in (("", 16_384), ("_medium", 32_768)):
-        delta, plain = (count_parameters(f"{rule}_lm_wt103{size}", wikitext103) for rule in ("delta", "sum"))
-        assert delta - plain == extra
+        assert count(f"delta_lm_wt103{size}") - count(f"sum_lm_wt103{size}") == extra
 
 
-def count_xl(layers, dim, ffn, embeddings, pairs=1):
-    """Count five projections a layer (q, k, v, W_kR, output), feed-forward, two layer norms; pairs of u and v."""
-    return layers * (5 * dim * dim + 2 * dim * ffn + ffn + dim + 4 * dim) + 2 * dim * pairs + embeddings
+def adaptive(dim):
+    """Embeddings shared with the softmax, its biases, and clusters of the head."""
+    return WORDS * (dim + 1) + 3 * (dim + 1)
 
 
-def count_adaptive(dim, clusters=3):
-    """Count embeddings shared with the softmax, its biases, and clusters of the head."""
-    return WIKITEXT103_WORDS * (dim + 1) + clusters * (dim + 1)
+# Of Transformer-XL large: words of a cluster and their size, projections, biases and clusters.
+LARGE = sum(words * dim for words, dim in ((20_000, 1024), (20_000, 256), (160_000, 64), (67_735, 16)))
+LARGE += 1024 * (2 * 1024 + 256 + 64 + 16) + WORDS + 3 * (1024 + 1)
+ABLATION = -16 * 352 * 352 - 2 * 352  # without W_kR, u and v
+SHAW, POSITIONS = {"decoder_positions": "shaw", "clamp_len": 255}, {"mem_len": 0, "decoder_positions": "absolute"}
+LAYERWISE = {"mem_len": 0, "decoder_positions": "layerwise", "tokens_per_sample": 128}
+# Flags, layers, size, feed-forward size, embeddings, pairs of u and v, others; and the published number.
+XL_SIZES = [
+    ("xl_lm_wt103", {}, 16, 128, 2048, adaptive(128), 1, 0, "44.3"),
+    ("xl_lm_wt103_medium", {}, 16, 256, 2048, adaptive(256), 1, 0, "90.9"),  # Schlag et al. 2021, Table 4
+    ("xl_lm_wt103_base", {}, 16, 410, 2100, adaptive(410), 1, 0, "151"),  # Dai et al. 2019, Table 1
+    ("xl_lm_wt103_ablation", {}, 16, 352, 2100, adaptive(352), 1, 0, "128"),  # Table 6, also below
+    ("xl_lm_wt103_ablation", SHAW, 16, 352, 2100, adaptive(352), 1, ABLATION + 16 * 256 * 352, "128"),
+    ("xl_lm_wt103_ablation", POSITIONS, 16, 352, 2100, adaptive(352), 1, ABLATION, "126"),
+    ("xl_lm_wt103_ablation", LAYERWISE, 16, 352, 2100, adaptive(352), 1, ABLATION + 16 * 128 * 352, "127"),
+    # Table 1 says 257 M. The script and the published weights have 18 layers, which are more.
+    ("xl_lm_wt103_large", {}, 18, 1024, 4096, LARGE, 18, 0, "285"),
+    ("xl_lm_wt103_large", {"decoder_layers": 16}, 16, 1024, 4096, LARGE, 16, 0, "257.9"),
+    ("xl_lm_enwik8_base", {}, 12, 512, 2048, CHARACTERS * (512 + 1), 1, 0, "41"),  # Table 2, also below
+    ("xl_lm_enwik8_medium", {}, 18, 640, 2200, CHARACTERS * (640 + 1), 18, 0, "88"),
+    ("xl_lm_enwik8_large", {}, 24, 1024, 3072, CHARACTERS * (1024 + 1), 24, 0, "277"),
+]
 
 
-def test_transformer_xl_medium_has_the_published_size(wikitext103):
-    """Schlag et al. 2021, Table 4: 90.9 M."""
-    count = count_parameters("xl_lm_wt103_medium", wikitext103)
-    assert count == count_xl(16, 256, 2048, count_adaptive(256)) and round(count / 1e6, 1) == 90.9
+@looped(("arch", "flags", "layers", "dim", "ffn", "embeddings", "pairs", "more", "millions"), XL_SIZES)
+def test_transformer_xl_has_the_published_size(count, arch, flags, layers, dim, ffn, embeddings, pairs, more, millions):
+    """A layer has five projections (q, k, v, W_kR, output), feed-forward, and two layer norms."""
+    found = count(arch, **flags)
+    layer = 5 * dim * dim + 2 * dim * ffn + ffn + dim + 4 * dim
+    assert found == layers * layer + 2 * dim * pairs + embeddings + more
+    assert str(round(found / 1e6, len(millions.partition(".")[2]) or None)) == millions
 
 
-def test_transformer_xl_without_a_size_is_as_large_as_the_small_models(wikitext103):
-    count = count_parameters("xl_lm_wt103", wikitext103)
-    assert count == count_xl(16, 128, 2048, count_adaptive(128)) and round(count / 1e6, 1) == 44.3
+def test_untied_biases_are_those_of_fairseqs_example(count):
+    """With 9 more words it counts 151,123,537."""
+    assert count("xl_lm_wt103_base", untie_biases=True) + 9 * (410 + 1) == 151_123_537
 
 
-def test_transformer_xl_base_has_the_published_size(wikitext103):
-    """Dai et al. 2019, Table 1: 151 M; with 9 more words and untied biases fairseq's example counts 151,123,537."""
-    count = count_parameters("xl_lm_wt103_base", wikitext103)
-    assert count == count_xl(16, 410, 2100, count_adaptive(410)) and round(count / 1e6) == 151
-    untied = count_parameters("xl_lm_wt103_base", wikitext103, untie_biases=True)
-    assert untied + 9 * (410 + 1) == 151_123_537
-
-
-@looped(
-    ("flags", "millions"),
-    [
-        ({}, 128),
-        ({"decoder_positions": "shaw", "clamp_len": 255}, 128),
-        # Without W_kR; and as many learned numbers for 128 positions as for 128 distances.
-        ({"decoder_positions": "absolute", "mem_len": 0}, 126),
-        ({"decoder_positions": "layerwise", "mem_len": 0, "tokens_per_sample": 128}, 127),
-    ],
-)
-def test_transformer_xl_of_the_ablation_has_the_published_size(wikitext103, flags, millions):
-    """Dai et al. 2019, Table 6: 128 M."""
-    count = count_parameters("xl_lm_wt103_ablation", wikitext103, **flags)
-    positions = {"shaw": 256, "layerwise": 128}.get(flags.get("decoder_positions"), 0) * 352
-    projections = 352 * (2 + 16 * 352) if not flags else 0  # u, v and W_kR
-    layers = count_xl(16, 352, 2100, count_adaptive(352), pairs=0) - 16 * 352 * 352
-    assert count == layers + projections + 16 * positions and round(count / 1e6) == millions
-
-
-def test_transformer_xl_large_has_the_size_of_its_script(wikitext103):
-    """Dai et al. 2019, Table 1, says 257 M. Its script and its published weights have 18 layers, which are more."""
-    tables = sum(words * dim for words, dim in ((20_000, 1024), (20_000, 256), (160_000, 64), (67_735, 16)))
-    projections = 1024 * (2 * 1024 + 256 + 64 + 16)
-    embeddings = tables + projections + WIKITEXT103_WORDS + 3 * (1024 + 1)
-    count = count_parameters("xl_lm_wt103_large", wikitext103)
-    assert count == count_xl(18, 1024, 4096, embeddings, pairs=18) and round(count / 1e6) == 285
-    sixteen = count_parameters("xl_lm_wt103_large", wikitext103, decoder_layers=16)
-    assert round(sixteen / 1e6, 1) == 257.9
-
-
-def test_transformer_xl_on_characters_has_the_published_sizes(enwik8):
-    """Dai et al. 2019, Table 2: 41 M, 88 M and 277 M."""
-    base, medium, large = (count_parameters(f"xl_lm_enwik8_{size}", enwik8) for size in ("base", "medium", "large"))
-    assert base == count_xl(12, 512, 2048, ENWIK8_CHARACTERS * (512 + 1)) and round(base / 1e6) == 41
-    assert medium == count_xl(18, 640, 2200, ENWIK8_CHARACTERS * (640 + 1), pairs=18) and round(medium / 1e6) == 88
-    assert large == count_xl(24, 1024, 3072, ENWIK8_CHARACTERS * (1024 + 1), pairs=24) and round(large / 1e6) == 277
-
-
+# Heads, dropout of blocks, activations and attention weights, and memory in the scripts, which have no clamping.
 PUBLISHED_XL = {
-    "xl_lm_wt103_medium": {"heads": 8, "dropouts": (0.1, 0.1, 0.0), "mem_len": 384},
-    "xl_lm_wt103_base": {"heads": 10, "dropouts": (0.1, 0.1, 0.0), "mem_len": 150},
-    "xl_lm_wt103_large": {"heads": 16, "dropouts": (0.2, 0.2, 0.2), "mem_len": 384},
-    "xl_lm_enwik8_base": {"heads": 8, "dropouts": (0.1, 0.1, 0.0), "mem_len": 512},
-    "xl_lm_enwik8_large": {"heads": 8, "dropouts": (0.15, 0.15, 0.15), "mem_len": 768},
+    "xl_lm_wt103_medium": (8, (0.1, 0.1, 0.0), 384),
+    "xl_lm_wt103_base": (10, (0.1, 0.1, 0.0), 150),
+    "xl_lm_wt103_large": (16, (0.2, 0.2, 0.2), 384),
+    "xl_lm_enwik8_base": (8, (0.1, 0.1, 0.0), 512),
+    "xl_lm_enwik8_large": (8, (0.15, 0.15, 0.15), 768),
 }
 
 
 @looped("arch", PUBLISHED_XL)
 def test_transformer_xl_has_the_published_settings(arch):
-    """The scripts have heads, dropout of blocks, activations and attention weights, and memory, but no clamping."""
-    config, published = configure(arch), PUBLISHED_XL[arch]
+    config = configure(arch)
     assert ARCH_MODEL_REGISTRY[arch] is FwpXlLanguageModel
-    assert config.decoder_attention_heads == published["heads"] and config.mem_len == published["mem_len"]
-    assert (config.dropout, config.activation_dropout, config.attention_dropout) == published["dropouts"]
+    dropouts = (config.dropout, config.activation_dropout, config.attention_dropout)
+    assert (config.decoder_attention_heads, dropouts, config.mem_len) == PUBLISHED_XL[arch]
     assert (config.clamp_len, config.same_length, config.decoder_normalize_before) == (-1, False, False)
 
 
-@looped("arch", PRESETS)
-def test_names_follow_the_grammar_and_belong_to_the_model(arch):
-    assert re.fullmatch(
-        rf"(softmax|delta_rnn|({'|'.join(UPDATE_RULES)})(_({'|'.join(FEATURE_MAPS)}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch
-    )
-    assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
+@looped("arch", FWL_PRESETS)
+def test_fast_weight_layers_have_the_papers_sizes(arch, count):
+    """Clark et al. 2022, Sec. 3: 121 M parameters (119 M with the layer), and Transformer-XL large."""
+    with torch.device("meta"):
+        task = Namespace(target_dictionary=make_dictionary(100))
+        model = ARCH_MODEL_REGISTRY[arch].build_model(configure(arch), task)
+    layer = sum(parameter.numel() for parameter in model.decoder.fast_weight_layer.parameters())
+    dim = 1024 if "xl" in arch else 768
+    assert layer == 8 * dim * dim + 7 * dim + 12
+    assert round((count(arch) - layer) / 1e6) == (285 if "xl" in arch else 114)
 
 
-def test_the_names_of_transformer_xl():
+def test_names_follow_the_grammar_and_belong_to_the_model():
+    rules, maps = "|".join(UPDATE_RULES), "|".join(FEATURE_MAPS)
+    for arch in PRESETS:
+        assert re.fullmatch(rf"(softmax|delta_rnn|({rules})(_({maps}))?)_lm_[a-z0-9]+(_[a-z]+)?", arch)
+        assert ARCH_MODEL_REGISTRY[arch] is FwpLanguageModel
     assert set(XL_PRESETS) == {*PUBLISHED_XL, "xl_lm_wt103", "xl_lm_wt103_ablation", "xl_lm_enwik8_medium"}
 
 
@@ -177,7 +155,7 @@ def test_flags_win_over_presets():
     assert configure("fwp_lm").sum_normalization is False
 
 
-@pytest.mark.parametrize(
+@looped(
     "arch, features",
     [
         ("sum_favor_lm_wt103", 16),  # Tables 2 and 5: m = 8 and 16, and DPFP with nu = 1

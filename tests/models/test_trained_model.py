@@ -1,19 +1,28 @@
-"""Laws of models that check the options of their weights; for translation see its tests."""
+"""Laws of models that check the options of their weights."""
 
 import pytest
 import torch
 from fairseq.models import MODEL_DATACLASS_REGISTRY
 from pairwise import looped
+from small_models import (
+    SMALL,
+    SMALL_TRANSLATION,
+    build_model,
+    build_translation,
+    configure,
+    log_probs,
+    random_tokens,
+)
 
 from fairseq_fwp.fast_weight_layer.model import FwpFwlLanguageModel
 from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+from fairseq_fwp.models.fwp_transformer import FwpTransformerModel
 from fairseq_fwp.models.fwp_xl_lm import FwpXlLanguageModel
 from fairseq_fwp.options import plain
 from fairseq_fwp.patches.checkpoints import Saved
 
-from .conftest import SMALL, configure, log_probs, random_tokens
-
 FAVOR = {"decoder_feature_map": "favor", "decoder_update_rule": "sum", "attention_normalization": True}
+SOFTMAX = {"decoder_update_rule": "softmax"}
 # Models that can load each other's weights: the options of the one in training, and those of the other.
 LANGUAGE_MODELS = {
     "map": ({}, {"decoder_feature_map": "tanh"}),
@@ -23,7 +32,7 @@ LANGUAGE_MODELS = {
     "rule": ({"decoder_update_rule": "delta"}, {"decoder_update_rule": "fwm"}),
     "sum normalisation": ({}, {"sum_normalization": True}),
     "attention normalisation": ({}, {"attention_normalization": True}),
-    "read-out": ({"attention_normalization": True}, {"attention_normalization_read_out_only": True}),
+    "output only": ({"attention_normalization": True}, {"attention_normalization_read_out_only": True}),
     "epsilon": ({"sum_normalization": True}, {"normalization_epsilon": 30.0}),
     "epsilon without a normalisation": ({}, {"normalization_epsilon": 30.0}),
     "scale": ({}, {"scale_read_out": True}),
@@ -33,30 +42,51 @@ LANGUAGE_MODELS = {
     "positions from the end": ({}, {"positions_from_end": True}),
     "activation": ({}, {"activation_fn": "gelu"}),
     "embeddings": ({}, {"no_scale_embedding": True}),
-    "window": ({"decoder_update_rule": "softmax"}, {"attention_window": 2}),
+    "window": (SOFTMAX, {"attention_window": 2}),
     "softmax in a layer": ({"decoder_update_rule": "sum"}, {"softmax_layers": "1"}),
     "window of a layer": ({"softmax_layers": "1"}, {"attention_window": 2}),
     "noise of a layer": ({"softmax_layers": "1"}, {"attention_dropout": 0.5}),
     "a map that no layer has": ({"softmax_layers": "0,1"}, {"decoder_feature_map": "tanh"}),
     "another map's size": ({}, {"dpfp_nu": 3, "favor_features": 9}),
-    "a map without attention to it": ({"decoder_update_rule": "softmax"}, {"decoder_feature_map": "tanh"}),
+    "a map without attention to it": (SOFTMAX, {"decoder_feature_map": "tanh"}),
     "noise": ({}, {"dropout": 0.5, "activation_dropout": 0.5, "final_dropout": 0.5, "adaptive_softmax_dropout": 0.1}),
-    "noise of softmax": ({"decoder_update_rule": "softmax"}, {"attention_dropout": 0.5}),
+    "noise of softmax": (SOFTMAX, {"attention_dropout": 0.5}),
     "sizes of samples": ({}, {"tokens_per_sample": 64, "max_target_positions": 99}),
     "backend": ({"fwp_backend": "reference"}, {"fwp_backend": "auto"}),
     "nothing": ({}, {}),
-}  # fmt: skip
+}
+ALL_SOFTMAX = {**SOFTMAX, "encoder_feature_map": "softmax", "cross_feature_map": "softmax"}
+TRANSLATIONS = {
+    "map of the encoder": ({}, {"encoder_feature_map": "dpfp"}),
+    "map to the source": ({}, {"cross_feature_map": "dpfp"}),
+    "map of the decoder": ({}, {"decoder_feature_map": "dpfp"}),
+    "size of a map": ({"cross_feature_map": "dpfp"}, {"dpfp_nu": 2}),
+    "rule": ({"decoder_update_rule": "delta"}, {"decoder_update_rule": "fwm"}),
+    "sum normalisation": ({}, {"sum_normalization": True}),
+    "attention normalisation": ({}, {"attention_normalization": True}),
+    "epsilon": ({}, {"normalization_epsilon": 30.0}),
+    "heads": ({"decoder_update_rule": "sum"}, {"encoder_attention_heads": 2, "decoder_attention_heads": 2}),
+    "post-norm": ({"no_decoder_final_norm": True}, {"decoder_normalize_before": True}),
+    "positions": ({}, {"no_token_positional_embeddings": True}),
+    "activation": ({}, {"activation_fn": "gelu"}),
+    "embeddings": ({}, {"no_scale_embedding": True}),
+    "another map's size": ({}, {"dpfp_nu": 3, "favor_features": 9}),
+    "maps of softmax": (ALL_SOFTMAX, {"decoder_feature_map": "tanh", "sum_normalization": True}),
+    "noise": ({}, {"dropout": 0.5, "activation_dropout": 0.5, "relu_dropout": 0.5, "encoder_layerdrop": 0.5}),
+    "noise of softmax": (ALL_SOFTMAX, {"attention_dropout": 0.5}),
+    "sizes and memory": ({}, {"max_source_positions": 99, "checkpoint_activations": True}),
+    "nothing": ({}, {}),
+}
 
 
 @looped("case", LANGUAGE_MODELS)
-def test_options_are_named_where_weights_compute_something_else(build_model, case):
+def test_options_are_named_where_weights_compute_something_else(case):
     """It names all differing options that change scores, and no others."""
     trained, others = LANGUAGE_MODELS[case]
-    model = build_model("fwp_lm", **trained)
-    other, tokens = build_model("fwp_lm", **{**trained, **others}), random_tokens(2, 9)
+    model, other = (build_model("fwp_lm", **{**trained, **flags}) for flags in ({}, others))
     other.load_state_dict(model.state_dict())
-    before, after = (plain(configure("fwp_lm", **{**SMALL, **flags})) for flags in (trained, {**trained, **others}))
-    found = FwpLanguageModel.differences(before, after)
+    before, after = (plain(configure("fwp_lm", **{**SMALL, **trained, **flags})) for flags in ({}, others))
+    found, tokens = FwpLanguageModel.differences(before, after), random_tokens(2, 9)
     if case == "draw":  # what is drawn next: these weights have been
         assert found == {"favor_draw": ("orthogonal", "gaussian")}
         return
@@ -64,7 +94,30 @@ def test_options_are_named_where_weights_compute_something_else(build_model, cas
     assert bool(found) == (not torch.allclose(log_probs(model, tokens), log_probs(other, tokens)))
 
 
-@pytest.mark.parametrize("arch", ["fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"])
+def options_of(arch="fwp_transformer", **flags):
+    """Return the options as in a checkpoint or a command line."""
+    return {**SMALL_TRANSLATION, "share_all_embeddings": True, "arch": arch, **flags}
+
+
+@looped("case", TRANSLATIONS)
+def test_options_are_named_where_translations_differ(case):
+    trained, others = TRANSLATIONS[case]
+    model, other = build_translation(**trained), build_translation(**{**trained, **others})
+    other.load_state_dict(model.state_dict())
+    found = FwpTransformerModel.differences(options_of(**trained), options_of(**{**trained, **others}))
+    source, target = random_tokens(2, 6), random_tokens(2, 7)
+    same = torch.allclose(*(each(source, None, target)[0].log_softmax(-1) for each in (model, other)))
+    assert (found.keys() == others.keys() if found else True) and bool(found) == (not same)
+
+
+def test_a_checkpoint_of_fairseqs_own_transformer_has_softmax_attention():
+    saved = options_of("transformer")
+    assert FwpTransformerModel.differences(saved, options_of(**ALL_SOFTMAX)) == {}
+    given = options_of(**{**ALL_SOFTMAX, "encoder_feature_map": "elu"})
+    assert FwpTransformerModel.differences(saved, given) == {"encoder_feature_map": ("softmax", "elu")}
+
+
+@looped("arch", ["fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"])
 def test_an_earlier_version_had_the_defaults(arch):
     models = (FwpLanguageModel, FwpXlLanguageModel, FwpFwlLanguageModel)
     model = next(model for model in models if model.config is MODEL_DATACLASS_REGISTRY[arch])
@@ -75,22 +128,29 @@ def test_an_earlier_version_had_the_defaults(arch):
 
 
 def test_what_a_new_layer_is_was_not_trained_otherwise():
-    """Only options of a base model can differ."""
+    """Only options of a base model can differ, and the base must be of its own name."""
     saved = {**plain(configure("fwp_lm", **SMALL)), "_name": "fwp_lm"}
     layer = {"fwl_hidden_dim": 40, "fwl_gradients_at": "carried"}
     given = plain(configure("fwp_fwl_lm", **SMALL, **layer, decoder_feature_map="tanh"))
     assert FwpFwlLanguageModel.differences(saved, given) == {"decoder_feature_map": ("elu", "tanh")}
-    assert FwpFwlLanguageModel.differences(
-        {**given, "_name": "fwp_fwl_lm"}, {**given, "fwl_gradients_at": "trained"}
-    ) == {"fwl_gradients_at": ("carried", "trained")}
+    given["_name"] = "fwp_fwl_lm"
+    found = FwpFwlLanguageModel.differences(given, {**given, "fwl_gradients_at": "trained"})
+    assert found == {"fwl_gradients_at": ("carried", "trained")}
+    for base, other in (("fwp_lm", "fwp_xl_lm"), ("fwp_xl_lm", "fwp_lm")):
+        saved = {**plain(configure(base, **SMALL)), "_name": base}
+        for flags, expected in (
+            ({"fwl_base": base}, {}),
+            ({"fwl_base": other}, {"fwl_base": (base, other)}),
+            ({"fwl_base": base, "decoder_layers": 3}, {"decoder_layers": (2, 3)}),
+        ):
+            given = plain(configure("fwp_fwl_lm", **{**SMALL, **flags}))
+            assert FwpFwlLanguageModel.differences(saved, given) == expected
 
 
-def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
+def test_a_model_says_which_options_its_weights_go_with(caplog):
     """It names them if weights cannot be loaded, or compute another function; requested options are not named."""
-    model = build_model("fwp_lm")
-    options = plain(configure("fwp_lm", **SMALL))
-    weights = model.state_dict()
-    weights.saved = Saved("some.pt", options, overridden=False)
+    weights = build_model("fwp_lm").state_dict()
+    weights.saved = Saved("some.pt", plain(configure("fwp_lm", **SMALL)), overridden=False)
     given = {**SMALL, "decoder_feature_map": "tanh", "dropout": 0.5}
     other = build_model("fwp_lm", **given)
     other.load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
@@ -102,11 +162,16 @@ def test_a_model_says_which_options_its_weights_go_with(build_model, caplog):
     weights.saved = weights.saved._replace(overridden=True)
     other.load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
     assert not caplog.records
-    given["decoder_layers"] = 3
-    for overridden, whose in ((False, "this model has"), (True, "--model-overrides asks for")):
-        weights.saved = weights.saved._replace(overridden=overridden)
-        with pytest.raises(ValueError, match="^some.pt holds .*--decoder-layers 2.*, but " + whose + " .*layers 3"):
-            build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
+    for flags, saved, asked in (
+        ({"decoder_layers": 3}, "--decoder-layers 2", "--decoder-layers 3"),
+        ({"softmax_layers": "1"}, "no --softmax-layers", "--softmax-layers 1"),
+    ):
+        given = {**SMALL, **flags}
+        for overridden, whose in ((False, "this model has"), (True, "--model-overrides asks for")):
+            weights.saved = weights.saved._replace(overridden=overridden)
+            sentence = f"^some.pt holds a model with {saved}, but {whose} {asked}, which its weights do not fit"
+            with pytest.raises(ValueError, match=sentence):
+                build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))
     del weights.saved
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(RuntimeError, match="loading state_dict"):
         build_model("fwp_lm", **given).load_state_dict(weights, model_cfg=configure("fwp_lm", **given))

@@ -1,12 +1,13 @@
-"""Laws of the attention layers: every rule and map of the tables, softmax, local and Transformer-XL's."""
+"""Laws of the causal attentions: every rule and map of the tables, softmax, local and Transformer-XL's."""
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
+from attentions import half_precision_error, memories, read, rule_inputs
 from pairwise import looped, pairwise
-from rule_inputs import rule_inputs
 
 from fairseq_fwp.modules.attention import FastWeightAttention, FastWeightState
 from fairseq_fwp.modules.attention.base import detach, reorder
@@ -55,6 +56,8 @@ BASELINES = {
     ("shaw",): lambda: RelativeAttention(DIM, HEADS, LearnedDistances(HEADS, DIM // HEADS, 3, biased=True)),
 }
 KINDS = FAST_WEIGHTS + list(BASELINES)
+HALF_ERROR = 0.02
+every_attention = pytest.mark.parametrize("kind", KINDS, ids="-".join)
 
 
 def build(kind, **options):
@@ -66,22 +69,61 @@ def build(kind, **options):
     return FastWeightAttention(DIM, HEADS, FEATURE_MAPS[feature_map](key_dim), rule, **options).double().eval()
 
 
-@pytest.fixture(params=KINDS, ids="-".join)
-def layer(request):
-    return build(request.param)
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_a_pickled_layer_is_the_same(layer):
-    """Processes that are spawned, and torch.save of a module, pickle it; a copy keeps the rule itself."""
-    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+# Laws of every attention.
+
+
+@every_attention
+def test_pieces_with_the_carried_state_are_the_whole(kind):
+    """Rows of a state can be selected, and a detached state has the same values without a graph."""
+    layer, x, order = build(kind), random(3, 9, DIM).requires_grad_(), torch.tensor([2, 0, 2])
+    whole, last = layer(x)
+    _, state = layer(x[:, :4])
+    _, state = layer(x[:, 4:5], state)
+    after, end = layer(x[:, 5:], state)
+    torch.testing.assert_close(after, whole[:, 5:])
+    torch.testing.assert_close(layer(x[:, :4])[0], whole[:, :4])
+    for ours, theirs in zip(end, last, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(layer(x[order, 5:], reorder(state, order))[0], whole[order, 5:])
+    (flows,) = torch.autograd.grad(after.sum(), x)
+    cut = detach(state)
+    assert all(part is None or not part.requires_grad for part in cut)
+    detached = layer(x[:, 5:], cut)[0]
+    assert torch.equal(detached, after)
+    (ends,) = torch.autograd.grad(detached.sum(), x)
+    assert flows[:, :5].any() and not ends[:, :5].any()
+
+
+@every_attention
+def test_an_output_depends_on_no_later_token_and_on_no_padding(kind):
+    """Nor do later outputs depend on padding, on either side."""
+    layer, x, more = build(kind), random(2, 6, DIM), random(2, 1, DIM)
+    expected, expected_state = layer(x)
+    changed = x.clone()
+    changed[:, 4:] += 1
+    assert torch.equal(layer(changed)[0][:, :4], expected[:, :4])
+    assert not torch.allclose(layer(changed)[0][:, 4:], expected[:, 4:])
+    for places in (slice(3, None), slice(None, 6)):
+        padded, mask = 10 * random(2, 9, DIM), torch.ones(2, 9, dtype=torch.bool)
+        padded[:, places], mask[:, places] = x, False
+        y, state = layer(padded, key_padding_mask=mask)
+        torch.testing.assert_close(y[:, places], expected)
+        assert y.isfinite().all()
+        torch.testing.assert_close(layer(more, state)[0], layer(more, expected_state)[0])
+
+
+@every_attention
+def test_copies_and_transforms_of_functions(kind):
+    """A pickled layer is the same; gradients of each sample and derivatives in forward mode are those of autograd."""
+    layer, x = build(kind), random(3, 1, 5, DIM)
     for same in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
-        assert torch.equal(same(x)[0], layer(x)[0])
+        assert torch.equal(same(x[0])[0], layer(x[0])[0])
         assert getattr(same, "rule", None) is getattr(layer, "rule", None)
-
-
-def test_function_transforms(layer):
-    """Gradients of each sample by vmap, and derivatives in forward mode, are those of autograd."""
-    x, parameters = torch.randn(3, 1, 5, DIM, dtype=torch.float64), dict(layer.named_parameters())
+    parameters = dict(layer.named_parameters())
     values = {name: parameter.detach() for name, parameter in parameters.items()}
     along = {name: torch.randn_like(value) for name, value in values.items()}
     for module in layer.modules():
@@ -101,24 +143,57 @@ def test_function_transforms(layer):
         torch.testing.assert_close(slopes[i], slope)
 
 
-def test_two_pieces_with_the_carried_state_equal_the_whole(layer):
-    x = torch.randn(2, 9, DIM, dtype=torch.float64)
-    whole, last = layer(x)
-    state, pieces = None, []
-    for piece in x.split([4, 1, 4], dim=1):
-        y, state = layer(piece, state)
-        pieces.append(y)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole)
-    for ours, theirs in zip(state, last, strict=True):
-        torch.testing.assert_close(ours, theirs)
+@looped("kind", KINDS)
+@looped("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast(kind, dtype):
+    """A half-precision layer, and a float32 layer under autocast, are close to float32.
+
+    The state of fast weights is in float32.
+    """
+    layer = build(kind, **({} if kind in BASELINES else {"backend": "auto"})).float()
+    x = torch.randn(8, 12, DIM)
+    expected = layer(x)[0]
+    with torch.autocast("cpu", dtype):
+        mixed = layer(x)
+    half = copy.deepcopy(layer).to(dtype)(x.to(dtype))
+    for out, state in (mixed, half):
+        assert out.dtype == dtype and half_precision_error(out, expected) < HALF_ERROR
+        assert kind in BASELINES or all(part is None or part.dtype == torch.float32 for part in state)
+
+
+# Fast weights.
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+@looped("carried", [False, True])
+def test_it_is_the_papers_equations(rule, carried):
+    """With every map and normalisation: out = W q, divided by z . q, from the layer's own projections."""
+    for kind, backend in product([kind for kind in FAST_WEIGHTS if kind[0] == rule], ("reference", "auto")):
+        layer, x = build(kind, backend=backend), random(2, 7, DIM)
+        q, k, v, gates = rule_inputs(layer, x)
+        attention = layer.attention_normalization
+        size = (2, HEADS, layer.feature_map.feature_dim)
+        state = (random(*size, DIM // HEADS), random(*size).abs() + 0.5) if carried else None
+        given = FastWeightState(state[0], state[1] if attention else None) if carried else None
+        found, last = layer(x, given)
+        divided = attention and not attention.read_out_only
+        outs = []
+        for t, (w, z) in enumerate(memories(rule, k, v, gates, divided, state)):
+            divisor = (q[:, :, t] * z).sum(-1, keepdim=True).clamp(min=1e-6) if attention else 1
+            outs.append(read(q[:, :, t], w) / divisor)
+        expected = layer.out_proj(torch.stack(outs, 2).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(found, expected, msg=lambda said, kind=kind: f"{kind}: {said}")
+        torch.testing.assert_close(last.weights, w)
+        if attention:
+            torch.testing.assert_close(last.normalizer, z)
 
 
 @looped("length, by_scores", [(6, True), (12, False)])
-@pytest.mark.parametrize("kind", [kind for kind in FAST_WEIGHTS if kind[0] == "sum"], ids="-".join)
+@looped("kind", [kind for kind in FAST_WEIGHTS if kind[0] == "sum"])
 def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     """Without a state the sum rule is attention: output, state, later outputs and gradients are the same."""
     layer = FastWeightAttention(32, 2, FEATURE_MAPS[kind[1]](16), "sum", **NORMALIZATIONS[kind[2]]).double().eval()
-    x = torch.randn(2, length, 32, dtype=torch.float64, requires_grad=True)
+    x = random(2, length, 32).requires_grad_()
     padding = torch.zeros(2, length, dtype=torch.bool)
     padding[1, :2] = True
 
@@ -132,8 +207,7 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     layer.backend = "reference"
     expected = results()
     layer.backend = "auto"
-    visits = []
-    operator = layer.rule.operator
+    visits, operator = [], layer.rule.operator
     layer.rule = layer.rule._replace(
         operator=lambda *tensors, **_: visits.append(1) or operator(*tensors, backend="auto")
     )
@@ -142,48 +216,6 @@ def test_short_sequences_are_read_by_their_scores(kind, length, by_scores):
     reads = (2 if layer.attention_normalization and layer.rule.forgets else 1) * (1 if by_scores else 3)
     assert len(visits) == reads  # tokens after a state visit it
     assert (layer(x, None, padding, keep_state=False)[1] is None) == by_scores
-
-
-def test_the_past_does_not_depend_on_the_future(layer):
-    x = torch.randn(2, 9, DIM, dtype=torch.float64)
-    changed = x.clone()
-    changed[:, 5:] += 1
-    assert torch.equal(layer(x)[0][:, :5], layer(changed)[0][:, :5])
-    assert not torch.allclose(layer(x)[0][:, 5:], layer(changed)[0][:, 5:])
-
-
-@looped("side", ["left", "right"])
-def test_padding_changes_nothing(layer, side):
-    x = torch.randn(2, 6, DIM, dtype=torch.float64)
-    junk = 10 * torch.randn(2, 3, DIM, dtype=torch.float64)
-    padded = torch.cat([junk, x] if side == "left" else [x, junk], dim=1)
-    mask = torch.zeros(2, 9, dtype=torch.bool)
-    real = slice(3, None) if side == "left" else slice(None, 6)
-    mask[:, : 3 if side == "left" else None] = side == "left"
-    mask[:, 6:] |= side == "right"
-    y, state = layer(padded, key_padding_mask=mask)
-    expected, expected_state = layer(x)
-    torch.testing.assert_close(y[:, real], expected)
-    assert y.isfinite().all()
-    # and later outputs do not depend on the padding
-    more = torch.randn(2, 1, DIM, dtype=torch.float64)
-    torch.testing.assert_close(layer(more, state)[0], layer(more, expected_state)[0])
-
-
-def test_reordering_selects_rows(layer):
-    x, more = torch.randn(3, 5, DIM, dtype=torch.float64), torch.randn(3, 2, DIM, dtype=torch.float64)
-    order = torch.tensor([2, 0, 2])
-    _, state = layer(x)
-    _, selected = layer(x[order])
-    torch.testing.assert_close(layer(more, reorder(state, order))[0], layer(more, selected)[0])
-
-
-def test_detaching_cuts_the_graph(layer):
-    x = torch.randn(2, 5, DIM, dtype=torch.float64, requires_grad=True)
-    _, state = layer(x)
-    assert all(part is None or not part.requires_grad for part in detach(state))
-    layer(torch.randn(2, 3, DIM, dtype=torch.float64), state)[0].sum().backward()
-    assert x.grad.abs().sum() > 0
 
 
 def test_fast_weights_read_back_what_was_written():
@@ -207,81 +239,28 @@ def test_gates_are_all_that_rules_differ_by():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="`embed_dim` must be divisible by `num_heads`, got 12 and 5"):
-        FastWeightAttention(12, 5, FEATURE_MAPS["elu"](2), "sum")
-    with pytest.raises(ValueError, match="`embed_dim` must be divisible by `num_heads`, got 12 and 0"):
-        SoftmaxAttention(12, 0)
-    with pytest.raises(ValueError, match=r"the update rule must be one of sum, gated, gla, .*, got 'hebb'"):
-        FastWeightAttention(12, 3, FEATURE_MAPS["elu"](4), "hebb")
-    for normalization in ("sum", "attention"):
-        with pytest.raises(ValueError, match="features must not be negative"):
-            FastWeightAttention(12, 3, FEATURE_MAPS["identity"](4), "sum", **NORMALIZATIONS[normalization])
-    with pytest.raises(TypeError, match=r"must be a FeatureMap such as FEATURE_MAPS\['elu'\]\(4\), got str"):
-        FastWeightAttention(12, 3, "elu", "sum")
-    with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(7, 12\)"):
-        FastWeightAttention(12, 3, FEATURE_MAPS["elu"](4), "sum")(torch.randn(7, 12))
+    elu, identity = FEATURE_MAPS["elu"](4), FEATURE_MAPS["identity"](4)
+    for error, message, attempt in (
+        (ValueError, "must be divisible by `num_heads`, got 12 and 5", lambda: FastWeightAttention(12, 5, elu, "sum")),
+        (ValueError, "`embed_dim` must be divisible by `num_heads`, got 12 and 0", lambda: SoftmaxAttention(12, 0)),
+        (ValueError, "rule must be one of sum, gated, .*, got 'hebb'", lambda: FastWeightAttention(12, 3, elu, "hebb")),
+        (TypeError, r"must be a FeatureMap such as .*, got str", lambda: FastWeightAttention(12, 3, "elu", "sum")),
+        (ValueError, r"x must have shape \(B, L, D\), got \(7, 12\)", lambda: build(FAST_WEIGHTS[0])(random(7, 12))),
+        *(
+            (ValueError, "features must not be negative", lambda options=NORMALIZATIONS[name]: FastWeightAttention(
+                12, 3, identity, "sum", **options
+            ))
+            for name in ("sum", "attention")
+        ),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            attempt()
 
 
-@pytest.mark.parametrize("rule", ["sum", "delta"])
-@looped("normalization", ["attention", "both", "output"])
-@looped("carried", [False, True])
-def test_attention_normalization_is_equations_26_to_28(rule, normalization, carried):
-    """The layer agrees with the equations of the paper, from its own projections."""
-    layer = build((rule, "elu", normalization))
-    x = torch.randn(2, 7, DIM, dtype=torch.float64)
-    size = DIM // HEADS
-    state = FastWeightState(torch.randn(2, HEADS, size, size).double(), torch.rand(2, HEADS, size).double() + 0.5)
-    found, last = layer(x, state if carried else None)
-    q, k, v, gates = rule_inputs(layer, x)
-    weights, z = (state.weights, state.normalizer) if carried else (torch.zeros_like(y) for y in state)
-    reads = []
-    for t in range(7):
-        q_t, k_t, v_t = (y[:, :, t] for y in (q, k, v))
-        write = v_t
-        if rule == "delta":
-            retrieved = (k_t.unsqueeze(-2) @ weights).squeeze(-2)
-            if normalization != "output" and (carried or t > 0):
-                retrieved = retrieved / (z * k_t).sum(-1, keepdim=True)
-            write = gates[0][:, :, t, None] * (v_t - retrieved)
-        weights = weights + k_t.unsqueeze(-1) * write.unsqueeze(-2)
-        z = z + k_t
-        reads.append((q_t.unsqueeze(-2) @ weights).squeeze(-2) / (z * q_t).sum(-1, keepdim=True))
-    expected = layer.out_proj(torch.stack(reads, 2).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(last.weights, weights)
-    torch.testing.assert_close(last.normalizer, z)
-
-
-def test_the_gated_normaliser_forgets_as_the_memory_does():
-    """Mao 2022, Eq. 5: the output is an average of the values, for any gates."""
-    layer = build(("gated", "elu", "attention"))
-    x = torch.randn(2, 7, DIM, dtype=torch.float64)
-    q, k, v, (gate,) = rule_inputs(layer, x)
-    reads, weights, z = [], torch.zeros(2, HEADS, 4, 4, dtype=torch.float64), torch.zeros(2, HEADS, 4).double()
-    for t in range(7):
-        g = gate[:, :, t, None]
-        weights = g[..., None] * weights + (1 - g[..., None]) * k[:, :, t, :, None] * v[:, :, t, None]
-        z = g * z + (1 - g) * k[:, :, t]
-        reads.append((q[:, :, t, None] @ weights).squeeze(-2) / (q[:, :, t] * z).sum(-1, keepdim=True))
-    expected = layer.out_proj(torch.stack(reads, 2).transpose(1, 2).flatten(2))
-    found, state = layer(x)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(state.normalizer, z)
-
-
-def test_the_decaying_normaliser_is_what_is_left_of_the_keys():
-    layer = build(("decay", "elu", "attention"))
-    x = torch.randn(1, 3, DIM, dtype=torch.float64)
-    _, k, _, (key_decay, _) = rule_inputs(layer, x)
-    z = (k[:, :, 0] * key_decay[:, :, 1] + k[:, :, 1]) * key_decay[:, :, 2] + k[:, :, 2]
-    torch.testing.assert_close(layer(x)[1].normalizer, z)
-
-
-def test_a_padded_token_leaves_the_memory_alone():
+def test_a_padded_token_leaves_the_memory_as_it_is():
     """Rules that forget keep everything at padding: their gates are 1 there."""
     for kind in FAST_WEIGHTS:
-        layer = build(kind)
-        x = torch.randn(2, 4, DIM, dtype=torch.float64)
+        layer, x = build(kind), random(2, 4, DIM)
         _, state = layer(x)
         _, after = layer(x, state, torch.ones(2, 4, dtype=torch.bool))
         for ours, theirs in zip(after, state, strict=True):
@@ -289,15 +268,14 @@ def test_a_padded_token_leaves_the_memory_alone():
 
 
 def test_options_of_the_public_code():
-    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    x = random(2, 5, DIM)
     plain, scaled, normed = (
         build(("delta", "elu", "both"), **options)
         for options in ({}, {"scale_read_out": True}, {"norm_read_out": True})
     )
-    for layer in (scaled, normed):
+    for layer in (plain, scaled, normed):
         layer.load_state_dict(plain.state_dict(), strict=False)
         layer.out_proj.weight.data.copy_(torch.eye(DIM))
-    plain.out_proj.weight.data.copy_(torch.eye(DIM))
     out = plain(x)[0]
     torch.testing.assert_close(scaled(x)[0], out / 2)  # 1 / sqrt(12 / 3)
     heads = normed(x)[0].unflatten(-1, (HEADS, -1))
@@ -307,7 +285,7 @@ def test_options_of_the_public_code():
 
 def test_epsilons_reach_every_divisor():
     """With a huge epsilon every divisor is that number, or grows by it."""
-    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    x = random(2, 5, DIM)
     for add in (False, True):
         attention = AttentionNormalization(100.0, add)
         layer = build(
@@ -328,18 +306,18 @@ def test_epsilons_reach_every_divisor():
         assert z.untyped_storage().nbytes() == z.numel() * z.element_size()  # not a slice of all sums
 
 
-@looped("epsilon", [0.0, -1.0, float("inf"), float("nan")])
-def test_an_epsilon_that_is_none_is_refused(epsilon):
-    with pytest.raises(ValueError, match="`epsilon` must be a number above 0, got"):
-        SumNormalization(epsilon)
-
-
-@pytest.mark.parametrize("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.positive])
-@pytest.mark.parametrize("size", [0.3, 1.0, 2.0])
+@looped(
+    ("name", "size"),
+    # Not favor with 2: exp(-|q|^2 / 2) exp(-|k|^2 / 2) is below float32 there, see its docstring.
+    [
+        (name, size)
+        for name, feature_map in FEATURE_MAPS.items()
+        for size in (0.3, 1.0, 2.0)
+        if feature_map.positive and (name, size) != ("favor", 2.0)
+    ],
+)
 def test_constant_values_are_read_back(name, size):
     """The output is an average of the values, for any size of the features."""
-    if name == "favor" and size > 1:
-        pytest.skip("exp(-|q|^2 / 2) exp(-|k|^2 / 2) is below float32 there: see its docstring")
     layer = FastWeightAttention(32, 2, FEATURE_MAPS[name](16), "sum", attention_normalization=AttentionNormalization())
     with torch.no_grad():
         torch.nn.init.normal_(layer.in_proj.weight[:64], std=size / 32**0.5)
@@ -354,7 +332,7 @@ def test_constant_values_are_read_back(name, size):
     assert written.float().mean() > 0.9
 
 
-@pytest.mark.parametrize("rule", ["gated", "decay"])
+@looped("rule", ["gated", "decay"])
 @looped("logit", [6.0, 8.0])
 def test_long_memories_survive_half_precision(rule, logit):
     """Gates just below 1, which bfloat16 rounds to 1, over 1,000 tokens."""
@@ -370,7 +348,7 @@ def test_long_memories_survive_half_precision(rule, logit):
     expected = copy.deepcopy(layer).double()(x.double())[0]
     with torch.autocast("cpu", torch.bfloat16):
         found = layer(x)[0].double()
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (found - expected).norm() < 0.01 * expected.norm(), (found - expected).norm() / expected.norm()
 
 
 @looped("dtype", [torch.bfloat16, torch.float16])
@@ -384,7 +362,7 @@ def test_options_in_half_precision(normalization, dtype):
 def test_keys_smaller_than_values():
     """Mao 2022: a state of m x d."""
     layer = build(("decay", "identity", "neither"), key_dim=2)
-    assert layer(torch.randn(1, 3, DIM, dtype=torch.float64))[1].weights.shape == (1, HEADS, 2, DIM // HEADS)
+    assert layer(random(1, 3, DIM))[1].weights.shape == (1, HEADS, 2, DIM // HEADS)
 
 
 def test_uniform_gate_initialisation():
@@ -397,29 +375,9 @@ def test_uniform_gate_initialisation():
     assert not torch.equal(layer.gate_biases["key_decay"], before)
 
 
-@looped("dtype", [torch.bfloat16, torch.float16])
-@looped("kind", FAST_WEIGHTS)
-def test_half_precision_and_autocast(kind, dtype):
-    """A half-precision layer, and a float32 layer under autocast, are close to float32, with a float32 state.
-
-    Medians, because a normalisation with a divisor close to zero makes any error in a single output large.
-    """
-    layer = build(kind, backend="auto").float()
-    x = torch.randn(2, 6, DIM)
-    expected = layer(x)[0]
-    with torch.autocast("cpu", dtype):
-        out, state = layer(x)
-    assert out.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in state)
-    allowed = 0.01 * expected.abs().max()
-    assert (out.float() - expected).abs().median() < allowed
-    half, half_state = copy.deepcopy(layer).to(dtype)(x.to(dtype))
-    assert half.dtype == dtype and all(part is None or part.dtype == torch.float32 for part in half_state)
-    assert (half.float() - expected).abs().median() < allowed
-
-
 # Without a normalisation outputs have no bound, nor have delta's writes for keys without one: it diverges, as the
 # paper says.
-CORRECTING = ("delta", "gated_delta", "kda")
+CORRECTING = ("delta", "gated_delta", "kda", "gdn2")
 BOUNDED = [kind for kind in FAST_WEIGHTS if kind[2] != "neither" and (kind[0] not in CORRECTING or kind[2] != "output")]
 
 

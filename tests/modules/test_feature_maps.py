@@ -39,9 +39,7 @@ FEATURE_DIM = {"elu": 6, "favor": 6, "dpfp": 12, "relu": 6, "identity": 6, "tanh
 ROUNDING = {"favor": {"rtol": 432 * 2**-22, "atol": 2.0**-126}, "relu": {"rtol": 2e-7, "atol": 31 * 2**-22}}
 
 
-@pytest.fixture(params=FEATURE_MAPS)
-def name(request):
-    return request.param
+every_map = looped("name", FEATURE_MAPS)
 
 
 def vectors_of_norm(norm, count=64):
@@ -49,6 +47,7 @@ def vectors_of_norm(norm, count=64):
     return x * norm / x.norm(dim=-1, keepdim=True)
 
 
+@every_map
 def test_hand_computed_vector(name):
     arguments, parameters, x, expected = HAND_COMPUTED[name]
     feature_map = FEATURE_MAPS[name](len(x), **arguments)
@@ -68,12 +67,6 @@ def test_dpfp_is_equation_37_up_to_the_order_of_features():
         torch.testing.assert_close(features.sort(-1).values, torch.stack(expected, -1).sort(-1).values)
 
 
-def test_dpfp_pairs_every_neighbour_within_reach():
-    # with one-hot pairs (i, j) exactly one product of every shift is not zero
-    features = Dpfp(2, 3)(torch.tensor([1.0, 1.0]))
-    assert features.shape == (12,) and features.sum() == 3 - 1  # shifts 1 and 3 pair the two, shift 2 does not
-
-
 @looped(
     "name, arguments, message",
     [
@@ -91,6 +84,7 @@ def test_refusals_name_the_argument(name, arguments, message):
         FEATURE_MAPS[name](HEAD_DIM, **arguments)
 
 
+@every_map
 def test_shape_sign_and_independence_of_positions(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
     x = torch.randn(2, 3, 4, HEAD_DIM)
@@ -105,6 +99,7 @@ def test_shape_sign_and_independence_of_positions(name):
     torch.testing.assert_close(feature_map(x[1, 2, 3]), features[1, 2, 3], rtol=1e-6, atol=1e-7)
 
 
+@every_map
 def test_every_map_can_be_resampled_and_only_favor_changes(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
     assert isinstance(feature_map, FeatureMap)
@@ -114,6 +109,7 @@ def test_every_map_can_be_resampled_and_only_favor_changes(name):
     assert torch.equal(feature_map(x), features) == (name != "favor")
 
 
+@every_map
 @looped("dtype", HALF)
 @looped("half_model", [False, True])
 def test_half_precision_is_exact_to_the_rounding_of_its_input(name, dtype, half_model):
@@ -127,12 +123,7 @@ def test_half_precision_is_exact_to_the_rounding_of_its_input(name, dtype, half_
     torch.testing.assert_close(features.double(), exact, **ROUNDING.get(name, {"rtol": 2e-7, "atol": 0}))
 
 
-def test_elu_keeps_relative_accuracy_where_the_textbook_form_cancels():
-    x = torch.linspace(-12, 4, 101)
-    exact = torch.where(x > 0, x.double() + 1, x.double().exp())
-    torch.testing.assert_close(FEATURE_MAPS["elu"](101)(x).double(), exact, rtol=3e-7, atol=0)
-
-
+@every_map
 @looped("dtype", [*HALF, torch.float32])
 def test_features_and_gradients_are_finite_up_to_norm_30(name, dtype):
     for norm in (0.0, 1.0, 5.0, 10.0, 15.0, 30.0):
@@ -144,6 +135,7 @@ def test_features_and_gradients_are_finite_up_to_norm_30(name, dtype):
         assert all(parameter.grad.isfinite().all() for parameter in feature_map.parameters())
 
 
+@every_map
 def test_autocast_changes_nothing(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM)
     x = torch.randn(5, HEAD_DIM)
@@ -152,6 +144,7 @@ def test_autocast_changes_nothing(name):
     assert features.dtype == torch.float32 and torch.equal(features, feature_map(x))
 
 
+@every_map
 def test_gradient(name):
     feature_map = FEATURE_MAPS[name](HEAD_DIM).double()
     x = torch.randn(3, HEAD_DIM, dtype=torch.float64, requires_grad=True)
@@ -249,36 +242,26 @@ def test_resampling_leaves_the_global_generator_alone():
 
 
 @looped("draw", DRAWS)
-def test_a_loaded_state_continues_the_sequence(draw):
-    favor = Favor(HEAD_DIM, 4, draw)
-    favor.resample()
-    resumed = Favor(HEAD_DIM, 4, draw)
-    assert not torch.equal(resumed.projection, favor.projection)
-    resumed.load_state_dict(favor.state_dict())
-    assert torch.equal(resumed.projection, favor.projection)
-    assert favor.draws == 2
-    for _ in range(3):
-        previous = favor.projection
-        torch.rand(1)  # draws from the global generator change nothing
-        favor.resample()
-        resumed.resample()
-        assert not torch.equal(favor.projection, previous)
-        assert torch.equal(favor.projection, resumed.projection)
-    assert resumed.draws == 5
-
-
 @looped("redraw, expected", [(1, [1] * 7), (3, [0, 0, 1, 0, 0, 1, 0]), (0, [0] * 7)])
-def test_favor_draws_anew_as_often_as_it_is_told(redraw, expected):
-    """It also continues from a saved state, after any number of draws, and with a given matrix."""
-    favor, found = Favor(HEAD_DIM, 4, redraw=redraw), []
+def test_favor_draws_as_often_as_it_is_told(draw, redraw, expected):
+    """A saved state continues the sequence after any number of draws, and with a given matrix.
+
+    Draws from the global generator change nothing.
+    """
+    favor, found = Favor(HEAD_DIM, 4, draw, redraw=redraw), []
     favor.load_state_dict({**favor.state_dict(), "projection": torch.randn(4, HEAD_DIM)})
+    resumed = Favor(HEAD_DIM, 4, draw, redraw=redraw)
+    resumed.load_state_dict(favor.state_dict())
     for _ in expected:
         previous = favor.projection
         favor.resample()
+        torch.rand(1)
+        resumed.resample()
         found.append(not torch.equal(favor.projection, previous))
-        resumed = Favor(HEAD_DIM, 4, redraw=redraw)
-        resumed.load_state_dict(favor.state_dict())
-        assert torch.equal(resumed.projection, favor.projection)
+        loaded = Favor(HEAD_DIM, 4, draw, redraw=redraw)
+        loaded.load_state_dict(favor.state_dict())
+        for other in (resumed, loaded):
+            assert torch.equal(other.projection, favor.projection) and other.draws == favor.draws
         assert ("projection" in favor.state_dict()) == (not any(found))
     assert found == list(map(bool, expected)) and favor.draws == 8
 
@@ -310,19 +293,13 @@ def test_the_random_matrix_stays_in_float32(dtype):
     assert model.to(dtype)[0].projection.dtype == torch.float32
 
 
-def test_favor_is_bounded_next_to_a_row_of_its_matrix():
-    favor = Favor(64, 64)
-    x = favor.projection.clone().requires_grad_()
-    features = favor(x)
-    features.sum().backward()
-    assert features.isfinite().all() and x.grad.isfinite().all() and features.max() > 1e6
-
-
-def test_favor_underflows_to_zero_with_a_zero_gradient():
-    x = vectors_of_norm(30.0).requires_grad_()
-    features = Favor(HEAD_DIM)(x)
-    features.sum().backward()
-    assert not features.any() and not x.grad.any()
+def test_favor_is_bounded_next_to_a_row_of_its_matrix_and_underflows_to_zero():
+    favor, small = Favor(64, 64), Favor(HEAD_DIM)
+    for feature_map, x in ((favor, favor.projection.clone()), (small, vectors_of_norm(30.0))):
+        features = feature_map(x.requires_grad_())
+        features.sum().backward()
+        assert features.isfinite().all() and x.grad.isfinite().all()
+        assert features.max() > 1e6 if feature_map is favor else not features.any() and not x.grad.any()
 
 
 def test_an_average_of_checkpoints_has_a_draw_like_any_other():
@@ -336,19 +313,13 @@ def test_an_average_of_checkpoints_has_a_draw_like_any_other():
     assert 0.7 < averaged.projection.square().mean().sqrt() < 1.4
 
 
-def test_an_offset_is_added_to_the_exponentials_of_favor():
-    plain = Favor(8, 5)
-    shifted = Favor(8, 5, offset=1e-2)
-    shifted.load_state_dict(plain.state_dict())
-    x = torch.randn(4, 8)
+def test_options_of_favor():
+    """The offset is added to the exponentials; the softmax scale estimates attention of scaled products."""
+    plain, x = Favor(16, 5), torch.randn(4, 16)
+    shifted, scaled = Favor(16, 5, offset=1e-2), Favor(16, 5, softmax_scale=True)
+    for other in (shifted, scaled):
+        other.load_state_dict(plain.state_dict())
     torch.testing.assert_close(shifted(x), plain(x) + 1e-2 / 10**0.5)
-
-
-def test_favor_estimates_softmax_attention_of_scaled_products():
-    plain = Favor(16, 5)
-    scaled = Favor(16, 5, softmax_scale=True)
-    scaled.load_state_dict(plain.state_dict())
-    x = torch.randn(4, 16)
     torch.testing.assert_close(scaled(x), plain(x / 2))
     assert (plain.scale, scaled.scale) == (1.0, 0.5)
 

@@ -27,70 +27,51 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def linear(x, weight, bias):
-    """Return the product, and whether oneDNN computed it."""
+def derivatives(layer, x):
+    """Return outputs and the gradients of inputs and parameters, of first and of second order."""
+    x = x.clone().requires_grad_()
+    inputs, out = [x, *layer.parameters()], layer(x)
+    first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    second = torch.autograd.grad(sum(value.square().sum() for value in first), inputs)
+    return [out, *torch.autograd.grad(layer(x).square().sum(), inputs), *first, *second]
+
+
+@looped("bias", [True, False])
+@looped("shape", [(3, 7, 24), (5, 24), (1, 24), (24,), (0, 24)])
+@looped("columns", [8, 40])
+def test_it_computes_what_torch_does(columns, shape, bias):
+    """Outputs and gradients of both orders agree with float64, also without any rows."""
+    layer, x = nn.Linear(24, columns, bias=bias), torch.randn(shape)
     with OneDnnLinear(), Calls() as calls:
-        return F.linear(x, weight, bias), any("mkldnn" in name for name in calls.names)
-
-
-@looped("with_bias", [True, False])
-@looped("shape", [(5, 7, 33), (1, 33), (33,), (0, 33)])
-def test_it_computes_what_torch_does(shape, with_bias):
-    weight, bias = torch.randn(50, 33), torch.randn(50) if with_bias else None
-    x = torch.randn(shape)
-    with torch.no_grad():
-        actual, taken_over = linear(x, weight, bias)
-    assert taken_over
-    expected = F.linear(x.double(), weight.double(), bias.double() if with_bias else None)
-    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_layouts():
-    x, weight = torch.randn(6, 9, 4).transpose(0, 2), torch.randn(6, 20).T[:12]
-    with torch.no_grad():
-        actual, taken_over = linear(x, weight, None)
-    assert taken_over
-    torch.testing.assert_close(actual, x @ weight.T)
+        found = derivatives(layer, x)
+    assert any("mkldnn" in name for name in calls.names)
+    for value, expected in zip(found, derivatives(layer.double(), x.double()), strict=True):
+        allowed = 1e-4 * expected.abs().max().item() if expected.numel() else 0
+        torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=allowed)
 
 
 def test_weights_have_no_gaps():
     """Weights with gaps, such as a part of a matrix or of the logits' gradient, are copied: oneDNN is slow on them."""
-    x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(12, 6)[:, :4].detach().requires_grad_()
-    with OneDnnLinear(), Calls() as calls:
-        logits = torch.cat([F.linear(x, weight), torch.zeros(9, 3)], 1)
-        found = torch.autograd.grad(logits.square().sum(), [x, weight])
-    assert len(calls.weights) == 3
-    assert all(weight.is_contiguous() or weight.T.is_contiguous() for weight in calls.weights)
-    expected = 2 * x @ weight.T
-    torch.testing.assert_close(found, (expected @ weight, expected.T @ x))
+    for x, weight in (
+        (torch.randn(9, 4), torch.randn(12, 6)[:, :4]),
+        (torch.randn(6, 9, 4).transpose(0, 2), torch.randn(6, 20).T[:12]),
+    ):
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        with OneDnnLinear(), Calls() as calls:
+            logits = torch.cat([F.linear(x, weight), torch.zeros(*x.shape[:-1], 3)], -1)
+            found = torch.autograd.grad(logits.square().sum(), [x, weight])
+        assert calls.weights
+        assert all(weight.is_contiguous() or weight.T.is_contiguous() for weight in calls.weights)
+        torch.testing.assert_close(found, torch.autograd.grad((x @ weight.T).square().sum(), [x, weight]))
 
 
 @looped("dtype, gradients", [(torch.float64, True), (torch.float64, False), (torch.bfloat16, False)])
 def test_the_rest_goes_torchs_way(dtype, gradients):
     x, weight = torch.randn(3, 4, dtype=dtype), torch.randn(5, 4, dtype=dtype, requires_grad=gradients)
-    with torch.set_grad_enabled(gradients):
-        actual, taken_over = linear(x, weight, None)
-    assert not taken_over and actual.requires_grad == gradients
-    torch.testing.assert_close(actual, F.linear(x, weight))
-
-
-@looped("bias", [True, False])
-@looped("columns", [8, 40])
-def test_gradients_of_both_orders(columns, bias):
-    """Gradients of inputs, weights and biases agree with float64; unneeded gradients of weights are not computed."""
-    layer, x = nn.Linear(24, columns, bias=bias), torch.randn(3, 7, 24)
-
-    def derivatives(layer, x):
-        x = x.clone().requires_grad_()
-        inputs = [x, *layer.parameters()]
-        first = torch.autograd.grad(layer(x).square().sum(), inputs, create_graph=True)
-        second = torch.autograd.grad(sum(value.square().sum() for value in first), inputs)
-        return [*torch.autograd.grad(layer(x).square().sum(), inputs), *first, *second]
-
-    with OneDnnLinear():
-        found = derivatives(layer, x)
-    for value, expected in zip(found, derivatives(layer.double(), x.double()), strict=True):
-        torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=1e-4 * expected.abs().max().item())
+    with torch.set_grad_enabled(gradients), OneDnnLinear(), Calls() as calls:
+        found = F.linear(x, weight)
+    assert not calls.weights and found.requires_grad == gradients
+    torch.testing.assert_close(found, F.linear(x, weight))
 
 
 def test_what_it_returns_can_be_changed_in_place():
@@ -112,22 +93,13 @@ def test_no_gradient_of_a_frozen_weight_is_computed():
     assert len(products) == 2  # the layer's own, and the gradient of x
 
 
-@pytest.mark.parametrize("is_slow", [True, False])
-@pytest.mark.parametrize("rows", [MIN_ROWS - 1, MIN_ROWS])
+@looped("is_slow", [True, False])
+@looped("rows", [MIN_ROWS - 1, MIN_ROWS])
 def test_a_layer_takes_onednn_where_it_is_faster(rows, is_slow, monkeypatch):
     monkeypatch.setattr(layers, "mkl_is_slow", lambda: is_slow)
-    layer, x = nn.Linear(24, 40), torch.randn(rows, 24, requires_grad=True)
     with faster_linear(rows), Calls() as calls:
-        out = layer(x)
-        gradients = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
-    products = [name for name in calls.names if "mkldnn" in name]
-    assert len(products) == (3 if is_slow and rows == MIN_ROWS else 0)
-    exact, x64 = nn.Linear(24, 40).double(), x.detach().double().requires_grad_()
-    exact.load_state_dict(layer.state_dict())
-    expected = exact(x64)
-    wanted = torch.autograd.grad(expected.square().sum(), [x64, *exact.parameters()])
-    for value, reference in zip((out, *gradients), (expected, *wanted), strict=True):
-        torch.testing.assert_close(value.double(), reference, rtol=2e-5, atol=2e-5 * reference.abs().max().item())
+        nn.Linear(24, 40)(torch.randn(rows, 24))
+    assert bool(calls.weights) == (is_slow and rows == MIN_ROWS)
 
 
 @looped(
@@ -162,10 +134,3 @@ def test_transforms_of_functions_go_torchs_way():
     torch.testing.assert_close(by_sample, 2 * layer(x) @ layer.weight)
     torch.testing.assert_close(forward.tangent, tangent @ layer.weight.T)
     torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(layer, rows))
-
-
-def test_no_rows_have_gradients():
-    layer = torch.nn.Linear(3, 4)
-    with OneDnnLinear():
-        layer(torch.empty(0, 3)).sum().backward()
-    assert not layer.weight.grad.any() and not layer.bias.grad.any()

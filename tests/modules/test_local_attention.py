@@ -1,4 +1,4 @@
-"""Local attention against its definition, and its cost."""
+"""Local attention against its definition, and its cost; its other laws are in test_attention.py."""
 
 import pytest
 import torch
@@ -7,6 +7,10 @@ from pairwise import looped
 from fairseq_fwp.modules.attention.softmax import LocalAttention, SoftmaxAttention
 
 DIM, HEADS = 12, 3
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
 
 
 def by_mask(layer, x):
@@ -18,37 +22,28 @@ def by_mask(layer, x):
     return layer.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-@looped("window", [1, 2, 5, 8, 40])
-@looped("length", [1, 5, 8, 17])
-def test_it_is_softmax_attention_within_the_window(window, length):
-    layer, x = LocalAttention(DIM, HEADS, window).double(), torch.randn(2, length, DIM, dtype=torch.float64)
-    found, state = layer(x)
-    torch.testing.assert_close(found, by_mask(layer, x))
-    assert state.keys.shape[2] == min(window - 1, length)
-
-
-@looped("window", [1, 3, 6])
-@looped("pieces", [[1] * 11, [2, 9], [7, 4]], ids=str)
-def test_in_pieces(window, pieces):
-    layer, x = LocalAttention(DIM, HEADS, window).double(), torch.randn(2, 11, DIM, dtype=torch.float64)
-    state, outputs = None, []
+@looped("window", [1, 2, 3, 5, 6, 8, 40])
+@looped("pieces", [[1], [5], [8], [17], [1] * 11, [2, 9], [7, 4]])
+def test_it_is_softmax_attention_within_the_window(window, pieces):
+    layer, x, state, outputs = LocalAttention(DIM, HEADS, window).double(), random(2, sum(pieces), DIM), None, []
     for piece in x.split(pieces, 1):
         y, state = layer(piece, state)
         outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0])
+    torch.testing.assert_close(torch.cat(outputs, 1), by_mask(layer, x))
+    assert state.keys.shape[2] == min(window - 1, sum(pieces))
 
 
 def test_a_window_as_wide_as_the_text_is_softmax_attention():
     layer, softmax = LocalAttention(DIM, HEADS, 9).double(), SoftmaxAttention(DIM, HEADS).double()
     softmax.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 9, DIM, dtype=torch.float64)
+    x = random(2, 9, DIM)
     torch.testing.assert_close(layer(x)[0], softmax(x)[0])
 
 
 def test_padding_takes_no_place_in_a_window():
-    layer, x = LocalAttention(DIM, HEADS, 3).double(), torch.randn(2, 5, DIM, dtype=torch.float64)
+    layer, x = LocalAttention(DIM, HEADS, 3).double(), random(2, 5, DIM)
     places = torch.tensor([1, 3, 4, 7, 8])
-    padded, mask = 10 * torch.randn(2, 9, DIM, dtype=torch.float64), torch.ones(2, 9, dtype=torch.bool)
+    padded, mask = 10 * random(2, 9, DIM), torch.ones(2, 9, dtype=torch.bool)
     padded[:, places], mask[:, places] = x, False
     y, state = layer(padded, key_padding_mask=mask)
     expected, expected_state = layer(x)
@@ -58,8 +53,8 @@ def test_padding_takes_no_place_in_a_window():
 
 
 def test_gradients():
-    layer, x = LocalAttention(DIM, HEADS, 3).double(), torch.randn(2, 7, DIM, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: layer(x)[0], x)
+    layer = LocalAttention(DIM, HEADS, 3).double()
+    assert torch.autograd.gradcheck(lambda x: layer(x)[0], random(2, 7, DIM).requires_grad_())
 
 
 def test_no_tensor_grows_faster_than_the_sequence(largest_tensor):

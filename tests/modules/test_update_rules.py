@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
+from attentions import rule_inputs
 from pairwise import looped
-from rule_inputs import rule_inputs
 
 from fairseq_fwp import ops
 from fairseq_fwp.modules.attention import FastWeightAttention
@@ -96,7 +96,7 @@ def test_l2_normalization_of_a_zero_in_half_precision_is_zero():
 DOUBLING = [name for name, rule in UPDATE_RULES.items() if any(gate.doubles for gate in rule.gates)]
 
 
-@pytest.mark.parametrize("rule", UPDATE_RULES)
+@looped("rule", UPDATE_RULES)
 def test_negative_eigenvalues_double_the_rates_of_deltas_family(rule):
     if rule not in DOUBLING:
         with pytest.raises(ValueError, match=f"must be off for the update rule {rule}, got on"):
@@ -147,7 +147,7 @@ LEAKY = ops.Rule(
 )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("entry", "message"),
     [
         (LEAKY, "must be an UpdateRule, got Rule"),

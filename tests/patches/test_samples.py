@@ -9,12 +9,9 @@ import torch
 from fairseq.data import FairseqDataset, MonolingualDataset, TokenBlockDataset, data_utils
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
-from models.conftest import (
-    build_model,  # noqa: F401  (a fixture)
-    make_dictionary,
-)
 from omegaconf import OmegaConf
 from pairwise import looped
+from small_models import build_model, make_dictionary
 
 
 @looped("multiple", [1, 2, 8])
@@ -67,7 +64,7 @@ SETTINGS = (
 
 
 @pytest.fixture
-def model(build_model):  # noqa: F811
+def model():
     return build_model("delta_lm_wt103", vocabulary=12)
 
 

@@ -76,8 +76,6 @@ TESTS = {
         "make_folder_of_log": "trained",
         "shorten_settings": "test_training_learns_and_says_nothing_alarming",
         "name_shared_weights": "test_training_learns_and_says_nothing_alarming",
-    },
-    "../test_translation_commands.py": {
         "count_diverse_beams_by_batch": "test_every_sentence_is_translated",
         "keep_saved_options": "test_weights_that_compute_something_else_are_told_of",
         "show_what_a_model_refuses": "test_flags_that_a_checkpoint_does_not_fit_are_named",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attentions import memories
 from pairwise import looped
 from torch import nn
 
@@ -34,50 +35,13 @@ def make(rule, map_name="elu", **settings):
 
 
 def by_equation(rule, q, k, values, gates, norm):
-    """Schlag et al. 2021, Eqs. 17-29, Mao 2022, Eqs. 5 and 7, and the later rules, one write after the other.
-
-    q, k are mapped; gates are activated, (B, L, size) each. The normaliser forgets as the rule does.
-    """
+    """Read the last memory. q, k are mapped; gates are activated, (B, L, size) each."""
     if norm.get("sum_normalization"):
         q, k = (x / x.sum(-1, keepdim=True) for x in (q, k))
-    normalized = norm.get("attention_normalization")
-    out = []
-    for b in range(B):
-        w, z = torch.zeros(k.shape[-1], S).double(), torch.zeros(k.shape[-1]).double()
-        for t, index in enumerate(values[b].tolist()):
-            key, value, gate = k[b, t], F.one_hot(torch.tensor(index), S).double(), [g[b, t] for g in gates]
-            old = key @ w
-            if normalized and rule in ("delta", "fwm"):
-                old = old / (key @ z) if t else torch.zeros(S).double()
-            if rule == "sum":
-                w, z = w + torch.outer(key, value), z + key
-            elif rule == "gated":
-                w = gate[0] * w + (1 - gate[0]) * torch.outer(key, value)
-                z = gate[0] * z + (1 - gate[0]) * key
-            elif rule == "decay":
-                w = torch.outer(*gate) * w + torch.outer(key, value)
-                z = gate[0] * z + key
-            elif rule == "gla":
-                w = gate[0].unsqueeze(1) * w + torch.outer(key, value)
-                z = gate[0] * z + key
-            elif rule in ("gated_delta", "kda"):
-                w = gate[0].unsqueeze(1) * w
-                w = w + gate[1] * torch.outer(key, value - key @ w)
-            elif rule == "gdn2":
-                w = gate[0].unsqueeze(1) * w
-                w = w + torch.outer(key, gate[2] * value - (gate[1] * key) @ w)
-            elif rule == "rwkv7":
-                w, old = gate[0].unsqueeze(1) * w + torch.outer(key, value), gate[1] @ w
-                w = w - torch.outer(gate[2] * gate[1], old)
-            elif rule in ("delta", "fwm"):
-                w, z = w + gate[0] * torch.outer(key, value - old), z + key
-                if rule == "fwm":
-                    w = w / w.norm().clamp(min=1) if t else w
-            else:
-                raise NotImplementedError(f"write the equation of {rule} here")
-        read = q[b] @ w
-        out.append(read / (q[b] @ z).unsqueeze(-1) if normalized else read)
-    return torch.stack(out)
+    normalized = bool(norm.get("attention_normalization"))
+    k, one_hot, *gates = (x.unsqueeze(1) for x in (k, F.one_hot(values, S).double(), *gates))
+    *_, (w, z) = memories(rule, k, one_hot, gates, normalized)
+    return q @ w[:, 0] / (q @ z[:, 0].unsqueeze(-1) if normalized else 1)
 
 
 def refusal_of(rule, map_name, norm):
@@ -93,7 +57,7 @@ def refusal_of(rule, map_name, norm):
 
 @looped("norm", NORMALIZATIONS)
 @looped("map_name", FEATURE_MAPS)
-@pytest.mark.parametrize("rule", UPDATE_RULES)
+@looped("rule", UPDATE_RULES)
 def test_every_combination_is_the_papers_equations(rule, map_name, norm):
     refusal = refusal_of(rule, map_name, norm)
     if refusal:
@@ -113,7 +77,7 @@ def test_every_combination_is_the_papers_equations(rule, map_name, norm):
 
 @looped("length", [1, L])
 @looped("norm", NORMALIZATIONS)
-@pytest.mark.parametrize("rule", [name for name, rule in UPDATE_RULES.items() if rule.write_strength])
+@looped("rule", [name for name, rule in UPDATE_RULES.items() if rule.write_strength])
 def test_reading_backwards_is_reading_the_matrix(rule, norm, length):
     """The kernels give the same numbers and gradients."""
     memory = make(rule, **norm)

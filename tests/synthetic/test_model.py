@@ -1,21 +1,18 @@
 """The model of the synthetic retrieval task: its projections, architectures and refusals; its criterion."""
 
-from argparse import Namespace
-from dataclasses import fields
-
 import pytest
 import torch
 import torch.nn.functional as F
 from fairseq import metrics
 from fairseq.models import ARCH_MODEL_REGISTRY
 from pairwise import looped
+from small_models import build_retrieval as build
 
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 from fairseq_fwp.synthetic.model import (
     RETRIEVAL_PRESETS,
     FwpAssociativeRetrieval,
-    FwpAssociativeRetrievalConfig,
     SquaredErrorCriterion,
     squared_errors,
 )
@@ -23,16 +20,11 @@ from fairseq_fwp.synthetic.model import (
 S = 6
 
 
-def build(**flags):
-    defaults = {option.name: option.default for option in fields(FwpAssociativeRetrievalConfig)}
-    return FwpAssociativeRetrieval.build_model(Namespace(**{**defaults, **flags}), Namespace(num_keys=S))
-
-
 def inputs(length=5, queries=2):
     return torch.randint(S, (3, length)), torch.randint(S, (3, length)), torch.randint(S, (3, queries))
 
 
-@pytest.mark.parametrize("arch", RETRIEVAL_PRESETS)
+@looped("arch", RETRIEVAL_PRESETS)
 def test_architectures(arch):
     """Names say the rule and map; sizes are those of the paper or its public code."""
     assert ARCH_MODEL_REGISTRY[arch] is FwpAssociativeRetrieval
@@ -40,13 +32,13 @@ def test_architectures(arch):
     rule, feature_map = preset["update_rule"], preset.get("feature_map", "")
     number = str(preset.get("dpfp_nu") or preset.get("favor_features") or "")
     assert arch == "_".join(filter(None, [rule, feature_map + number, "retrieval"]))
-    model = build(**preset)
+    model = build(arch)
     assert model.embedding.weight.shape == (S, 13)  # 1.1 for each of the keys and values
     assert model.key_proj.weight.shape == (64, 13 + S) and model.query_proj.weight.shape == (64, 13)
     assert model(*inputs()).shape == (3, 2, S)
 
 
-@pytest.mark.parametrize("rule", ["sum", "delta", "decay"])
+@looped("rule", ["sum", "delta", "decay"])
 def test_projections_are_of_concatenated_embeddings(rule):
     """k = W_K [e(k); v], and gates too, without one-hot vectors and concatenations."""
     model = build(update_rule=rule).double()
@@ -62,7 +54,7 @@ def test_projections_are_of_concatenated_embeddings(rule):
 
 
 @looped("feature_map", FEATURE_MAPS)
-@pytest.mark.parametrize("rule", [*(name for name, rule in UPDATE_RULES.items() if rule.steps == 1), "softmax"])
+@looped("rule", [*(name for name, rule in UPDATE_RULES.items() if rule.steps == 1), "softmax"])
 def test_every_combination_learns(rule, feature_map):
     """All parameters get gradients."""
     model = build(update_rule=rule, feature_map=feature_map, key_dim=8)
@@ -89,7 +81,7 @@ def test_favor_draws_in_training_alone():
     assert torch.equal(model(*given), model(*given))
 
 
-@pytest.mark.parametrize(
+@looped(
     "flags, unused",
     [
         ({"update_rule": "softmax", "feature_map": "dpfp", "dpfp_nu": 2}, ["dpfp-nu", "feature-map"]),
@@ -98,6 +90,7 @@ def test_favor_draws_in_training_alone():
     ],
 )
 def test_options_without_effect_are_named(flags, unused, caplog):
+    caplog.clear()
     build(**flags)
     assert [record.args for record in caplog.records] == [(flag,) for flag in unused]
 

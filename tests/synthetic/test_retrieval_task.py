@@ -4,12 +4,13 @@ import math
 import re
 from argparse import Namespace
 from dataclasses import fields
-from itertools import pairwise
+from itertools import pairwise as successive
 
 import numpy as np
 import pytest
 import torch
 from command_server import run
+from pairwise import looped
 
 from fairseq_fwp.synthetic.data import NOT_ASKED, Associations
 from fairseq_fwp.synthetic.model import RETRIEVAL_PRESETS, FwpAssociativeRetrievalConfig
@@ -136,7 +137,7 @@ def test_evaluations_see_other_sequences():
     assert task.dataset("train")[0]["keys"].tolist() == train
 
 
-@pytest.mark.parametrize(
+@looped(
     "losses, ended",
     [
         ([0.5, 0.002], False),
@@ -155,7 +156,7 @@ def test_training_ends_when_solved_or_without_progress(losses, ended):
     assert task.ended == ended
 
 
-@pytest.mark.parametrize(
+@looped(
     "flags, message",
     [
         ({"num_keys": 0}, "--num-keys must be at least 1, got 0"),
@@ -227,4 +228,4 @@ def test_training_solves_a_small_task_and_ends(tmp_path):
     log = train(tmp_path, *flags, "--max-update", 3000, "--lr", "1e-2", "--stop-loss", 0.01)
     found = [float(loss) for loss in evaluations(log)]
     assert all(loss > 0.01 for loss in found[:-1]) and found[-1] <= 0.01
-    assert all(later != earlier for earlier, later in pairwise(found))
+    assert all(later != earlier for earlier, later in successive(found))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from command_server import run
+from pairwise import looped
 
 from fairseq_fwp.synthetic.data import NOT_ASKED, PROBLEMS, Setting
 from fairseq_fwp.synthetic.tasks import FwpSequenceProblemsConfig, FwpSequenceProblemsTask
@@ -57,7 +58,7 @@ def test_mqar_asks_for_the_value_that_stands_after_the_key():
     assert places == set(range(5))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@looped("problem", PROBLEMS)
 def test_sequences_follow_from_seed_split_and_epoch(problem):
     seen = set()
     for epoch, seed, split in [(1, 1, "train"), (2, 1, "train"), (1, 2, "train"), (1, 1, "valid"), (1, 1, "test")]:
@@ -109,7 +110,7 @@ def test_pairs_double_in_training_alone():
     assert lengths["valid"] == [(24, 12)] * 6
 
 
-@pytest.mark.parametrize(
+@looped(
     ("flags", "message"),
     [
         ({"length": 0}, "--length must be at least 1, got 0"),

@@ -1,7 +1,7 @@
 """The carried state: successive segments are one long text, without other influences."""
 
 import copy
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -10,15 +10,14 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import OmegaConf
+from pairwise import looped
+from small_models import SMALL
 
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.modules.update_rules import UPDATE_RULES
 
-from .conftest import random_lines
-
-SMALL = {
-    "decoder_layers": 2, "decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_attention_heads": 4,
-    "dropout": 0.0, "fwp_backend": "reference", "max_target_positions": None, "add_bos_token": False,
+SETTINGS = {
+    **SMALL, "dropout": 0.0, "fwp_backend": "reference", "max_target_positions": None, "add_bos_token": False,
 }  # fmt: skip
 
 
@@ -33,7 +32,7 @@ class Optimizer:
 
 
 @pytest.fixture
-def setup(make_task):
+def setup(make_task, random_lines):
     """A function setup(task_flags, **model_flags) -> a task with carried states over 2 texts, and a float64 model."""
 
     def build(flags=None, texts=None, **model_flags):
@@ -41,7 +40,7 @@ def setup(make_task):
         task = make_task(texts, **{"tokens_per_sample": 4, "carry_state": True, **(flags or {})})
         config = OmegaConf.merge(
             OmegaConf.structured(FwpLanguageModelConfig),
-            {**SMALL, "_name": "fwp_lm", "tokens_per_sample": task.args.tokens_per_sample, **model_flags},
+            {**SETTINGS, "_name": "fwp_lm", "tokens_per_sample": task.args.tokens_per_sample, **model_flags},
         )
         model = task.build_model(config).double()
         for split in texts:  # fairseq loads texts after building the model
@@ -106,23 +105,21 @@ def pieces(task, split, streams, at_documents=False):
                 starts = block["first"].nonzero().flatten().tolist()
             elif at_documents and blocks.starts_document[index]:
                 starts = [0]
-            for start, stop in pairwise([0, *starts, len(block["source"])]):
+            for start, stop in itertools.pairwise([0, *starts, len(block["source"])]):
                 if start in starts:
                     found[-1].append([])
                 found[-1][-1].append({key: block[key][start:stop] for key in ("source", "target")})
     return [[piece for piece in stream if sum(len(part["source"]) for part in piece)] for stream in found]
 
 
-@pytest.mark.parametrize("separator", [None, "w3"])
-@pytest.mark.parametrize(
-    "rule, normalized",
-    [(name, normalized) for name, rule in UPDATE_RULES.items() for normalized in {False, rule.normalizes}],
-)
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+@looped("separator", [None, "w3"])
+@looped("normalized", [False, True])
 def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separator):
     """It holds in training and validation, with positions; documents anywhere in a stream start again."""
-    flags = {"reset_state_after": separator}
+    normalized = normalized and UPDATE_RULES[rule].normalizes
     task, model = setup(
-        flags,
+        {"reset_state_after": separator},
         decoder_update_rule=rule,
         sum_normalization=True,
         attention_normalization=normalized,
@@ -144,7 +141,7 @@ def test_carried_segments_equal_one_long_forward(setup, rule, normalized, separa
             torch.testing.assert_close(carried, whole)
 
 
-@pytest.mark.parametrize("separator", [None, "w3"])
+@looped("separator", [None, "w3"])
 def test_hybrids_carry_the_window_and_the_fast_weights(setup, separator):
     """A softmax layer reads one document at a time: each begins a segment."""
     task, model = setup({"reset_state_after": separator}, softmax_layers="1", attention_window=3)
@@ -154,7 +151,7 @@ def test_hybrids_carry_the_window_and_the_fast_weights(setup, separator):
         torch.testing.assert_close(carried, torch.cat([long_forward(model, piece) for piece in stream]))
 
 
-@pytest.mark.parametrize("criterion", [AdaptiveLoss, CrossEntropyCriterion])
+@looped("criterion", [AdaptiveLoss, CrossEntropyCriterion])
 def test_fairseqs_criteria_see_the_carried_state(setup, criterion):
     task, model = setup(adaptive_softmax_cutoff="10,30")
     results = [task.valid_step(batch, model, criterion(task, False)) for batch in batches(task, "valid")]
@@ -249,7 +246,7 @@ def test_after_running_out_of_memory_a_stream_goes_on_without_that_segment(setup
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize("criterion", [AdaptiveLoss, CrossEntropyCriterion])
+@looped("criterion", [AdaptiveLoss, CrossEntropyCriterion])
 def test_a_batch_without_targets_changes_nothing(setup, criterion):
     task, model = setup(adaptive_softmax_cutoff="10,30")
     criterion, samples = criterion(task, False), batches(task)
@@ -315,8 +312,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("case", CHANGES)
-def test_other_streams_are_refused_in_mid_epoch(setup, case):
+@looped("case", CHANGES)
+def test_other_streams_are_refused_in_mid_epoch(setup, random_lines, case):
     flags, options, sentence = CHANGES[case]
     texts = {"train": random_lines(30), "valid": [[2]]}
     task, model = setup(texts=texts)
@@ -348,52 +345,44 @@ def test_models_without_a_state_of_constant_size_are_refused(setup):
         task.build_model(config)
 
 
-REFUSALS = {
-    "segments": ({"tokens_per_sample": 0}, "--tokens-per-sample must be at least 1, got 0"),
-    "reset": ({"reset_state_after": "</s>"}, "--carry-state must be on with --reset-state-after"),
-    "symbol": (
-        {"carry_state": True, "reset_state_after": "<doc>"},
+def batches_of(task, **options):
+    return task.get_batch_iterator(task.dataset("train"), **options)
+
+
+TEXT = {"train": [[4, 2]]}
+NOT_IN_EVAL_LM = "fairseq-eval-lm cannot carry a state or use a context window"
+REFUSED = [
+    (lambda make: make(TEXT, tokens_per_sample=0), "--tokens-per-sample must be at least 1, got 0"),
+    (lambda make: make(TEXT, reset_state_after="</s>"), "--carry-state must be on with --reset-state-after"),
+    (
+        lambda make: make(TEXT, carry_state=True, reset_state_after="<doc>"),
         "--reset-state-after must be a symbol of .*, got '<doc>'",
     ),
-    "empty": ({}, r"the text \S+train.bin must have at least one token"),
-}
+    (lambda make: make({"train": [[]]}), r"the text \S+train.bin must have at least one token"),
+    (
+        lambda make: make(TEXT).load_dataset("valid"),
+        r"valid.bin, the text 'valid', must exist: write it with fairseq-preprocess",
+    ),
+    (lambda make: batches_of(make(TEXT)), "--batch-size must be the number of streams"),
+    (
+        lambda make: batches_of(make(TEXT), max_sentences=0),
+        "must allow one stream of 1024 tokens .*, got 0 and None",
+    ),
+    (
+        lambda make: batches_of(make(TEXT), max_tokens=1023),
+        "must allow one stream of 1024 tokens .*, got None and 1023",
+    ),
+    (
+        lambda make: batches_of(make(TEXT), max_sentences=1, max_positions=512),
+        "--tokens-per-sample must be at most 512, as in training, got 1024",
+    ),
+    (lambda make: make(TEXT, carry_state=True).eval_lm_dataloader([], batch_size=1), NOT_IN_EVAL_LM),
+    (lambda make: make(TEXT).eval_lm_dataloader([], batch_size=1, context_window=8), NOT_IN_EVAL_LM),
+]
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_bad_settings(make_task, case):
-    flags, sentence = REFUSALS[case]
-    with pytest.raises(ValueError, match=sentence):
-        make_task({"train": [[]] if case == "empty" else [[4, 2]]}, **flags)
-
-
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ({}, "--batch-size must be the number of streams"),
-        ({"max_sentences": 0}, "must allow one stream of 1024 tokens .*, got 0 and None"),
-        ({"max_tokens": 1023}, "must allow one stream of 1024 tokens .*, got None and 1023"),
-        (
-            {"max_sentences": 1, "max_positions": 512},
-            "--tokens-per-sample must be at most 512, as in training, got 1024",
-        ),
-    ],
-)
-def test_bad_batches(make_task, options, sentence):
-    task = make_task({"train": [[4, 2]]})
-    with pytest.raises(ValueError, match=sentence):
-        task.get_batch_iterator(task.dataset("train"), **options)
-
-
-def test_a_missing_text_is_named(make_task):
-    task = make_task({"train": [[4, 2]]})
-    with pytest.raises(
-        FileNotFoundError, match=r"valid.bin, the text 'valid', must exist: write it with fairseq-preprocess"
-    ):
-        task.load_dataset("valid")
-
-
-@pytest.mark.parametrize("flags, options", [({"carry_state": True}, {}), ({}, {"context_window": 8})])
-def test_what_eval_lm_cannot_do_is_refused(make_task, flags, options):
-    task = make_task({"train": [[4, 2]]}, **flags)
-    with pytest.raises(ValueError, match="fairseq-eval-lm cannot carry a state or use a context window"):
-        task.eval_lm_dataloader(task.dataset("train"), batch_size=1, **options)
+@looped("attempt, sentence", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(make_task, attempt, sentence):
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as error:
+        attempt(make_task)
+    assert "\n" not in str(error.value)

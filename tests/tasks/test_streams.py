@@ -1,11 +1,9 @@
 """Every token is a target once, in the order of its stream, with any streams, processes and workers."""
 
 import numpy as np
-import pytest
 import torch
 from fairseq.data import TokenBlockDataset, iterators
-
-from .conftest import random_lines
+from pairwise import looped, pairwise
 
 
 def batches(task, split="train", update_freq=1, epochs=1, **options):
@@ -21,11 +19,13 @@ def targets(batch, pad):
     return [row[row.ne(pad)].tolist() for row in batch["target"]]
 
 
-@pytest.mark.parametrize("separator", [None, "</s>", "w7", "blank-line"])
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("length, batch_size", [(1, 3), (5, 1), (5, 4), (7, 16), (64, 2), (1000, 2)])
-def test_every_token_is_a_target_once(make_task, separator, shards, length, batch_size):
-    lines = random_lines(60)
+SIZES = [(1, 3), (5, 1), (5, 4), (7, 16), (64, 2), (1000, 2)]
+STREAMS = pairwise(separator=[None, "</s>", "w7", "blank-line"], shards=[1, 2, 4], size=SIZES)
+
+
+@looped("separator, shards, size", [tuple(case.values()) for case in STREAMS])
+def test_every_token_is_a_target_once(make_task, random_lines, separator, shards, size):
+    lines, (length, batch_size) = random_lines(60), size
     task = make_task({"train": lines}, tokens_per_sample=length, carry_state=True, reset_state_after=separator)
     options = {"max_sentences": batch_size, "num_shards": shards, "update_freq": 3}
     seen, counts = {}, []
@@ -43,9 +43,9 @@ def test_every_token_is_a_target_once(make_task, separator, shards, length, batc
     assert len(set(counts)) == 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shards", [1, 3])
-def test_streams_are_contiguous(make_task, workers, shards):
+@looped("workers", [0, 2])
+@looped("shards", [1, 3])
+def test_streams_are_contiguous(make_task, random_lines, workers, shards):
     """A stream's inputs are its targets one token earlier, from one segment to the next, in every epoch."""
     lines = random_lines(50)
     task = make_task({"train": lines}, tokens_per_sample=4)
@@ -73,8 +73,8 @@ def test_streams_are_contiguous(make_task, workers, shards):
     assert read == text
 
 
-@pytest.mark.parametrize("length", [1, 6, 17, 500])
-def test_blocks_are_those_of_fairseqs_language_modeling(make_task, length):
+@looped("length", [1, 6, 17, 500])
+def test_blocks_are_those_of_fairseqs_language_modeling(make_task, random_lines, length):
     lines = random_lines(40)
     task = make_task({"train": lines}, tokens_per_sample=length)
     ours, sizes = task.dataset("train"), np.array([len(line) for line in lines])
@@ -98,7 +98,7 @@ def test_text_starts_with_the_symbol_asked_for(make_task):
         assert (first["source"].tolist(), first["target"].tolist()) == ([symbol, 4, 5], [4, 5, 2])
 
 
-@pytest.mark.parametrize(
+@looped(
     "separator, documents",
     [
         ("</s>", [[4, 5, 9, 2], [6, 2], [2], [9, 7, 2], [8, 8]]),
@@ -117,7 +117,7 @@ def test_documents(make_task, separator, documents):
     assert found == documents
 
 
-def test_streams_differ_by_at_most_one_segment(make_task):
+def test_streams_differ_by_at_most_one_segment(make_task, random_lines):
     task = make_task({"train": random_lines(100)}, tokens_per_sample=3)
     rows = [len(batch["streams"]) for batch in batches(task, max_sentences=7)]
     assert set(rows[:-1]) == {7} and 1 <= rows[-1] <= 7
@@ -136,17 +136,18 @@ def test_a_process_whose_streams_have_ended_has_nothing_to_learn(make_task):
         assert batch["net_input"]["src_tokens"].tolist() == [[2]]
 
 
-@pytest.mark.parametrize(
+@looped(
     "limits, streams",
     [({"max_sentences": 3}, 3), ({"max_tokens": 23}, 4), ({"max_sentences": 3, "max_tokens": 12}, 2)],
 )
-def test_number_of_streams(make_task, limits, streams):
+def test_number_of_streams(make_task, random_lines, limits, streams):
     task = make_task({"train": random_lines(50)}, tokens_per_sample=5)
     assert len(next(batches(task, **limits))["streams"]) == streams
 
 
-@pytest.mark.parametrize("streams, warned", [(4, False), (5, True), (9, True)])
+@looped("streams, warned", [(4, False), (5, True), (9, True)])
 def test_streams_too_short_to_carry_a_state_are_named(make_task, caplog, streams, warned):
+    caplog.clear()
     task = make_task({"train": [[4] * 25]}, tokens_per_sample=5, carry_state=True)
     next(batches(task, max_sentences=streams))
     assert ("no state is carried" in caplog.text) == warned

@@ -1,0 +1,350 @@
+"""Laws of every language model; those of translation are in test_fwp_transformer.py."""
+
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.sequence_generator import SequenceGenerator
+from pairwise import looped
+from small_models import (
+    FAST_WEIGHT_LAYERS,
+    LANGUAGE_MODELS,
+    MODELS,
+    SMALL,
+    TRANSFORMER_XL,
+    build,
+    build_model,
+    by_segments,
+    by_steps,
+    check_half_precision,
+    check_resumed,
+    configure,
+    log_probs,
+    make_dictionary,
+    random_tokens,
+)
+
+from fairseq_fwp.modules.layers import Dropout
+from fairseq_fwp.modules.update_rules import UPDATE_RULES
+
+every_model = pytest.mark.parametrize("kind", MODELS)
+# Positions depend on where a segment ends, so that the last one must be whole.
+BY_SEGMENT = ("positions from the end",)
+# Segments of any lengths are the whole text; Transformer-XL needs a memory of all of it.
+INVISIBLE = [
+    *(kind for kind in LANGUAGE_MODELS if kind not in BY_SEGMENT),
+    *(kind for kind, (_, flags) in TRANSFORMER_XL.items() if flags["mem_len"]),
+]
+GROWING = {"softmax", "clusters of softmax", "learned positions", "softmax last", "softmax first"}
+GROWING |= {"softmax and recurrence", "no recurrence", "layerwise", "absolute"}
+GROWING |= {"layer on softmax", "layer on hybrid"}
+
+
+@every_model
+@looped("pieces, carried", [([1] * 16, True), ([6, 1, 9], False), ([16], True)])
+def test_decoding_is_reading_by_segments(kind, pieces, carried):
+    """It holds in any pieces, over ends of segments, from a state and from none."""
+    model, tokens = build(kind), random_tokens(2, 16)
+    state = by_segments(model, random_tokens(2, 8))[1] if carried else None
+    expected, _ = by_segments(model, tokens, state=state)
+    torch.testing.assert_close(by_steps(model, tokens, pieces, state=state), expected)
+
+
+@pytest.mark.parametrize("kind", INVISIBLE)
+@looped("lengths", [[5, 4], [2, 6, 1], [1] * 9])
+def test_segments_are_the_whole(kind, lengths):
+    """For Transformer-XL this says, through several layers, that the memory has the inputs of each."""
+    memory = {"mem_len": 8} if kind in TRANSFORMER_XL else {}
+    model, tokens = build(kind, **memory), random_tokens(2, 9)
+    torch.testing.assert_close(by_segments(model, tokens, lengths)[0], log_probs(model, tokens))
+
+
+@every_model
+def test_rows_go_on_from_their_own_past(kind):
+    """Rows of a state are reordered and reset, and those of decoding are reordered; one row began with padding."""
+    model, tokens, order = build(kind), random_tokens(3, 12), torch.tensor([1, 2, 1])
+    if kind not in BY_SEGMENT:
+        tokens[1, :2] = model.decoder.padding_idx
+    expected, _ = by_segments(model, tokens)
+    (_, state), more = by_segments(model, tokens[:, :8]), tokens[:, 8:]
+    torch.testing.assert_close(log_probs(model, more[order], state=state.reorder(order)), expected[order, 8:])
+    scores = log_probs(model, more, state=state.reset(torch.tensor([False, True, False])))
+    torch.testing.assert_close(scores, torch.stack([expected[0, 8:], log_probs(model, more)[1], expected[2, 8:]]))
+    kept = {}
+    model(tokens[:, :8], incremental_state=kept)
+    model.decoder.reorder_incremental_state_scripting(kept, order)
+    torch.testing.assert_close(log_probs(model, tokens[order], incremental_state=kept), expected[order, 8:])
+    assert model.decoder.carries_state == (kind not in GROWING)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in BY_SEGMENT])
+@looped("beam", [1, 3])
+def test_beam_search_scores_equal_rescoring(kind, beam):
+    """It holds with prompts of two lengths in the batch."""
+    model, prompts = build(kind), random_tokens(2, 3)
+    dictionary = model.decoder.dictionary
+    prompts[1, 2] = dictionary.pad()
+    settings = {"beam_size": beam, "max_len_b": 11, "normalize_scores": False, "eos": dictionary.eos()}
+    generator = SequenceGenerator([model], dictionary, **settings)
+    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.tensor([3, 2])}}
+    for prompt, hypotheses in zip(prompts, generator.generate([model], sample, prefix_tokens=prompts), strict=True):
+        given = prompt[prompt.ne(dictionary.pad())]
+        for hypothesis in hypotheses:
+            tokens = hypothesis["tokens"]
+            assert torch.equal(tokens[: len(given)], given)
+            inputs = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens[:-1]]).unsqueeze(0)
+            rescored = by_segments(model, inputs)[0][0].gather(1, tokens.unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(hypothesis["positional_scores"].double(), rescored, rtol=1e-5, atol=1e-5)
+
+
+@every_model
+def test_padding_changes_no_score_here_or_later(kind):
+    """It is on the left, on the right and between tokens."""
+    model = build(kind, tokens_per_sample=16)
+    rows = [random_tokens(1, n) for n in (6, 4, 5, 1)]
+    batch = torch.full((4, 9), model.decoder.padding_idx)
+    places = [torch.arange(9)[3:], torch.arange(4), torch.tensor([0, 1, 4, 5, 8]), torch.tensor([8])]
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        batch[row, place] = tokens[0]
+    more = random_tokens(4, 3)
+    scores, state = by_segments(model, batch, 9)
+    after, _ = by_segments(model, more, 3, state)
+    for row, (place, tokens) in enumerate(zip(places, rows, strict=True)):
+        expected, own = by_segments(model, tokens, tokens.shape[1])
+        torch.testing.assert_close(scores[row, place], expected[0])
+        torch.testing.assert_close(after[row], by_segments(model, more[row : row + 1], 3, own)[0][0])
+
+
+@every_model
+def test_the_past_does_not_depend_on_the_future(kind):
+    model, tokens = build(kind, tokens_per_sample=16), random_tokens(2, 9)
+    changed = tokens.clone()
+    changed[:, 5:] ^= 1  # in the same cluster: for other numbers of rows, the order of multiplication differs
+    ours, theirs = model(tokens)[0], model(changed)[0]
+    rounding = 1e-12 if kind in FAST_WEIGHT_LAYERS else 0
+    torch.testing.assert_close(ours[:, :5], theirs[:, :5], rtol=rounding, atol=rounding)
+    assert not torch.allclose(ours[:, 5:], theirs[:, 5:])
+
+
+@every_model
+def test_it_is_trained_saved_and_resumed_with_its_state(kind):
+    """The next losses are the same to the last bit, with dropout; every parameter has a gradient."""
+    check_resumed(lambda: build(kind), random_tokens(6, 2, 5))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in FAST_WEIGHT_LAYERS])
+@looped("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(kind, dtype):
+    """Errors are small next to what attention contributes; the loss of a large batch does not overflow."""
+    model, tokens = build(kind, tokens_per_sample=16), random_tokens(2, 12)
+    share = (
+        0.01 if dtype == torch.float16 else 0.5 if "dpfp" in kind else 0.05
+    )  # DPFP divides by features close to zero
+    half = check_half_precision(model, dtype, lambda model: by_segments(model, tokens)[0], share)
+    features, extra = half(tokens)
+    assert features.dtype == log_probs(half, tokens).dtype == torch.float32
+    for layer in extra["state"].layers if kind in UPDATE_RULES else ():
+        assert all(part is None or part.dtype == torch.float32 for part in layer)
+    logits, targets = half.decoder.adaptive_softmax(features.repeat(1500, 1, 1), tokens.repeat(1500, 1))
+    loss = torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="sum")
+    assert loss.isfinite() and loss > 65504  # the largest number of float16
+
+
+@looped("kind", MODELS)
+def test_fairseqs_criteria_agree(kind):
+    """The loss by clusters is that of the whole distribution, on targets with every word."""
+    model, target = build(kind, tokens_per_sample=64), torch.arange(4, 50).unsqueeze(0)
+    task = Namespace(target_dictionary=model.decoder.dictionary)
+    sample = {
+        "net_input": {"src_tokens": target.flip(1), "src_lengths": torch.tensor([46])},
+        "target": target, "ntokens": 46, "nsentences": 1,
+    }  # fmt: skip
+    losses = [criterion(task, False)(model, sample)[0].item() for criterion in (AdaptiveLoss, CrossEntropyCriterion)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+# Where dropout is, in the order of a forward pass: of a model with dropout 0.25, activation dropout 0.125.
+DROPOUTS = {
+    "delta": ({"final_dropout": 0.5}, [0.25] + [0.25, 0.125, 0.25] * 2 + [0.5]),
+    "softmax": ({}, [0.25] + [0.25, 0.125, 0.25] * 2 + [0.0]),
+    "relative": ({}, [0.25] + [0.25, 0.25, 0.125, 0.25] * 2 + [0.25]),  # R of every layer, and the features
+}
+
+
+@looped("kind", DROPOUTS)
+def test_dropout_is_where_the_paper_has_it(kind):
+    flags, expected = DROPOUTS[kind]
+    model, calls = build(kind, dropout=0.25, activation_dropout=0.125, **flags), []
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(lambda module, *_: calls.append(module.p))
+    model(random_tokens(1, 3))
+    assert calls == expected
+
+
+NO_DROPOUT = {"dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        *(("softmax", flag) for flag in (*NO_DROPOUT, "final_dropout")),
+        *(("local", "attention_dropout"), ("relative", "attention_dropout"), ("shaw", "attention_dropout")),
+        ("clusters", "adaptive_softmax_dropout"),
+        ("adaptive inputs", "adaptive_softmax_dropout"),
+    ],
+)
+def test_each_dropout_acts_in_training_and_only_there(kind, flag):
+    """In evaluation scores are those of the same weights without it; --retain-dropout keeps it."""
+    model, plain = build(kind, **{**NO_DROPOUT, flag: 0.5}), build(kind, **NO_DROPOUT)
+    plain.load_state_dict(model.state_dict())
+    tokens = random_tokens(2, 9)
+
+    def loss(model):
+        logits, targets = model.decoder.adaptive_softmax(model(tokens)[0], tokens)
+        pairs = zip(logits, targets, strict=True)
+        return sum(torch.nn.functional.cross_entropy(*pair) for pair in pairs if pair[0] is not None)
+
+    assert torch.equal(loss(model), loss(plain))
+    assert not torch.allclose(loss(model.train()), loss(model))
+    model.eval().make_generation_fast_(retain_dropout=True)
+    if "attention" not in flag and "softmax" not in flag:
+        assert not torch.allclose(loss(model), loss(model))
+
+
+# Flags without effect are named.
+UNUSED = [
+    ("delta_lm_wt103", {"dpfp_nu": 2}, ["dpfp_nu"]),
+    ("sum_favor_lm_wt103", {"decoder_feature_map": "elu"}, ["favor_features"]),
+    ("softmax_lm_wt103", {"sum_normalization": True}, ["sum_normalization"]),
+    ("delta_lm_wt103", {"attention_dropout": 0.5}, ["attention_dropout"]),
+    ("decay_lm_wt103", {"normalization_epsilon": 0.1}, ["normalization_epsilon"]),
+    (
+        "sum_lm_wt103",
+        {"attention_normalization_read_out_only": True},
+        ["attention_normalization_read_out_only"],
+    ),
+    ("delta_dpfp_lm_wt103", {"dpfp_nu": 2}, []),
+    ("softmax_lm_wt103", {"attention_window": 3}, []),
+    ("delta_lm_wt103", {"attention_window": 3}, ["attention_window"]),
+    ("softmax_lm_wt103", {}, []),
+    ("fwp_lm", {"softmax_layers": "1", "attention_window": 3, "attention_dropout": 0.5, "sum_normalization": True}, []),
+    ("fwp_lm", {"softmax_layers": "0", "dpfp_nu": 2}, ["dpfp_nu"]),
+    ("fwp_lm", {"softmax_layers": "0,1", "sum_normalization": True, "attention_dropout": 0.5}, ["sum_normalization"]),
+    *(
+        ("fwp_lm", {"decoder_update_rule": rule, "decoder_feature_map": "elu", "attention_normalization": True,
+                    "attention_normalization_read_out_only": True}, unused)
+        for rule, unused in (
+            ("sum", ["attention_normalization_read_out_only"]), ("delta", []), ("gated_delta", []), ("kda", []),
+        )
+    ),
+    ("fwp_xl_lm", {"decoder_positions": "shaw", "clamp_len": 5, "untie_biases": True}, ["untie_biases"]),
+    *(
+        ("fwp_xl_lm", {"decoder_positions": positions, "mem_len": 0, "untie_biases": True, "clamp_len": 3},
+         ["untie_biases", "clamp_len"])
+        for positions in ("absolute", "layerwise")
+    ),
+    ("fwp_xl_lm", {"untie_biases": True, "clamp_len": 3}, []),
+    ("fwp_fwl_lm", {"decoder_update_rule": "softmax", "attention_window": 4}, []),
+    ("fwp_fwl_lm", {"decoder_update_rule": "softmax", "mem_len": 3}, ["mem_len"]),
+    ("fwp_fwl_lm", {"fwl_base": "fwp_xl_lm", "mem_len": 3}, []),
+    ("fwp_fwl_lm", {"fwl_base": "fwp_xl_lm", "attention_window": 4, "mem_len": 3}, ["attention_window"]),
+    ("fwp_fwl_lm", {"softmax_layers": "1", "attention_window": 4}, []),
+    ("fwp_fwl_lm", {"fwl_base": "fwp_xl_lm", "softmax_layers": "1"}, ["softmax_layers"]),
+]  # fmt: skip
+
+
+@looped(("arch", "flags", "unused"), UNUSED)
+def test_flags_without_effect_are_named(caplog, arch, flags, unused):
+    caplog.clear()
+    build_model(arch, **flags)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    named = [message.split()[0] for message in warnings if "has no effect on the chosen attention" in message]
+    assert named == [f"--{flag.replace('_', '-')}" for flag in unused]
+
+
+# Refused, in one sentence that names the flag and what it must be.
+REFUSED = [
+    ("softmax", {"decoder_embed_dim": 0}, "--decoder-embed-dim .* got 0"),
+    ("softmax", {"decoder_ffn_embed_dim": 0}, "--decoder-ffn-embed-dim .* got 0"),
+    ("softmax", {"decoder_layers": -1}, "--decoder-layers .* got -1"),
+    ("softmax", {"attention_dropout": 2.0}, "--attention-dropout .* got 2.0"),
+    ("softmax", {"final_dropout": -0.5}, "--final-dropout .* got -0.5"),
+    ("softmax", {"dropout": -0.1}, "--dropout .* got -0.1"),
+    *(
+        ("delta", {"adaptive_softmax_cutoff": cutoffs}, "--adaptive-softmax-cutoff must be whole numbers .*, got .*")
+        for cutoffs in ("abc", "10;20", "5.5", "10,,x")
+    ),
+    *(
+        ("delta", {"softmax_layers": layers},
+         f"--softmax-layers must be ascending numbers from 0 to 1, separated by commas, got {re.escape(repr(layers))}")
+        for layers in ("", "2", "-1", "0,0", "1,0", "0,", "0, 1", "00", "first", "0-1")
+    ),
+    *(
+        (kind, {"softmax_layers": "1"}, "--softmax-layers must be left out with --decoder-update-rule softmax, got .*")
+        for kind in ("softmax", "local")
+    ),
+    ("delta", {"positions_from_end": True, "no_token_positional_embeddings": True},
+     ".*must be off with --no-token-positional-embeddings.*"),
+    ("learned positions", {"positions_from_end": True}, ".* must be off with --decoder-learned-pos.*"),
+    *(
+        ("sum", {"output_layer": "untied", "adaptive_softmax_cutoff": cutoffs, "div_val": div_val},
+         "--output-layer untied must be left out with .*: choose biased or tied")
+        for cutoffs, div_val in (("10,30", 1), ("", 2))
+    ),
+    ("relative", {"mem_len": -1}, "--mem-len must be at least 0, got -1"),
+    ("relative", {"mem_len": 0, "same_length": True}, "--mem-len must be at least 1 with --same-length, got 0"),
+    ("absolute", {"mem_len": 6}, "--mem-len must be 0 with --decoder-positions absolute, got .*"),
+    ("layerwise", {"mem_len": 6}, "--mem-len must be 0 with --decoder-positions layerwise, got .*"),
+    ("shaw_biased", {"clamp_len": -1}, "--clamp-len must be at least 1 with --decoder-positions shaw_biased.*"),
+    ("relative", {"decoder_attention_heads": 3},
+     "--decoder-embed-dim must be divisible by --decoder-attention-heads, got 16 and 3"),
+    ("relative", {"div_val": 0, "adaptive_softmax_cutoff": "10"}, "--div-val must be at least 1, got 0"),
+    ("relative", {"div_val": 17, "adaptive_softmax_cutoff": "10"},
+     "--decoder-embed-dim must be at least 17, which is --div-val to the power of the number of cutoffs, got 16"),
+]  # fmt: skip
+
+
+@looped(("kind", "flags", "sentence"), REFUSED)
+def test_flags_that_cannot_be_are_refused(kind, flags, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$") as error:
+        build(kind, **flags)
+    assert "\n" not in str(error.value)
+
+
+@looped("arch", ["fwp_lm", "fwp_xl_lm", "fwp_fwl_lm"])
+def test_a_smaller_output_dictionary_is_refused(arch):
+    task = Namespace(source_dictionary=make_dictionary(50), target_dictionary=make_dictionary(30))
+    with pytest.raises(ValueError, match=r"--output-dictionary-size must be left out .* got 30"):
+        ARCH_MODEL_REGISTRY[arch].build_model(configure(arch, **SMALL), task)
+
+
+@looped("kind", ["delta", "softmax", "relative"])
+def test_generation_is_not_bound_to_the_length_of_training_samples(kind):
+    model, prompt = build(kind), random_tokens(1, 3)
+    generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=2, min_len=20, max_len_b=20)
+    ((best, _),) = generator.generate([model], {"net_input": {"src_tokens": prompt}}, prefix_tokens=prompt)
+    assert len(best["tokens"]) == 21  # and the end of the line
+
+
+@looped("kind", ["delta", "relative"])
+def test_it_learns_what_needs_its_memory(kind):
+    """The target is a token of an earlier segment, one of eight: without a memory the loss is at least log 8."""
+    model = build(kind, decoder_embed_dim=32, dropout=0.0).float().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(200):
+        past = torch.cat([torch.randint(4, 12, (32, 1)), torch.randint(12, 20, (32, 3))], 1)
+        state = model(past)[1]["state"]
+        scores = log_probs(model, torch.randint(12, 20, (32, 2)), state=state)
+        loss = torch.nn.functional.nll_loss(scores[:, -1], past[:, 0])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5 < torch.tensor(8.0).log()

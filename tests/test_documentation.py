@@ -1,0 +1,378 @@
+"""README.md, CONTRIBUTING.md and docs/: what they show runs, the flags and links exist, the tables are complete."""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+from convert.conftest import WORDS, read_vector
+from fairseq import options
+from pairwise import looped
+from small_text import write_text
+
+from fairseq_fwp.cli import add_layer, convert, eval_lm, info, plot
+from fairseq_fwp.evaluation import Protocol, Text, evaluate
+from fairseq_fwp.models.attention_options import rule_choices
+from fairseq_fwp.models.fwp_lm import FwpLanguageModel
+from fairseq_fwp.models.presets import PRESETS_OF_MODELS
+from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+README, CONTRIBUTING = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text, language):
+    return [block for found, block in FENCE.findall(text) if found == language]
+
+
+def shell(script, folder, status=0):
+    """Run a script of bash in a folder with the programs of this environment, and return its output."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        script if isinstance(script, list) else ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert (done.returncode == 0) == (status == 0), done.stdout
+    return done.stdout
+
+
+# Links and tables.
+
+PAGES = [
+    path for folder in ("docs", "fairseq_fwp", "cuda_ext", "recipes", "tests") for path in (ROOT / folder).rglob("*.md")
+]
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+
+
+def anchors(text):
+    """Return the names that headings get: lower case, no punctuation, dashes for spaces."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@looped("path", [*ROOT.glob("*.md"), *PAGES])
+def test_links_lead_to_what_is_there(path):
+    for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        other = path.parent / target if target else path
+        assert other.exists(), f"{target} is not there"
+        if anchor:
+            assert anchor in anchors(other.read_text(encoding="utf-8")), f"{target} has no heading #{anchor}"
+
+
+def expanded(pattern):
+    """Return all that `{a,b}_c[_d]` stands for."""
+    parts = re.split(r"(\{[^}]*\}|\[[^\]]*\])", pattern)
+    choices = [
+        part[1:-1].split(",") if part[:1] == "{" else ["", part[1:-1]] if part[:1] == "[" else [part] for part in parts
+    ]
+    return {"".join(choice) for choice in itertools.product(*choices)}
+
+
+def test_the_front_page_is_one_page_and_names_every_rule_map_and_architecture():
+    assert len(README.splitlines()) <= 130
+    rows = re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
+    values = [value for row in rows for value in re.findall(r"`([^`]*)`", row)]
+    named = {name for value in values for name in expanded(value.removeprefix("--arch "))}
+    words = set(" ".join(values).split())
+    assert not {name for presets in PRESETS_OF_MODELS.values() for name in presets} - named
+    assert not {*rule_choices(), *FEATURE_MAPS} - words
+
+
+# Commands and their flags.
+
+PARSERS = {f"fwp-{module.__name__.rpartition('.')[2].replace('_', '-')}": module for module in (
+    add_layer, convert, eval_lm, info, plot,
+)}  # fmt: skip
+FAIRSEQ = {
+    "fairseq-eval-lm": options.get_eval_lm_parser,
+    "fairseq-generate": options.get_generation_parser,
+    "fairseq-interactive": lambda: options.get_generation_parser(interactive=True),
+    "fairseq-train": options.get_training_parser,
+    "fairseq-validate": options.get_validation_parser,
+}
+# Programs of others, whose flags are not ours; `torchrun` starts a command of fairseq.
+OTHERS = {"echo", "fairseq-hydra-train", "mkdir", "pip", "python", "source", "torchrun"}
+# What the flags that `fwp-convert` writes begin with, in place of $(cat FOLDER/flags.txt).
+CONVERTED = "--task language_modeling --arch fwp_lm"
+
+
+def commands(block):
+    """Yield each command of a block of shell as words, without the settings of the environment before it."""
+    block = re.sub(r"<<'(\w+)'\n.*?^\1$", "", block, flags=re.MULTILINE | re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines():
+        line = re.sub(r"\$\(cat [^)]*\)", CONVERTED, line)
+        for command in re.split(r" (?:&&|\|) ", line):
+            words = shlex.split(command, comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                del words[0]
+            if words:
+                yield words
+
+
+def unknown_flags(program, words):
+    """Return the flags among the words that the program does not have with this task, architecture and criterion."""
+    if program in PARSERS:
+        source = words[words.index("--source") + 1 :][:1] if program == "fwp-convert" and "--source" in words else []
+        actions = PARSERS[program].parser(*source)._actions
+        known = {flag for action in actions for flag in action.option_strings}
+        return [word for word in words if word.startswith("--") and word not in known]
+    if program == "fairseq-preprocess":
+        _, rest = options.get_preprocessing_parser().parse_known_args(words)
+    else:
+        if program == "fairseq-train" and "..." in words and "--arch" not in words:
+            words = [*CONVERTED.split(), *words]
+        words = [word for word in words if word != "..."]
+        _, rest = options.parse_args_and_arch(FAIRSEQ[program](), input_args=words, parse_known=True)
+    return [word for word in rest if word.startswith("--")]
+
+
+@looped("page", sorted(DOCS.glob("*.md")))
+def test_commands_and_their_flags_exist(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for block in blocks(page.read_text(encoding="utf-8"), "bash"):
+        for program, *words in commands(block):
+            if program in PARSERS or program in FAIRSEQ or program == "fairseq-preprocess":
+                assert not unknown_flags(program, words), shlex.join([program, *words])
+            elif program == "bash":
+                assert (ROOT / words[0]).exists(), words[0]
+            else:
+                assert program in OTHERS, program
+
+
+def test_a_wrong_flag_is_found(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (words,) = commands(
+        "A=1 fairseq-train DATA --user-dir fairseq_fwp --arch fwp_lm \\\n  --cpu --adam-eps 1 --fwp-nothing"
+    )
+    assert unknown_flags(words[0], words[1:]) == ["--adam-eps", "--fwp-nothing"]
+    assert unknown_flags("fwp-eval-lm", ["DATA", "--path", "x", "--nothing"]) == ["--nothing"]
+
+
+# The front page and the library.
+
+
+def test_the_lines_of_python_print_what_they_say():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(next(block for block in blocks(README, "python") if block.startswith("import torch")), {})
+    assert f"# {said.getvalue().strip()}\n" in README
+
+
+@pytest.mark.slow
+def test_the_quick_start(tmp_path):
+    (script,) = (block for block in blocks(README, "bash") if block.startswith("python - <<"))
+    said = shell(script.replace("--max-update 400", "--max-update 20"), tmp_path)
+    assert "num_updates 20" in said and "Perplexity" in said and "\nD-0\t" in said
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a text and the checkpoint of a small model of it."""
+    folder = write_text(tmp_path_factory.mktemp("docs"))
+    flags = [*jobs.BLOCKS, *jobs.SIZE, "--arch", "delta_lm_wt103", "--tokens-per-sample", 64, "--disable-validation"]
+    jobs.train(folder, folder, *flags, updates=1)
+    return folder
+
+
+def test_the_python_of_the_library_page(trained):
+    """Each block by itself, as it stands there."""
+    examples = blocks((DOCS / "library.md").read_text(encoding="utf-8"), "python")
+    assert len(examples) == 6
+    for number, example in enumerate(examples):
+        given = {"__name__": "__main__", "CHECKPOINT": str(trained / "checkpoint_last.pt"), "DATA": str(trained)}
+        exec(compile(example, f"library.md, block {number}", "exec"), given)
+
+
+def test_the_score_of_a_line_has_no_end_of_the_line(trained):
+    """`evaluate` takes the model that `from_pretrained` has prepared for inference, and scores the end too."""
+    lm = FwpLanguageModel.from_pretrained(str(trained), "checkpoint_last.pt", data_name_or_path=str(trained))
+    tokens = lm.encode("w1 w2 w3")
+    scores = evaluate(lm.models[0], Text.after(2, tokens), Protocol(64)).log_probs
+    assert len(scores) == 4
+    assert lm.score("w1 w2 w3")["positional_scores"].tolist() == pytest.approx(scores[:3].tolist(), rel=1e-5)
+    with pytest.raises(ValueError, match="a text to score must have at least one token, got none"):
+        lm.score("")
+
+
+# Commands that print what a page shows.
+
+# The order in which pages build on each other: one trains what another evaluates.
+PAGES_THAT_PRINT = (
+    "language_models", "evaluation", "export", "fast_weight_layers", "conversion", "translation", "retrieval",
+    "fairseq", "library", "checkpoints", "architecture", "determinism",
+)  # fmt: skip
+NUMBER = re.compile(r"([-+]?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[-+]?\d+)?)")
+OF_THIS_MACHINE = re.compile(r"(wps|ups|bsz|wall|free|time|took|seed)\W*$")
+
+
+def pattern(line):
+    """Return a pattern for a line of output on a page: numbers as groups, and anything for three dots."""
+    parts = re.split(rf"(\.\.\.|{NUMBER.pattern[1:-1]}|\s+)", line.strip())
+    return "".join(
+        ".*"
+        if part == "..."
+        else r"([-+\d][-+\d.,e]*)"
+        if NUMBER.fullmatch(part)
+        else r"\s+"
+        if part.isspace()
+        else re.escape(part)
+        for part in parts
+    )
+
+
+def size(number):
+    """Return the absolute value of a printed number, or None for a date and the like."""
+    with contextlib.suppress(ValueError):
+        return abs(float(re.sub(r"[,.]+$|,", "", number)))
+
+
+def find(line, output, start=0):
+    """Return the end of a line of a page in an output, or None. Numbers are at most ten times as large or small."""
+    line = line.strip()
+    match = re.compile(pattern(line)).search(output, start)
+    if not match:
+        return None
+    for shown, printed in zip(NUMBER.finditer(line), match.groups(), strict=True):
+        here, there = size(shown[0]), size(printed)
+        close = here == there or not here or there is None or (there and 0.1 <= there / here <= 10)
+        if not close and not OF_THIS_MACHINE.search(line[: shown.start()]):
+            return None
+    return match.end()
+
+
+def test_a_page_may_print_close_numbers_but_no_others_and_no_other_words():
+    assert find("... | valid | loss 10.3, ppl  1e-3 | ...", "x | valid | loss 9, ppl 2.0e-3 | y")
+    assert find("wps 1,200", "wps 3") and not find("loss 1,200", "loss 3") and not find("loss 5", "loss 0")
+    assert not find("... | valid | loss 10.3", "x | train | loss 9")
+
+
+def write_public_checkpoint(folder, words):
+    """Write a state dict of Schlag's public code, the log of its training, and its words."""
+    vector = read_vector("schlag-lm/type24")
+    folder.mkdir()
+    torch.save(vector.tensors, folder / "state_dict.pt")
+    options = {"cutoffs": "'12,20'", **vector.options}
+    (folder / "log.txt").write_text("".join(f"    - {name} : {value}\n" for name, value in options.items()))
+    words.write_text("\n".join(WORDS) + "\n")
+
+
+@pytest.mark.slow
+def test_commands_print_what_a_page_shows(tmp_path):
+    """Each block of shell or Python that a block of output follows, with the sources of the package for DATA.
+
+    At most a sentence is between the two blocks.
+    A fast weight layer has nothing to learn from random words: its gradients overflow.
+    """
+    lines = [line for path in sorted(ROOT.glob("fairseq_fwp/**/*.py")) for line in path.read_text().splitlines()]
+    preprocess = ["fairseq-preprocess", "--only-source", "--thresholdsrc", "5", "--destdir", "DATA", "--workers", "1"]
+    for split, part in (("train", lines[1000:]), ("valid", lines[:500]), ("test", lines[500:1000])):
+        (tmp_path / f"{split}.txt").write_text("\n".join(part) + "\n")
+        preprocess += [f"--{split}pref", f"{split}.txt"]
+    shell(shlex.join(preprocess), tmp_path)
+    (tmp_path / "fairseq_fwp").symlink_to(ROOT / "fairseq_fwp")
+    write_public_checkpoint(tmp_path / "WORK_DIR", tmp_path / "words.txt")
+    shown = re.compile(
+        r"^```(bash|python)\n((?:(?!```).)*?)^```\n\n(?:[^`\n]+:\n\n)?```text\n(.*?)^```", re.MULTILINE | re.DOTALL
+    )
+    for page in PAGES_THAT_PRINT:
+        found = shown.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+        assert found, page
+        for language, block, output in found:
+            said = shell(block if language == "bash" else [sys.executable, "-c", block], tmp_path)
+            position = 0
+            for line in filter(None, output.splitlines()):
+                position = find(line, said, position)
+                assert position is not None, f"{page}: {line}\n{said[-20000:]}"
+
+
+# CONTRIBUTING.md: a plugin outside the package, an experiment and a recipe.
+
+COMMANDS = [line for block in blocks(CONTRIBUTING, "bash") for line in block.replace("\\\n", " ").splitlines()]
+LINE = "the memory is a matrix that every token reads and writes once\n"
+
+
+def write_files(folder, language):
+    """Write the examples of one language, each to the file that its first line names."""
+    for text in blocks(CONTRIBUTING, language):
+        path = folder / re.match(r"# ([\w/.]+)(, continued)?\n", text)[1]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with the plugin of the examples and a small text, binarised."""
+    folder = tmp_path_factory.mktemp("work")
+    write_files(folder, "python")
+    (folder / "text").mkdir()
+    preprocess = ["fairseq-preprocess", "--only-source", "--destdir", "DATA", "--workers", "1"]
+    for split, lines in (("train", 200), ("valid", 30), ("test", 30)):
+        (folder / "text" / f"{split}.txt").write_text(LINE * lines)
+        preprocess += [f"--{split}pref", f"text/{split}.txt"]
+    shell(shlex.join(preprocess), folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_plugin_examples(work):
+    found = [command for command in COMMANDS if "--user-dir my_plugin" in command]
+    assert len(found) == 6
+    for command in found:
+        said = shell(command, work)
+        if command.startswith("fairseq-train"):
+            assert re.search(r"num_updates(=|\W+)4\b", said) and "done training" in said
+        elif command.startswith("fwp-info"):
+            assert re.search(r"^  leaky +W_t = keep_t W", said, re.M)
+        elif command.startswith("echo"):
+            assert re.search(r"^H-0\t", said, re.M)
+        else:
+            assert "Evaluated 390 tokens" in said  # 12 words and an end of line, 30 times
+
+
+def test_a_rule_from_outside_is_a_choice_and_others_are_refused(work):
+    command = next(command for command in COMMANDS if command.startswith("fairseq-train"))
+    said = shell(command.replace("leaky", "leeky"), work, status=1)
+    assert re.search(r"invalid choice: 'leeky' \(choose from .*leaky", said)
+
+
+@pytest.mark.slow
+@looped("recipe", ["mine", "peps"])
+def test_the_experiment_and_the_recipe(work, recipe):
+    """With the recipes in a folder of the test, in the environment of the tests, and a small text."""
+    (command,) = (command for command in COMMANDS if f"recipes/{recipe}/run.sh" in command and "FOLDER" in command)
+    recipes = work / "recipes"
+    shutil.rmtree(recipes, ignore_errors=True)
+    shutil.copytree(ROOT / "recipes", recipes, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    driver = shlex.join([sys.executable, str(ROOT / "recipes" / "driver")])
+    (recipes / "env.sh").write_text(
+        f'here=$(dirname -- "${{BASH_SOURCE[1]}}")\nrecipe() {{ {driver} "$1" --recipe "$here" "${{@:2}}"; }}\n'
+    )
+    write_files(work, "yaml")
+    (script,) = (text for text in blocks(CONTRIBUTING, "bash") if text.startswith("#!"))
+    (recipes / "mine" / "run.sh").write_text(script)
+    small = ["--merges", "60", "--decoder-layers", "1", "--cpu", "--out", "out"]
+    small += ["--warmup-updates", "1"] if recipe == "peps" else []
+    shell(f"{command.replace('FOLDER', 'text')} {shlex.join(small)}", work)
+    assert list((work / "out").glob("del*/checkpoint_best.pt"))
+    shutil.rmtree(work / "out")
+
+
+def test_the_guide_names_no_conf_that_is_there():
+    assert not (ROOT / "recipes" / "peps" / "conf" / "delta_without_positions.yaml").exists()
+    assert not (ROOT / "recipes" / "mine").exists()
