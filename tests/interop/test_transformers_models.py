@@ -45,12 +45,20 @@ EXPERTS = {
 }
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 KIMI = SIZES | EXPERTS | LATENT | {"linear_num_heads": 2, "linear_head_dim": 8}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 CONFIGS = {
     "qwen3_next": GATED_DELTA | EXPERTS,
     "qwen3_5_text": GATED_DELTA,
     "qwen3_5_moe_text": GATED_DELTA | EXPERTS,
     "olmo_hybrid": GATED_DELTA | {"linear_num_value_heads": 2},
     "lara_mini": GATED_DELTA,
+    "qwen4_exp_text": GATED_DELTA | EXPERTS | INDEXER,
     "kimi_linear": KIMI,
     "bailing_hybrid": KIMI,
 }
