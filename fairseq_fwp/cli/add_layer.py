@@ -17,8 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import start_logging
-from fairseq_fwp.cli.loading import architecture, load_model, load_state, load_text, output_file, positive, write_whole
+from fairseq_fwp.cli import loading, make_parser, start_logging
 from fairseq_fwp.fast_weight_layer.initialization import read_moments
 from fairseq_fwp.fast_weight_layer.model import add_layer
 
@@ -27,34 +26,28 @@ def run(args: Namespace) -> None:
     """Add the layer as the arguments say, and print what was written."""
     if args.out.exists():
         raise ValueError(f"--out must be a new file, got {args.out}, which exists: give another name, or remove it")
-    base, task, cfg = load_model(args.path, args.data, {})
-    model, settings = add_layer(base, cfg.model, architecture(cfg), task, args.fwl_hidden_dim)
-    text = load_text(task, args.data, "train", task.source_dictionary.eos())
+    base, task, cfg = loading.load_model(args.path, args.data, {})
+    model, settings = add_layer(base, cfg.model, loading.architecture(cfg), task, args.fwl_hidden_dim)
+    text = loading.load_text(task, args.data, "train", task.source_dictionary.eos())
     carry = bool(getattr(cfg.task, "carry_state", False))
     model.decoder.fast_weight_layer.whiten(*read_moments(model, text.tokens, args.tokens, carry))
-    state = load_state(args.path)
+    state = loading.load_state(args.path)
     state["cfg"] = OmegaConf.to_container(OmegaConf.merge(state["cfg"], {"model": settings}), enum_to_str=True)
     state |= {"args": None, "model": model.state_dict(), "last_optimizer_state": None}
-    write_whole(args.out, lambda file: torch.save(state, file))
+    loading.write_whole(args.out, lambda file: torch.save(state, file))
     size = f"--fwl-hidden-dim {args.fwl_hidden_dim} " if args.fwl_hidden_dim else ""
     flags = f"--arch fwp_fwl_lm --fwl-base {settings.fwl_base} {size}--fwl-map-inputs"
     print(f"wrote {args.out}: {args.path} with a fast weight layer, for {flags} and the flags of its sizes")
 
 
 def parser() -> argparse.ArgumentParser:
-    summary, text = (__doc__ or "").split("\n", 1)
-    made = argparse.ArgumentParser(
-        prog="fwp-add-layer",
-        description=summary.removeprefix("fwp-add-layer: "),
-        epilog=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
-    made.add_argument("--path", required=True, help="the checkpoint of a language model")
-    made.add_argument("--out", required=True, type=output_file, metavar="FILE", help="file for --finetune-from-model")
-    made.add_argument("--fwl-hidden-dim", type=positive, metavar="F", help="hidden units of the layer (4 D)")
-    made.add_argument("--tokens", type=positive, default=100_000, metavar="N", help="training tokens to read (100,000)")
+    made = make_parser(__doc__)
+    add, positive = made.add_argument, loading.positive
+    add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
+    add("--path", required=True, help="the checkpoint of a language model")
+    add("--out", required=True, type=loading.output_file, metavar="FILE", help="file for --finetune-from-model")
+    add("--fwl-hidden-dim", type=positive, metavar="F", help="hidden units of the layer (4 D)")
+    add("--tokens", type=positive, default=100_000, metavar="N", help="training tokens to read (100,000)")
     return made
 
 

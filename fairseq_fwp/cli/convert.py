@@ -29,17 +29,17 @@ identity as feature map, no normalisation and as many heads as the source.
 import argparse
 import sys
 from argparse import SUPPRESS
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import start_logging
+from fairseq_fwp.cli import make_parser, start_logging
 from fairseq_fwp.cli.loading import import_plugin
 from fairseq_fwp.convert import SOURCES
-from fairseq_fwp.convert.files import CHECKPOINT, FLAGS, Option, Options, check, vocabularies, write
+from fairseq_fwp.convert.files import CHECKPOINT, FLAGS, Options, check, dictionaries, write
 from fairseq_fwp.convert.linearize import ATTENTION_OPTIONS, METHOD, Method, check_options, linearize
 
 OPTIONS = {name: option for source in SOURCES.values() for name, option in source.options.items()}
@@ -49,27 +49,24 @@ OWN = ("checkpoint", "source", "vocabulary", "out", "user_dir")
 
 def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
     """The arguments of the command, of the training script of every source, and of the model of one source."""
-    summary, text = (__doc__ or "").split("\n", 1)
-    made = argparse.ArgumentParser(
-        prog="fwp-convert",
-        description=summary.removeprefix("fwp-convert: "),
-        epilog=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = make_parser(__doc__)
     add = made.add_argument
     add("--user-dir", metavar="DIR", help="a plug-in that adds rules and maps")
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="state dict, checkpoint or folder to convert")
     add("--source", required=True, choices=list(SOURCES), help="the code that wrote the checkpoint")
-    add(
-        "--vocabulary",
-        type=Path,
-        metavar="FILE",
-        help="a vocabulary of one word a line, a dict.txt, or a folder of dictionaries",
-    )
+    words = "a vocabulary of one word a line, a dict.txt, or a folder of dictionaries"
+    add("--vocabulary", type=Path, metavar="FILE", help=words)
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the results")
-    add_options(made.add_argument_group("how another attention replaces softmax (Mao 2022)"), METHOD)
-    add_options(made.add_argument_group("options of the training script"), OPTIONS)
+    for title, options in (
+        ("how another attention replaces softmax (Mao 2022)", METHOD),
+        ("options of the training script", OPTIONS),
+    ):
+        group = made.add_argument_group(title)
+        for name, (kind, text, metavar) in options.items():
+            if kind is bool:  # None if it is not given
+                group.add_argument(f"--{name}", action="store_true", default=None, help=text)
+            else:
+                group.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     arch = SOURCES.get(source, SOURCES["fwp-lm"]).arch
     attention = made.add_argument_group(f"the new attention: flags of {arch}", argument_default=SUPPRESS)
     ARCH_MODEL_REGISTRY[arch].add_args(attention)
@@ -79,18 +76,8 @@ def parser(source: str = "fwp-lm") -> argparse.ArgumentParser:
     return made
 
 
-def add_options(group: Any, options: Mapping[str, Option]) -> None:
-    """Add options under their names; a flag that is not given is None."""
-    for name, option in options.items():
-        kind = {"action": "store_true"} if option.type is bool else {"type": option.type, "metavar": option.metavar}
-        group.add_argument(f"--{name}", default=None, help=option.help, **kind)
-
-
 def read_attention(made: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[dict[str, Any], Method] | None:
-    """Return the options of the new attention and how it is made, None = softmax stays.
-
-    Exits with a usage message for contradictory ones.
-    """
+    """Return the options of the new attention and how it is made, None = softmax stays. Exits where they conflict."""
     given = {name: value for name, value in vars(args).items() if name not in (*OWN, *OPTIONS, *Method._fields)}
     method = Method(*(getattr(args, name) for name in Method._fields))
     if not given and method == Method():
@@ -130,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(conversion, args.out)
     except (ValueError, OSError) as error:
         sys.exit(f"fwp-convert: {' '.join(str(error).split())}")
-    files = ", ".join([str(args.out / CHECKPOINT), *vocabularies(conversion)])
+    files = ", ".join([str(args.out / CHECKPOINT), *dictionaries(conversion)])
     print(f"wrote {files} and {FLAGS}: {(args.out / FLAGS).read_text().strip()}")
     for note in conversion.notes:
         print(f"note: {note}")

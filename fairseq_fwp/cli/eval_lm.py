@@ -26,18 +26,8 @@ import torch
 from fairseq.logging.progress_bar import progress_bar
 
 import fairseq_fwp  # noqa: F401  (registers the models)
-from fairseq_fwp.cli import start_logging
-from fairseq_fwp.cli.loading import (
-    dictionary_of_settings,
-    import_plugin,
-    load_model,
-    load_text,
-    non_negative,
-    output_file,
-    positive,
-    refuse_inputs,
-    write_whole,
-)
+from fairseq_fwp.cli import loading, make_parser, start_logging
+from fairseq_fwp.cli.loading import load_text, non_negative, positive
 from fairseq_fwp.evaluation import DynamicRule, Protocol, Scores, evaluate
 from fairseq_fwp.evaluation.dynamic import KINDS
 from fairseq_fwp.tasks.text import BLANK_LINE
@@ -87,16 +77,12 @@ def report(summary: dict[str, Any]) -> list[str]:
 
 
 def count_characters(dictionary: Any, tokens: int, given: int | None) -> int | None:
-    """Return the number given; else the number of tokens if every word is one character; else None.
-
-    Raises ValueError for another number than that of such tokens.
-    """
+    """Return the number given, or that of tokens of one character each. Raises ValueError where the two differ."""
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if not word.startswith("madeupword")]
     counted = tokens if words and all(len(word) == 1 for word in words) else None
     if None not in (given, counted) and given != counted:
-        raise ValueError(
-            f"--characters must be {counted:,}, because every token is a character, got {given:,}: leave it out"
-        )
+        reason = "because every token is a character"
+        raise ValueError(f"--characters must be {counted:,}, {reason}, got {given:,}: leave it out")
     return given if counted is None else counted
 
 
@@ -112,28 +98,15 @@ def read_protocol(args: Namespace, model: Any, task: Any) -> Protocol:
     context = window - args.stride if args.context_window is None else args.context_window
     separator = getattr(task, "reset_state_after", None)
     if args.carry_state and separator and separator != args.reset_after:
-        raise ValueError(
-            f"the model was trained with --reset-state-after {separator}: pass --reset-after {separator}, or leave out "
-            "--carry-state"
-        )
+        remedy = f"pass --reset-after {separator}, or leave out --carry-state"
+        raise ValueError(f"the model was trained with --reset-state-after {separator}: {remedy}")
     return Protocol(window, 0 if args.carry_state else context, args.carry_state, rule)
-
-
-def warn_of_positions(model: Any, length: int) -> None:
-    """Log a warning if absolute positions go beyond those of training, as with a carried state."""
-    if getattr(model.decoder, "embed_positions", None) is not None and length > model.max_positions():
-        logger.warning(
-            "absolute positions grow to %s, and the model has seen only %s in training: leave out --carry-state, or "
-            "train a model with --no-token-positional-embeddings, as Schlag et al. 2021 do",
-            f"{length:,}",
-            f"{model.max_positions():,}",
-        )
 
 
 def run(args: Namespace) -> None:
     """Run the evaluation that the arguments describe; print its result and write its files."""
-    import_plugin(args.user_dir)
-    model, task, cfg = load_model(args.path, args.data, args.model_overrides)
+    loading.import_plugin(args.user_dir)
+    model, task, cfg = loading.load_model(args.path, args.data, args.model_overrides)
     protocol = read_protocol(args, model, cfg.task)
     dictionary = task.source_dictionary
     first = dictionary.bos() if getattr(cfg.task, "add_bos_token", False) else dictionary.eos()
@@ -142,8 +115,14 @@ def run(args: Namespace) -> None:
     train = load_text(task, args.data, "train", first, args.reset_after) if args.dynamic not in (None, "sgd") else None
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     model = model.to(device).requires_grad_(args.dynamic is not None)
-    if args.carry_state:
-        warn_of_positions(model, len(text.tokens))
+    has_positions = getattr(model.decoder, "embed_positions", None) is not None
+    if args.carry_state and has_positions and len(text.tokens) > model.max_positions():
+        logger.warning(
+            "absolute positions grow to %s, and the model has seen only %s in training: leave out --carry-state, or "
+            "train a model with --no-token-positional-embeddings, as Schlag et al. 2021 do",
+            f"{len(text.tokens):,}",
+            f"{model.max_positions():,}",
+        )
 
     def progress(batches: Any) -> Any:
         shown = {"prefix": args.gen_subset, "default_log_format": "simple" if args.no_progress_bar else "tqdm"}
@@ -153,9 +132,10 @@ def run(args: Namespace) -> None:
     summary = summarize(args, model, characters, scores)
     if args.scores:
         table = score_table([dictionary[token] for token in text.tokens.tolist()], scores.log_probs.tolist())
-        write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
+        loading.write_whole(args.scores, lambda file: file.write_text(table, encoding="utf-8"))
     if args.json:
-        write_whole(args.json, lambda file: file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8"))
+        lines = json.dumps(summary, indent=2) + "\n"
+        loading.write_whole(args.json, lambda file: file.write_text(lines, encoding="utf-8"))
     print("\n".join(report(summary)))
 
 
@@ -165,59 +145,33 @@ def score_table(words: Sequence[str], log_probs: Sequence[float]) -> str:
     return "\n".join(["position\ttoken\tlog_prob", *rows]) + "\n"
 
 
-def name_flags(error: Exception) -> str:
-    """The message of an error, with flags in place of the `arguments` that it names."""
-    return re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
-
-
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="fwp-eval-lm",
-        description=__doc__.removeprefix("fwp-eval-lm: "),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = made.add_argument
+    made = make_parser(__doc__)
+    add, protocol, output_file = made.add_argument, made.add_mutually_exclusive_group(), loading.output_file
     add("data", help="folder that fairseq-preprocess has written, with the dictionary of the training")
     add("--path", required=True, help="the checkpoint")
     add("--gen-subset", default="test", metavar="SPLIT", help="split to evaluate: train, valid, test, ... (test)")
     add("--tokens-per-sample", type=positive, metavar="N", help="tokens of a window or segment (as in training)")
-    protocol = made.add_mutually_exclusive_group()
-    protocol.add_argument(
-        "--stride", type=positive, default=1, metavar="N", help="number of last tokens that a window scores (1)"
-    )
-    protocol.add_argument(
-        "--context-window", type=int, metavar="N", help="number of first tokens that a window does not score"
-    )
-    protocol.add_argument(
-        "--carry-state", action="store_true", help="read the text once, carrying the state to the next segment"
-    )
-    add(
-        "--reset-after",
-        metavar="SYMBOL",
-        help=f"reset the state and the weights after this symbol, or after each {BLANK_LINE}",
-    )
+    last = "number of last tokens that a window scores (1)"
+    protocol.add_argument("--stride", type=positive, default=1, metavar="N", help=last)
+    first = "number of first tokens that a window does not score"
+    protocol.add_argument("--context-window", type=int, metavar="N", help=first)
+    carried = "read the text once, carrying the state to the next segment"
+    protocol.add_argument("--carry-state", action="store_true", help=carried)
+    reset = f"reset the state and the weights after this symbol, or after each {BLANK_LINE}"
+    add("--reset-after", metavar="SYMBOL", help=reset)
     add("--dynamic", choices=[*KINDS], help="rule by which the model learns from each window after it is scored")
     add("--dynamic-lr", type=non_negative, metavar="LR", help="step size; required with --dynamic")
     add("--dynamic-decay", type=non_negative, metavar="D", help="strength of the pull to the trained weights (0)")
     add("--dynamic-epsilon", type=non_negative, metavar="E", help="with rms, rms-sum: added to divisors (1e-5)")
-    add(
-        "--dynamic-statistics",
-        type=positive,
-        metavar="N",
-        help="windows of the training text whose squared gradients rms averages (all) and rms-sum adds",
-    )
+    squares = "windows of the training text whose squared gradients rms averages (all) and rms-sum adds"
+    add("--dynamic-statistics", type=positive, metavar="N", help=squares)
     add("--batch-size", type=positive, metavar="N", help="windows at once; 1 with --carry-state or --dynamic")
     add("--characters", type=positive, metavar="N", help="characters of the text (wc -m), for bits per character")
     add("--scores", type=output_file, metavar="TSV", help="write each token with its log-probability (base e)")
     add("--json", type=output_file, metavar="JSON", help="write the result")
-    add(
-        "--model-overrides",
-        type=dictionary_of_settings,
-        default={},
-        metavar="DICT",
-        help="settings that replace the checkpoint's",
-    )
+    settings, replaced = loading.dictionary_of_settings, "settings that replace the checkpoint's"
+    add("--model-overrides", type=settings, default={}, metavar="DICT", help=replaced)
     add("--user-dir", help="plugin that the checkpoint needs besides this package")
     add("--cpu", action="store_true", help="do not use a GPU")
     add("--log-format", choices=["json", "none", "simple", "tqdm"], help="format of the progress")
@@ -230,29 +184,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start_logging()
     made = parser()
     args = made.parse_args(arguments)
+    names = ("lr", "decay", "epsilon", "statistics")
+    given = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
     if args.carry_state and args.batch_size not in (None, 1):
         made.error("--batch-size must be left out with --carry-state, which reads one stream")
     if args.dynamic and args.batch_size not in (None, 1):
         made.error("--batch-size must be left out with --dynamic, which learns from one window after the other")
     if args.dynamic and args.dynamic_lr is None:
         made.error("--dynamic-lr, the step size, must be given with --dynamic")
-    names = ("lr", "decay", "epsilon", "statistics")
-    given = [name for name in names if getattr(args, f"dynamic_{name}") is not None]
     if given and not args.dynamic:
         made.error(f"--dynamic must be sgd, rms or rms-sum with --dynamic-{given[0]}, got none")
     if args.dynamic == "sgd" and given[-1] in ("epsilon", "statistics"):
         made.error(f"--dynamic must be rms or rms-sum with --dynamic-{given[-1]}, got sgd")
+    if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
+        made.error("--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on this number")
     if args.json and args.json == args.scores:
         made.error(f"--json and --scores must be different files, got {args.json} for both")
-    if args.dynamic == "rms-sum" and args.dynamic_statistics is None:
-        made.error(
-            "--dynamic-statistics must be given with --dynamic rms-sum, whose steps depend on that number of windows"
-        )
     try:
-        refuse_inputs(args.data, args.path, {"--json": args.json, "--scores": args.scores})
+        loading.refuse_inputs(args.data, args.path, {"--json": args.json, "--scores": args.scores})
         run(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"fwp-eval-lm: {name_flags(error)}")
+        named = re.sub(r"`(\w+)`", lambda found: FLAGS.get(found[1], found[0]), str(error))
+        sys.exit(f"fwp-eval-lm: {named}")
     except torch.cuda.OutOfMemoryError:
         sys.exit("fwp-eval-lm: the GPU ran out of memory with that many windows at once: pass a smaller --batch-size")
 

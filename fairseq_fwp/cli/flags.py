@@ -1,10 +1,9 @@
 """The flags of this package as text: docs/flags.md, and those of one architecture for a terminal."""
 
-from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
 from enum import Enum
-from functools import partial
 from inspect import get_annotations, signature
 from typing import Any
 
@@ -51,29 +50,39 @@ OTHERS = ("linear", "relative")
 
 def page() -> str:
     """Return docs/flags.md."""
-    return "\n".join([HEAD, *_model_sections(), *_other_sections()])
+    lines = [HEAD]
+    for owner, models in owners(MODELS).items():
+        lines += _head(f"Flags of {', '.join(models)}", owner, "used by")
+        for field, cells in _described(owner, MODEL_REGISTRY[models[0]]):
+            same = ["*same function*"] if field.metadata.get("same_function") else []
+            lines.append(_row(*cells, ", ".join(dict.fromkeys([*users(field.name, models), *same]))))
+    for kind, registry, options in (
+        ("task", TASK_REGISTRY, TASK_DATACLASS_REGISTRY),
+        ("criterion", CRITERION_REGISTRY, CRITERION_DATACLASS_REGISTRY),
+    ):
+        for name, owner in options.items():
+            if owner.__module__.startswith("fairseq_fwp."):
+                lines += _head(f"Flags of the {kind} {name}", owner)
+                lines += (_row(*cells) for _, cells in _described(owner, registry[name]))
+    return "\n".join(lines)
 
 
 def flags_of(arch: str) -> str:
     """Return the flags of an architecture for a terminal: their values, and the model's defaults that differ."""
     model = ARCH_MODEL_NAME_REGISTRY[arch]
     changed, known = differences(arch), defaults(model)
-    parser = ArgumentParser(
-        usage=SUPPRESS,
-        add_help=False,
-        formatter_class=partial(HelpFormatter, max_help_position=40),
-        description=f"--arch {arch}, an architecture of {model}. Its flags and their values:",
-    )
-    groups = {first_line(owner).rstrip("."): own(owner) for owner in owners({model: MODELS[model]})}
+    groups = {first_line(owner): own(owner) for owner in owners({model: MODELS[model]})}
     texts = {field.name: field.metadata["help"] for group in groups.values() for field in group}
-    rest = {"Flags of fairseq that this architecture sets": [name for name in changed if name not in texts]}
-    for title, names in {**{title: [field.name for field in group] for title, group in groups.items()}, **rest}.items():
-        group = parser.add_argument_group(title)
-        for name in names:
+    names = {title: [field.name for field in group] for title, group in groups.items()}
+    names["Flags of fairseq that this architecture sets."] = [name for name in changed if name not in texts]
+    lines = [f"--arch {arch}, an architecture of {model}. Its flags and their values:"]
+    for title, group in names.items():
+        lines += ["", title] if group else []
+        for name in group:
             differs = f" [{model}: {plain(known[name])}]" if name in changed else ""
-            value = changed.get(name, known[name])
-            group.add_argument(flag(name), metavar=plain(value), help=texts.get(name, "") + differs)
-    return parser.format_help().strip()
+            value = f"{flag(name)} {plain(changed.get(name, known[name]))}"
+            lines.append(f"  {value:38} {texts.get(name, '')}{differs}")
+    return "\n".join(lines)
 
 
 def owners(kinds: Mapping[str, type]) -> dict[type, list[str]]:
@@ -137,25 +146,6 @@ def first_line(documented: Any) -> str:
     return next(iter((documented.__doc__ or "").strip().splitlines()), "")
 
 
-def _model_sections() -> Iterator[str]:
-    for owner, models in owners(MODELS).items():
-        yield from _head(f"Flags of {', '.join(models)}", owner, "used by")
-        for field, cells in _described(owner, MODEL_REGISTRY[models[0]]):
-            same = ["*same function*"] if field.metadata.get("same_function") else []
-            yield _row(*cells, ", ".join(dict.fromkeys([*users(field.name, models), *same])))
-
-
-def _other_sections() -> Iterator[str]:
-    for kind, registry, options in (
-        ("task", TASK_REGISTRY, TASK_DATACLASS_REGISTRY),
-        ("criterion", CRITERION_REGISTRY, CRITERION_DATACLASS_REGISTRY),
-    ):
-        for name, owner in options.items():
-            if owner.__module__.startswith("fairseq_fwp."):
-                yield from _head(f"Flags of the {kind} {name}", owner)
-                yield from (_row(*cells) for _, cells in _described(owner, registry[name]))
-
-
 def _head(title: str, owner: type, *columns: str) -> list[str]:
     names = ("flag", "value", "default", "meaning", *columns)
     return [f"\n## {title}", "", first_line(owner), "", _row(*names), _row(*["---"] * len(names))]
@@ -169,15 +159,12 @@ def _described(owner: type, kind: Any) -> Iterator[tuple[Field, list[str]]]:
     for field in own(owner):
         action = actions[field.name]
         name = next(iter(action.option_strings), action.dest)
-        yield field, [f"`{name}`", _values(action), plain(field.default), field.metadata["help"].replace("<", "\\<")]
-
-
-def _values(action: Action) -> str:
-    if action.nargs == 0:
-        return "switch"
-    if action.choices:
-        return ", ".join(f"`{choice}`" for choice in action.choices)
-    return "text" if action.type in (None, str) else getattr(action.type, "__name__", "text")
+        value = "text" if action.type in (None, str) else getattr(action.type, "__name__", "text")
+        if action.nargs == 0:
+            value = "switch"
+        elif action.choices:
+            value = ", ".join(f"`{choice}`" for choice in action.choices)
+        yield field, [f"`{name}`", value, plain(field.default), field.metadata["help"].replace("<", "\\<")]
 
 
 def _row(*cells: str) -> str:

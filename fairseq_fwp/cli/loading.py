@@ -1,4 +1,4 @@
-"""Read and write the files of a command, in the order of its steps: arguments, plug-in, model, text, results."""
+"""Read and write the files of a command, in the order of its steps: plug-in, model, text, results."""
 
 import argparse
 import ast
@@ -40,9 +40,8 @@ def dictionary_of_settings(text: str) -> dict[str, Any]:
     except (SyntaxError, ValueError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise argparse.ArgumentTypeError(
-            f"it must be a dictionary of settings like {{'max_target_positions': 512}}, got {text!r}"
-        )
+        expected = "a dictionary of settings like {'max_target_positions': 512}"
+        raise argparse.ArgumentTypeError(f"it must be {expected}, got {text!r}")
     return found
 
 
@@ -66,22 +65,17 @@ def refuse_inputs(data: str, checkpoint: str, outputs: dict[str, Path | None]) -
     """Raise ValueError if an output, by its flag, is the checkpoint, or a dictionary or text in the data folder."""
     folders = {Path(folder).resolve() for folder in utils.split_paths(data)}
     for flag, path in outputs.items():
-        if path is None:
-            continue
-        found = path.resolve()
+        found = (path or Path()).resolve()
         is_data = found.name.startswith("dict.") or found.suffix in (".bin", ".idx")
-        if found == Path(checkpoint).resolve() or (found.parent in folders and is_data):
+        if path and (found == Path(checkpoint).resolve() or (found.parent in folders and is_data)):
             raise ValueError(f"{flag} must be another file than those that are read, got {path}: give another name")
 
 
 def import_plugin(folder: str | None) -> None:
-    """Import the --user-dir, unless it is this package: fairseq would take it for another one of the same name.
-
-    Raises ValueError where there is no such folder.
-    """
+    """Import the --user-dir, unless it is this package. Raises ValueError where there is no such folder."""
     if folder is None or Path(folder).resolve() == Path(fairseq_fwp.__file__).resolve().parent:
         return
-    if os.path.isfile(folder):
+    if not os.path.isdir(folder) and os.path.exists(folder):
         raise ValueError(f"--user-dir must be the folder of a plug-in, got the file {folder}")
     try:
         utils.import_user_module(Namespace(user_dir=folder))
@@ -102,17 +96,14 @@ def load_model(path: str, data: str, overrides: dict[str, Any]) -> tuple[Any, An
     check_kind(path, cfg)
     task = setup_task(cfg, data)
     if len(task.target_dictionary) != len(task.source_dictionary):
-        raise ValueError(
-            f"{path} must score every word, got a model trained with --output-dictionary-size: train without this flag"
-        )
+        raise ValueError(f"{path} must score every word, got training with --output-dictionary-size: train without it")
     try:
         (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
     except RuntimeError as error:
-        mismatch = str(error).strip().splitlines()[-1].strip()
-        raise ValueError(
-            f"{path} does not fit its settings or {data}, a dictionary of {len(task.source_dictionary):,} words "
-            f"({textwrap.shorten(mismatch, 200)}): pass the data folder that it was trained on"
-        ) from error
+        mismatch = textwrap.shorten(str(error).strip().splitlines()[-1], 200)
+        words = f"{data}, a dictionary of {len(task.source_dictionary):,} words"
+        asked = "pass the data folder that it was trained on"
+        raise ValueError(f"{path} does not fit its settings or {words} ({mismatch}): {asked}") from error
     return model, task, cfg
 
 
@@ -134,16 +125,11 @@ def load_state(path: str) -> dict[str, Any]:
 
 
 def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the overrides in the types of their settings.
-
-    Raises ValueError for a name that is not a setting of the checkpoint, and for a value of another type.
-    """
-    unknown = overrides.keys() - option_names(cfg)
-    if unknown:
+    """Return the overrides in the types of their settings. Raises ValueError for unknown names and other types."""
+    if unknown := sorted(overrides.keys() - option_names(cfg)):
         spelling = ": write names with _ in place of -" if any("-" in name for name in unknown) else ""
-        raise ValueError(
-            f"--model-overrides must name settings of the model in {path}, got {', '.join(sorted(unknown))}{spelling}"
-        )
+        names = ", ".join(unknown) + spelling
+        raise ValueError(f"--model-overrides must name settings of the model in {path}, got {names}")
     read = dict(overrides)
     model = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(architecture(cfg)))
     task = tasks.TASK_DATACLASS_REGISTRY.get(cfg.task._name)
@@ -162,10 +148,8 @@ def read_overrides(path: str, cfg: Any, overrides: dict[str, Any]) -> dict[str, 
 
 def option_names(settings: Any) -> set[str]:
     """The names of all settings of a configuration at any depth, without the names of groups."""
-    if isinstance(settings, DictConfig):
-        settings = OmegaConf.to_container(settings)
-    if isinstance(settings, Namespace):
-        settings = vars(settings)
+    settings = OmegaConf.to_container(settings) if isinstance(settings, DictConfig) else settings
+    settings = vars(settings) if isinstance(settings, Namespace) else settings
     names: set[str] = set()
     for name, value in settings.items():
         names |= option_names(value) if isinstance(value, dict | Namespace) else {name}
@@ -191,26 +175,20 @@ def check_kind(path: str, cfg: Any) -> None:
     """Check that the model is a language model and that it and its task are registered; raise ValueError otherwise."""
     arch, task = architecture(cfg), cfg.task._name
     if arch not in ARCH_MODEL_REGISTRY or task not in tasks.TASK_REGISTRY:
-        raise ValueError(
-            f"{path} needs the model {arch!r} and the task {task!r}: give the plugin that has them as --user-dir"
-        )
+        asked = "give the plugin that has them as --user-dir"
+        raise ValueError(f"{path} needs the model {arch!r} and the task {task!r}: {asked}")
     if not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
         raise ValueError(f"the model in {path} must be a language model, got {arch!r}")
     # Our task reads this token only once, before the text.
     if task != "fwp_language_modeling" and getattr(cfg.task, "add_bos_token", False):
-        raise ValueError(
-            f"{path} must be trained without --add-bos-token or with --task fwp_language_modeling, got a model of the "
-            f"task {task} with this flag: fairseq-eval-lm can evaluate it"
-        )
+        expected = "without --add-bos-token or with --task fwp_language_modeling"
+        found = f"a model of the task {task} with this flag: fairseq-eval-lm can evaluate it"
+        raise ValueError(f"{path} must be trained {expected}, got {found}")
 
 
 def setup_task(cfg: Any, data: str) -> Any:
     """The task on a data folder. Raises ValueError or OSError for one without a dictionary that can be read."""
-    if not data:
-        raise ValueError(
-            "the data folder must be named, got an empty name: give the folder that the model was trained on"
-        )
-    if not os.path.exists(os.path.join(data, "dict.txt")):
+    if not data or not os.path.exists(os.path.join(data, "dict.txt")):
         raise ValueError(f"the data folder {data} must hold dict.txt: give the folder that the model was trained on")
     try:
         return tasks.setup_task(cfg.task, from_checkpoint=True)
@@ -221,22 +199,18 @@ def setup_task(cfg: Any, data: str) -> Any:
 
 
 def load_text(task: Any, data: str, subset: str, first: int, reset_after: str | None = None) -> Text:
-    """Return a subset of the text, read after the symbol `first`; documents end with the symbol reset_after.
-
-    Raises ValueError for a subset that is not there or empty, and for a symbol that is not in the dictionary.
-    """
+    """Return a subset of the text after the symbol `first`, by documents. Raises ValueError where there is none."""
     folder, dictionary = utils.split_paths(data)[0], task.source_dictionary
-    prefix = os.path.join(folder, subset)
-    dataset = data_utils.load_indexed_dataset(prefix, dictionary)
+    dataset = data_utils.load_indexed_dataset(os.path.join(folder, subset), dictionary)
     if dataset is None:
-        found = sorted({file.stem for file in Path(folder).glob("*.idx")})
-        raise ValueError(f"the text {subset!r} must exist in {folder}, got only {', '.join(found) or 'other files'}")
+        found = ", ".join(sorted({file.stem for file in Path(folder).glob("*.idx")})) or "other files"
+        raise ValueError(f"the text {subset!r} must exist in {folder}, got only {found}")
     tokens = torch.cat([dataset[index] for index in range(len(dataset))]).long()
     if reset_after is None:
         return Text.after(first, tokens)
-    if reset_after != BLANK_LINE and reset_after not in dictionary:
-        raise ValueError(f"--reset-after must be a symbol of the dictionary or {BLANK_LINE}, got {reset_after!r}")
     empty_lines = reset_after == BLANK_LINE
+    if not empty_lines and reset_after not in dictionary:
+        raise ValueError(f"--reset-after must be a symbol of the dictionary or {BLANK_LINE}, got {reset_after!r}")
     separator = dictionary.eos() if empty_lines else dictionary.index(reset_after)
     return Text.after(first, tokens, document_starts(tokens, separator, empty_lines))
 

@@ -14,7 +14,7 @@ JSON = re.compile(r"\{.*\}$")
 PAIRS = re.compile(r"(\w+)[= ](-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)(?=[,\]\s]|$)")
 # With `--log-format none` only this is logged of a validation, once for each checkpoint.
 SAVED = re.compile(r"Saved checkpoint .*@ (\d+) updates, score (-?[\d.]+|inf|nan)\)")
-# The settings: all of them as fairseq prints them, or those given as this package does (patches/messages.py).
+# The settings as fairseq prints them, or as earlier versions of this package did.
 SCORED_BY = re.compile(r"best_checkpoint_metric(?:': '|=)(\w+)")
 # Criterions whose loss is the logarithm of the perplexity; label smoothing adds to it.
 PLAIN_LOSS = re.compile(r"\bcriterion(?:': \{'_name': '|=)(adaptive_loss|cross_entropy)\b")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from fairseq_fwp.cli import make_parser
 from fairseq_fwp.cli.logs import Run, find_log, read_log
 from fairseq_fwp.cli.plot_style import COLOURS, MARKERS, check_path, colours, load_pyplot, save, use_log_scale
 from fairseq_fwp.modules.feature_maps import FEATURE_MAPS
@@ -78,11 +79,7 @@ def draw(runs: Sequence[Run], path: Path, x: str, train: bool) -> None:
 
 
 def draw_dpfp(path: Path) -> None:
-    """Draw DPFP (nu = 1) from two dimensions to four, with r(a) = max(a, 0).
-
-    Schlag et al. 2021, arXiv 2102.11174, Figure 1: every vector has at most one feature that is not zero, so that
-    vectors of different quadrants are orthogonal.
-    """
+    """Draw DPFP (nu = 1) from two dimensions to four, with r(a) = max(a, 0): Figure 1 of Schlag et al. 2021."""
     side = torch.linspace(-1, 1, POINTS)
     first, second = torch.meshgrid(side, side, indexing="ij")
     features = FEATURE_MAPS["dpfp"](2, nu=1)(torch.stack([first, second], dim=-1))
@@ -102,23 +99,15 @@ def draw_dpfp(path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    description = __doc__.split("\n")[0].removeprefix("fwp-plot: ")
-    made = argparse.ArgumentParser(prog="fwp-plot", description=description, allow_abbrev=False)
-    made.add_argument(
-        "logs",
-        nargs="*",
-        metavar="[LABEL=]LOG",
-        help="a log, or its folder; without a label the folder's name is used",
-    )
-    made.add_argument(
-        "--out", type=Path, metavar="PICTURE", help="a .png, .svg or .pdf (curves.png, or dpfp.png with --dpfp)"
-    )
-    made.add_argument("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
-    made.add_argument(
-        "--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu needs --eval-bleu"
-    )
-    made.add_argument("--dpfp", action="store_true", help="draw DPFP from 2 to 4 dimensions, without logs")
-    made.add_argument("--train", action="store_true", help="also draw the metric in training, dashed")
+    made = make_parser(__doc__)
+    add = made.add_argument
+    add("logs", nargs="*", metavar="[LABEL=]LOG", help="a log, or its folder, whose name is the label if none is given")
+    out = "a .png, .svg or .pdf (curves.png, or dpfp.png with --dpfp)"
+    add("--out", type=Path, metavar="PICTURE", help=out)
+    add("--x", choices=["updates", "hours"], default="updates", help="the horizontal axis (updates)")
+    add("--y", choices=list(METRICS), default="ppl", help="the vertical axis (ppl); bleu needs --eval-bleu")
+    add("--dpfp", action="store_true", help="draw DPFP from 2 to 4 dimensions, without logs")
+    add("--train", action="store_true", help="also draw the metric in training, dashed")
     return made
 
 

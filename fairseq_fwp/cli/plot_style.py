@@ -46,10 +46,7 @@ STYLE = {
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """Give each name a colour: the colour of the model or rule it begins with, or an unused one.
-
-    Of several names of one rule ("delta", "delta, DPFP") the first has the rule's colour. Colours repeat after seven.
-    """
+    """Give each name the colour of the rule that it begins with, unless an earlier name has it, or an unused one."""
     found = dict.fromkeys(names, "")
     for name in found:
         own = colour_of(name.lower())
@@ -108,13 +105,8 @@ def use_log_scale(axis: Any, ticks: Sequence[float] = ()) -> None:
     """
     from matplotlib import ticker
 
-    axes = axis.axes
-    set_scale, limits = {
-        "x": (axes.set_xscale, axes.get_xlim),
-        "y": (axes.set_yscale, axes.get_ylim),
-    }[axis.axis_name]
-    set_scale("log")
-    low, high = limits()
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+    low, high = getattr(axis.axes, f"get_{axis.axis_name}lim")()
     ticks = ticks or ((1, 2, 5) if high > 12 * low else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
     axis.set_major_locator(ticker.LogLocator(subs=ticks))
     axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 100 else f"{x:g}"))

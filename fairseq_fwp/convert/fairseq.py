@@ -20,17 +20,9 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
 
-from fairseq_fwp.convert.files import (
-    Conversion,
-    Option,
-    Options,
-    Source,
-    Tensors,
-    dictionary_words,
-    load,
-    read_dictionary,
-    whole_numbers,
-)
+from fairseq_fwp.convert import files
+from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors
+from fairseq_fwp.models.attention_options import flag
 from fairseq_fwp.models.fwp_lm import FwpLanguageModelConfig
 from fairseq_fwp.models.fwp_transformer import FwpTransformerModel, linear_attentions
 from fairseq_fwp.modules.attention import SOFTMAX
@@ -78,33 +70,29 @@ LANGUAGES = ("source_lang", "target_lang")
 def read(
     path: Path, models: Sequence[str], defaults: FairseqDataclass | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights of a checkpoint of one of these models, and the settings of its model and task.
-
-    Missing settings have their defaults. Raises ValueError for any other file.
-    """
-    state = load(path, EXPORT)
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without a model")
-    if not all(isinstance(weight, Tensor) for weight in state["model"].values()):
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got a model with objects that are not tensors")
-    settings, cfg = state.get("args"), state.get("cfg")
+    """Return the weights of one of these models, and its settings with defaults. Raises ValueError for other files."""
+    loaded, found = files.load(path, EXPORT), ""
+    state: Any = loaded if isinstance(loaded, dict) else {}
+    weights, settings, cfg = (state.get(name) for name in ("model", "args", "cfg"))
+    of_model = cfg.get("model") if isinstance(cfg, dict) else None
     if isinstance(settings, Namespace):
         settings = vars(settings)
-    elif isinstance(cfg, dict) and isinstance(of_model := cfg.get("model"), dict | Namespace):
+    elif isinstance(of_model, dict | Namespace):
         settings = {**(cfg.get("task") or {}), **(vars(of_model) if isinstance(of_model, Namespace) else of_model)}
-    else:
-        raise ValueError(f"{path} must be a checkpoint of fairseq, got a file without the settings of its model")
+    if not isinstance(weights, dict):
+        found = "a file without a model"
+    elif not all(isinstance(weight, Tensor) for weight in weights.values()):
+        found = "a model with objects that are not tensors"
+    elif not isinstance(settings, dict):
+        found = "a file without the settings of its model"
+    if found:
+        raise ValueError(f"{path} must be a checkpoint of fairseq, got {found}")
     name = str(settings.get("arch") or settings.get("_name"))
     if ARCH_MODEL_NAME_REGISTRY.get(name, name) not in models:
-        raise ValueError(
-            f"the architecture in {path} must be {' or '.join(models)}, got {name!r}: choose another --source"
-        )
+        expected = " or ".join(models)
+        raise ValueError(f"the architecture in {path} must be {expected}, got {name!r}: choose another --source")
     known = {key: value for key, value in vars(defaults).items() if not str(value).startswith("${")} if defaults else {}
-    return state["model"], {
-        **known,
-        **{key: value for key, value in settings.items() if value is not None},
-        "arch": name,
-    }
+    return weights, {**known, **{key: value for key, value in settings.items() if value is not None}, "arch": name}
 
 
 def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,40 +100,30 @@ def without_marks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not MARKS.fullmatch(name)}
 
 
-def check_vocabulary(
-    tensors: Mapping[str, Tensor],
-    words: int,
-    side: str = "decoder",
-    said: str = "the dictionary",
-    asked: str = "the dict.txt of its training",
-) -> None:
+def check_vocabulary(tensors: Mapping[str, Tensor], words: int, side: str, said: str, asked: str) -> None:
     """Check that the embeddings, if any, have a row for each word and each of fairseq's special symbols.
 
     side: encoder or decoder; said, asked: words for the dictionary, and for what to give instead. Raises ValueError
     otherwise.
     """
     pattern = rf"{side}\.embed_tokens\.(embeddings\.\d+\.0\.)?weight"
-    tables = [name for name in tensors if re.fullmatch(pattern, name)]
-    found, expected = sum(len(tensors[name]) for name in tables), words + len(Dictionary())
-    if tables and found != expected:
-        raise ValueError(
-            f"{said} must have the {found} words of the checkpoint, got {expected} (with fairseq's special symbols): "
-            f"give {asked} with --vocabulary"
-        )
+    sizes = [len(tensor) for name, tensor in tensors.items() if re.fullmatch(pattern, name)]
+    if sizes and sum(sizes) != words + len(Dictionary()):
+        got = f"{words + len(Dictionary())} (with fairseq's special symbols)"
+        asked = f"give {asked} of its training with --vocabulary"
+        raise ValueError(f"{said} must have the {sum(sizes)} words of the checkpoint, got {got}: {asked}")
 
 
 def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The converted model, see `Source`."""
     for name, reason in REFUSED.items():
         if options.get(name):
-            raise ValueError(f"--{name.replace('_', '-')} cannot be converted: {reason}")
+            raise ValueError(f"{flag(name)} cannot be converted: {reason}")
+    dim = options.get("decoder_embed_dim")
     for name in ("decoder_input_dim", "decoder_output_dim"):
-        if options.get(name) != options.get("decoder_embed_dim"):
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be {options.get('decoder_embed_dim')}, as --decoder-embed-dim, got "
-                f"{options.get(name)}: embeddings with a projection cannot be converted"
-            )
-    check_vocabulary(tensors, len(words))
+        if (size := options.get(name)) != dim:
+            reason = "embeddings with a projection cannot be converted"
+            raise ValueError(f"{flag(name)} must be {dim}, as --decoder-embed-dim, got {size}: {reason}")
+    check_vocabulary(tensors, len(words), "decoder", "the dictionary", "the dict.txt")
     rest, version = Tensors(without_marks(tensors)), tensors.get("decoder.version", torch.ones(1))
     output = adaptive_flags if options.get("adaptive_softmax_cutoff") is not None else plain_flags
     flags = {**common_flags(options, float(version[0])), **output(rest, options, len(words))}
@@ -159,7 +137,7 @@ def convert_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options
         table = rest.take("decoder.embed_positions.weight")
         weights["decoder.embed_positions.table.weight"] = table[Dictionary().pad() + 1 :]
     left_out = [name for name in ("decoder_layerdrop", "quant_noise_pq", "quant_noise_scalar") if options.get(name)]
-    notes = [f"--{name.replace('_', '-')}, which the model was trained with, is left out" for name in left_out]
+    notes = [f"{flag(name)}, which the model was trained with, is left out" for name in left_out]
     return Conversion("fwp_lm", flags, {**weights, **rest.rename(NAMES)}, words, notes)
 
 
@@ -174,7 +152,7 @@ def common_flags(options: Options, version: float) -> dict[str, Any]:
         **{name: options.get(name) for name in (*same, "attention_dropout", "max_target_positions")},
         **{name: bool(options.get(name)) for name in switches},
         "activation_dropout": options.get("activation_dropout") or options.get("relu_dropout", 0.0),
-        "activation_fn": str(getattr(options.get("activation_fn"), "value", options.get("activation_fn"))),
+        "activation_fn": str(plain(options.get("activation_fn"))),
         "decoder_update_rule": SOFTMAX,
         "attention_bias": True,
         "decoder_normalize_before": before,
@@ -186,10 +164,7 @@ def common_flags(options: Options, version: float) -> dict[str, Any]:
 def plain_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any]:
     """Return the flags of word embeddings and a softmax over all words. Takes the output if it is the embeddings."""
     if options.get("adaptive_input"):
-        raise ValueError(
-            "--adaptive-input without --adaptive-softmax-cutoff cannot be converted: fwp_lm has an adaptive input only "
-            "with an adaptive softmax"
-        )
+        raise ValueError("--adaptive-input without --adaptive-softmax-cutoff cannot be converted: fwp_lm has only both")
     if not options.get("share_decoder_input_output_embed"):
         return {"output_layer": "untied"}
     for name in {"decoder.output_projection.weight", "decoder.embed_out"} & tensors.keys():
@@ -199,22 +174,16 @@ def plain_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any
 
 
 def adaptive_flags(tensors: Tensors, options: Options, words: int) -> dict[str, Any]:
-    """Return the flags of an adaptive input and the softmax tied to it. Takes what the softmax shares with the input.
-
-    Raises ValueError for any other adaptive softmax.
-    """
+    """Return the flags of an adaptive input with a softmax tied to it. Raises ValueError for any other adaptive one."""
     for name in ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj"):
         if not options.get(name):
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be on to convert an adaptive softmax, got off: in fwp_lm the output "
-                "uses the word vectors and projections of the input"
-            )
+            reason = "in fwp_lm the output uses the word vectors and projections of the input"
+            raise ValueError(f"{flag(name)} must be on to convert an adaptive softmax, got off: {reason}")
     factor = float(options["adaptive_input_factor"])
     if factor != int(factor) or factor < 2:
         raise ValueError(f"--adaptive-input-factor must be a whole number of at least 2, got {factor:g}")
     # The last cutoff may be the number of all words.
-    given = whole_numbers("--adaptive-softmax-cutoff", options["adaptive_softmax_cutoff"])
-    cutoffs = [cutoff for cutoff in given if cutoff < words + len(Dictionary())]
+    cutoffs = [cutoff for cutoff in options.numbers("adaptive_softmax_cutoff") if cutoff < words + len(Dictionary())]
     own, table = "an adaptive softmax of its own", "decoder.embed_tokens.embeddings.{}.{}.weight"
     tensors.take_equal("decoder.adaptive_softmax.head.word_proj.weight", tensors[table.format(0, 0)], own)
     for index in range(len(cutoffs)):
@@ -230,9 +199,8 @@ def adaptive_flags(tensors: Tensors, options: Options, words: int) -> dict[str, 
 
 
 def keep_fwp_lm(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The same model, see `Source`."""
     known = {name: value for name, value in asdict(FwpLanguageModelConfig()).items() if name not in OF_TASK}
-    settings = {name: getattr(value, "value", value) for name in known if (value := options.get(name)) is not None}
+    settings = {name: plain(value) for name in known if (value := options.get(name)) is not None}
     flags = {name: value for name, value in settings.items() if value != known[name] and not name.startswith("_")}
     flags |= {name: options.get(name) for name in OF_TASK}
     return Conversion("fwp_lm", flags, dict(tensors), words, [])
@@ -241,32 +209,25 @@ def keep_fwp_lm(tensors: Mapping[str, Tensor], words: list[str], options: Option
 def words_of_languages(checkpoint: Path, given: Path | None) -> dict[str, list[str]]:
     """The words of every language that has a dict.LANGUAGE.txt in the given folder, or else next to the checkpoint."""
     folder = given or checkpoint.parent
-    found = {path.name.split(".")[1]: read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
+    found = {path.name.split(".")[1]: files.read_dictionary(path) for path in sorted(folder.glob("dict.*.txt"))}
     if not found:
-        raise ValueError(
-            f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training data with --vocabulary"
-        )
+        raise ValueError(f"{folder} must hold dict.LANGUAGE.txt: give the folder of the training with --vocabulary")
     return found
 
 
 def keep_translation(tensors: Mapping[str, Tensor], words: dict[str, list[str]], options: Options) -> Conversion:
-    """The same model as `fwp_transformer`, see `Source`: the parameters have the same names."""
-    languages: list[Any] = [options.get(name) for name in LANGUAGES]
-    for name, language in zip(LANGUAGES, languages, strict=True):
-        if language is None:
+    """Return the same model as `fwp_transformer`: the parameters have the same names."""
+    for name, side in zip(LANGUAGES, ("encoder", "decoder"), strict=True):
+        if (language := options.get(name)) is None:
             raise ValueError(f"the checkpoint does not name its languages: give --{name}, one of {', '.join(words)}")
         if language not in words:
             raise ValueError(f"dict.{language}.txt is missing: give the folder that holds it with --vocabulary")
-    for side, language in zip(("encoder", "decoder"), languages, strict=True):
-        of_training = "the folder of its training's data"
-        check_vocabulary(tensors, len(words[language]), side, f"dict.{language}.txt", of_training)
+        check_vocabulary(tensors, len(words[language]), side, f"dict.{language}.txt", "the folder of the data")
     settings = FwpTransformerModel.complete(FwpTransformerModel.adopt(options))
     if linear_attentions(Namespace(**settings)):
-        raise ValueError(
-            "all attentions of the model must be softmax to be converted, got linear attention in some places"
-        )
+        raise ValueError("all attentions to convert must be softmax, got linear attention in some places")
     flags = {name: plain(value) for name, value in needed_flags(settings).items()}
-    of_languages = {language: words[language] for language in languages}
+    of_languages = {options[name]: words[options[name]] for name in LANGUAGES}
     return Conversion("fwp_transformer", flags, without_marks(tensors), of_languages, [])
 
 
@@ -295,9 +256,11 @@ LM = Source(
     {},
     partial(read, models=["transformer_lm"], defaults=TransformerLanguageModelConfig()),
     convert_lm,
-    dictionary_words,
+    files.dictionary_words,
 )
-FWP_LM = Source({}, partial(read, models=["fwp_lm"], defaults=FwpLanguageModelConfig()), keep_fwp_lm, dictionary_words)
+FWP_LM = Source(
+    {}, partial(read, models=["fwp_lm"], defaults=FwpLanguageModelConfig()), keep_fwp_lm, files.dictionary_words
+)
 TRANSLATION = Source(
     {name: Option(str, "of fairseq-mt, where the checkpoint does not say it") for name in LANGUAGES},
     partial(read, models=["transformer", "fwp_transformer"]),

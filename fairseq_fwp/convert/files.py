@@ -83,17 +83,20 @@ class Options(dict[str, Any]):
     def need(self, name: str) -> Any:
         """The option's value. Raises ValueError if it is neither given nor saved."""
         if name not in self:
-            raise ValueError(
-                f"--{name} must be given, as in training: neither the state dict nor a log.txt next to it has it"
-            )
+            raise ValueError(f"--{name} must be given, as in training: neither the state dict nor its log.txt has it")
         return self[name]
+
+    def numbers(self, name: str) -> list[int]:
+        """The comma-separated numbers of an option. Raises ValueError for other text."""
+        try:
+            return [int(number) for number in str(self[name]).split(",")]
+        except ValueError:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} must be whole numbers such as 20000,40000, got {self[name]!r}") from None
 
 
 class Tensors(dict[str, Tensor]):
-    """The tensors of a source that have no place in our model yet: each is taken once.
-
-    Errors of missing, unknown and quantised tensors are ValueErrors that name them.
-    """
+    """The tensors of a source without a place in our model yet: each is taken once. ValueErrors name the wrong ones."""
 
     def __missing__(self, name: str) -> Tensor:
         raise ValueError(f"the state dict does not fit a model with these options: it lacks {name}; check the options")
@@ -102,9 +105,8 @@ class Tensors(dict[str, Tensor]):
         """Remove a tensor and return it."""
         tensor = self[name]
         if not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} must be floating-point, got {tensor.dtype}: quantised weights cannot be converted"
-            )
+            quantised = "quantised weights cannot be converted"
+            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}: {quantised}")
         del self[name]
         return tensor
 
@@ -119,10 +121,8 @@ class Tensors(dict[str, Tensor]):
     def take_equal(self, name: str, expected: Tensor, option: str) -> None:
         """Take a tensor that is one parameter here with another. Raises ValueError about `option` if they differ."""
         if not torch.equal(self.take(name), expected):
-            raise ValueError(
-                f"{option} cannot be converted: after conversion input and output share one tensor, but the checkpoint "
-                "has two that differ"
-            )
+            shared = "after conversion input and output share one tensor, but the checkpoint has two that differ"
+            raise ValueError(f"{option} cannot be converted: {shared}")
 
     def rename(self, table: Mapping[str, str]) -> dict[str, Tensor]:
         """Take all tensors, each by our name. table: patterns of how their names begin -> how ours begin."""
@@ -133,10 +133,8 @@ class Tensors(dict[str, Tensor]):
                     renamed[re.sub(f"^{theirs}", ours, name)] = self.take(name)
                     break
         if self:
-            raise ValueError(
-                f"the state dict does not fit a model with these options: it has also {', '.join(sorted(self))}; check "
-                "the options"
-            )
+            more = ", ".join(sorted(self))
+            raise ValueError(f"the state dict does not fit these options: it has also {more}; check the options")
         return renamed
 
 
@@ -179,17 +177,13 @@ class Vocabulary(NamedTuple):
         if cutoffs and last >= cutoffs[0]:
             raise ValueError(
                 f"the words for the end of a line and for unknown words must be among the first {cutoffs[0]} words, "
-                f"the first cluster of the adaptive softmax, got one as word {last + 1}: give the vocabulary in the "
-                "order of the training"
+                f"the first cluster, got one as word {last + 1}: give the vocabulary in the order of the training"
             )
         return [cutoff + self.added for cutoff in cutoffs]
 
 
 def arrange(words: list[str]) -> Vocabulary:
-    """Return the vocabulary of words in the source's order: the words for </s> and <unk> take fairseq's places.
-
-    Raises ValueError for repeated or reserved words.
-    """
+    """Return the vocabulary of words in the order of the source. Raises ValueError for repeated or reserved words."""
     specials = Dictionary()
     numbers = {word: number for number, word in enumerate(words)}
     if len(numbers) < len(words):
@@ -210,11 +204,9 @@ def given_words(checkpoint: Path, given: Path | None) -> list[str]:
     if given is None:
         raise ValueError(f"--vocabulary must be given: {checkpoint} does not hold its words")
     try:
-        lines = given.read_bytes().decode("utf-8").split("\n")
+        lines = given.read_bytes().decode("utf-8").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the vocabulary {given} cannot be read: {error}") from error
-    while lines and not lines[-1].strip():
-        lines.pop()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise ValueError(f"line {number} of the vocabulary {given} must hold a word, got an empty line")
@@ -239,48 +231,47 @@ def read_dictionary(path: Path) -> list[str]:
     return words
 
 
-def whole_numbers(option: str, text: Any) -> list[int]:
-    """Return the comma-separated numbers of an option. Raises ValueError for other text."""
-    try:
-        return [int(number) for number in str(text).split(",")]
-    except ValueError:
-        raise ValueError(f"{option} must be whole numbers such as 20000,40000, got {text!r}") from None
-
-
 def load(path: Path, export: str) -> Any:
-    """Load what torch.save wrote into a file, with the loader that patches/checkpoints.py has made safe.
-
-    Raises ValueError unless it holds plain data; `export` tells the user what to do.
-    """
+    """Load what torch.save wrote. Raises ValueError unless it holds plain data; `export` tells the user what to do."""
     try:
         return torch.load(path, map_location="cpu")
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError) as error:
+        found = "must be a complete checkpoint, got a truncated or different file"
         if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
-            raise ValueError(
-                f"{path} holds pickled objects, which could run any code, next to its weights: {export}"
-            ) from error
-        raise ValueError(f"{path} must be a complete checkpoint, got a truncated or different file") from error
+            found = f"holds pickled objects, which could run any code, next to its weights: {export}"
+        raise ValueError(f"{path} {found}") from error
 
 
 def write(conversion: Conversion, out: Path) -> None:
     """Write checkpoint.pt, flags.txt and dict.txt (of translation dict.LANGUAGE.txt) into `out`, or nothing.
 
-    Raises ValueError if the folder exists and is not empty, or if the weights do not fit the model of the flags.
+    The checkpoint is what fairseq would save before the first update. Raises ValueError if the folder exists and is not
+    empty, or if the weights do not fit the model of the flags.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         found = "holds files" if out.is_dir() else "is a file"
         raise ValueError(f"--out must be a new or empty folder, got {out}, which {found}")
     flags, task = command_line(conversion), make_task(conversion)
     cfg = configure(flags, out)
-    model = build(conversion, cfg.model, task)
+    known = {KEY: fingerprints(task)}
+    saved = {
+        "args": None,
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "model": build(conversion, cfg.model, task).state_dict(),
+        "criterion": None,
+        "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
+        "task_state": known,
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **known},
+        "last_optimizer_state": None,
+    }
     unfinished = out.with_name(f".{out.name}-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        torch.save(checkpoint(cfg, model, task), unfinished / CHECKPOINT)
-        for name, words in vocabularies(conversion).items():
-            make_dictionary(words).save(str(unfinished / name))
+        torch.save(saved, unfinished / CHECKPOINT)
+        for name, dictionary in dictionaries(conversion).items():
+            dictionary.save(str(unfinished / name))
         (unfinished / FLAGS).write_text(" ".join(flags) + "\n", encoding="utf-8")
         os.replace(unfinished, out)
     finally:
@@ -289,12 +280,12 @@ def write(conversion: Conversion, out: Path) -> None:
 
 def command_line(conversion: Conversion) -> list[str]:
     """Return the flags of `fairseq-train` that make this model."""
-    languages = [*conversion.words] if isinstance(conversion.words, dict) else []
     # Among fairseq's criteria for words, only this one never needs the logits of all words at once. It needs the
     # backend legacy_ddp.
     task, criterion = ["language_modeling"], ["adaptive_loss", "--ddp-backend", "legacy_ddp"]
-    if languages:
-        task = ["translation", "--source-lang", languages[0], "--target-lang", languages[-1]]
+    if isinstance(conversion.words, dict):
+        source, *_, target = [*conversion.words] * 2
+        task = ["translation", "--source-lang", source, "--target-lang", target]
         criterion = ["cross_entropy"]  # without options: another criterion would not know them
     found = ["--task", *task, "--arch", conversion.arch]
     for name, value in conversion.flags.items():
@@ -304,10 +295,7 @@ def command_line(conversion: Conversion) -> list[str]:
 
 
 def configure(flags: list[str], data: Path) -> Any:
-    """Return the configuration that `fairseq-train` builds from the flags and a data folder.
-
-    Raises ValueError where it refuses them.
-    """
+    """Return the configuration that `fairseq-train` builds from flags. Raises ValueError where it refuses them."""
     parser = options.get_training_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -318,25 +306,20 @@ def configure(flags: list[str], data: Path) -> Any:
     return convert_namespace_to_omegaconf(args)
 
 
-def vocabularies(conversion: Conversion) -> dict[str, list[str]]:
-    """Return the words of each dictionary, by the name of its file; the source's first."""
-    if isinstance(conversion.words, dict):
-        return {f"dict.{language}.txt": words for language, words in conversion.words.items()}
-    return {DICTIONARY: conversion.words}
+def dictionaries(conversion: Conversion) -> dict[str, Dictionary]:
+    """Return fairseq's dictionaries by the names of their files, the source's first; counts are unknown, set to 1."""
+    words, found = conversion.words, dict[str, Dictionary]()
+    for language, known in words.items() if isinstance(words, dict) else [("", words)]:
+        dictionary = found[f"dict.{language}.txt" if language else DICTIONARY] = Dictionary()
+        for word in known:
+            dictionary.add_symbol(word)
+    return found
 
 
 def make_task(conversion: Conversion) -> Namespace:
     """Return the dictionaries as a task for the constructor of a model."""
-    source, *_, target = map(make_dictionary, [*vocabularies(conversion).values()] * 2)
+    source, *_, target = [*dictionaries(conversion).values()] * 2
     return Namespace(source_dictionary=source, target_dictionary=target)
-
-
-def make_dictionary(words: list[str]) -> Dictionary:
-    """Return fairseq's dictionary of these words. Their counts are unknown and set to 1."""
-    dictionary = Dictionary()
-    for word in words:
-        dictionary.add_symbol(word)
-    return dictionary
 
 
 def build_empty(conversion: Conversion) -> Any:
@@ -346,10 +329,7 @@ def build_empty(conversion: Conversion) -> Any:
 
 
 def build(conversion: Conversion, cfg: Any, task: Namespace) -> nn.Module:
-    """Build the model of a configuration with the weights. The model takes the widest of their dtypes.
-
-    Raises ValueError if they do not fit.
-    """
+    """Build a model with the weights, in the widest of their dtypes. Raises ValueError if they do not fit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model: nn.Module = ARCH_MODEL_REGISTRY[conversion.arch].build_model(cfg, task)
@@ -373,12 +353,9 @@ def check(conversion: Conversion) -> None:
 
 
 def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Check that the weights fit the model.
-
-    Raises ValueError naming weights that are missing, too many, of another shape or integers.
-    """
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    known = parameters | buffers
+    """Raise ValueError naming weights that are missing, too many, of another shape or integers."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {**parameters, **dict(model.named_buffers())}
     # A parameter that modules share has several names: one of them is enough.
     given = {id(parameters[name]) for name in weights.keys() & parameters.keys()}
     faults = [f"{name} is missing" for name, parameter in model.named_parameters() if id(parameter) not in given]
@@ -391,18 +368,3 @@ def check_fit(model: nn.Module, weights: dict[str, Tensor]) -> None:
             faults.append(f"{name} must be floating-point, got {weight.dtype}")
     if faults:
         raise ValueError(f"the weights do not fit the model that the options describe: {'; '.join(sorted(faults))}")
-
-
-def checkpoint(cfg: Any, model: nn.Module, task: Namespace) -> dict[str, Any]:
-    """Return the checkpoint that fairseq would save before the first update."""
-    known = {KEY: fingerprints(task)}
-    return {
-        "args": None,
-        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
-        "model": model.state_dict(),
-        "criterion": None,
-        "optimizer_history": [{"optimizer_name": None, "lr_scheduler_state": {}, "num_updates": 0}],
-        "task_state": known,
-        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, **known},
-        "last_optimizer_state": None,
-    }

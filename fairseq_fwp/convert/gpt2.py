@@ -71,42 +71,30 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise ValueError(f"{path} must be a folder with {CONFIG} and {WEIGHTS} of GPT-2, got {found}")
-    config = read_config(path)
-    tensors = {name: tensor for file in weight_files(path) for name, tensor in read_weights(path / file).items()}
+    config, files = read_config(path), {WEIGHTS}
+    if (path / INDEX).exists():
+        names = read_json(path / INDEX).get("weight_map")
+        files = {*names.values()} if isinstance(names, dict) else set()
+        if not files or not all(isinstance(file, str) for file in files):
+            raise ValueError(f"{path / INDEX} must have a weight_map, which names a file for every weight")
+    elif not (path / WEIGHTS).exists():
+        raise ValueError(f"{path} must hold {WEIGHTS} or {INDEX}: save weights of another format as safetensors first")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(files):
+        try:
+            tensors |= load_file(path / file)
+        except OSError as error:
+            raise ValueError(f"the weights {path / file} cannot be read: {error.strerror or error}") from error
+        except SafetensorError as error:
+            whole = "a complete safetensors file, got a truncated or different file"
+            raise ValueError(f"{path / file} must be {whole}") from error
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, config
-
-
-def weight_files(path: Path) -> list[str]:
-    """The names of the files that hold the weights. Raises ValueError for none, or an index without names."""
-    index = path / INDEX
-    if not index.exists():
-        if not (path / WEIGHTS).exists():
-            raise ValueError(
-                f"{path} must hold {WEIGHTS} or {INDEX}: save weights of another format, such as pytorch_model.bin, as "
-                "safetensors first"
-            )
-        return [WEIGHTS]
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{index} must have a weight_map, which names a file for every weight")
-    return sorted(set(files.values()))
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file. Raises ValueError for a missing or truncated file, or another format."""
-    try:
-        return load_file(path)
-    except OSError as error:
-        raise ValueError(f"the weights {path} cannot be read: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise ValueError(f"{path} must be a complete safetensors file, got a truncated or different file") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the settings in config.json and their defaults. Raises ValueError if sizes are missing or disagree."""
     config = {**DEFAULTS, **read_json(path / CONFIG)}
-    missing = [name for name in SIZES if not isinstance(config.get(name), int)]
-    if missing:
+    if missing := [name for name in SIZES if not isinstance(config.get(name), int)]:
         raise ValueError(f"{path / CONFIG} must be the configuration of a GPT-2, got one without {', '.join(missing)}")
     eos, words = config["eos_token_id"], config["vocab_size"]
     if eos is not None and not (isinstance(eos, int) and 0 <= eos < words):
@@ -128,9 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def numbers_of_tokens(path: Path, given: Path | None) -> list[str]:
     """The words of the dictionary: the numbers of the tokens, in their order, and </s> for the end of a text."""
     if given is not None:
-        raise ValueError(
-            "--vocabulary must be left out with gpt2: its words are the numbers of tokens, as in fairseq's --bpe gpt2"
-        )
+        raise ValueError("--vocabulary must be left out with gpt2: its words are numbers of tokens, as of --bpe gpt2")
     config = read_config(path)
     words = [str(number) for number in range(config["vocab_size"])]
     if config["eos_token_id"] is not None:
@@ -139,15 +125,12 @@ def numbers_of_tokens(path: Path, given: Path | None) -> list[str]:
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The converted model, see `Source`. Raises ValueError that names what cannot be represented."""
     for name, (value, reason) in EXPECTED.items():
         if options.get(name, value) != value:
-            raise ValueError(f"{CONFIG} has {name} = {options.get(name)!r}, which cannot be converted: {reason}")
-    if options.get("activation_function") not in ACTIVATIONS:
+            raise ValueError(f"{CONFIG} has {name} = {options[name]!r}, which cannot be converted: {reason}")
+    if (activation := options.get("activation_function")) not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise ValueError(
-            f"activation_function in {CONFIG} must be one of {known}, got {options.get('activation_function')!r}"
-        )
+        raise ValueError(f"activation_function in {CONFIG} must be one of {known}, got {activation!r}")
     rest = Tensors(
         (name, tensor.t().contiguous() if TRANSPOSED.fullmatch(name) else tensor)
         for name, tensor in tensors.items()
@@ -165,17 +148,12 @@ def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -
         # Symbols of fairseq's dictionary that GPT-2 lacks get probability 0, and are not learned.
         "decoder.adaptive_softmax.bias": vocabulary.place(table.new_zeros(len(table)), fill=-torch.inf),
     }
-    return Conversion("fwp_lm", flags(options, positions), weights, vocabulary.words, notes(options))
-
-
-def flags(options: Options, positions: int) -> dict[str, Any]:
-    """The flags of the softmax model."""
-    return {
-        "decoder_layers": options.get("n_layer"),
-        "decoder_embed_dim": options.get("n_embd"),
+    flags = {
+        "decoder_layers": options["n_layer"],
+        "decoder_embed_dim": options["n_embd"],
         "decoder_ffn_embed_dim": options.get("n_inner", 4 * options["n_embd"]),
-        "decoder_attention_heads": options.get("n_head"),
-        "activation_fn": ACTIVATIONS[options["activation_function"]],
+        "decoder_attention_heads": options["n_head"],
+        "activation_fn": ACTIVATIONS[activation],
         "dropout": options.get("resid_pdrop"),
         "attention_dropout": options.get("attn_pdrop"),
         "decoder_update_rule": SOFTMAX,
@@ -187,14 +165,9 @@ def flags(options: Options, positions: int) -> dict[str, Any]:
         "tokens_per_sample": positions,
         "max_target_positions": positions,
     }
-
-
-def notes(options: Options) -> list[str]:
-    """Return the differences of further training, one sentence each."""
-    embedding, rest = options.get("embd_pdrop", 0.1), options.get("resid_pdrop")
-    if embedding == rest:
-        return []
-    return [f"dropout of embeddings is {rest} here, as in blocks, and was {embedding} (embd_pdrop)"]
+    embedding, blocks = options.get("embd_pdrop", 0.1), options.get("resid_pdrop")
+    note = f"dropout of embeddings is {blocks} here, as in blocks, and was {embedding} (embd_pdrop)"
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, [note] if embedding != blocks else [])
 
 
 SOURCE = Source({}, read, convert, numbers_of_tokens)

@@ -7,7 +7,7 @@ reasons. The model then needs fine-tuning. D: embedding dimension, H: heads, d =
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -81,9 +81,7 @@ METHOD = {
         int, "with decay: start with memories of 1 to T tokens; default: uniform gates, as in Mao 2022", "T"
     ),
     "keep-softmax-layers": Option(
-        str,
-        "layers that keep softmax, numbered from 0, such as 0,3; kl:N: the N whose conversion costs most",
-        "LAYERS",
+        str, "layers that keep softmax, numbered from 0, such as 0,3; kl:N: the N whose conversion costs most", "LAYERS"
     ),
     "kl-text": Option(Path, "with kl:N: text on which the cost is measured, in dictionary words", "FILE"),
 }
@@ -93,42 +91,28 @@ def check_options(arch: str, given: Mapping[str, Any], method: Method) -> None:
     """Check the options of a new attention, by field, before a checkpoint is read; raise ValueError otherwise."""
     if others := [name for name in given if name not in ATTENTION_OPTIONS[arch]]:
         raise ValueError(f"{flag(others[0])} must be left out: only options of attention can change")
-    rule = given.get("decoder_update_rule")
     if arch == "fwp_transformer":
         check_translation(given, method)
-    elif rule is None:
+        return
+    rule, spans, kept = given.get("decoder_update_rule"), method.decay_spans, method.keep_softmax_layers
+    if rule is None:
         raise ValueError("--decoder-update-rule must be given with options of a new attention, such as --state-size")
-    elif rule == SOFTMAX:
+    if rule == SOFTMAX:
         if given.keys() != {"decoder_update_rule", "attention_window"} or method != Method():
-            raise ValueError(
-                "--decoder-update-rule softmax must be given with --attention-window and no other option of the new "
-                "attention: to keep softmax as it is, leave out all of them"
-            )
-    elif "attention_window" in given:
-        raise ValueError(
-            "--attention-window must be left out unless --decoder-update-rule is softmax: fast weights have no window"
-        )
-    else:
-        look_up("update rule", rule, UPDATE_RULES, "softmax or ")
-        check_method({**DEFAULTS, **given}, method)
-
-
-def check_method(options: Mapping[str, Any], method: Method) -> None:
-    """Check the options of a conversion to fast weights in a language model; raise ValueError otherwise."""
-    if method.decay_spans is not None:
-        if (options["decoder_update_rule"], options["decoder_feature_map"]) != ("decay", "identity"):
-            raise ValueError(
-                "--decay-spans must be left out unless --decoder-update-rule is decay and --decoder-feature-map is "
-                "identity (the default)"
-            )
-        if method.decay_spans < 1:
-            raise ValueError(f"--decay-spans must be at least 1 token, got {method.decay_spans}")
-    kept = method.keep_softmax_layers
+            expected = "--attention-window and no other option of the new attention (to keep softmax: without any)"
+            raise ValueError(f"--decoder-update-rule softmax must be given with {expected}")
+        return
+    if "attention_window" in given:
+        raise ValueError("--attention-window needs --decoder-update-rule softmax: fast weights have no window")
+    look_up("update rule", rule, UPDATE_RULES, "softmax or ")
+    if spans is not None and (rule, {**DEFAULTS, **given}["decoder_feature_map"]) != ("decay", "identity"):
+        needed = "--decoder-update-rule is decay and --decoder-feature-map is identity (the default)"
+        raise ValueError(f"--decay-spans must be left out unless {needed}")
+    if spans is not None and spans < 1:
+        raise ValueError(f"--decay-spans must be at least 1 token, got {spans}")
     if kept == "":
-        raise ValueError(
-            "--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing: leave it out for none"
-        )
-    if kept and "decoder_attention_heads" in options:
+        raise ValueError("--keep-softmax-layers must be layers such as 0,3, or kl:N, got nothing: or leave it out")
+    if kept and "decoder_attention_heads" in given:
         raise ValueError("--decoder-attention-heads must be left out with --keep-softmax-layers: it changes all layers")
     by_divergence = (kept or "").startswith(BY_DIVERGENCE)
     if method.kl_text is None and by_divergence:
@@ -142,52 +126,47 @@ def check_translation(given: Mapping[str, Any], method: Method) -> None:
     for name in ("decay_spans", "keep_softmax_layers", "kl_text"):
         if getattr(method, name) is not None:
             raise ValueError(f"{flag(name)} must be left out for translation: only language models have it")
-    of_maps = ("encoder_feature_map", "cross_feature_map")
-    if all(given.get(place, SOFTMAX) == SOFTMAX for place in (*of_maps, "decoder_update_rule")):
-        raise ValueError(
-            "one of --encoder-feature-map, --cross-feature-map and --decoder-update-rule must be other than softmax, "
-            "got none: name one, or leave out all options of a new attention"
-        )
+    places = ("encoder_feature_map", "cross_feature_map", "decoder_update_rule")
+    if all(given.get(place, SOFTMAX) == SOFTMAX for place in places):
+        names = "--encoder-feature-map, --cross-feature-map and --decoder-update-rule"
+        raise ValueError(f"one of {names} must be other than softmax, got none: name one, or leave out all options")
     if given.get("decoder_update_rule", SOFTMAX) == SOFTMAX:
-        for name in given.keys() - {*of_maps, "decoder_update_rule"}:
+        for name in given.keys() - {*places}:
             if name.split("_")[0] not in FEATURE_MAPS:  # such as dpfp_nu, which the other attentions use too
-                raise ValueError(
-                    f"--decoder-update-rule must be given with {flag(name)}, which changes the decoder's self-attention"
-                )
+                of_decoder = f"{flag(name)}, which changes the decoder's self-attention"
+                raise ValueError(f"--decoder-update-rule must be given with {of_decoder}")
 
 
 def linearize(conversion: Conversion, given: Mapping[str, Any], method: Method) -> Conversion:
-    """Return the conversion with the new attention, given by its options. Raises ValueError if that is impossible."""
+    """Return the conversion with the new attention, given by its options. Raises ValueError if that is impossible.
+
+    With kl:N, the N layers whose conversion costs most keep softmax; the costs are in the notes.
+    """
     check_options(conversion.arch if conversion.arch in ATTENTION_OPTIONS else "fwp_lm", given, method)
     if conversion.arch == "fwp_transformer":
         return linearize_translation(conversion, given, method)
     if conversion.arch != "fwp_lm" or attention_name(configure(conversion.flags)) != SOFTMAX:
-        raise ValueError(
-            "the model to convert must have softmax attention over all past tokens, got a model without it"
-        )
+        raise ValueError("the model must have softmax attention over all past tokens, got a model without it")
     if given["decoder_update_rule"] == SOFTMAX:
         return conversion._replace(flags={**conversion.flags, **given})
     kept = method.keep_softmax_layers or ""
-    if kept.startswith(BY_DIVERGENCE):
-        return linearize_by_divergence(conversion, given, method)
-    return linearize_layers(conversion, given, method, kept)
-
-
-def linearize_by_divergence(conversion: Conversion, given: Mapping[str, Any], method: Method) -> Conversion:
-    """Convert all layers except those where conversion costs most; the costs are in the notes."""
-    converted = linearize_layers(conversion, given, method)
-    count = read_count(method.keep_softmax_layers or "", configure(conversion.flags).decoder_layers)
-    dictionary = make_task(conversion).target_dictionary
-    blocks = read_blocks(method.kl_text or Path(), dictionary, conversion.flags.get("tokens_per_sample") or 1024)
-    found = costs(build_whole(conversion), build_whole(converted), blocks)
-    kept = sorted(sorted(range(len(found)), key=lambda index: -found[index])[:count])
-    hybrid = linearize_layers(conversion, given, method, ",".join(map(str, kept)))
+    if not kept.startswith(BY_DIVERGENCE):
+        return linearize_layers(conversion, given, method, kept)
+    number, most = kept.removeprefix(BY_DIVERGENCE), configure(conversion.flags).decoder_layers - 1
+    if not number.isdecimal() or not 0 < int(number) <= most:
+        raise ValueError(f"--keep-softmax-layers must be kl:1 to kl:{most}, or numbers of layers, got {kept!r}")
+    length = conversion.flags.get("tokens_per_sample") or 1024
+    text = read_text(method.kl_text or Path(), make_task(conversion).target_dictionary)
+    whole, converted = map(build_whole, (conversion, linearize_layers(conversion, given, method)))
+    found = costs(whole, converted, text.split(length))
+    costly = sorted(sorted(range(len(found)), key=lambda index: -found[index])[: int(number)])
+    hybrid = linearize_layers(conversion, given, method, ",".join(map(str, costly)))
     note = f"divergence when only this layer is converted, in nats per token: {shown(found)}"
     return hybrid._replace(notes=[*hybrid.notes, note])
 
 
 def linearize_layers(conversion: Conversion, given: Mapping[str, Any], method: Method, kept: str = "") -> Conversion:
-    """Return the conversion with the new attention in all layers except `kept`, such as "0,3"."""
+    """Return the conversion with the new attention in all layers but `kept`, such as "0,3": these stay softmax."""
     source, options = configure(conversion.flags), {**DEFAULTS, **given}
     initialisation = rule_initialisation(options["decoder_update_rule"], method.decay_spans)
     flags = {
@@ -200,18 +179,26 @@ def linearize_layers(conversion: Conversion, given: Mapping[str, Any], method: M
         **({"softmax_layers": kept} if kept else {}),
     }
     cfg = configure(flags)
+    try:
+        kinds = layer_attentions(cfg)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--softmax-layers", "--keep-softmax-layers")) from None
+    if set(kinds) == {SOFTMAX}:
+        raise ValueError("--keep-softmax-layers must leave at least one layer to convert, got all layers")
     weights = {name: tensor for name, tensor in conversion.weights.items() if ".self_attn." not in name}
     with torch.random.fork_rng(devices=[]):
-        for index, kind in enumerate(attentions_of_layers(cfg)):
+        for index, kind in enumerate(kinds):
             torch.manual_seed(SEED + index)  # a layer's start does not depend on which others are converted
             prefix = f"decoder.layers.{index}.self_attn."
-            softmax = {name: conversion.weights.get(prefix + name) for name in PARTS}
+            softmax = {name: conversion.weights[prefix + name] for name in PARTS if prefix + name in conversion.weights}
             if kind == SOFTMAX:
-                attention = same_attention(cfg, softmax)
+                attention = build_attention(FwpLanguageModelConfig, cfg, SOFTMAX)
+                zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
+                attention.to(softmax["in_proj.weight"].dtype).load_state_dict({**zeros, **softmax})
             else:
                 attention = build_attention(FwpLanguageModelConfig, cfg)
                 attention.apply(initialize)
-                q, k, v = with_bias(softmax["in_proj.weight"], softmax["in_proj.bias"]).chunk(3)
+                q, k, v = with_bias(softmax, "in_proj").chunk(3)
                 convert_attention(attention, (q, k, v), softmax, source.decoder_attention_heads, initialisation)
                 check_size(attention, cfg.decoder_feature_map, method.state_size)
             weights |= {prefix + name: tensor for name, tensor in attention.state_dict().items()}
@@ -253,10 +240,7 @@ def linearize_translation(conversion: Conversion, given: Mapping[str, Any], meth
 
 
 def size_flags(feature_map: str, size: int | None, head_dim: int | None = None) -> dict[str, int]:
-    """Return the options that give a map this many features, None = its own number.
-
-    head_dim: of translation, whose keys keep their size. In language models the size of keys changes.
-    """
+    """Return the options for a map of `size` features. head_dim: of translation, whose keys keep their size."""
     if size is None:
         return {}
     own = {"relu": {"relu_features": size}, "favor": {"favor_features": size // 2}}
@@ -272,34 +256,10 @@ def check_size(attention: Any, feature_map: str, size: int | None) -> None:
         raise ValueError(f"--state-size must be {found} for the map {feature_map}, got {size}")
 
 
-def attentions_of_layers(cfg: Any) -> list[str]:
-    """Return the attention of each layer. Raises ValueError for layers that cannot be kept."""
-    try:
-        found = layer_attentions(cfg)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--softmax-layers", "--keep-softmax-layers")) from None
-    if set(found) == {SOFTMAX}:
-        raise ValueError("--keep-softmax-layers must leave at least one layer to convert, got all layers")
-    return found
-
-
-def same_attention(cfg: Any, softmax: dict[str, Tensor | None]) -> Any:
-    """Return the same softmax attention, with biases of zero if the new attentions have biases."""
-    attention = build_attention(FwpLanguageModelConfig, cfg, SOFTMAX)
-    given = {name: tensor for name, tensor in softmax.items() if tensor is not None}
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in attention.state_dict().items()}
-    attention.to(given["in_proj.weight"].dtype).load_state_dict({**zeros, **given})
-    return attention
-
-
 def configure(flags: dict[str, Any]) -> Any:
     """Return the configuration of a language model with these flags."""
     of_task = {"max_target_positions": None, "add_bos_token": False}
     return OmegaConf.merge(OmegaConf.structured(FwpLanguageModelConfig), {**of_task, **flags})
-
-
-def keep(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
-    return q, k, v
 
 
 def scale_by_decay(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Projections:
@@ -354,7 +314,7 @@ class Initialisation(NamedTuple):
     bias: the attention needs one; by_singular_values: features always come from the singular value decomposition.
     """
 
-    start: Callable[..., Projections] = keep
+    start: Callable[..., Projections] = lambda attention, q, k, v: (q, k, v)
     bias: bool = False
     by_singular_values: bool = False
 
@@ -381,7 +341,7 @@ def rule_initialisation(rule: str, spans: int | None = None) -> Initialisation:
 def convert_attention(
     attention: Any,
     projections: Projections,
-    output: Mapping[str, Tensor | None],
+    softmax: Mapping[str, Tensor],
     heads: int,
     initialisation: Initialisation,
 ) -> None:
@@ -401,24 +361,21 @@ def convert_attention(
     attention.in_proj.weight[: len(together)] = together[:, :-1]
     if attention.bias is not None:
         attention.bias.copy_(together[:, -1])
-    fill_output(attention, output)
+    fill(attention.out_proj, with_bias(softmax, "out_proj"))
 
 
 @torch.no_grad()
 def fill_translation(module: Any, softmax: Mapping[str, Tensor], initialisation: Initialisation) -> None:
     """Write the weights of fairseq's softmax attention into a new one of a translation model."""
-    q, k, v = (with_bias(softmax[f"{name}_proj.weight"], softmax.get(f"{name}_proj.bias")) for name in "qkv")
-    output = {name: softmax.get(name) for name in ("out_proj.weight", "out_proj.bias")}
+    q, k, v = (with_bias(softmax, f"{name}_proj") for name in "qkv")
     if isinstance(module, CausalAttention):
         attention: Any = module.attention
-        convert_attention(attention, (q, k, v), output, attention.num_heads, initialisation)
+        convert_attention(attention, (q, k, v), softmax, attention.num_heads, initialisation)
         return
     module.to(q.dtype)
-    q = q * (module.head_dim**-0.5 / module.feature_map.scale**2)
-    for projection, rows in ((module.q_proj, q), (module.kv_proj, torch.cat([k, v]))):
-        projection.weight.copy_(rows[:, :-1])
-        projection.bias.copy_(rows[:, -1])
-    fill_output(module, output)
+    fill(module.q_proj, q * (module.head_dim**-0.5 / module.feature_map.scale**2))
+    fill(module.kv_proj, torch.cat([k, v]))
+    fill(module.out_proj, with_bias(softmax, "out_proj"))
 
 
 def several_steps(attention: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -433,19 +390,17 @@ def several_steps(attention: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat([*drawn, k]), torch.cat([v] * (before + 1))
 
 
-def with_bias(weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return a projection (rows, D + 1) of vectors that end with a one."""
-    assert weight is not None
+def with_bias(softmax: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a projection (rows, D + 1) of vectors that end with a one; a missing bias is zero."""
+    weight, bias = softmax[f"{name}.weight"], softmax.get(f"{name}.bias")
     return torch.cat([weight, weight.new_zeros(len(weight), 1) if bias is None else bias.unsqueeze(1)], dim=1)
 
 
-def fill_output(attention: Any, output: Mapping[str, Tensor | None]) -> None:
-    """Write the output's projection, with a bias of zero where softmax attention has none."""
-    weight, bias = output["out_proj.weight"], output["out_proj.bias"]
-    assert weight is not None
-    attention.out_proj.weight.copy_(weight)
-    if attention.out_proj.bias is not None:
-        attention.out_proj.bias.copy_(torch.zeros_like(attention.out_proj.bias) if bias is None else bias)
+def fill(projection: Any, rows: Tensor) -> None:
+    """Write a projection (rows, D + 1) into a layer, whose bias it may lack."""
+    projection.weight.copy_(rows[:, :-1])
+    if projection.bias is not None:
+        projection.bias.copy_(rows[:, -1])
 
 
 def fewer_features(q: Tensor, k: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
@@ -473,16 +428,21 @@ def fewer_features(q: Tensor, k: Tensor, heads: int, size: int) -> tuple[Tensor,
 def costs(source: Any, converted: Any, blocks: Iterable[Tensor]) -> list[float]:
     """Return for each layer the divergence that its conversion causes, in nats per token, before any training.
 
-    source, converted: models in evaluation mode that differ only in their attentions; blocks: tokens (1, L). Li et al.
+    source, converted: models in evaluation mode that differ only in their attentions; blocks: tokens (L,). Li et al.
     2025, arXiv 2512.20569, measure it on a trained model instead.
     """
+
+    def log_probs(tokens: Tensor) -> Tensor:
+        scores: Tensor = source.get_normalized_probs(source(tokens.unsqueeze(0)), log_probs=True)
+        return scores[0]
+
     layers = list(zip(source.decoder.layers, converted.decoder.layers, strict=True))
     found, tokens = [0.0] * len(layers), 0
     for block in blocks:
-        expected = log_probs(source, block)
+        expected = log_probs(block)
         for index, (layer, other) in enumerate(layers):
             softmax, layer.self_attn = layer.self_attn, other.self_attn
-            found[index] += float(kl_divergence(log_probs(source, block), expected))
+            found[index] += float(kl_divergence(log_probs(block), expected))
             layer.self_attn = softmax
         tokens += block.numel()
         logger.info("divergence of each layer after %s tokens: %s", f"{tokens:,}", shown(x / tokens for x in found))
@@ -495,14 +455,8 @@ def build_whole(conversion: Conversion) -> Any:
     return model.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
 
 
-def log_probs(model: Any, tokens: Tensor) -> Tensor:
-    """Return the log-probabilities (L, V) of the words after tokens (1, L)."""
-    scores: Tensor = model.get_normalized_probs(model(tokens), log_probs=True)
-    return scores[0]
-
-
-def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Tensor]:
-    """Yield the words of a text in blocks (1, length). Raises ValueError for one that is empty or cannot be read."""
+def read_text(path: Path, dictionary: Dictionary) -> Tensor:
+    """Return the words of a text as numbers (N,). Raises ValueError for one that is empty or cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -513,20 +467,9 @@ def read_blocks(path: Path, dictionary: Dictionary, length: int) -> Iterator[Ten
     text = torch.cat(words)
     unknown = int(text.eq(dictionary.unk()).sum())
     if unknown > len(text) / 2:
-        raise ValueError(
-            f"--kl-text must hold words of the dictionary, got {unknown:,} unknown ones among the {len(text):,} words "
-            f"and line ends of {path}: apply the BPE of the training first"
-        )
-    for block in text.split(length):
-        yield block.unsqueeze(0)
-
-
-def read_count(text: str, layers: int) -> int:
-    """Return N of kl:N. Raises ValueError if it leaves no layer to convert."""
-    number = text.removeprefix(BY_DIVERGENCE)
-    if not number.isdecimal() or not 0 < int(number) < layers:
-        raise ValueError(f"--keep-softmax-layers must be kl:1 to kl:{layers - 1}, or numbers of layers, got {text!r}")
-    return int(number)
+        share = f"{unknown:,} unknown ones of {len(text):,} in {path}"
+        raise ValueError(f"--kl-text must hold words of the dictionary, got {share}: apply the BPE of the training")
+    return text
 
 
 def shown(values: Iterable[float]) -> str:

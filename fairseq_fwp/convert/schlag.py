@@ -54,47 +54,30 @@ TYPES = {
     46: AttentionType("delta", "dpfp", normalized=True),
 }
 
-REFUSED_TYPES = {
-    10: "a debugging form of type 4",
-    14: "a step-wise form of linear attention",
-    16: "a step-wise form of linear attention with DPFP",
-    54: "a Delta MLP",
-    64: "a Delta Delta Net",
-    80: "a recurrent network",
-    90: "an LSTM",
-    **dict.fromkeys((124, 134), "a Delta RNN"),
-    **dict.fromkeys((224, 234, 244, 254), "a Delta LSTM"),
-    324: "a fast weight programmer with a recurrent slow network",
-    934: "a Recurrent Delta Net",
-}
-
 # FAVOR+'s matrix of random vectors, which a state dict may lack.
 MATRIX = "layers.{}.dec_attn.proj_matrix"
 
-REFUSED_OPTIONS = ("remove_ff", "remove_lnorm", "remove_res", "remove_out_proj")
-
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The converted model, see `Source`. Raises ValueError that names what cannot be represented."""
-    attn_type = options.need("attn_type")
-    for name in REFUSED_OPTIONS:
+    number = options.need("attn_type")
+    for name in ("remove_ff", "remove_lnorm", "remove_res", "remove_out_proj"):
         if options.get(name):
             raise ValueError(f"--{name} must be off, got on: blocks without this part cannot be converted")
-    if attn_type in (0, 1, 2, 3):
+    if number in (0, 2):
         return xl.convert(tensors, words, options)
-    if attn_type in REFUSED_TYPES:
-        raise ValueError(f"--attn_type {attn_type} cannot be converted: it is {REFUSED_TYPES[attn_type]}")
-    if attn_type not in TYPES:
-        known = ", ".join(map(str, [0, 1, 2, 3, *TYPES]))
-        raise ValueError(
-            f"--attn_type must be one of {known}, got {attn_type}, which is not a model of the public code"
-        )
-    return convert_fast_weights(Tensors(tensors), words, options, TYPES[attn_type])
+    if number not in TYPES:
+        raise ValueError(f"--attn_type must be one of 0, 2, {', '.join(map(str, TYPES))}, got {number}")
+    return convert_fast_weights(Tensors(tensors), words, options, TYPES[number])
 
 
 def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, attn_type: AttentionType) -> Conversion:
-    """Convert a model whose attention type is in `TYPES`."""
-    check_options(options, attn_type)
+    """Convert a model with an attention type of `TYPES`. Raises ValueError for options that change what it computes."""
+    if options.get("pre_lnorm"):
+        does = {True: "adds the normalised input to the block's output", False: "normalises keys, but not queries"}
+        raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does[attn_type.packed]}")
+    if options.get("dropatt") and not attn_type.packed:
+        without = "give --dropatt 0 (dropout does not change evaluation)"
+        raise ValueError(f"--dropatt must be 0 with this --attn_type, got {options['dropatt']}: {without}")
     vocabulary, heads = arrange(words), options.need("n_head")
     flags = xl.common_flags(tensors, heads, vocabulary, options)
     layers, head_dim = flags["decoder_layers"], flags["decoder_embed_dim"] // heads
@@ -103,53 +86,40 @@ def convert_fast_weights(tensors: Tensors, words: list[str], options: Options, a
         "decoder_update_rule": attn_type.update_rule,
         "decoder_feature_map": attn_type.feature_map,
         "final_dropout": options.get("dropout", 0.0),
-        **map_flags(options, attn_type),
-        **normalization_flags(options, attn_type, head_dim),
+        **attention_flags(options, attn_type, head_dim),
     }
     if attn_type.packed:
         weights = dict(unpack(tensors, layers, attn_type, heads, head_dim))
     else:
         weights = dict(xl.separate_queries(tensors, layers))
-    notes = notes_of(tensors, options, attn_type)
+    notes = vocabulary.notes
     if attn_type.feature_map == "favor":
-        for index, name in enumerate(tensors.numbered(MATRIX)):  # (d, m) there
+        matrices = tensors.numbered(MATRIX)
+        for index, name in enumerate(matrices):  # (d, m) there
             weights[f"{xl.ATTENTION.format(index)}feature_map.projection"] = tensors.take(name).t()
+        if not matrices:
+            note = "the state dict lacks dec_attn.proj_matrix: random features are drawn again, so losses differ"
+            notes = [note, *notes]
+    if options.get("carry_over_fast_weight"):
+        segments = f"segments of {options['tgt_len']} tokens"
+        notes = [f"trained with carried fast weights: evaluate with fwp-eval-lm --carry-state on {segments}", *notes]
     xl.check_frequencies(tensors)
     weights |= {**xl.take_words(tensors, vocabulary), **tensors.rename(xl.NAMES)}
-    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes + vocabulary.notes)
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, notes)
 
 
-def check_options(options: Options, attn_type: AttentionType) -> None:
-    """Check that no option changes what these types compute; raise ValueError otherwise."""
-    if options.get("pre_lnorm"):
-        does = (
-            "adds the normalised input to the block's output"
-            if attn_type.packed
-            else "normalises keys, but not queries"
-        )
-        raise ValueError(f"--pre_lnorm cannot be converted with this --attn_type: it {does}")
-    if options.get("dropatt") and not attn_type.packed:
-        raise ValueError(
-            f"--dropatt must be 0 with this --attn_type, got {options.get('dropatt')}: give --dropatt 0 (dropout does "
-            "not change evaluation)"
-        )
-
-
-def map_flags(options: Options, attn_type: AttentionType) -> dict[str, Any]:
-    """The flags of the feature map."""
-    if attn_type.feature_map == "favor":
-        features = options.need("performer_proj_dim")
-        return {"favor_features": features, "favor_draw": "authors", "favor_offset": KERNEL_EPSILON}
-    return {"dpfp_nu": options.need("dpfp_n_roll")} if attn_type.feature_map == "dpfp" else {}
-
-
-def normalization_flags(options: Options, attn_type: AttentionType, head_dim: int) -> dict[str, Any]:
-    """The flags of both normalisations, their epsilons and the scale of the output.
+def attention_flags(options: Options, attn_type: AttentionType, head_dim: int) -> dict[str, Any]:
+    """The flags of the feature map, of both normalisations with their epsilons, and of the scale of the output.
 
     Packed types multiply the output by d^(-1/2). Other types multiply the scores, before an epsilon is added to their
     sum. Without that factor here, the epsilon is d^(1/2) times as large.
     """
     flags: dict[str, Any] = {"scale_read_out": attn_type.packed}
+    if attn_type.feature_map == "favor":
+        features = options.need("performer_proj_dim")
+        flags |= {"favor_features": features, "favor_draw": "authors", "favor_offset": KERNEL_EPSILON}
+    elif attn_type.feature_map == "dpfp":
+        flags["dpfp_nu"] = options.need("dpfp_n_roll")
     if attn_type.update_rule == "delta":
         flags |= {"sum_normalization": True, "sum_normalization_epsilon": SUM_EPSILON}
     if attn_type.packed and options.get("skip_attn_normalization"):
@@ -169,30 +139,12 @@ def unpack(
     net, betas = ("qkvb_net", [1]) if attn_type.update_rule == "delta" else ("qkv_net", [])
     sizes = [head_dim] * 3 + betas
     for index in range(layers):
-        weight = tensors.take(f"layers.{index}.dec_attn.{net}.weight")
-        if len(weight) != heads * sum(sizes):
-            raise ValueError(
-                f"dec_attn.{net} must have {heads * sum(sizes)} rows for {heads} heads of {head_dim}, got "
-                f"{len(weight)}: check --n_head"
-            )
+        weight, rows = tensors.take(f"layers.{index}.dec_attn.{net}.weight"), heads * sum(sizes)
+        if len(weight) != rows:
+            of_heads = f"{rows} rows for {heads} heads of {head_dim}"
+            raise ValueError(f"dec_attn.{net} must have {of_heads}, got {len(weight)}: check --n_head")
         parts = weight.unflatten(0, (heads, sum(sizes))).split(sizes, dim=1)
         yield f"{xl.ATTENTION.format(index)}in_proj.weight", torch.cat([part.flatten(0, 1) for part in parts])
-
-
-def notes_of(tensors: Tensors, options: Options, attn_type: AttentionType) -> list[str]:
-    """Return notes for users of the converted model, one sentence each."""
-    found = []
-    if attn_type.feature_map == "favor" and MATRIX.format(0) not in tensors:
-        found.append(
-            "the state dict lacks dec_attn.proj_matrix, which the public code does not save: random features are drawn "
-            "again, so losses differ as between two draws"
-        )
-    if options.get("carry_over_fast_weight"):
-        found.append(
-            f"trained with carried fast weights: evaluate with fwp-eval-lm --carry-state on segments of "
-            f"{options.need('tgt_len')} tokens"
-        )
-    return found
 
 
 SOURCE = Source(OPTIONS, xl.read_state_dict, convert, given_words)

@@ -24,8 +24,6 @@ EXPORT = (
 
 # u and v: (H, d), or (layers, H, d) with --untie_r.
 BIASES = ("transformer/r_w_bias", "transformer/r_r_bias")
-# The projection that input and output have only with --d_embed.
-PROJECTION = "transformer/adaptive_embed/proj_W"
 
 NAMES = {
     r"transformer/(r_._bias)": r"\1",
@@ -59,16 +57,25 @@ OPTIMIZER = re.compile(r"(.*/)?(Adam(_\d+)?|beta[12]_power(_\d+)?|global_step)")
 def read(path: Path) -> dict[str, Tensor]:
     """Return the state dict that the PyTorch code would have, with biases of words split by cluster.
 
-    Raises ValueError for any other file, and for a model that cannot be represented.
+    The output shares the tables of the input, and its projections but the first. Raises ValueError for any other file,
+    and for a model that cannot be represented.
     """
     variables = read_variables(path)
-    if PROJECTION in variables:
-        raise ValueError(
-            "--d_embed must equal --d_model to be converted: with another size input and output have a projection each"
-        )
+    if "transformer/adaptive_embed/proj_W" in variables:
+        raise ValueError("--d_embed must equal --d_model to be converted: others have projections of input and output")
     turned = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in variables.items()}
     tensors = Tensors(Tensors(turned).rename(NAMES))
-    words = share_with_output(tensors)
+    projections = [name for name in tensors if name.startswith("word_emb.emb_projs.")]
+    if projections and "word_emb.emb_projs.0" not in tensors:
+        raise ValueError(
+            "--proj_same_dim must be True to be converted, got False: here first clusters have projections"
+        )
+    tables = tensors.numbered("word_emb.emb_layers.{}.weight")
+    for index, name in enumerate(tables):
+        tensors[f"crit.out_layers.{index}.weight"] = tensors[name]
+    for index in range(1, len(projections)):  # with --proj_share_all_but_first
+        tensors.setdefault(f"crit.out_projs.{index}", tensors[f"word_emb.emb_projs.{index}"])
+    words = sum(len(tensors[name]) for name in tables)
     biases = sum(len(tensors[name]) for name in tensors.numbered("crit.out_layers.{}.bias"))
     if words != biases:
         raise ValueError(f"every word must have a bias, got {words} words and {biases} biases: {path} is damaged")
@@ -82,25 +89,6 @@ def read(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def share_with_output(tensors: Tensors) -> int:
-    """Add the tensors that the output shares with the input: tables, and projections but the first's.
-
-    Returns the number of words. Raises ValueError for a first cluster without a projection.
-    """
-    tables = tensors.numbered("word_emb.emb_layers.{}.weight")
-    projections = [name for name in tensors if name.startswith("word_emb.emb_projs.")]
-    if projections and "word_emb.emb_projs.0" not in tensors:
-        raise ValueError(
-            "--proj_same_dim must be True to be converted, got False: in this package the first cluster always has a "
-            "projection"
-        )
-    for index, name in enumerate(tables):
-        tensors[f"crit.out_layers.{index}.weight"] = tensors[name]
-    for index in range(1, len(projections)):  # with --proj_share_all_but_first
-        tensors.setdefault(f"crit.out_projs.{index}", tensors[f"word_emb.emb_projs.{index}"])
-    return sum(len(tensors[name]) for name in tables)
-
-
 def read_variables(path: Path) -> dict[str, Tensor]:
     """The variables by name, without the optimizer's. Raises ValueError for a damaged or different file."""
     if path.is_file() and not is_zipfile(path):
@@ -108,12 +96,9 @@ def read_variables(path: Path) -> dict[str, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as file:
             if BIASES[0] not in file:
-                raise ValueError(
-                    f"{path} must be a checkpoint of Transformer-XL's TensorFlow code, got one without "
-                    f"{BIASES[0]}: {EXPORT}"
-                )
-            names = [name for name in file.files if not OPTIMIZER.fullmatch(name)]
-            return {name: read_variable(file, name) for name in names}
+                code = "a checkpoint of Transformer-XL's TensorFlow code"
+                raise ValueError(f"{path} must be {code}, got one without {BIASES[0]}: {EXPORT}")
+            return {name: read_variable(file, name) for name in file.files if not OPTIMIZER.fullmatch(name)}
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except (BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
@@ -126,26 +111,20 @@ def read_variable(file: np.lib.npyio.NpzFile, name: str) -> Tensor:
         tensor = torch.from_numpy(file[name])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be an array of numbers, got none ({error}): {EXPORT}") from error
-    expected = (2, 3) if name in BIASES else (2,) if name.endswith(MATRICES) else (1,)
-    if tensor.dim() not in expected or not tensor.numel():
-        dimensions = " or ".join(map(str, expected))
-        raise ValueError(
-            f"{name} must have {dimensions} dimensions, each of size 1 or more, got the shape "
-            f"{tuple(tensor.shape)}: the file is not from Transformer-XL's TensorFlow code"
-        )
+    dimensions = "2 or 3" if name in BIASES else "2" if name.endswith(MATRICES) else "1"
+    if str(tensor.dim()) not in dimensions or not tensor.numel():
+        shape = tuple(tensor.shape)
+        raise ValueError(f"{name} must have {dimensions} dimensions, each of size 1 or more, got the shape {shape}")
     return tensor
 
 
 def notes(flags: Mapping[str, Any]) -> list[str]:
-    """Return the differences from the TensorFlow code, for comparisons of losses."""
+    """Return the differences from the TensorFlow code, for comparisons of losses: docs/checkpoints.md."""
     found = [
-        "the TensorFlow code begins a text with a memory of zeros, which tokens attend to, and this model without a "
-        "memory: losses of the first segments differ",
+        "the TensorFlow code begins a text with a memory of zeros, which tokens attend to: first losses differ",
         "layer normalisation adds 1e-12 to the variance there, and 1e-5 here: losses differ by about 1e-5",
     ]
     if flags["same_length"]:
-        found.append(
-            f"--mem-len is {flags['mem_len']} for --mem_len {flags['mem_len'] - 1}: with --same_length the TensorFlow "
-            "code does not count the token itself"
-        )
+        length = flags["mem_len"]
+        found.append(f"--mem-len is {length} for --mem_len {length - 1}, which does not count the token itself there")
     return found

@@ -1,10 +1,7 @@
 """Transformer-XL's public code (kimiyoung/transformer-xl): its models as `fwp_xl_lm` and `fwp_lm`.
 
 The source is a state dict of its PyTorch code, or an .npz of the variables of its TensorFlow code (tensorflow_xl.py).
-
-Attention types: 0, its own; 1, the vectors of Shaw et al. 2018 with biases; 2, absolute positions; 3, vectors learned
-for each layer and position (Al-Rfou et al. 2019). The code of Schlag et al. 2021 is based on this one, so schlag.py
-uses most of this file.
+Attention types: 0, its own; 2, absolute positions. The code of Schlag et al. 2021 is based on this one: see schlag.py.
 """
 
 import ast
@@ -17,26 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fwp.convert import tensorflow_xl
-from fairseq_fwp.convert.files import (
-    Conversion,
-    Option,
-    Options,
-    Source,
-    Tensors,
-    Vocabulary,
-    arrange,
-    given_words,
-    load,
-    whole_numbers,
-)
+from fairseq_fwp.convert import files, tensorflow_xl
+from fairseq_fwp.convert.files import Conversion, Option, Options, Source, Tensors, Vocabulary
 from fairseq_fwp.modules.attention import SOFTMAX
 
 OPTIONS = {
     "attn_type": Option(int, "attention type"),
-    "n_head": Option(int, "number of heads; not needed for attention types 0 and 1"),
+    "n_head": Option(int, "number of heads; not needed for attention type 0"),
     "tgt_len": Option(int, "tokens of a sample in training"),
-    "mem_len": Option(int, "tokens of the memory; only attention types 0 and 1 have one"),
+    "mem_len": Option(int, "tokens of the memory; only attention type 0 has one"),
     "clamp_len": Option(int, "larger distances count as this one; -1, the script's default: no limit"),
     "same_length": Option(bool, "every token attends to the same number of others"),
     "pre_lnorm": Option(bool, "layer normalisation before each block"),
@@ -77,7 +63,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def read_state_dict(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state dict, and the options of its training. Raises ValueError for any other file."""
-    loaded = load(path, EXPORT)
+    loaded = files.load(path, EXPORT)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{path} must be a state dict of named tensors, got other objects: {EXPORT}")
     return loaded, read_saved(path.parent)
@@ -86,88 +72,91 @@ def read_state_dict(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def read_saved(folder: Path) -> dict[str, Any]:
     """The options that the training wrote into log.txt, one line ` - name : value` each; none without that file."""
     path = folder / "log.txt"
-    if not path.exists():
-        return {}
-    lines = re.findall(r"^ {4}- (\w+) : (.*)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    return {name: _literal(value) for name, value in lines}
+    found: dict[str, Any] = {}
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for name, value in re.findall(r"^ {4}- (\w+) : (.*)$", text, re.MULTILINE):
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
 
 
 def convert(tensors: Mapping[str, Tensor], words: list[str], options: Options) -> Conversion:
-    """The converted model, see `Source`."""
     attn_type = options.get("attn_type", 0)
-    if attn_type not in (0, 1, 2, 3):
-        raise ValueError(f"--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got {attn_type}")
     if options.get("tensorflow") and (attn_type or options.get("pre_lnorm")):
         raise ValueError("--attn_type and --pre_lnorm must be left out: the TensorFlow code does not have them")
-    convert_type = convert_relative if attn_type in (0, 1) else convert_absolute
-    return convert_type(Tensors(tensors), arrange(words), options)
+    if attn_type not in (0, 2):
+        raise ValueError(f"--attn_type must be 0 or 2 for Transformer-XL, got {attn_type}")
+    convert_type = convert_absolute if attn_type else convert_relative
+    return convert_type(Tensors(tensors), files.arrange(words), options)
 
 
 def convert_relative(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
-    """Convert attention types 0 and 1: relative positions and a memory."""
-    heads = tensors["r_w_bias"].shape[-2]
+    """Convert attention type 0: sinusoids of distances, u and v (shared or of each layer), and a memory."""
+    heads, untied = tensors["r_w_bias"].shape[-2], tensors["r_w_bias"].dim() == 3
     if options.get("n_head", heads) != heads:
-        raise ValueError(f"--n_head must be {heads}, as in the checkpoint, got {options.get('n_head')}")
+        raise ValueError(f"--n_head must be {heads}, as in the checkpoint, got {options['n_head']}")
     flags = common_flags(tensors, heads, vocabulary, options)
-    take_positions = learned_distances if options.get("attn_type", 0) == 1 else sinusoidal_distances
-    position_flags, positions = take_positions(tensors, flags["decoder_layers"], options)
+    layers, clamp_len = flags["decoder_layers"], options.get("clamp_len", -1)
+    same_length, tensorflow = options.get("same_length", False), options.get("tensorflow", False)
+    weights = {}
+    for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
+        biases = tensors.take(theirs)
+        if untied and (biases.dim(), len(biases)) != (3, layers):
+            found = f"the shape {tuple(biases.shape)}: the checkpoint is damaged"
+            raise ValueError(f"{theirs} must have the biases of {layers} layers, got {found}")
+        for index, bias in enumerate(biases if untied else [biases]):
+            weights[f"{ATTENTION.format(index)}positions.{ours}"] = bias
+    check_frequencies(tensors)
     flags |= {
-        **position_flags,
+        "clamp_len": clamp_len if clamp_len > 0 else -1,
+        "untie_biases": untied,
         "attention_dropout": options.get("dropatt", 0.0),
-        "mem_len": read_memory(options),
-        "same_length": options.get("same_length", False),
+        # With --same_length a token sees mem_len tokens: itself included, but in the TensorFlow code besides itself.
+        "mem_len": options.need("mem_len") + (tensorflow and same_length),
+        "same_length": same_length,
         # The public code does not normalise after the last layer.
         "decoder_normalize_before": options.get("pre_lnorm", False),
         "no_decoder_final_norm": options.get("pre_lnorm", False),
     }
-    weights = {**positions, **take_words(tensors, vocabulary), **tensors.rename(NAMES)}
-    notes = vocabulary.notes + (tensorflow_xl.notes(flags) if options.get("tensorflow") else [])
+    weights |= {**take_words(tensors, vocabulary), **tensors.rename(NAMES)}
+    notes = vocabulary.notes + (tensorflow_xl.notes(flags) if tensorflow else [])
     return Conversion("fwp_xl_lm", flags, weights, vocabulary.words, notes)
 
 
 def convert_absolute(tensors: Tensors, vocabulary: Vocabulary, options: Options) -> Conversion:
-    """Convert attention types 2 and 3: softmax attention with absolute positions, added once or before every layer."""
+    """Convert attention type 2: softmax attention with absolute positions."""
     if options.get("pre_lnorm"):
         raise ValueError("--pre_lnorm cannot be converted with this --attn_type: it normalises keys, but not queries")
-    flags = common_flags(tensors, options.need("n_head"), vocabulary, options)
-    flags |= {"attention_dropout": options.get("dropatt", 0.0)}
-    weights, notes = dict(separate_queries(tensors, flags["decoder_layers"])), vocabulary.notes
-    if options.get("attn_type") == 3:
-        check_no_memory(options)
-        arch, length = "fwp_xl_lm", flags["tokens_per_sample"]
-        flags |= {"decoder_positions": "layerwise", "mem_len": 0}
-        weights |= layerwise_positions(tensors, length)
-        notes = [*notes, f"a segment of fewer than {length} tokens has the last positions there, the first here"]
-    else:
-        arch = "fwp_lm"
-        flags |= {
-            **absolute_positions(options),
-            "decoder_update_rule": SOFTMAX,
-            "final_dropout": options.get("dropout", 0.0),
-        }
-        check_frequencies(tensors)
+    flags = {
+        **common_flags(tensors, options.need("n_head"), vocabulary, options),
+        "attention_dropout": options.get("dropatt", 0.0),
+        **absolute_positions(options),
+        "decoder_update_rule": SOFTMAX,
+        "final_dropout": options.get("dropout", 0.0),
+    }
+    weights = dict(separate_queries(tensors, flags["decoder_layers"]))
+    check_frequencies(tensors)
     weights |= {**take_words(tensors, vocabulary), **tensors.rename(NAMES)}
-    return Conversion(arch, flags, weights, vocabulary.words, notes)
+    return Conversion("fwp_lm", flags, weights, vocabulary.words, vocabulary.notes)
 
 
 def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: Options) -> dict[str, Any]:
     """Return the flags of every type: sizes, dropout, clusters of the vocabulary and length of a sample."""
-    if not any(".pos_ff." in name for name in tensors):
-        raise ValueError(
-            "every layer of the state dict must have a feed-forward block, got none: --remove_ff cannot be converted"
-        )
     numbers = [int(found[1]) for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))]
     inner, dim = tensors["layers.0.pos_ff.CoreNet.0.weight"].shape
-    check_heads(tensors, heads, dim, options)
+    together = tensors["layers.0.dec_attn.o_net.weight"].shape[1]
+    if heads < 1 or together % heads:
+        raise ValueError(f"--n_head must divide {together}, the dimensions of all heads, got {heads}")
+    if options.get("d_head", together // heads) != together // heads:
+        sizes = f"{together // heads} = {together} dimensions / --n_head {heads}"
+        raise ValueError(f"--d_head must be {sizes}, got {options['d_head']}: check --n_head and --d_head")
     cutoffs, div_val = read_clusters(tensors, dim, options)
     words, expected = sum(sizes_of(tensors, TABLES)), len(vocabulary.rows) - vocabulary.added
     if words != expected:
-        raise ValueError(
-            f"the vocabulary must have the {words} words of the checkpoint, got {expected}: give the vocabulary of its "
-            "training"
-        )
-    length = options.need("tgt_len")
-    if length < 1:
+        raise ValueError(f"the vocabulary must have the {words} words of the checkpoint, got {expected}: give its own")
+    if (length := options.need("tgt_len")) < 1:
         raise ValueError(f"--tgt_len must be at least 1, got {length}: give the value of the training")
     return {
         "decoder_layers": max(numbers) + 1,
@@ -182,31 +171,6 @@ def common_flags(tensors: Tensors, heads: int, vocabulary: Vocabulary, options: 
     }
 
 
-def check_heads(tensors: Tensors, heads: int, dim: int, options: Options) -> None:
-    """Check that the heads share the embedding dimension; raise ValueError otherwise."""
-    together = tensors["layers.0.dec_attn.o_net.weight"].shape[1]
-    if heads < 1 or together % heads:
-        raise ValueError(f"--n_head must divide {together}, the dimensions of all heads, got {heads}")
-    head_dim = together // heads
-    if options.get("d_head", head_dim) != head_dim:
-        raise ValueError(
-            f"--d_head must be {head_dim} = {together} dimensions / --n_head {heads}, got {options.get('d_head')}: "
-            "check --n_head and --d_head"
-        )
-    if together != dim:
-        raise ValueError(
-            f"--n_head {heads} x --d_head {head_dim} must be --d_model {dim}: heads of another size cannot be converted"
-        )
-
-
-def read_memory(options: Options) -> int:
-    """Return the length of the memory in tokens, as this package counts it."""
-    length: int = options.need("mem_len")
-    # With --same_length a token sees mem_len tokens: here and in the PyTorch code including itself, in the TensorFlow
-    # code without itself.
-    return length + 1 if options.get("tensorflow") and options.get("same_length") else length
-
-
 def sizes_of(tensors: Tensors, name: str) -> list[int]:
     """The lengths of tensors with numbers in their names, see `Tensors.numbered`."""
     return [len(tensors[found]) for found in tensors.numbered(name)]
@@ -215,13 +179,10 @@ def sizes_of(tensors: Tensors, name: str) -> list[int]:
 def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[int], int]:
     """The cutoffs and div_val. Raises ValueError if embeddings and model have different sizes."""
     tables = [tensors[name] for name in tensors.numbered(TABLES)]
-    if not tables or tables[0].shape[1] != dim:
-        raise ValueError(
-            f"--d_embed must be {dim}, as --d_model, to be converted, got {tables[0].shape[1]}: with another size "
-            "input and output have a projection each"
-            if tables
-            else "the state dict must have word_emb.emb_layers, got none: choose another --source"
-        )
+    if not tables:
+        raise ValueError("the state dict must have word_emb.emb_layers, got none: choose another --source")
+    if (size := tables[0].shape[1]) != dim:
+        raise ValueError(f"--d_embed must be {dim}, as --d_model, got {size}: a projection of both cannot be converted")
     clusters = len(tensors.get("crit.cluster_bias", ()))
     if "word_emb.emb_projs.0" in tensors:
         cutoffs = list(accumulate(sizes_of(tensors, TABLES)[:-1]))
@@ -231,10 +192,9 @@ def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[in
         return [], 1
     if "crit.out_layers.1.bias" in tensors:  # TensorFlow's: biases are split by cluster, and words are one table
         return list(accumulate(sizes_of(tensors, BIASES)[:-1])), 1
-    text = options.get("cutoffs")
-    if text is None and options.need("dataset") not in CUTOFFS:
-        raise ValueError(f"--cutoffs must be given for --dataset {options.need('dataset')}, whose cutoffs are unknown")
-    cutoffs = CUTOFFS[options.need("dataset")] if text is None else whole_numbers("--cutoffs", text)
+    if "cutoffs" not in options and options.need("dataset") not in CUTOFFS:
+        raise ValueError(f"--cutoffs must be given for --dataset {options['dataset']}, whose cutoffs are unknown")
+    cutoffs = options.numbers("cutoffs") if "cutoffs" in options else CUTOFFS[options["dataset"]]
     if len(cutoffs) != clusters:
         raise ValueError(f"--cutoffs must be {clusters} numbers, as in the checkpoint, got {len(cutoffs)}")
     return cutoffs, 1
@@ -242,21 +202,14 @@ def read_clusters(tensors: Tensors, dim: int, options: Options) -> tuple[list[in
 
 def absolute_positions(options: Options) -> dict[str, Any]:
     """Return the flags of absolute positions, or of none. Raises ValueError for options of relative positions."""
-    check_no_memory(options)
-    clamp_len, tgt_len = options.get("clamp_len", -1), options.need("tgt_len")
-    if 0 < clamp_len < tgt_len - 1:
-        raise ValueError(
-            f"--clamp_len must be at least {tgt_len - 1} with absolute positions, or -1 for no limit, got {clamp_len}: "
-            "a smaller limit cannot be converted"
-        )
-    return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
-
-
-def check_no_memory(options: Options) -> None:
-    """Check that no option of a memory is given; raise ValueError otherwise."""
     for name in ("mem_len", "same_length"):
         if options.get(name):
             raise ValueError(f"--{name} must be left out with absolute positions, which have no memory")
+    clamp_len, least = options.get("clamp_len", -1), options.need("tgt_len") - 1
+    if 0 < clamp_len < least:
+        limits = f"at least {least} with absolute positions, or -1 for no limit"
+        raise ValueError(f"--clamp_len must be {limits}, got {clamp_len}: a smaller limit cannot be converted")
+    return {"no_token_positional_embeddings" if options.get("no_pos") else "positions_from_end": True}
 
 
 def check_frequencies(tensors: Tensors) -> None:
@@ -265,50 +218,7 @@ def check_frequencies(tensors: Tensors) -> None:
     ours = 10000 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     # 1e-3: they may have been saved in half precision
     if frequencies.shape != ours.shape or ((frequencies.double() - ours).abs() > 1e-3 * ours + 1e-6).any():
-        raise ValueError(
-            "pos_emb.inv_freq must hold the frequencies 10000^(-2i/D), got others: they cannot be converted"
-        )
-
-
-def sinusoidal_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take u and v (shared or per layer) of attention type 0, which has sinusoids R_n. Returns flags and weights."""
-    clamp_len, untied = options.get("clamp_len", -1), tensors["r_w_bias"].dim() == 3
-    weights = {}
-    for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
-        biases = tensors.take(theirs)
-        if untied and (biases.dim(), len(biases)) != (3, layers):
-            raise ValueError(
-                f"{theirs} must have the biases of {layers} layers, got the shape {tuple(biases.shape)}: the "
-                "checkpoint is damaged"
-            )
-        for index, bias in enumerate(biases if untied else [biases]):
-            weights[f"{ATTENTION.format(index)}positions.{ours}"] = bias
-    check_frequencies(tensors)
-    return {"clamp_len": clamp_len if clamp_len > 0 else -1, "untie_biases": untied}, weights
-
-
-def learned_distances(tensors: Tensors, layers: int, options: Options) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take vectors, biases and u of each layer of attention type 1. Their last row is distance 0."""
-    clamp_len = options.get("clamp_len", -1)
-    vectors, biases, content = (tensors.take(name) for name in ("r_emb", "r_bias", "r_w_bias"))
-    count = min(clamp_len, vectors.shape[1]) if clamp_len > 0 else vectors.shape[1]
-    tables = torch.cat([vectors, biases.unsqueeze(-1)], dim=-1)[:, -count:].flip(1).transpose(1, 2)
-    weights = {}
-    for index in range(layers):
-        weights[f"{ATTENTION.format(index)}positions.table"] = tables[index]
-        weights[f"{ATTENTION.format(index)}positions.content_bias"] = content[index]
-    return {"decoder_positions": "shaw_biased", "clamp_len": count - 1}, weights
-
-
-def layerwise_positions(tensors: Tensors, length: int) -> dict[str, Tensor]:
-    """Take the vectors of positions that attention type 3 adds before each layer."""
-    vectors = tensors.take("r_emb")
-    if vectors.shape[1] < length:
-        raise ValueError(
-            f"--tgt_len must be {vectors.shape[1]}, the number of positions in the checkpoint, got {length}"
-        )
-    tables = vectors[:, -length:].flatten(2)
-    return {f"decoder.layer_positions.{index}.table.weight": table for index, table in enumerate(tables)}
+        raise ValueError("pos_emb.inv_freq must hold the frequencies 10000^(-2i/D), got others, unknown here")
 
 
 def separate_queries(tensors: Tensors, layers: int) -> Iterator[tuple[str, Tensor]]:
@@ -324,8 +234,7 @@ def take_words(tensors: Tensors, vocabulary: Vocabulary) -> dict[str, Tensor]:
     tables = tensors.take_numbered(TABLES)
     for index, table in enumerate(tables):
         tensors.take_equal(f"crit.out_layers.{index}.weight", table, "--not_tied")
-    bias = torch.cat(tensors.take_numbered(BIASES))
-    found = {f"{softmax}.bias": vocabulary.place(bias, fill=-torch.inf)}
+    found = {f"{softmax}.bias": vocabulary.place(torch.cat(tensors.take_numbered(BIASES)), fill=-torch.inf)}
     if "crit.cluster_bias" in tensors:
         for part in ("weight", "bias"):  # their last column belongs to the first cluster
             found[f"{softmax}.clusters.{part}"] = tensors.take(f"crit.cluster_{part}").flip(0)
@@ -341,11 +250,4 @@ def take_words(tensors: Tensors, vocabulary: Vocabulary) -> dict[str, Tensor]:
     return found
 
 
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-SOURCE = Source(OPTIONS, read, convert, given_words)
+SOURCE = Source(OPTIONS, read, convert, files.given_words)

@@ -435,7 +435,7 @@ def test_layers_by_divergence(source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(words[:20]) + "\n\n" + " ".join(words[20:]) + "\n")
     converted = linearize(source, *target("decay", state_size=4, keep_softmax_layers="kl:1", kl_text=text))
-    dictionary = files.make_dictionary(WORDS)
+    dictionary = files.make_task(source).target_dictionary
     numbers = [dictionary.index(word) for word in (*words[:20], "</s>", *words[20:], "</s>")]
     costs = []
     for layer in (0, 1):

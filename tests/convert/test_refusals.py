@@ -56,15 +56,15 @@ REFUSALS = {
         "type2",
         {},
         replaced(layers__0__dec_attn__o_net__weight=torch.zeros(8, 12)),
-        r"--n_head 2 x --d_head 6 must be --d_model 8",
+        r"self_attn\.out_proj\.weight must be \(8, 8\), got \(8, 12\)",
     ),
-    "other type 2": ("type2", {"attn_type": 1}, None, r"lacks r_w_bias"),
-    "Delta LSTM": ("type24", {"attn_type": 244}, None, r"--attn_type 244 cannot be converted: it is a Delta LSTM"),
+    "other type 2": ("type2", {"attn_type": 0}, None, r"lacks r_w_bias"),
+    "Delta LSTM": ("type24", {"attn_type": 244}, None, r"--attn_type must be one of 0, 2, 4, .*, got 244"),
     "never built": (
         "type24",
         {"attn_type": 36},
         None,
-        r"--attn_type must be one of 0, 1, 2, 3, 4, 5, 6, 24, 25, 26.*, got 36",
+        r"--attn_type must be one of 0, 2, 4, 5, 6, 24, 25, 26.*, got 36",
     ),
     "pre-norm": ("type2", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
     "pre-norm 4": ("type4", {"pre_lnorm": True}, None, r"--pre_lnorm .* normalises keys, but not queries"),
@@ -78,7 +78,7 @@ REFUSALS = {
         "type24",
         {},
         lambda tensors: {name: tensor for name, tensor in tensors.items() if "pos_ff" not in name},
-        r"--remove_ff cannot be converted",
+        r"lacks layers\.0\.pos_ff\.CoreNet\.0\.weight",
     ),
     "untied": ("type24", {}, shifted("crit.out_layers.0.weight"), r"--not_tied cannot be converted"),
     "untied projections": (
@@ -128,7 +128,7 @@ def test_a_limit_that_no_distance_exceeds():
 
 
 def test_types_that_transformer_xl_does_not_have():
-    with pytest.raises(ValueError, match="--attn_type must be 0, 1, 2 or 3 for Transformer-XL, got 24"):
+    with pytest.raises(ValueError, match="--attn_type must be 0 or 2 for Transformer-XL, got 24"):
         build(read_vector("transformer-xl/wt103"), attn_type=24)
 
 
