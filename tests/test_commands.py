@@ -62,8 +62,6 @@ def test_training_learns_and_says_nothing_alarming(trained):
     assert last < first
     assert "arning" not in log
     assert log.count("dropped cutoffs 20000,40000,200000") == 1
-    (settings,) = re.findall(r"fairseq_cli.train \| (settings, others as by default: .*)", log)
-    assert "model.decoder_layers=2," in settings and "optimization.lr=[0.001]," in settings and len(settings) < 1000
     assert re.findall(r"detected shared parameter: (.*)", log) == [
         "decoder.embed_tokens.weight <- decoder.adaptive_softmax.weight"
     ]
@@ -172,7 +170,7 @@ def test_streams_are_validated_with_their_state_and_scored_in_segments(data, tmp
 def test_generation(data, trained):
     common = [data, "--task", "language_modeling", "--path", trained[0], "--cpu", "--max-len-b", 40, "--beam", 2]
     text = run("fairseq-interactive", *common, "--sampling", "--nbest", 2, stdin="w1 w2 w3\n")
-    assert "DEBUG" not in text and "generation.nbest=2" in text
+    assert "DEBUG" not in text and "'nbest': 2" in text
     (_, generated), _ = jobs.hypotheses(text)
     assert generated[:3] == ["w1", "w2", "w3"] and len(generated) > 3
     out = run("fairseq-generate", *common, "--gen-subset", "test", "--sample-break-mode", "eos", "--batch-size", 5)

@@ -20,12 +20,13 @@ from fairseq_fwp.patches.patch import patch
 
 TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # the environment variable of torch 2.6 and later
 KEY = "dictionary_fingerprints"
+REMEDY = "copy it again, or use another checkpoint of the same folder"
 OLD_KEY = "dictionaries"  # where HuBERT keeps its dictionaries, as a list
 logger = logging.getLogger(__name__)
 
 
 @patch("torch.load", since="torch 2.4")
-def load_weights_only(load: Any, f: Any, map_location: Any = None, pickle_module: Any = None, **kwargs: Any) -> Any:
+def load_weights_only(load, f, map_location=None, pickle_module=None, **kwargs):
     """Load weights only, unless the user trusts the file: torch 2.4 and 2.5 run code that is pickled in it."""
     if kwargs.get("weights_only") is None and pickle_module is None:
         kwargs["weights_only"] = os.environ.get(TRUST, "").lower() not in ("1", "y", "yes", "true")  # torch's words
@@ -33,7 +34,7 @@ def load_weights_only(load: Any, f: Any, map_location: Any = None, pickle_module
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint_to_cpu")
-def explain_other_files(load: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+def explain_other_files(load, path, *args, **kwargs):
     """Name a file that is cut short, or no checkpoint: fairseq shows an error of the zip or pickle reader."""
     try:
         return load(path, *args, **kwargs)
@@ -43,36 +44,22 @@ def explain_other_files(load: Any, path: str, *args: Any, **kwargs: Any) -> Any:
             raise
         # Complete, but with objects that are not tensors.
         if untrusted := re.search(r"GLOBAL (\S+)|unrecognized|only build", str(error)):
-            raise RuntimeError(
-                f"{path} holds pickled objects ({untrusted[1] or 'of unknown types'}), which could run any "
-                f"code: if you trust its source, set {TRUST}=1"
-            ) from error
+            code = f"pickled objects ({untrusted[1] or 'of unknown types'}), which could run any code"
+            raise RuntimeError(f"{path} holds {code}: if you trust its source, set {TRUST}=1") from error
         size = os.path.getsize(path) if os.path.exists(path) else 0
-        raise RuntimeError(
-            f"{path} must be a complete checkpoint, got a truncated or different file of {size:,} bytes: copy it "
-            "again, or use another checkpoint of the same folder"
-        ) from error
+        found = f"a truncated or different file of {size:,} bytes: {REMEDY}"
+        raise RuntimeError(f"{path} must be a complete checkpoint, got {found}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if not _holds_model(path):
-            raise RuntimeError(
-                f"{path} must be a checkpoint of fairseq, got another file: give one that fairseq-train wrote, or "
-                "convert it with fwp-convert"
-            ) from error
+        found = None
+        with contextlib.suppress(Exception):  # a damaged pickle may raise anything
+            found = torch.load(path, map_location="cpu")
+        if not isinstance(found, dict) or "model" not in found:
+            other = "another file: give one that fairseq-train wrote, or convert it with fwp-convert"
+            raise RuntimeError(f"{path} must be a checkpoint of fairseq, got {other}") from error
         if isinstance(error, KeyError):
-            raise RuntimeError(
-                f"{path} must have everything that fairseq saves with a model, got a file without {error}: it is "
-                "damaged, or from another program; copy it again, or use another checkpoint of the same folder"
-            ) from error
+            whole = "everything that fairseq saves with a model"
+            raise RuntimeError(f"{path} must have {whole}, got a file without {error}: {REMEDY}") from error
         raise
-
-
-def _holds_model(path: str) -> bool:
-    """Return whether a file seems to be a checkpoint of fairseq."""
-    try:
-        found = torch.load(path, map_location="cpu")
-    except Exception:  # a damaged pickle may raise anything
-        return False
-    return isinstance(found, dict) and "model" in found
 
 
 class Saved(NamedTuple):
@@ -84,7 +71,7 @@ class Saved(NamedTuple):
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint_to_cpu")
-def keep_saved_options(load: Any, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
+def keep_saved_options(load, path, arg_overrides=None, *args, **kwargs):
     """Give a model the options of its training: with other options, weights load too, but compute something else."""
     state = load(path, arg_overrides, *args, **kwargs)
     trained = load(path, None, *args, **kwargs) if arg_overrides else state
@@ -95,7 +82,7 @@ def keep_saved_options(load: Any, path: str, arg_overrides: Any = None, *args: A
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint")
-def show_what_a_model_refuses(load: Any, *args: Any, **kwargs: Any) -> Any:
+def show_what_a_model_refuses(load, *args, **kwargs):
     """Show the model's own message: in training, fairseq reports every loading error as a different architecture."""
     try:
         return load(*args, **kwargs)
@@ -107,7 +94,7 @@ def show_what_a_model_refuses(load: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @patch("fairseq.models.transformer.TransformerDecoderBase.upgrade_state_dict_named")
-def add_no_projection(upgrade: Any, self: Any, state_dict: dict[str, Any], name: str) -> Any:
+def add_no_projection(upgrade, self, state_dict, name):
     """Add shared output vectors only to models that have them: fairseq does so with an adaptive softmax too."""
     upgrade(self, state_dict, name)
     if self.output_projection is None:
@@ -116,7 +103,7 @@ def add_no_projection(upgrade: Any, self: Any, state_dict: dict[str, Any], name:
 
 
 @patch("fairseq.trainer.Trainer.state_dict")
-def save_fingerprints(state_dict: Any, self: Any) -> Any:
+def save_fingerprints(state_dict, self):
     """Save which words a model is trained with: fairseq does not.
 
     They are saved in two places: evaluation reads one, resumed training the other.
@@ -128,7 +115,7 @@ def save_fingerprints(state_dict: Any, self: Any) -> Any:
 
 
 @patch("fairseq.tasks.FairseqTask.load_state_dict")
-def refuse_in_evaluation(load: Any, self: Any, state_dict: dict[str, Any]) -> None:
+def refuse_in_evaluation(load, self, state_dict):
     """Refuse to evaluate with another dictionary of the same size: fairseq notices only another size."""
     rest = dict(state_dict)
     saved = take_fingerprints(rest)
@@ -138,21 +125,24 @@ def refuse_in_evaluation(load: Any, self: Any, state_dict: dict[str, Any]) -> No
 
 
 @patch("fairseq.trainer.Trainer.load_checkpoint")
-def refuse_at_resume(
-    load: Any, self: Any, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any
-) -> Any:
+def refuse_at_resume(load, self, filename, reset_optimizer=False, *args, **kwargs):
     """Refuse to resume with another dictionary of the same size: fairseq notices only another size.
 
     With a new optimizer another training begins, which may replace words: that is a warning, not an error.
     A dictionary of another size never fits the weights. fairseq reports this as another architecture.
     """
+    from fairseq import checkpoint_utils
+
     loaded = False
     try:
         extra_state = load(self, filename, reset_optimizer, *args, **kwargs)
         loaded = True
         sentence = difference(self.task, take_fingerprints(extra_state or {}))
     except Exception:
-        sentence = difference(self.task, _saved_fingerprints(filename))
+        saved: dict[str, str] = {}
+        with contextlib.suppress(Exception):  # a checkpoint that cannot be read, or has none
+            saved = take_fingerprints(checkpoint_utils.load_checkpoint_to_cpu(filename)["extra_state"])
+        sentence = difference(self.task, saved)
         if not sentence:
             raise
     if sentence and not reset_optimizer:
@@ -165,25 +155,18 @@ def refuse_at_resume(
 
 
 def fingerprints(task: Any) -> dict[str, str]:
-    """Return the size of each dictionary of a task, and a digest of its words in their order."""
+    """Return the size of each dictionary of a task, of a multilingual one by language, and a digest of its words."""
     from fairseq.data import Dictionary
 
+    known = {f"dictionary of {language}": found for language, found in (getattr(task, "dicts", None) or {}).items()}
+    for name in () if known else ("source_dictionary", "target_dictionary"):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            known[name] = getattr(task, name)
     found = {}
-    for name, dictionary in _dictionaries(task).items():
+    for name, dictionary in known.items():
         if isinstance(dictionary, Dictionary):
             digest = hashlib.sha256("\n".join(dictionary.symbols).encode()).hexdigest()
             found[name] = f"{len(dictionary):,} words, {digest[:12]}"
-    return found
-
-
-def _dictionaries(task: Any) -> dict[str, Any]:
-    """Return a task's dictionaries; for a multilingual task by language, since source and target depend on the pair."""
-    if by_language := getattr(task, "dicts", None):
-        return {f"dictionary of {language}": dictionary for language, dictionary in by_language.items()}
-    found = {}
-    for name in ("source_dictionary", "target_dictionary"):
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            found[name] = getattr(task, name)
     return found
 
 
@@ -191,15 +174,6 @@ def take_fingerprints(state: dict[str, Any]) -> dict[str, str]:
     """Remove the fingerprints from a saved state and return them; {} if there are none."""
     key = KEY if KEY in state else OLD_KEY
     return state.pop(key) if isinstance(state.get(key), dict) else {}
-
-
-def _saved_fingerprints(filename: str) -> dict[str, str]:
-    """Return the fingerprints in a checkpoint that could not be loaded; {} if it cannot be read or has none."""
-    from fairseq import checkpoint_utils
-
-    with contextlib.suppress(Exception):
-        return take_fingerprints(checkpoint_utils.load_checkpoint_to_cpu(filename)["extra_state"])
-    return {}
 
 
 def difference(task: Any, saved: dict[str, str]) -> str:

@@ -22,7 +22,7 @@ REMEDY = "write the value itself into the configuration"
 
 
 @patch("fairseq.data.indexed_dataset.make_dataset")
-def refuse_damaged_data(make: Any, path: str, *args: Any, dictionary: Any = None, **kwargs: Any) -> Any:
+def refuse_damaged_data(make, path, *args, dictionary=None, **kwargs):
     """Refuse a text that is cut short, or has a false index or another dictionary: fairseq trains on it silently."""
     from fairseq.data import indexed_dataset
 
@@ -34,9 +34,8 @@ def refuse_damaged_data(make: Any, path: str, *args: Any, dictionary: Any = None
     except (AssertionError, KeyError, MemoryError, OverflowError, ValueError, struct.error) as error:
         if not os.path.exists(index):  # a text that is not binarised
             raise
-        raise ValueError(
-            f"{index} must be a complete index of a text, got a damaged or different file: {PREPROCESS}"
-        ) from error
+        found = f"a damaged or different file: {PREPROCESS}"
+        raise ValueError(f"{index} must be a complete index of a text, got {found}") from error
     if isinstance(dataset, indexed_dataset.IndexedDataset):
         count, places, dtype = dataset._len, dataset.data_offsets, np.dtype(dataset.dtype)
         _check_index(index, 48 + 8 * (2 * count + 2 + dataset.s), dtype, dataset.sizes, places, 1)
@@ -70,55 +69,48 @@ def _false(path: str, found: str) -> ValueError:
 
 def _check_text(path: str, dtype: Any, lengths: Any, dictionary: Any, first: int = 0) -> None:
     """Raise ValueError for another size, for words outside the dictionary, which begins at `first`, and for padding."""
-    found, expected = os.path.getsize(path), int(lengths.sum(dtype=np.int64)) * dtype.itemsize
-    if found != expected:
-        raise ValueError(
-            f"{path} must have the {expected:,} bytes that its index counts, got {found:,}: it is truncated, or "
-            f"belongs to another index; {PREPROCESS}"
-        )
+    size, expected = os.path.getsize(path), int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    if size != expected:
+        found = f"{size:,}: it is truncated, or belongs to another index; {PREPROCESS}"
+        raise ValueError(f"{path} must have the {expected:,} bytes that its index counts, got {found}")
     words = np.memmap(path, dtype, mode="r")
     low, high = int(words.min()) - first, int(words.max()) - first
     if low < 0 or (dictionary is not None and high >= len(dictionary)):
         limit = "" if dictionary is None else f" below {len(dictionary):,}, the size of the dictionary next to it"
-        raise ValueError(
-            f"words in {path} must have numbers from 0{limit}, got {high if low >= 0 else low:,}: the text was "
-            f"preprocessed with another dictionary; {PREPROCESS}"
-        )
+        got = f"{high if low >= 0 else low:,}: the text was preprocessed with another dictionary; {PREPROCESS}"
+        raise ValueError(f"words in {path} must have numbers from 0{limit}, got {got}")
     pad, parts = first + getattr(dictionary, "pad_index", -1), range(0, len(words), PART)
     if dictionary is not None and (pads := sum(np.count_nonzero(words[i : i + PART] == pad) for i in parts)):
-        raise ValueError(
-            f"words in {path} must not be {dictionary.pad_word}, which fairseq reads as padding, got {pads:,} of them: "
-            "remove them from the text, and run fairseq-preprocess again"
-        )
+        got = f"{pads:,} of them: remove them from the text, and run fairseq-preprocess again"
+        raise ValueError(f"words in {path} must not be {dictionary.pad_word}, which is fairseq's padding, got {got}")
 
 
 @patch("fairseq.data.Dictionary.encode_line")
-def refuse_padding_in_text(encode_line: Any, self: Any, line: str, *args: Any, **kwargs: Any) -> Any:
+def refuse_padding_in_text(encode_line, self, line, *args, **kwargs):
     """Refuse a literal `<pad>` in a text: fairseq takes it for padding, which shifts the scores after it."""
     numbers = encode_line(self, line, *args, **kwargs)
     if numbers.eq(getattr(self, "pad_index", -1)).any():
-        raise ValueError(
-            f"words of a text must not be {self.pad_word}, which fairseq reads as padding, got it in {line[:60]!r}"
-        )
+        got = f"it in {line[:60]!r}"
+        raise ValueError(f"words of a text must not be {self.pad_word}, which fairseq reads as padding, got {got}")
     return numbers
 
 
 @patch(f"{INDEXED}.Index.__del__")
 @patch(f"{INDEXED}.__del__")
-def close_what_is_open(close: Any, self: Any) -> None:
+def close_what_is_open(close, self):
     """Close what is open: a data set that could not be opened fails again, after the error that says why."""
     with contextlib.suppress(AttributeError):
         close(self)
 
 
 @patch("fairseq.data.fasta_dataset.FastaDataset._build_index")
-def quote_path(build: Any, self: Any, path: str) -> Any:
+def quote_path(build, self, path):
     """Quote the path of a FASTA file: fairseq gives it to a shell, and a name in a data folder can be a command."""
     return build(self, shlex.quote(os.path.abspath(path)))
 
 
 @patch("torch.hub.load", since="torch 2.4")
-def ask_before_code_of_hub(load: Any, *args: Any, **kwargs: Any) -> Any:
+def ask_before_code_of_hub(load, *args, **kwargs):
     """Ask before code is run of a GitHub repository that a data folder names: torch 2.4 does not."""
     return load(*args, **{"trust_repo": "check", **kwargs})
 
@@ -137,10 +129,8 @@ def open_inside(path: str, mode: str) -> tarfile.TarFile:
     for member in archive.getmembers():
         inside = not os.path.isabs(member.name) and ".." not in member.name.split("/")
         if not inside or not (member.isfile() or member.isdir()):
-            raise ValueError(
-                f"the archive {path} must have only files and folders below its own, got {member.name!r}: it was not "
-                "unpacked; unpack it yourself if you trust its source"
-            )
+            got = f"{member.name!r}: it was not unpacked; unpack it yourself if you trust its source"
+            raise ValueError(f"the archive {path} must have only files and folders below its own, got {got}")
     return archive
 
 

@@ -35,7 +35,8 @@ PATCHES: list[Patch] = []
 def patch(symbol: str, since: str = "fairseq 0.12") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to the table: it is called with the symbol's old value, then with the arguments of each call.
 
-    A function without parameters is run instead, and must change nothing when it is run again.
+    Arguments have no annotations, as in fairseq. A function without parameters is run instead, and must change nothing
+    when it is run again.
     """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:

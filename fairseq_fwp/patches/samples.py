@@ -16,7 +16,7 @@ EVERY_TOKEN = "every_token"
 
 
 @patch("fairseq.data.data_utils.batch_by_size")
-def keep_last_batch(batch_by_size: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+def keep_last_batch(batch_by_size, indices, *args, **kwargs):
     """Keep a last batch that --required-batch-size-multiple (by default 8) does not divide: fairseq drops it."""
     indices = np.fromiter(indices, dtype=np.int64) if not isinstance(indices, np.ndarray) else indices
     batches = batch_by_size(indices, *args, **kwargs) if len(indices) else []
@@ -28,9 +28,7 @@ def keep_last_batch(batch_by_size: Any, indices: Any, *args: Any, **kwargs: Any)
 
 
 @patch("fairseq.tasks.FairseqTask.get_batch_iterator")
-def keep_batches_of_first_epoch(
-    get_batch_iterator: Any, self: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **kwargs: Any
-) -> Any:
+def keep_batches_of_first_epoch(get_batch_iterator, self, dataset, *args, seed=1, epoch=1, **kwargs):
     """Make the batches of the first epoch in a resumed run: fairseq makes others, and reads some samples twice."""
     rebuild = any(map(kwargs.get, ("disable_iterator_cache", "update_epoch_batch_itr")))
     kept = self.can_reuse_epoch_itr(dataset) and not rebuild and not getattr(self.cfg, "rebuild_batches", False)
@@ -43,14 +41,14 @@ def keep_batches_of_first_epoch(
 
 
 @patch("fairseq.data.iterators.EpochBatchIterator.__init__")
-def copy_data_in_each_epoch(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def copy_data_in_each_epoch(init, self, *args, **kwargs):
     """Start new workers in each epoch: old ones keep their copy of the data set, with the first epoch's samples."""
     init(self, *args, **kwargs)
     self.persistent_workers = False
 
 
 @patch("fairseq.data.lm_context_window_dataset.LMContextWindowDataset.collater")
-def read_context_from_the_text(collater: Any, self: Any, samples: list[dict[str, Any]]) -> Any:
+def read_context_from_the_text(collater, self, samples):
     """Take the text before a block for its context: fairseq takes what the worker or the shard read last."""
     if not samples:  # a shard without a last batch
         return {}
@@ -63,15 +61,7 @@ def read_context_from_the_text(collater: Any, self: Any, samples: list[dict[str,
 
 
 @patch("fairseq.tasks.language_modeling.LanguageModelingTask.eval_lm_dataloader")
-def refuse_unscored_tokens(
-    eval_lm_dataloader: Any,
-    self: Any,
-    dataset: Any,
-    *args: Any,
-    max_positions: Any = None,
-    context_window: int = 0,
-    **kwargs: Any,
-) -> Any:
+def refuse_unscored_tokens(eval_lm_dataloader, self, dataset, *args, max_positions=None, context_window=0, **kwargs):
     """Refuse blocks longer than the model takes: fairseq-eval-lm leaves them out of the perplexity."""
     from fairseq.data.iterators import CountingIterator
 
@@ -91,7 +81,7 @@ def refuse_unscored_tokens(
 
 
 @patch("fairseq.sequence_scorer.SequenceScorer.generate")
-def refuse_impossible_tokens(generate: Any, self: Any, models: Any, sample: Any, **kwargs: Any) -> Any:
+def refuse_impossible_tokens(generate, self, models, sample, **kwargs):
     """Refuse tokens of probability zero, which fairseq-eval-lm leaves out, and no tokens, whose mean is NaN."""
     scored = generate(self, models, sample, **kwargs)
     for (hypothesis,) in scored:
@@ -110,15 +100,7 @@ def refuse_impossible_tokens(generate: Any, self: Any, models: Any, sample: Any,
 
 
 @patch("fairseq.tasks.language_modeling.LanguageModelingTask.inference_step")
-def separate_prompts(
-    inference_step: Any,
-    self: Any,
-    generator: Any,
-    models: Any,
-    sample: Any,
-    prefix_tokens: Any = None,
-    constraints: Any = None,
-) -> Any:
+def separate_prompts(inference_step, self, generator, models, sample, prefix_tokens=None, constraints=None):
     """Continue each prompt by itself: fairseq shares --max-len-a in a batch, and drops all first symbols or none."""
     tokens, lengths = (sample["net_input"][name] for name in ("src_tokens", "src_lengths"))
     limited = getattr(generator, "max_len_a", 0) or getattr(generator, "match_source_len", False)
@@ -139,9 +121,7 @@ def separate_prompts(
 
 
 @patch("fairseq.sequence_generator.SequenceGenerator._prefix_tokens")
-def forbid_in_each_sentence(
-    prefix_tokens: Any, self: Any, step: int, lprobs: Any, scores: Any, tokens: Any, prefix: Any, beam_size: int
-) -> Any:
+def forbid_in_each_sentence(prefix_tokens, self, step, lprobs, scores, tokens, prefix, beam_size):
     """Forbid tokens after each prompt: fairseq ignores --min-len up to the longest prompt of a batch."""
     lprobs, tokens, scores = prefix_tokens(self, step, lprobs, scores, tokens, prefix, beam_size)
     forbidden = [] if self.token_indices_to_suppress is None else self.token_indices_to_suppress.tolist()
@@ -152,15 +132,7 @@ def forbid_in_each_sentence(
 
 
 @patch("fairseq.search.DiverseBeamSearch.step")
-def count_diverse_beams_by_batch(
-    step: Any,
-    self: Any,
-    number: int,
-    lprobs: Any,
-    scores: Any,
-    prev_output_tokens: Any = None,
-    original_batch_idxs: Any = None,
-) -> Any:
+def count_diverse_beams_by_batch(step, self, number, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
     """Count sentences by rows of the batch: diverse beam search mixes them up with their numbers in the data set."""
     if number == 0:
         self.sentences = original_batch_idxs
@@ -170,7 +142,7 @@ def count_diverse_beams_by_batch(
 
 
 @patch("fairseq.models.BaseFairseqModel.make_generation_fast_")
-def return_the_model(make_generation_fast: Any, self: Any, **kwargs: Any) -> None:
+def return_the_model(make_generation_fast, self, **kwargs):
     """Let `eval()` and `train(False)` return the model: they return None after fairseq prepared it for inference."""
     make_generation_fast(self, **kwargs)
     self.train = functools.partial(_stay_in_evaluation, self)

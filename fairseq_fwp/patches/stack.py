@@ -40,13 +40,13 @@ def allow_checkpoint_types() -> None:
 
 
 @patch("fairseq.data.token_block_dataset.best_fitting_int_dtype", since="numpy 2.0")
-def count_below_zero(best_fitting: Any, largest: int) -> type:
+def count_below_zero(best_fitting, largest):
     """Count ends of blocks with a sign: in a block of one token, fairseq's 1 - 2 becomes 65,535 in numpy 2."""
     return np.int64
 
 
 @patch("fairseq.distributed.utils.call_main")
-def forget_tpu(call_main: Any, cfg: Any, main: Any, **kwargs: Any) -> Any:
+def forget_tpu(call_main, cfg, main, **kwargs):
     """Run --bf16 on the present device: fairseq takes it for a TPU, and stops where torch_xla is not installed."""
     if cfg.common.tpu and cfg.common.bf16 and importlib.util.find_spec("torch_xla") is None:
         cfg.common.tpu = False
@@ -54,7 +54,7 @@ def forget_tpu(call_main: Any, cfg: Any, main: Any, **kwargs: Any) -> Any:
 
 
 @patch("fairseq.distributed.utils.infer_init_method")
-def join_launched_processes(infer: Any, cfg: Any, *args: Any, **kwargs: Any) -> None:
+def join_launched_processes(infer, cfg, *args, **kwargs):
     """Join the processes of torchrun: with at most one GPU each, fairseq trains them separately, into one folder."""
     launched = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
     together = int(os.environ["WORLD_SIZE"]) if launched else 1
@@ -78,7 +78,7 @@ def restore_rindex() -> None:
 
 
 @patch("fairseq.data.legacy.masked_lm_dictionary.MaskedLMDictionary.load", since="fairseq 0.12.3")
-def load_masked_dictionary(load: Any, cls: Any, f: Any, add_special_symbols: bool = True) -> Any:
+def load_masked_dictionary(load, cls, f, add_special_symbols=True):
     """Accept an argument with which fairseq 0.12.3 loads every dictionary: those of masked models refuse it."""
     dictionary = cls()
     dictionary.add_from_file(f)
@@ -86,7 +86,7 @@ def load_masked_dictionary(load: Any, cls: Any, f: Any, add_special_symbols: boo
 
 
 @patch("fairseq.models.hubert.hubert_asr.HubertEncoder.__init__", since="fairseq 0.12.3")
-def give_hubert_its_option(init: Any, self: Any, cfg: Any, task: Any) -> None:
+def give_hubert_its_option(init, self, cfg, task):
     """Build a HuBERT model with CTC: fairseq 0.12.3 reads an option that only sequence-to-sequence models have."""
     from omegaconf import open_dict
 
@@ -100,7 +100,7 @@ def give_hubert_its_option(init: Any, self: Any, cfg: Any, task: Any) -> None:
 
 
 @patch("fairseq.utils.get_activation_fn")
-def name_the_linear_activation(get: Any, activation: str) -> Any:
+def name_the_linear_activation(get, activation):
     """Return a function with a name for "linear": a model with fairseq's, which has none, cannot be pickled."""
     return _linear if activation == "linear" else get(activation)
 

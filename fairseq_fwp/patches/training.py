@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @patch("fairseq.models.ema.ema.EMA._step_internal")
-def average_each_tensor_once(step: Any, self: Any, new_model: Any, updates: int | None = None) -> None:
+def average_each_tensor_once(step, self, new_model, updates=None):
     """Average each tensor once: fairseq's --store-ema averages tied weights twice, and fails for whole numbers."""
     known, found, averaged = self.fp32_params if self.config.ema_fp32 else self.model.state_dict(), {}, set()
     for name, x in new_model.state_dict().items():
@@ -42,7 +42,7 @@ def average_each_tensor_once(step: Any, self: Any, new_model: Any, updates: int 
 
 
 @patch("fairseq.trainer.Trainer.load_checkpoint")
-def average_from_loaded_weights(load: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def average_from_loaded_weights(load, self, *args, **kwargs):
     """Start an average from a checkpoint's weights: without an average in it, --store-ema finds them deleted."""
     settings = self.cfg.ema
     wanted, settings.store_ema = settings.store_ema, False
@@ -59,9 +59,7 @@ def average_from_loaded_weights(load: Any, self: Any, *args: Any, **kwargs: Any)
 
 
 @patch("fairseq.criterions.label_smoothed_cross_entropy.label_smoothed_nll_loss")
-def smooth_over_possible_words(
-    loss_of: Any, lprobs: Tensor, target: Tensor, epsilon: float, ignore_index: int | None = None, reduce: bool = True
-) -> tuple[Tensor, Tensor]:
+def smooth_over_possible_words(loss_of, lprobs, target, epsilon, ignore_index=None, reduce=True):
     """Smooth labels over words with a probability: over all words, one without makes fairseq's loss infinite.
 
     Over the other words it is the loss of the same model with a vocabulary that lacks these words.
@@ -80,9 +78,7 @@ def smooth_over_possible_words(
 
 
 @patch("fairseq.checkpoint_utils.save_checkpoint")
-def save_for_every_process(
-    save_checkpoint: Any, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **kwargs: Any
-) -> Any:
+def save_for_every_process(save_checkpoint, cfg, trainer, epoch_itr, *args, **kwargs):
     """Collect the states of streams in all processes: fairseq asks only the first what a checkpoint must hold."""
     if hasattr(epoch_itr, "collect_states"):
         epoch_itr.collect_states(trainer.data_parallel_process_group)
@@ -90,7 +86,7 @@ def save_for_every_process(
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint")
-def step_after_validation(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+def step_after_validation(load, cfg, trainer, **kwargs):
     """Make a step of reduce_lr_on_plateau that a checkpoint lacks: fairseq saves before it, and resumes without it."""
     extra_state, batches = load(cfg, trainer, **kwargs)
     if extra_state is not None and trainer.get_num_updates() and not cfg.reset_lr_scheduler:
@@ -101,26 +97,26 @@ def step_after_validation(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> A
 
 
 @patch(f"{PLATEAU}.state_dict")
-def save_bad_epochs(state_dict: Any, self: Any) -> Any:
+def save_bad_epochs(state_dict, self):
     """Save the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts: fairseq does not."""
     return {**state_dict(self), "num_bad_epochs": self.lr_scheduler.num_bad_epochs}
 
 
 @patch(f"{PLATEAU}.load_state_dict")
-def load_bad_epochs(load_state_dict: Any, self: Any, saved: dict[str, Any]) -> None:
+def load_bad_epochs(load_state_dict, self, saved):
     """Load the epochs without progress, which --lr-patience of reduce_lr_on_plateau counts: fairseq does not."""
     load_state_dict(self, saved)
     self.lr_scheduler.num_bad_epochs = saved.get("num_bad_epochs", 0)
 
 
 @patch("fairseq.trainer.Trainer.save_checkpoint")
-def save_patience(save: Any, self: Any, filename: str, extra_state: dict[str, Any]) -> Any:
+def save_patience(save, self, filename, extra_state):
     """Save the validations without progress, which --patience counts: fairseq does not."""
     return save(self, filename, {**extra_state, "patience": dict(_patience())})
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint")
-def load_patience(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+def load_patience(load, cfg, trainer, **kwargs):
     """Load the validations without progress, which --patience counts: fairseq does not."""
     extra_state, batches = load(cfg, trainer, **kwargs)
     counts = _patience()
@@ -131,7 +127,7 @@ def load_patience(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> Any:
 
 
 @patch("fairseq.checkpoint_utils.load_checkpoint")
-def end_what_is_finished(load: Any, cfg: Any, trainer: Any, **kwargs: Any) -> Any:
+def end_what_is_finished(load, cfg, trainer, **kwargs):
     """End a finished training that is started again: fairseq looks at the limits only after one more update."""
     extra_state, batches = load(cfg, trainer, **kwargs)
     if not trainer.get_num_updates():  # a new training from the weights of another one, whose hours do not count
@@ -157,7 +153,7 @@ def _patience() -> dict[str, Any]:
 
 
 @patch("fairseq.checkpoint_utils.torch_persistent_save")
-def save_whole(save: Any, obj: Any, filename: str, async_write: bool = False) -> None:
+def save_whole(save, obj, filename, async_write=False):
     """Write a complete file or none: fairseq appends a retry to the incomplete file, and leaves both on the disk."""
     from fairseq.file_io import PathManager
 
@@ -178,7 +174,7 @@ def save_whole(save: Any, obj: Any, filename: str, async_write: bool = False) ->
 
 
 @patch("fairseq.file_io.PathManager.copy")
-def copy_whole(copy: Any, src_path: str, dst_path: str, overwrite: bool = False) -> Any:
+def copy_whole(copy, src_path, dst_path, overwrite=False):
     """Replace a file by a complete copy: a run that is killed while fairseq copies cannot be resumed."""
     from fairseq.file_io import PathManager
 
@@ -193,7 +189,7 @@ def copy_whole(copy: Any, src_path: str, dst_path: str, overwrite: bool = False)
 
 
 @patch("fairseq.distributed.utils.call_main")
-def make_folder_of_log(call_main: Any, cfg: Any, main: Any, **kwargs: Any) -> Any:
+def make_folder_of_log(call_main, cfg, main, **kwargs):
     """Make the folder of --log-file: fairseq opens the file before it makes the folder of --save-dir."""
     if log := getattr(cfg.common, "log_file", None):
         os.makedirs(os.path.dirname(os.path.abspath(log)), exist_ok=True)
@@ -214,17 +210,12 @@ def _in_place_of(path: str) -> Iterator[str]:
 
 
 def _not_saved(path: str, error: BaseException) -> OSError:
-    return OSError(
-        f"{path} could not be saved ({_reason(error)}); earlier checkpoints are complete. Free some space or give "
-        "another --save-dir, and run the same command to resume"
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of the operating system: the message of torch's writer only gives a position."""
+    """Return an error with the reason of the operating system: the message of torch's writer only gives a position."""
     cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+    while cause is not None and not getattr(cause, "strerror", None):
         cause = cause.__cause__ or cause.__context__
-    return str(error).partition("\n")[0]
+    reason = getattr(cause, "strerror", None) or str(error).partition("\n")[0]
+    return OSError(
+        f"{path} could not be saved ({reason}); earlier checkpoints are complete. Free some space or give another "
+        "--save-dir, and run the same command to resume"
+    )

@@ -74,7 +74,6 @@ TESTS = {
     "../test_commands.py": {
         "refuse_unscored_tokens": "test_text_longer_than_the_model_is_refused",
         "make_folder_of_log": "trained",
-        "shorten_settings": "test_training_learns_and_says_nothing_alarming",
         "name_shared_weights": "test_training_learns_and_says_nothing_alarming",
         "count_diverse_beams_by_batch": "test_every_sentence_is_translated",
         "keep_saved_options": "test_weights_that_compute_something_else_are_told_of",
