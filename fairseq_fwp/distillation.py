@@ -58,10 +58,7 @@ class DistillationConfig(FairseqDataclass):
 
 @register_criterion("fwp_distillation", dataclass=DistillationConfig)
 class DistillationCriterion(FairseqCriterion):
-    """The loss of a token: the squared error of the attentions' outputs, or the divergence from the teacher.
-
-    Raises ValueError for a teacher that cannot be read or does not fit the model, and for contradictory settings.
-    """
+    """The loss of a token: the squared error of the attentions' outputs, or the divergence from the teacher."""
 
     def __init__(
         self,
@@ -115,33 +112,28 @@ class DistillationCriterion(FairseqCriterion):
         comparison is exact.
         """
         out = model(**sample["net_input"])
-        with torch.no_grad():
-            of_teacher = teacher(**sample["net_input"])
         target = model.get_targets(sample, out)
         kept = target.ne(self.padding_idx)
         target = target[kept]
         of_model, of_its_teacher = (getattr(of.decoder, "adaptive_softmax", None) for of in (model, teacher))
         if isinstance(of_model, AdaptiveSoftmax) and of_its_teacher is None:  # of all words it has no gradient
             raise ValueError("--adaptive-softmax-cutoff must be left out, because the teacher has no adaptive softmax")
-        if of_model is None or of_its_teacher is None:
-            student = at_least_float32(model.get_normalized_probs(out, log_probs=True)[kept])
-            with torch.no_grad():
-                from_teacher = at_least_float32(teacher.get_normalized_probs(of_teacher, log_probs=True)[kept])
-            yield student, same_words(student, from_teacher), target
-            return
-        ours, targets = of_model(out[0][kept].unsqueeze(0), target)
+
+        def scores(of: Any, softmax: Any, output: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
+            if of_model is None or of_its_teacher is None:
+                return [at_least_float32(of.get_normalized_probs(output, log_probs=True)[kept])], [target]
+            parts, targets = softmax(output[0][kept].unsqueeze(0), target)
+            return [None if part is None else at_least_float32(part).log_softmax(-1) for part in parts], targets
+
+        ours, targets = scores(model, of_model, out)
         with torch.no_grad():
-            theirs, _ = of_its_teacher(of_teacher[0][kept].unsqueeze(0), target)
+            theirs, _ = scores(teacher, of_its_teacher, teacher(**sample["net_input"]))
         if len(ours) != len(theirs):
-            raise ValueError(
-                f"the model must have the teacher's {len(theirs)} clusters of words, got {len(ours)}: give the "
-                "teacher's --adaptive-softmax-cutoff"
-            )
+            found = f"{len(ours)}: give the teacher's --adaptive-softmax-cutoff"
+            raise ValueError(f"the model must have the teacher's {len(theirs)} clusters of words, got {found}")
         for student, from_teacher, in_part in zip(ours, theirs, targets, strict=True):
-            if in_part is not None:
-                with torch.no_grad():
-                    from_teacher = at_least_float32(from_teacher).log_softmax(-1)
-                yield at_least_float32(student).log_softmax(-1), same_words(student, from_teacher), in_part
+            if student is not None and from_teacher is not None and in_part is not None:
+                yield student, same_words(student, from_teacher), in_part
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -195,10 +187,9 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
             draw()
     ours, theirs = attentions(model), attentions(teacher)
     if ours.keys() != theirs.keys():
-        raise ValueError(
-            f"the model must have attention in the same places as its teacher, got {len(ours)} attentions in the model "
-            f"and {len(theirs)} in the teacher: give a teacher with as many layers"
-        )
+        got = f"got {len(ours)} attentions in the model and {len(theirs)} in the teacher"
+        same = "attention in the same places as its teacher"
+        raise ValueError(f"the model must have {same}, {got}: give a teacher with as many layers")
     calls: list[tuple[str, Any, Any, Tensor]] = []
     hooks = [
         module.register_forward_hook(
@@ -217,17 +208,14 @@ def attention_error(model: nn.Module, teacher: nn.Module, net_input: dict[str, A
         try:
             out = ours[name](*words, **named)[0]
         except TypeError as error:
-            raise ValueError(
-                f"the teacher's {name} takes other arguments than the model's: convert the teacher with fwp-convert "
-                f"too ({error})"
-            ) from error
+            remedy = f"convert the teacher with fwp-convert too ({error})"
+            raise ValueError(f"the teacher's {name} takes other arguments than the model's: {remedy}") from error
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise ValueError(
-                f"the model's {name} must take the teacher's vectors, of size "
-                f"{words[0].shape[-1] if words else 'unknown'}: give a teacher with as many dimensions ({error})"
-            ) from error
+            size = words[0].shape[-1] if words else "unknown"
+            remedy = f"give a teacher with as many dimensions ({error})"
+            raise ValueError(f"the model's {name} must take the teacher's vectors, of size {size}: {remedy}") from error
         kept = real_tokens(name, net_input, padding_idx)
         errors.append(F.mse_loss(at_least_float32(out)[kept], at_least_float32(expected)[kept]))
     return torch.stack(errors).mean()
@@ -245,8 +233,6 @@ def real_tokens(name: str, net_input: dict[str, Any], padding_idx: int) -> Tenso
 def same_words(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the teacher's scores. Raises ValueError for another number of words."""
     if student.shape != teacher.shape:
-        raise ValueError(
-            f"the model and its teacher must have the same words in each cluster, got {student.shape[-1]} and "
-            f"{teacher.shape[-1]}: give the teacher's --adaptive-softmax-cutoff and data"
-        )
+        sizes = f"{student.shape[-1]} and {teacher.shape[-1]}: give the teacher's --adaptive-softmax-cutoff and data"
+        raise ValueError(f"the model and its teacher must have the same words in each cluster, got {sizes}")
     return teacher

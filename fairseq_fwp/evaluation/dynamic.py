@@ -13,8 +13,7 @@ where RMS is the root of the mean of g^2 over N windows of the training text, re
 RMS is the rule of the papers and of their code for recurrent networks (benkrause/dynamic-evaluation). mean(RMS) is over
 all weights; their code averages the means of tensors. RMS-sum is the rule of their code for Transformer-XL
 (benkrause/dynamiceval-transformer), which sums g^2 and never divides. The published values are for RMS-sum, with the
-first 1/5000 of the windows: N = 161 of WikiText-103. RMS takes the same step with lr / sqrt(N) for lr, epsilon /
-sqrt(N) for epsilon, and sqrt(N) mean(RMS) decay for decay, unless the pull is cut off at 1.
+first 1/5000 of the windows: N = 161 of WikiText-103.
 """
 
 from collections.abc import Iterable
@@ -62,7 +61,6 @@ class DynamicRule:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the rule divides by statistics of the training text."""
         return self.kind != "sgd"
 
     def __str__(self) -> str:
@@ -129,15 +127,12 @@ class DynamicScorer:
         if self.scorer.starts_document(batch):
             self.restore()
         log_probs, gradients = score_and_differentiate(self.scorer, batch, self.weights)
-        self._learn(gradients)
-        return log_probs
-
-    @torch.no_grad()
-    def _learn(self, gradients: list[Tensor]) -> None:
         parts = zip(self.weights, self.trained, gradients, self.steps, self.decays, strict=True)
-        for weight, trained, gradient, step, decay in parts:
-            back = decay * (trained - weight) if self.rule.decay else 0.0
-            weight += back - step * gradient
+        with torch.no_grad():
+            for weight, trained, gradient, step, decay in parts:
+                back = decay * (trained - weight) if self.rule.decay else 0.0
+                weight += back - step * gradient
+        return log_probs
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -41,26 +41,23 @@ class Protocol:
             raise ValueError(f"`window` must be at least 1, got {self.window}")
         most = 0 if self.carry_state else self.window - 1
         if not 0 <= self.context <= most:
-            raise ValueError(
-                f"`context` must be from 0 to {most}, got {self.context}: a window scores at least one token"
-            )
+            raise ValueError(f"`context` must be from 0 to {most}, got {self.context}: one token at least is scored")
 
     def __str__(self) -> str:
         text = f"windows of {self.window} tokens, each after at least {self.context} given ones where the text has them"
-        if not self.context:
-            text = f"blocks of {self.window} tokens, each by itself"
         if self.carry_state:
             text = f"state carried over segments of {self.window} tokens"
+        elif not self.context:
+            text = f"blocks of {self.window} tokens, each by itself"
         return text if self.dynamic is None else f"{text}, {self.dynamic}"
 
     def check(self, model: Any) -> None:
         """Raise ValueError for a model that cannot follow the protocol."""
         limit = model.max_positions()
         if self.window > limit:
-            raise ValueError(
-                f"`window` must be at most {limit}, the longest sample in training, got {self.window}: pass at most "
-                f"{limit}, or allow more by `max_target_positions`"
-            )
+            remedy = f"pass at most {limit}, or allow more by `max_target_positions`"
+            expected = f"at most {limit}, the longest sample in training"
+            raise ValueError(f"`window` must be {expected}, got {self.window}: {remedy}")
         if self.carry_state and not getattr(model.decoder, "carries_state", False):
             name = type(model).__name__
             raise ValueError(f"`carry_state` must be off for {name}, which has no state of constant size: leave it out")
@@ -145,10 +142,7 @@ def evaluate(
 
 
 def gather_statistics(model: Any, train: Text, protocol: Protocol) -> Protocol:
-    """Return the protocol with the statistics of the training text, if its dynamic rule needs them and lacks them.
-
-    The text is read as the protocol reads: the first `windows` windows of the rule, or all.
-    """
+    """Return the protocol with the statistics of the training text, read by the protocol, if its rule needs them."""
     rule = protocol.dynamic
     if rule is None or not rule.needs_statistics or rule.statistics is not None:
         return protocol

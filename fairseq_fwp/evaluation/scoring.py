@@ -40,7 +40,6 @@ class WindowScorer(Scorer):
     """A scorer that reads each window by itself, as if nothing had come before it."""
 
     def log_probs(self, batch: list[Window]) -> Tensor:
-        """Return the log-probabilities (B n,), with a graph where gradients are enabled."""
         inputs = torch.stack([self.text.inputs[window.start : window.end] for window in batch])
         tokens = torch.stack([self.text.tokens[window.first : window.end] for window in batch])
         decoder, scored = self.model.decoder, tokens.shape[1]
@@ -108,14 +107,13 @@ def score(
         total += float(log_probs[scored].sum())
         if not math.isfinite(total):
             first = scored.start + int(log_probs[scored].isfinite().logical_not().nonzero()[0])
+            token = f"{log_probs[first].exp():g} for the token {word(int(tokens[first]))!r}"
             raise ValueError(
-                f"probabilities must be above 0, got {log_probs[first].exp():g} for the token "
-                f"{word(int(tokens[first]))!r}: the model diverged or overflows, or its vocabulary lacks this word (in "
-                "a converted model perhaps the end of a line)"
+                f"probabilities must be above 0, got {token}: the model diverged or overflows, or its vocabulary lacks "
+                "this word (in a converted model perhaps the end of a line)"
             )
         report({"tokens": scored.stop, "ppl": math.exp(min(-total / scored.stop, 100))})
-    wrong = int(times.ne(1).sum())
-    if wrong:
+    if wrong := int(times.ne(1).sum()):
         raise RuntimeError(f"every token must be scored exactly once, got {wrong:,} of {length:,} that were not")
     return log_probs
 
